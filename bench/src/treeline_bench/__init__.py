@@ -1,0 +1,1 @@
+"""Benchmarks: every figure Treeline states comes from a command in this package."""

@@ -1,0 +1,1 @@
+"""The `treeline` command: thin, it starts the rooms."""

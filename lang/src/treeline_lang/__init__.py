@@ -1,0 +1,1 @@
+"""The frontend language. Nothing here yet: the room holds its place in the import rule."""

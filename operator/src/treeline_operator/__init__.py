@@ -1,0 +1,1 @@
+"""The operator: what Treeline generates for a cluster and for one machine."""

@@ -1,0 +1,1 @@
+"""The runtime: an inference engine with a radix cache behind an OpenAI-compatible server."""
