@@ -1,0 +1,268 @@
+"""What the runtime's processes say to each other: tagged msgspec structs, msgpack on the wire, never pickle.
+
+Direction decides the closed set of types a process accepts, so there is one typed decoder per direction:
+
+    tokenizer manager ──GenerateReq, AbortReq, FlushReq, StateReq, DrainReq──▶ scheduler ◀──StopReq── detokenizer
+    scheduler ──BatchTokenOut, Reply──▶ detokenizer ◀──DetokenizeInit── tokenizer manager
+    detokenizer ──BatchTextOut, Reply──▶ tokenizer manager
+    scheduler ──CacheUpdate, LoadUpdate──▶ publisher
+
+This module imports neither torch nor anything that does: the HTTP process stays light.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+GREEDY_BELOW = 1e-6
+"""A temperature below this means greedy decoding."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How to choose the tokens of one request. `n` is expanded into n requests before this."""
+
+    max_new_tokens: int = 128
+    """0 is legal: prefill only."""
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 = all."""
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    """Stop strings: found by the detokenizer, which answers with StopReq."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
+
+
+class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why a request ended."""
+
+    type: Literal["stop", "length", "abort", "error"]
+    matched: int | str | None = None
+    """The stop token id or stop string, for `stop`."""
+    message: str | None = None
+    status: int | None = None
+    """HTTP status, for `abort` and `error`."""
+
+
+# ---- to the scheduler -----------------------------------------------------------------------------------------
+
+
+class GenerateReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """Start one request. Exactly one terminal TokenOut answers it, whatever happens."""
+
+    rid: str
+    input_ids: list[int]
+    sampling: SamplingParams
+    namespace: str | None = None
+    """Cache namespace (LoRA adapter, salt): requests of different namespaces never share pages."""
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    """Logprobs of prompt tokens from this position on; -1 = of sampled tokens only."""
+    top_logprobs_num: int = 0
+
+
+class AbortReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """End `rid` now ("" = every request). Idempotent; legal in every state, and for unknown ids."""
+
+    rid: str = ""
+
+
+class FlushReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """Empty the prefix cache. Answered by Reply; refused while requests are running or waiting."""
+
+    id: str
+
+
+class StateReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """Ask for a view of the scheduler; answered by Reply with `data`."""
+
+    id: str
+    what: Literal["info", "radix", "load"]
+
+
+class DrainReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """From now on the load report says draining. Running and new requests go on."""
+
+
+class StopReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """A stop string was found in the text of `rid`: finish it with reason stop. Idempotent."""
+
+    rid: str
+    matched: str | None = None
+
+
+# ---- to the detokenizer ---------------------------------------------------------------------------------------
+
+
+class DetokenizeInit(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """Sent before the GenerateReq of the same rid goes to the scheduler.
+
+    Both travel on different sockets, but the first TokenOut of the rid can exist only after the GenerateReq was sent.
+    """
+
+    rid: str
+    stop: tuple[str, ...] = ()
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    return_logprob_text: bool = False
+    """Decode each token of the logprob lists on its own (TextOut's triples carry the text)."""
+
+    @classmethod
+    def of(cls, rid: str, sampling: SamplingParams, *, return_logprob_text: bool = False) -> DetokenizeInit:
+        return cls(
+            rid, sampling.stop, sampling.no_stop_trim, sampling.skip_special_tokens, return_logprob_text
+        )
+
+
+TokenLogprob = tuple[float | None, int]
+"""(log probability, token id). The first prompt token has no probability: None."""
+
+
+class TokenOut(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What happened to one request in one step. `finish` set = terminal: nothing follows for this rid."""
+
+    rid: str
+    token_ids: list[int]
+    """New since the last message."""
+    finish: FinishReason | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that the cache supplied when the request was first admitted."""
+    completion_tokens: int = 0
+    """So far, these included."""
+    retractions: int = 0
+    output_token_logprobs: list[TokenLogprob] | None = None
+    """One per entry of `token_ids`, when asked for."""
+    output_top_logprobs: list[list[TokenLogprob]] | None = None
+    input_token_logprobs: list[TokenLogprob] | None = None
+    """Prompt tokens from `logprob_start_len` on; only in the first message."""
+    input_top_logprobs: list[list[TokenLogprob] | None] | None = None
+
+
+class BatchTokenOut(msgspec.Struct, tag=True, frozen=True):
+    outs: list[TokenOut]
+
+
+class Reply(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """Answer to FlushReq or StateReq; the detokenizer passes it on unread, so it never overtakes tokens."""
+
+    id: str
+    ok: bool = True
+    message: str | None = None
+    data: dict[str, Any] | None = None
+
+
+# ---- to the tokenizer manager ---------------------------------------------------------------------------------
+
+TextLogprob = tuple[float | None, int, str | None]
+"""(log probability, token id, text of that token alone)."""
+
+
+class TextOut(msgspec.Struct, frozen=True, omit_defaults=True):
+    """TokenOut with text. Concatenated `text` of a request = its full text, trimmed at the stop string."""
+
+    rid: str
+    text: str
+    token_ids: list[int]
+    finish: FinishReason | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    retractions: int = 0
+    output_token_logprobs: list[TextLogprob] | None = None
+    output_top_logprobs: list[list[TextLogprob]] | None = None
+    input_token_logprobs: list[TextLogprob] | None = None
+    input_top_logprobs: list[list[TextLogprob] | None] | None = None
+
+
+class BatchTextOut(msgspec.Struct, tag=True, frozen=True):
+    outs: list[TextOut]
+
+
+# ---- to the publisher -----------------------------------------------------------------------------------------
+
+
+class Stored(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """A run of consecutive pages entered the cache."""
+
+    block_hashes: list[int]
+    """Unsigned 64-bit, one per page, of the digest chain (treeline_wire.events)."""
+    parent_hash: int | None
+    """The page before the run; None = the run starts a sequence."""
+    token_ids: list[int]
+    """len(block_hashes) x page_size."""
+    namespace: str | None = None
+    output_from: int = 0
+    """Index into `token_ids` from which tokens were sampled; len(token_ids) if none were."""
+
+
+class Removed(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """Pages left the cache, leaves first."""
+
+    block_hashes: list[int]
+
+
+class Cleared(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """The cache is empty."""
+
+
+CacheEvent = Stored | Removed | Cleared
+
+
+class CacheUpdate(msgspec.Struct, tag=True, frozen=True):
+    """What one step did to the cache, in order."""
+
+    events: list[CacheEvent]
+
+
+class LoadUpdate(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """The scheduler's load after a step that changed it. Token counts unless a unit is named."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_uncached_tokens: int = 0
+    """Prompt tokens still to be computed, of waiting requests and of the chunked one."""
+    pages_used: int = 0
+    """Pages neither free nor evictable."""
+    pages_total: int = 0
+    tokens_used: int = 0
+    total_prefill_uncached_tokens: int = 0
+    """Computed since start."""
+    total_prefill_busy_us: int = 0
+    prefill_tokens_per_s: float = 0.0
+    """Measured; 0 until the first prefill."""
+    decode_step_ms: float = 0.0
+    draining: bool = False
+    max_running: int = 0
+
+
+# ---- encoding -------------------------------------------------------------------------------------------------
+
+ToScheduler = GenerateReq | AbortReq | FlushReq | StateReq | DrainReq | StopReq
+ToDetokenizer = DetokenizeInit | BatchTokenOut | Reply
+ToTokenizer = BatchTextOut | Reply
+ToPublisher = CacheUpdate | LoadUpdate
+FromScheduler = BatchTokenOut | Reply
+
+encode = msgspec.msgpack.Encoder().encode
+"""Any message → bytes."""
+
+decode_to_scheduler = msgspec.msgpack.Decoder(ToScheduler).decode
+decode_to_detokenizer = msgspec.msgpack.Decoder(ToDetokenizer).decode
+decode_to_tokenizer = msgspec.msgpack.Decoder(ToTokenizer).decode
+decode_to_publisher = msgspec.msgpack.Decoder(ToPublisher).decode
