@@ -1,0 +1,41 @@
+# Everything a person does here, by one word. `make help` lists the words; each does its own set-up in .venv.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check format bench fuzz model lock clean
+
+PY := .venv/bin/python
+MYPY_ROOMS := wire/src runtime/src epp/src operator/src lang/src bench/src cli/src
+
+help: ## This list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup:
+	@scripts/setup.sh
+
+run: setup ## Serve the tiny model: Envoy, the endpoint picker and two runtimes on this machine (ARGS="--replicas 3 --model DIR")
+	@exec .venv/bin/treeline up $(ARGS)
+
+test: setup ## The test suite (ARGS="-k radix" for a part of it)
+	@scripts/test.sh $(ARGS)
+
+check: setup ## Lint, format, types, import rule, dead code
+	@scripts/check.sh
+
+format: setup ## Let ruff format and mend what it can
+	@.venv/bin/ruff format . && .venv/bin/ruff check --fix .
+
+bench: setup ## The benchmarks: tables, plots and JSON in bench/results (ARGS="tree picker routing" for some of them)
+	@$(PY) -m treeline_bench $(ARGS)
+
+fuzz: setup ## A million mutated inputs through the decoders (ARGS="--count 10000 --seed 7")
+	@$(PY) -m tests.wire.fuzz $(ARGS)
+
+model: setup ## Train the tiny model anew and write models/tiny (minutes on a GPU, hours on a CPU)
+	@$(PY) models/tiny/train.py --out models/tiny $(ARGS)
+
+lock: setup ## Resolve requirements/lock.txt anew from the rooms' pyproject.toml and requirements/dev.in
+	@scripts/lock.sh
+
+clean: ## Remove what the other words made, .venv included
+	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -prune -exec rm -rf {} + -o -name '*.egg-info' -prune -exec rm -rf {} +

