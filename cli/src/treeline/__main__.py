@@ -1,0 +1,5 @@
+import sys
+
+from treeline.main import main
+
+sys.exit(main())

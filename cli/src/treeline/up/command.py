@@ -1,0 +1,192 @@
+"""`treeline up`: a model served on this machine, through a real Envoy and the endpoint picker."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from treeline_operator.envoy import EnvoyConfig, bootstrap_json
+
+from treeline.envoy import EnvoyNotFound, envoy_binary
+from treeline.up.plan import TINY_MODEL, UpOptions, busy_ports, gateway_url, plan
+from treeline.up.progress import show
+from treeline.up.supervisor import ChildFailed, Supervisor
+
+EPILOG = """examples:
+  treeline up                                   the tiny model of this repository, two runtimes
+  treeline up --model ./Qwen3-0.6B --replicas 1 a checkpoint in Hugging Face layout
+  treeline up --model Qwen/Qwen3-0.6B           a Hugging Face id (downloaded; HF_TOKEN is used when set)
+  treeline up --policy round_robin              compare with routing that ignores prefixes
+
+Ports of runtime i are the base port + i. Arguments after `--` go to every runtime (see `treeline serve --help`)."""
+
+
+def parser() -> argparse.ArgumentParser:
+    defaults = UpOptions(model="")
+    up = argparse.ArgumentParser(
+        prog="treeline up",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    up.add_argument(
+        "--model", metavar="PATH_OR_ID", help="checkpoint folder or Hugging Face id (default: the tiny model)"
+    )
+    up.add_argument(
+        "--served-model-name", metavar="NAME", help="the name clients use (default: the folder's name)"
+    )
+    up.add_argument(
+        "--replicas",
+        type=_positive,
+        default=defaults.replicas,
+        help="runtimes to start (default: %(default)s)",
+    )
+    up.add_argument(
+        "--threads", type=_positive, help="torch threads per runtime (default: the cores shared out)"
+    )
+    up.add_argument("--host", default=defaults.host, help="address of the gateway (default: %(default)s)")
+    up.add_argument(
+        "--port", type=_port, default=defaults.port, help="port of the gateway (default: %(default)s)"
+    )
+    up.add_argument(
+        "--policy",
+        choices=("treeline", "round_robin", "random"),
+        default=defaults.policy,
+        help="how the picker chooses",
+    )
+    for option, meaning in {
+        "runtime-port": "HTTP port of the first runtime",
+        "events-port": "KV-event port of the first runtime",
+        "replay-port": "replay port of the first runtime",
+        "load-port": "load port of the first runtime",
+        "ext-proc-port": "the picker's ext_proc port",
+        "eds-port": "the picker's EDS and health port",
+        "metrics-port": "the picker's metrics and admin port",
+        "envoy-admin-port": "Envoy's admin port",
+    }.items():
+        default = getattr(defaults, option.replace("-", "_"))
+        up.add_argument(
+            f"--{option}", type=_port, default=default, metavar="PORT", help=f"{meaning} (default: {default})"
+        )
+    up.add_argument(
+        "--debug-endpoints",
+        action="store_true",
+        help="serve /debug/radix and /debug/tree (they show prompts)",
+    )
+    up.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default=defaults.log_level)
+    up.add_argument(
+        "--log-dir", type=Path, help="keep the children's logs here (default: a temporary folder)"
+    )
+    return up
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port (1 to 65535)")
+    return int(text)
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    argv = list(argv)
+    if "--" not in argv:
+        return argv, ()
+    at = argv.index("--")
+    return argv[:at], tuple(argv[at + 1 :])
+
+
+def _options(argv: Sequence[str]) -> tuple[UpOptions, Path | None]:
+    own, runtime_args = _split(argv)
+    up = parser()
+    args = vars(up.parse_args(own))
+    log_dir = args.pop("log_dir")
+    model = args.pop("model")
+    if model is None:
+        if not (TINY_MODEL / "config.json").exists():
+            up.error(
+                "the tiny model comes with the repository, and this is an installed package: pass --model"
+            )
+        model = str(TINY_MODEL)
+        args["served_model_name"] = args["served_model_name"] or "tiny"
+    threads = args.pop("threads") or max(1, (os.cpu_count() or 1) // args["replicas"])
+    return UpOptions(model=model, threads=threads, runtime_args=runtime_args, **args), log_dir
+
+
+def envoy_config(options: UpOptions) -> EnvoyConfig:
+    return EnvoyConfig(
+        listen_host=options.host,
+        listen_port=options.port,
+        admin_port=options.envoy_admin_port,
+        ext_proc_port=options.ext_proc_port,
+        eds_port=options.eds_port,
+        expose_cached_tokens=True,
+        add_endpoint_header=True,
+    )
+
+
+def _how_to_try(options: UpOptions) -> str:
+    url = gateway_url(options)
+    model = options.served_model_name or Path(options.model).name
+    return f"""ready: {url}
+
+try it:
+  curl -i {url}/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+
+the picker: http://127.0.0.1:{options.metrics_port}/metrics    stop: Ctrl-C"""
+
+
+async def _run(options: UpOptions, folder: Path, log_dir: Path, console: Console) -> int:
+    bootstrap = folder / "envoy.json"
+    children = plan(options, envoy_binary(), bootstrap)
+    if busy := busy_ports(children):
+        for line in busy:
+            console.print(f"treeline up: {line}", style="red", highlight=False)
+        console.print("Stop what holds it, or choose other ports (see treeline up --help).", highlight=False)
+        return 1
+    bootstrap.write_text(bootstrap_json(envoy_config(options)))
+    supervisor = Supervisor(children, log_dir)
+    progress = asyncio.create_task(show(supervisor.children, console))
+    try:
+        await supervisor.run(on_ready=lambda: print(_how_to_try(options), flush=True))
+    except ChildFailed as failure:
+        progress.cancel()
+        await asyncio.gather(progress, return_exceptions=True)
+        console.print(f"treeline up: {failure}", style="red", markup=False, highlight=False)
+        return 1
+    finally:
+        progress.cancel()
+        await asyncio.gather(progress, return_exceptions=True)
+    console.print("stopped", highlight=False)
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until Ctrl-C or SIGTERM (status 0); status 1 when a child dies, a port is busy or Envoy is missing."""
+    options, log_dir = _options(argv)
+    console = Console(stderr=True)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="treeline-up-")))
+        if log_dir is not None:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            return asyncio.run(_run(options, folder, log_dir or folder, console))
+        except EnvoyNotFound as missing:
+            console.print(f"treeline up: {missing}", style="red", markup=False)
+            return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,143 @@
+"""Which processes `treeline up` starts, with which arguments and ports: pure, decided before anything starts."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from treeline_wire import ports
+
+
+@dataclass(frozen=True)
+class UpOptions:
+    """What the user asked for. Ports of replica i are the base port + i."""
+
+    model: str
+    replicas: int = 2
+    host: str = "127.0.0.1"
+    port: int = ports.GATEWAY
+    policy: str = "treeline"
+    served_model_name: str | None = None
+    threads: int = 1
+    runtime_port: int = ports.RUNTIME_HTTP
+    events_port: int = ports.EVENTS
+    replay_port: int = ports.REPLAY
+    load_port: int = ports.LOAD
+    ext_proc_port: int = ports.EXT_PROC
+    eds_port: int = ports.EDS
+    metrics_port: int = ports.METRICS
+    envoy_admin_port: int = 9901
+    runtime_args: tuple[str, ...] = ()
+    debug_endpoints: bool = False
+    log_level: str = "info"
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """One process to start.
+
+    `ready_url` answers 200 when it is ready; `after` names the children that must be ready before this one is started;
+    `ports` maps what a port is for to (host, port), all of which must be free beforehand.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    ready_url: str
+    ports: Mapping[str, tuple[str, int]]
+    after: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+LOOPBACK = "127.0.0.1"
+TINY_MODEL = Path(__file__).resolve().parents[4] / "models" / "tiny"
+
+
+def gateway_url(options: UpOptions) -> str:
+    """Where clients on this machine reach the gateway; a wildcard address is reached by loopback."""
+    host = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(options.host, options.host)
+    return f"http://{host}:{options.port}"
+
+
+def _flags(values: Mapping[str, object]) -> list[str]:
+    return [word for flag, value in values.items() for word in (flag, str(value))]
+
+
+def _runtime(options: UpOptions, index: int) -> ChildSpec:
+    own_ports = {
+        "--port": options.runtime_port + index,
+        "--events-port": options.events_port + index,
+        "--replay-port": options.replay_port + index,
+        "--load-port": options.load_port + index,
+    }
+    settings = {"--threads": options.threads, "--log-level": options.log_level}
+    if options.served_model_name:
+        settings["--served-model-name"] = options.served_model_name
+    argv = [sys.executable, "-m", "treeline_runtime"]
+    argv += _flags({"--model": options.model, "--host": LOOPBACK} | own_ports | settings)
+    if options.debug_endpoints:
+        argv += ["--enable-debug-endpoints"]
+    return ChildSpec(
+        name=f"runtime-{index}",
+        argv=(*argv, *options.runtime_args),
+        ready_url=f"http://{LOOPBACK}:{own_ports['--port']}/ready",
+        ports={flag.removeprefix("--"): (LOOPBACK, port) for flag, port in own_ports.items()},
+        # Torch reads it before our own setting comes through, and two runtimes must not fight over the cores.
+        env={"OMP_NUM_THREADS": str(options.threads)},
+    )
+
+
+def _picker(options: UpOptions, runtimes: Iterable[ChildSpec]) -> ChildSpec:
+    own_ports = {
+        "--grpc-port": options.ext_proc_port,
+        "--grpc-health-port": options.eds_port,
+        "--metrics-port": options.metrics_port,
+    }
+    settings = {"--host": LOOPBACK, "--policy": options.policy, "--log-level": options.log_level}
+    argv = [sys.executable, "-m", "treeline_epp", *_flags(settings | own_ports)]
+    for runtime in runtimes:
+        host, port = runtime.ports["port"]
+        argv += ["--endpoint", f"{runtime.name}={host}:{port}"]
+    if options.debug_endpoints:
+        argv += ["--enable-debug-endpoints"]
+    return ChildSpec(
+        name="picker",
+        argv=tuple(argv),
+        ready_url=f"http://{LOOPBACK}:{options.metrics_port}/ready",
+        ports={flag.removeprefix("--"): (LOOPBACK, port) for flag, port in own_ports.items()},
+    )
+
+
+def _envoy(options: UpOptions, binary: Path, bootstrap: Path) -> ChildSpec:
+    settings = {"--config-path": bootstrap, "--log-level": "warning", "--drain-time-s": 5, "--concurrency": 1}
+    return ChildSpec(
+        name="envoy",
+        argv=(str(binary), *_flags(settings), "--disable-hot-restart"),
+        # Through everything: Envoy asks the picker, the picker names a runtime, the runtime answers.
+        ready_url=f"{gateway_url(options)}/health",
+        ports={"gateway": (options.host, options.port), "admin": (LOOPBACK, options.envoy_admin_port)},
+        after=("picker",),
+    )
+
+
+def plan(options: UpOptions, envoy_binary: Path, bootstrap: Path) -> list[ChildSpec]:
+    """The children, in the order in which they are shown; Envoy's configuration will be written to `bootstrap`."""
+    runtimes = [_runtime(options, index) for index in range(options.replicas)]
+    return [*runtimes, _picker(options, runtimes), _envoy(options, envoy_binary, bootstrap)]
+
+
+def busy_ports(children: Iterable[ChildSpec]) -> list[str]:
+    """A line for every port that cannot be bound, naming it and its use; empty when all are free."""
+    found: list[str] = []
+    for child in children:
+        for use, (host, port) in child.ports.items():
+            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+                # As the children themselves bind: a port in TIME_WAIT is free to them.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((host, port))
+                except OSError as error:
+                    found.append(f"port {port} on {host} ({child.name}, {use}): {error.strerror}")
+    return found

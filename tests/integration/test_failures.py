@@ -1,0 +1,93 @@
+"""What the people who send requests notice when a part of the system dies, restarts or goes away: as little as possible."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+
+import pytest
+from openai import AsyncOpenAI
+from support.prompts import text
+from support.stack import Stack, until
+from support.traffic import traffic
+from treeline_wire import headers
+
+pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+
+
+def ask(stack: Stack, prompt: str, max_tokens: int = 2):
+    return stack.http.post(
+        f"{stack.url}/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": max_tokens}
+    )
+
+
+def served_by(stack: Stack, prompt: str) -> str:
+    return stack.name_of(ask(stack, prompt).raise_for_status().headers[headers.ENDPOINT])
+
+
+async def in_thread(function, *arguments):
+    return await asyncio.to_thread(function, *arguments)
+
+
+async def test_a_killed_runtime_takes_only_its_own_streams_with_it(stack: Stack, aclient: AsyncOpenAI):
+    victim = "runtime-0"
+    async with traffic(aclient) as running:
+        await running.at_least(10)
+        await in_thread(stack.end, victim, signal.SIGKILL)
+        killed_at = time.monotonic()
+        await running.at_least(20)
+    lost = running.errors()
+    assert all(fate.began <= killed_at for fate in lost), f"began after the kill: {lost}"
+    assert all(fate.endpoint in (None, stack.address(victim)) for fate in lost), f"served elsewhere: {lost}"
+    stack.start(victim)
+
+
+async def test_a_restarted_runtime_is_not_credited_with_what_it_lost(stack: Stack):
+    prompt = text(1_500, seed=41)
+    holder = served_by(stack, prompt)
+    until(lambda: stack.tree(holder), f"the tree knows blocks of {holder}")
+    stack.end(holder, signal.SIGKILL)
+    stack.start(holder)
+    until(lambda: not stack.tree(holder), "the old credit is gone", 3, lambda: len(stack.tree(holder)))
+    stack.agree(holder)
+    again = ask(stack, prompt).raise_for_status()
+    assert int(again.headers[headers.CACHED_TOKENS]) == 0
+
+
+async def test_a_runtime_that_is_asked_to_stop_drops_nothing(stack: Stack, aclient: AsyncOpenAI):
+    async with traffic(aclient) as running:
+        await running.at_least(10)
+        status = await in_thread(stack.end, "runtime-1", signal.SIGTERM)
+        await running.at_least(10)
+    assert status == 0, stack.log("runtime-1")
+    assert running.errors() == []
+    stack.start("runtime-1")
+
+
+async def test_a_restarted_picker_routes_at_once_to_where_prefixes_are(stack: Stack):
+    prompts = [text(600, seed=60 + index) for index in range(6)]
+    holders = [served_by(stack, prompt) for prompt in prompts]
+    stack.end("picker", signal.SIGTERM)
+    stack.start("picker")
+    ready_at = time.monotonic()
+    # Ready means that what the runtimes hold is known again; Envoy has a second to come back to the picker.
+    until(lambda: stack.metrics().get("treeline_epp_extproc_ready", 1.0), "the picker serves", 1)
+    time_left = ready_at + 1.0 - time.monotonic()
+    until(
+        lambda: served_by(stack, prompts[0]) == holders[0],
+        "the first prompt finds its holder",
+        max(time_left, 0.1),
+    )
+    assert [served_by(stack, prompt) for prompt in prompts] == holders
+
+
+async def test_without_a_picker_requests_are_still_served(stack: Stack, aclient: AsyncOpenAI):
+    async with traffic(aclient) as running:
+        await running.at_least(5)
+        await in_thread(stack.end, "picker", signal.SIGKILL)
+        await running.at_least(20)
+        stack.start("picker")
+        await running.at_least(5)
+    assert running.errors() == []
+    until(lambda: stack.metrics(), "the picker is back")

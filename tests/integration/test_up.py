@@ -1,0 +1,138 @@
+"""`treeline up` as its user meets it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from support.ports import free_base, free_ports
+from support.stack import until
+
+pytestmark = pytest.mark.integration
+
+
+def command(*more: str) -> list[str]:
+    gateway, ext_proc, eds, metrics, admin = free_ports(5)
+    words = [sys.executable, "-m", "treeline", "up", "--port", str(gateway), "--ext-proc-port", str(ext_proc)]
+    words += ["--eds-port", str(eds), "--metrics-port", str(metrics), "--envoy-admin-port", str(admin)]
+    for option in ("--runtime-port", "--events-port", "--replay-port", "--load-port"):
+        words += [option, str(free_base(2))]
+    return [*words, *more]
+
+
+class Up:
+    """A running `treeline up` and what it printed."""
+
+    def __init__(self, folder: Path, *more: str) -> None:
+        self.out_path, self.err_path = folder / "out", folder / "err"
+        with self.out_path.open("wb") as out, self.err_path.open("wb") as err:
+            self.popen = subprocess.Popen(
+                command(*more), stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    @property
+    def out(self) -> str:
+        return self.out_path.read_text()
+
+    @property
+    def err(self) -> str:
+        return self.err_path.read_text()
+
+    def ready(self) -> str:
+        """Wait for the ready line; returns the URL in it."""
+
+        def said() -> bool:
+            assert self.popen.poll() is None, self.err
+            return "ready: " in self.out
+
+        until(said, "treeline up is ready", 90, lambda: self.err)
+        return self.out.splitlines()[0].removeprefix("ready: ")
+
+    def family(self) -> list[psutil.Process]:
+        return [psutil.Process(self.popen.pid), *psutil.Process(self.popen.pid).children(recursive=True)]
+
+
+@pytest.fixture
+def up(tmp_path: Path):
+    started: list[Up] = []
+
+    def start(*more: str) -> Up:
+        started.append(Up(tmp_path, *more))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.popen.poll() is None:
+            family = one.family()
+            os.killpg(one.popen.pid, signal.SIGKILL)
+            one.popen.wait(10)
+            psutil.wait_procs(family, 10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_and_a_signal_stops_everything_within_ten_seconds(up, number):
+    running = up("--replicas", "1")
+    url = running.ready()
+    models = httpx.get(f"{url}/v1/models", trust_env=False).json()
+    assert [model["id"] for model in models["data"]] == ["tiny"]
+    assert "curl" in running.out
+    family = running.family()
+    began = time.monotonic()
+    running.popen.send_signal(number)
+    assert running.popen.wait(10) == 0
+    assert time.monotonic() - began < 10
+    gone, alive = psutil.wait_procs(family, 1)
+    assert not alive
+
+
+def test_a_runtime_that_dies_is_named_and_the_rest_is_stopped(up):
+    running = up("--replicas", "2")
+    running.ready()
+    family = running.family()
+    runtime = next(process for process in family if "treeline_runtime" in " ".join(process.cmdline()))
+    runtime.kill()
+    assert running.popen.wait(15) == 1
+    assert "runtime-0 was ended by SIGKILL" in running.err
+    gone, alive = psutil.wait_procs(family, 3)
+    assert not alive
+
+
+def test_a_busy_port_is_named_before_anything_starts(tmp_path: Path):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        taken = holder.getsockname()[1]
+        answer = subprocess.run(command("--port", str(taken)), capture_output=True, text=True, timeout=30)
+    assert answer.returncode == 1
+    assert f"port {taken}" in answer.stderr
+    assert "gateway" in answer.stderr
+    assert answer.stdout == ""
+
+
+def test_a_model_that_is_not_there_is_a_clear_error(tmp_path: Path):
+    answer = subprocess.run(
+        command("--replicas", "1", "--model", str(tmp_path / "nowhere")),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert answer.returncode == 1
+    assert "nowhere" in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize("words", [["--replicas", "0"], ["--port", "70000"], ["--polcy", "random"]])
+def test_a_mistake_in_a_flag_is_named(words):
+    answer = subprocess.run(
+        [sys.executable, "-m", "treeline", "up", *words], capture_output=True, text=True, timeout=30
+    )
+    assert answer.returncode == 2
+    assert words[1] in answer.stderr or words[0] in answer.stderr

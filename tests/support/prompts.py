@@ -1,0 +1,50 @@
+"""Prompts whose shared beginnings the tests control."""
+
+from __future__ import annotations
+
+import random
+
+WORDS = [
+    "river",
+    "stone",
+    "amber",
+    "quiet",
+    "forest",
+    "lantern",
+    "copper",
+    "meadow",
+    "signal",
+    "harbour",
+    "winter",
+    "thread",
+    "orchard",
+    "glass",
+    "summit",
+    "paper",
+    "anchor",
+    "violet",
+    "engine",
+    "canyon",
+    "silver",
+    "garden",
+    "bridge",
+    "thunder",
+    "pebble",
+    "marble",
+    "willow",
+    "feather",
+    "candle",
+    "desert",
+    "island",
+]
+
+
+def text(words: int, seed: int) -> str:
+    """`words` words, the same for the same seed; texts of different seeds differ from the first words on."""
+    choose = random.Random(seed)
+    return " ".join(choose.choice(WORDS) for _ in range(words))
+
+
+def messages(shared: str, own: str) -> list[dict[str, str]]:
+    """A chat whose system prompt is shared and whose question is its own."""
+    return [{"role": "system", "content": shared}, {"role": "user", "content": own}]

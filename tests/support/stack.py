@@ -1,0 +1,202 @@
+"""The whole path as real processes whose life the test commands: each is started, killed and restarted by name.
+
+`treeline up` stops everything when a child dies; here the dead stay dead until the test says otherwise. The processes
+and their arguments are those of `treeline up` (`treeline.up.plan`), only the ports are free ones.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from treeline.envoy import envoy_binary
+from treeline.up.command import envoy_config
+from treeline.up.plan import TINY_MODEL, ChildSpec, UpOptions, gateway_url, plan
+from treeline_operator.envoy import bootstrap_json
+
+from support.ports import free_base, free_ports
+
+READY_TIMEOUT_S = 90.0
+
+
+def until(
+    condition: Callable[[], Any], what: str, timeout_s: float = 10.0, state: Callable[[], Any] | None = None
+) -> Any:
+    """Poll until `condition` is true and return its value; on expiry fail with `what` and the state of the world."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if value := condition():
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(
+                f"not within {timeout_s} s: {what}; the world: {state() if state else 'not described'}"
+            )
+        time.sleep(0.02)
+
+
+@dataclass
+class Process:
+    """One child: how to start it, and the process while there is one."""
+
+    spec: ChildSpec
+    log_path: Path
+    popen: subprocess.Popen[bytes] | None = None
+
+
+class Stack:
+    """Owns its processes. `replicas` runtimes named runtime-0 …, `picker`, `envoy`."""
+
+    def __init__(self, folder: Path, replicas: int = 2, **options: Any) -> None:
+        several = ("runtime_port", "events_port", "replay_port", "load_port")
+        single = ("port", "ext_proc_port", "eds_port", "metrics_port", "envoy_admin_port")
+        ports = {name: free_base(replicas) for name in several} | dict(
+            zip(single, free_ports(len(single)), strict=True)
+        )
+        settings = (
+            {"model": str(TINY_MODEL), "served_model_name": "tiny", "debug_endpoints": True} | ports | options
+        )
+        self.options = UpOptions(replicas=replicas, **settings)
+        folder.mkdir(parents=True, exist_ok=True)
+        bootstrap = folder / "envoy.json"
+        bootstrap.write_text(bootstrap_json(envoy_config(self.options)))
+        specs = plan(self.options, envoy_binary(), bootstrap)
+        self.processes = {spec.name: Process(spec, folder / f"{spec.name}.log") for spec in specs}
+        self.url = gateway_url(self.options)
+        self.http = httpx.Client(timeout=30, trust_env=False)
+
+    @property
+    def runtimes(self) -> list[str]:
+        return [name for name in self.processes if name.startswith("runtime-")]
+
+    def address(self, name: str) -> str:
+        """ip:port of a runtime's HTTP server, as `x-treeline-endpoint` names it."""
+        host, port = self.processes[name].spec.ports["port"]
+        return f"{host}:{port}"
+
+    def name_of(self, address: str) -> str:
+        return next(name for name in self.runtimes if self.address(name) == address)
+
+    # Life and death
+
+    def start(self, *names: str) -> None:
+        """Start processes (all, when none is named) and wait until each is ready."""
+        names = names or tuple(self.processes)
+        for name in names:
+            process = self.processes[name]
+            assert process.popen is None, f"{name} runs already"
+            with process.log_path.open("ab") as log:
+                process.popen = subprocess.Popen(
+                    process.spec.argv,
+                    stdout=log,
+                    stderr=log,
+                    stdin=subprocess.DEVNULL,
+                    env={**os.environ, **process.spec.env, "PYTHONUNBUFFERED": "1"},
+                    start_new_session=True,
+                )
+        for name in names:
+            self.wait_ready(name)
+
+    def wait_ready(self, name: str) -> None:
+        process = self.processes[name]
+
+        def answers() -> bool:
+            assert process.popen is not None
+            status = process.popen.poll()
+            assert status is None, f"{name} exited with {status}:\n{self.log(name)}"
+            return self._ok(process.spec.ready_url)
+
+        until(answers, f"{name} ready", READY_TIMEOUT_S, lambda: self.log(name))
+
+    def end(self, name: str, number: signal.Signals = signal.SIGTERM, timeout_s: float = 40.0) -> int:
+        """Send a signal (SIGKILL goes to the whole group) and wait for the end; returns the exit status."""
+        process = self.processes[name]
+        assert process.popen is not None
+        if number is signal.SIGKILL:
+            os.killpg(process.popen.pid, number)
+        else:
+            process.popen.send_signal(number)
+        status = process.popen.wait(timeout_s)
+        process.popen = None
+        return status
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        popen = self.processes[name].popen
+        assert popen is not None
+        popen.send_signal(number)
+
+    def close(self) -> None:
+        self.http.close()
+        for name, process in self.processes.items():
+            if process.popen is not None:
+                members = (
+                    psutil.Process(process.popen.pid).children(recursive=True)
+                    if process.popen.poll() is None
+                    else []
+                )
+                self.end(name, signal.SIGKILL)
+                for member in members:
+                    member.wait(10) if member.is_running() else None
+
+    # Looking
+
+    def _ok(self, url: str) -> bool:
+        try:
+            return self.http.get(url).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def log(self, name: str, lines: int = 40) -> str:
+        path = self.processes[name].log_path
+        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
+
+    def metrics(self) -> dict[str, float]:
+        """The picker's metrics by their full name with labels."""
+        text = self.http.get(f"http://127.0.0.1:{self.options.metrics_port}/metrics").text
+        lines = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
+        return {name: float(value) for name, value in lines}
+
+    def radix(self, name: str) -> dict[str, Any]:
+        """What a runtime's cache holds, by its own word."""
+        return dict(self.http.get(f"http://{self.address(name)}/debug/radix").json())
+
+    def announced(self, name: str) -> set[int]:
+        return {int(block["hash"]) for block in self.radix(name)["blocks"] if block["announced"]}
+
+    def tree(self, name: str) -> set[int]:
+        """The blocks that the picker believes a runtime holds."""
+        answer = self.http.get(
+            f"http://127.0.0.1:{self.options.metrics_port}/debug/tree", params={"pod": name}
+        )
+        return {int(block) for block in answer.json()["blocks"]}
+
+    def agree(self, name: str, timeout_s: float = 2.0) -> None:
+        """The picker's tree equals the runtime's cache within the time."""
+        until(
+            lambda: self.announced(name) == self.tree(name),
+            f"the tree equals {name}'s cache",
+            timeout_s,
+            lambda: {
+                "only in the cache": len(self.announced(name) - self.tree(name)),
+                "only in the tree": len(self.tree(name) - self.announced(name)),
+            },
+        )
+
+
+@contextmanager
+def running_stack(folder: Path, **options: Any) -> Iterator[Stack]:
+    """A stack that is ready; ended with everything it started."""
+    stack = Stack(folder, **options)
+    try:
+        stack.start()
+        yield stack
+    finally:
+        stack.close()
