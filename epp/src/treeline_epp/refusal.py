@@ -1,0 +1,90 @@
+"""Why a request gets no endpoint: an answer to the client, never a failure of the picker.
+
+Every expected condition is one of these, so that a proxy never sees a gRPC error for it (which would hand the request
+to fail-open). The table of statuses and reasons is the one that other endpoint pickers publish.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from treeline_wire.openai_errors import error_body
+
+DROPPED_REASON = "x-llm-d-request-dropped-reason"
+"""Response header naming, for machines, why a request was dropped."""
+
+SATURATED = "rejected-saturated"
+NO_ENDPOINTS = "rejected-no-endpoints"
+SHUTTING_DOWN = "rejected-shutting-down"
+
+
+class Refusal(msgspec.Struct, frozen=True, gc=False):
+    """An HTTP answer instead of a destination, in OpenAI's error shape.
+
+    ``status`` is an HTTP status, ``code`` OpenAI's error code (also the label of the refusals metric), ``reason`` the
+    machine-readable dropped reason, ``retry_after_s`` whole seconds.
+    """
+
+    status: int
+    message: str
+    code: str
+    param: str | None = None
+    reason: str | None = None
+    retry_after_s: int | None = None
+
+    def headers(self) -> list[tuple[str, bytes]]:
+        """Response headers beside the body's own."""
+        out = [("content-type", b"application/json")]
+        if self.reason is not None:
+            out.append((DROPPED_REASON, self.reason.encode()))
+        if self.retry_after_s is not None:
+            out.append(("retry-after", str(self.retry_after_s).encode()))
+        return out
+
+    def body(self) -> bytes:
+        """The JSON body."""
+        return msgspec.json.encode(error_body(self.message, self._type(), param=self.param, code=self.code))
+
+    def _type(self) -> str:
+        if self.status == 429:
+            return "rate_limit_error"
+        if self.status >= 500:
+            return "service_unavailable" if self.status == 503 else "server_error"
+        return "invalid_request_error"
+
+
+def bad_request(message: str, *, param: str | None = None, code: str = "invalid_request") -> Refusal:
+    """400: the request itself is wrong; ``param`` names the field."""
+    return Refusal(400, message, code, param=param)
+
+
+def model_not_found(model: str) -> Refusal:
+    """404: no pool serves ``model``. A name of unreasonable length is cut, since it comes back to the client."""
+    name = model if len(model) <= 256 else f"{model[:256]}…"
+    return Refusal(404, f"The model `{name}` does not exist.", "model_not_found", param="model")
+
+
+def body_too_large(limit: int) -> Refusal:
+    """413: more than ``limit`` bytes of body."""
+    return Refusal(413, f"The request body is larger than {limit} bytes.", "request_too_large")
+
+
+def saturated(message: str) -> Refusal:
+    """429: every endpoint has as much queued work as it may have."""
+    return Refusal(429, message, "saturated", reason=SATURATED, retry_after_s=1)
+
+
+def no_endpoints(message: str) -> Refusal:
+    """503: no endpoint is ready, or none of those that the proxy allows."""
+    return Refusal(503, message, "no_endpoints", reason=NO_ENDPOINTS, retry_after_s=1)
+
+
+def shutting_down() -> Refusal:
+    """503: this picker is leaving."""
+    return Refusal(
+        503, "The endpoint picker is shutting down.", "shutting_down", reason=SHUTTING_DOWN, retry_after_s=1
+    )
+
+
+def defect() -> Refusal:
+    """500: our mistake; the log has the details."""
+    return Refusal(500, "The endpoint picker failed on this request.", "internal_error")
