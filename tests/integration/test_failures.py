@@ -1,4 +1,4 @@
-"""What the people who send requests notice when a part of the system dies, restarts or goes away: as little as possible."""
+"""What those who send requests notice when a part of the system dies, restarts or leaves: as little as possible."""
 
 from __future__ import annotations
 

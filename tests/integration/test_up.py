@@ -89,7 +89,7 @@ def test_it_serves_and_a_signal_stops_everything_within_ten_seconds(up, number):
     running.popen.send_signal(number)
     assert running.popen.wait(10) == 0
     assert time.monotonic() - began < 10
-    gone, alive = psutil.wait_procs(family, 1)
+    _, alive = psutil.wait_procs(family, 1)
     assert not alive
 
 
@@ -101,7 +101,7 @@ def test_a_runtime_that_dies_is_named_and_the_rest_is_stopped(up):
     runtime.kill()
     assert running.popen.wait(15) == 1
     assert "runtime-0 was ended by SIGKILL" in running.err
-    gone, alive = psutil.wait_procs(family, 3)
+    _, alive = psutil.wait_procs(family, 3)
     assert not alive
 
 

@@ -4,39 +4,11 @@ from __future__ import annotations
 
 import random
 
-WORDS = [
-    "river",
-    "stone",
-    "amber",
-    "quiet",
-    "forest",
-    "lantern",
-    "copper",
-    "meadow",
-    "signal",
-    "harbour",
-    "winter",
-    "thread",
-    "orchard",
-    "glass",
-    "summit",
-    "paper",
-    "anchor",
-    "violet",
-    "engine",
-    "canyon",
-    "silver",
-    "garden",
-    "bridge",
-    "thunder",
-    "pebble",
-    "marble",
-    "willow",
-    "feather",
-    "candle",
-    "desert",
-    "island",
-]
+VOCABULARY = """
+    river stone amber quiet forest lantern copper meadow signal harbour winter thread orchard glass summit paper
+    anchor violet engine canyon silver garden bridge thunder pebble marble willow feather candle desert island
+"""
+WORDS = VOCABULARY.split()
 
 
 def text(words: int, seed: int) -> str:

@@ -2,7 +2,8 @@
 
 Direction decides the closed set of types a process accepts, so there is one typed decoder per direction:
 
-    tokenizer manager ──GenerateReq, AbortReq, FlushReq, StateReq, DrainReq──▶ scheduler ◀──StopReq── detokenizer
+    tokenizer manager ──GenerateReq, AbortReq, FlushReq, StateReq, DrainReq──▶ scheduler
+    detokenizer ──StopReq──▶ scheduler
     scheduler ──BatchTokenOut, Reply──▶ detokenizer ◀──DetokenizeInit── tokenizer manager
     detokenizer ──BatchTextOut, Reply──▶ tokenizer manager
     scheduler ──CacheUpdate, LoadUpdate──▶ publisher
@@ -59,7 +60,7 @@ class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
     """HTTP status, for `abort` and `error`."""
 
 
-# ---- to the scheduler -----------------------------------------------------------------------------------------
+# ---- to the scheduler ------------------------------------------------------------------------------------
 
 
 class GenerateReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
@@ -106,13 +107,14 @@ class StopReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     matched: str | None = None
 
 
-# ---- to the detokenizer ---------------------------------------------------------------------------------------
+# ---- to the detokenizer ----------------------------------------------------------------------------------
 
 
 class DetokenizeInit(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """Sent before the GenerateReq of the same rid goes to the scheduler.
 
-    Both travel on different sockets, but the first TokenOut of the rid can exist only after the GenerateReq was sent.
+    The two travel on different sockets: a detokenizer that gets tokens of an unknown rid first reads the socket
+    on which these arrive.
     """
 
     rid: str
@@ -167,7 +169,7 @@ class Reply(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     data: dict[str, Any] | None = None
 
 
-# ---- to the tokenizer manager ---------------------------------------------------------------------------------
+# ---- to the tokenizer manager ----------------------------------------------------------------------------
 
 TextLogprob = tuple[float | None, int, str | None]
 """(log probability, token id, text of that token alone)."""
@@ -194,7 +196,7 @@ class BatchTextOut(msgspec.Struct, tag=True, frozen=True):
     outs: list[TextOut]
 
 
-# ---- to the publisher -----------------------------------------------------------------------------------------
+# ---- to the publisher ------------------------------------------------------------------------------------
 
 
 class Stored(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
@@ -251,7 +253,7 @@ class LoadUpdate(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     max_running: int = 0
 
 
-# ---- encoding -------------------------------------------------------------------------------------------------
+# ---- encoding --------------------------------------------------------------------------------------------
 
 ToScheduler = GenerateReq | AbortReq | FlushReq | StateReq | DrainReq | StopReq
 ToDetokenizer = DetokenizeInit | BatchTokenOut | Reply
