@@ -1,0 +1,25 @@
+"""Names of HTTP headers and of Envoy metadata. All lower case, as HTTP/2 carries them."""
+
+# Gateway API Inference Extension, with the llm-d spelling where it has one of its own.
+DESTINATION = "x-gateway-destination-endpoint"
+SUBSET = "x-gateway-destination-endpoint-subset"
+SERVED = "x-gateway-destination-endpoint-served"
+OBJECTIVE = "x-gateway-inference-objective"
+OBJECTIVE_LLMD = "x-llm-d-inference-objective"
+FAIRNESS_ID = "x-gateway-inference-fairness-id"
+FAIRNESS_ID_LLMD = "x-llm-d-inference-fairness-id"
+MODEL_REWRITE = "x-gateway-model-name-rewrite"
+MODEL_REWRITE_LLMD = "x-llm-d-model-name-rewrite"
+REQUEST_ID = "x-request-id"
+
+# Envoy metadata: namespaces and keys.
+LB = "envoy.lb"
+LB_SUBSET = "envoy.lb.subset_hint"
+POOL_METADATA = "treeline-pool"
+
+# Ours. The first two come with a response's first token; the edge strips all of them unless told otherwise.
+CACHED_TOKENS = "x-treeline-cached-tokens"
+PROMPT_TOKENS = "x-treeline-prompt-tokens"
+ENDPOINT = "x-treeline-endpoint"
+#: A 503 with this header says "full, ask another", never "broken".
+OVERLOADED = "x-treeline-overloaded"

@@ -1,0 +1,10 @@
+"""The ports that the rooms use unless told otherwise. Event, replay and load ports count up by data-parallel rank."""
+
+RUNTIME_HTTP = 8000
+EVENTS = 5557
+REPLAY = 5657
+LOAD = 5757
+EXT_PROC = 9002
+EDS = 9003
+METRICS = 9090
+GATEWAY = 8080

@@ -1,0 +1,104 @@
+"""Who may read a runtime's sockets: a CURVE key pair shared by the processes of one installation.
+
+An event stream holds every user's prompt. With keys, sockets talk only to peers that hold the pair: a client cannot
+begin CURVE's handshake without the server's public key, so the *whole pair* is secret and both files are guarded.
+Without keys, sockets bind to loopback unless told otherwise.
+"""
+
+import ipaddress
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import zmq
+
+PUBLIC_FILE: Final = "public.key"
+SECRET_FILE: Final = "secret.key"
+_Z85_LEN: Final = 40
+
+
+class KeyFileError(ValueError):
+    """A key file is missing, malformed, readable by everyone, or the two do not belong together."""
+
+
+class InsecureBindError(ValueError):
+    """A socket would be open to the network without keys."""
+
+
+@dataclass(frozen=True)
+class CurveKeys:
+    """A CURVE key pair, both halves in Z85."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> "CurveKeys":
+        """Read `public.key` and `secret.key`. Raises `KeyFileError`."""
+        folder = Path(directory)
+        keys = cls(_read(folder / PUBLIC_FILE), _read(folder / SECRET_FILE))
+        if zmq.curve_public(keys.secret) != keys.public:
+            raise KeyFileError(f"{folder}: {PUBLIC_FILE} does not belong to {SECRET_FILE}")
+        return keys
+
+    @classmethod
+    def generate(cls, directory: str | os.PathLike[str]) -> "CurveKeys":
+        """Make a new pair and write it, readable by the owner only. Existing files are never replaced."""
+        folder = Path(directory)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        public, secret = zmq.curve_keypair()
+        for name, value in ((SECRET_FILE, secret), (PUBLIC_FILE, public)):
+            try:
+                fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            except OSError as error:
+                raise KeyFileError(f"cannot write {folder / name}: {error.strerror}") from error
+            with os.fdopen(fd, "wb") as file:
+                file.write(value + b"\n")
+        return cls(public, secret)
+
+    def secure_server(self, sock: "zmq.Socket[Any]") -> None:
+        """Let only holders of the pair talk to `sock`. Call before bind."""
+        sock.curve_publickey = self.public
+        sock.curve_secretkey = self.secret
+        sock.curve_server = True
+
+    def secure_client(self, sock: "zmq.Socket[Any]") -> None:
+        """Let `sock` talk to servers that hold the pair. Call before connect."""
+        sock.curve_publickey = self.public
+        sock.curve_secretkey = self.secret
+        sock.curve_serverkey = self.public
+
+
+def bind_host(keys: CurveKeys | None, requested: str, *, allow_insecure: bool = False) -> str:
+    """Return `requested` if a socket may bind there. Raises `InsecureBindError` for the network without keys."""
+    if keys is None and not allow_insecure and not is_loopback(requested):
+        raise InsecureBindError(
+            f"refusing to bind to {requested} without keys: cached prompts would be readable from the network; "
+            "give a key directory, bind to 127.0.0.1, or allow it explicitly"
+        )
+    return requested
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` can be reached from this machine only. Unknown names count as reachable."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _read(path: Path) -> bytes:
+    try:
+        mode = path.stat().st_mode
+        value = path.read_bytes().strip()
+    except OSError as error:
+        raise KeyFileError(f"cannot read {path}: {error.strerror}") from error
+    if stat.S_IMODE(mode) & 0o007:
+        raise KeyFileError(f"{path} is open to everyone (mode {stat.S_IMODE(mode):04o}); chmod o-rwx it")
+    if len(value) != _Z85_LEN:
+        raise KeyFileError(f"{path} is not a key: {_Z85_LEN} characters expected, {len(value)} found")
+    return value

@@ -1,0 +1,147 @@
+"""A tokenizer and its chat template as one value that can be sent: runtimes serve it, pickers fetch it."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+_SPECIAL_SUFFIX: Final = "_token"
+#: More than any known tokenizer.json (about 35 MB), in bytes.
+MAX_BUNDLE_BYTES: Final = 256 << 20
+
+
+class BundleError(ValueError):
+    """A directory or a document holds no usable tokenizer."""
+
+
+class TokenizerBundle(Struct, frozen=True, kw_only=True):
+    """What both sides need to turn a request into a prompt.
+
+    `tokenizer_json` is the file of the `tokenizers` library. `special_tokens` maps names as chat templates use them
+    (`bos_token`, `eos_token`, …) to contents. `add_bos` is `add_bos_token` of the configuration, None if unsaid: for
+    information, since the post-processor of `tokenizer_json` decides. `tool_template` is the template named
+    `tool_use` where a model has a separate one. `fingerprint` identifies the whole; equal fingerprints, equal prompts.
+    """
+
+    fingerprint: str
+    tokenizer_json: str
+    chat_template: str | None = None
+    tool_template: str | None = None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    special_tokens: dict[str, str] = {}
+    add_bos: bool | None = None
+
+    @classmethod
+    def build(
+        cls,
+        tokenizer_json: str,
+        *,
+        chat_template: str | None = None,
+        tool_template: str | None = None,
+        special_tokens: dict[str, str] | None = None,
+        add_bos: bool | None = None,
+    ) -> "TokenizerBundle":
+        """Make a bundle from its parts and compute the fingerprint."""
+        tokens = dict(sorted((special_tokens or {}).items()))
+        parts = [tokenizer_json, chat_template, tool_template, tokens, add_bos]
+        return cls(
+            fingerprint=hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32],
+            tokenizer_json=tokenizer_json,
+            chat_template=chat_template,
+            tool_template=tool_template,
+            bos_token=tokens.get("bos_token"),
+            eos_token=tokens.get("eos_token"),
+            special_tokens=tokens,
+            add_bos=add_bos,
+        )
+
+    @classmethod
+    def from_dir(cls, path: str | os.PathLike[str]) -> "TokenizerBundle":
+        """Read a model directory in Hugging Face's layout. Raises `BundleError`."""
+        folder = Path(path)
+        tokenizer_json = _text(folder / "tokenizer.json")
+        if tokenizer_json is None:
+            raise BundleError(f"{folder} has no tokenizer.json (only fast tokenizers are supported)")
+        config = _object(folder / "tokenizer_config.json")
+        tokens = _special_tokens(_object(folder / "special_tokens_map.json")) | _special_tokens(config)
+        templates = _templates(folder, config)
+        add_bos = config.get("add_bos_token")
+        return cls.build(
+            tokenizer_json,
+            chat_template=templates.get("default"),
+            tool_template=templates.get("tool_use"),
+            special_tokens=tokens,
+            add_bos=add_bos if isinstance(add_bos, bool) else None,
+        )
+
+    def to_json(self) -> bytes:
+        """The document that a runtime serves."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, document: bytes) -> "TokenizerBundle":
+        """Read what `to_json` wrote; unknown members are ignored. Raises `BundleError`."""
+        if len(document) > MAX_BUNDLE_BYTES:
+            raise BundleError(f"a tokenizer of {len(document)} bytes is too large")
+        try:
+            return msgspec.json.decode(document, type=cls)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise BundleError(f"not a tokenizer bundle: {str(error)[:200]}") from None
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BundleError(f"cannot read {path}: {error}") from error
+
+
+def _object(path: Path) -> dict[str, Any]:
+    text = _text(path)
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BundleError(f"{path} is not a JSON object")
+    return value
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Named tokens: members `*_token`, given as text or as an object with `content`; and model-specific ones."""
+    tokens: dict[str, str] = {}
+    for extra in ("model_specific_special_tokens", "extra_special_tokens"):
+        if isinstance(config.get(extra), dict):
+            config = {**config[extra], **config}
+    for name, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith(_SPECIAL_SUFFIX) and isinstance(content, str):
+            tokens[name] = content
+    return tokens
+
+
+def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Templates by name. Files of their own win over the configuration, as in `transformers`."""
+    found: dict[str, str] = {}
+    value = config.get("chat_template") or _object(folder / "chat_template.json").get("chat_template")
+    if isinstance(value, str):
+        found["default"] = value
+    elif isinstance(value, list):
+        for item in value:
+            if isinstance(item, dict) and isinstance(item.get("template"), str):
+                found[str(item.get("name"))] = item["template"]
+    main = _text(folder / "chat_template.jinja")
+    if main is not None:
+        found["default"] = main
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        found[path.stem] = _text(path) or ""
+    return found
