@@ -49,6 +49,7 @@ from envoy_data_plane.envoy.config.core.v3 import (
     ApiConfigSource,
     ApiConfigSourceApiType,
     ApiVersion,
+    BackoffStrategy,
     ConfigSource,
     DataSource,
     GrpcService,
@@ -68,6 +69,7 @@ from envoy_data_plane.envoy.config.core.v3 import (
     TransportSocket,
     TypedExtensionConfig,
 )
+from envoy_data_plane.envoy.config.core.v3 import RetryPolicy as StreamRetryPolicy
 from envoy_data_plane.envoy.config.endpoint.v3 import (
     ClusterLoadAssignment,
     Endpoint,
@@ -161,8 +163,8 @@ class EnvoyConfig:
     empty means open. ``access_log`` is a path such as ``/dev/stdout``; ``None`` means none.
     """
 
-    host: str = "127.0.0.1"
-    port: int = ports.GATEWAY
+    listen_host: str = "127.0.0.1"
+    listen_port: int = ports.GATEWAY
     admin_port: int = 0
     epp_host: str = "127.0.0.1"
     ext_proc_port: int = ports.EXT_PROC
@@ -249,7 +251,7 @@ def _listener(config: EnvoyConfig) -> Listener:
     )
     return Listener(
         name="gateway",
-        address=_address(config.host, config.port),
+        address=_address(config.listen_host, config.listen_port),
         # Two Envoys sharing one port would split requests silently; a busy port should be an error.
         enable_reuse_port=False,
         filter_chains=[FilterChain(filters=[manager], transport_socket=transport)],
@@ -419,7 +421,7 @@ def _access_log(config: EnvoyConfig) -> list[AccessLog]:
         "time": "%START_TIME%",
         "request_id": "%REQ(X-REQUEST-ID)%",
         "method": "%REQ(:METHOD)%",
-        "path": "%REQ_WITHOUT_QUERY(:PATH)%",
+        "path": "%PATH(NQ)%",
         "protocol": "%PROTOCOL%",
         "status": "%RESPONSE_CODE%",
         "details": "%RESPONSE_CODE_DETAILS%",
@@ -454,10 +456,15 @@ def _pods_cluster(config: EnvoyConfig) -> Cluster:
         selected_host_key=key(headers.SERVED),
         fallback_policy=_policy("round_robin", RoundRobin()),
     )
+    # How soon the stream is opened again after the picker was away; Envoy's own bounds are 0.5 s to 30 s.
+    back_off = BackoffStrategy(base_interval=timedelta(milliseconds=100), max_interval=timedelta(seconds=1))
+    retry = StreamRetryPolicy(retry_back_off=back_off)
     source = ApiConfigSource(
         api_type=ApiConfigSourceApiType.GRPC,
         transport_api_version=ApiVersion.V3,
-        grpc_services=[GrpcService(envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=EDS_CLUSTER))],
+        grpc_services=[
+            GrpcService(envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=EDS_CLUSTER, retry_policy=retry))
+        ],
         set_node_on_first_message_only=True,
     )
     eds = ConfigSource(
@@ -488,6 +495,8 @@ def _ext_proc_cluster(config: EnvoyConfig) -> Cluster:
         timeout=timedelta(seconds=1),
         interval=timedelta(seconds=1),
         no_traffic_interval=timedelta(seconds=1),
+        # A picker that comes back is asked again at once.
+        unhealthy_interval=timedelta(milliseconds=200),
         unhealthy_threshold=2,
         healthy_threshold=1,
         grpc_health_check=HealthCheckGrpcHealthCheck(service_name=HEALTH_NAME),
