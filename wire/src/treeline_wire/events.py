@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias, final
 
 import msgspec
 from msgspec import Meta, Struct
@@ -50,7 +50,7 @@ class DecodeError(WireError):
         super().__init__(f"{reason}: {detail}" if detail else str(reason))
 
 
-class BlockStored(Struct, frozen=True, tag_field="type", tag="BlockStored"):
+class BlockStored(Struct, frozen=True, gc=False, tag_field="type", tag="BlockStored"):
     """Blocks entered the cache: `token_ids` is the span of all of them, `block_size` tokens each.
 
     Hashes are u64 and chain: the first block's parent is `parent_block_hash` (None: the beginning of a prompt).
@@ -80,7 +80,7 @@ class BlockStored(Struct, frozen=True, tag_field="type", tag="BlockStored"):
         return event_namespace(self.lora_name, self.cache_salt)
 
 
-class BlockRemoved(Struct, frozen=True, tag_field="type", tag="BlockRemoved"):
+class BlockRemoved(Struct, frozen=True, gc=False, tag_field="type", tag="BlockRemoved"):
     """Blocks left the cache (one tier of it, if `medium` says so). Hashes are u64."""
 
     block_hashes: list[int]
@@ -91,6 +91,7 @@ class BlockRemoved(Struct, frozen=True, tag_field="type", tag="BlockRemoved"):
     remaining_copy_counts: list[int] | None = None
 
 
+@final
 class AllBlocksCleared(Struct, frozen=True, tag_field="type", tag="AllBlocksCleared"):
     """The cache is empty."""
 
@@ -159,7 +160,7 @@ _REMOVED_OPTIONAL: Final = ("medium", "group_idx", "locality", "ownership", "rem
 _encoder = msgspec.msgpack.Encoder()
 _map_decoder = msgspec.msgpack.Decoder(_MapBatch)
 _any_decoder = msgspec.msgpack.Decoder()
-_float_type: Final = float
+_set: Final = msgspec.structs.force_setattr
 
 
 def encode_batch(ts: float, events: Sequence[Event], dp_rank: int = 0) -> bytes:
@@ -181,9 +182,7 @@ def decode_batch(payload: bytes) -> EventBatch:
         return _decode_slowly(payload)
     if not math.isfinite(batch.ts):
         raise DecodeError(DecodeReason.BAD_BATCH, "ts is not a finite number")
-    for event in batch.events:
-        if not isinstance(event, AllBlocksCleared):
-            _make_unsigned(event)
+    _make_unsigned(batch.events)
     return EventBatch(batch.ts, batch.events, batch.dp_rank)
 
 
@@ -218,7 +217,7 @@ def _outgoing(event: Event) -> dict[str, Any]:
         out["token_ids"] = event.token_ids
         out["block_size"] = event.block_size
         out["lora_id"] = event.lora_id
-        optional = _STORED_OPTIONAL
+        optional: tuple[str, ...] = _STORED_OPTIONAL
     else:
         optional = _REMOVED_OPTIONAL
     for name in optional:
@@ -232,15 +231,19 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value & _SIGN else value
 
 
-def _make_unsigned(event: BlockStored | BlockRemoved) -> None:
-    """Turn signed hashes of a fresh event into u64, in place: nobody else holds the event yet."""
-    hashes = event.block_hashes
-    if hashes and min(hashes) < 0:
-        hashes[:] = [h & _U64 for h in hashes]
-    if isinstance(event, BlockStored):
-        parent = event.parent_block_hash
-        if parent is not None and parent < 0:
-            msgspec.structs.force_setattr(event, "parent_block_hash", parent & _U64)
+def _make_unsigned(events: list[Event]) -> None:
+    """Turn signed hashes of fresh events into u64, in place: nobody else holds the events yet."""
+    for event in events:
+        if type(event) is BlockStored:
+            parent = event.parent_block_hash
+            if parent is not None and parent < 0:
+                _set(event, "parent_block_hash", parent & _U64)
+        elif isinstance(event, AllBlocksCleared):
+            continue
+        hashes = event.block_hashes
+        for i, value in enumerate(hashes):
+            if value < 0:
+                hashes[i] = value & _U64
 
 
 class _RejectedError(Exception):
@@ -276,7 +279,7 @@ def _batch_members(raw: Any) -> tuple[float, list[Any], int | None]:
         raise DecodeError(DecodeReason.BAD_BATCH, "events is not an array")
     if dp_rank is not None and (isinstance(dp_rank, bool) or not isinstance(dp_rank, int)):
         raise DecodeError(DecodeReason.BAD_BATCH, "the rank is not an integer")
-    return _float_type(ts), events, dp_rank
+    return float(ts), events, dp_rank
 
 
 def _event(raw: Any) -> Event:
