@@ -1,0 +1,152 @@
+"""What the picker believes about an endpoint's load: its last report, what was routed since, and how fast it prefills.
+
+Theory of operation. A report made at time t knows everything that reached the engine before t, so
+
+    queued tokens now = uncached tokens waiting at t + reservations opened after t.
+
+Without a fresh report (an engine that cannot push, or one that fell silent) the queue is the open reservations alone.
+Prefill speed comes, in order of trust, from our own report, from the deltas of SGLang's two running totals, from
+times to first token of our streaming responses, or from the median of the endpoint's pool; see `prefill_rate`.
+"""
+
+from dataclasses import dataclass, field
+
+from treeline_wire.load import LoadStat, TreelineLoad
+
+from treeline_epp.reservations import Reservations
+
+#: A report older than this is stale: three heartbeats.
+STALE_AFTER_S = 3.0
+#: A pick reaches its engine this much later: a report of time t may lack reservations opened up to t minus this.
+TRANSIT_S = 0.01
+#: Used while nothing was measured anywhere, in tokens per second.
+DEFAULT_PREFILL_RATE = 4000.0
+#: Weight of a new sample in moving averages.
+_ALPHA = 0.2
+#: Times to first token teach nothing below this much uncached work: overhead dominates.
+_MIN_TRAINING_TOKENS = 128
+#: After "no room", an endpoint counts as full this long, or until its next report.
+OVERLOADED_FOR_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A load report in the picker's own terms. Zeros mean "not told"; `rate` is prefill tokens per second."""
+
+    at: float
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    tokens_used: int = 0
+    tokens_total: int = 0
+    page_size: int = 1
+    max_running: int = 0
+    decode_step_s: float = 0.0
+    draining: bool = False
+    adapters: tuple[str, ...] = ()
+
+
+def report_of(load: LoadStat | TreelineLoad, at: float) -> Report:
+    """Convert either wire form."""
+    if isinstance(load, TreelineLoad):
+        page = max(1, load.page_size)
+        return Report(
+            at=at,
+            running=load.running,
+            waiting=load.waiting,
+            queued_tokens=load.waiting_uncached_tokens,
+            tokens_used=load.pages_used * page,
+            tokens_total=load.pages_total * page,
+            page_size=page,
+            max_running=load.max_running,
+            decode_step_s=load.decode_step_ms / 1000.0,
+            draining=load.draining,
+            adapters=tuple(load.adapters),
+        )
+    return Report(
+        at=at,
+        running=load.num_running,
+        waiting=load.num_waiting,
+        queued_tokens=load.num_waiting_uncached_tokens,
+        tokens_used=load.num_tokens,
+        tokens_total=load.max_total_num_tokens,
+        max_running=load.max_running_requests,
+    )
+
+
+@dataclass(slots=True)
+class EndpointLoad:
+    """The load of one endpoint. All methods are O(1) but for the reservations newer than the report."""
+
+    report: Report | None = None
+    reservations: Reservations = field(default_factory=Reservations)
+    #: Measured by the engine, and learned from our own responses; 0 while unknown.
+    reported_rate: float = 0.0
+    learned_rate: float = 0.0
+    #: Share of prompt tokens that were cache hits, a moving average over answered requests.
+    hit_share: float = 0.0
+    overloaded_until: float = float("-inf")
+    _totals: tuple[int, int] | None = None
+
+    def on_load(self, load: LoadStat | TreelineLoad, now: float) -> None:
+        """Take a report that arrived at `now`."""
+        self.report = report_of(load, now)
+        self.overloaded_until = float("-inf")
+        if isinstance(load, TreelineLoad):
+            if load.prefill_tokens_per_s > 0:
+                self.reported_rate = load.prefill_tokens_per_s
+            return
+        totals = (load.total_prefill_uncached_tokens, load.total_prefill_busy_us)
+        if self._totals is not None:
+            tokens, busy_us = totals[0] - self._totals[0], totals[1] - self._totals[1]
+            if tokens < 0 or busy_us < 0:  # the engine restarted: its totals began again
+                self._totals = totals
+                return
+            if busy_us <= 0 or tokens < _MIN_TRAINING_TOKENS:
+                return  # keep the old totals, so that small steps add up to a sample
+            sample = tokens * 1e6 / busy_us
+            self.reported_rate = _average(self.reported_rate, sample)
+        self._totals = totals
+
+    def on_overloaded(self, now: float) -> None:
+        """It refused a request for want of room: it is full until its next report says otherwise."""
+        self.overloaded_until = now + OVERLOADED_FOR_S
+
+    def train(self, uncached_tokens: int, queued_tokens: float, ttft_s: float) -> None:
+        """Learn from a streaming response of ours: `ttft_s` after the pick, with that much work before it."""
+        work = uncached_tokens + queued_tokens
+        if ttft_s > 0 and work >= _MIN_TRAINING_TOKENS:
+            self.learned_rate = _average(self.learned_rate, work / ttft_s)
+
+    def train_hits(self, cached_tokens: int, prompt_tokens: int) -> None:
+        """Learn how much of a prompt is usually cached here."""
+        if prompt_tokens > 0:
+            share = min(1.0, cached_tokens / prompt_tokens)
+            self.hit_share += _ALPHA * (share - self.hit_share)
+
+    def fresh(self, now: float) -> bool:
+        """Is the last report recent enough to be believed?"""
+        return self.report is not None and now - self.report.at <= STALE_AFTER_S
+
+    def queue(self, now: float) -> tuple[int, int]:
+        """`(uncached tokens, requests)` that a request picked now would find before it."""
+        report = self.report
+        if report is None or now - report.at > STALE_AFTER_S:
+            return self.reservations.tokens, len(self.reservations)
+        tokens, requests = self.reservations.newer_than(report.at - TRANSIT_S)
+        return report.queued_tokens + tokens, report.waiting + requests
+
+    def own_rate(self) -> float:
+        """Measured prefill tokens per second, 0 while nothing was measured."""
+        return self.reported_rate or self.learned_rate
+
+
+def prefill_rate(own: float, peers: list[float]) -> float:
+    """The rate to plan with: an endpoint's own, else the median of its peers' (sorted), else the default."""
+    if own > 0:
+        return own
+    return peers[len(peers) // 2] if peers else DEFAULT_PREFILL_RATE
+
+
+def _average(old: float, sample: float) -> float:
+    return sample if old <= 0 else old + _ALPHA * (sample - old)

@@ -1,0 +1,249 @@
+"""The picker: endpoints and their load, one decision per request, one lease per decision.
+
+Sans-IO: `now` (seconds of any monotonic clock, the same for all calls) is passed in; drivers feed load reports,
+readiness and publishers' events, and call `on_tick`.
+"""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from treeline_wire.load import LoadStat, TreelineLoad
+
+from treeline_epp.endpoint import (
+    Decision,
+    EndpointSpec,
+    NoEndpoints,
+    Outcome,
+    PickRequest,
+    Saturated,
+    split_address,
+)
+from treeline_epp.index import Index, Pod
+from treeline_epp.load import EndpointLoad, prefill_rate
+from treeline_epp.policy import Candidate, Scored, create_policy, score
+from treeline_epp.publisher import Action, Publisher
+from treeline_epp.reservations import Reservation
+
+__all__ = ["Endpoint", "Lease", "NoEndpoints", "Picker", "PickerConfig", "Saturated"]
+
+
+@dataclass(frozen=True, slots=True)
+class PickerConfig:
+    """`max_ttft_s`: a request that no endpoint can start sooner is refused (429). `fallbacks`: destinations after the
+    first. `seed` makes ties reproducible."""
+
+    policy: str = "treeline"
+    max_ttft_s: float = 120.0
+    fallbacks: int = 1
+    seed: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Endpoint:
+    """What the picker knows of one endpoint."""
+
+    spec: EndpointSpec
+    pod: Pod
+    host: str
+    load: EndpointLoad = field(default_factory=EndpointLoad)
+    ready: bool = True
+    draining: bool = False
+    publisher: Publisher | None = None
+
+    @property
+    def eligible(self) -> bool:
+        """May new requests go there?"""
+        report = self.load.report
+        return self.ready and not self.draining and not (report is not None and report.draining)
+
+    def serves(self, request: PickRequest) -> bool:
+        """Is it in the request's pool, and does it serve its model?"""
+        spec = self.spec
+        if request.pool is not None and spec.pool != request.pool:
+            return False
+        return not spec.models or request.model is None or request.model in spec.models
+
+
+class Lease:
+    """One decision while it is carried out. Close it in a `finally`; only the first close counts."""
+
+    __slots__ = ("_picker", "_queued_tokens", "_reservation", "closed", "decision", "endpoint", "opened_at")
+
+    def __init__(self, picker: "Picker", endpoint: Endpoint, decision: Decision, now: float) -> None:
+        self._picker = picker
+        self._queued_tokens = endpoint.load.queue(now)[0]
+        self._reservation: Reservation = endpoint.load.reservations.open(
+            decision.uncached_tokens, now, decision.predicted_ttft_s
+        )
+        self.endpoint = endpoint
+        self.decision = decision
+        self.opened_at = now
+        self.closed = False
+
+    def close(
+        self,
+        now: float,
+        outcome: Outcome,
+        *,
+        served: str | None = None,
+        ttft_s: float | None = None,
+        cached_tokens: int | None = None,
+        prompt_tokens: int | None = None,
+    ) -> bool:
+        """End the lease; True the first time, False (and no effect) ever after.
+
+        `served`: the address that answered, if it is known; feedback counts only where it is the picked endpoint.
+        `ttft_s`: seconds from pick to response headers, only if they came with the first token (our streaming
+        responses). `cached_tokens` and `prompt_tokens` as the runtime reported them.
+        """
+        if self.closed:
+            return False
+        self.closed = True
+        load = self.endpoint.load
+        load.reservations.close(self._reservation)
+        if served is not None and served != self.endpoint.spec.address:
+            return True
+        if outcome is Outcome.OVERLOADED:
+            load.on_overloaded(now)
+        elif outcome is Outcome.HEADERS and cached_tokens is not None and prompt_tokens is not None:
+            load.train_hits(cached_tokens, prompt_tokens)
+            if ttft_s is not None:
+                load.train(max(0, prompt_tokens - cached_tokens), self._queued_tokens, ttft_s)
+        return True
+
+
+class Picker:
+    """Endpoints in, decisions out.
+
+    Complexity: `pick` is O(prompt bytes) for the match, O(endpoints log endpoints) for the ranking.
+    """
+
+    def __init__(self, config: PickerConfig | None = None, index: Index | None = None) -> None:
+        self.config = config or PickerConfig()
+        self.index = index or Index()
+        self.endpoints: dict[str, Endpoint] = {}
+        self._policy = create_policy(self.config.policy, random.Random(self.config.seed))
+
+    # Endpoints
+
+    def add_endpoint(self, spec: EndpointSpec, *, ready: bool = True) -> Endpoint:
+        """Add an endpoint, or replace the one of that name: with a new uid or address it starts from nothing."""
+        known = self.endpoints.get(spec.name)
+        if known is not None:
+            if (known.spec.uid, known.spec.address) == (spec.uid, spec.address):
+                known.spec = spec
+                return known
+            self.remove_endpoint(spec.name)
+        scope = spec.models[0] if spec.models else spec.pool
+        host, _ = split_address(spec.address)
+        endpoint = Endpoint(spec, self.index.add_pod(spec.name, scope), host, ready=ready)
+        self.endpoints[spec.name] = endpoint
+        return endpoint
+
+    def remove_endpoint(self, name: str) -> None:
+        """Forget an endpoint and all it holds. Unknown names are ignored."""
+        endpoint = self.endpoints.pop(name, None)
+        if endpoint is not None:
+            self.index.remove_pod(endpoint.pod)
+
+    def set_ready(self, name: str, ready: bool) -> None:
+        """Readiness as polled or watched. Unknown names are ignored."""
+        if name in self.endpoints:
+            self.endpoints[name].ready = ready
+
+    def set_draining(self, name: str, draining: bool) -> None:
+        """Draining as discovery tells it; the load report's own flag counts besides. Unknown names are ignored."""
+        if name in self.endpoints:
+            self.endpoints[name].draining = draining
+
+    def publisher(self, name: str, keys: object | None) -> Publisher:
+        """The publisher of an endpoint, made on first use. Raises KeyError for an unknown endpoint."""
+        endpoint = self.endpoints[name]
+        if endpoint.publisher is None:
+            endpoint.publisher = Publisher(self.index, endpoint.pod, keys)
+        return endpoint.publisher
+
+    def on_load(self, name: str, load: LoadStat | TreelineLoad, now: float) -> list[Action]:
+        """Take a load report. Returns actions for the endpoint's publisher socket. Unknown names are ignored."""
+        endpoint = self.endpoints.get(name)
+        if endpoint is None:
+            return []
+        endpoint.load.on_load(load, now)
+        if endpoint.publisher is not None and isinstance(load, TreelineLoad):
+            return endpoint.publisher.on_heartbeat(load.epoch, load.seq, now)
+        return []
+
+    def on_tick(self, now: float) -> None:
+        """Housekeeping; call about every 100 ms."""
+        for endpoint in self.endpoints.values():
+            endpoint.load.reservations.expire(now)
+
+    # Decisions
+
+    def pick(self, request: PickRequest, now: float) -> Decision:
+        """Decide. Changes nothing but the policy's own state; call `reserve` next.
+
+        Raises NoEndpoints (503) or Saturated (429).
+        """
+        eligible = self._eligible(request)
+        scored = [score(candidate, now) for candidate in self._candidates(request, eligible, now)]
+        if all(s.ttft_s > self.config.max_ttft_s for s in scored):
+            soonest = min(s.ttft_s for s in scored)
+            raise Saturated(f"no endpoint can start within {self.config.max_ttft_s:g} s", soonest)
+        ranked = self._policy.rank(scored)
+        best = ranked[0]
+        return Decision(
+            request=request,
+            endpoint=best.candidate.spec,
+            fallbacks=self._fallbacks(ranked),
+            predicted_ttft_s=best.ttft_s,
+            predicted_prefill_s=best.prefill_s,
+            cached_tokens=best.candidate.cached_tokens,
+            confirmed_tokens=best.candidate.confirmed_tokens,
+            uncached_tokens=best.candidate.uncached_tokens,
+            terms={s.candidate.spec.name: s.terms for s in ranked},
+            policy=self._policy.name,
+        )
+
+    def reserve(self, decision: Decision, now: float) -> Lease:
+        """Open the lease of a decision. Raises NoEndpoints if the endpoint left since."""
+        endpoint = self.endpoints.get(decision.endpoint.name)
+        if endpoint is None:
+            raise NoEndpoints(f"endpoint {decision.endpoint.name} is gone")
+        return Lease(self, endpoint, decision, now)
+
+    def _eligible(self, request: PickRequest) -> list[Endpoint]:
+        serving = [e for e in self.endpoints.values() if e.eligible and e.serves(request)]
+        if not serving:
+            raise NoEndpoints("no endpoint is ready")
+        if request.subset is None:
+            return serving
+        allowed = {split_address(entry) for entry in request.subset}
+        inside = [e for e in serving if (e.host, "") in allowed or split_address(e.spec.address) in allowed]
+        if not inside:
+            raise NoEndpoints("no ready endpoint is in the subset that the proxy allows")
+        return inside
+
+    def _candidates(
+        self, request: PickRequest, eligible: Sequence[Endpoint], now: float
+    ) -> Iterable[Candidate]:
+        rates = sorted(rate for e in eligible if (rate := e.load.own_rate()) > 0)
+        for endpoint in eligible:
+            yield Candidate(
+                spec=endpoint.spec,
+                load=endpoint.load,
+                rate=prefill_rate(endpoint.load.own_rate(), rates),
+                cached_tokens=0,
+                confirmed_tokens=0,
+                uncached_tokens=request.prompt_tokens_estimate,
+            )
+
+    def _fallbacks(self, ranked: Sequence[Scored]) -> tuple[EndpointSpec, ...]:
+        first = ranked[0].candidate.spec.address
+        chosen: dict[str, EndpointSpec] = {}
+        for s in ranked[1:]:
+            spec = s.candidate.spec
+            if len(chosen) < self.config.fallbacks and spec.address != first:
+                chosen.setdefault(spec.address, spec)
+        return tuple(chosen.values())

@@ -1,0 +1,193 @@
+"""Policies: from candidates to a ranking. `treeline` predicts time to first token; two blind ones to compare with.
+
+Every policy ranks the same candidates, so that health, subset and draining are decided in one place. The predicted
+time to first token of a candidate is a sum of named terms, all in seconds:
+
+    queue_s    uncached tokens before it ÷ prefill rate
+    prefill_s  its own uncached tokens ÷ prefill rate
+    slots_s    if all running slots are taken: time until enough of them come free
+    evict_s    if pages are nearly full: work that must be done again for what it would evict
+    full_s     if the endpoint just refused a request for want of room: the wait until it may take one
+
+There is no term for decode interference: a prefill rate is measured with the decodes that share its steps, so what
+running requests cost a prefill is already in it.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from treeline_epp.endpoint import EndpointSpec
+from treeline_epp.load import EndpointLoad
+
+#: Scores closer than this are equal; the choice among equals is random, so that idle endpoints share the load.
+EQUAL_S = 0.001
+#: A worse endpoint with more of the prompt cached is kept while it is worse by no more than this (sticky until
+#: saturated): a few milliseconds are below what predictions can tell, a moved prefix costs memory for minutes.
+STICKY_S = 0.005
+STICKY_SHARE = 0.10
+#: Output tokens that a running request is assumed to have left, for want of knowledge.
+ASSUMED_OUTPUT_TOKENS = 64
+#: The oldest cached tokens are worth less than the average ones: this share.
+TAIL_VALUE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An eligible endpoint and all that its score depends on. `rate` is prefill tokens per second."""
+
+    spec: EndpointSpec
+    load: EndpointLoad
+    rate: float
+    cached_tokens: int
+    confirmed_tokens: int
+    uncached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A candidate with its score: `ttft_s`, the predicted time to first token, is `cost_s` without `evict_s`."""
+
+    candidate: Candidate
+    cost_s: float
+    ttft_s: float
+    prefill_s: float
+    terms: dict[str, float]
+
+
+def score(candidate: Candidate, now: float) -> Scored:
+    """Predict the time to first token at one endpoint, term by term. O(1)."""
+    load, rate = candidate.load, candidate.rate
+    queued_tokens, queued_requests = load.queue(now)
+    queue_s = queued_tokens / rate
+    prefill_s = candidate.uncached_tokens / rate
+    slots_s = _slots_s(load, queued_requests, now)
+    evict_s = _evict_s(candidate, queued_tokens, now)
+    full_s = max(0.0, load.overloaded_until - now)
+    ttft_s = queue_s + prefill_s + slots_s + full_s
+    terms = {
+        "queued_tokens": float(queued_tokens),
+        "cached_tokens": float(candidate.cached_tokens),
+        "uncached_tokens": float(candidate.uncached_tokens),
+        "rate": rate,
+        "queue_s": queue_s,
+        "prefill_s": prefill_s,
+        "slots_s": slots_s,
+        "evict_s": evict_s,
+        "full_s": full_s,
+        "cost_s": ttft_s + evict_s,
+    }
+    return Scored(candidate, ttft_s + evict_s, ttft_s, prefill_s, terms)
+
+
+def _slots_s(load: EndpointLoad, queued_requests: int, now: float) -> float:
+    """Time until a running slot is free: with all `max_running` busy, one comes free each (output × step ÷ slots)."""
+    report = load.report
+    if report is None or not report.max_running or not load.fresh(now):
+        return 0.0
+    excess = report.running + queued_requests + 1 - report.max_running
+    if excess <= 0:
+        return 0.0
+    return excess * ASSUMED_OUTPUT_TOKENS * report.decode_step_s / report.max_running
+
+
+def _evict_s(candidate: Candidate, queued_tokens: int, now: float) -> float:
+    """Work that comes back: tokens evicted to make room × the chance that they would have been hit ÷ rate.
+
+    With hit share h, each token that was computed was hit h / (1 − h) times before it left the cache; the oldest
+    tokens, which leave first, are worth TAIL_VALUE of that, and never more than one recomputation.
+    """
+    report = candidate.load.report
+    if report is None or not report.tokens_total or not candidate.load.fresh(now):
+        return 0.0
+    room = report.tokens_total - report.tokens_used - queued_tokens
+    evicted = min(candidate.uncached_tokens, candidate.uncached_tokens - room)
+    if evicted <= 0:
+        return 0.0
+    hit = min(candidate.load.hit_share, 0.99)
+    return evicted * min(1.0, TAIL_VALUE * hit / (1.0 - hit)) / candidate.rate
+
+
+class Policy(Protocol):
+    """Ranks candidates, best first. Never returns fewer than it was given."""
+
+    name: str
+
+    def rank(self, scored: Sequence[Scored]) -> list[Scored]:
+        """Order `scored` (not empty) by preference."""
+        ...
+
+
+class TreelinePolicy:
+    """Least predicted time to first token, sticky until saturated."""
+
+    name = "treeline"
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def rank(self, scored: Sequence[Scored]) -> list[Scored]:
+        """O(n log n). Ties within `EQUAL_S` fall at random; stickiness is in the module's constants."""
+        order = sorted(scored, key=lambda s: s.cost_s)
+        best = order[0].cost_s
+        most_cached = max(order[0].candidate.cached_tokens, 0)
+        chosen: list[Scored] = []
+        for s in order:
+            if s.cost_s > best + max(STICKY_S, STICKY_SHARE * best):
+                break
+            if s.candidate.cached_tokens > most_cached:
+                most_cached, chosen = s.candidate.cached_tokens, [s]
+            elif (
+                s.candidate.cached_tokens == most_cached and s.cost_s <= (chosen or order)[0].cost_s + EQUAL_S
+            ):
+                chosen.append(s)
+        first = self._rng.choice(chosen)
+        order.remove(first)
+        return [first, *order]
+
+
+class RoundRobinPolicy:
+    """One after the other, by name, whatever they hold or do."""
+
+    name = "round_robin"
+
+    def __init__(self, rng: random.Random) -> None:
+        self._next = rng.randrange(1 << 16)
+
+    def rank(self, scored: Sequence[Scored]) -> list[Scored]:
+        """O(n log n)."""
+        order = sorted(scored, key=lambda s: s.candidate.spec.name)
+        start = self._next % len(order)
+        self._next += 1
+        return order[start:] + order[:start]
+
+
+class RandomPolicy:
+    """Any of them, evenly."""
+
+    name = "random"
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def rank(self, scored: Sequence[Scored]) -> list[Scored]:
+        """O(n)."""
+        order = list(scored)
+        self._rng.shuffle(order)
+        return order
+
+
+POLICIES: dict[str, Callable[[random.Random], Policy]] = {
+    TreelinePolicy.name: TreelinePolicy,
+    RoundRobinPolicy.name: RoundRobinPolicy,
+    RandomPolicy.name: RandomPolicy,
+}
+
+
+def create_policy(name: str, rng: random.Random) -> Policy:
+    """A policy by name. Raises ValueError that lists the valid names."""
+    try:
+        return POLICIES[name](rng)
+    except KeyError:
+        raise ValueError(f"unknown policy {name!r}; valid: {', '.join(sorted(POLICIES))}") from None
