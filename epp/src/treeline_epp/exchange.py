@@ -131,7 +131,8 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     """A message of the proxy.
 
     ``headers`` (lower-case names) on the two headers kinds, ``data`` on the two body kinds. ``subset`` is the set of
-    endpoints (``ip:port`` or ``ip``) to which the proxy limits the choice; ``None`` when it does not.
+    endpoints (``ip:port`` or ``ip``) to which the proxy limits the choice; ``None`` when it does not. ``served``, on
+    response headers, is the ``ip:port`` that answered; ``None`` when the proxy does not tell.
     """
 
     kind: Kind
@@ -139,6 +140,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     headers: Mapping[str, str] = {}
     data: bytes = b""
     subset: frozenset[str] | None = None
+    served: str | None = None
 
 
 class Reply(msgspec.Struct, frozen=True, gc=False):
@@ -180,7 +182,7 @@ class Exchange:
     """The state of one ext_proc stream.
 
     Feed each message to :meth:`receive` and send the replies in order. When a :class:`Decide` is among the actions (it
-    is then the last), call :meth:`answer` or :meth:`refuse` before the next message.
+    is then the last), call :meth:`answer`, :meth:`refuse` or :meth:`respond` before the next message.
 
     ``body_limit`` bounds, in bytes, what is collected of a request body; beyond it the exchange answers 413.
     """
@@ -250,9 +252,15 @@ class Exchange:
         return replies
 
     def refuse(self, refusal: Refusal) -> list[Action]:
-        """No endpoint: the proxy is to answer the client. Legal in any phase; afterwards the exchange is closed."""
+        """No endpoint: the proxy is to tell the client why."""
+        return self.respond(
+            Immediate(refusal.status, refusal.body(), refusal.headers(), f"treeline_{refusal.code}")
+        )
+
+    def respond(self, response: Immediate) -> list[Action]:
+        """The proxy is to answer the client. Legal in any phase; afterwards the exchange is closed."""
         self._close()
-        return [Immediate(refusal.status, refusal.body(), refusal.headers(), f"treeline_{refusal.code}")]
+        return [response]
 
     # --- transitions --------------------------------------------------------------------------------------------------
 
@@ -293,6 +301,8 @@ class Exchange:
             return self._decide(Kind.REQUEST_HEADERS, b"")
         if self._request_mode in _DECIDED_AT_HEADERS:
             return self._decide(Kind.REQUEST_HEADERS, None)
+        if _announced_length(message.headers) > self._body_limit:
+            return self.refuse(body_too_large(self._body_limit))
         if self._request_mode is BodyMode.FULL_DUPLEX_STREAMED:
             return []
         return [Reply(Kind.REQUEST_HEADERS)]
@@ -330,6 +340,11 @@ class Exchange:
         if before is ResponsePhase.DONE:
             return []
         return list(_in_chunks(Kind.RESPONSE_BODY, message.data, end_of_stream=message.end_of_stream))
+
+
+def _announced_length(headers: Mapping[str, str]) -> int:
+    text = headers.get("content-length", "")
+    return int(text) if text.isdecimal() and len(text) < 19 else 0
 
 
 def _in_chunks(kind: Kind, body: bytes, *, end_of_stream: bool) -> Iterator[Reply]:

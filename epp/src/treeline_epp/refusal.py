@@ -6,15 +6,18 @@ to fail-open). The table of statuses and reasons is the one that other endpoint 
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 from treeline_wire.openai_errors import error_body
+
+from treeline_epp.endpoint import NoEndpoints, PickError, Saturated
 
 DROPPED_REASON = "x-llm-d-request-dropped-reason"
 """Response header naming, for machines, why a request was dropped."""
 
 SATURATED = "rejected-saturated"
 NO_ENDPOINTS = "rejected-no-endpoints"
-SHUTTING_DOWN = "rejected-shutting-down"
 
 
 class Refusal(msgspec.Struct, frozen=True, gc=False):
@@ -68,21 +71,16 @@ def body_too_large(limit: int) -> Refusal:
     return Refusal(413, f"The request body is larger than {limit} bytes.", "request_too_large")
 
 
-def saturated(message: str) -> Refusal:
-    """429: every endpoint has as much queued work as it may have."""
-    return Refusal(429, message, "saturated", reason=SATURATED, retry_after_s=1)
-
-
-def no_endpoints(message: str) -> Refusal:
-    """503: no endpoint is ready, or none of those that the proxy allows."""
-    return Refusal(503, message, "no_endpoints", reason=NO_ENDPOINTS, retry_after_s=1)
-
-
-def shutting_down() -> Refusal:
-    """503: this picker is leaving."""
-    return Refusal(
-        503, "The endpoint picker is shutting down.", "shutting_down", reason=SHUTTING_DOWN, retry_after_s=1
-    )
+def of_pick(error: PickError) -> Refusal:
+    """The picker's own way to say no: 429 with a hint when to come back, 503 when nothing is ready, else 500."""
+    match error:
+        case Saturated():
+            wait = max(1, math.ceil(error.retry_after_s))
+            return Refusal(error.status, str(error), "saturated", reason=error.reason, retry_after_s=wait)
+        case NoEndpoints():
+            return Refusal(error.status, str(error), "no_endpoints", reason=error.reason, retry_after_s=1)
+        case _:
+            return defect()
 
 
 def defect() -> Refusal:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from treeline_epp import refusal
+from treeline_epp.endpoint import NoEndpoints
 from treeline_epp.exchange import (
     CHUNK_BYTES,
     REQUEST_TRANSITIONS,
@@ -167,11 +168,18 @@ def test_a_body_over_the_limit_is_answered_413(mode: BodyMode) -> None:
     assert x.receive(body(b"more", end=True)) == []
 
 
+def test_an_announced_body_over_the_limit_is_answered_before_it_is_sent() -> None:
+    x = exchange(BodyMode.BUFFERED, limit=10)
+    (reply,) = x.receive(Message(Kind.REQUEST_HEADERS, headers={**HEADERS, "content-length": "11"}))
+    assert isinstance(reply, Immediate)
+    assert reply.status == 413
+
+
 def test_a_refusal_is_an_immediate_response_in_openai_shape() -> None:
     x = exchange(BodyMode.BUFFERED)
     x.receive(head())
     x.receive(body(b"{}", end=True))
-    (reply,) = x.refuse(refusal.no_endpoints("none"))
+    (reply,) = x.refuse(refusal.of_pick(NoEndpoints("none")))
     assert isinstance(reply, Immediate)
     assert reply.status == 503
     assert json.loads(reply.body)["error"]["code"] == "no_endpoints"

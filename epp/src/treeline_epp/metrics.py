@@ -1,0 +1,91 @@
+"""What the picker counts, in Prometheus' form. One object, one registry, nothing global."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+_PICK_BUCKETS = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.5)
+_TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+Sample = tuple[str, str, str, dict[str, str], float]
+"""``(kind, name, help, labels, value)``; kind is "gauge" or "counter"; the name without the common prefix."""
+
+
+class Metrics:
+    """The picker's metrics. Each attribute is documented by its help text.
+
+    State that has an owner elsewhere (tree, publishers, EDS) is read when somebody looks: see :meth:`observe`.
+    """
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry(auto_describe=False)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"treeline_epp_{name}", text, labels, registry=registry)
+
+        self.decisions = counter("decisions", "Requests given a destination, by endpoint.", "endpoint")
+        self.refusals = counter("refusals", "Requests answered by the picker itself, by error code.", "code")
+        self.outcomes = counter("outcomes", "How routed requests ended, as seen by the picker.", "outcome")
+        self.elsewhere = counter(
+            "served_elsewhere",
+            "Responses from another endpoint than the picked one: from the fallback list, or from any other.",
+            "by",
+        )
+        self.predicted_hit_tokens = counter(
+            "predicted_hit_tokens",
+            "Prompt tokens predicted to be cached, over requests whose runtime reported.",
+        )
+        self.reported_hit_tokens = counter(
+            "reported_hit_tokens", "Prompt tokens that runtimes reported as cached."
+        )
+        self.reported_prompt_tokens = counter(
+            "reported_prompt_tokens", "Prompt tokens that runtimes reported."
+        )
+        self.protocol_errors = counter("protocol_errors", "ext_proc streams that broke the protocol.")
+        self.defects = counter("defects", "Requests on which the picker itself failed.")
+        self.pick_seconds = Histogram(
+            "treeline_epp_pick_seconds",
+            "Time to parse a request, match its prefix and choose an endpoint.",
+            buckets=_PICK_BUCKETS,
+            registry=registry,
+        )
+        self.ttft_seconds = Histogram(
+            "treeline_epp_ttft_seconds",
+            "Time from pick to first token, of streaming responses of Treeline runtimes.",
+            buckets=_TTFT_BUCKETS,
+            registry=registry,
+        )
+        self.streams = Gauge("treeline_epp_extproc_streams", "Open ext_proc streams.", registry=registry)
+        self.ready = Gauge(
+            "treeline_epp_extproc_ready", "1 while the ext_proc port serves.", registry=registry
+        )
+
+    def observe(self, read: Callable[[], Iterable[Sample]]) -> None:
+        """Add gauges and counters that are read from their owner on every scrape."""
+        self.registry.register(_Observed(read))
+
+    def render(self) -> bytes:
+        """The text that a scrape gets."""
+        return generate_latest(self.registry)
+
+
+class _Observed(Collector):
+    def __init__(self, read: Callable[[], Iterable[Sample]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for kind, name, text, labels, value in self._read():
+            family = families.get(name)
+            if family is None:
+                make = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
+                family = families[name] = make(f"treeline_epp_{name}", text, labels=list(labels))
+            family.add_metric(list(labels.values()), value)
+        return iter(families.values())
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
