@@ -1,0 +1,159 @@
+"""Finding a tokenizer's added tokens in text, exactly as the `tokenizers` library does, by one regular expression.
+
+The library looks for the tokens that are not to be normalized in the raw text, then for the others in each normalized
+piece between them; at each place the longest token wins. A token may swallow white space on either side (`lstrip`,
+`rstrip`) and may demand word boundaries (`single_word`).
+"""
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from .normalization import Step, identity
+
+# Unicode's White_Space and word characters as the library's regular expressions know them; Python's differ.
+_SPACE: Final = "[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
+_LEADING_SPACE: Final = re.compile(f"{_SPACE}*")
+_SPACES: Final = frozenset(chr(c) for c in range(0x3001) if re.match(_SPACE, chr(c)))
+_JOINERS: Final = "\u200c\u200d"
+_CIRCLED: Final = ((0x24B6, 0x24E9), (0x1F130, 0x1F149), (0x1F150, 0x1F169), (0x1F170, 0x1F189))
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """One entry of `added_tokens` in tokenizer.json."""
+
+    id: int
+    content: str
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
+    special: bool = False
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> "AddedToken":
+        """Read an entry. Raises KeyError and TypeError for what is not one."""
+        flags = {
+            name: bool(spec.get(name))
+            for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
+        }
+        return cls(int(spec["id"]), str(spec["content"]), **flags)
+
+
+class Piece(NamedTuple):
+    """A part of a text: an added token, or (`token` None) normalized text. `first`: it begins where the text does."""
+
+    token: AddedToken | None
+    text: str
+    first: bool
+
+
+class AddedTokens:
+    """All added tokens of a tokenizer, ready to be found."""
+
+    def __init__(self, tokens: list[AddedToken], normalize: Step) -> None:
+        self._normalize = normalize
+        self._raw = _Finder({t.content: t for t in tokens if t.content and not t.normalized})
+        later = {normalize(t.content): t for t in tokens if t.content and t.normalized}
+        later.pop("", None)
+        self._later = _Finder(later) if later else None
+
+    def split(self, text: str) -> list[Piece]:
+        """Cut a text into its added tokens and what lies between, normalized. O(len(text)), one or two scans."""
+        if not text:
+            return []
+        if self._later is None and self._raw.absent(text):
+            return [Piece(None, self._normalize(text), True)]
+        pieces: list[Piece] = []
+        for token, start, stop in self._raw.find(text):
+            if token is not None:
+                pieces.append(Piece(token, "", start == 0))
+                continue
+            normal = text[start:stop] if self._normalize is identity else self._normalize(text[start:stop])
+            if self._later is None:
+                pieces.append(Piece(None, normal, start == 0))
+                continue
+            for inner, inner_start, inner_stop in self._later.find(normal):
+                part = "" if inner is not None else normal[inner_start:inner_stop]
+                pieces.append(Piece(inner, part, start == 0 and inner_start == 0))
+        return pieces
+
+
+class _Finder:
+    """One set of tokens and the expression that finds them, the longest at each place."""
+
+    def __init__(self, tokens: dict[str, AddedToken]) -> None:
+        self._tokens = tokens
+        self._search = re.compile(_any_of(list(tokens)))
+
+    def absent(self, text: str) -> bool:
+        return self._search.search(text) is None
+
+    def find(self, text: str) -> Iterator[tuple[AddedToken | None, int, int]]:
+        """(token or None, start, stop) for all of `text`, in order. Empty stretches are left out."""
+        done = 0
+        for match in self._search.finditer(text):
+            start, stop = match.span()
+            token = self._tokens[match.group()]
+            if token.single_word and not _is_single_word(text, start, stop):
+                continue
+            if token.lstrip:
+                while start > done and text[start - 1] in _SPACES:
+                    start -= 1
+            if token.rstrip:
+                found = _LEADING_SPACE.match(text, stop)
+                stop = found.end() if found else stop
+            if done < start:
+                yield None, done, start
+            yield token, start, stop
+            done = stop
+        if done < len(text):
+            yield None, done, len(text)
+
+
+def _is_single_word(text: str, start: int, stop: int) -> bool:
+    before = start == 0 or not _is_word(text[start - 1])
+    return before and (stop == len(text) or not _is_word(text[stop]))
+
+
+def _is_word(char: str) -> bool:
+    category = unicodedata.category(char)
+    if category[0] in "LM" or category in ("Nd", "Nl", "Pc") or char in _JOINERS:
+        return True
+    return any(first <= ord(char) <= last for first, last in _CIRCLED)
+
+
+def _any_of(words: list[str]) -> str:
+    """An expression that matches the longest of the words that begins at a place.
+
+    It is written as a trie, so that a place costs the length of the match and not the number of words, and so that a
+    common first character lets the regex engine skip to it with memchr.
+    """
+    if not words:
+        return "(?!)"
+    trie: dict[str, Any] = {}
+    for word in words:
+        node = trie
+        for char in word:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    return _trie_pattern(trie)
+
+
+def _trie_pattern(trie: dict[str, Any]) -> str:
+    """Iterative (a token may be longer than Python's stack is deep): chains of single children become plain text."""
+    branches = []
+    for char, child in trie.items():
+        if char == "":
+            continue
+        text = re.escape(char)
+        while len(child) == 1 and "" not in child:
+            char, child = next(iter(child.items()))
+            text += re.escape(char)
+        rest = "" if set(child) == {""} else _trie_pattern(child)
+        branches.append(text + rest)
+    pattern = branches[0] if len(branches) == 1 else "(?:" + "|".join(branches) + ")"
+    return f"(?:{pattern})?" if "" in trie else pattern

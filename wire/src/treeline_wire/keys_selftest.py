@@ -1,0 +1,75 @@
+"""Does a tokenizer hold `block_key(encode(text)) == prompt_key(text)`? Tried on texts that have broken it before."""
+
+from collections.abc import Iterable, Sequence
+from typing import Final, Protocol
+
+import tokenizers
+
+_ADDED_TRIED: Final = 48
+
+_TEXTS: Final = (
+    "",
+    " ",
+    "  ",
+    "a",
+    " a",
+    "a ",
+    "a  b   c    d",
+    "\n",
+    "\na\n\n\nb\r\n\tc \n d",
+    "Hello, world! It's 12345.67 o'clock; we'll see ... (x=[{}])",
+    "def f(x):\n    return x ** 2  # squared\n\n\n",
+    "ÀÉÎõü ñ ß Œ ſ İı ÅÅ Å ﬁ ½ ² ™ ，（）！＜ＡＢＣ＞",
+    "e\u0301 e\u0323\u0302 e\u0302\u0323 \u1100\u1161\u11a8 \u0958 \u0345\u0316",
+    "Съешь же ещё этих мягких французских булок",
+    "Ξεσκεπάζω την ψυχοφθόρα βδελυγμία ἀρχῇ",
+    "工欲善其事,必先利其器。「你好」3.14",
+    "いろはにほへと ガギグゲゴ ｶﾞｷﾞ 가나다라",
+    "مرحبا بالعالم ١٢٣ שָׁלוֹם עולם",
+    "नमस्ते दुनिया ৰ্ক தமிழ் ไทย ကမ္ဘာ ខ្មែរ",
+    "😀👩‍👩‍👧‍👦🏳️‍🌈👍🏽🇩🇪 ☃️ 𝕳𝖊𝖑𝖑𝖔 𠜎𠜱",
+    "\x00\x01\x07\x08\x0b\x0c\x1b\x1c\x1f\x7f\x80\x85\x9f",
+    "\u00a0\u00ad\u200b\u200c\u200d\u2028\u2029\u202e\u3000\ufeff\ufffd\uffff\ue000",
+    "▁ ▁▁a ▁b Ġ Ċ <0x41> <0xE2><0x96> ## </w> @@",
+    "<s></s><unk><pad> <|endoftext|> <|im_start|>user\n [INST] <bos>",
+    "ab" * 200 + "\n" * 50 + " " * 100 + "z",
+)
+
+
+class KeySelfTestError(ValueError):
+    """The tokenizer does not hold the property; its publishers must be matched by hashes or by history."""
+
+
+class Keys(Protocol):
+    """What is tested."""
+
+    def prompt_key(self, text: str, add_special_tokens: bool) -> bytes: ...
+    def block_key(self, ids: Sequence[int]) -> bytes: ...
+
+
+def run(keys: Keys, tokenizer: tokenizers.Tokenizer, added: Sequence[str]) -> None:
+    """Try all texts, and the added tokens between words, blanks and each other. Raises `KeySelfTestError`."""
+    for text in (*_TEXTS, *_with_added(added)):
+        for add_special_tokens in (False, True):
+            ids = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            want, got = keys.block_key(ids), keys.prompt_key(text, add_special_tokens)
+            if want != got:
+                at = next(
+                    (i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b),
+                    min(len(want), len(got)),
+                )
+                raise KeySelfTestError(
+                    f"the tokens of {text[:60]!r} stand for {want[at : at + 16]!r} at byte {at}, "
+                    f"the text itself for {got[at : at + 16]!r}"
+                )
+
+
+def _with_added(added: Sequence[str]) -> Iterable[str]:
+    stride = max(1, len(added) // _ADDED_TRIED)
+    tried = added[::stride]
+    for token in tried:
+        yield token
+        yield f"a{token}b {token} c\n{token}\n{token}{token} "
+    yield " ".join(tried)
+    yield "".join(tried)
+    yield "x".join(reversed(tried))
