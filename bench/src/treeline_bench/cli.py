@@ -1,0 +1,151 @@
+"""`python -m treeline_bench`: run benchmarks, write their results, quote them in the README."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import signal
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from treeline_bench.client.process import ClientFailed
+from treeline_bench.context import ROOT, Benchmark, BenchmarkError, Context
+from treeline_bench.display import RichDisplay
+from treeline_bench.envoy import EnvoyMissing
+from treeline_bench.machine import this_machine, versions
+from treeline_bench.plots import plot
+from treeline_bench.processes import ChildFailed
+from treeline_bench.prompts import PromptError
+from treeline_bench.registry import BENCHMARKS, select
+from treeline_bench.report import MarkersMissing, page, replace_between_markers, summary
+from treeline_bench.results import Result, ResultError, number, read_results, write_result, write_whole
+
+RESULTS = ROOT / "bench" / "results"
+QUICK_RESULTS = ROOT / ".cache" / "bench-quick"
+EPILOG = """examples:
+  python -m treeline_bench                      all of them, results in bench/results
+  python -m treeline_bench tree picker          two of them
+  python -m treeline_bench --quick              does everything work? (figures of seconds, kept apart)
+  python -m treeline_bench --readme             the summary of bench/results as Markdown
+  python -m treeline_bench --readme README.md   the same, written between the markers in that file
+
+Measure on a quiet machine: anything else that runs is in the figures. bench/README.md says what each figure means."""
+
+
+def parser() -> argparse.ArgumentParser:
+    names = "\n".join(f"  {name:<8} {benchmark.summary}" for name, benchmark in BENCHMARKS.items())
+    bench = argparse.ArgumentParser(
+        prog="python -m treeline_bench",
+        description="Treeline's benchmarks. Each writes NAME.json, NAME.md and NAME.svg.",
+        epilog=f"benchmarks:\n{names}\n\n{EPILOG}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = bench.add_argument
+    add("names", nargs="*", metavar="NAME", help="which benchmarks (default: all)")
+    add("--quick", action="store_true", help="a few seconds each: proves that they work, measures little")
+    add("--list", action="store_true", help="list the benchmarks and exit")
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where results go (default: bench/results, or .cache for --quick)",
+    )
+    add(
+        "--readme",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="print the summary of the results, or write it between the markers in FILE; runs nothing",
+    )
+    return bench
+
+
+def _out(args: argparse.Namespace) -> Path:
+    given: Path | None = args.out
+    return given or (QUICK_RESULTS if args.quick else RESULTS)
+
+
+def _quote(target: str, folder: Path, console: Console) -> int:
+    try:
+        results = read_results(folder, list(BENCHMARKS))
+        if not results:
+            console.print("There are no results yet: run the benchmarks first.", style="red")
+            return 1
+        text = summary(results)
+        if target == "-":
+            print(text, end="")
+        else:
+            path = Path(target)
+            write_whole(path, replace_between_markers(path.read_text(), text).encode())
+    except (ResultError, MarkersMissing, OSError) as error:
+        console.print(str(error), style="red", markup=False)
+        return 1
+    return 0
+
+
+def _measure(benchmark: Benchmark, args: argparse.Namespace, console: Console) -> Result:
+    with (
+        tempfile.TemporaryDirectory(prefix="treeline-bench-") as folder,
+        RichDisplay(benchmark.name, console) as display,
+    ):
+        rows = benchmark.run(Context(display, Path(folder), quick=args.quick))
+    return Result(
+        benchmark=benchmark.name,
+        date=datetime.date.today().isoformat(),
+        machine=this_machine(),
+        versions=versions(),
+        command=f"python -m treeline_bench {benchmark.name}" + (" --quick" if args.quick else ""),
+        rows=rows,
+    )
+
+
+def _run(benchmarks: Sequence[Benchmark], args: argparse.Namespace, console: Console) -> int:
+    out, failed = _out(args), 0
+    for benchmark in benchmarks:
+        try:
+            result = _measure(benchmark, args, console)
+        except (BenchmarkError, ChildFailed, ClientFailed, EnvoyMissing, PromptError) as error:
+            console.print(f"{benchmark.name}: {error}", style="red", markup=False, highlight=False)
+            failed += 1
+            continue
+        write_result(result, out)
+        write_whole(out / f"{benchmark.name}.md", page(result, benchmark.title).encode())
+        plot(result, out / f"{benchmark.name}.svg")
+        for row in result.rows:
+            ratio = "" if row.ratio is None else f"  ({row.ratio:.2f} × {number(float(row.reference or 0))})"
+            console.print(f"  {row.metric:<34} {number(row.value):>10} {row.unit}{ratio}", highlight=False)
+    shown = out.relative_to(ROOT) if out.is_relative_to(ROOT) else out
+    console.print(f"results in {shown}" if failed < len(benchmarks) else "no results", highlight=False)
+    return 1 if failed else 0
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    """SIGTERM ends a run as Ctrl-C does: through every `finally`, so that no process stays."""
+    raise KeyboardInterrupt
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, 1 when a benchmark failed, 130 after Ctrl-C or SIGTERM; a wrong command line exits with 2."""
+    bench = parser()
+    args = bench.parse_args(argv)
+    console = Console(stderr=True)
+    if args.list:
+        for name, benchmark in BENCHMARKS.items():
+            print(f"{name:<8} {benchmark.summary}")
+        return 0
+    if args.readme is not None:
+        return _quote(args.readme, _out(args), console)
+    try:
+        chosen = select(args.names)
+    except KeyError as error:
+        bench.error(error.args[0])
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return _run(chosen, args, console)
+    except KeyboardInterrupt:
+        console.print("interrupted; everything is stopped", highlight=False)
+        return 130

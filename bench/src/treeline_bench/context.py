@@ -1,0 +1,47 @@
+"""What every benchmark is given, and how one is described."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from treeline_bench.results import Row
+
+ROOT = Path(__file__).resolve().parents[3]
+MODEL = ROOT / "models" / "tiny"
+
+
+class BenchmarkError(RuntimeError):
+    """A benchmark could not be run, or what it measured would be wrong; the message says why."""
+
+
+class Display(Protocol):
+    """Where a benchmark says how far it is."""
+
+    def phase(self, text: str, total: int | None = None) -> None:
+        """A new step begins, of `total` parts if that is known."""
+
+    def done(self, parts: int) -> None:
+        """So many parts of the step are done."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """`folder` is scratch space that is removed afterwards; `quick` asks for a few seconds instead of good figures."""
+
+    display: Display
+    folder: Path
+    quick: bool = False
+    model: Path = MODEL
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """`run` returns the rows. It raises BenchmarkError, ChildFailed or ClientFailed, and leaves no process behind."""
+
+    name: str
+    title: str
+    summary: str
+    run: Callable[[Context], list[Row]]

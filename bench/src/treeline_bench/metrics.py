@@ -1,0 +1,143 @@
+"""Every metric that a benchmark may report: what it means, and what it is compared with.
+
+One place, so that a row, its line in a table and the README agree. A metric's name may have a tail (a policy, a size)
+that selects no entry of its own: `routing.hit_rate.random` is described by `routing.hit_rate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from treeline_bench.results import Row
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a figure means. `reference` is None where it is measured beside the value; `source`: where it is from."""
+
+    unit: str
+    meaning: str
+    better: Literal["lower", "higher"]
+    reference: float | None = None
+    source: str = ""
+    headline: bool = True
+    """Shown in the README's summary."""
+
+
+EXPECTED = "expected on 2 cores"
+
+METRICS: dict[str, Metric] = {
+    "routing.hit_rate": Metric(
+        "share",
+        "prompt tokens that came from a runtime's cache",
+        "higher",
+        source="an oracle: every repeat hits its whole shared prefix",
+    ),
+    "routing.computed_tokens": Metric(
+        "tokens",
+        "prompt tokens that the runtimes had to compute",
+        "lower",
+        source="an oracle: each shared prefix computed once",
+    ),
+    "routing.ttft_ms.p50": Metric(
+        "ms", "time to first token, median", "lower", source="random routing, same run"
+    ),
+    "routing.ttft_ms.p99": Metric(
+        "ms",
+        "time to first token, 99th percentile",
+        "lower",
+        source="random routing, same run",
+        headline=False,
+    ),
+    "routing.duration_s": Metric(
+        "s",
+        "first request sent to last answer read",
+        "lower",
+        source="random routing, same run",
+        headline=False,
+    ),
+    "routing.errors": Metric(
+        "requests", "requests without a complete answer", "lower", source="none expected"
+    ),
+    "picker.added_ms.p50": Metric(
+        "ms", "latency that asking the picker adds to bare Envoy, median", "lower", 2.0, EXPECTED
+    ),
+    "picker.added_ms.p99": Metric(
+        "ms", "the same at the 99th percentile", "lower", 2.8, "grpc.aio prototype, top of its range"
+    ),
+    "picker.bare_ms.p50": Metric(
+        "ms", "Envoy without the picker, median", "lower", 0.21, "prototype, top of its range", headline=False
+    ),
+    "picker.bare_ms.p99": Metric(
+        "ms",
+        "Envoy without the picker, 99th percentile",
+        "lower",
+        0.46,
+        "prototype, top of its range",
+        headline=False,
+    ),
+    "picker.rps_per_core.1kb": Metric(
+        "requests/s", "requests decided per CPU-second of the picker, 1 KB bodies", "higher", 800.0, EXPECTED
+    ),
+    "picker.rps_per_core.220kb": Metric(
+        "requests/s",
+        "the same, 220 KB bodies",
+        "higher",
+        1185.0,
+        "grpc.aio prototype (844 µs a request, echo only: no parsing, no matching)",
+    ),
+    "picker.rps": Metric(
+        "requests/s", "requests answered per second at saturation", "higher", source="", headline=False
+    ),
+    "picker.hit_rate": Metric(
+        "share",
+        "requests that reached an endpoint holding their prefix",
+        "higher",
+        1.0,
+        "every prompt is held",
+        headline=False,
+    ),
+    "picker.send_late_ms.p99": Metric(
+        "ms",
+        "how late the paced client sent, 99th percentile",
+        "lower",
+        1.0,
+        "one tick of its timer",
+        headline=False,
+    ),
+    "picker.errors": Metric("requests", "requests without a 200", "lower", source="none expected"),
+    "tree.match_us.2700": Metric(
+        "µs", "longest cached prefix of a 2,700-token prompt", "lower", 25.0, EXPECTED
+    ),
+    "tree.match_us.100k": Metric(
+        "µs", "longest cached prefix of a 100,000-token prompt", "lower", 600.0, EXPECTED
+    ),
+    "tree.ingest_blocks_s": Metric(
+        "blocks/s", "KV-event payloads to tree, end to end", "higher", 400_000.0, EXPECTED
+    ),
+    "tree.bytes_per_block": Metric(
+        "B", "memory per 16-token block beyond its text", "lower", 120.0, EXPECTED
+    ),
+}
+
+
+def metric(name: str) -> Metric:
+    """The entry for `name` or for its longest dotted beginning. Raises KeyError, which lists what there is."""
+    known = name
+    while known:
+        if known in METRICS:
+            return METRICS[known]
+        known = known.rpartition(".")[0]
+    raise KeyError(f"unknown metric {name!r}; known: {', '.join(METRICS)}")
+
+
+def row(name: str, value: float, reference: float | None = None) -> Row:
+    """A result row; `reference` is for metrics whose comparison was measured in the same run.
+
+    `ratio` is value ÷ reference, None where there is no reference or it is 0.
+    """
+    described = metric(name)
+    against = described.reference if reference is None else reference
+    ratio = round(value / against, 4) if against else None
+    return Row(name, round(value, 6), described.unit, against, ratio)

@@ -1,0 +1,149 @@
+"""SVG plots of results: titles say the finding, and the same result gives the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from treeline_bench.metrics import metric
+from treeline_bench.results import Result, Row, number
+
+OURS = "#1b6e53"
+OTHER = "#9aa5ab"
+REFERENCE = "#b5482a"
+
+STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "treeline",
+    "svg.fonttype": "path",  # looks the same wherever it is shown
+    "font.family": "DejaVu Sans",
+    "font.size": 11,
+    "axes.titlesize": 12,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.titlesize": 14,
+    "figure.titleweight": "bold",
+}
+
+POLICIES = ("treeline", "round_robin", "random")
+
+
+def plot(result: Result, path: Path) -> Path:
+    """Draw `result` into the SVG file `path`. Raises KeyError for a benchmark without a plot."""
+    draw = PLOTS[result.benchmark]
+    with mpl.rc_context(STYLE):
+        figure = draw(result)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+    return path
+
+
+def _figure(title: str, panels: int, note: str) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(4.3 * panels, 4.4), layout="constrained")
+    figure.suptitle(title)
+    figure.supxlabel(note, fontsize=9, color="#555555")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    return figure, list(axes)
+
+
+def _bars(axes: Axes, labels: Sequence[str], values: Sequence[float], colours: Sequence[str]) -> None:
+    bars = axes.bar(labels, values, color=colours, width=0.62)
+    axes.bar_label(bars, labels=[number(value) for value in values], padding=2)
+    axes.margins(y=0.16)
+
+
+def _line(axes: Axes, height: float, label: str) -> None:
+    axes.axhline(height, color=REFERENCE, linestyle="--", linewidth=1.3, label=label)
+    axes.legend(loc="upper right", frameon=False, fontsize=9)
+    axes.set_ylim(top=max(axes.get_ylim()[1], height * 1.2))
+
+
+def _size(result: Result) -> str:
+    return f"{result.machine.cores} cores, {result.machine.memory_gib:g} GiB"
+
+
+def _routing(result: Result) -> Figure:
+    computed = {policy: result.value(f"routing.computed_tokens.{policy}") for policy in POLICIES}
+    fewer = computed["random"] / max(computed["treeline"], 1)
+    note = f"16 shared prefixes, 2 CPU runtimes, one torch thread each; {_size(result)}"
+    figure, axes = _figure(
+        f"Prefix-aware routing computes {fewer:.1f}× fewer prompt tokens than random", 3, note
+    )
+    labels = [policy.replace("_", "\n") for policy in POLICIES]
+    colours = [OURS, OTHER, OTHER]
+
+    rates = [100 * result.value(f"routing.hit_rate.{policy}") for policy in POLICIES]
+    _bars(axes[0], labels, rates, colours)
+    axes[0].set(title="Prompt tokens from the cache", ylabel="hit rate (%)", ylim=(0, 100))
+    oracle = result.row("routing.hit_rate.treeline").reference
+    if isinstance(oracle, float | int):
+        _line(axes[0], 100 * oracle, "oracle")
+
+    _bars(axes[1], labels, [computed[policy] / 1000 for policy in POLICIES], colours)
+    axes[1].set(title="Prompt tokens computed", ylabel="thousand tokens")
+
+    for offset, quantile, shade in ((-0.2, "p50", 1.0), (0.2, "p99", 0.55)):
+        times = [result.value(f"routing.ttft_ms.{quantile}.{policy}") for policy in POLICIES]
+        places = [index + offset for index in range(len(POLICIES))]
+        bars = axes[2].bar(places, times, width=0.38, color=colours, alpha=shade)
+        axes[2].bar_label(
+            bars, labels=[f"{number(value)}\n{quantile}" for value in times], padding=2, fontsize=9
+        )
+    axes[2].set_xticks(range(len(POLICIES)), labels)
+    axes[2].margins(y=0.2)
+    axes[2].set(title="Time to first token", ylabel="ms")
+    return figure
+
+
+def _picker(result: Result) -> Figure:
+    added = [result.value(f"picker.added_ms.{quantile}") for quantile in ("p50", "p99")]
+    rates = [result.value(f"picker.rps_per_core.{size}") for size in ("1kb", "220kb")]
+    title = f"Asking the picker costs {number(added[0])} ms; one core decides {number(rates[0])} requests/s"
+    figure, axes = _figure(title, 2, f"one Envoy worker, picker on a core of its own; {_size(result)}")
+    _bars(axes[0], ["median", "99th percentile"], added, [OURS, OURS])
+    axes[0].set(title="Latency added to bare Envoy", ylabel="ms")
+    _expected(axes[0], result.row("picker.added_ms.p50"), "expected median, at most")
+    _bars(axes[1], ["1 KB body", "220 KB body"], rates, [OURS, OURS])
+    axes[1].set(title="Decisions per core", ylabel="requests per CPU-second")
+    _expected(axes[1], result.row("picker.rps_per_core.1kb"), "expected at 1 KB, at least")
+    return figure
+
+
+def _expected(axes: Axes, row: Row, label: str) -> None:
+    if isinstance(row.reference, float | int):
+        _line(axes, row.reference, label)
+
+
+def _tree(result: Result) -> Figure:
+    """Each figure as a multiple of what was expected, since their units differ; longer is better for all."""
+    rows = [row for row in result.rows if row.ratio]
+    times = [
+        row.ratio if metric(row.metric).better == "higher" else 1 / row.ratio for row in rows if row.ratio
+    ]
+    match = result.value("tree.match_us.2700")
+    figure, (axes,) = _figure(
+        f"The tree matches a 2,700-token prompt in {number(match)} µs", 1, _size(result)
+    )
+    figure.set_size_inches(8.6, 4.0)
+    labels = [row.metric.removeprefix("tree.") for row in rows]
+    bars = axes.barh(
+        labels, times, color=[OURS if times_ >= 1 else REFERENCE for times_ in times], height=0.6
+    )
+    texts = [f"{number(row.value)} {row.unit}" for row in rows]
+    axes.bar_label(bars, labels=texts, padding=4)
+    axes.axvline(1, color=REFERENCE, linestyle="--", linewidth=1.3, label="as expected")
+    axes.legend(loc="lower right", frameon=False, fontsize=9)
+    axes.invert_yaxis()
+    axes.margins(x=0.28)
+    axes.set(title="How much better than expected", xlabel="times the expected speed (or as small)")
+    return figure
+
+
+PLOTS: dict[str, Callable[[Result], Figure]] = {"routing": _routing, "picker": _picker, "tree": _tree}

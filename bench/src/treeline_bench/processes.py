@@ -1,0 +1,157 @@
+"""Other rooms as processes: started, waited for, measured, and stopped whatever happens.
+
+A child runs in a session of its own, so that a Ctrl-C reaches only us and we stop the children in order; on Linux it is
+also told to end when we die. Its output goes to a log file whose last lines are quoted when it fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+STOP_S = 15.0
+POLL_S = 0.02
+
+
+class ChildFailed(RuntimeError):
+    """A process ended, or did not become ready in time. The message quotes its log."""
+
+
+class Child:
+    """One process. Use `child()`; stopping twice is harmless."""
+
+    def __init__(
+        self, name: str, argv: Sequence[str], folder: Path, cores: Sequence[int] | None = None
+    ) -> None:
+        self.name = name
+        self.log_path = folder / f"{name}.log"
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=before_exec(cores),
+            )
+
+    def check(self) -> None:
+        """Raises ChildFailed when the process has ended."""
+        if (status := self.process.poll()) is not None:
+            raise ChildFailed(
+                f"{self.name} exited with status {status}; its last lines:\n{self.last_lines()}"
+            )
+
+    def last_lines(self, count: int = 15) -> str:
+        with contextlib.suppress(OSError):
+            lines = self.log_path.read_text(errors="replace").splitlines()[-count:]
+            return "\n".join(f"  | {line}" for line in lines)
+        return ""
+
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+        """Poll `condition` until it holds. Raises ChildFailed when the process ends first or time is up."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            self.check()
+            if time.monotonic() > deadline:
+                raise ChildFailed(f"{self.name}: {what} took over {timeout_s:g} s:\n{self.last_lines()}")
+            time.sleep(POLL_S)
+
+    def wait_ready(self, url: str, timeout_s: float = 60.0) -> None:
+        """Wait for a 200 from `url`. Raises ChildFailed."""
+        self.wait_until(lambda: answers(url), "becoming ready", timeout_s)
+
+    def cpu_seconds(self) -> float:
+        """User + system time of the process and its living descendants, in seconds (resolution 10 ms)."""
+        root = psutil.Process(self.process.pid)
+        total = 0.0
+        for process in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+    def stop(self) -> None:
+        """Ask it to end, and after `STOP_S` kill its whole group."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_S)
+        # What it left behind in its session goes too, also when it ended by itself.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def child(
+    name: str, argv: Sequence[str], folder: Path, cores: Sequence[int] | None = None
+) -> Iterator[Child]:
+    """Start a process, pinned to `cores` where the system can; stop it at the end, also on Ctrl-C."""
+    started = Child(name, argv, folder, cores)
+    try:
+        yield started
+    finally:
+        started.stop()
+
+
+def before_exec(cores: Sequence[int] | None) -> Callable[[], None]:
+    """For the child, between fork and exec: end with the parent, run on `cores` only (both: Linux)."""
+
+    def prepare() -> None:
+        if sys.platform == "linux":
+            pr_set_pdeathsig = 1
+            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+            if cores is not None:
+                os.sched_setaffinity(0, cores)
+
+    return prepare
+
+
+def answers(url: str) -> bool:
+    """Whether a GET of `url` gives 200."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=1.0) as response:
+            return bool(response.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def free_ports(count: int, run: int = 1) -> list[int]:
+    """`count` ports of the loopback address, each the first of `run` neighbours that are all free now.
+
+    The kernel's ephemeral range is avoided: a client's connection could take such a port before it is bound. Raises
+    OSError when there is no such place left.
+    """
+    found: list[int] = []
+    first = 20_000 + (os.getpid() * 97) % 10_000
+    while len(found) < count:
+        if first + run > 32_000:
+            raise OSError("no free ports below the ephemeral range")
+        if all(_is_free(first + offset) for offset in range(run)):
+            found.append(first)
+        first += run
+    return found
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,75 @@
+"""Prompts of an exact length in tokens, made with the model's own tokenizer."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+_WORD = re.compile(r" [a-z]{2,}")
+MIN_WORDS = 64
+
+
+class PromptError(ValueError):
+    """The tokenizer does not allow prompts of an exact length; the message says why."""
+
+
+class PromptMaker:
+    """Builds text from words that are one token each, wherever they stand.
+
+    Such words (a space, then lower-case letters) are a piece of their own to the pre-tokenizer, so that counts simply
+    add up and a cut between two words is a cut between two tokens. Every text is encoded again before it is returned:
+    a count that is wrong raises, it is never guessed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raises PromptError when the vocabulary has fewer than `MIN_WORDS` such words. O(vocabulary)."""
+        self._tokenizer = tokenizer
+        candidates = sorted(
+            text
+            for token in range(tokenizer.get_vocab_size(with_added_tokens=False))
+            if _WORD.fullmatch(text := tokenizer.decode([token], skip_special_tokens=False))
+        )
+        self.words = [word for word in candidates if self.count(word * 2) - self._overhead() == 2]
+        if len(self.words) < MIN_WORDS:
+            raise PromptError(
+                f"the vocabulary has {len(self.words)} words of one token; {MIN_WORDS} are needed"
+            )
+
+    @classmethod
+    def of_model(cls, folder: Path) -> PromptMaker:
+        """For the checkpoint in `folder`. Raises PromptError when it has no tokenizer.json."""
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            raise PromptError(f"{folder.name} has no tokenizer.json")
+        return cls(Tokenizer.from_file(str(path)))
+
+    def count(self, text: str) -> int:
+        """Tokens of `text` as a completion request, special tokens included."""
+        return len(self._tokenizer.encode(text).ids)
+
+    def text(self, tokens: int, rng: random.Random) -> str:
+        """Random words, `tokens` tokens long beside what the tokenizer adds to every prompt (BOS)."""
+        text = "".join(rng.choices(self.words, k=tokens))
+        found = self.count(text) - self._overhead()
+        if found != tokens:
+            raise PromptError(f"wanted {tokens} tokens, the tokenizer makes {found}")
+        return text
+
+    def with_shared_prefix(self, prefix: str, suffix_tokens: int, rng: random.Random) -> str:
+        """`prefix` and a tail of its own. Raises PromptError when the tail changes the prefix's tokens."""
+        text = prefix + self.text(suffix_tokens, rng)
+        before, after = self._plain(prefix), self._plain(text)
+        if after[: len(before)] != before or len(after) - len(before) != suffix_tokens:
+            raise PromptError("the tokenizer merges across the cut between prefix and tail")
+        return text
+
+    def _plain(self, text: str) -> Sequence[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _overhead(self) -> int:
+        return self.count("")

@@ -1,0 +1,20 @@
+"""The benchmarks by name, in the order in which they are run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from treeline_bench import picker, routing, tree
+from treeline_bench.context import Benchmark
+
+BENCHMARKS: dict[str, Benchmark] = {
+    benchmark.name: benchmark for benchmark in (tree.BENCHMARK, picker.BENCHMARK, routing.BENCHMARK)
+}
+
+
+def select(names: Sequence[str]) -> list[Benchmark]:
+    """Those named, all for no names. Raises KeyError, which lists the valid names."""
+    for name in names:
+        if name not in BENCHMARKS:
+            raise KeyError(f"unknown benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")
+    return [BENCHMARKS[name] for name in (names or BENCHMARKS)]

@@ -1,0 +1,87 @@
+"""Markdown made from results: a page a benchmark, and the summary that the README quotes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from treeline_bench.metrics import metric
+from treeline_bench.results import Result, Row, number, provenance, table, versions_line
+
+BEGIN = "<!-- bench:begin -->"
+END = "<!-- bench:end -->"
+
+
+class MarkersMissing(ValueError):
+    """The text has no place for the summary."""
+
+
+def page(result: Result, title: str) -> str:
+    """The Markdown page of one benchmark: its table with what each figure means and is compared with."""
+    lines = [
+        [
+            row.metric,
+            number(row.value),
+            row.unit,
+            _expected(row),
+            _ratio(row),
+            metric(row.metric).source,
+            meaning,
+        ]
+        for row in result.rows
+        for meaning in [metric(row.metric).meaning]
+    ]
+    header = ["metric", "value", "unit", "compared with", "ratio", "source of the comparison", "meaning"]
+    return "\n".join(
+        [
+            f"# {title}",
+            "",
+            provenance(result),
+            "",
+            table(header, lines),
+            f"Versions: {versions_line(result.versions)}.",
+            "",
+        ]
+    )
+
+
+def summary(results: Sequence[Result]) -> str:
+    """The README's table: the headline figures of all results, then when and on what each was measured."""
+    rows = [row for result in results for row in result.rows if metric(row.metric).headline]
+    header = ["metric", "meaning", "measured", "expected", "ratio"]
+    lines = [
+        [
+            f"`{row.metric}`",
+            metric(row.metric).meaning,
+            f"{number(row.value)} {row.unit}",
+            _expected(row),
+            _ratio(row),
+        ]
+        for row in rows
+    ]
+    notes = list(dict.fromkeys(provenance(result) for result in results))
+    return table(header, lines) + "\n" + "\n".join(notes) + "\n"
+
+
+def replace_between_markers(text: str, content: str) -> str:
+    """`text` with what stands between the two markers replaced by `content`. Raises MarkersMissing."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise MarkersMissing(f"there must be one {BEGIN} and, after it, one {END}")
+    return f"{before}{BEGIN}\n{content.strip()}\n{END}{after}"
+
+
+def _expected(row: Row) -> str:
+    if row.reference is None:
+        return "–"
+    if isinstance(row.reference, str):
+        return row.reference
+    sign = "≤" if metric(row.metric).better == "lower" else "≥"
+    # What was measured in the same run is no bound, it is a neighbour.
+    return (
+        number(row.reference) if metric(row.metric).reference is None else f"{sign} {number(row.reference)}"
+    )
+
+
+def _ratio(row: Row) -> str:
+    return "–" if row.ratio is None else f"{row.ratio:.2f}"

@@ -1,0 +1,113 @@
+"""A benchmark's result: one JSON file, and the Markdown table made from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+
+class ResultError(ValueError):
+    """A file is not a benchmark result; the message names it and says why."""
+
+
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One measured number. `ratio` = value ÷ reference; both are None where there is nothing to compare with."""
+
+    metric: str
+    value: float
+    unit: str
+    reference: float | str | None
+    ratio: float | None
+
+
+class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The size of the machine, and nothing that identifies it."""
+
+    cores: int
+    cpu_model: str
+    memory_gib: float
+    os: str
+
+    def __str__(self) -> str:
+        return f"{self.cores} cores ({self.cpu_model}), {self.memory_gib:g} GiB, {self.os}"
+
+
+class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `bench/results/<benchmark>.json` holds. `date` is ISO (a day); `versions` maps a piece to its version."""
+
+    benchmark: str
+    date: str
+    machine: Machine
+    versions: dict[str, str]
+    command: str
+    rows: list[Row]
+
+    def row(self, metric: str) -> Row:
+        """Raises KeyError when the benchmark did not report `metric`."""
+        for row in self.rows:
+            if row.metric == metric:
+                return row
+        raise KeyError(f"{self.benchmark} has no row {metric!r}")
+
+    def value(self, metric: str) -> float:
+        """Raises KeyError when the benchmark did not report `metric`."""
+        return self.row(metric).value
+
+
+def write_result(result: Result, folder: Path) -> Path:
+    """Write `<folder>/<benchmark>.json`, replacing it whole; returns its path."""
+    text = msgspec.json.format(msgspec.json.encode(result), indent=2)
+    return write_whole(folder / f"{result.benchmark}.json", text + b"\n")
+
+
+def write_whole(path: Path, content: bytes) -> Path:
+    """Write by rename, so that an interrupted run never leaves half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)
+    return path
+
+
+def read_result(path: Path) -> Result:
+    """Raises ResultError when the file is missing or does not hold a result."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Result)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ResultError(f"{path.name} is not a benchmark result: {error}") from error
+
+
+def read_results(folder: Path, names: Sequence[str]) -> list[Result]:
+    """The results of `names` that exist in `folder`, in that order. Raises ResultError for a damaged one."""
+    paths = [folder / f"{name}.json" for name in names]
+    return [read_result(path) for path in paths if path.exists()]
+
+
+def number(value: float) -> str:
+    """Readable at a glance: three significant digits for small numbers, thousands separated for large ones."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    if value == int(value):
+        return f"{value:.0f}"
+    return f"{value:.3g}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; cells are escaped."""
+    lines = [header, ["---"] * len(header), *rows]
+    return (
+        "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+        + "\n"
+    )
+
+
+def provenance(result: Result) -> str:
+    """One line: when, on what, with which command."""
+    return f"Measured {result.date} on {result.machine} with `{result.command}`."
+
+
+def versions_line(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())

@@ -1,0 +1,23 @@
+"""Percentiles, as every benchmark here takes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """The `q`-th percentile (0 to 100) of `values`, in any order, interpolated linearly between neighbours.
+
+    The same definition as numpy's default and as `statistics.quantiles(method="inclusive")`. Raises ValueError for no
+    values or a `q` out of range. O(n log n).
+    """
+    if not values:
+        raise ValueError("no values to take a percentile of")
+    if not 0 <= q <= 100:
+        raise ValueError(f"a percentile lies between 0 and 100, not at {q}")
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * q / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
