@@ -1,1 +1,26 @@
-"""The runtime: an inference engine with a radix cache behind an OpenAI-compatible server."""
+"""The runtime: an inference engine with a radix cache behind an OpenAI-compatible server.
+
+`treeline_runtime.Engine` is the engine in-process. It is imported on first use: the HTTP process never loads torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from treeline_runtime.engine import Engine, GenerationError
+    from treeline_runtime.messages import SamplingParams
+
+__all__ = ["Engine", "GenerationError", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SamplingParams":
+        from treeline_runtime.messages import SamplingParams
+
+        return SamplingParams
+    if name in __all__:
+        from treeline_runtime import engine
+
+        return getattr(engine, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

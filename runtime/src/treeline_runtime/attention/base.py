@@ -1,0 +1,60 @@
+"""The seam between models and attention kernels.
+
+A step is a ragged batch: the new tokens of all sequences one after another. Each sequence's earlier tokens are in the
+KV pool, found through its page table. A backend is given the step's `Layout` once (`plan`) and is then called for every
+layer (`forward`), which first stores the new keys and values, then attends: token i of a sequence with `kv_len` tokens
+after the step and `q_len` new ones sees the first kv_len - q_len + i + 1 of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from treeline_runtime.kvcache.pool import KVPool
+from treeline_runtime.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What one step computes, on the device unless it is a list."""
+
+    q_lens: list[int]
+    """New tokens of each sequence, all at least 1."""
+    kv_lens: list[int]
+    """Tokens of each sequence after the step; kv_lens[i] >= q_lens[i]."""
+    page_table: torch.Tensor
+    """(sequences, >= pages of the longest) int64: pages in order; entries past a sequence's end are any valid page."""
+    slots: torch.Tensor
+    """(new tokens,) int64: where each new token's KV goes."""
+
+
+class AttentionBackend(ABC):
+    """Attention over a paged pool. One instance serves one pool; a plan is valid until the next `plan`."""
+
+    def __init__(self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        assert num_heads % num_kv_heads == 0
+        self.pool = pool
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5
+
+    @abstractmethod
+    def plan(self, layout: Layout) -> Any:
+        """Prepare for a step; the result is handed back to `forward` for every layer."""
+
+    @abstractmethod
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any
+    ) -> torch.Tensor:
+        """Store k and v, then attend.
+
+        q (tokens, heads, head_dim); k, v (tokens, kv_heads, head_dim) → (tokens, heads x head_dim).
+        """
+
+
+ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry("attention backend")

@@ -1,0 +1,152 @@
+"""The nouns of the engine: Req, Batch, Context (SamplingParams is in messages).
+
+Lengths of a request, in tokens, always in this order:
+
+    0 … tree_len … kv_len … device_len … len(tokens)
+
+    tree_len     kept in the radix tree under this request's lock (whole pages)
+    kv_len       keys and values computed, results processed
+    device_len   computed, or being computed by launched batches
+    tokens       prompt and the output known so far; with overlap, device_len may run ahead of it by a token
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    import torch
+
+    from treeline_runtime.attention import AttentionBackend
+    from treeline_runtime.kvcache import Node, Pages
+
+
+@dataclass(slots=True, eq=False)
+class Req:
+    """One sequence, from its arrival to its terminal message. Identity, not value: hashable and compared by `is`."""
+
+    rid: str
+    tokens: list[int]
+    prompt_len: int
+    sampling: SamplingParams
+    seed: int
+    """The user's, or drawn on arrival: a sampled token depends on this and its index alone."""
+    stop_ids: frozenset[int]
+    max_new_tokens: int
+    """What the user asked for, or less where the context ends."""
+    namespace: str | None = None
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+
+    # waiting: filled by PrefillManager
+    key: bytes = b""
+    """Cache key of `tokens` as they were when the request was queued."""
+    arrival: int = 0
+    overtaken: int = 0
+    """Requests that came later but were admitted earlier."""
+    uncached_tokens: int = 0
+    """Tokens still to prefill: an estimate while waiting."""
+
+    # admitted: filled by PrefillManager and CacheManager
+    row: int = -1
+    num_pages: int = 0
+    handle: Node | None = None
+    """Lock on the tree."""
+    tree_len: int = 0
+    kv_len: int = 0
+    device_len: int = 0
+    cached_tokens: int = -1
+    """What the cache supplied when first admitted; -1 before."""
+    launched_tokens: int = 0
+    """Output tokens sampled by launched batches: at least output_len."""
+    in_flight: int = 0
+    """Launched batches that hold this request and are not processed: its pages may not be released."""
+    deferred: list[Pages] = field(default_factory=list)
+    """Duplicate pages to free when nothing is in flight."""
+    retractions: int = 0
+    finish: FinishReason | None = None
+    """Set once; the terminal message has been queued."""
+    input_logprobs: list[TokenLogprob] = field(default_factory=list)
+    input_top_logprobs: list[list[TokenLogprob] | None] = field(default_factory=list)
+    input_logprobs_sent: bool = False
+
+    @classmethod
+    def of(
+        cls, message: GenerateReq, *, seed: int, eos_ids: tuple[int, ...], max_new_tokens: int, arrival: int
+    ) -> Req:
+        sampling = message.sampling
+        stop_ids = frozenset(sampling.stop_token_ids) | (
+            frozenset() if sampling.ignore_eos else frozenset(eos_ids)
+        )
+        return cls(
+            rid=message.rid,
+            tokens=list(message.input_ids),
+            prompt_len=len(message.input_ids),
+            sampling=sampling,
+            seed=seed,
+            stop_ids=stop_ids,
+            max_new_tokens=max_new_tokens,
+            namespace=message.namespace,
+            return_logprob=message.return_logprob,
+            logprob_start_len=message.logprob_start_len,
+            top_logprobs_num=message.top_logprobs_num,
+            arrival=arrival,
+        )
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def wants_input_logprobs(self) -> bool:
+        return self.return_logprob and self.logprob_start_len >= 0 and not self.input_logprobs_sent
+
+    @property
+    def cacheable_len(self) -> int:
+        """Tokens that the cache may supply: the last one must be computed, and those whose logits are asked for."""
+        limit = len(self.tokens) - 1
+        return min(limit, max(self.logprob_start_len - 1, 0)) if self.wants_input_logprobs else limit
+
+    def __repr__(self) -> str:
+        return (
+            f"Req({self.rid!r}, prompt={self.prompt_len}, output={self.output_len}, tree={self.tree_len}, "
+            f"kv={self.kv_len}, device={self.device_len}, in_flight={self.in_flight}, finish={self.finish})"
+        )
+
+
+class Phase(enum.Enum):
+    PREFILL = enum.auto()
+    DECODE = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """What one launch computes: request i from position starts[i] up to ends[i]."""
+
+    phase: Phase
+    reqs: list[Req]
+    starts: list[int]
+    ends: list[int]
+    samples: list[bool]
+    """Whether a token is sampled after ends[i]: not before the last chunk of a prompt."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.ends) - sum(self.starts)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a model needs of the step besides its input: where to attend, and at which angles."""
+
+    attention: AttentionBackend
+    plan: Any
+    """The backend's own, for this step."""
+    cos: torch.Tensor
+    """(tokens, 1, head_dim)"""
+    sin: torch.Tensor

@@ -1,0 +1,99 @@
+"""In which order cached pages leave: policies, and the queue of nodes that may leave now."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from treeline_runtime.registry import Registry
+
+if TYPE_CHECKING:
+    from treeline_runtime.kvcache.radix import Node
+
+EvictionKey = Callable[["Node"], tuple[int, ...]]
+"""The leaf with the smallest key goes first."""
+
+EVICTION_POLICIES: Registry[EvictionKey] = Registry("eviction policy")
+
+
+@EVICTION_POLICIES.register("lru")
+def _lru(node: Node) -> tuple[int, ...]:
+    return (node.last_access,)
+
+
+@EVICTION_POLICIES.register("lfu")
+def _lfu(node: Node) -> tuple[int, ...]:
+    return (node.hit_count, node.last_access)
+
+
+@EVICTION_POLICIES.register("fifo")
+def _fifo(node: Node) -> tuple[int, ...]:
+    return (node.created,)
+
+
+@EVICTION_POLICIES.register("mru")
+def _mru(node: Node) -> tuple[int, ...]:
+    return (-node.last_access,)
+
+
+@EVICTION_POLICIES.register("filo")
+def _filo(node: Node) -> tuple[int, ...]:
+    return (-node.created,)
+
+
+@EVICTION_POLICIES.register("priority")
+def _priority(node: Node) -> tuple[int, ...]:
+    return (node.priority, node.last_access)
+
+
+@EVICTION_POLICIES.register("slru")
+def _slru(node: Node) -> tuple[int, ...]:
+    """Segmented: what was hit twice is protected from what was seen once."""
+    return (int(node.hit_count >= 2), node.last_access)
+
+
+class EvictionQueue:
+    """The evictable leaves, kept incrementally.
+
+    A heap with lazy deletion: an entry counts only while its serial is the node's newest, so add, discard and touch are
+    O(log n) and nothing walks the tree. Stale entries are dropped when they outnumber the live ones.
+    """
+
+    def __init__(self, key: EvictionKey) -> None:
+        self._key = key
+        self._serial = 0
+        self._live: dict[Node, int] = {}
+        self._heap: list[tuple[tuple[int, ...], int, Node]] = []
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._live
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def add(self, node: Node) -> None:
+        """`node` is (still) an evictable leaf; its key is read now."""
+        self._serial += 1
+        self._live[node] = self._serial
+        heapq.heappush(self._heap, (self._key(node), self._serial, node))
+        if len(self._heap) > 2 * len(self._live) + 64:
+            self._heap = [entry for entry in self._heap if self._live.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)
+
+    def discard(self, node: Node) -> None:
+        self._live.pop(node, None)
+
+    def touch(self, node: Node) -> None:
+        """What `node`'s key is made of has changed."""
+        if node in self._live:
+            self.add(node)
+
+    def pop(self) -> Node | None:
+        """The leaf to evict from next, taken out of the queue; None if there is none."""
+        while self._heap:
+            _, serial, node = heapq.heappop(self._heap)
+            if self._live.get(node) == serial:
+                del self._live[node]
+                return node
+        return None

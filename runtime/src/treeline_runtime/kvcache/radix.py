@@ -1,0 +1,455 @@
+"""The radix cache: which token sequences have their keys and values in the pool.
+
+Theory of operation
+-------------------
+A tree per namespace. An edge is a run of whole pages; a node owns the run that leads to it: `key` (token ids as
+little-endian u32, so comparing is memcmp), `pages` (where their KV is) and `digests` (the hash chain that names each
+page in KV events). Children are found by the bytes of their first page: two children of a node differ within it.
+
+- `match` changes nothing. `lock` splits the last node where the match ends inside it, then counts one lock on every
+  node up to the root; a node with locks, or with children, cannot be evicted. When a locked node is split both halves
+  keep its locks, and the old object becomes the lower half: whoever holds it still holds the whole path.
+- `insert` adds what the tree lacks and says how many pages it had already; the caller owns the duplicates.
+- `evict` takes pages from the ends of leaves, so the remainder of a leaf stays useful.
+- Time is a counter of lock and insert calls, not a clock: replicas of a tree agree, and tests repeat.
+
+A page of the pool is either free, or in the tree, or held by a request; this class knows only those in the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from treeline_wire.events import block_hash, hash_of, root_digest
+
+from treeline_runtime.kvcache.events import EventLog
+from treeline_runtime.kvcache.eviction import EVICTION_POLICIES, EvictionQueue
+from treeline_runtime.kvcache.pool import NO_PAGES, Pages
+from treeline_runtime.messages import CacheEvent
+
+TOKEN_BYTES = 4
+
+
+def key_of(tokens: list[int]) -> bytes:
+    """Token ids as a cache key."""
+    return np.asarray(tokens, dtype="<u4").tobytes()
+
+
+def tokens_of(key: bytes) -> list[int]:
+    return np.frombuffer(key, dtype="<u4").tolist()
+
+
+def common_prefix(a: bytes, b: bytes) -> int:
+    """Length in bytes of the common prefix. O(length) memcmp, in a doubling then a halving search."""
+    limit = min(len(a), len(b))
+    if a[:limit] == b[:limit]:
+        return limit
+    low, step = 0, 64
+    while a[low : low + step] == b[low : low + step]:
+        low += step
+        step *= 2
+    high = min(low + step, limit)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+class Node:
+    """One run of pages. Roots have an empty run, no parent, and are never evicted."""
+
+    __slots__ = (
+        "children",
+        "created",
+        "digests",
+        "hit_count",
+        "key",
+        "last_access",
+        "lock_ref",
+        "pages",
+        "parent",
+        "priority",
+    )
+
+    def __init__(
+        self, parent: Node | None, key: bytes, pages: Pages, digests: list[bytes], now: int, priority: int = 0
+    ) -> None:
+        self.parent = parent
+        self.key = key
+        self.pages = pages
+        self.digests = digests
+        self.children: dict[bytes, Node] = {}
+        self.lock_ref = 0
+        self.hit_count = 0
+        self.created = now
+        self.last_access = now
+        self.priority = priority
+
+    def __repr__(self) -> str:
+        return f"Node({len(self.pages)} pages, {len(self.children)} children, lock_ref={self.lock_ref})"
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest cached prefix of a key. Valid until the tree next changes."""
+
+    node: Node | None
+    """The last node reached; None if nothing matched."""
+    used_pages: int
+    """Pages of `node` that belong to the match."""
+    num_pages: int
+    """Pages of the whole match."""
+
+
+NO_MATCH = Match(None, 0, 0)
+
+
+class RadixCache:
+    """Page-granular prefix tree. Lengths are in pages, keys in bytes (see `key_of`); n = pages of the key.
+
+    Looking up: match O(n). Keeping: lock, unlock O(depth). Changing: insert O(n), evict O(pages + leaves log leaves),
+    reset O(1). Watching: take_events, blocks, check_integrity O(tree).
+    """
+
+    def __init__(self, page_size: int, eviction_policy: str = "lru") -> None:
+        self.page_size = page_size
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._eviction_key = EVICTION_POLICIES.get(eviction_policy)
+        self._events = EventLog()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._roots: dict[str | None, Node] = {}
+        self._queue = EvictionQueue(self._eviction_key)
+        self._now = 0
+        self.evictable_pages = 0
+        self.locked_pages = 0
+        self.version = 0
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the tree."""
+        return self.evictable_pages + self.locked_pages
+
+    # ---- looking up ---------------------------------------------------------------------------------------
+
+    def match(self, key: bytes, namespace: str | None = None) -> Match:
+        """The longest cached prefix of `key`, in whole pages. Changes nothing, not even recency."""
+        node = self._roots.get(namespace)
+        if node is None:
+            return NO_MATCH
+        size = self._page_bytes
+        found, used, offset = None, 0, 0
+        while offset + size <= len(key):
+            child = node.children.get(key[offset : offset + size])
+            if child is None:
+                break
+            if key.startswith(child.key, offset):
+                used = len(child.pages)
+            else:
+                used = common_prefix(child.key, key[offset : offset + len(child.key)]) // size
+            found = node = child
+            offset += used * size
+            if used < len(child.pages):
+                break
+        return Match(found, used, offset // size)
+
+    def pages_of(self, match: Match) -> Pages:
+        """Page numbers of the match, in order."""
+        if match.node is None:
+            return NO_PAGES
+        parts = [match.node.pages[: match.used_pages]]
+        node = match.node.parent
+        while node is not None and node.parent is not None:
+            parts.append(node.pages)
+            node = node.parent
+        return np.concatenate(parts[::-1]) if len(parts) > 1 else parts[0]
+
+    @staticmethod
+    def whole(node: Node) -> Match:
+        """The match that ends with `node`."""
+        total = 0
+        step: Node | None = node
+        while step is not None:
+            total += len(step.pages)
+            step = step.parent
+        return Match(node, len(node.pages), total)
+
+    def unlocked_pages(self, match: Match) -> int:
+        """Pages that `lock(match)` would make unevictable. O(depth)."""
+        node = match.node
+        if node is None:
+            return 0
+        total = match.used_pages if node.lock_ref == 0 else 0
+        node = node.parent
+        while node is not None and node.parent is not None and node.lock_ref == 0:
+            total += len(node.pages)
+            node = node.parent
+        return total
+
+    # ---- keeping ------------------------------------------------------------------------------------------
+
+    def lock(self, match: Match) -> Node | None:
+        """Keep the matched pages until `unlock` of the returned handle. Counts as a hit. May split a node."""
+        node = match.node
+        if node is None:
+            return None
+        if match.used_pages < len(node.pages):
+            node = self._split(node, match.used_pages)
+        self._now += 1
+        step: Node | None = node
+        while step is not None:
+            step.hit_count += 1
+            step = step.parent
+        self._touch(node)
+        self.lock_node(node)
+        return node
+
+    def lock_node(self, node: Node) -> None:
+        """One more lock on the path to `node` (which insert returned); no hit."""
+        step = node
+        while step.parent is not None:
+            if step.lock_ref == 0:
+                self.evictable_pages -= len(step.pages)
+                self.locked_pages += len(step.pages)
+                self._queue.discard(step)
+            step.lock_ref += 1
+            step = step.parent
+
+    def unlock(self, node: Node | None) -> None:
+        """Undo one lock. None (the handle of an empty match) is fine."""
+        while node is not None and node.parent is not None:
+            assert node.lock_ref > 0, "unlock without lock"
+            node.lock_ref -= 1
+            if node.lock_ref == 0:
+                self.locked_pages -= len(node.pages)
+                self.evictable_pages += len(node.pages)
+                if not node.children:
+                    self._queue.add(node)
+            node = node.parent
+
+    # ---- changing -----------------------------------------------------------------------------------------
+
+    def insert(
+        self,
+        key: bytes,
+        pages: Pages,
+        *,
+        prompt_tokens: int,
+        namespace: str | None = None,
+        priority: int = 0,
+    ) -> tuple[int, Node | None]:
+        """Add `key` whose KV is in `pages` (one number per whole page of the key; a trailing partial page is ignored).
+
+        → (pages that the tree already had, the node where the key ends). The tree now owns pages[existing:]; of
+        pages[:existing] it keeps its own copies, so the caller's differing numbers there are duplicates. Where
+        prompt meets output (`prompt_tokens`) the new run is split, so that outputs can be evicted first.
+        """
+        total = len(key) // self._page_bytes
+        assert len(pages) >= total, f"{len(pages)} pages for a key of {total}"
+        if total == 0:
+            return 0, None
+        self._now += 1
+        match = self.match(key, namespace)
+        node = match.node
+        if node is None:
+            node = self._roots.get(namespace)
+            if node is None:
+                node = self._roots[namespace] = Node(None, b"", NO_PAGES, [root_digest(namespace)], self._now)
+        elif match.used_pages < len(node.pages):
+            node = self._split(node, match.used_pages)
+        boundary = prompt_tokens // self.page_size
+        cuts = (
+            [match.num_pages, boundary, total]
+            if match.num_pages < boundary < total
+            else [match.num_pages, total]
+        )
+        if match.num_pages < total:
+            for start, end in pairwise(cuts):
+                node = self._append(node, key, pages, start, end, prompt_tokens, namespace)
+        step: Node | None = node
+        while step is not None:
+            step.priority = max(step.priority, priority)
+            step = step.parent
+        self._touch(node)
+        return match.num_pages, node
+
+    def evict(self, num_pages: int) -> Pages:
+        """Take up to `num_pages` unlocked pages out of the tree, from the ends of leaves, in the policy's order.
+
+        → the pages, now the caller's; fewer only if no more are evictable.
+        """
+        taken: list[Pages] = []
+        missing = num_pages
+        while missing > 0 and (leaf := self._queue.pop()) is not None:
+            keep = max(len(leaf.pages) - missing, 0)
+            taken.append(leaf.pages[keep:])
+            missing -= len(leaf.pages) - keep
+            self._events.removed([hash_of(d) for d in reversed(leaf.digests[keep:])])
+            if keep:
+                leaf.pages = leaf.pages[:keep].copy()
+                leaf.digests = leaf.digests[:keep]
+                leaf.key = leaf.key[: keep * self._page_bytes]
+                self._queue.add(leaf)
+            else:
+                self._remove_leaf(leaf)
+        if not taken:
+            return NO_PAGES
+        pages = np.concatenate(taken)
+        self.evictable_pages -= len(pages)
+        self.version += 1
+        return pages
+
+    def reset(self) -> Pages:
+        """Forget everything. → the pages, now the caller's. No lock may be held."""
+        assert self.locked_pages == 0, f"reset with {self.locked_pages} locked pages"
+        pages = [node.pages for node, _ in self._walk()]
+        self._clear()
+        self._events.cleared()
+        return np.concatenate(pages) if pages else NO_PAGES
+
+    def _append(
+        self,
+        parent: Node,
+        key: bytes,
+        pages: Pages,
+        start: int,
+        end: int,
+        prompt_tokens: int,
+        namespace: str | None,
+    ) -> Node:
+        """A new leaf below `parent` for pages start … end of the key."""
+        size = self._page_bytes
+        run = key[start * size : end * size]
+        tokens = tokens_of(run)
+        digests: list[bytes] = []
+        digest = parent.digests[-1]
+        for i in range(0, len(tokens), self.page_size):
+            digest = block_hash(digest, tokens[i : i + self.page_size])
+            digests.append(digest)
+        if parent.parent is not None:
+            self._queue.discard(parent)
+        node = Node(parent, run, pages[start:end].copy(), digests, self._now)
+        parent.children[run[:size]] = node
+        self._queue.add(node)
+        self.evictable_pages += end - start
+        self.version += 1
+        self._events.stored(
+            block_hashes=[hash_of(d) for d in digests],
+            parent_hash=hash_of(parent.digests[-1]) if parent.parent is not None else None,
+            token_ids=tokens,
+            namespace=namespace,
+            output_from=min(max(prompt_tokens - start * self.page_size, 0), len(tokens)),
+        )
+        return node
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut `node` after `at` pages. → the new upper half; `node` itself becomes the lower half."""
+        parent = node.parent
+        assert parent is not None
+        assert 0 < at < len(node.pages)
+        size = self._page_bytes
+        upper = Node(
+            parent, node.key[: at * size], node.pages[:at], node.digests[:at], node.created, node.priority
+        )
+        upper.lock_ref = node.lock_ref
+        upper.hit_count = node.hit_count
+        upper.last_access = node.last_access
+        parent.children[upper.key[:size]] = upper
+        node.key = node.key[at * size :]
+        node.pages = node.pages[at:]
+        node.digests = node.digests[at:]
+        node.parent = upper
+        upper.children[node.key[:size]] = node
+        self.version += 1
+        return upper
+
+    def _remove_leaf(self, leaf: Node) -> None:
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[leaf.key[: self._page_bytes]]
+        if parent.children:
+            return
+        if parent.parent is not None:
+            if parent.lock_ref == 0:
+                self._queue.add(parent)
+        else:
+            self._roots = {name: root for name, root in self._roots.items() if root is not parent}
+
+    def _touch(self, node: Node | None) -> None:
+        while node is not None:
+            node.last_access = self._now
+            self._queue.touch(node)
+            node = node.parent
+
+    # ---- watching -----------------------------------------------------------------------------------------
+
+    def take_events(self) -> list[CacheEvent]:
+        """What changed since the last call, in order, merged."""
+        return self._events.take()
+
+    def blocks(self) -> Iterator[tuple[int, int | None, list[int], str | None]]:
+        """(hash, parent hash, tokens, namespace) of every page, parents first."""
+        for node, namespace in self._walk():
+            assert node.parent is not None
+            parent = hash_of(node.parent.digests[-1]) if node.parent.parent is not None else None
+            tokens = tokens_of(node.key)
+            for i, digest in enumerate(node.digests):
+                yield (
+                    hash_of(digest),
+                    parent,
+                    tokens[i * self.page_size : (i + 1) * self.page_size],
+                    namespace,
+                )
+                parent = hash_of(digest)
+
+    def _walk(self) -> Iterator[tuple[Node, str | None]]:
+        """Every node but the roots, parents first."""
+        for namespace, root in self._roots.items():
+            stack = list(root.children.values())
+            while stack:
+                node = stack.pop()
+                yield node, namespace
+                stack.extend(node.children.values())
+
+    def check_integrity(self) -> None:
+        """Assert every invariant that the theory of operation states."""
+        evictable = locked = leaves = 0
+        seen: set[int] = set()
+        for node, _ in self._walk():
+            parent, size = node.parent, self._page_bytes
+            assert parent is not None
+            assert parent.children[node.key[:size]] is node, f"{node} is not where its first page says"
+            assert len(node.pages) == len(node.digests) == len(node.key) // size > 0, (
+                f"lengths differ in {node}"
+            )
+            assert len(node.key) % size == 0, f"{node} has part of a page"
+            assert node.lock_ref >= sum(c.lock_ref for c in node.children.values()), (
+                f"locks leak below {node}"
+            )
+            numbers = {int(p) for p in node.pages}
+            assert len(numbers) == len(node.pages), f"a page is twice in {node}"
+            assert not numbers & seen, f"pages {numbers & seen} are in two nodes"
+            seen |= numbers
+            digest, tokens = parent.digests[-1], tokens_of(node.key)
+            for i, expected in enumerate(node.digests):
+                digest = block_hash(digest, tokens[i * self.page_size : (i + 1) * self.page_size])
+                assert digest == expected, f"digest chain broken at page {i} of {node}"
+            if node.lock_ref:
+                locked += len(node.pages)
+            else:
+                evictable += len(node.pages)
+            may_go = node.lock_ref == 0 and not node.children
+            leaves += may_go
+            assert (node in self._queue) == may_go, f"{node} and the eviction queue disagree"
+        assert leaves == len(self._queue), "the eviction queue has nodes that left the tree"
+        assert (evictable, locked) == (self.evictable_pages, self.locked_pages), (
+            "page counts differ from the tree"
+        )
+        assert all(root.children for root in self._roots.values()), "an empty namespace was kept"

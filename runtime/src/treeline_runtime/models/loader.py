@@ -1,0 +1,58 @@
+"""From a directory to a model."""
+
+from __future__ import annotations
+
+import torch
+
+from treeline_runtime.config import ConfigError, EngineConfig
+from treeline_runtime.models.config import ModelConfig
+from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.models.weights import Checkpoint, RandomWeights
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for, but torch sees no CUDA device")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in _DTYPES:
+        raise ConfigError(f"unknown dtype {name!r}: use auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def resolve_context_length(config: EngineConfig, model: ModelConfig) -> int:
+    """Tokens per request: what was asked for, checked against the model, or what the model was trained for."""
+    if config.context_length is None:
+        return model.max_position
+    if config.context_length > model.longest_context:
+        raise ConfigError(
+            f"context_length {config.context_length} exceeds the model's {model.longest_context} positions"
+        )
+    return config.context_length
+
+
+@torch.inference_mode()
+def load_model(config: EngineConfig) -> Decoder:
+    """Build the model that `config` names. Raises ModelError or ConfigError."""
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    model_config = ModelConfig.from_dir(config.model)
+    context_length = resolve_context_length(config, model_config)
+    if config.load_format == "dummy":
+        return Decoder(model_config, RandomWeights(config.seed, dtype, device), context_length)
+    checkpoint = Checkpoint(config.model, dtype, device)
+    model = Decoder(model_config, checkpoint, context_length)
+    checkpoint.close()
+    return model

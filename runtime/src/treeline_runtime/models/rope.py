@@ -1,0 +1,102 @@
+"""Rotary position embedding: one table of cosines and sines per model, looked up by position.
+
+The angle at a position depends on the position alone, so a cached key is right for all requests that share its prefix.
+That decides one question: `dynamic` scaling changes all frequencies with the sequence's length. Here a token at
+position p past the trained length gets the frequencies of a sequence of p + 1 tokens: what decoding token by token
+with a KV cache gives in the reference implementation.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from treeline_runtime.models.config import RopeConfig
+
+
+def rope_tables(
+    rope: RopeConfig, head_dim: int, max_position: int, length: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """→ cos, sin, each (length, head_dim), for `rotate`."""
+    positions = torch.arange(length, dtype=torch.float32)
+    if rope.type == "dynamic":
+        angles = _dynamic_angles(rope, head_dim, max_position, positions)
+        scale = 1.0
+    else:
+        frequencies, scale = _frequencies(rope, head_dim)
+        angles = positions[:, None] * frequencies
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    # rotate() multiplies sin with the swapped halves: the sign of the rotation is folded in here
+    return (
+        torch.cat((cos, cos), dim=-1).to(device=device, dtype=dtype),
+        torch.cat((-sin, sin), dim=-1).to(device=device, dtype=dtype),
+    )
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x (tokens, heads, head_dim); cos, sin (tokens, 1, head_dim) as looked up in the tables."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+
+
+def _plain(theta: float, dim: int) -> torch.Tensor:
+    return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+
+
+def _frequencies(rope: RopeConfig, dim: int) -> tuple[torch.Tensor, float]:
+    """→ (head_dim / 2 inverse frequencies, factor on cos and sin)."""
+    plain = _plain(rope.theta, dim)
+    if rope.type == "linear":
+        return plain / rope.factor, 1.0
+    if rope.type == "llama3":
+        return _llama3(rope, plain), 1.0
+    if rope.type == "yarn":
+        return _yarn(rope, dim), _yarn_scale(rope)
+    return plain, 1.0
+
+
+def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
+    """Long waves are stretched, short ones kept, those between are blended."""
+    wavelength = 2 * math.pi / plain
+    turns = rope.original_max_position / wavelength
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    return torch.where(
+        turns < rope.low_freq_factor,
+        plain / rope.factor,
+        torch.where(turns > rope.high_freq_factor, plain, (1 - blend) * plain / rope.factor + blend * plain),
+    )
+
+
+def _yarn(rope: RopeConfig, dim: int) -> torch.Tensor:
+    """Frequencies that turn often in the trained length are kept, the others stretched, with a ramp between."""
+
+    def dim_of(turns: float) -> float:
+        return dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dim_of(rope.beta_fast), dim_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    stretched = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    plain = _plain(rope.theta, dim)
+    return plain / rope.factor * stretched + plain * (1 - stretched)
+
+
+def _yarn_scale(rope: RopeConfig) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)
+
+
+def _dynamic_angles(rope: RopeConfig, dim: int, max_position: int, positions: torch.Tensor) -> torch.Tensor:
+    lengths = (positions + 1).clamp(min=max_position)
+    bases = rope.theta * ((rope.factor * lengths / max_position) - (rope.factor - 1)) ** (dim / (dim - 2))
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    return positions[:, None] / bases[:, None] ** exponents

@@ -1,0 +1,37 @@
+"""A choice by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from treeline_runtime.config import ConfigError
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Name → thing. An unknown name is a ConfigError that lists the valid ones."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._things: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator: make the decorated thing available as `name`."""
+
+        def add(thing: T) -> T:
+            assert name not in self._things, f"{self._what} {name!r} is registered twice"
+            self._things[name] = thing
+            return thing
+
+        return add
+
+    def get(self, name: str) -> T:
+        try:
+            return self._things[name]
+        except KeyError:
+            raise ConfigError(f"unknown {self._what} {name!r}; known: {', '.join(self.names())}") from None
+
+    def names(self) -> list[str]:
+        return sorted(self._things)

@@ -1,0 +1,148 @@
+"""The one owner of pages: the free list, the radix tree, and what requests hold.
+
+    page table of a request:   | in the tree, locked | its own                   |
+    in tokens:                 0 …               tree_len …      num_pages x page_size
+
+Always: free + in the tree + held by requests = all pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from treeline_runtime.core import Req
+from treeline_runtime.kvcache import Match, PagePool, Pages, RadixCache, key_of
+from treeline_runtime.kvcache.radix import TOKEN_BYTES
+from treeline_runtime.scheduler.table import TableManager
+
+
+class CacheManager:
+    """Moves pages between free list, tree and requests."""
+
+    def __init__(self, num_pages: int, page_size: int, eviction_policy: str, table: TableManager) -> None:
+        self.page_size = page_size
+        self.pool = PagePool(num_pages)
+        self.tree = RadixCache(page_size, eviction_policy)
+        self._table = table
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that `extend` can hand out, evicting where needed."""
+        return self.pool.num_free + self.tree.evictable_pages
+
+    @property
+    def used_pages(self) -> int:
+        return self.pool.num_pages - self.available_pages
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    # ---- admission ----------------------------------------------------------------------------------------
+
+    def match(self, req: Req) -> Match:
+        """What the cache could supply to a waiting request. Changes nothing."""
+        return self.tree.match(req.key[: req.cacheable_len * TOKEN_BYTES], req.namespace)
+
+    def admit(self, req: Req, match: Match) -> None:
+        """Give `req` a row and lock its match, which must be fresh."""
+        req.row = self._table.alloc(req.tokens)
+        req.handle = self.tree.lock(match)
+        req.num_pages = match.num_pages
+        req.tree_len = req.kv_len = req.device_len = match.num_pages * self.page_size
+        if req.handle is not None:
+            self._table.write_pages(req.row, 0, self.tree.pages_of(self.tree.whole(req.handle)))
+
+    # ---- while running ------------------------------------------------------------------------------------
+
+    def missing_pages(self, req: Req, end: int) -> int:
+        """Pages that `req` lacks to hold `end` tokens."""
+        return max(self.pages_for(end) - req.num_pages, 0)
+
+    def extend(self, req: Req, end: int) -> None:
+        """Make room for `end` tokens. The caller checked `available_pages`."""
+        missing = self.missing_pages(req, end)
+        if missing == 0:
+            return
+        shortage = missing - self.pool.num_free
+        if shortage > 0:
+            self.pool.free(self.tree.evict(shortage))
+        self._table.write_pages(req.row, req.num_pages, self.pool.alloc(missing))
+        req.num_pages += missing
+
+    def keep(self, req: Req) -> None:
+        """Insert what is computed (whole pages) and move the lock there.
+
+        Pages that the tree had already are replaced by the tree's; the request's own copies of them are freed, or
+        deferred while a launched batch may read them.
+        """
+        total = req.kv_len // self.page_size
+        held = req.tree_len // self.page_size
+        if total <= held:
+            return
+        own = self._table.pages[req.row, :total]
+        existing, node = self.tree.insert(
+            key_of(req.tokens[: total * self.page_size]),
+            own,
+            prompt_tokens=req.prompt_len,
+            namespace=req.namespace,
+        )
+        assert node is not None
+        assert existing >= held, f"locked pages left the tree under {req}"
+        if existing > held:
+            duplicates = own[held:existing].copy()
+            self._table.write_pages(req.row, 0, self.tree.pages_of(self.tree.whole(node)))
+            self._discard(req, duplicates)
+        self.tree.lock_node(node)
+        self.tree.unlock(req.handle)
+        req.handle = node
+        req.tree_len = total * self.page_size
+
+    def _discard(self, req: Req, pages: Pages) -> None:
+        if req.in_flight:
+            req.deferred.append(pages)
+        else:
+            self.pool.free(pages)
+
+    # ---- the end ------------------------------------------------------------------------------------------
+
+    def release(self, req: Req, *, insert: bool) -> None:
+        """Take everything from `req`; with `insert`, what it computed stays cached. Nothing may be in flight."""
+        assert req.in_flight == 0, f"release while in flight: {req}"
+        assert req.row >= 0, f"released twice: {req}"
+        if insert:
+            self.keep(req)
+        own = self._table.pages[req.row, req.tree_len // self.page_size : req.num_pages]
+        self.pool.free(own)
+        for pages in req.deferred:
+            self.pool.free(pages)
+        req.deferred.clear()
+        self.tree.unlock(req.handle)
+        req.handle = None
+        self._table.free(req.row)
+        req.row = -1
+        req.num_pages = req.tree_len = req.kv_len = req.device_len = 0
+
+    def flush(self) -> None:
+        """Empty the tree; no request may hold a lock."""
+        self.pool.free(self.tree.reset())
+
+    # ---- watching -----------------------------------------------------------------------------------------
+
+    def held_pages(self, req: Req) -> int:
+        return req.num_pages - req.tree_len // self.page_size + sum(map(len, req.deferred))
+
+    def is_balanced(self, held: int = 0) -> bool:
+        return self.pool.num_free + self.tree.num_pages + held == self.pool.num_pages
+
+    def check_integrity(self, reqs: Iterable[Req]) -> None:
+        """Assert that every page has exactly one owner; `reqs` are all that have a row."""
+        reqs = list(reqs)
+        self.pool.check_integrity()
+        self.tree.check_integrity()
+        held = sum(self.held_pages(r) for r in reqs)
+        free, cached, total = self.pool.num_free, self.tree.num_pages, self.pool.num_pages
+        assert self.is_balanced(held), f"{free} free + {cached} cached + {held} held pages are not {total}"
+        if not reqs:
+            assert self.tree.locked_pages == 0, f"{self.tree.locked_pages} pages locked by nobody"
+        used = self._table.num_rows - self._table.num_free
+        assert len(reqs) == used, f"{used} rows used by {len(reqs)} requests"

@@ -1,0 +1,31 @@
+"""Requests that share a prefix which nobody has computed yet: one should compute it, the others wait a step and hit."""
+
+from __future__ import annotations
+
+from treeline_runtime.core import Req
+from treeline_runtime.kvcache.radix import TOKEN_BYTES, common_prefix
+
+MIN_SHARED_TOKENS = 32
+"""Waiting a step must be worth it."""
+
+
+class PendingPrefixes:
+    """Prompts that are being prefilled now. Those that share less than MIN_SHARED_TOKENS never meet in the dict."""
+
+    def __init__(self) -> None:
+        self._keys: dict[tuple[str | None, bytes], list[bytes]] = {}
+
+    @staticmethod
+    def _place(req: Req) -> tuple[str | None, bytes]:
+        return req.namespace, req.key[: MIN_SHARED_TOKENS * TOKEN_BYTES]
+
+    def add(self, req: Req) -> None:
+        if len(req.tokens) >= MIN_SHARED_TOKENS:
+            self._keys.setdefault(self._place(req), []).append(req.key)
+
+    def saves_tokens(self, req: Req, matched_tokens: int) -> bool:
+        """Whether waiting for a pending prefill would supply MIN_SHARED_TOKENS more than the cache does now."""
+        if req.cacheable_len < matched_tokens + MIN_SHARED_TOKENS:
+            return False
+        needed = (matched_tokens + MIN_SHARED_TOKENS) * TOKEN_BYTES
+        return any(common_prefix(key, req.key) >= needed for key in self._keys.get(self._place(req), ()))

@@ -1,0 +1,125 @@
+"""The waiting queue, and the choice of what to prefill next."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from treeline_runtime.config import SchedulerConfig
+from treeline_runtime.core import Batch, Phase, Req
+from treeline_runtime.kvcache import Match, key_of
+from treeline_runtime.scheduler.admission import cost_pages, reserved_pages
+from treeline_runtime.scheduler.cache import CacheManager
+from treeline_runtime.scheduler.dedup import PendingPrefixes
+from treeline_runtime.scheduler.policy import SCHEDULE_POLICIES, note_overtaking
+
+ESTIMATED_WAITING = 64
+"""Waiting requests whose uncached tokens a load report looks up afresh; the others keep their last estimate."""
+
+
+class PrefillManager:
+    """Owns the requests that are waiting, and the one whose prompt is being computed in chunks."""
+
+    def __init__(self, config: SchedulerConfig, chunk_tokens: int, cache: CacheManager) -> None:
+        self._cache = cache
+        self._page_size = config.page_size
+        self._chunk_tokens = chunk_tokens
+        self._order = SCHEDULE_POLICIES.get(config.schedule_policy)
+        self.waiting: OrderedDict[str, Req] = OrderedDict()
+        self.chunked: Req | None = None
+
+    # ---- the queue ----------------------------------------------------------------------------------------
+
+    def queue(self, req: Req) -> None:
+        """A new request, at the end."""
+        req.key = key_of(req.tokens)
+        self._estimate(req)
+        self.waiting[req.rid] = req
+
+    def requeue(self, req: Req) -> None:
+        """A retracted request, at the front; its output so far is now part of what is prefilled."""
+        req.key = key_of(req.tokens)
+        self._estimate(req)
+        self.waiting[req.rid] = req
+        self.waiting.move_to_end(req.rid, last=False)
+
+    def _estimate(self, req: Req) -> int:
+        matched = self._cache.match(req).num_pages * self._page_size
+        req.uncached_tokens = len(req.tokens) - matched
+        return matched
+
+    def uncached_tokens(self) -> int:
+        """Tokens still to be prefilled."""
+        for i, req in enumerate(self.waiting.values()):
+            if i == ESTIMATED_WAITING:
+                break
+            self._estimate(req)
+        total = sum(req.uncached_tokens for req in self.waiting.values())
+        return total + (len(self.chunked.tokens) - self.chunked.device_len if self.chunked else 0)
+
+    # ---- the choice ---------------------------------------------------------------------------------------
+
+    def next_batch(self, running: Iterable[Req], free_rows: int, ratio: float) -> Batch | None:
+        """Admit what fits and give it pages; None if nothing can be prefilled now."""
+        if self.chunked is None and (not self.waiting or free_rows == 0):
+            return None
+        running = list(running)
+        batch = Batch(Phase.PREFILL, [], [], [], [])
+        pending = PendingPrefixes()
+        tokens_left = self._chunk_tokens
+        if self.chunked is not None:
+            req = self.chunked
+            tokens_left -= self._append(batch, req, tokens_left)
+            pending.add(req)
+            if req is self.chunked:
+                return batch if batch.reqs else None
+        waiting = list(self.waiting.values())
+        for req in self._order(waiting, self._estimate):
+            if tokens_left <= 0 or free_rows == 0 or self.chunked is not None:
+                break
+            match = self._cache.match(req)
+            matched = match.num_pages * self._page_size
+            if pending.saves_tokens(req, matched):
+                continue
+            if not self._fits(req, match, [*running, *batch.reqs], ratio):
+                break
+            if tokens_left < len(req.tokens) - matched and tokens_left < self._page_size:
+                break
+            self._admit(req, match, waiting)
+            tokens_left -= self._append(batch, req, tokens_left)
+            pending.add(req)
+            free_rows -= 1
+        return batch if batch.reqs else None
+
+    def _fits(self, req: Req, match: Match, admitted: list[Req], ratio: float) -> bool:
+        """Alone, a request is admitted if its prompt fits, whatever it may produce: else it would wait for ever."""
+        matched = match.num_pages * self._page_size
+        available = self._cache.available_pages - self._cache.tree.unlocked_pages(match)
+        if not admitted:
+            return self._cache.pages_for(len(req.tokens) + 1) - match.num_pages <= available
+        reserved = reserved_pages(admitted, ratio, self._page_size)
+        return cost_pages(req, matched, self._page_size) <= available - reserved
+
+    def _admit(self, req: Req, match: Match, waiting: list[Req]) -> None:
+        note_overtaking(req, [r for r in waiting if r.rid in self.waiting and r is not req])
+        del self.waiting[req.rid]
+        self._cache.admit(req, match)
+        if req.cached_tokens < 0:
+            req.cached_tokens = req.tree_len
+
+    def _append(self, batch: Batch, req: Req, tokens_left: int) -> int:
+        """Add as much of `req` as budget and memory allow. → tokens added. Sets `chunked` if not all of it was."""
+        start, target = req.device_len, len(req.tokens)
+        room = (self._cache.available_pages + req.num_pages) * self._page_size
+        end = min(target, start + tokens_left, room)
+        if end < target:
+            end -= end % self._page_size
+        self.chunked = req if end < target else None
+        if end <= start:
+            return 0
+        self._cache.extend(req, end)
+        batch.reqs.append(req)
+        batch.starts.append(start)
+        batch.ends.append(end)
+        batch.samples.append(end == target and req.max_new_tokens > 0)
+        return end - start

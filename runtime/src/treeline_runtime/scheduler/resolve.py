@@ -1,0 +1,90 @@
+"""What "auto" came to: limits that follow from configuration, model and machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from treeline_runtime.config import SchedulerConfig
+from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.models.loader import resolve_context_length, resolve_device, resolve_dtype
+from treeline_runtime.scheduler.memory import bytes_per_token, num_pages
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Limits in force."""
+
+    device: torch.device
+    dtype: torch.dtype
+    context_length: int
+    page_size: int
+    num_pages: int
+    kv_bytes_per_token: int
+    max_running_requests: int
+    max_queued_requests: int | None
+    chunked_prefill_size: int
+    schedule_policy: str
+    eviction_policy: str
+
+    @property
+    def max_total_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens of prompt and output of one request: of the context, and of the whole pool."""
+        return min(self.context_length, self.max_total_tokens)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for the info endpoint."""
+        return {
+            "device": str(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "context_length": self.context_length,
+            "longest_request": self.longest_request,
+            "page_size": self.page_size,
+            "num_pages": self.num_pages,
+            "max_total_tokens": self.max_total_tokens,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "max_running_requests": self.max_running_requests,
+            "max_queued_requests": self.max_queued_requests,
+            "chunked_prefill_size": self.chunked_prefill_size,
+            "schedule_policy": self.schedule_policy,
+            "eviction_policy": self.eviction_policy,
+        }
+
+
+def resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
+    """Raises ConfigError where the settings and the machine do not go together."""
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    on_cpu = device.type == "cpu"
+    chunk = config.chunked_prefill_size or (1024 if on_cpu else _cuda_chunk(device))
+    return Resolved(
+        device=device,
+        dtype=dtype,
+        context_length=resolve_context_length(config, model.config),
+        page_size=config.page_size,
+        num_pages=num_pages(config, model.config, dtype, device),
+        kv_bytes_per_token=bytes_per_token(model.config, dtype),
+        max_running_requests=config.max_running_requests or (64 if on_cpu else 256),
+        max_queued_requests=config.max_queued_requests,
+        # chunks end at page boundaries
+        chunked_prefill_size=-(-chunk // config.page_size) * config.page_size,
+        schedule_policy=config.schedule_policy,
+        eviction_policy=config.eviction_policy,
+    )
+
+
+def _cuda_chunk(device: torch.device) -> int:
+    total = torch.cuda.get_device_properties(device).total_memory
+    if total < 20 * GIB:
+        return 2048
+    if total < 60 * GIB:
+        return 4096
+    return 8192 if total < 160 * GIB else 16384

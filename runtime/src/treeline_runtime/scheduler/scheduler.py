@@ -1,0 +1,487 @@
+"""The scheduler: one loop that admits, chooses a batch, launches it, and processes results.
+
+The loop has room for overlap: `launch` returns before results are read, and up to `overlap_depth` launched batches
+stay unprocessed while the next one is chosen and launched. Depth 0 (the default; on a CPU a launch is synchronous) is
+the same loop with nothing left pending. What makes depth 1 safe:
+
+- a request counts the launched batches that hold it (`in_flight`); whatever ends it queues its terminal message at
+  once, but its pages, row and lock are released only when that count is zero;
+- a batch that still holds a finished request is computed for nothing there, and its result is dropped;
+- memory is taken back from running requests (retraction) only when nothing is in flight.
+
+Subclasses carry messages: they override `receive`, `send` and `publish`, which must not block, and `wait`.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from treeline_runtime.config import SchedulerConfig
+from treeline_runtime.core import Batch, Phase, Req
+from treeline_runtime.messages import (
+    AbortReq,
+    BatchTokenOut,
+    CacheUpdate,
+    DrainReq,
+    FinishReason,
+    FlushReq,
+    FromScheduler,
+    GenerateReq,
+    LoadUpdate,
+    Reply,
+    StateReq,
+    StopReq,
+    TokenOut,
+    ToPublisher,
+    ToScheduler,
+)
+from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.sampling import check_sampling
+from treeline_runtime.scheduler.admission import NewTokenRatio
+from treeline_runtime.scheduler.cache import CacheManager
+from treeline_runtime.scheduler.decode import DecodeManager, retraction_order
+from treeline_runtime.scheduler.executor import Executor, Launched, Sampled
+from treeline_runtime.scheduler.meter import Meter
+from treeline_runtime.scheduler.prefill import PrefillManager
+from treeline_runtime.scheduler.resolve import Resolved, resolve
+from treeline_runtime.scheduler.table import TableManager
+
+logger = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """Runs requests on one model. Every accepted rid ends in exactly one TokenOut with `finish`."""
+
+    def __init__(self, config: SchedulerConfig, model: Decoder) -> None:
+        self.config = config
+        self.limits: Resolved = resolve(config, model)
+        limits = self.limits
+        self.table = TableManager(
+            limits.max_running_requests, limits.context_length, config.page_size, limits.device
+        )
+        self.cache = CacheManager(limits.num_pages, config.page_size, config.eviction_policy, self.table)
+        self.prefill = PrefillManager(config, limits.chunked_prefill_size, self.cache)
+        self.decode = DecodeManager(self.cache)
+        self.executor = Executor(
+            config, model, self.table, num_pages=limits.num_pages, dtype=limits.dtype, device=limits.device
+        )
+        self.ratio = NewTokenRatio(config.schedule_conservativeness)
+        self.meter = Meter()
+        self.draining = False
+        self._model_config = model.config
+        self._pending: deque[tuple[Launched, float]] = deque()
+        self._leaving: dict[Req, bool] = {}  # finished, but in flight → whether its pages go into the tree
+        self._prefills_in_a_row = 0
+        self._arrivals = 0
+        self._random = random.Random()
+        self._outs: list[TokenOut] = []
+        self._replies: list[Reply] = []
+        self._last_load: LoadUpdate | None = None
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            GenerateReq: self._on_generate,
+            AbortReq: self._on_abort,
+            StopReq: self._on_stop,
+            FlushReq: self._on_flush,
+            StateReq: self._on_state,
+            DrainReq: self._on_drain,
+        }
+
+    # ---- carried by subclasses ----------------------------------------------------------------------------
+
+    def receive(self) -> list[ToScheduler]:
+        """Messages that arrived since the last call; never blocks."""
+        return []
+
+    def send(self, messages: list[FromScheduler]) -> None:
+        """To the detokenizer, in order; never blocks."""
+
+    def publish(self, update: ToPublisher) -> None:
+        """To the publisher; never blocks."""
+
+    def wait(self) -> None:
+        """Called when there is nothing to do: return when `receive` may have something, or after a while."""
+        raise NotImplementedError
+
+    # ---- the loop -----------------------------------------------------------------------------------------
+
+    def run_forever(self, stop: Callable[[], bool]) -> None:
+        """Step until `stop()`."""
+        while not stop():
+            if not self.step():
+                self.wait()
+
+    def step(self) -> bool:
+        """One turn of the loop. → whether anything was done; False means that only a message can change that."""
+        messages = self.receive()
+        for message in messages:
+            self._handlers[type(message)](message)
+        batch = self._next_batch()
+        if batch is not None:
+            self._launch(batch)
+        worked = bool(messages or self._pending or self._outs)
+        while len(self._pending) > (self.config.overlap_depth if batch is not None else 0):
+            self._process(*self._pending.popleft())
+        if worked:
+            self._report()
+        return worked
+
+    def _next_batch(self) -> Batch | None:
+        """Prefill first, but let decode have a step after every few prefills."""
+        runnable = self.decode.runnable()
+        if not runnable or self._prefills_in_a_row < self.config.prefills_in_a_row:
+            batch = self.prefill.next_batch(
+                self.decode.running.values(), self.table.num_free, self.ratio.value
+            )
+            if batch is not None:
+                self._prefills_in_a_row += 1
+                return batch
+        self._prefills_in_a_row = 0
+        if self.decode.missing_pages(runnable) > self.cache.available_pages:
+            if self._pending:
+                return None  # results in flight may end requests; retract only what is known
+            runnable = self._retract(runnable)
+        if not runnable:
+            return None
+        self.ratio.on_decode()
+        return self.decode.next_batch(runnable)
+
+    def _launch(self, batch: Batch) -> None:
+        """Launch; if that fails, launch each request alone, so that only the faulty one ends."""
+        started = time.perf_counter()
+        try:
+            self._pending.append((self.executor.launch(batch), started))
+        except Exception as error:
+            logger.exception("a batch of %d requests failed", len(batch.reqs))
+            if len(batch.reqs) == 1:
+                self._fail(batch.reqs[0], f"internal error: {error!r}")
+                return
+            for i, req in enumerate(batch.reqs):
+                self._launch(
+                    Batch(batch.phase, [req], [batch.starts[i]], [batch.ends[i]], [batch.samples[i]])
+                )
+            return
+        for req, end, samples in zip(batch.reqs, batch.ends, batch.samples, strict=True):
+            req.in_flight += 1
+            req.device_len = end
+            if samples:
+                req.launched_tokens += 1
+                self.decode.running[req.rid] = req
+
+    def _process(self, launched: Launched, started: float) -> None:
+        """Take the results of one batch into the requests."""
+        batch = launched.batch
+        try:
+            results = launched.result()
+        except Exception as error:
+            logger.exception("the result of a batch of %d requests failed", len(batch.reqs))
+            results = [Sampled(failed=f"internal error: {error!r}") for _ in batch.reqs]
+        seconds = time.perf_counter() - started
+        if batch.phase is Phase.PREFILL:
+            self.meter.on_prefill(batch.num_tokens, seconds)
+        else:
+            self.meter.on_decode(seconds)
+        for req, end, result in zip(batch.reqs, batch.ends, results, strict=True):
+            req.in_flight -= 1
+            if req.finish is not None:
+                self._release_if_idle(req)
+            elif result.failed is not None:
+                self._fail(req, result.failed)
+            else:
+                req.kv_len = end
+                self._advance(req, batch.phase, result)
+
+    def _advance(self, req: Req, phase: Phase, result: Sampled) -> None:
+        """One request is one result further."""
+        if phase is Phase.PREFILL:
+            self.cache.keep(req)
+            if req.wants_input_logprobs:
+                req.input_logprobs += result.input_logprobs
+                req.input_top_logprobs += result.input_top_logprobs
+            if result.token is None:
+                if req.kv_len == len(req.tokens):  # nothing to produce: max_new_tokens is 0
+                    self._finish(req, FinishReason("length"))
+                return
+        assert result.token is not None
+        req.tokens.append(result.token)
+        finish = None
+        if result.token in req.stop_ids and req.output_len > req.sampling.min_new_tokens:
+            finish = FinishReason("stop", matched=result.token)
+        elif req.output_len >= req.max_new_tokens:
+            finish = FinishReason("length")
+        if finish is not None:
+            self._finish(req, finish, result)
+        else:
+            self._outs.append(self._token_out(req, result))
+
+    # ---- memory -------------------------------------------------------------------------------------------
+
+    def _retract(self, runnable: list[Req]) -> list[Req]:
+        """Take pages back until the rest can decode. → the rest."""
+        order = retraction_order(list(self.decode.running.values()))
+        retracted = 0
+        while self.decode.missing_pages(runnable) > self.cache.available_pages:
+            if len(order) > 1:
+                victim = order.pop(0)
+            elif self.prefill.chunked is not None:
+                victim = self.prefill.chunked
+                self.prefill.chunked = None
+            else:
+                self._abort_last(order.pop())
+                return []
+            self._take_back(victim)
+            retracted += 1
+            runnable = [req for req in runnable if req is not victim]
+        self.ratio.on_retract(self.decode.running.values())
+        logger.info("retracted %d requests, new token ratio %.2f", retracted, self.ratio.value)
+        return runnable
+
+    def _take_back(self, req: Req) -> None:
+        """Release without caching, and wait at the front of the queue."""
+        self.decode.running.pop(req.rid, None)
+        self.cache.release(req, insert=False)
+        req.launched_tokens = req.output_len
+        req.input_logprobs.clear()
+        req.input_top_logprobs.clear()
+        req.retractions += 1
+        self.prefill.requeue(req)
+
+    def _abort_last(self, req: Req) -> None:
+        message = (
+            f"out of memory: the KV cache cannot hold more than {len(req.tokens)} tokens of this request"
+        )
+        self._finish(req, FinishReason("abort", message=message, status=500))
+
+    # ---- endings ------------------------------------------------------------------------------------------
+
+    def _finish(
+        self, req: Req, finish: FinishReason, result: Sampled | None = None, *, insert: bool = True
+    ) -> None:
+        """End an admitted or waiting request: terminal message now, resources when nothing holds them."""
+        assert req.finish is None, f"ended twice: {req}"
+        req.finish = finish
+        self.prefill.waiting.pop(req.rid, None)
+        self.decode.running.pop(req.rid, None)
+        if self.prefill.chunked is req:
+            self.prefill.chunked = None
+        self._outs.append(self._token_out(req, result))
+        if req.row >= 0:
+            self._leaving[req] = insert
+            self._release_if_idle(req)
+
+    def _release_if_idle(self, req: Req) -> None:
+        if req.in_flight == 0:
+            self.cache.release(req, insert=self._leaving.pop(req))
+
+    def _fail(self, req: Req, message: str) -> None:
+        """End `req` because of a fault; what it computed is not trusted."""
+        if req.finish is None:
+            self._finish(req, FinishReason("error", message=message, status=500), insert=False)
+
+    def _token_out(self, req: Req, result: Sampled | None) -> TokenOut:
+        first = req.return_logprob and not req.input_logprobs_sent
+        sampled = result is not None and result.token is not None
+        out = TokenOut(
+            rid=req.rid,
+            token_ids=[req.tokens[-1]] if sampled else [],
+            finish=req.finish,
+            prompt_tokens=req.prompt_len,
+            cached_tokens=max(req.cached_tokens, 0),
+            completion_tokens=req.output_len,
+            retractions=req.retractions,
+        )
+        if not req.return_logprob:
+            return out
+        extra: dict[str, Any] = {}
+        if sampled and result is not None and result.logprob is not None:
+            extra = {"output_token_logprobs": [result.logprob], "output_top_logprobs": [result.top_logprobs]}
+        if first and req.logprob_start_len >= 0:
+            known = req.input_logprobs
+            if req.logprob_start_len == 0:
+                known = [(None, req.tokens[0]), *known]
+                extra["input_top_logprobs"] = [None, *req.input_top_logprobs]
+            else:
+                extra["input_top_logprobs"] = list(req.input_top_logprobs)
+            extra["input_token_logprobs"] = list(known)
+        req.input_logprobs_sent = True
+        return msgspec.structs.replace(out, **extra)
+
+    # ---- messages -----------------------------------------------------------------------------------------
+
+    def _on_generate(self, message: GenerateReq) -> None:
+        if self._find(message.rid) is not None:
+            # a reply would end the request that owns the name
+            logger.error("request id %r is in use: the second request is dropped", message.rid)
+            return
+        refusal = self._refusal(message)
+        if refusal is not None:
+            self._outs.append(TokenOut(message.rid, [], refusal, prompt_tokens=len(message.input_ids)))
+            return
+        seed = message.sampling.seed
+        self._arrivals += 1
+        req = Req.of(
+            message,
+            seed=self._random.getrandbits(64) if seed is None else seed,
+            eos_ids=self._model_config.eos_token_ids,
+            max_new_tokens=min(
+                message.sampling.max_new_tokens, self.limits.longest_request - len(message.input_ids)
+            ),
+            arrival=self._arrivals,
+        )
+        self.prefill.queue(req)
+
+    def _refusal(self, message: GenerateReq) -> FinishReason | None:
+        vocab = self._model_config.vocab_size
+        length, limit = len(message.input_ids), self.limits.longest_request
+        problem = None
+        if length == 0:
+            problem = "the prompt is empty"
+        elif length >= limit:
+            problem = f"the prompt has {length} tokens; at most {limit - 1} fit, with one for the answer"
+        elif not 0 <= min(message.input_ids) <= max(message.input_ids) < vocab:
+            problem = f"the prompt has token ids outside the vocabulary of {vocab}"
+        elif not -1 <= message.logprob_start_len < length:
+            problem = f"logprob_start_len {message.logprob_start_len} is outside the prompt"
+        elif message.top_logprobs_num < 0:
+            problem = f"top_logprobs_num is negative: {message.top_logprobs_num}"
+        else:
+            problem = check_sampling(message.sampling, vocab)
+        if problem is not None:
+            return FinishReason("error", message=problem, status=400)
+        most = self.config.max_queued_requests
+        if most is not None and len(self.prefill.waiting) >= max(most, 1):
+            return FinishReason("error", message=f"the queue is full ({most} requests wait)", status=503)
+        return None
+
+    def _find(self, rid: str) -> Req | None:
+        """The request of this id that has not ended."""
+        chunked = self.prefill.chunked
+        if chunked is not None and chunked.rid == rid:
+            return chunked
+        return self.decode.running.get(rid) or self.prefill.waiting.get(rid) or self._in_flight().get(rid)
+
+    def _in_flight(self) -> dict[str, Req]:
+        """Requests that live in a launched batch alone: a prompt with nothing to produce."""
+        return {
+            req.rid: req for launched, _ in self._pending for req in launched.batch.reqs if req.finish is None
+        }
+
+    def _everything(self) -> list[Req]:
+        """Requests that have not ended, each once."""
+        chunked = [self.prefill.chunked] if self.prefill.chunked is not None else []
+        reqs = [
+            *self.decode.running.values(),
+            *chunked,
+            *self._in_flight().values(),
+            *self.prefill.waiting.values(),
+        ]
+        return list(dict.fromkeys(reqs))
+
+    def _on_abort(self, message: AbortReq) -> None:
+        found = [self._find(message.rid)] if message.rid else self._everything()
+        for req in found:
+            if req is not None:
+                self._finish(req, FinishReason("abort", message="aborted"))
+
+    def _on_stop(self, message: StopReq) -> None:
+        req = self._find(message.rid)
+        if req is not None:
+            self._finish(req, FinishReason("stop", matched=message.matched))
+
+    def _on_flush(self, message: FlushReq) -> None:
+        if self.is_idle:
+            self.cache.flush()
+            self._replies.append(Reply(message.id))
+        else:
+            self._replies.append(Reply(message.id, ok=False, message="requests are running or waiting"))
+
+    def _on_drain(self, _: DrainReq) -> None:
+        self.draining = True
+
+    def _on_state(self, message: StateReq) -> None:
+        data: dict[str, Any]
+        if message.what == "info":
+            data = self.limits.as_dict()
+        elif message.what == "load":
+            data = msgspec.to_builtins(self.load())
+        else:
+            data = {"blocks": self.radix_blocks()}
+        self._replies.append(Reply(message.id, data=data))
+
+    # ---- reports ------------------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        return not (
+            self.decode.running
+            or self.prefill.waiting
+            or self.prefill.chunked
+            or self._pending
+            or self._leaving
+        )
+
+    def radix_blocks(self) -> list[dict[str, Any]]:
+        """Every cached page, parents first; hashes as decimal strings, since JSON readers round large integers."""
+        return [
+            {
+                "hash": str(digest),
+                "parent": None if parent is None else str(parent),
+                "tokens": tokens,
+                "namespace": space,
+            }
+            for digest, parent, tokens, space in self.cache.tree.blocks()
+        ]
+
+    def load(self) -> LoadUpdate:
+        chunked = self.prefill.chunked
+        running = list(self.decode.running.values())
+        return LoadUpdate(
+            running=len(running) + (chunked is not None),
+            waiting=len(self.prefill.waiting),
+            waiting_uncached_tokens=self.prefill.uncached_tokens(),
+            pages_used=self.cache.used_pages,
+            pages_total=self.cache.pool.num_pages,
+            tokens_used=self.cache.used_pages * self.config.page_size,
+            total_prefill_uncached_tokens=self.meter.total_prefill_tokens,
+            total_prefill_busy_us=self.meter.total_prefill_busy_us,
+            prefill_tokens_per_s=self.meter.prefill_tokens_per_s,
+            decode_step_ms=self.meter.decode_step_ms,
+            draining=self.draining,
+            max_running=self.limits.max_running_requests,
+        )
+
+    def _report(self) -> None:
+        """Send and publish what this step brought."""
+        messages: list[FromScheduler] = []
+        if self._outs:
+            messages.append(BatchTokenOut(self._outs))
+            self._outs = []
+        messages += self._replies
+        self._replies = []
+        if messages:
+            self.send(messages)
+        if events := self.cache.tree.take_events():
+            self.publish(CacheUpdate(events))
+        load = self.load()
+        if load != self._last_load:
+            self._last_load = load
+            self.publish(load)
+        if self.is_idle:
+            self.ratio.on_idle()
+            if not self.cache.is_balanced():
+                logger.error("pages are lost: %d free, %d cached of %d", *self._page_counts())
+
+    def _page_counts(self) -> tuple[int, int, int]:
+        return self.cache.pool.num_free, self.cache.tree.num_pages, self.cache.pool.num_pages
+
+    def check_integrity(self) -> None:
+        """Assert that every page, row and lock has an owner."""
+        reqs = [req for req in self._everything() if req.row >= 0] + list(self._leaving)
+        assert len(set(reqs)) == len(reqs)
+        self.cache.check_integrity(reqs)
