@@ -1,0 +1,206 @@
+"""A lane: consecutive blocks of one hash chain inside one edge of the tree, packed.
+
+A block costs ten bytes here: eight of hash, two of the byte offset in the edge at which it ends. Which pods hold it is
+kept once per run of blocks that the same pods hold. Nearly every edge has exactly one lane with a single run; further
+lanes appear where chains fork without their text forking (another tokenization, a publisher with its own hash seed,
+another block size).
+
+A slot that no pod holds any more is a hole: it keeps its hash and end while later blocks of the lane are held, since
+an engine may drop an ancestor and keep its descendants.
+"""
+
+import struct
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from treeline_epp.tree import Node
+
+#: The parent of a prompt's first block.
+NO_PARENT = bytes(8)
+
+
+def pack_hashes(hashes: list[int]) -> bytes:
+    """u64 hashes as bytes, eight each. Raises struct.error if one is out of range. O(n)."""
+    return struct.pack(f"<{len(hashes)}Q", *hashes)
+
+
+def pack_ends(ends: list[int]) -> bytes:
+    """Offsets as bytes, two each. O(n)."""
+    return struct.pack(f"<{len(ends)}H", *ends)
+
+
+class Lane:
+    """`node` is the edge; `base` counts the tokens before the first block, `width` those of each block.
+
+    `chain` is the parent's hash and then each block's; `ends` each block's end in the edge's text, not decreasing;
+    `sets` the bitset of pods that hold all blocks, or, if they differ, a list [end, set, end, set, …] of runs, where
+    `end` is the slot after the run and neighbouring sets differ.
+    """
+
+    __slots__ = ("base", "chain", "ends", "node", "sets", "width")
+
+    def __init__(
+        self, node: "Node", base: int, width: int, chain: bytes, ends: bytes, sets: int | list[int]
+    ) -> None:
+        self.node = node
+        self.base = base
+        self.width = width
+        self.chain = chain
+        self.ends = ends
+        self.sets = sets
+
+    def __len__(self) -> int:
+        return len(self.ends) >> 1
+
+    def end(self, slot: int) -> int:
+        """Where the block ends in the edge's text, in bytes."""
+        return self.ends[2 * slot] | self.ends[2 * slot + 1] << 8
+
+    def last_end(self) -> int:
+        """Where the last block ends."""
+        return self.ends[-2] | self.ends[-1] << 8
+
+    def hashes(self) -> tuple[int, ...]:
+        """All hashes, holes included. O(n)."""
+        return struct.unpack(f"<{len(self)}Q", self.chain[8:])
+
+    def find(self, packed: bytes) -> int:
+        """The slot of a hash (packed), -1 if it is not here. One scan at memory speed."""
+        at = self.chain.find(packed, 8)
+        while at > 0 and at & 7:  # straddles two hashes: not a hit
+            at = self.chain.find(packed, at + 1)
+        return (at >> 3) - 1 if at > 0 else -1
+
+    def count_until(self, limit: int) -> int:
+        """How many blocks end at or before byte `limit` of the edge. O(log n)."""
+        low, high = 0, len(self)
+        while low < high:
+            middle = (low + high) >> 1
+            if self.end(middle) <= limit:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def runs(self) -> list[tuple[int, int, int]]:
+        """`(first slot, slot after the last, set)` of each run."""
+        sets = _flat(self.sets, len(self.ends) >> 1)
+        starts = [0, *sets[:-2:2]]
+        return list(zip(starts, sets[::2], sets[1::2], strict=True))
+
+    def paint(self, start: int, stop: int, add: int, remove: int) -> list[tuple[int, int, int, int]]:
+        """In slots start … stop−1 add and remove pods. Returns the parts that existed: (start, stop, old, new set).
+
+        O(1) for a whole uniform lane, else O(runs).
+        """
+        sets = self.sets
+        count = len(self.ends) >> 1
+        if isinstance(sets, int) and start == 0 and stop == count:
+            new = (sets | add) & ~remove
+            self.sets = new
+            return [(0, count, sets, new)]
+        parts: list[tuple[int, int, int, int]] = []
+        out: list[int] = []
+        for first, after, old in self.runs():
+            low, high = max(first, start), min(after, stop)
+            if low >= high:
+                _emit(out, after, old)
+                continue
+            if first < low:
+                _emit(out, low, old)
+            new = (old | add) & ~remove
+            parts.append((low, high, old, new))
+            _emit(out, high, new)
+            if high < after:
+                _emit(out, after, old)
+        self.sets = out if len(out) > 2 else out[1]
+        return parts
+
+    def append(self, chain: bytes, ends: bytes, sets: int | list[int]) -> None:
+        """Add blocks at the end; `sets` as in the class. O(bytes)."""
+        mine = self.sets
+        count = len(self.ends) >> 1
+        self.chain += chain
+        self.ends += ends
+        if isinstance(mine, int) and mine == sets:
+            return
+        out = list(_flat(mine, count))
+        added = _flat(sets, len(ends) >> 1)
+        for after, members in zip(added[::2], added[1::2], strict=True):
+            _emit(out, count + after, members)
+        self.sets = out if len(out) > 2 else out[1]
+
+    def cut(self, slot: int) -> "tuple[bytes, bytes, int | list[int]]":
+        """Keep the slots before `slot` (> 0) and return the rest's `chain` (with parent), `ends` and `sets`. O(n)."""
+        rest_chain, rest_ends = self.chain[8 * slot :], self.ends[2 * slot :]
+        sets = self.sets
+        self.chain = self.chain[: 8 * slot + 8]
+        self.ends = self.ends[: 2 * slot]
+        if isinstance(sets, int):
+            return rest_chain, rest_ends, sets
+        kept: list[int] = []
+        rest: list[int] = []
+        for after, members in zip(sets[::2], sets[1::2], strict=True):
+            if not kept or kept[-2] < slot:
+                _emit(kept, min(after, slot), members)
+            if after > slot:
+                _emit(rest, after - slot, members)
+        self.sets = kept if len(kept) > 2 else kept[1]
+        return rest_chain, rest_ends, rest if len(rest) > 2 else rest[1]
+
+    def trim(self) -> None:
+        """Forget the holes at the end. O(bytes) if there are any."""
+        sets = self.sets
+        if isinstance(sets, int):
+            keep = len(self) if sets else 0
+        else:
+            if sets[-1]:
+                return
+            keep = sets[-4]
+            self.sets = sets[:-2] if len(sets) > 4 else sets[1]
+        if keep < len(self):
+            self.chain = self.chain[: 8 * keep + 8]
+            self.ends = self.ends[: 2 * keep]
+
+    def shift(self, delta: int) -> None:
+        """The edge's text begins `delta` bytes earlier (later if negative): move all ends. O(n)."""
+        count = len(self)
+        ends = struct.unpack(f"<{count}H", self.ends)
+        self.ends = struct.pack(f"<{count}H", *[end + delta for end in ends])
+
+    def check(self) -> None:
+        """Assert what always holds of a lane in a tree."""
+        count = len(self)
+        assert count > 0
+        assert len(self.chain) == 8 + 8 * count
+        ends = struct.unpack(f"<{count}H", self.ends)
+        assert list(ends) == sorted(ends), ends
+        assert ends[0] >= 1, ends
+        assert ends[-1] <= len(self.node.text), (ends, len(self.node.text))
+        assert self.width > 0
+        assert self.base >= 0
+        assert (self.base == 0) <= (self.chain[:8] == NO_PARENT)
+        if isinstance(self.sets, list):
+            assert len(self.sets) >= 4, self.sets
+            afters, members = self.sets[::2], self.sets[1::2]
+            assert afters == sorted(set(afters)), afters
+            assert afters[0] > 0
+            assert afters[-1] == count
+            assert all(a != b for a, b in pairwise(members)), members
+        assert self.runs()[-1][2], "holes at the end"
+        assert all(members >= 0 for _, _, members in self.runs())
+
+
+def _flat(sets: int | list[int], count: int) -> list[int]:
+    """Runs as a list, also where all `count` blocks have the same set. The list may be the lane's own."""
+    return [count, sets] if isinstance(sets, int) else sets
+
+
+def _emit(out: list[int], after: int, members: int) -> None:
+    """Append a run, joined with the last one if it has the same members."""
+    if out and out[-1] == members:
+        out[-2] = after
+    else:
+        out.append(after)
+        out.append(members)

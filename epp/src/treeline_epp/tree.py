@@ -1,0 +1,605 @@
+"""A radix tree over bytes whose edges carry marks: where blocks of an engine's cache end, and which pods hold them.
+
+Theory of operation. An edge is a non-empty byte string of at most `max_edge` bytes, kept in the node below it; long
+texts are chains of such nodes. A block of tokens is known by its hash and lies on the path that its text and its
+ancestors' texts spell. Its *mark* is the byte at which it ends; marks of one hash chain inside one edge are packed in a
+lane (see `lane`). `blocks` maps each held hash to its lane, so a later event finds a block's place by hash alone, and
+the text of a block that some pod already holds is never built again.
+
+Hashes are trusted: within one tree (one model, one namespace) equal hashes mean equal blocks, whichever pod sent them.
+A pod is one bit; sets of pods are ints. Trees know nothing of time, pods' names or events: see `index`.
+
+Invariants, all asserted by `check`:
+
+- siblings differ in their first byte, which is their key in the parent's `children`;
+- a node with one child could not swallow it: together they would exceed `max_edge` (split on divergence, merge on
+  removal);
+- a leaf's text ends with its last mark or span: nothing is kept that nobody holds;
+- `blocks[h]` is lane L ⇔ L has a slot with hash h that some pod holds;
+- lanes never end with a hole.
+
+The tree also carries *spans*: parts of edges that a routed request will have put into a pod's cache (see `history`).
+"""
+
+import struct
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, repeat
+
+from treeline_epp.lane import NO_PARENT, Lane, pack_ends, pack_hashes
+
+#: Longest edge in bytes. Long enough that a match costs few steps, short enough that cutting an edge is cheap.
+MAX_EDGE = 8192
+
+#: A span of an edge: first byte, byte after the last, time at which it ends.
+Span = tuple[int, int, float]
+
+_NO_CHILDREN: "dict[int, Node]" = {}  # shared by all leaves, never written
+
+
+class Unplaceable(ValueError):
+    """A block has no text where text is needed: its first token stands for no byte."""
+
+
+class Node:
+    """An edge and what hangs below it. `spans`: pod's bit → span, None while there is none."""
+
+    __slots__ = ("children", "lanes", "parent", "spans", "text")
+
+    def __init__(self, text: bytes, parent: "Node | None") -> None:
+        self.text = text
+        self.parent = parent
+        self.children = _NO_CHILDREN
+        self.lanes: tuple[Lane, ...] = ()
+        self.spans: dict[int, Span] | None = None
+
+    def adopt(self, child: "Node") -> None:
+        """Put `child` below this node, in place of whichever child begins with the same byte. O(1)."""
+        if self.children is _NO_CHILDREN:
+            self.children = {}
+        self.children[child.text[0]] = child
+        child.parent = self
+
+    def disown(self, child: "Node") -> None:
+        """Take `child` out. O(1)."""
+        del self.children[child.text[0]]
+        if not self.children:
+            self.children = _NO_CHILDREN
+        child.parent = None
+
+    def trim(self) -> None:
+        """Forget holes at the ends of lanes, and lanes that are nothing but holes. O(lanes)."""
+        for lane in self.lanes:
+            lane.trim()
+        if any(not lane.ends for lane in self.lanes):
+            self.lanes = tuple(lane for lane in self.lanes if lane.ends)
+
+    def held_bytes(self) -> int:
+        """How much of the text a mark or a span needs. O(lanes + spans)."""
+        held = max((lane.last_end() for lane in self.lanes), default=0)
+        if self.spans:
+            held = max(held, max(span[1] for span in self.spans.values()))
+        return held
+
+
+class Tree:
+    """Marks and spans of one namespace.
+
+    - changing: `store`, `remove`, `sweep_node`, `lay`, `settle`
+    - looking: `holds`, `held_by`, `nodes`, `check`; matching a key is in `matching`
+
+    `moved(old, new)` is called when spans move to another node (a split or a merge), after they have.
+    """
+
+    def __init__(self, max_edge: int = MAX_EDGE, moved: "Callable[[Node, Node], None] | None" = None) -> None:
+        assert 1 <= max_edge <= 0xFFFF
+        self.max_edge = max_edge
+        self.root = Node(b"", None)
+        self.blocks: dict[int, Lane] = {}
+        self.text_bytes = 0
+        self.node_count = 0
+        self._moved = moved or _ignore_move
+        self._sweeping: list[Node] = []
+
+    # Events
+
+    def store(
+        self,
+        parent: int | None,
+        hashes: Sequence[int],
+        texts: Callable[[int, int], list[bytes]],
+        width: int,
+        bit: int,
+    ) -> list[int]:
+        """The pod with `bit` now holds blocks `hashes`, a chain that begins below `parent` (None: at the root).
+
+        `texts(i, j)` gives the texts of blocks i … j−1; it is only asked for blocks that nobody holds. `width` is
+        tokens per block. Returns the hashes that the pod held already. Raises KeyError if nobody holds `parent`,
+        Unplaceable, and whatever `texts` raises; in the latter two cases the blocks before are stored. The hashes
+        must be distinct and must not contain `parent`.
+
+        Complexity: known blocks cost one comparison per lane, new ones O(bytes) and one dict entry each.
+        """
+        blocks = self.blocks
+        packed = pack_hashes(list(hashes))
+        held_before: list[int] = []
+        lane: Lane | None = None
+        slot = -1
+        if parent is not None:
+            lane = blocks[parent]
+            slot = lane.find(parent.to_bytes(8, "little"))
+        count = len(hashes)
+        done = 0
+        while done < count:
+            known = blocks.get(hashes[done])
+            if known is not None:
+                lane = known
+                first = lane.find(packed[8 * done : 8 * done + 8])
+                same = _same_hashes(lane.chain, 8 * first + 8, packed, 8 * done) >> 3
+                slot = first + same - 1
+                self._mark(lane, first, slot + 1, bit, held_before)
+                done += same
+                continue
+            stop = done + 1
+            while stop < count and hashes[stop] not in blocks:
+                stop += 1
+            pieces = texts(done, stop)
+            self._insert(lane, slot, pieces, packed[8 * done : 8 * stop], width, bit)
+            lane = blocks[hashes[stop - 1]]
+            slot = lane.find(packed[8 * stop - 8 : 8 * stop])
+            done = stop
+        return held_before
+
+    def remove(self, hashes: Sequence[int], bit: int) -> int:
+        """The pod with `bit` no longer holds `hashes`. Returns how many of them it did not hold in the first place.
+
+        Descendants stay (an engine may drop ancestors first). O(blocks × log) plus O(edge) per touched edge.
+        """
+        unknown = 0
+        touched: dict[Node, None] = {}
+        blocks = self.blocks
+        for block in hashes:
+            lane = blocks.get(block)
+            if lane is None:
+                unknown += 1
+                continue
+            slot = lane.find(block.to_bytes(8, "little"))
+            ((_, _, old, new),) = lane.paint(slot, slot + 1, 0, bit)
+            if old == new:
+                unknown += 1
+            elif not new:
+                del blocks[block]
+                touched[lane.node] = None
+        for (
+            node
+        ) in touched:  # all of them before the first merge, which may move lanes into a node not touched here
+            node.trim()
+        for node in touched:
+            self.settle(node)
+        return unknown
+
+    def begin_sweep(self) -> None:
+        """Visit all nodes with `sweep` from now on, also those that other changes make meanwhile. O(nodes)."""
+        self._sweeping = list(self.nodes())
+
+    def sweep(self, bits: int, max_nodes: int) -> int:
+        """Take pods out of the next nodes' marks and spans; nothing may be stored for these pods until the end.
+
+        Returns the nodes left to visit. O(edges visited), plus one dict operation for each block that nobody holds
+        afterwards.
+        """
+        nodes = self._sweeping
+        for _ in range(min(max_nodes, len(nodes))):
+            node = nodes.pop()
+            if node.parent is None:
+                continue
+            for lane in node.lanes:
+                for start, stop, old, new in lane.paint(0, len(lane), 0, bits):
+                    if old and not new:
+                        for block in lane.hashes()[start:stop]:
+                            del self.blocks[block]
+            if node.spans is not None:
+                node.spans = {bit: span for bit, span in node.spans.items() if not bit & bits} or None
+            node.trim()
+            self.settle(node)
+        return len(nodes)
+
+    def lay(self, key: bytes) -> None:
+        """Make the path that spells `key`. The last edge may go on beyond it.
+
+        The caller must put a span at the end of the path before anything else happens to the tree, or call `settle`
+        on the last node. O(bytes).
+        """
+        self._walk(self.root, 0, key, _ignore_visit)
+
+    # Looking
+
+    def holds(self, block: int, bit: int) -> bool:
+        """Does the pod with `bit` hold `block`? O(lane)."""
+        lane = self.blocks.get(block)
+        if lane is None:
+            return False
+        slot = lane.find(block.to_bytes(8, "little"))
+        return any(first <= slot < after and bool(pods & bit) for first, after, pods in lane.runs())
+
+    def held_by(self, bit: int) -> set[int]:
+        """All blocks that the pod with `bit` holds. O(tree)."""
+        held: set[int] = set()
+        for node in self.nodes():
+            for lane in node.lanes:
+                hashes = lane.hashes()
+                for first, after, pods in lane.runs():
+                    if pods & bit:
+                        held.update(hashes[first:after])
+        return held
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the root, parents first. The tree must not change meanwhile."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    # Inside
+
+    def _mark(self, lane: Lane, start: int, stop: int, bit: int, held_before: list[int]) -> None:
+        """Add a pod to slots of a lane, filling holes."""
+        for first, after, old, new in lane.paint(start, stop, bit, 0):
+            if old == new:
+                held_before.extend(lane.hashes()[first:after])
+            elif not old:
+                self._fill_holes(lane, first, after, bit, held_before)
+
+    def _fill_holes(self, lane: Lane, start: int, stop: int, bit: int, held_before: list[int]) -> None:
+        """Holes were painted: enter them into `blocks`. A hash that lives elsewhere (a publisher contradicted another
+        about its parent) stays a hole here and is marked there."""
+        hashes = lane.hashes()
+        for slot in range(start, stop):
+            block = hashes[slot]
+            other = self.blocks.setdefault(block, lane)
+            if other is not lane:
+                lane.paint(slot, slot + 1, 0, bit)
+                there = other.find(block.to_bytes(8, "little"))
+                self._mark(other, there, there + 1, bit, held_before)
+
+    def _insert(
+        self, lane: Lane | None, slot: int, pieces: list[bytes], packed: bytes, width: int, bit: int
+    ) -> None:
+        """Put blocks that nobody holds below slot `slot` of `lane` (None: below the root)."""
+        if lane is None:
+            node, offset, base, parent = self.root, 0, 0, NO_PARENT
+        else:
+            node, offset = lane.node, lane.end(slot)
+            base = lane.base + (slot + 1) * lane.width
+            parent = lane.chain[8 * slot + 8 : 8 * slot + 16]
+        ends = list(accumulate(map(len, pieces)))
+        if lane is None and not ends[0]:
+            raise Unplaceable("the first block of a prompt has no text")
+        placed = 0
+
+        def place(node: Node, start: int, stop: int, offset: int) -> None:
+            """Data bytes start … stop−1 lie in `node` from `offset` on: put the blocks that end there."""
+            nonlocal placed, base, parent
+            after = bisect_right(ends, stop, placed)
+            if after == placed:
+                return
+            delta = offset - start
+            part = packed[8 * placed : 8 * after]
+            local = pack_ends([end + delta for end in ends[placed:after]])
+            self._place(node, parent, part, local, base, width, bit)
+            base += (after - placed) * width
+            parent = part[-8:]
+            placed = after
+
+        self._walk(node, offset, b"".join(pieces), place)
+
+    def _walk(
+        self, node: Node, offset: int, data: bytes, visit: "Callable[[Node, int, int, int], None]"
+    ) -> None:
+        """Follow `data` down from byte `offset` of `node`, making what is missing, splitting where it diverges.
+
+        `visit(node, start, stop, offset)` is called for every node, in order: bytes start … stop−1 of `data` lie in it
+        from `offset` on. A later split may still merge the node into the next.
+        """
+        at, size = 0, len(data)
+        while True:
+            text = node.text
+            room = len(text) - offset
+            take = min(room, size - at)
+            if take and not data.startswith(
+                text[offset : offset + take] if offset or take < room else text, at
+            ):
+                take = common_prefix(text, offset, data, at)
+                node, offset = self._split(node, offset + take, offset)
+                room = take
+            if take < room or at + take == size:
+                visit(node, at, at + take, offset)
+                return
+            child = node.children.get(data[at + take])
+            if child is None and not node.children and node.parent is not None:
+                grow = min(self.max_edge - len(node.text), size - at - take)
+                if grow > 0:
+                    node.text += data[at + take : at + take + grow]
+                    self.text_bytes += grow
+                    take += grow
+            visit(node, at, at + take, offset)
+            at += take
+            if at == size:
+                return
+            if child is None:
+                child = Node(data[at : at + self.max_edge], None)
+                node.adopt(child)
+                self.text_bytes += len(child.text)
+                self.node_count += 1
+            node, offset = child, 0
+
+    def _place(
+        self, node: Node, parent: bytes, packed: bytes, ends: bytes, base: int, width: int, bit: int
+    ) -> None:
+        """Put blocks that nobody holds into a lane of `node`: fill its holes, lengthen it, or begin another."""
+        for lane in node.lanes:
+            ahead = base - lane.base
+            if lane.width != width or ahead < 0 or ahead % width:
+                continue
+            slot = ahead // width
+            count = len(lane)
+            if slot > count or lane.chain[8 * slot : 8 * slot + 8] != parent:
+                continue
+            if slot < count:  # are these the holes of the same blocks?
+                same = _same_hashes(lane.chain, 8 * slot + 8, packed, 0) >> 3
+                if not same:
+                    continue
+                self._mark(lane, slot, slot + same, bit, [])
+                parent = packed[8 * same - 8 : 8 * same]
+                packed, ends, base = packed[8 * same :], ends[2 * same :], base + same * width
+                slot += same
+            if packed and slot == count and _disjoint(lane, packed):
+                self._append(lane, packed, ends, bit)
+                packed = b""
+            if not packed:
+                break
+        if packed:
+            lane = Lane(node, base, width, parent + packed, ends, bit)
+            node.lanes += (lane,)
+            self.blocks.update(zip(lane.hashes(), repeat(lane), strict=False))
+        if len(node.lanes) > 1:
+            self._join_lanes(node)
+
+    def _append(self, lane: Lane, packed: bytes, ends: bytes, sets: int | list[int]) -> None:
+        start = len(lane)
+        lane.append(packed, ends, sets)
+        self._point(lane, start, len(lane))
+
+    def _point(self, lane: Lane, start: int, stop: int) -> None:
+        """Make `blocks` point to `lane` for its held slots."""
+        hashes = lane.hashes()
+        for first, after, pods in lane.runs():
+            if pods:
+                low, high = max(first, start), min(after, stop)
+                self.blocks.update(zip(hashes[low:high], repeat(lane), strict=False))
+
+    def _split(self, node: Node, at: int, offset: int) -> tuple[Node, int]:
+        """Cut the edge after `at` bytes and restore the invariants, the missing second child of the upper part apart.
+
+        Returns the upper part and where byte `offset` of `node` is in it. O(edge).
+        """
+        upper = self._cut(node, at)
+        if len(node.children) == 1:
+            self._merge_down(node)
+        above = upper.parent
+        if above is not None and len(above.children) == 1:
+            before = len(upper.text)
+            self._merge_down(above)
+            offset += len(upper.text) - before
+        return upper, offset
+
+    def _cut(self, node: Node, at: int) -> Node:
+        """Cut the edge after `at` bytes; returns the new upper node, `node` keeps the rest. O(edge)."""
+        parent = node.parent
+        assert parent is not None
+        upper = Node(node.text[:at], None)
+        self.node_count += 1
+        parent.adopt(upper)
+        node.text = node.text[at:]
+        upper.adopt(node)
+        upper_lanes: list[Lane] = []
+        lower_lanes: list[Lane] = []
+        for lane in node.lanes:
+            slot = lane.count_until(at)
+            if slot == len(lane):
+                lane.node = upper
+                upper_lanes.append(lane)
+                continue
+            if slot:
+                head = Lane(upper, lane.base, lane.width, lane.chain, lane.ends, lane.sets)
+                lane.chain, lane.ends, lane.sets = head.cut(slot)
+                lane.base += slot * lane.width
+                head.trim()
+                if head.ends:
+                    self._point(head, 0, len(head))
+                    upper_lanes.append(head)
+            lane.shift(-at)
+            lower_lanes.append(lane)
+        upper.lanes = tuple(upper_lanes)
+        node.lanes = tuple(lower_lanes)
+        if node.spans is not None:
+            spans = node.spans
+            upper.spans = {bit: (lo, min(hi, at), t) for bit, (lo, hi, t) in spans.items() if lo < at} or None
+            node.spans = {
+                bit: (max(lo - at, 0), hi - at, t) for bit, (lo, hi, t) in spans.items() if hi > at
+            } or None
+            self._moved(node, upper)
+        if self._sweeping:
+            self._sweeping.append(upper)
+        return upper
+
+    def settle(self, node: Node) -> None:
+        """Restore the invariants around a node that lost marks or spans, up to the root if need be. O(edge) each.
+
+        The root and nodes that are already gone are left alone.
+        """
+        while node.parent is not None:
+            parent = node.parent
+            if len(node.children) > 1:
+                return
+            if node.children:
+                self._merge_down(node)
+                return
+            held = node.held_bytes()
+            if held:
+                self.text_bytes -= len(node.text) - held
+                node.text = node.text[:held]
+                if len(parent.children) == 1:
+                    self._merge_down(parent)
+                return
+            parent.disown(node)
+            self.text_bytes -= len(node.text)
+            self.node_count -= 1
+            node = parent
+
+    def _merge_down(self, node: Node) -> None:
+        """Let the only child swallow `node`, if both fit into one edge."""
+        (child,) = node.children.values()
+        parent = node.parent
+        size = len(node.text)
+        if parent is None or size + len(child.text) > self.max_edge:
+            return
+        child.text = node.text + child.text
+        for lane in child.lanes:
+            lane.shift(size)
+        for lane in node.lanes:
+            lane.node = child
+        child.lanes = node.lanes + child.lanes
+        parent.adopt(child)
+        node.parent = None
+        node.children = _NO_CHILDREN
+        node.lanes = ()
+        self.node_count -= 1
+        self._merge_spans(node, child, size)
+        if self._sweeping:
+            self._sweeping.append(child)
+        if len(child.lanes) > 1:
+            self._join_lanes(child)
+
+    def _merge_spans(self, node: Node, child: Node, size: int) -> None:
+        """Give the spans of `node` to `child`, whose text now begins with its `size` bytes."""
+        if node.spans is None and child.spans is None:
+            return
+        spans = {bit: (lo + size, hi + size, t) for bit, (lo, hi, t) in (child.spans or {}).items()}
+        for bit, span in (node.spans or {}).items():
+            spans[bit] = join_spans(spans.get(bit), span)
+        child.spans = spans
+        node.spans = None
+        self._moved(node, child)
+
+    def _join_lanes(self, node: Node) -> None:
+        """Join lanes of one node that continue each other. O(lanes²), where nearly all nodes have one."""
+        lanes = list(node.lanes)
+        joined = False
+        for front in lanes:
+            if not front.ends:
+                continue
+            for back in lanes:
+                if (
+                    back.ends
+                    and back is not front
+                    and back.width == front.width
+                    and back.base == front.base + len(front) * front.width
+                    and back.chain[:8] == front.chain[-8:]
+                    and front.last_end() <= back.end(0)
+                    and _disjoint(front, back.chain[8:])
+                ):
+                    self._append(front, back.chain[8:], back.ends, back.sets)
+                    back.ends = b""
+                    joined = True
+        if joined:
+            node.lanes = tuple(lane for lane in lanes if lane.ends)
+
+    def check(self) -> None:
+        """Assert every invariant. O(tree)."""
+        slots = 0
+        text_bytes = node_count = 0
+        assert not self.root.text
+        assert not self.root.lanes
+        assert not self.root.spans
+        for node in [self.root, *self.nodes()]:
+            for key, child in node.children.items():
+                assert child.parent is node
+                assert child.text[0] == key
+            if node is self.root:
+                continue
+            text_bytes += len(node.text)
+            node_count += 1
+            assert 1 <= len(node.text) <= self.max_edge
+            if not node.children:
+                assert node.children is _NO_CHILDREN
+                assert node.held_bytes() == len(node.text), (node.held_bytes(), node.text)
+            if len(node.children) == 1:
+                (child,) = node.children.values()
+                assert len(node.text) + len(child.text) > self.max_edge, (node.text, child.text)
+            for lane in node.lanes:
+                assert lane.node is node
+                lane.check()
+                slots += self._check_slots(lane)
+            assert node.spans != {}
+            for lo, hi, _ in (node.spans or {}).values():
+                assert 0 <= lo < hi <= len(node.text)
+        assert _NO_CHILDREN == {}
+        assert slots == len(self.blocks), (slots, len(self.blocks))
+        assert (text_bytes, node_count) == (self.text_bytes, self.node_count)
+
+    def _check_slots(self, lane: Lane) -> int:
+        held = 0
+        hashes = lane.hashes()
+        assert len(set(hashes)) == len(hashes), "a hash twice in one lane"
+        for first, after, pods in lane.runs():
+            for slot in range(first, after):
+                if pods:
+                    assert self.blocks[hashes[slot]] is lane
+                    held += 1
+        return held
+
+
+def join_spans(old: Span | None, new: Span) -> Span:
+    """One span for two of the same pod: their union if they touch, else the one that ends later in time."""
+    if old is None:
+        return new
+    if old[0] <= new[1] and new[0] <= old[1]:
+        return min(old[0], new[0]), max(old[1], new[1]), max(old[2], new[2])
+    return old if old[2] > new[2] else new
+
+
+def common_prefix(text: bytes, offset: int, data: bytes, at: int) -> int:
+    """How many bytes `text` from `offset` and `data` from `at` have in common. O(bytes), in O(log) steps."""
+    low, high = 0, min(len(text) - offset, len(data) - at)
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if data.startswith(text[offset + low : offset + middle], at + low):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _same_hashes(chain: bytes, offset: int, packed: bytes, at: int) -> int:
+    """Bytes of whole hashes that `chain` from `offset` and `packed` from `at` have in common. O(bytes)."""
+    size = min(len(chain) - offset, len(packed) - at)
+    if chain[offset : offset + size] == packed[at : at + size]:
+        return size
+    return common_prefix(chain, offset, packed, at) & ~7
+
+
+def _disjoint(lane: Lane, packed: bytes) -> bool:
+    """Is none of these hashes in the lane already? Only its holes can be. O(1) for a lane without holes."""
+    if isinstance(lane.sets, int) or all(pods for _, _, pods in lane.runs()):
+        return True
+    return not set(lane.hashes()).intersection(struct.unpack(f"<{len(packed) >> 3}Q", packed))
+
+
+def _ignore_move(old: Node, new: Node) -> None:
+    pass
+
+
+def _ignore_visit(node: Node, start: int, stop: int, offset: int) -> None:
+    pass
