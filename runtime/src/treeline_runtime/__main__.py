@@ -1,0 +1,7 @@
+"""`python -m treeline_runtime` is `treeline serve`."""
+
+import sys
+
+from treeline_runtime.serve import main
+
+sys.exit(main())

@@ -1,0 +1,85 @@
+"""The frame around every child process: how it gets its orders, lives as long as its parent, and fails in words.
+
+A child reads one line of JSON (`ChildSpec`) from standard input. The parent keeps that pipe open and never writes to it
+again: end of file means stop, whether the parent closed it or was killed. On Linux the kernel also kills the child with
+its parent, should the child be too busy to notice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from treeline_runtime.args import ServerArgs
+from treeline_runtime.ipc import Addresses, Failed, Outbox
+
+PR_SET_PDEATHSIG = 1
+
+logger = logging.getLogger(__name__)
+
+
+class ChildSpec(msgspec.Struct, frozen=True):
+    """What every child is told."""
+
+    args: ServerArgs
+    addresses: Addresses
+    model_dir: str
+    epoch: int
+
+
+class StartError(Exception):
+    """The child cannot do its work, for a reason that the user can act on."""
+
+
+def setup_logging(process: str, level: str) -> None:
+    """Logs go to standard error, one line each, with the process's name."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=level.upper(),
+        format=f"%(asctime)s %(levelname)-7s {process:<11} %(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
+    )
+
+
+def run_child(process: str, run: Callable[[ChildSpec, zmq.Context[zmq.Socket[bytes]]], None]) -> int:
+    """Runs `run` as the child `process`; returns the exit status (0 only when told to stop)."""
+    _die_with_parent()
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildSpec)
+    setup_logging(process, spec.args.log_level)
+    threading.Thread(target=_watch_parent, name="lifeline", daemon=True).start()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        run(spec, context)
+    except StartError as error:
+        _report(context, spec, Failed(process, str(error)))
+    except Exception as error:
+        logger.exception("the %s process failed", process)
+        _report(context, spec, Failed(process, f"{type(error).__name__}: {error}"))
+    return 1
+
+
+def _watch_parent() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(0)  # nothing here outlives the parent: no state to save, no file to remove
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _report(context: zmq.Context[zmq.Socket[bytes]], spec: ChildSpec, failure: Failed) -> None:
+    outbox = Outbox(context, spec.addresses.http)
+    outbox.send(failure)
+    outbox.flush(timeout_ms=500)
+    context.destroy(linger=500)

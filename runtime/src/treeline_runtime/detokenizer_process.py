@@ -1,0 +1,162 @@
+"""The detokenizer process: token ids in, text out, stop strings found on the way.
+
+A stop string ends a request here first: its text goes out as finished at once, the scheduler is told (StopReq), and
+what it still sends for the request is dropped until its terminal message comes.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import zmq
+from tokenizers import Tokenizer
+
+from treeline_runtime.child import ChildSpec, run_child
+from treeline_runtime.ipc import Inbox, Outbox, Ready
+from treeline_runtime.messages import (
+    BatchTextOut,
+    BatchTokenOut,
+    DetokenizeInit,
+    FinishReason,
+    Reply,
+    StopReq,
+    TextLogprob,
+    TextOut,
+    ToDetokenizer,
+    TokenLogprob,
+    TokenOut,
+    ToTokenizer,
+    decode_to_detokenizer,
+)
+from treeline_runtime.tokens import IncrementalDetokenizer
+
+TOKEN_TEXTS = 65_536
+"""Texts of single tokens that are remembered, for logprobs."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """One request between its DetokenizeInit and its terminal TokenOut."""
+
+    init: DetokenizeInit
+    text: IncrementalDetokenizer
+    stopped: bool = False
+    """Its text has ended at a stop string; the scheduler does not know yet."""
+
+
+@dataclass
+class Turn:
+    """What one turn produced."""
+
+    to_http: list[ToTokenizer] = field(default_factory=list)
+    to_scheduler: list[StopReq] = field(default_factory=list)
+
+
+class DetokenizerCore:
+    """The process without its sockets: messages in, messages out."""
+
+    def __init__(self, decode: Callable[[list[int], bool], str]) -> None:
+        """`decode`: (token ids, skip special tokens) → text."""
+        self._decode = decode
+        self._requests: dict[str, _Request] = {}
+        self._early: dict[str, list[TokenOut]] = {}
+        """Outputs that overtook their DetokenizeInit: it travels on another connection."""
+        self._token_text = functools.lru_cache(TOKEN_TEXTS)(lambda id: decode([id], False))
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._requests) + len(self._early)
+
+    def take(self, messages: Iterable[ToDetokenizer]) -> Turn:
+        """Handles what arrived, in order; texts of neighbouring batches leave as one."""
+        turn, texts = Turn(), list[TextOut]()
+        for message in messages:
+            match message:
+                case DetokenizeInit():
+                    self._requests[message.rid] = self._request(message)
+                    for out in self._early.pop(message.rid, ()):
+                        self._push(out, texts, turn)
+                case BatchTokenOut():
+                    for out in message.outs:
+                        self._push(out, texts, turn)
+                case Reply():
+                    if texts:
+                        turn.to_http.append(BatchTextOut(texts))
+                        texts = []
+                    turn.to_http.append(message)
+        if texts:
+            turn.to_http.append(BatchTextOut(texts))
+        return turn
+
+    def _request(self, init: DetokenizeInit) -> _Request:
+        skip = init.skip_special_tokens
+        text = IncrementalDetokenizer(
+            lambda ids: self._decode(ids, skip), stop=init.stop, no_stop_trim=init.no_stop_trim
+        )
+        return _Request(init, text)
+
+    def _push(self, out: TokenOut, texts: list[TextOut], turn: Turn) -> None:
+        request = self._requests.get(out.rid)
+        if request is None:
+            self._early.setdefault(out.rid, []).append(out)
+            return
+        if out.finish is not None:
+            del self._requests[out.rid]
+        if request.stopped:
+            return
+        delta = request.text.push(out.token_ids, out.finish)
+        finish = out.finish
+        if delta.matched is not None:
+            finish = FinishReason("stop", matched=delta.matched)
+            if out.finish is None:
+                request.stopped = True
+                turn.to_scheduler.append(StopReq(out.rid, delta.matched))
+        texts.append(self._text_out(out, delta.text, finish, with_text=request.init.return_logprob_text))
+
+    def _text_out(self, out: TokenOut, text: str, finish: FinishReason | None, *, with_text: bool) -> TextOut:
+        return TextOut(
+            rid=out.rid,
+            text=text,
+            token_ids=out.token_ids,
+            finish=finish,
+            prompt_tokens=out.prompt_tokens,
+            cached_tokens=out.cached_tokens,
+            completion_tokens=out.completion_tokens,
+            retractions=out.retractions,
+            output_token_logprobs=self._texts(out.output_token_logprobs, with_text),
+            output_top_logprobs=None
+            if out.output_top_logprobs is None
+            else [self._texts(one, with_text) or [] for one in out.output_top_logprobs],
+            input_token_logprobs=self._texts(out.input_token_logprobs, with_text),
+            input_top_logprobs=None
+            if out.input_top_logprobs is None
+            else [self._texts(one, with_text) for one in out.input_top_logprobs],
+        )
+
+    def _texts(self, logprobs: Sequence[TokenLogprob] | None, with_text: bool) -> list[TextLogprob] | None:
+        if logprobs is None:
+            return None
+        return [(value, id, self._token_text(id) if with_text else None) for value, id in logprobs]
+
+
+def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    tokenizer = Tokenizer.from_file(f"{spec.model_dir}/tokenizer.json")
+    core = DetokenizerCore(lambda ids, skip: str(tokenizer.decode(ids, skip_special_tokens=skip)))
+    inbox = Inbox(context, spec.addresses.detokenizer, decode_to_detokenizer)
+    http = Outbox(context, spec.addresses.http)
+    scheduler = Outbox(context, spec.addresses.scheduler)
+    http.send(Ready("detokenizer", {}))
+    while True:
+        inbox.wait(1000)
+        turn = core.take(inbox.take())
+        for message in turn.to_http:
+            http.send(message)
+        for stop in turn.to_scheduler:
+            scheduler.send(stop)
+
+
+if __name__ == "__main__":
+    sys.exit(run_child("detokenizer", run))

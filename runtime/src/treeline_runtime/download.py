@@ -1,0 +1,70 @@
+"""`--model`: a folder, or a repository on the Hugging Face Hub, which is downloaded with the Hub's library."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+"""What serving needs: not the same weights again in other formats."""
+IGNORED = ["original/*", "consolidated*", "*/*.safetensors"]
+
+logger = logging.getLogger(__name__)
+
+
+class ModelNotFound(Exception):
+    """The model cannot be found, fetched or used; the message says what to do."""
+
+
+def resolve_model(model: str, *, revision: str | None = None, needs_weights: bool = True) -> Path:
+    """A folder with a usable checkpoint. Downloads it if `model` is a Hub id. Raises ModelNotFound."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise ModelNotFound("--revision: only for models from the Hugging Face Hub, not for a folder")
+    elif folder.exists():
+        raise ModelNotFound(f"--model: {model} is a file; give the folder that holds config.json")
+    elif not HUB_ID.fullmatch(model):
+        raise ModelNotFound(
+            f"--model: there is no folder {model!r} (and it is no Hugging Face id, which looks like org/name)"
+        )
+    else:
+        folder = _download(model, revision)
+    _check(folder, model, needs_weights)
+    return folder
+
+
+def _check(folder: Path, model: str, needs_weights: bool) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise ModelNotFound(
+                f"--model: {model} has no {name}; a checkpoint in Hugging Face's layout is needed"
+            )
+    if needs_weights and not any(folder.glob("*.safetensors")):
+        raise ModelNotFound(f"--model: {model} has no *.safetensors weights; other formats are not read")
+
+
+def _download(repo: str, revision: str | None) -> Path:
+    # imported here: it takes a second, and a folder needs none of it
+    from huggingface_hub import errors, snapshot_download
+
+    logger.info("looking for %s on the Hugging Face Hub", repo)
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=FILES, ignore_patterns=IGNORED))
+    except errors.GatedRepoError:
+        problem = "is gated: accept its terms on the Hub and set HF_TOKEN"
+    except errors.RepositoryNotFoundError:
+        problem = "is not on the Hub, or is private: check the name, or set HF_TOKEN"
+    except errors.RevisionNotFoundError:
+        problem = f"has no revision {revision!r}"
+    except errors.LocalEntryNotFoundError as error:
+        problem = f"is not a folder here, is not downloaded yet, and the Hub cannot be reached: {_first_line(error)}"
+    except Exception as error:  # the library lets errors of several HTTP clients through
+        problem = f"could not be downloaded: {type(error).__name__}: {_first_line(error)}"
+    raise ModelNotFound(f"--model: {repo} {problem}")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

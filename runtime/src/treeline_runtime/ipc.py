@@ -1,0 +1,168 @@
+"""How the runtime's processes reach each other: one inbox (ZMQ PULL, ipc) per process; everybody else connects to it.
+
+    http process ──▶ scheduler.ipc, detokenizer.ipc, publisher.ipc
+    scheduler    ──▶ detokenizer.ipc, publisher.ipc, http.ipc (control only)
+    detokenizer  ──▶ http.ipc, scheduler.ipc (StopReq)
+    publisher    ──▶ http.ipc (control only)
+
+Messages between engine parts are in `messages`; those below are about the processes themselves. The sockets lie in a
+folder of mode 0700 that the parent makes and removes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+
+from treeline_runtime import messages
+
+T = TypeVar("T")
+
+READ_AT_ONCE = 256
+"""Messages an event loop takes before others get their turn."""
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """A child has loaded what it needs and serves its inbox."""
+
+    process: str
+    info: dict[str, Any]
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """A child cannot start; it exits right after. `message` is meant for the user."""
+
+    process: str
+    message: str
+
+
+class Heartbeat(msgspec.Struct, tag=True, frozen=True):
+    """The scheduler moves: sent at least every half second, and when its load changed (at most 20 a second)."""
+
+    steps: int
+    load: messages.LoadUpdate
+
+
+class AnnouncedReq(msgspec.Struct, tag=True, frozen=True):
+    """Ask the publisher what it has announced, once it has applied `after_updates` cache updates. Answered by Reply."""
+
+    id: str
+    after_updates: int
+
+
+decode_to_http = msgspec.msgpack.Decoder(
+    messages.BatchTextOut | messages.Reply | Ready | Failed | Heartbeat
+).decode
+decode_to_publisher = msgspec.msgpack.Decoder(
+    messages.CacheUpdate | messages.LoadUpdate | messages.DrainReq | AnnouncedReq
+).decode
+
+
+class Addresses(msgspec.Struct, frozen=True):
+    """The inboxes, as ZMQ endpoints."""
+
+    http: str
+    scheduler: str
+    detokenizer: str
+    publisher: str
+
+    @classmethod
+    def under(cls, folder: str) -> Addresses:
+        return cls(
+            *(f"ipc://{folder}/{name}.ipc" for name in ("http", "scheduler", "detokenizer", "publisher"))
+        )
+
+
+class Outbox:
+    """Sends to one inbox and never blocks. Messages wait here while the other side is not there yet.
+
+    `limit`: messages that may wait; beyond it `send` returns False and drops. 0 = no limit.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, *, limit: int = 0) -> None:
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, limit)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(address)
+
+    def send(self, message: msgspec.Struct) -> bool:
+        try:
+            self._socket.send(messages.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def flush(self, timeout_ms: int) -> None:
+        """Closes, giving what still waits `timeout_ms` to leave."""
+        self._socket.close(linger=timeout_ms)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+class Inbox(Generic[T]):
+    """Receives for one process, for use in a plain loop."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, decode: Callable[[bytes], T]
+    ) -> None:
+        self.socket = context.socket(zmq.PULL)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.bind(address)
+        self._decode = decode
+
+    def take(self, limit: int = READ_AT_ONCE) -> list[T]:
+        """What has arrived, without waiting."""
+        taken: list[T] = []
+        while len(taken) < limit:
+            try:
+                taken.append(self._decode(self.socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                break
+        return taken
+
+    def wait(self, timeout_ms: int) -> bool:
+        """Blocks until something is there; False after `timeout_ms`."""
+        return bool(self.socket.poll(timeout_ms))
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+
+
+class AsyncInbox(Generic[T]):
+    """The same for an event loop: calls `on_message` in the loop, one message at a time."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        decode: Callable[[bytes], T],
+        on_message: Callable[[T], None],
+    ) -> None:
+        self._inbox = Inbox(context, address, decode)
+        self._on_message = on_message
+        self._loop = asyncio.get_running_loop()
+        self._fd = int(self._inbox.socket.getsockopt(zmq.FD))
+        self._closed = False
+        self._loop.add_reader(self._fd, self._drain)
+        self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        # ZMQ's descriptor is edge-triggered: it must be read until empty, or scheduled to be.
+        if self._closed:
+            return
+        taken = self._inbox.take()
+        for message in taken:
+            self._on_message(message)
+        if len(taken) == READ_AT_ONCE:
+            self._loop.call_soon(self._drain)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._fd)
+            self._inbox.close()

@@ -1,0 +1,114 @@
+"""The process group: starts the children, notices the end of any of them, and ends them all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from treeline_runtime.child import ChildSpec
+
+MODULES = {
+    "scheduler": "treeline_runtime.scheduler_process",
+    "detokenizer": "treeline_runtime.detokenizer_process",
+    "publisher": "treeline_runtime.publisher.process",
+}
+STOP_S = 3.0
+"""What children get to end by themselves before they are killed."""
+MAX_SOCKET_FOLDER = 80
+"""Socket paths may have 107 bytes on Linux, 103 on macOS."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A child has ended."""
+
+    process: str
+    status: int
+    """Exit status; negative = minus the signal that killed it."""
+
+    def __str__(self) -> str:
+        if self.status < 0:
+            try:
+                how = f"was killed by {signal.Signals(-self.status).name}"
+            except ValueError:
+                how = f"was killed by signal {-self.status}"
+        else:
+            how = f"ended with status {self.status}"
+        return f"the {self.process} process {how}"
+
+
+class ProcessGroup:
+    """Children of this process. `on_end` is called in the event loop for each that ends, expected or not."""
+
+    def __init__(self, on_end: Callable[[Ended], None]) -> None:
+        self._on_end = on_end
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._ended: dict[str, asyncio.Future[None]] = {}
+
+    def start(self, process: str, spec: ChildSpec) -> None:
+        """Starts one child and hands it its orders (see `child`)."""
+        command = [sys.executable, "-P", "-m", MODULES[process]]
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+        # A child inherits the blocked signals: Ctrl-C reaches the whole terminal group, but only the parent decides.
+        signals = {signal.SIGINT, signal.SIGTERM}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        try:
+            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.__stderr__, env=environment)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._children[process] = child
+        assert child.stdin is not None
+        child.stdin.write(msgspec.json.encode(spec) + b"\n")
+        child.stdin.flush()
+        loop = asyncio.get_running_loop()
+        ended = self._ended[process] = loop.create_future()
+
+        def on_end(status: int) -> None:
+            ended.set_result(None)
+            self._on_end(Ended(process, status))
+
+        def wait() -> None:
+            status = child.wait()
+            loop.call_soon_threadsafe(on_end, status)
+
+        threading.Thread(target=wait, daemon=True, name=f"{process} wait").start()
+
+    def abort(self, process: str) -> None:
+        """Ends a stuck child so that its stacks are logged (`faulthandler`)."""
+        self._children[process].send_signal(signal.SIGABRT)
+
+    async def stop(self) -> None:
+        """Ends all children: by closing their standard input, and after `STOP_S` by force."""
+        if not self._children:
+            return
+        for child in self._children.values():
+            assert child.stdin is not None
+            child.stdin.close()
+        await asyncio.wait(self._ended.values(), timeout=STOP_S)
+        for process, child in self._children.items():
+            if not self._ended[process].done():
+                child.kill()
+        await asyncio.wait(self._ended.values())
+
+
+class SocketFolder:
+    """A private folder for the ipc sockets, removed at the end."""
+
+    def __init__(self) -> None:
+        base: str | None = tempfile.gettempdir()
+        if len(os.fsencode(base or "")) > MAX_SOCKET_FOLDER - len("/treeline-xxxxxxxx"):
+            base = "/tmp"
+        self.path = tempfile.mkdtemp(prefix="treeline-", dir=base)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)

@@ -1,0 +1,85 @@
+"""Load reports: when to say what. On change at most 20 times a second, else once a second. No sockets, no clock."""
+
+from __future__ import annotations
+
+from treeline_wire import frames
+from treeline_wire.load import LOAD_TOPIC, TREELINE_LOAD_TOPIC, LoadStat, TreelineLoad, encode
+
+from treeline_runtime.messages import LoadUpdate
+
+MIN_INTERVAL_S = 0.05
+HEARTBEAT_S = 1.0
+
+
+class LoadFeed:
+    """Latest load in, messages out: SGLang's `LoadStat` and ours, one after the other. Times are monotonic seconds."""
+
+    def __init__(self, epoch: int, page_size: int) -> None:
+        self._epoch = epoch
+        self._page_size = page_size
+        self._load = LoadUpdate()
+        self._draining = False
+        self._changed = True
+        self._urgent = False
+        self._sent_at = float("-inf")
+        self._seq = 0
+
+    def on_load(self, load: LoadUpdate) -> None:
+        self._changed = self._changed or load != self._load
+        self._load = load
+
+    def on_draining(self) -> None:
+        """Sticky, and sent with the next `take` whatever the rate: a router must learn of it at once."""
+        self._urgent = self._urgent or not self._draining
+        self._draining = True
+
+    def due_at(self) -> float:
+        """When `take` has something to send."""
+        if self._urgent:
+            return float("-inf")
+        return self._sent_at + (MIN_INTERVAL_S if self._changed else HEARTBEAT_S)
+
+    def take(self, now: float) -> list[list[bytes]]:
+        """The messages to send now: none before `due_at`."""
+        if now < self.due_at():
+            return []
+        seq, self._seq = self._seq, self._seq + 1
+        self._sent_at, self._changed, self._urgent = now, False, False
+        return [
+            frames.live(LOAD_TOPIC, seq, encode(self._load_stat())),
+            frames.live(TREELINE_LOAD_TOPIC, seq, encode(self._treeline_load(seq))),
+        ]
+
+    def _load_stat(self) -> LoadStat:
+        load = self._load
+        return LoadStat(
+            num_running=load.running,
+            num_waiting=load.waiting,
+            num_tokens=load.tokens_used,
+            max_total_num_tokens=load.pages_total * self._page_size,
+            attn_dp_rank=0,
+            num_waiting_uncached_tokens=load.waiting_uncached_tokens,
+            num_total_tokens=load.tokens_used + load.waiting_uncached_tokens,
+            max_running_requests=load.max_running,
+            total_prefill_uncached_tokens=load.total_prefill_uncached_tokens,
+            total_prefill_busy_us=load.total_prefill_busy_us,
+        )
+
+    def _treeline_load(self, seq: int) -> TreelineLoad:
+        load = self._load
+        return TreelineLoad(
+            epoch=self._epoch,
+            seq=seq,
+            running=load.running,
+            waiting=load.waiting,
+            waiting_uncached_tokens=load.waiting_uncached_tokens,
+            pages_used=load.pages_used,
+            pages_total=load.pages_total,
+            page_size=self._page_size,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            decode_step_ms=load.decode_step_ms,
+            draining=load.draining or self._draining,
+            adapters=[],
+            in_flight=load.running + load.waiting,
+            max_running=load.max_running,
+        )

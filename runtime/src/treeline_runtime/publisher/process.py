@@ -1,0 +1,207 @@
+"""The publisher process: the sockets around `Feed` and `LoadFeed`.
+
+One loop over four sockets: the inbox (from the scheduler and the HTTP process), the event PUB, the replay ROUTER and
+the load PUB. Live events come first; answers to replay and snapshot requests advance a few messages per turn of the
+loop, and a client that reads slowly holds up only itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import zmq
+from tokenizers import Tokenizer
+
+from treeline_runtime.child import ChildSpec, StartError, run_child
+from treeline_runtime.ipc import AnnouncedReq, Inbox, Outbox, Ready, decode_to_publisher
+from treeline_runtime.messages import CacheUpdate, DrainReq, LoadUpdate, Reply
+from treeline_runtime.publisher.feed import Feed, Message
+from treeline_runtime.publisher.load import LoadFeed
+from treeline_runtime.publisher.mirror import Mirror
+from treeline_runtime.publisher.reencode import TokenizerReencoder
+from treeline_runtime.publisher.sockets import open_keys
+
+PUB_HWM = 100_000
+"""Batches kept for one slow subscriber before it loses some (and finds the gap by seq)."""
+LOAD_HWM = 8
+ANSWERS_A_CLIENT = 4
+"""Requests of one client under way at once; more are dropped."""
+REQUESTS_A_TURN = 16
+TURN_S = 0.002
+"""Time for answers between two looks at the inbox: what a big snapshot may delay a live event by."""
+RETRY_S = 0.005
+STALLED_S = 30.0
+"""An answer is given up when its client has taken nothing for this long."""
+MAX_REQUEST_BYTES = 1024
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Client:
+    """Answers under way to one client, in order."""
+
+    moved_at: float
+    """When it last took something, monotonic seconds."""
+    answers: deque[Iterator[Message]] = field(default_factory=deque)
+    held: Message | None = None
+    """A message that did not fit into the client's queue."""
+
+    def next(self) -> Message | None:
+        """The message to send now; None when all answers are complete."""
+        if self.held is not None:
+            return self.held
+        while self.answers:
+            message = next(self.answers[0], None)
+            if message is not None:
+                return message
+            self.answers.popleft()
+        return None
+
+
+class Publisher:
+    """Owns the sockets. `run` never returns; the process ends with its parent."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], spec: ChildSpec, feed: Feed, load: LoadFeed
+    ) -> None:
+        args = spec.args
+        self._feed = feed
+        self._load = load
+        self._updates = 0
+        self._questions: list[AnnouncedReq] = []
+        self._clients: dict[bytes, _Client] = {}
+        self._keys, host = open_keys(args)
+        self._host = f"[{host}]" if ":" in host else host
+        self._inbox = Inbox(context, spec.addresses.publisher, decode_to_publisher)
+        self._http = Outbox(context, spec.addresses.http)
+        self._events, events_port = self._bind(context, zmq.PUB, args.events_port, "--events-port", PUB_HWM)
+        self._router, replay_port = self._bind(context, zmq.ROUTER, args.replay_port, "--replay-port", 1000)
+        self._loads, load_port = self._bind(context, zmq.PUB, args.load_port, "--load-port", LOAD_HWM)
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox.socket, zmq.POLLIN)
+        self._poller.register(self._router, zmq.POLLIN)
+        ports = {"events_port": events_port, "replay_port": replay_port, "load_port": load_port}
+        self._http.send(Ready("publisher", {"host": host, "curve": self._keys is not None, **ports}))
+
+    def _bind(
+        self, context: zmq.Context[zmq.Socket[bytes]], kind: int, port: int, flag: str, hwm: int
+    ) -> tuple[zmq.Socket[bytes], int]:
+        made = context.socket(kind)
+        made.setsockopt(zmq.SNDHWM, hwm)
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.IPV6, 1 if ":" in self._host else 0)
+        if kind == zmq.ROUTER:
+            made.setsockopt(
+                zmq.ROUTER_MANDATORY, 1
+            )  # a full or vanished client is an error, not a silent drop
+            made.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        if self._keys is not None:
+            self._keys.secure_server(made)
+        try:
+            made.bind(f"tcp://{self._host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            raise StartError(f"{flag}: cannot bind {self._host}:{port}: {error}") from None
+        return made, int(made.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+    def run(self) -> None:
+        while True:
+            self._poller.poll(self._wait_ms(time.monotonic()))
+            for message in self._inbox.take():
+                self._take(message)
+            self._questions = [question for question in self._questions if not self._told(question)]
+            self._accept()
+            self._answer()
+            for report in self._load.take(time.monotonic()):
+                self._loads.send_multipart(report, zmq.NOBLOCK)
+
+    def _wait_ms(self, now: float) -> int:
+        wait_s = max(0.0, self._load.due_at() - now)
+        if self._clients:
+            # a client whose queue was full gets another try soon, the others at once
+            full = all(client.held is not None for client in self._clients.values())
+            wait_s = min(wait_s, RETRY_S) if full else 0.0
+        return int(wait_s * 1000 + 0.999)
+
+    def _take(self, message: CacheUpdate | LoadUpdate | DrainReq | AnnouncedReq) -> None:
+        match message:
+            case CacheUpdate():
+                self._updates += 1
+                live = self._feed.on_update(message, time.time())
+                if live is not None:
+                    self._events.send_multipart(live, zmq.NOBLOCK)  # PUB never blocks: it drops at the mark
+            case LoadUpdate():
+                self._load.on_load(message)
+            case DrainReq():
+                self._load.on_draining()
+            case AnnouncedReq():
+                self._questions.append(message)
+
+    def _told(self, question: AnnouncedReq) -> bool:
+        """Answers a question whose time has come."""
+        if self._updates < question.after_updates:
+            return False
+        data = {"seq": self._feed.newest, "hashes": self._feed.mirror.announced()}
+        self._http.send(Reply(question.id, data=data))
+        return True
+
+    def _accept(self) -> None:
+        """Takes waiting requests, a bounded number of them."""
+        for _ in range(REQUESTS_A_TURN):
+            try:
+                identity, *message = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            client = self._clients.get(identity) or _Client(moved_at=time.monotonic())
+            answer = self._feed.on_request(message) if len(client.answers) < ANSWERS_A_CLIENT else None
+            if answer is not None:
+                client.answers.append(answer)
+                self._clients[identity] = client
+
+    def _answer(self) -> None:
+        """Moves every answer on: each by one message at least, all together for about `TURN_S`."""
+        turn_ends = time.monotonic() + TURN_S
+        for identity, client in list(self._clients.items()):
+            try:
+                going_on = self._advance(identity, client, turn_ends)
+            except zmq.ZMQError as error:
+                logger.debug("a client left in the middle of its answer: %s", error)
+                going_on = False
+            if not going_on:
+                del self._clients[identity]
+
+    def _advance(self, identity: bytes, client: _Client, turn_ends: float) -> bool:
+        """False once there is nothing left to send, or nobody takes it."""
+        while (message := client.next()) is not None:
+            now = time.monotonic()
+            client.held = message
+            try:
+                self._router.send_multipart([identity, *message], zmq.NOBLOCK)
+            except zmq.Again:
+                if now - client.moved_at <= STALLED_S:
+                    return True
+                logger.warning(
+                    "a client took nothing of its replay or snapshot for %.0f s; given up", STALLED_S
+                )
+                return False
+            client.held, client.moved_at = None, now
+            if now >= turn_ends:
+                return True
+        return False
+
+
+def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    tokenizer = Tokenizer.from_file(f"{spec.model_dir}/tokenizer.json")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    feed = Feed(spec.epoch, Mirror(TokenizerReencoder(tokenizer)))
+    Publisher(context, spec, feed, LoadFeed(spec.epoch, spec.args.page_size)).run()
+
+
+if __name__ == "__main__":
+    sys.exit(run_child("publisher", run))

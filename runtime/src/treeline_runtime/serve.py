@@ -1,0 +1,398 @@
+"""`treeline serve`: the life of a server, from its arguments to its exit status.
+
+    bind the port → find the model → start the children → serve HTTP (503) → all ready: serve → stop → drain → end all
+
+A server ends in one of three ways: a signal (drain, status 0), a second signal (at once, status 128 + signal), or the
+end of a child (requests in flight get an error, status 1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib.metadata
+import logging
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+import uvloop
+import zmq
+from treeline_wire.chat import TemplateError
+from treeline_wire.load import LOAD_TOPIC
+from treeline_wire.tokenizer import BundleError, TokenizerBundle
+
+from treeline_runtime.args import ServerArgs, parse_args
+from treeline_runtime.child import ChildSpec, setup_logging
+from treeline_runtime.download import ModelNotFound, resolve_model
+from treeline_runtime.ipc import Addresses, AsyncInbox, Failed, Heartbeat, Outbox, Ready, decode_to_http
+from treeline_runtime.launch import Ended, ProcessGroup, SocketFolder
+from treeline_runtime.messages import BatchTextOut, DrainReq, FinishReason, Reply
+from treeline_runtime.publisher.sockets import EventsError, check_event_ports, open_keys
+from treeline_runtime.server.app import App
+from treeline_runtime.server.metrics import Metrics
+from treeline_runtime.server.probes import About, Probes
+from treeline_runtime.server.prompts import Prompts
+from treeline_runtime.server.sampling import SamplingDefaults
+from treeline_runtime.server.service import Limits, Service, State
+from treeline_runtime.tokenizer_manager import TokenizerManager
+
+KEEP_ALIVE_S = 3700
+"""Longer than proxies keep idle connections (Envoy: an hour), so that it is never we who close one under a request."""
+INTERRUPT_DRAIN_S = 3.0
+"""What Ctrl-C gives requests in flight."""
+FAREWELL_S = 1.0
+"""Time for error answers to leave."""
+MAX_SERVED_NAME = 256
+
+logger = logging.getLogger("treeline")
+
+
+class ServeError(Exception):
+    """The server cannot start or go on; the message says why."""
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handling: signals mean more here than stopping HTTP."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The listening HTTP socket, made before anything slow. Raises ServeError."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ServeError(f"--host: {host!r} is no address of this machine: {error.strerror}") from None
+    made = socket.socket(family, kind, proto)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind(address)
+        made.listen(2048)
+    except OSError as error:
+        made.close()
+        raise ServeError(f"--port: cannot listen on {host}:{port}: {error.strerror}") from None
+    made.setblocking(False)
+    return made
+
+
+def served_name(args: ServerArgs) -> str:
+    """What requests call the model: as asked, the Hub id, or the folder's name."""
+    if args.served_model_name:
+        return args.served_model_name[:MAX_SERVED_NAME]
+    path = Path(args.model).expanduser()
+    return path.resolve().name if path.is_dir() else args.model
+
+
+class Server:
+    """One runtime: the HTTP process and its children. `run` once."""
+
+    def __init__(self, args: ServerArgs, listener: socket.socket, model_dir: Path) -> None:
+        self._args = args
+        self._listener = listener
+        self._model_dir = model_dir
+        self._started = time.monotonic()
+        self._epoch = secrets.randbits(64) or 1
+        self._state = State(heartbeat_at=self._started)
+        self._metrics = Metrics(served_name(args))
+        self._processes = ["scheduler", "detokenizer"] + ([] if args.no_events else ["publisher"])
+        self._ready: dict[str, dict[str, Any]] = {}
+        self._failed: dict[str, str] = {}
+        self._stopping = False
+        self._service, self._probes = self._build()
+
+    def _build(self) -> tuple[Service, Probes]:
+        args = self._args
+        try:
+            prompts = Prompts(TokenizerBundle.from_dir(self._model_dir))
+        except (BundleError, TemplateError) as error:
+            raise ServeError(f"--model: {error}") from None
+        defaults = (
+            SamplingDefaults.from_model(self._model_dir)
+            if args.sampling_defaults == "model"
+            else SamplingDefaults()
+        )
+        service = Service(
+            model_name=served_name(args),
+            prompts=prompts,
+            defaults=defaults,
+            manager=TokenizerManager(self._metrics),
+            metrics=self._metrics,
+            state=self._state,
+        )
+        now = time.time()
+        about = About(
+            args=args,
+            version=importlib.metadata.version("treeline-runtime"),
+            epoch=self._epoch,
+            model_dir=str(self._model_dir),
+            model_config=_read_json(self._model_dir / "config.json"),
+            started_at=now,
+            created=int(now),
+        )
+        return service, Probes(service, about)
+
+    # ---- life -----------------------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        """Serves until told to stop; returns the exit status."""
+        loop = asyncio.get_running_loop()
+        self._failure: asyncio.Future[str] = loop.create_future()
+        self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signals.put_nowait, number)
+        folder = SocketFolder()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        group = ProcessGroup(self._on_end)
+        http = _HttpServer(self._http_config())
+        inbox = None
+        try:
+            addresses = Addresses.under(folder.path)
+            inbox = AsyncInbox(context, addresses.http, decode_to_http, self._on_message)
+            self._connect(context, addresses)
+            spec = ChildSpec(self._args, addresses, str(self._model_dir), self._epoch)
+            for process in self._processes:
+                group.start(process, spec)
+            serving = asyncio.create_task(http.serve([self._listener]))
+            watchdog = asyncio.create_task(self._watch(group))
+            try:
+                return await self._until_stopped(serving)
+            finally:
+                watchdog.cancel()
+                http.should_exit = http.force_exit = True
+                await asyncio.wait({serving}, timeout=FAREWELL_S)
+        finally:
+            self._stopping = True
+            await group.stop()
+            if inbox is not None:
+                inbox.close()
+            context.destroy(linger=0)
+            folder.remove()
+
+    async def _until_stopped(self, serving: asyncio.Task[None]) -> int:
+        asked = asyncio.create_task(self._signals.get())
+        await _first(asked, self._failure, serving)
+        if self._failure.done():
+            return await self._fail(self._failure.result())
+        if not asked.done():
+            return await self._fail("the HTTP server ended by itself")
+        drain = asyncio.create_task(self._drain(asked.result()))
+        again = asyncio.create_task(self._signals.get())
+        await _first(drain, again, self._failure)
+        if drain.done():
+            return 0
+        drain.cancel()
+        if self._failure.done():
+            return await self._fail(self._failure.result())
+        logger.warning("%s again: stopping without waiting", again.result().name)
+        return 128 + again.result()
+
+    async def _fail(self, why: str) -> int:
+        """Tells everybody who waits, then ends with status 1."""
+        logger.error("%s; stopping", why)
+        self._state.failure = why
+        cut = self._service.manager.fail_all(
+            FinishReason("error", message=f"The server failed: {why}", status=503)
+        )
+        if cut:
+            logger.error("%d requests in flight were ended", cut)
+        await self._settle(FAREWELL_S)
+        return 1
+
+    async def _drain(self, number: signal.Signals) -> None:
+        """SIGTERM: routers learn of it now, new requests are taken during --pre-stop, then those in flight finish."""
+        args, state = self._args, self._state
+        state.draining = True
+        self._to_scheduler.send(DrainReq())
+        if self._to_publisher is not None:
+            self._to_publisher.send(DrainReq())
+        if number == signal.SIGTERM:
+            logger.info("SIGTERM: draining, %d requests in flight", self._service.active)
+            await asyncio.sleep(args.pre_stop)
+            limit_s = args.drain_timeout
+        else:
+            logger.info("%s: stopping, %d requests in flight", number.name, self._service.active)
+            limit_s = min(args.drain_timeout, INTERRUPT_DRAIN_S)
+        state.refusing = True
+        if not await self._settle(limit_s):
+            cut = self._service.manager.fail_all(
+                FinishReason("error", message="The server is shutting down", status=503)
+            )
+            logger.warning("%d requests had not finished after %g s and were ended", cut, limit_s)
+            await self._settle(FAREWELL_S)
+
+    async def _settle(self, timeout_s: float) -> bool:
+        """Waits until no request is being answered; False after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._service.idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _watch(self, group: ProcessGroup) -> None:
+        """Gives up loading after --start-timeout, and a scheduler that stands still after --watchdog-timeout."""
+        args, state = self._args, self._state
+        while not state.ready:
+            await asyncio.sleep(0.2)
+            if time.monotonic() - self._started > args.start_timeout:
+                missing = [process for process in self._processes if process not in self._ready]
+                self._report(f"not ready after {args.start_timeout:g} s: waiting for {', '.join(missing)}")
+                return
+        while args.watchdog_timeout:
+            await asyncio.sleep(min(1.0, args.watchdog_timeout / 4))
+            still_s = time.monotonic() - state.heartbeat_at
+            if still_s > args.watchdog_timeout:
+                self._report(f"the scheduler has not moved for {still_s:.0f} s")
+                group.abort("scheduler")
+                return
+
+    # ---- what children say --------------------------------------------------------------------------------
+
+    def _on_message(self, message: BatchTextOut | Reply | Ready | Failed | Heartbeat) -> None:
+        match message:
+            case BatchTextOut():
+                self._service.manager.on_batch(message)
+            case Heartbeat():
+                self._state.heartbeat_at = time.monotonic()
+                self._state.heartbeats += 1
+                self._state.load = message.load
+            case Reply():
+                self._service.manager.on_reply(message)
+            case Ready():
+                self._ready[message.process] = message.info
+                if len(self._ready) == len(self._processes):
+                    self._on_ready()
+            case Failed():
+                self._failed[message.process] = message.message
+                self._report(f"the {message.process} process failed: {message.message}")
+
+    def _on_ready(self) -> None:
+        args, scheduler = self._args, self._ready["scheduler"]
+        self._service.limits = Limits(
+            context_length=scheduler["context_length"], max_request_tokens=scheduler["longest_request"]
+        )
+        self._probes.scheduler_info = scheduler
+        if not args.no_events:
+            self._probes.kv_events = _kv_events(self._ready["publisher"], args.page_size)
+        self._state.heartbeat_at = time.monotonic()
+        self._state.ready = True
+        took_s = time.monotonic() - self._started
+        self._metrics.set("startup_time_seconds", took_s)
+        self._metrics.set("context_len", scheduler["context_length"])
+        self._metrics.set("page_size", args.page_size)
+        logger.info(
+            "ready after %.1f s: %s on %s, cache of %d tokens, contexts of %d",
+            took_s,
+            self._service.model_name,
+            _url(self._listener),
+            scheduler["max_total_tokens"],
+            scheduler["context_length"],
+        )
+
+    def _on_end(self, ended: Ended) -> None:
+        if not self._stopping and ended.process not in self._failed:
+            self._report(str(ended))
+
+    def _report(self, why: str) -> None:
+        """The first failure decides; the rest follows from it."""
+        if not self._failure.done():
+            self._failure.set_result(why)
+
+    # ---- pieces -------------------------------------------------------------------------------------------
+
+    def _connect(self, context: zmq.Context[zmq.Socket[bytes]], addresses: Addresses) -> None:
+        self._to_scheduler = Outbox(context, addresses.scheduler)
+        self._to_publisher = None if self._args.no_events else Outbox(context, addresses.publisher)
+        detokenizer = Outbox(context, addresses.detokenizer)
+        self._service.manager.connect(self._to_scheduler, detokenizer, self._to_publisher)
+
+    def _http_config(self) -> uvicorn.Config:
+        return uvicorn.Config(
+            App(self._service, self._probes, self._args.api_key),
+            http="httptools",
+            loop="none",
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+
+
+async def _first(*futures: asyncio.Future[Any]) -> None:
+    """Waits until one of them is done."""
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _kv_events(publisher: dict[str, Any], page_size: int) -> dict[str, Any]:
+    """Where this server publishes, under SGLang's names."""
+    return {
+        "publisher": "zmq",
+        "endpoint_host": "*" if publisher["host"] in ("0.0.0.0", "::") else publisher["host"],
+        "endpoint_port_base": publisher["events_port"],
+        "replay_endpoint_port_base": publisher["replay_port"],
+        "load_endpoint_port_base": publisher["load_port"],
+        "topic": "",
+        "load_topic": LOAD_TOPIC.decode(),
+        "block_size": page_size,
+        "dp_size": 1,
+        "curve": publisher["curve"],
+    }
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError, ValueError) as error:
+        raise ServeError(f"--model: cannot read {path}: {error}") from None
+
+
+def serve(args: ServerArgs) -> int:
+    """Runs a server until it is stopped; returns the exit status. Raises ServeError, EventsError, ModelNotFound."""
+    with contextlib.closing(listen(args.host, args.port)) as listener:
+        if not args.no_events:
+            check_event_ports(args, open_keys(args)[1])
+        logger.info("listening on %s", _url(listener))
+        model_dir = resolve_model(
+            args.model, revision=args.revision, needs_weights=args.load_format != "dummy"
+        )
+        port = int(listener.getsockname()[1])
+        server = Server(dataclasses.replace(args, port=port), listener, model_dir)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(server.run())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`treeline serve` with `argv` (default: the command line's); returns the exit status."""
+    try:
+        args = parse_args(argv)
+    except SystemExit as stop:  # --help, or a wrong argument, which has been printed
+        return stop.code if isinstance(stop.code, int) else 1
+    setup_logging("http", args.log_level)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    try:
+        return serve(args)
+    except (ServeError, EventsError, ModelNotFound) as error:
+        print(f"treeline serve: error: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    except KeyboardInterrupt:  # before the server runs: during a download
+        return 128 + signal.SIGINT

@@ -1,0 +1,317 @@
+"""SGLang's own endpoints: `/generate`, `/tokenize`, `/detokenize`, `/flush_cache`, `/abort_request`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+from treeline_wire.prompt import Prompt, PromptError, prompt_of_completion
+
+from treeline_runtime.messages import FinishReason, SamplingParams, TextOut
+from treeline_runtime.server import openai
+from treeline_runtime.server.fields import check_unknown, convert
+from treeline_runtime.server.http import DONE, ApiError, Request, Response, event, json_response
+from treeline_runtime.server.sampling import MAX_TOP_LOGPROBS, Count, SamplingFields, Seed, TokenId
+from treeline_runtime.server.service import Job, Service, token_headers
+from treeline_runtime.tokenizer_manager import Flight, NoReply
+
+DEFAULT_MAX_NEW_TOKENS = 128
+WEIGHT_VERSION = "default"
+
+StartLen = Annotated[int, Meta(ge=-1, le=1 << 31)]
+TopCount = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+
+
+class NativeSampling(SamplingFields, frozen=True):
+    max_new_tokens: Count | None = None
+    min_new_tokens: Count | None = None
+    sampling_seed: Seed | None = None
+
+
+class GenerateBody(Struct, frozen=True):
+    """What of a `/generate` request we act on. Lists make a batch; one value then counts for all its members."""
+
+    text: str | list[str] | None = None
+    input_ids: list[Any] | None = None
+    sampling_params: dict[str, Any] | list[Any] | None = None
+    rid: openai.Rid | None = None
+    stream: bool | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: StartLen | None = None
+    top_logprobs_num: TopCount | None = None
+    return_text_in_logprobs: bool | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+
+
+_GENERATE_FIELDS = frozenset(GenerateBody.__struct_fields__)
+_SAMPLING_FIELDS = frozenset(NativeSampling.__struct_fields__)
+
+
+async def generate(service: Service, request: Request) -> Response | None:
+    service.admit()
+    started_at = time.monotonic()
+    raw = request.json()
+    check_unknown(raw, _GENERATE_FIELDS)
+    body = convert(raw, GenerateBody)
+    prompts, batched = await _prompts(service, body)
+    samplings, n = _samplings(service, body, prompts)
+    job = Job(
+        prompts=prompts,
+        sampling=samplings,
+        n=n,
+        namespace=openai.namespace(raw),
+        rid=body.rid,
+        return_logprob=bool(body.return_logprob),
+        logprob_start_len=-1 if body.logprob_start_len is None else body.logprob_start_len,
+        top_logprobs_num=body.top_logprobs_num or 0,
+    )
+    flight = service.open(job)
+    try:
+        answers = _Answers(flight.rids, started_at, with_text=bool(body.return_text_in_logprobs))
+        if body.stream:
+            await _stream(service, request, job, flight, answers)
+            return None
+        outs = await service.collect(flight, len(prompts) * n)
+        made = [answers.take(index, out) for index, out in enumerate(outs)]
+        cached = sum(out.cached_tokens for out in outs[::n])
+        headers = token_headers(sum(map(len, prompts)), cached)
+        return json_response(made if batched or n > 1 else made[0], headers=headers)
+    finally:
+        flight.close()
+
+
+async def _prompts(service: Service, body: GenerateBody) -> tuple[list[list[int]], bool]:
+    """The prompts as ids, and whether the request was a batch."""
+    if (body.text is None) == (body.input_ids is None):
+        raise ApiError(400, "Give exactly one of 'text' and 'input_ids'", param="text")
+    name = "text" if body.text is not None else "input_ids"
+    value = body.text if body.text is not None else body.input_ids
+    try:
+        prompts = prompt_of_completion({"prompt": value})
+    except PromptError as error:
+        raise ApiError(400, f"Invalid value for {name!r}: {error}", param=name) from None
+    if name == "input_ids" and any(prompt.ids is None for prompt in prompts):
+        raise ApiError(400, "'input_ids' holds token ids, not text", param="input_ids")
+    batched = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
+    return [await service.prompts.ids(prompt) for prompt in prompts], batched
+
+
+def _samplings(
+    service: Service, body: GenerateBody, prompts: list[list[int]]
+) -> tuple[list[SamplingParams], int]:
+    """Sampling parameters for each prompt, and `n`, which must be the same for all."""
+    given = body.sampling_params
+    each = given if isinstance(given, list) else [given] * len(prompts)
+    if len(each) != len(prompts):
+        raise ApiError(
+            400, f"{len(each)} sampling_params for {len(prompts)} prompts", param="sampling_params"
+        )
+    made: list[SamplingParams] = []
+    ns: set[int] = set()
+    for params, ids in zip(each, prompts, strict=True):
+        fields = params if params is not None else {}
+        if not isinstance(fields, dict):
+            raise ApiError(400, "'sampling_params' must be an object", param="sampling_params")
+        check_unknown(fields, _SAMPLING_FIELDS)
+        typed = convert(fields, NativeSampling, "sampling_params.")
+        ns.add(typed.n or 1)
+        most = service.max_new_tokens(len(ids), typed.max_new_tokens, DEFAULT_MAX_NEW_TOKENS, "text")
+        made.append(
+            typed.params(
+                service.defaults,
+                service.prompts.vocab_size,
+                max_new_tokens=most,
+                min_new_tokens=typed.min_new_tokens,
+                seed=typed.sampling_seed,
+                where="sampling_params.",
+            )
+        )
+    if len(ns) > 1:
+        raise ApiError(400, "'n' must be the same for all prompts of a batch", param="sampling_params.n")
+    return made, ns.pop()
+
+
+@dataclass
+class _Answers:
+    """Native answers are cumulative: text and lists so far, by index."""
+
+    rids: list[str]
+    started_at: float
+    with_text: bool
+    _so_far: dict[int, _SoFar] = field(default_factory=dict)
+
+    def take(self, index: int, out: TextOut) -> dict[str, Any]:
+        """Adds an output; returns the answer as it stands."""
+        so_far = self._so_far.setdefault(index, _SoFar())
+        so_far.text += out.text
+        so_far.ids += out.token_ids
+        meta: dict[str, Any] = {
+            "id": self.rids[index],
+            "finish_reason": _finish(out.finish, out.completion_tokens),
+            "prompt_tokens": out.prompt_tokens,
+            "completion_tokens": out.completion_tokens,
+            "cached_tokens": out.cached_tokens,
+            "weight_version": WEIGHT_VERSION,
+            "num_retractions": out.retractions,
+            "e2e_latency": time.monotonic() - self.started_at,
+        }
+        for name in _LOGPROB_LISTS:
+            fresh = getattr(out, name)
+            if fresh is not None:
+                so_far.logprobs.setdefault(name, []).extend(self._shown(item) for item in fresh)
+        return {"text": so_far.text, "output_ids": list(so_far.ids), "meta_info": meta | so_far.logprobs}
+
+    def _shown(self, item: Any) -> Any:
+        """A triple (logprob, id, text), or a list of them for the top ones."""
+        if item is None:
+            return None
+        if isinstance(item, list):
+            return [self._shown(one) for one in item]
+        value, id, text = item
+        return [openai.floor(value), id, text if self.with_text else None]
+
+
+@dataclass
+class _SoFar:
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    logprobs: dict[str, list[Any]] = field(default_factory=dict)
+
+
+_LOGPROB_LISTS = (
+    "input_token_logprobs",
+    "output_token_logprobs",
+    "input_top_logprobs",
+    "output_top_logprobs",
+)
+
+
+def _finish(finish: FinishReason | None, completion_tokens: int) -> dict[str, Any] | None:
+    if finish is None:
+        return None
+    if finish.type == "length":
+        return {"type": "length", "length": completion_tokens}
+    if finish.type == "stop":
+        return {"type": "stop", "matched": finish.matched}
+    return {"type": "abort", "message": finish.message or "Aborted"}
+
+
+async def _stream(service: Service, request: Request, job: Job, flight: Flight, answers: _Answers) -> None:
+    several = len(flight.rids) > 1
+
+    def frames(index: int, out: TextOut) -> bytes:
+        answer = answers.take(index, out)
+        return event(answer | {"index": index} if several else answer)
+
+    await service.stream(
+        request,
+        flight,
+        frames,
+        headers_of=lambda out: [] if several else token_headers(len(job.prompts[0]), out.cached_tokens),
+        opening=b"",
+        closing=lambda: DONE,
+    )
+
+
+class TokenizeBody(Struct, frozen=True):
+    prompt: str | list[str] | None = None
+    messages: Any = None
+    add_special_tokens: bool | None = None
+    model: str | None = None
+    tools: list[Any] | None = None
+    documents: Any = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(Struct, frozen=True):
+    tokens: list[TokenId] | list[list[TokenId]]
+    skip_special_tokens: bool | None = None
+    model: str | None = None
+
+
+_TOKENIZE_FIELDS = frozenset(TokenizeBody.__struct_fields__)
+_DETOKENIZE_FIELDS = frozenset(DetokenizeBody.__struct_fields__)
+
+
+async def tokenize(service: Service, request: Request) -> Response:
+    """`{"prompt": text or texts}`, or `{"messages": …}` as in a chat → `tokens`, `count`, `max_model_len`."""
+    raw = request.json()
+    check_unknown(raw, _TOKENIZE_FIELDS)
+    body = convert(raw, TokenizeBody)
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "Give exactly one of 'prompt' and 'messages'", param="prompt")
+    if body.messages is not None:
+        tokens: Any = await service.prompts.of_chat(raw)
+        count: Any = len(tokens)
+    else:
+        special = body.add_special_tokens is not False
+        texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
+        lists = [await service.prompts.ids(Prompt(text=text, add_special_tokens=special)) for text in texts]
+        single = isinstance(body.prompt, str)
+        tokens = lists[0] if single else lists
+        count = len(lists[0]) if single else [len(ids) for ids in lists]
+    limit = service.limits.context_length if service.limits is not None else None
+    return json_response({"tokens": tokens, "count": count, "max_model_len": limit})
+
+
+async def detokenize(service: Service, request: Request) -> Response:
+    """`{"tokens": ids or lists of ids}` → `text`."""
+    raw = request.json()
+    check_unknown(raw, _DETOKENIZE_FIELDS)
+    body = convert(raw, DetokenizeBody)
+    service.check_model(body.model)
+    skip = body.skip_special_tokens is not False
+    lists: Sequence[Any] = body.tokens
+    single = not lists or isinstance(lists[0], int)
+    texts = [_text_of(service, ids, skip) for ids in ([lists] if single else lists)]
+    return json_response({"text": texts[0] if single else texts})
+
+
+def _text_of(service: Service, ids: Sequence[int], skip_special_tokens: bool) -> str:
+    for id in ids:
+        if id >= service.prompts.vocab_size:
+            raise ApiError(400, f"Token id {id} is not below {service.prompts.vocab_size}", param="tokens")
+    return service.prompts.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+async def flush_cache(service: Service, request: Request) -> Response:
+    """Empties the prefix cache; 400 while requests run. `?timeout=S` waits up to S seconds for them to end."""
+    try:
+        timeout_s = float(request.query.get("timeout", 0))
+    except ValueError:
+        raise ApiError(400, "'timeout' must be a number of seconds", param="timeout") from None
+    deadline = time.monotonic() + min(max(timeout_s, 0.0), 3600.0)
+    while True:
+        try:
+            reply = await service.manager.flush()
+        except NoReply as error:
+            raise ApiError(503, f"The scheduler does not answer: {error}", type="server_error") from None
+        if reply.ok:
+            return Response(b"Cache flushed.\n", content_type=b"text/plain; charset=utf-8")
+        if time.monotonic() >= deadline:
+            raise ApiError(400, reply.message or "The cache is in use", code="cache_busy")
+        await asyncio.sleep(0.05)
+
+
+class AbortBody(Struct, frozen=True):
+    rid: str = ""
+    abort_all: bool = False
+
+
+async def abort_request(service: Service, request: Request) -> Response:
+    """Ends one request (`rid`) or all (`abort_all`). Answers 200 whether or not there was anything to end."""
+    raw: Mapping[str, Any] = request.json()
+    check_unknown(raw, frozenset(AbortBody.__struct_fields__))
+    body = convert(raw, AbortBody)
+    if body.abort_all == bool(body.rid):
+        raise ApiError(400, "Give either 'rid' or 'abort_all': true", param="rid")
+    service.manager.abort(body.rid)
+    return json_response({"aborted": body.rid or "all"})

@@ -1,0 +1,209 @@
+"""Probes and what the server says about itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from treeline_runtime.args import ServerArgs
+from treeline_runtime.messages import LoadUpdate, SamplingParams
+from treeline_runtime.server.http import ApiError, Request, Response, json_response
+from treeline_runtime.server.metrics import CONTENT_TYPE
+from treeline_runtime.server.service import RETRY, Job, Service
+from treeline_runtime.tokenizer_manager import NoReply
+
+HEALTH_GENERATE_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class About:
+    """What does not change while the server runs."""
+
+    args: ServerArgs
+    version: str
+    epoch: int
+    model_dir: str
+    model_config: Mapping[str, Any]
+    started_at: float
+    """Unix seconds."""
+    created: int
+    """Unix seconds, as `/v1/models` shows it."""
+
+
+class Probes:
+    def __init__(self, service: Service, about: About) -> None:
+        self._service = service
+        self._about = about
+        self.scheduler_info: Mapping[str, Any] = {}
+        """What the scheduler said about itself when it was ready."""
+        self.kv_events: Mapping[str, Any] | None = None
+        """Where events are published, once that is known; None: nowhere."""
+
+    # ---- probes ---------------------------------------------------------------------------------------------
+
+    async def live(self, _request: Request) -> Response:
+        """503 only when a restart would help: the scheduler has stood still, or a process has died."""
+        state, limit = self._service.state, self._about.args.watchdog_timeout
+        still_s = time.monotonic() - state.heartbeat_at if state.ready else 0.0
+        if state.failure is not None or still_s > limit:
+            raise ApiError(
+                503, state.failure or f"The scheduler has not moved for {still_s:.0f} s", type="server_error"
+            )
+        return json_response({"status": "live", "heartbeats": state.heartbeats})
+
+    async def ready(self, _request: Request) -> Response:
+        """200 while the server accepts new work. Costs nothing: answered without asking the scheduler."""
+        state = self._service.state
+        if state.failure is not None:
+            raise ApiError(503, state.failure, type="server_error")
+        if not state.ready:
+            raise ApiError(503, "The model is still loading", type="server_error", headers=RETRY)
+        if state.draining:
+            raise ApiError(503, "The server is draining", type="server_error")
+        return json_response({"status": "ready"})
+
+    async def health_generate(self, _request: Request) -> Response:
+        """Generates one token, so it proves the whole path; too slow for a probe under load."""
+        service = self._service
+        service.admit()
+        job = Job(
+            prompts=[[0]], sampling=[SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)]
+        )
+        flight = service.open(job)
+        try:
+            async with asyncio.timeout(HEALTH_GENERATE_TIMEOUT_S):
+                await service.collect(flight, 1)
+        except TimeoutError:
+            raise ApiError(
+                503, f"No token within {HEALTH_GENERATE_TIMEOUT_S:g} s", type="server_error"
+            ) from None
+        finally:
+            flight.close()
+        return json_response({"status": "healthy"})
+
+    # ---- information ----------------------------------------------------------------------------------------
+
+    async def models(self, _request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        self._service.check_model(request.path_tail)
+        return json_response(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        limits = self._service.limits
+        return {
+            "id": self._service.model_name,
+            "object": "model",
+            "created": self._about.created,
+            "owned_by": "treeline",
+            "root": self._service.model_name,
+            "parent": None,
+            "max_model_len": None if limits is None else limits.context_length,
+        }
+
+    async def model_info(self, _request: Request) -> Response:
+        about = self._about
+        return json_response(
+            {
+                "model_path": about.args.model,
+                "served_model_name": self._service.model_name,
+                "tokenizer_path": about.args.model,
+                "is_generation": True,
+                "preferred_sampling_params": msgspec.to_builtins(self._service.defaults),
+                "weight_version": "default",
+                "load_format": about.args.load_format,
+                "reasoning_parser": None,
+                "tool_call_parser": None,
+                "disaggregation_mode": "null",
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
+                "model_type": about.model_config.get("model_type"),
+                "architectures": about.model_config.get("architectures"),
+            }
+        )
+
+    async def server_info(self, _request: Request) -> Response:
+        about, service = self._about, self._service
+        status = "ready" if service.state.ready else "loading"
+        return json_response(
+            {
+                **about.args.public(),
+                **self.scheduler_info,
+                "served_model_name": service.model_name,
+                "version": about.version,
+                "status": "draining" if service.state.draining else status,
+                "draining": service.state.draining,
+                "started_at": about.started_at,
+                "epoch": about.epoch,
+                "tokenizer_fingerprint": service.prompts.bundle.fingerprint,
+                "kv_events": self.kv_events,
+                "internal_states": [_load_entry(service.state.load, about.args.page_size)],
+            }
+        )
+
+    async def tokenizer(self, request: Request) -> Response:
+        """The tokenizer and chat template, for a router that renders prompts itself."""
+        bundle = self._service.prompts.bundle
+        etag = b'"%s"' % bundle.fingerprint.encode()
+        if request.header(b"if-none-match") == etag:
+            return Response(b"", 304, headers=((b"etag", etag),))
+        return Response(bundle.to_json(), headers=((b"etag", etag),))
+
+    async def loads(self, request: Request) -> Response:
+        """The scheduler's load, asked now; `?format=prometheus` gives the metrics page."""
+        format = request.query.get("format", "json")
+        if format not in ("json", "prometheus"):
+            raise ApiError(400, "'format' must be json or prometheus", param="format")
+        if format == "prometheus":
+            return await self.metrics(request)
+        try:
+            data = await self._service.manager.state("load")
+        except NoReply as error:
+            raise ApiError(503, f"The scheduler does not answer: {error}", type="server_error") from None
+        load = msgspec.convert(data, LoadUpdate)
+        entry = _load_entry(load, self._about.args.page_size) | {"draining": self._service.state.draining}
+        return json_response({"timestamp": time.time(), "dp_rank_count": 1, "loads": [entry]})
+
+    async def metrics(self, _request: Request) -> Response:
+        metrics, state = self._service.metrics, self._service.state
+        metrics.on_load(state.load, self._about.args.page_size)
+        metrics.set("draining", state.draining)
+        return Response(metrics.render(), content_type=CONTENT_TYPE.encode())
+
+    async def debug_radix(self, _request: Request) -> Response:
+        """What the cache holds (the scheduler's tree) and which of it routers have been told (the publisher)."""
+        if not self._about.args.enable_debug_endpoints:
+            raise ApiError(
+                404, "Start the server with --enable-debug-endpoints to see the cache", code="disabled"
+            )
+        manager = self._service.manager
+        try:
+            tree = await manager.state("radix", timeout_s=30.0)
+            told = await manager.announced(int(tree["updates"]), timeout_s=30.0)
+        except NoReply as error:
+            raise ApiError(503, f"No answer: {error}", type="server_error") from None
+        announced = set(map(str, told["hashes"]))
+        blocks = [block | {"announced": block["hash"] in announced} for block in tree["blocks"]]
+        return json_response({"epoch": self._about.epoch, "seq": told["seq"], "blocks": blocks})
+
+
+def _load_entry(load: LoadUpdate, page_size: int) -> dict[str, Any]:
+    """One element of `/v1/loads`: SGLang's names, then ours."""
+    return {
+        "dp_rank": 0,
+        "num_running_reqs": load.running,
+        "num_waiting_reqs": load.waiting,
+        "num_total_reqs": load.running + load.waiting,
+        "num_used_tokens": load.tokens_used,
+        "max_total_num_tokens": load.pages_total * page_size,
+        "token_usage": load.pages_used / load.pages_total if load.pages_total else 0.0,
+        "max_running_requests": load.max_running,
+        "num_waiting_uncached_tokens": load.waiting_uncached_tokens,
+        **msgspec.structs.asdict(load),
+    }

@@ -1,0 +1,163 @@
+"""Sampling fields of a request → SamplingParams: ranges, and where unset values come from."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from treeline_runtime.messages import SamplingParams
+from treeline_runtime.server.http import ApiError
+
+logger = logging.getLogger(__name__)
+
+MAX_N = 128
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+
+Temperature = Annotated[float, Meta(ge=0.0, le=1e6)]
+TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
+TopK = Annotated[int, Meta(ge=-1, le=1 << 31)]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+RepetitionPenalty = Annotated[float, Meta(gt=0.0, le=10.0)]
+Count = Annotated[int, Meta(ge=0, le=1 << 31)]
+PositiveCount = Annotated[int, Meta(ge=1, le=1 << 31)]
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """What unset values mean: OpenAI's defaults, or the checkpoint's own (`generation_config.json`)."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def from_model(cls, model_dir: Path) -> SamplingDefaults:
+        """Reads the checkpoint's file; unusable values are logged and left out."""
+        try:
+            config = msgspec.json.decode(
+                (model_dir / "generation_config.json").read_bytes(), type=_GenerationConfig
+            )
+        except FileNotFoundError:
+            return cls()
+        except (OSError, msgspec.MsgspecError, ValueError) as error:
+            logger.warning("generation_config.json is left out: %s", error)
+            return cls()
+        given = {
+            name: value for name in cls.__struct_fields__ if (value := getattr(config, name)) is not None
+        }
+        if given.get("top_k") == 0:
+            given["top_k"] = -1
+        return cls(**given)
+
+
+class _GenerationConfig(msgspec.Struct, frozen=True):
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+
+
+class SamplingFields(msgspec.Struct, frozen=True):
+    """The sampling fields that every API shares. None = unset."""
+
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: dict[str, Bias] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+
+    def params(
+        self,
+        defaults: SamplingDefaults,
+        vocab_size: int,
+        *,
+        max_new_tokens: int,
+        min_new_tokens: int | None,
+        seed: int | None,
+        where: str = "",
+    ) -> SamplingParams:
+        """Raises ApiError 400 for values that only the whole request or the model can refuse."""
+        if min_new_tokens and min_new_tokens > max_new_tokens:
+            raise ApiError(
+                400, f"the least number of tokens, {min_new_tokens}, is above the most, {max_new_tokens}"
+            )
+        top_k = _or(self.top_k, defaults.top_k)
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens or 0,
+            temperature=_or(self.temperature, defaults.temperature),
+            top_p=_or(self.top_p, defaults.top_p),
+            top_k=top_k or -1,
+            min_p=_or(self.min_p, defaults.min_p),
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            repetition_penalty=_or(self.repetition_penalty, defaults.repetition_penalty),
+            stop=_stop_strings(self.stop, where),
+            stop_token_ids=_token_ids(self.stop_token_ids, vocab_size, where + "stop_token_ids"),
+            ignore_eos=bool(self.ignore_eos),
+            no_stop_trim=bool(self.no_stop_trim),
+            skip_special_tokens=_or(self.skip_special_tokens, True),
+            logit_bias=_logit_bias(self.logit_bias, vocab_size, where),
+            seed=None if seed is None else seed & ((1 << 63) - 1),
+        )
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _stop_strings(stop: str | list[str] | None, where: str) -> tuple[str, ...]:
+    strings = [stop] if isinstance(stop, str) else stop or []
+    param = where + "stop"
+    if len(strings) > MAX_STOP_STRINGS:
+        raise ApiError(400, f"{param!r} has more than {MAX_STOP_STRINGS} strings", param=param)
+    for string in strings:
+        if not 0 < len(string) <= MAX_STOP_CHARS:
+            raise ApiError(400, f"{param!r}: each string has 1 to {MAX_STOP_CHARS} characters", param=param)
+    return tuple(strings)
+
+
+def _token_ids(ids: list[int] | None, vocab_size: int, param: str) -> tuple[int, ...]:
+    for id in ids or ():
+        if id >= vocab_size:
+            raise ApiError(
+                400, f"{param!r}: token id {id} is not below {vocab_size}, the vocabulary's size", param=param
+            )
+    return tuple(ids or ())
+
+
+def _logit_bias(bias: dict[str, float] | None, vocab_size: int, where: str) -> dict[int, float] | None:
+    if not bias:
+        return None
+    param = where + "logit_bias"
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise ApiError(400, f"{param!r} has more than {MAX_LOGIT_BIAS} entries", param=param)
+    by_id: dict[int, float] = {}
+    for key, value in bias.items():
+        if not key.isascii() or not key.isdigit():
+            raise ApiError(400, f"{param!r}: {key!r} is not a token id", param=param)
+        by_id[int(key)] = value
+    _token_ids(list(by_id), vocab_size, param)
+    return by_id

@@ -1,0 +1,268 @@
+"""Requests in flight, as the HTTP process sees them: text → ids → scheduler, and texts back to whoever waits.
+
+A `Flight` is one HTTP request's generations (several for `n` or a batch) and the owner of their lifetime: whoever opens
+it closes it in a `finally`, and closing aborts what has not ended. So a generation lives exactly as long as the HTTP
+request that asked for it. Closing is legal in every state and any number of times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from treeline_runtime.ipc import AnnouncedReq
+from treeline_runtime.messages import (
+    AbortReq,
+    BatchTextOut,
+    DetokenizeInit,
+    FinishReason,
+    FlushReq,
+    GenerateReq,
+    Reply,
+    StateReq,
+    TextOut,
+)
+from treeline_runtime.server.metrics import Metrics
+
+T = TypeVar("T")
+
+
+class Sender(Protocol):
+    """Where messages to another process go; never blocks."""
+
+    def send(self, message: msgspec.Struct) -> bool: ...
+
+
+class DuplicateRid(Exception):
+    """The caller's request id is already in flight."""
+
+
+class NoReply(Exception):
+    """The other process did not answer in time, or died."""
+
+
+class _Generation:
+    """One request at the scheduler: its output that nobody has taken yet, and its times (monotonic seconds)."""
+
+    __slots__ = ("finished", "first_at", "flight", "index", "last_at", "pending", "started_at", "tokens")
+
+    def __init__(self, flight: Flight, index: int, now: float) -> None:
+        self.flight = flight
+        self.index = index
+        self.pending: list[TextOut] = []
+        self.finished = False
+        self.started_at = now
+        self.first_at: float | None = None
+        self.last_at = now
+        self.tokens = 0
+
+
+class Flight:
+    """Generations of one HTTP request. `next` until it returns nothing; `close` in a `finally`."""
+
+    def __init__(self, manager: TokenizerManager, rids: Sequence[str], now: float, name: str | None) -> None:
+        self.name = name
+        self._manager = manager
+        self._generations = {rid: _Generation(self, index, now) for index, rid in enumerate(rids)}
+        self._open = len(rids)
+        self._woken = asyncio.Event()
+
+    @property
+    def rids(self) -> list[str]:
+        return list(self._generations)
+
+    async def next(self) -> list[tuple[int, TextOut]]:
+        """What came since the last call, at most one merged output per generation; [] once all have ended and
+        everything has been taken."""
+        while True:
+            ready = [(g.index, merge(g.pending)) for g in self._generations.values() if g.pending]
+            if ready:
+                for generation in self._generations.values():
+                    generation.pending = []
+                return ready
+            if not self._open:
+                return []
+            self._woken.clear()
+            await self._woken.wait()
+
+    def close(self) -> None:
+        """Forgets the generations; aborts those that have not ended. Idempotent."""
+        for generation in self._generations.values():
+            generation.finished = True
+        self._open = 0
+        self._manager.forget(self)
+        self._woken.set()
+
+    def _deliver(self, generation: _Generation, out: TextOut) -> None:
+        generation.pending.append(out)
+        if out.finish is not None:
+            generation.finished = True
+            self._open -= 1
+        self._woken.set()
+
+
+def merge(outs: Sequence[TextOut]) -> TextOut:
+    """Consecutive outputs of one request → one: texts and lists joined, counts of the last."""
+    if len(outs) == 1:
+        return outs[0]
+    last = outs[-1]
+    return msgspec.structs.replace(
+        last,
+        text="".join(out.text for out in outs),
+        token_ids=[token for out in outs for token in out.token_ids],
+        output_token_logprobs=_joined([out.output_token_logprobs for out in outs]),
+        output_top_logprobs=_joined([out.output_top_logprobs for out in outs]),
+        input_token_logprobs=outs[0].input_token_logprobs,
+        input_top_logprobs=outs[0].input_top_logprobs,
+    )
+
+
+def _joined(parts: list[list[T] | None]) -> list[T] | None:
+    if all(part is None for part in parts):
+        return None
+    return [item for part in parts if part is not None for item in part]
+
+
+class TokenizerManager:
+    """Sends generations to the scheduler and routes what comes back. All methods run in the event loop."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._running: dict[str, _Generation] = {}
+        self._named: dict[str, Flight] = {}
+        self._asked: dict[str, asyncio.Future[Reply]] = {}
+        self._ids = itertools.count()
+
+    def connect(
+        self, to_scheduler: Sender, to_detokenizer: Sender, to_publisher: Sender | None = None
+    ) -> None:
+        """Where messages go. Before this nothing can be opened or asked."""
+        self._to_scheduler = to_scheduler
+        self._to_detokenizer = to_detokenizer
+        self._to_publisher = to_publisher
+
+    def open(self, requests: Sequence[GenerateReq], name: str | None = None) -> Flight:
+        """Starts the requests; `abort(name)` ends them all. The caller must `close` the flight, whatever happens.
+
+        Raises DuplicateRid when the name or one of the requests' ids is in flight.
+        """
+        rids = [request.rid for request in requests]
+        taken = next((rid for rid in rids if rid in self._running), name if name in self._named else None)
+        if taken is not None or len(set(rids)) < len(rids):
+            raise DuplicateRid(taken or name)
+        flight = Flight(self, rids, time.monotonic(), name)
+        if name is not None:
+            self._named[name] = flight
+        self._running.update(flight._generations)
+        for request in requests:
+            self._metrics.requests.inc()
+            self._to_detokenizer.send(
+                DetokenizeInit.of(request.rid, request.sampling, return_logprob_text=request.return_logprob)
+            )
+            self._to_scheduler.send(request)
+        return flight
+
+    def forget(self, flight: Flight) -> None:
+        """Aborts what has not ended of a flight that nobody waits for any more."""
+        if flight.name is not None and self._named.get(flight.name) is flight:
+            del self._named[flight.name]
+        for rid in flight.rids:
+            if self._running.pop(rid, None) is not None:
+                self._metrics.aborted.inc()
+                self._to_scheduler.send(AbortReq(rid))
+
+    def abort(self, name: str) -> None:
+        """Ends the requests of one name, or all with "": their waiters get what there is, and reason `abort`."""
+        flight = self._named.get(name)
+        for rid in [name] if flight is None else flight.rids:
+            self._to_scheduler.send(AbortReq(rid))
+
+    def fail_all(self, finish: FinishReason) -> int:
+        """Ends everything in flight here and now, without the scheduler; returns how many there were."""
+        running = list(self._running.items())
+        for rid, generation in running:
+            del self._running[rid]
+            generation.flight._deliver(generation, TextOut(rid, "", [], finish))
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(NoReply(finish.message or finish.type))
+        return len(running)
+
+    # ---- what comes back ------------------------------------------------------------------------------------
+
+    def on_batch(self, batch: BatchTextOut) -> None:
+        now = time.monotonic()
+        for out in batch.outs:
+            generation = self._running.get(out.rid)
+            if generation is None:
+                continue  # its client has gone
+            self._measure(generation, out, now)
+            if out.finish is not None:
+                del self._running[out.rid]
+            generation.flight._deliver(generation, out)
+
+    def on_reply(self, reply: Reply) -> None:
+        future = self._asked.get(reply.id)
+        if future is not None and not future.done():
+            future.set_result(reply)
+
+    def _measure(self, generation: _Generation, out: TextOut, now: float) -> None:
+        metrics, fresh = self._metrics, len(out.token_ids)
+        if fresh:
+            if generation.first_at is None:
+                generation.first_at = now
+                metrics.time_to_first_token.observe(now - generation.started_at)
+                metrics.prompt_tokens.inc(out.prompt_tokens)
+                metrics.cached_tokens.inc(out.cached_tokens)
+            else:
+                metrics.inter_token_latency.observe((now - generation.last_at) / fresh)
+            generation.last_at = now
+            generation.tokens += fresh
+            metrics.generation_tokens.inc(fresh)
+        if out.finish is not None:
+            metrics.e2e_request_latency.observe(now - generation.started_at)
+            metrics.retracted.inc(out.retractions)
+            if generation.tokens > 1 and generation.first_at is not None:
+                per_token = (generation.last_at - generation.first_at) / (generation.tokens - 1)
+                metrics.time_per_output_token.observe(per_token)
+
+    # ---- questions ------------------------------------------------------------------------------------------
+
+    async def flush(self, timeout_s: float = 10.0) -> Reply:
+        id = self._new_id()
+        return await self._ask(self._to_scheduler, FlushReq(id), id, timeout_s)
+
+    async def state(self, what: str, timeout_s: float = 10.0) -> dict[str, Any]:
+        """The scheduler's `info`, `radix` or `load`. Raises NoReply."""
+        id = self._new_id()
+        request = StateReq(id, what)  # type: ignore[arg-type]
+        return (await self._ask(self._to_scheduler, request, id, timeout_s)).data or {}
+
+    async def announced(self, after_updates: int, timeout_s: float = 10.0) -> dict[str, Any]:
+        """What the publisher has announced once it has seen `after_updates` cache updates. Raises NoReply."""
+        if self._to_publisher is None:
+            return {"seq": None, "hashes": []}
+        id = self._new_id()
+        return (
+            await self._ask(self._to_publisher, AnnouncedReq(id, after_updates), id, timeout_s)
+        ).data or {}
+
+    async def _ask(self, sender: Sender, request: msgspec.Struct, id: str, timeout_s: float) -> Reply:
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._asked[id] = future
+        try:
+            sender.send(request)
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            raise NoReply(f"no answer within {timeout_s:g} s") from None
+        finally:
+            del self._asked[id]
+
+    def _new_id(self) -> str:
+        return f"q{next(self._ids)}"

@@ -1,0 +1,242 @@
+"""Real runtime servers for tests: a tiny random checkpoint, and a `treeline serve` process on free ports."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CORPUS = [
+    "The capital of France is Paris. The quick brown fox jumps over the lazy dog.",
+    "Counting: one two three four five six seven eight nine ten, and so on and on.",
+    "system user assistant prompt cache tokens hello world streaming server request answer",
+]
+CONTEXT = 1024
+START_S = 90.0
+
+
+def make_tokenizer(folder: Path) -> int:
+    """A byte-level BPE tokenizer in Hugging Face's layout; returns its vocabulary's size."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return int(tokenizer.get_vocab_size())
+
+
+def make_checkpoint(folder: Path, *, seed: int = 0) -> Path:
+    """A random Qwen3 model of a few thousand weights, with tokenizer and chat template."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab = make_tokenizer(folder)
+    hidden, inner, layers, heads, kv_heads, head = 32, 64, 2, 4, 2, 8
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head,
+        "vocab_size": vocab,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "eos_token_id": SPECIAL.index("<|im_end|>"),
+        "bos_token_id": None,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.9, "top_k": 50, "top_p": 0.95})
+    )
+    rng = np.random.default_rng(seed)
+
+    def matrix(rows: int, columns: int) -> Any:
+        return (rng.standard_normal((rows, columns)) * 0.2).astype(np.float32)
+
+    weights: dict[str, Any] = {
+        "model.embed_tokens.weight": matrix(vocab, hidden),
+        "model.norm.weight": np.ones(hidden, np.float32),
+    }
+    for layer in range(layers):
+        name = f"model.layers.{layer}."
+        weights |= {
+            name + "input_layernorm.weight": np.ones(hidden, np.float32),
+            name + "post_attention_layernorm.weight": np.ones(hidden, np.float32),
+            name + "self_attn.q_proj.weight": matrix(heads * head, hidden),
+            name + "self_attn.k_proj.weight": matrix(kv_heads * head, hidden),
+            name + "self_attn.v_proj.weight": matrix(kv_heads * head, hidden),
+            name + "self_attn.o_proj.weight": matrix(hidden, heads * head),
+            name + "self_attn.q_norm.weight": np.ones(head, np.float32),
+            name + "self_attn.k_norm.weight": np.ones(head, np.float32),
+            name + "mlp.gate_proj.weight": matrix(inner, hidden),
+            name + "mlp.up_proj.weight": matrix(inner, hidden),
+            name + "mlp.down_proj.weight": matrix(hidden, inner),
+        }
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+class ServerProcess:
+    """A `treeline serve` process, its log, and ways to look at it and end it."""
+
+    def __init__(self, model: Path | str, *flags: str, environment: dict[str, str] | None = None) -> None:
+        ports = [] if "--no-events" in flags else ["--events-port=0", "--replay-port=0", "--load-port=0"]
+        port = [] if any(flag.startswith("--port") for flag in flags) else ["--port=0"]
+        command = [
+            sys.executable,
+            "-m",
+            "treeline_runtime",
+            "--model",
+            str(model),
+            "--threads=1",
+            *port,
+            *ports,
+        ]
+        env = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
+        self.process = subprocess.Popen(
+            [*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+        )
+        self.log: list[str] = []
+        self._grown = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._grown:
+                self.log.append(line.rstrip("\n"))
+                self._grown.notify_all()
+        with self._grown:
+            self.log.append("(end of log)")
+            self._grown.notify_all()
+
+    def wait_for_log(self, pattern: str, timeout_s: float = START_S) -> re.Match[str]:
+        """The first line that matches; fails with the whole log."""
+        deadline = time.monotonic() + timeout_s
+        with self._grown:
+            while True:
+                for line in self.log:
+                    if found := re.search(pattern, line):
+                        return found
+                left = deadline - time.monotonic()
+                if left <= 0 or (self.log and self.log[-1] == "(end of log)"):
+                    raise AssertionError(f"no {pattern!r} in the log:\n" + "\n".join(self.log))
+                self._grown.wait(left)
+
+    @property
+    def url(self) -> str:
+        return self.wait_for_log(r"listening on (http://\S+)")[1]
+
+    def ready(self) -> ServerProcess:
+        self.wait_for_log(r"ready after")
+        return self
+
+    def client(self, **kwargs: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, **kwargs)
+
+    def children(self) -> dict[str, int]:
+        """Process name → pid, of the server's children."""
+        found: dict[str, int] = {}
+        for folder in Path("/proc").iterdir():
+            if not folder.name.isdigit():
+                continue
+            try:
+                stat = (folder / "stat").read_text().rpartition(")")[2].split()
+                command = (folder / "cmdline").read_bytes().decode()
+            except OSError:
+                continue
+            if int(stat[1]) == self.process.pid and stat[0] != "Z":
+                for name in ("scheduler", "detokenizer", "publisher"):
+                    if name in command:
+                        found[name] = int(folder.name)
+        return found
+
+    def wait(self, timeout_s: float = 20.0) -> int:
+        """The exit status; fails with the log when the server does not end."""
+        try:
+            status = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError("the server did not end:\n" + "\n".join(self.log)) from None
+        self._reader.join(5)
+        return status
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        return self.wait()
+
+
+@contextlib.contextmanager
+def running(model: Path | str, *flags: str, **kwargs: Any) -> Iterator[ServerProcess]:
+    """A ready server, ended at the end of the block whatever happened."""
+    server = ServerProcess(model, *flags, **kwargs)
+    try:
+        yield server.ready()
+    finally:
+        server.stop()
+
+
+def eventually(condition: Callable[[], Any], timeout_s: float = 10.0, what: str = "") -> Any:
+    """Polls until `condition` holds, and returns what it gave."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what or condition}"
+        time.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended (a zombie has)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def sse(response: httpx.Response) -> list[Any]:
+    """The events of a whole stream, checked to be well-formed; the last is "[DONE]" unless an error ended it."""
+    events: list[Any] = []
+    text = "".join(response.iter_text())
+    assert text.endswith("\n\n")
+    for frame in text.removesuffix("\n\n").split("\n\n"):
+        assert frame.startswith("data: "), frame
+        payload = frame.removeprefix("data: ")
+        events.append(payload if payload == "[DONE]" else json.loads(payload))
+    return events
