@@ -1,0 +1,92 @@
+"""A real Envoy for tests: validated, started on free ports, ended again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+from treeline_operator.envoy import EnvoyConfig, bootstrap, command
+
+ENVOY = Path(sys.executable).parent / "envoy"
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago, all different."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
+
+
+def validate(config: EnvoyConfig, folder: Path) -> str:
+    """What Envoy says about a configuration: empty when it accepts it."""
+    path = folder / "validate.json"
+    path.write_text(json.dumps(bootstrap(config)))
+    done = subprocess.run(
+        [ENVOY, "--mode", "validate", "--config-path", path, "--log-level", "error"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+class Envoy:
+    """A running Envoy."""
+
+    def __init__(self, config: EnvoyConfig, folder: Path) -> None:
+        self.config = config
+        self.log = folder / "envoy.log"
+        self.access_log = folder / "access.log"
+        self.url = f"http://127.0.0.1:{config.listen_port}"
+        self.admin = f"http://127.0.0.1:{config.admin_port}"
+
+    def access(self) -> list[dict[str, Any]]:
+        """The access log so far."""
+        return [json.loads(line) for line in self.access_log.read_text().splitlines()]
+
+    async def stats(self, prefix: str) -> dict[str, int]:
+        """Counters and gauges whose names start with a prefix."""
+        async with httpx.AsyncClient() as http:
+            answer = await http.get(f"{self.admin}/stats", params={"filter": f"^{prefix}", "format": "json"})
+        return {s["name"]: s["value"] for s in answer.json()["stats"] if "value" in s}
+
+
+@contextlib.contextmanager
+def _process(envoy: Envoy, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    path = folder / "envoy.json"
+    path.write_text(json.dumps(bootstrap(envoy.config)))
+    with envoy.log.open("wb") as log:
+        process = subprocess.Popen(command(str(ENVOY), str(path), concurrency=1), stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+@contextlib.asynccontextmanager
+async def running_envoy(config: EnvoyConfig, folder: Path, *, timeout_s: float = 15.0) -> AsyncIterator[Envoy]:
+    """Start Envoy; it is live (endpoints fetched, picker's health known) when this yields."""
+    envoy = Envoy(config, folder)
+    with _process(envoy, folder) as process:
+        deadline = time.monotonic() + timeout_s
+        async with httpx.AsyncClient() as http:
+            while True:
+                with contextlib.suppress(httpx.HTTPError):
+                    if (await http.get(f"{envoy.admin}/ready")).status_code == 200:
+                        break
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise AssertionError(f"Envoy did not become ready:\n{envoy.log.read_text()[-3000:]}")
+                await asyncio.sleep(0.02)
+        yield envoy

@@ -1,0 +1,252 @@
+"""Fakes around the picker: HTTP engines, publishers, and a picker that runs inside the test."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import h11
+import httpx
+from treeline_epp.main import Options, options_of, serve
+from treeline_operator.envoy import EnvoyConfig
+
+from support.envoy import Envoy, free_ports, running_envoy
+
+
+async def until(
+    true: Callable[[], Any], what: str, timeout_s: float = 5.0, state: Callable[[], object] = lambda: ""
+) -> Any:
+    """Wait until something is true (its value is returned); say what was waited for when time is up."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := true()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what}; state: {state()}")
+        await asyncio.sleep(0.01)
+    return value
+
+
+@dataclass
+class Seen:
+    """A request that reached an engine."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+@dataclass
+class FakeEngine:
+    """An HTTP engine: probes, information, and an echo for everything else.
+
+    ``documents`` maps paths to JSON documents (or bytes); a missing path is echoed. ``reply_headers`` go with echoes;
+    ``reply_status`` is their status.
+    """
+
+    name: str = "engine"
+    models: tuple[str, ...] = ("tiny",)
+    ready: bool = True
+    documents: dict[str, Any] = field(default_factory=dict)
+    reply_headers: dict[str, str] = field(default_factory=dict)
+    reply_status: int = 200
+    reply_body: bytes | None = None
+    hold: asyncio.Event | None = None
+    seen: list[Seen] = field(default_factory=list)
+    port: int = 0
+    _server: asyncio.Server | None = None
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def served(self) -> list[Seen]:
+        """What clients sent, without the picker's own questions."""
+        return [s for s in self.seen if s.path not in ("/ready", "/v1/models", "/server_info", "/treeline/tokenizer")]
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Die at once: connections are cut."""
+        if self._server is not None:
+            self._server.close()
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._server.wait_closed()
+            self._server = None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            await self._speak(reader, writer)
+        except (OSError, h11.RemoteProtocolError):
+            pass
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+    async def _speak(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = h11.Connection(h11.SERVER)
+        request: h11.Request | None = None
+        body = b""
+        while True:
+            event = connection.next_event()
+            if event is h11.NEED_DATA:
+                connection.receive_data(await reader.read(1 << 16))
+            elif isinstance(event, h11.Request):
+                request, body = event, b""
+            elif isinstance(event, h11.Data):
+                body += event.data
+            elif isinstance(event, h11.EndOfMessage):
+                assert request is not None
+                await self._answer(connection, writer, request, body)
+                if connection.our_state is not h11.DONE or connection.their_state is not h11.DONE:
+                    return
+                connection.start_next_cycle()
+            else:
+                return
+
+    async def _answer(
+        self, connection: h11.Connection, writer: asyncio.StreamWriter, request: h11.Request, body: bytes
+    ) -> None:
+        headers = {k.decode(): v.decode() for k, v in request.headers}
+        path = request.target.decode()
+        self.seen.append(Seen(request.method.decode(), path, headers, body))
+        status, extra, content = self._content(path, headers, body)
+        if self.hold is not None and path not in ("/ready", "/v1/models", "/server_info"):
+            await self.hold.wait()
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        out = [("content-length", str(len(data))), ("content-type", "application/json"), *extra.items()]
+        merged = {key.lower(): value for key, value in out}
+        writer.write(connection.send(h11.Response(status_code=status, headers=list(merged.items()))) or b"")
+        if request.method != b"HEAD":
+            writer.write(connection.send(h11.Data(data=data)) or b"")
+        writer.write(connection.send(h11.EndOfMessage()) or b"")
+        await writer.drain()
+
+    def _content(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], Any]:
+        if path == "/ready":
+            return (200 if self.ready else 503), {}, {}
+        if path in self.documents:
+            return 200, {}, self.documents[path]
+        if path == "/v1/models":
+            return 200, {}, {"object": "list", "data": [{"id": model, "object": "model"} for model in self.models]}
+        if path in ("/server_info", "/treeline/tokenizer"):
+            return 404, {}, {}
+        echo = {"engine": self.name, "path": path, "headers": headers, "body_bytes": len(body)}
+        return self.reply_status, self.reply_headers, echo if self.reply_body is None else self.reply_body
+
+
+@contextlib.asynccontextmanager
+async def engines(count: int = 2, **settings: Any) -> AsyncIterator[list[FakeEngine]]:
+    """Some engines, named e0, e1 …"""
+    made = [FakeEngine(name=f"e{i}", **settings) for i in range(count)]
+    async with contextlib.AsyncExitStack() as stack:
+        for engine in made:
+            await engine.start()
+            stack.push_async_callback(engine.stop)
+        yield made
+
+
+@dataclass
+class RunningPicker:
+    """A picker inside the test's own loop."""
+
+    options: Options
+    task: asyncio.Task[None]
+    stopping: asyncio.Event
+
+    async def get(self, path: str) -> httpx.Response:
+        """A page of the admin port."""
+        async with httpx.AsyncClient() as http:
+            return await http.get(f"http://127.0.0.1:{self.options.metrics_port}{path}")
+
+    async def metrics(self) -> dict[str, float]:
+        """Metrics by full name, labels included."""
+        lines = (await self.get("/metrics")).text.splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
+    async def stop(self) -> None:
+        """SIGTERM's way out."""
+        self.stopping.set()
+        await asyncio.wait_for(self.task, 10)
+
+
+@contextlib.asynccontextmanager
+async def running_picker(*argv: str, wait_ready: bool = True) -> AsyncIterator[RunningPicker]:
+    """A picker with these flags, on free ports unless they name some."""
+    flags = ["--grpc-port", "--grpc-health-port", "--metrics-port"]
+    words = list(argv)
+    for flag, port in zip(flags, free_ports(3), strict=True):
+        if flag not in words:
+            words += [flag, str(port)]
+    options = options_of([*words, "--drain-timeout", "0.2", "--enable-debug-endpoints"])
+    stopping = asyncio.Event()
+    task = asyncio.create_task(serve(options, stopping))
+    picker = RunningPicker(options, task, stopping)
+    try:
+        deadline = time.monotonic() + 10
+        while wait_ready:
+            with contextlib.suppress(httpx.HTTPError):
+                if (await picker.get("/ready")).status_code == 200:
+                    break
+            if task.done():
+                task.result()
+            assert time.monotonic() < deadline, "the picker did not become ready"
+            await asyncio.sleep(0.02)
+        yield picker
+    finally:
+        if not task.done():
+            await picker.stop()
+
+
+@dataclass
+class Plane:
+    """Envoy, picker and engines."""
+
+    envoy: Envoy
+    picker: RunningPicker
+    engines: list[FakeEngine]
+    http: httpx.AsyncClient
+
+    async def complete(self, prompt: str = "hello", **request: Any) -> httpx.Response:
+        """One completion through Envoy."""
+        headers = request.pop("headers", {})
+        body = {"model": "tiny", "prompt": prompt, **request}
+        return await self.http.post("/v1/completions", json=body, headers=headers)
+
+
+@contextlib.asynccontextmanager
+async def data_plane(
+    folder: Path, fakes: list[FakeEngine], *flags: str, **settings: Any
+) -> AsyncIterator[Plane]:
+    """Everything: Envoy in front of a picker in front of these engines. ``settings`` are those of Envoy."""
+    listen, admin = free_ports(2)
+    endpoints = [word for fake in fakes for word in ("--endpoint", f"{fake.name}={fake.address}")]
+    async with running_picker(*endpoints, *flags) as picker:
+        config = EnvoyConfig(
+            listen_port=listen,
+            admin_port=admin,
+            ext_proc_port=picker.options.grpc_port,
+            eds_port=picker.options.grpc_health_port,
+            access_log=str(folder / "access.log"),
+            **settings,
+        )
+        async with (
+            running_envoy(config, folder) as envoy,
+            httpx.AsyncClient(base_url=envoy.url, timeout=20) as http,
+        ):
+            yield Plane(envoy, picker, fakes, http)
