@@ -7,7 +7,7 @@ piece between them; at each place the longest token wins. A token may swallow wh
 
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -17,6 +17,7 @@ from .normalization import Step, identity
 _SPACE: Final = "[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 _LEADING_SPACE: Final = re.compile(f"{_SPACE}*")
 _SPACES: Final = frozenset(chr(c) for c in range(0x3001) if re.match(_SPACE, chr(c)))
+_MAX_GROUPS: Final = 8
 _JOINERS: Final = "\u200c\u200d"
 _CIRCLED: Final = ((0x24B6, 0x24E9), (0x1F130, 0x1F149), (0x1F150, 0x1F169), (0x1F170, 0x1F189))
 
@@ -82,20 +83,61 @@ class AddedTokens:
         return pieces
 
 
+class PlainScan:
+    """Finds added tokens without flags in UTF-8 and replaces them by their keys: all that most tokenizers need."""
+
+    def __init__(self, keys: dict[bytes, bytes]) -> None:
+        words = [token.decode("latin-1") for token in keys]
+        self._keys = keys
+        self._groups = [_byte_pattern(group) for group in _by_first_character(words)]
+        self._all = _byte_pattern(words)
+
+    def replace(self, text: bytes) -> bytes:
+        """The text with each token replaced by its key. O(len(text))."""
+        present = [group for group in self._groups if group.search(text) is not None]
+        if not present:
+            return text
+        parts = (present[0] if len(present) == 1 else self._all).split(text)
+        keys = self._keys
+        parts[1::2] = [keys[part] for part in parts[1::2]]
+        return b"".join(parts)
+
+
+def _by_first_character(words: Iterable[str]) -> list[list[str]]:
+    """Groups of words: an expression with one first character skips to it with memchr, so each is quick by itself.
+
+    With many groups that no longer pays, and they are one.
+    """
+    groups: dict[str, list[str]] = {}
+    for word in words:
+        groups.setdefault(word[0], []).append(word)
+    return list(groups.values()) if len(groups) <= _MAX_GROUPS else [list(words)]
+
+
+def _byte_pattern(words: list[str]) -> re.Pattern[bytes]:
+    return re.compile(b"(" + any_of(words).encode("latin-1") + b")")
+
+
 class _Finder:
     """One set of tokens and the expression that finds them, the longest at each place."""
 
     def __init__(self, tokens: dict[str, AddedToken]) -> None:
         self._tokens = tokens
-        self._search = re.compile(_any_of(list(tokens)))
+        self._groups = [re.compile(any_of(words)) for words in _by_first_character(tokens)]
+        self._all = re.compile(any_of(list(tokens)))
 
     def absent(self, text: str) -> bool:
-        return self._search.search(text) is None
+        return not self._present(text)
+
+    def _present(self, text: str) -> list[re.Pattern[str]]:
+        return [group for group in self._groups if group.search(text) is not None]
 
     def find(self, text: str) -> Iterator[tuple[AddedToken | None, int, int]]:
         """(token or None, start, stop) for all of `text`, in order. Empty stretches are left out."""
         done = 0
-        for match in self._search.finditer(text):
+        present = self._present(text)
+        search = present[0] if len(present) == 1 else self._all
+        for match in search.finditer(text) if present else ():
             start, stop = match.span()
             token = self._tokens[match.group()]
             if token.single_word and not _is_single_word(text, start, stop):
@@ -126,7 +168,7 @@ def _is_word(char: str) -> bool:
     return any(first <= ord(char) <= last for first, last in _CIRCLED)
 
 
-def _any_of(words: list[str]) -> str:
+def any_of(words: list[str]) -> str:
     """An expression that matches the longest of the words that begins at a place.
 
     It is written as a trie, so that a place costs the length of the match and not the number of words, and so that a

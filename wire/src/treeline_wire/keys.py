@@ -22,7 +22,7 @@ from typing import Any, Final
 import tokenizers
 
 from . import keys_selftest
-from .added_tokens import AddedToken, AddedTokens, Piece
+from .added_tokens import AddedToken, AddedTokens, Piece, PlainScan, any_of
 from .keys_selftest import KeySelfTestError
 from .normalization import compile_normalizer, flatten, space_mark
 from .prompt import Prompt
@@ -75,8 +75,9 @@ class PrefixKeys:
         `add_special_tokens` as the request is tokenized with it. Raises UnicodeEncodeError for lone surrogates,
         which the functions of `prompt` refuse before.
         """
-        pieces = self._added.split(text)
-        key = b"".join([self._piece_key(piece) for piece in pieces])
+        key = self._plain_key(text)
+        if key is None:
+            key = b"".join([self._piece_key(piece) for piece in self._added.split(text)])
         return self._head + key + self._tail if add_special_tokens else key
 
     def prompt_key_of(self, prompt: Prompt) -> bytes:
@@ -115,14 +116,15 @@ class PrefixKeys:
         self._byte_fallback = bool(model.get("byte_fallback"))
         self._tokenizer = tokenizer
         added = [AddedToken.from_spec(t) for t in spec.get("added_tokens") or []]
-        self._added = AddedTokens(added, compile_normalizer(norm, tokenizer.normalizer, self._mark))
+        self._normalizer = compile_normalizer(norm, tokenizer.normalizer, self._mark)
+        self._added = AddedTokens(added, self._normalizer.normalize)
         self._added_contents = [t.content for t in added if t.content]
         self._refusal = _refusal(model, pre, self._byte_level, self._byte_fallback)
         self.token_bytes = self._token_table(tokenizer, {t.id: t for t in added})
         self._head, self._tail = map(self.block_key, _template(spec.get("post_processor")))
         self._literal_bytes = self._literal_pieces(model, added)
-        literals = sorted(self._literal_bytes, key=len, reverse=True)
-        self._literal = re.compile("|".join(map(re.escape, literals))) if literals else None
+        self._literal = re.compile(any_of(list(self._literal_bytes))) if self._literal_bytes else None
+        self._plain = self._plain_scan(added)
 
     def _token_table(self, tokenizer: tokenizers.Tokenizer, added: dict[int, AddedToken]) -> list[bytes]:
         own = tokenizer.get_vocab(with_added_tokens=False)
@@ -147,6 +149,24 @@ class PrefixKeys:
         if found is not None:
             return bytes([int(found[1], 16)])
         return (token if self._mark is None else token.replace(self._mark, " ")).encode()
+
+    def _plain_scan(self, added: list[AddedToken]) -> PlainScan | None:
+        flagged = any(t.normalized or t.lstrip or t.rstrip or t.single_word for t in added)
+        if flagged or self._prefix_always or self._literal is not None or not self._normalizer.local:
+            return None
+        keys = {t.content.encode(): self.token_bytes[t.id] for t in added if t.content}
+        if self._prefix_first and any(key[0] != 0xFF for key in keys.values()):
+            return None
+        return PlainScan(keys)
+
+    def _plain_key(self, text: str) -> bytes | None:
+        """The key of a text that is normal already, where no token has flags: one scan. None: take the long way."""
+        if self._plain is None or self._normalizer.normalize(text) != text:
+            return None
+        key = self._plain.replace(text.encode())
+        if self._prefix_first and key and key[0] != 0x20 and key[0] != 0xFF:
+            return b" " + key
+        return key
 
     def _piece_key(self, piece: Piece) -> bytes:
         if piece.token is not None:

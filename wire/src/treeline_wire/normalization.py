@@ -9,14 +9,38 @@ import functools
 import re
 import unicodedata
 from collections.abc import Callable, Iterable
-from typing import Any, Final, Literal, TypeAlias, cast
+from itertools import chain
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 from tokenizers import normalizers
 
 Step: TypeAlias = Callable[[str], str]
 Form: TypeAlias = Literal["NFC", "NFD", "NFKC", "NFKD"]
 
+
+class Normalizer(NamedTuple):
+    """A function from text to normalized text.
+
+    `local`: where it leaves a text as it is, it leaves each part of that text as it is, too.
+    """
+
+    normalize: Step
+    local: bool
+
+
 _FORMS: Final = ("NFC", "NFD", "NFKC", "NFKD")
+#: Where characters that combine or decompose are, or may come to be: neither ideographs nor Hangul nor private use.
+_COMBINING_RANGES: Final = tuple(
+    range(first, last)
+    for first, last in (
+        (0x80, 0x3400),
+        (0xA000, 0xAC00),
+        (0xD7A4, 0xD800),
+        (0xF900, 0x17000),
+        (0x18D00, 0x20000),
+        (0x2F800, 0x2FA20),
+    )
+)
 _ASTRAL: Final = re.compile("[\U00010000-\U0010ffff]+")
 
 
@@ -46,25 +70,23 @@ def space_mark(spec: dict[str, Any] | None) -> str | None:
     return None
 
 
-def compile_normalizer(spec: dict[str, Any] | None, rust: Any, mark: str | None) -> Step:
+def compile_normalizer(spec: dict[str, Any] | None, rust: Any, mark: str | None) -> Normalizer:
     """The function that does what `spec` (the `normalizer` of tokenizer.json) says.
 
     `rust` is the same normalizer as an object of the library, `mark` the character to be read as a space.
     """
+    flat = flatten(spec, "normalizers")
+    unmark = [] if mark is None else [functools.partial(_replace, old=mark, new=" ")]
+    compiled = [_compile_step(step, mark) for step in flat]
     steps: list[Step] = []
-    for step in flatten(spec, "normalizers"):
-        compiled = _compile_step(step, mark)
-        if compiled is None:
-            return _marked(rust.normalize_str, mark)
-        if compiled is not identity:
-            steps.append(compiled)
-    if mark is not None:
-        steps.append(functools.partial(_replace, old=mark, new=" "))
-    if not steps:
-        return identity
-    if len(steps) == 1:
-        return steps[0]
-    return functools.partial(_chain, steps=tuple(steps))
+    for step in compiled:
+        if step is None:
+            steps = [rust.normalize_str]
+            break
+        if step is not identity:
+            steps.append(step)
+    local = None not in compiled and all(step["type"] != "Prepend" for step in flat)
+    return Normalizer(_composed([*steps, *unmark]), local)
 
 
 def _compile_step(step: dict[str, Any], mark: str | None) -> Step | None:
@@ -73,6 +95,8 @@ def _compile_step(step: dict[str, Any], mark: str | None) -> Step | None:
         return functools.partial(_unicode, form=cast(Form, kind))
     if kind == "ByteLevel":
         return identity  # it spells bytes as characters; keys are bytes anyway
+    if kind == "Lowercase":
+        return _lowercase
     if kind == "Prepend":
         prefix = str(step["prepend"])
         return functools.partial(_prepend, prefix=" " if prefix == mark else prefix)
@@ -85,10 +109,10 @@ def _compile_step(step: dict[str, Any], mark: str | None) -> Step | None:
     return None
 
 
-def _marked(step: Step, mark: str | None) -> Step:
-    if mark is None:
-        return step
-    return functools.partial(_chain, steps=(step, functools.partial(_replace, old=mark, new=" ")))
+def _composed(steps: list[Step]) -> Step:
+    if len(steps) > 1:
+        return functools.partial(_chain, steps=tuple(steps))
+    return steps[0] if steps else identity
 
 
 def _chain(text: str, steps: Iterable[Step]) -> str:
@@ -103,6 +127,10 @@ def _prepend(text: str, prefix: str) -> str:
 
 def _replace(text: str, old: str, new: str) -> str:
     return text.replace(old, new)
+
+
+def _lowercase(text: str) -> str:
+    return text.lower() if text.isascii() else str(normalizers.Lowercase().normalize_str(text))
 
 
 def _unicode(text: str, form: Form) -> str:
@@ -131,7 +159,7 @@ def _disputed(form: Form) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """
     rust = getattr(normalizers, form)()
     disputed: set[int] = set()
-    for code in (*range(0x80, 0x20000), *range(0x2F800, 0x2FA20)):
+    for code in chain(*_COMBINING_RANGES):
         char = chr(code)
         category = unicodedata.category(char)
         if category == "Cn":
