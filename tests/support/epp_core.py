@@ -17,7 +17,7 @@ class Block:
 
 @dataclass
 class NaiveTree:
-    """What the tree should know, written for obviousness: every block with its whole text, every pod with its hashes."""
+    """What the tree should know, written to be obvious: each block with its whole text, each pod with its hashes."""
 
     blocks: dict[int, Block] = field(default_factory=dict)
     held: dict[int, set[int]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class NaiveTree:
 
     def match(self, key: bytes, bit: int, spans: Sequence[bytes] = ()) -> int:
         """Tokens of `key` that the pod holds."""
-        matched = max((_common(key, text) for text in [b"", *spans, *(b.text for b in self.blocks.values())]))
+        matched = max(_common(key, text) for text in [b"", *spans, *(b.text for b in self.blocks.values())])
         held = self.held.get(bit, set())
         good: dict[int, bool] = {}
 

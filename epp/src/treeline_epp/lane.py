@@ -5,7 +5,7 @@ kept once per run of blocks that the same pods hold. Nearly every edge has exact
 lanes appear where chains fork without their text forking (another tokenization, a publisher with its own hash seed,
 another block size).
 
-A slot that no pod holds any more is a hole: it keeps its hash and end while later blocks of the lane are held, since
+A slot that no pod holds any more, with held ones before and after it, is a hole: it keeps its hash and its end, since
 an engine may drop an ancestor and keep its descendants.
 """
 
@@ -150,18 +150,18 @@ class Lane:
         return rest_chain, rest_ends, rest if len(rest) > 2 else rest[1]
 
     def trim(self) -> None:
-        """Forget the holes at the end. O(bytes) if there are any."""
+        """Forget the holes at both ends; a lane of nothing but holes becomes empty. O(bytes) if there are any."""
         sets = self.sets
         if isinstance(sets, int):
-            keep = len(self) if sets else 0
-        else:
-            if sets[-1]:
-                return
-            keep = sets[-4]
-            self.sets = sets[:-2] if len(sets) > 4 else sets[1]
-        if keep < len(self):
-            self.chain = self.chain[: 8 * keep + 8]
-            self.ends = self.ends[: 2 * keep]
+            if not sets:
+                self.chain, self.ends = self.chain[:8], b""
+            return
+        if not sets[-1]:
+            self.cut(sets[-4])
+        if not sets[1]:
+            slot = sets[0]
+            self.chain, self.ends, self.sets = self.cut(slot)
+            self.base += slot * self.width
 
     def shift(self, delta: int) -> None:
         """The edge's text begins `delta` bytes earlier (later if negative): move all ends. O(n)."""
@@ -188,6 +188,7 @@ class Lane:
             assert afters[0] > 0
             assert afters[-1] == count
             assert all(a != b for a, b in pairwise(members)), members
+        assert self.runs()[0][2], "holes at the beginning"
         assert self.runs()[-1][2], "holes at the end"
         assert all(members >= 0 for _, _, members in self.runs())
 

@@ -16,7 +16,7 @@ Invariants, all asserted by `check`:
   removal);
 - a leaf's text ends with its last mark or span: nothing is kept that nobody holds;
 - `blocks[h]` is lane L ⇔ L has a slot with hash h that some pod holds;
-- lanes never end with a hole.
+- lanes neither begin nor end with a hole.
 
 The tree also carries *spans*: parts of edges that a routed request will have put into a pod's cache (see `history`).
 """
@@ -415,10 +415,10 @@ class Tree:
                 head = Lane(upper, lane.base, lane.width, lane.chain, lane.ends, lane.sets)
                 lane.chain, lane.ends, lane.sets = head.cut(slot)
                 lane.base += slot * lane.width
+                lane.trim()
                 head.trim()
-                if head.ends:
-                    self._point(head, 0, len(head))
-                    upper_lanes.append(head)
+                self._point(head, 0, len(head))
+                upper_lanes.append(head)
             lane.shift(-at)
             lower_lanes.append(lane)
         upper.lanes = tuple(upper_lanes)
