@@ -21,6 +21,8 @@ class Metric:
     better: Literal["lower", "higher"]
     reference: float | None = None
     source: str = ""
+    beside: str = ""
+    """What was measured beside it, in a word."""
     headline: bool = True
     """Shown in the README's summary."""
 
@@ -33,21 +35,24 @@ METRICS: dict[str, Metric] = {
         "prompt tokens that came from a runtime's cache",
         "higher",
         source="an oracle: every repeat hits its whole shared prefix",
+        beside="oracle",
     ),
     "routing.computed_tokens": Metric(
         "tokens",
         "prompt tokens that the runtimes had to compute",
         "lower",
         source="an oracle: each shared prefix computed once",
+        beside="oracle",
     ),
     "routing.ttft_ms.p50": Metric(
-        "ms", "time to first token, median", "lower", source="random routing, same run"
+        "ms", "time to first token, median", "lower", source="random routing, same run", beside="random"
     ),
     "routing.ttft_ms.p99": Metric(
         "ms",
         "time to first token, 99th percentile",
         "lower",
         source="random routing, same run",
+        beside="random",
         headline=False,
     ),
     "routing.duration_s": Metric(
@@ -55,6 +60,7 @@ METRICS: dict[str, Metric] = {
         "first request sent to last answer read",
         "lower",
         source="random routing, same run",
+        beside="random",
         headline=False,
     ),
     "routing.errors": Metric(
@@ -84,8 +90,8 @@ METRICS: dict[str, Metric] = {
         "requests/s",
         "the same, 220 KB bodies",
         "higher",
-        1185.0,
-        "grpc.aio prototype (844 µs a request, echo only: no parsing, no matching)",
+        130.0,
+        "published plateau of the Go picker with 220 KB prompts (all its cores together, not stated how many)",
     ),
     "picker.rps": Metric(
         "requests/s", "requests answered per second at saturation", "higher", source="", headline=False

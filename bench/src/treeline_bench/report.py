@@ -76,11 +76,10 @@ def _expected(row: Row) -> str:
         return "–"
     if isinstance(row.reference, str):
         return row.reference
-    sign = "≤" if metric(row.metric).better == "lower" else "≥"
-    # What was measured in the same run is no bound, it is a neighbour.
-    return (
-        number(row.reference) if metric(row.metric).reference is None else f"{sign} {number(row.reference)}"
-    )
+    described = metric(row.metric)
+    if described.beside:  # no bound: a neighbour
+        return f"{number(row.reference)} ({described.beside})"
+    return f"{'≤' if described.better == 'lower' else '≥'} {number(row.reference)}"
 
 
 def _ratio(row: Row) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from typing import cast
 
 import httptools
 
@@ -33,8 +34,7 @@ class SimProtocol(asyncio.Protocol):
         self._case = ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none of its subclasses
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -1,0 +1,56 @@
+import random
+from pathlib import Path
+
+import pytest
+from support.bench import train_tokenizer, words
+from tokenizers import Tokenizer, processors
+from treeline_bench.prompts import PromptError, PromptMaker
+
+
+@pytest.fixture(scope="module")
+def maker(model: Path) -> PromptMaker:
+    return PromptMaker.of_model(model)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 1024])
+def test_texts_have_exactly_the_length_asked_for(maker: PromptMaker, tokens: int) -> None:
+    text = maker.text(tokens, random.Random(3))
+    assert maker.count(text) == tokens
+
+
+def test_a_tail_leaves_the_prefix_as_it_was(maker: PromptMaker, model: Path) -> None:
+    rng = random.Random(4)
+    prefix = maker.text(256, rng)
+    first, second = (maker.with_shared_prefix(prefix, 32, rng) for _ in range(2))
+    assert maker.count(first) == maker.count(second) == 288
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    assert (
+        tokenizer.encode(first).ids[:256]
+        == tokenizer.encode(second).ids[:256]
+        == tokenizer.encode(prefix).ids
+    )
+    assert first != second
+
+
+def test_the_same_seed_gives_the_same_text(maker: PromptMaker) -> None:
+    assert maker.text(50, random.Random(9)) == maker.text(50, random.Random(9))
+
+
+def test_a_bos_token_is_counted_and_not_built() -> None:
+    tokenizer = train_tokenizer(words())
+    bos = tokenizer.token_to_id("<|im_start|>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)]
+    )
+    maker = PromptMaker(tokenizer)
+    assert maker.count(maker.text(20, random.Random(1))) == 21
+
+
+def test_a_vocabulary_without_words_is_refused() -> None:
+    with pytest.raises(PromptError, match="words of one token"):
+        PromptMaker(train_tokenizer(words(), size=260))
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match=r"tokenizer\.json"):
+        PromptMaker.of_model(tmp_path)

@@ -1,0 +1,108 @@
+"""Helpers of the benchmarks' tests: a small model folder, a display that remembers, invented results."""
+
+import json
+import random
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from treeline_bench.metrics import row
+from treeline_bench.results import Machine, Result
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def words(count: int = 120) -> list[str]:
+    """Invented words, the same every time."""
+    rng = random.Random(5)
+    return sorted({"".join(rng.choices(LETTERS, k=rng.randint(3, 8))) for _ in range(count)})
+
+
+def train_tokenizer(vocabulary: list[str], size: int = 1200) -> Tokenizer:
+    """A byte-level BPE tokenizer that has learnt whole words."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    rng = random.Random(6)
+    texts = [" " + " ".join(rng.choices(vocabulary, k=60)) for _ in range(80)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def model_folder(folder: Path) -> Path:
+    """A tokenizer and a chat template in Hugging Face's layout; no weights."""
+    train_tokenizer(words()).save(str(folder / "tokenizer.json"))
+    config = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+class Remembered:
+    """A display that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.parts: list[int] = []
+
+    def phase(self, text: str, total: int | None = None) -> None:
+        self.phases.append(text if total is None else f"{text} ({total})")
+
+    def done(self, parts: int) -> None:
+        self.parts.append(parts)
+
+
+def _routing_rows() -> list[tuple[str, float, float | None]]:
+    rows: list[tuple[str, float, float | None]] = []
+    for policy, rate, computed, ms in (
+        ("treeline", 0.8, 27_000, 90),
+        ("round_robin", 0.45, 76_000, 210),
+        ("random", 0.42, 80_000, 230),
+    ):
+        rows += [
+            (f"routing.hit_rate.{policy}", rate, 0.824),
+            (f"routing.computed_tokens.{policy}", computed, 24_576),
+            (f"routing.ttft_ms.p50.{policy}", ms, 230),
+            (f"routing.ttft_ms.p99.{policy}", 3 * ms, 690),
+            (f"routing.errors.{policy}", 0, None),
+        ]
+    return rows
+
+
+INVENTED: dict[str, list[tuple[str, float, float | None]]] = {
+    "routing": _routing_rows(),
+    "picker": [
+        ("picker.added_ms.p50", 1.1, None),
+        ("picker.added_ms.p99", 2.2, None),
+        ("picker.bare_ms.p50", 0.2, None),
+        ("picker.rps_per_core.1kb", 1500, None),
+        ("picker.rps_per_core.220kb", 400, None),
+        ("picker.errors", 0, None),
+    ],
+    "tree": [
+        ("tree.match_us.2700", 15, None),
+        ("tree.match_us.100k", 400, None),
+        ("tree.ingest_blocks_s", 360_000, None),
+        ("tree.bytes_per_block", 100, None),
+    ],
+}
+
+
+def invented_result(name: str) -> Result:
+    """A result with plausible numbers, for tests of tables and plots."""
+    return Result(
+        benchmark=name,
+        date="2026-11-20",
+        machine=Machine(2, "Some CPU", 23.5, "Debian"),
+        versions={"python": "3.11.7", "envoy": "1.40.0"},
+        command=f"python -m treeline_bench {name}",
+        rows=[row(metric, value, reference) for metric, value, reference in INVENTED[name]],
+    )
