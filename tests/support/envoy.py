@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 from treeline_operator.envoy import EnvoyConfig, bootstrap, command
+
+Patch = Callable[[dict[str, Any]], None]
 
 ENVOY = Path(sys.executable).parent / "envoy"
 
@@ -44,8 +46,10 @@ def validate(config: EnvoyConfig, folder: Path) -> str:
 class Envoy:
     """A running Envoy."""
 
-    def __init__(self, config: EnvoyConfig, folder: Path) -> None:
+    def __init__(self, config: EnvoyConfig, folder: Path, patch: Patch) -> None:
         self.config = config
+        self.bootstrap = bootstrap(config)
+        patch(self.bootstrap)
         self.log = folder / "envoy.log"
         self.access_log = folder / "access.log"
         self.url = f"http://127.0.0.1:{config.listen_port}"
@@ -54,6 +58,17 @@ class Envoy:
     def access(self) -> list[dict[str, Any]]:
         """The access log so far."""
         return [json.loads(line) for line in self.access_log.read_text().splitlines()]
+
+    async def hosts(self) -> dict[str, str]:
+        """The endpoints of the pods cluster as Envoy knows them: address → EDS health."""
+        async with httpx.AsyncClient() as http:
+            answer = await http.get(f"{self.admin}/clusters", params={"format": "json"})
+        (pods,) = [c for c in answer.json()["cluster_statuses"] if c["name"] == "pods"]
+        return {
+            f"{a['address']}:{a['port_value']}": host["health_status"].get("eds_health_status", "UNKNOWN")
+            for host in pods.get("host_statuses", [])
+            for a in [host["address"]["socket_address"]]
+        }
 
     async def stats(self, prefix: str) -> dict[str, int]:
         """Counters and gauges whose names start with a prefix."""
@@ -65,9 +80,11 @@ class Envoy:
 @contextlib.contextmanager
 def _process(envoy: Envoy, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     path = folder / "envoy.json"
-    path.write_text(json.dumps(bootstrap(envoy.config)))
+    path.write_text(json.dumps(envoy.bootstrap))
     with envoy.log.open("wb") as log:
-        process = subprocess.Popen(command(str(ENVOY), str(path), concurrency=1), stdout=log, stderr=log)
+        process = subprocess.Popen(
+            command(str(ENVOY), str(path), concurrency=1, log_flush_ms=50), stdout=log, stderr=log
+        )
     try:
         yield process
     finally:
@@ -76,9 +93,14 @@ def _process(envoy: Envoy, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @contextlib.asynccontextmanager
-async def running_envoy(config: EnvoyConfig, folder: Path, *, timeout_s: float = 15.0) -> AsyncIterator[Envoy]:
-    """Start Envoy; it is live (endpoints fetched, picker's health known) when this yields."""
-    envoy = Envoy(config, folder)
+async def running_envoy(
+    config: EnvoyConfig, folder: Path, *, patch: Patch = lambda _: None, timeout_s: float = 15.0
+) -> AsyncIterator[Envoy]:
+    """Start Envoy; it is live (endpoints fetched, picker's health known) when this yields.
+
+    ``patch`` may change the bootstrap in place.
+    """
+    envoy = Envoy(config, folder, patch)
     with _process(envoy, folder) as process:
         deadline = time.monotonic() + timeout_s
         async with httpx.AsyncClient() as http:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 import time
 from collections.abc import AsyncIterator, Callable
@@ -16,19 +17,23 @@ import httpx
 from treeline_epp.main import Options, options_of, serve
 from treeline_operator.envoy import EnvoyConfig
 
-from support.envoy import Envoy, free_ports, running_envoy
+from support.envoy import Envoy, Patch, free_ports, running_envoy
 
 
 async def until(
     true: Callable[[], Any], what: str, timeout_s: float = 5.0, state: Callable[[], object] = lambda: ""
 ) -> Any:
-    """Wait until something is true (its value is returned); say what was waited for when time is up."""
+    """Wait until something (plain or awaited) is true, and return it; say what was waited for when time is up."""
     deadline = time.monotonic() + timeout_s
-    while not (value := true()):
+    while True:
+        value = true()
+        if inspect.isawaitable(value):
+            value = await value
+        if value:
+            return value
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s} s: {what}; state: {state()}")
         await asyncio.sleep(0.01)
-    return value
 
 
 @dataclass
@@ -69,7 +74,11 @@ class FakeEngine:
     @property
     def served(self) -> list[Seen]:
         """What clients sent, without the picker's own questions."""
-        return [s for s in self.seen if s.path not in ("/ready", "/v1/models", "/server_info", "/treeline/tokenizer")]
+        return [
+            s
+            for s in self.seen
+            if s.path not in ("/ready", "/v1/models", "/server_info", "/treeline/tokenizer")
+        ]
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
@@ -91,7 +100,7 @@ class FakeEngine:
         self._tasks.add(task)
         try:
             await self._speak(reader, writer)
-        except (OSError, h11.RemoteProtocolError):
+        except (OSError, h11.RemoteProtocolError, asyncio.CancelledError):
             pass
         finally:
             self._tasks.discard(task)
@@ -142,7 +151,11 @@ class FakeEngine:
         if path in self.documents:
             return 200, {}, self.documents[path]
         if path == "/v1/models":
-            return 200, {}, {"object": "list", "data": [{"id": model, "object": "model"} for model in self.models]}
+            return (
+                200,
+                {},
+                {"object": "list", "data": [{"id": model, "object": "model"} for model in self.models]},
+            )
         if path in ("/server_info", "/treeline/tokenizer"):
             return 404, {}, {}
         echo = {"engine": self.name, "path": path, "headers": headers, "body_bytes": len(body)}
@@ -231,7 +244,7 @@ class Plane:
 
 @contextlib.asynccontextmanager
 async def data_plane(
-    folder: Path, fakes: list[FakeEngine], *flags: str, **settings: Any
+    folder: Path, fakes: list[FakeEngine], *flags: str, patch: Patch = lambda _: None, **settings: Any
 ) -> AsyncIterator[Plane]:
     """Everything: Envoy in front of a picker in front of these engines. ``settings`` are those of Envoy."""
     listen, admin = free_ports(2)
@@ -246,7 +259,7 @@ async def data_plane(
             **settings,
         )
         async with (
-            running_envoy(config, folder) as envoy,
+            running_envoy(config, folder, patch=patch) as envoy,
             httpx.AsyncClient(base_url=envoy.url, timeout=20) as http,
         ):
             yield Plane(envoy, picker, fakes, http)

@@ -192,8 +192,16 @@ class EngineWatcher:
                 pass
 
     def _pause(self) -> float:
-        slow = 5.0 if self.state is EngineState.READY else 0.25
-        return slow * random.uniform(0.8, 1.2)  # so that a hundred engines are not asked in one moment
+        if self.state is not EngineState.READY:
+            often = 0.25
+        else:  # one that pushes its load is known to be alive; others can only be asked
+            pushes = (
+                self.info is not None
+                and self.info.source is not None
+                and self.info.source.load_port is not None
+            )
+            often = 5.0 if pushes else 1.0
+        return often * random.uniform(0.8, 1.2)  # so that a hundred engines are not asked in one moment
 
     async def _look(self) -> None:
         state, info = await self._ask()

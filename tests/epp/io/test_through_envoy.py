@@ -2,21 +2,307 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
-from support.epp_io import data_plane, engines
+from support.epp_io import Plane, data_plane, engines, running_picker, until
 from treeline_wire import headers as names
 
 pytestmark = pytest.mark.integration
 
 
-async def test_a_request_goes_where_the_picker_says(tmp_path: Path) -> None:
-    async with engines() as fakes, data_plane(tmp_path, fakes, add_endpoint_header=True) as plane:
+async def enough(plane: Plane, count: int, **request: Any) -> list[httpx.Response]:
+    """Some completions, one after the other."""
+    return [await plane.complete(f"prompt {i}", **request) for i in range(count)]
+
+
+def log_metadata(bootstrap: dict[str, Any]) -> None:
+    """Let the access log show the dynamic metadata that the picker set."""
+    listener = bootstrap["static_resources"]["listeners"][0]
+    manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    line = manager["access_log"][0]["typed_config"]["log_format"]["json_format"]
+    line["metadata"] = f"%DYNAMIC_METADATA({names.LB}:{names.DESTINATION})%"
+    line["served"] = f"%DYNAMIC_METADATA({names.LB}:{names.SERVED})%"
+
+
+async def test_a_request_goes_where_header_and_metadata_say(tmp_path: Path) -> None:
+    async with (
+        engines() as fakes,
+        data_plane(tmp_path, fakes, add_endpoint_header=True, patch=log_metadata) as plane,
+    ):
+        answers = await enough(plane, 4)
+        assert [a.status_code for a in answers] == [200] * 4
+        address = {fake.name: fake.address for fake in fakes}
+        for answer in answers:
+            echo = answer.json()
+            chosen = echo["headers"][names.DESTINATION].split(",")
+            assert chosen[0] == address[echo["engine"]] == answer.headers[names.ENDPOINT]
+            assert sorted(chosen) == sorted(address.values())
+        lines = await until(lambda: len(plane.envoy.access()) == 4 and plane.envoy.access(), "four log lines")
+        for line in lines:
+            assert line["metadata"] == line["picked"]
+            assert line["served"] == line["endpoint"]
+        metrics = await plane.picker.metrics()
+        assert metrics['treeline_epp_outcomes_total{outcome="headers"}'] == 4
+        assert not [name for name in metrics if name.startswith("treeline_epp_served_elsewhere_total")]
+
+
+@pytest.mark.parametrize("mode", ["NONE", "STREAMED", "BUFFERED", "FULL_DUPLEX_STREAMED"])
+async def test_every_body_mode_delivers_the_body_and_the_answer_unchanged(tmp_path: Path, mode: str) -> None:
+    settings = {"request_body_mode": mode, "response_body_mode": mode, "fail_open": False}
+    async with engines() as fakes, data_plane(tmp_path, fakes, **settings) as plane:
+        for fake in fakes:
+            fake.reply_body = bytes(range(256)) * 800
+        for size in (1, 200_000, 1_500_000):
+            prompt = "x" * size
+            answer = await plane.complete(prompt)
+            assert answer.status_code == 200, answer.text
+            assert answer.content == fakes[0].reply_body
+            (seen,) = [s for fake in fakes for s in fake.served]
+            assert json.loads(seen.body) == {"model": "tiny", "prompt": prompt}
+            assert seen.headers[names.DESTINATION]
+            for fake in fakes:
+                fake.seen.clear()
+        answer = await plane.http.get("/somewhere")
+        assert answer.status_code == 200
+
+
+async def test_what_clients_may_not_say_never_arrives(tmp_path: Path) -> None:
+    async with engines() as fakes, data_plane(tmp_path, fakes) as plane:
+        spoofed = {
+            names.DESTINATION: "127.0.0.1:1",
+            names.SUBSET: "127.0.0.1:1",
+            names.DESTINATION.title(): "127.0.0.1:2",
+            "x-gateway-destination-endpoint-fallback": "127.0.0.1:1",
+            "test-epp-endpoint-selection": "127.0.0.1",
+            "x-envoy-max-retries": "0",
+            "x-treeline-client": "admin",
+        }
+        answer = await plane.complete(headers=spoofed)
+        assert answer.status_code == 200
+        seen = answer.json()["headers"]
+        assert "127.0.0.1:1" not in seen[names.DESTINATION].split(",")
+        assert [n for n in seen if n in spoofed and n != names.DESTINATION] == []
+        await plane.picker.stop()
+        answer = await plane.complete(headers=spoofed)
+        assert answer.status_code == 200
+        assert names.DESTINATION not in answer.json()["headers"]
+
+
+async def test_without_a_picker_requests_are_spread_over_the_known_endpoints(tmp_path: Path) -> None:
+    async with engines() as fakes, data_plane(tmp_path, fakes) as plane:
+        await enough(plane, 2)
+        await plane.picker.stop()
+        answers = await enough(plane, 10)
+        assert [a.status_code for a in answers] == [200] * 10
+        assert {a.json()["engine"] for a in answers} == {"e0", "e1"}
+
+
+async def test_fail_close_answers_an_error_without_a_picker(tmp_path: Path) -> None:
+    async with engines() as fakes, data_plane(tmp_path, fakes, fail_open=False) as plane:
+        assert (await plane.complete()).status_code == 200
+        await plane.picker.stop()
+        assert (await plane.complete()).status_code >= 500
+
+
+async def test_a_picker_that_returns_is_asked_again_within_a_second(tmp_path: Path) -> None:
+    async with engines() as fakes, data_plane(tmp_path, fakes) as plane:
+        old = plane.picker.options
+        await plane.picker.stop()
+        assert (await plane.complete()).status_code == 200
+        flags = [f"--grpc-port={old.grpc_port}", f"--grpc-health-port={old.grpc_health_port}"]
+        words = [word for flag in flags for word in flag.split("=")]
+        endpoints = [word for fake in fakes for word in ("--endpoint", f"{fake.name}={fake.address}")]
+        async with running_picker(*words, *endpoints):
+            loop = asyncio.get_running_loop()
+            ready_at = loop.time()
+            while names.DESTINATION not in (await plane.complete()).json()["headers"]:
+                assert loop.time() < ready_at + 1.0
+            assert set(await plane.envoy.hosts()) == {fake.address for fake in fakes}
+
+
+async def test_a_dead_first_entry_is_retried_on_the_second(tmp_path: Path) -> None:
+    async with engines() as fakes, data_plane(tmp_path, fakes, "--policy", "round_robin") as plane:
+        await enough(plane, 2)
+        dead, alive = fakes
+        await dead.stop()
+        answers = await asyncio.gather(*(plane.complete() for _ in range(6)))
+        assert [a.status_code for a in answers] == [200] * 6
+        assert {a.json()["engine"] for a in answers} == {alive.name}
+        metrics = await plane.picker.metrics()
+        assert metrics['treeline_epp_served_elsewhere_total{by="fallback"}'] >= 1
+        # That was a hint; the picker has asked, and does not name the dead one any more.
+
+        async def noticed() -> bool:
+            return (await plane.picker.metrics())['treeline_epp_endpoints{state="down"}'] == 1
+
+        await until(noticed, "the picker knows that one is down")
         answer = await plane.complete()
-        assert answer.status_code == 200, answer.text
-        print(answer.headers, answer.text)
-        print(await plane.picker.metrics())
-        print(plane.envoy.access())
-        by_name = {fake.name: fake.address for fake in fakes}
-        assert answer.headers[names.ENDPOINT] == by_name[answer.json()["engine"]]
+        assert answer.json()["headers"][names.DESTINATION] == alive.address
+
+
+async def test_overload_is_tried_on_the_next_entry_and_told_if_all_are_full(tmp_path: Path) -> None:
+    async with engines() as fakes, data_plane(tmp_path, fakes, "--policy", "round_robin") as plane:
+        full = fakes[0]
+        full.reply_status, full.reply_headers = 503, {names.OVERLOADED: "1", "Retry-After": "2"}
+        answers = await enough(plane, 4)
+        assert [a.status_code for a in answers] == [200] * 4
+        assert {a.json()["engine"] for a in answers} == {"e1"}
+        fakes[1].reply_status, fakes[1].reply_headers = full.reply_status, full.reply_headers
+        answer = await plane.complete()
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "2"
+
+
+@pytest.mark.parametrize("mode", ["BUFFERED", "FULL_DUPLEX_STREAMED"])
+async def test_a_body_over_the_limit_is_413_in_openai_shape(tmp_path: Path, mode: str) -> None:
+    flags = ("--max-body-bytes", "100000")
+    settings = {"request_body_mode": mode, "fail_open": False, "body_limit": 100_000}
+    async with engines() as fakes, data_plane(tmp_path, fakes, *flags, **settings) as plane:
+        assert (await plane.complete("x" * 90_000)).status_code == 200
+
+        async def chunks() -> Any:
+            yield b'{"model": "tiny", "prompt": "'
+            for _ in range(20):
+                yield b"x" * 10_000
+            yield b'"}'
+
+        for answer in (
+            await plane.complete("x" * 100_000),
+            await plane.http.post("/v1/completions", content=chunks()),
+        ):
+            assert answer.status_code == 413
+            assert answer.json()["error"]["code"] == "request_too_large"
+        assert len([s for fake in fakes for s in fake.served]) == 1
+
+
+async def test_api_keys_are_required_where_there_are_any(tmp_path: Path) -> None:
+    keys = {"ada": "sk-ada", "bob": "sk-bob"}
+    async with engines() as fakes, data_plane(tmp_path, fakes, api_keys=keys) as plane:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}):
+            answer = await plane.complete(headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        for headers in ({"authorization": "Bearer sk-ada"}, {"x-api-key": "sk-bob"}):
+            answer = await plane.complete(headers=headers)
+            assert answer.status_code == 200, answer.text
+            seen = answer.json()["headers"]
+            assert "sk-" not in json.dumps(seen)
+            assert seen["x-treeline-client"] in keys
+
+
+async def test_models_are_the_union_and_an_unknown_one_is_404(tmp_path: Path) -> None:
+    async with engines(2, models=("tiny", "tiny:lora")) as fakes:
+        fakes[1].models = ("tiny", "other")
+        async with data_plane(tmp_path, fakes) as plane:
+            listed = (await plane.http.get("/v1/models")).json()
+            assert listed["object"] == "list"
+            assert sorted(m["id"] for m in listed["data"]) == ["other", "tiny", "tiny:lora"]
+            one = await plane.http.get("/v1/models/other")
+            assert (one.status_code, one.json()["id"]) == (200, "other")
+            for answer in (await plane.complete(model="gpt-9"), await plane.http.get("/v1/models/gpt-9")):
+                assert answer.status_code == 404
+                error = answer.json()["error"]
+                assert (error["code"], error["param"]) == ("model_not_found", "model")
+            for _ in range(4):
+                assert (await plane.complete(model="other")).json()["engine"] == "e1"
+            bad = await plane.http.post("/v1/chat/completions", content=b"{")
+            assert (bad.status_code, bad.json()["error"]["code"]) == (400, "invalid_json")
+            assert (await plane.complete(model=7)).json()["error"]["param"] == "model"
+            assert (await plane.http.get("/health")).status_code == 200
+
+
+async def test_no_endpoint_is_503_with_a_reason(tmp_path: Path) -> None:
+    async with engines(1, ready=False) as fakes, data_plane(tmp_path, fakes) as plane:
+        answer = await plane.complete()
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "no_endpoints"
+        assert answer.headers["x-llm-d-request-dropped-reason"] == "rejected-no-endpoints"
+        assert answer.headers["retry-after"] == "1"
+        await plane.picker.stop()
+        answer = await plane.complete()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_endpoints")
+        fakes[0].ready = True
+
+
+async def test_an_engine_that_drains_gets_nothing_new_and_finishes_what_it_has(tmp_path: Path) -> None:
+    async with engines() as fakes, data_plane(tmp_path, fakes, "--policy", "round_robin") as plane:
+        hold = asyncio.Event()
+        for fake in fakes:
+            fake.hold = hold
+        held = [asyncio.create_task(plane.complete(f"held {i}")) for i in range(2)]
+        await until(lambda: all(fake.served for fake in fakes), "both engines have a request")
+        leaving, staying = fakes
+        leaving.ready = False
+        staying.hold = None
+
+        async def announced() -> bool:
+            return (await plane.envoy.hosts()).get(leaving.address) == "DRAINING"
+
+        await until(announced, "Envoy knows that one drains", 8)
+        answers = await enough(plane, 4)
+        assert {a.json()["engine"] for a in answers} == {staying.name}
+        hold.set()
+        assert [answer.status_code for answer in await asyncio.gather(*held)] == [200, 200]
+
+
+async def test_endpoints_come_and_go_with_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "endpoints.yaml"
+
+    def write(*listed: Any) -> None:
+        new = tmp_path / "new.yaml"
+        new.write_text(json.dumps({"endpoints": [{"name": f.name, "address": f.address} for f in listed]}))
+        new.rename(file)
+
+    async with engines() as fakes:
+        write(fakes[0])
+        async with data_plane(tmp_path, [], "--endpoints-file", str(file)) as plane:
+            assert {a.json()["engine"] for a in await enough(plane, 3)} == {"e0"}
+            loop = asyncio.get_running_loop()
+            for listed, expected in (([*fakes], {"e0", "e1"}), ([fakes[1]], {"e1"})):
+                write(*listed)
+                deadline = loop.time() + 3
+                while {a.json()["engine"] for a in await enough(plane, 8)} != expected:
+                    assert loop.time() < deadline
+            file.write_text("endpoints: nonsense")
+            assert {a.json()["engine"] for a in await enough(plane, 3)} == {"e1"}
+            metrics = await plane.picker.metrics()
+            assert "treeline_epp_served_elsewhere_total" not in str(metrics)
+
+
+@pytest.mark.parametrize("expose", [False, True])
+async def test_our_response_headers_are_for_the_picker_and_for_clients_only_if_told(
+    tmp_path: Path, expose: bool
+) -> None:
+    report = {names.CACHED_TOKENS: "32", names.PROMPT_TOKENS: "48"}
+    fleet = engines(1, reply_headers=report)
+    async with fleet as fakes, data_plane(tmp_path, fakes, expose_cached_tokens=expose) as plane:
+        answer = await plane.complete()
+        assert (answer.headers.get(names.CACHED_TOKENS) == "32") == expose
+        assert (names.PROMPT_TOKENS in answer.headers) == expose
+        assert names.ENDPOINT not in answer.headers
+        metrics = await plane.picker.metrics()
+        assert metrics["treeline_epp_reported_hit_tokens_total"] == 32
+        assert metrics["treeline_epp_reported_prompt_tokens_total"] == 48
+
+
+async def test_a_client_that_leaves_closes_its_reservation(tmp_path: Path) -> None:
+    async with engines(1) as fakes, data_plane(tmp_path, fakes) as plane:
+        fakes[0].hold = asyncio.Event()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await plane.complete("x" * 4000)
+
+        async def no_reservation() -> bool:
+            page = (await plane.picker.get("/debug/endpoints")).json()
+            return page["endpoints"][0]["reservations"] == 0
+
+        await until(no_reservation, "no reservation is left")
+        metrics = await plane.picker.metrics()
+        assert metrics['treeline_epp_outcomes_total{outcome="cancelled"}'] == 1
+        fakes[0].hold.set()
