@@ -1,0 +1,154 @@
+"""What the benchmarks build and what they make of reports; nothing is started here."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from treeline_bench import picker, routing, tree
+from treeline_bench.client.messages import Outcome, Report
+from treeline_bench.context import BenchmarkError
+from treeline_bench.picker import chat_body
+from treeline_bench.processes import free_ports
+from treeline_bench.prompts import PromptMaker
+from treeline_bench.routing import Settings, build_calls, measure, rows_of, usage_of
+from treeline_bench.sim.http import CASE_HEADER
+
+SMALL = Settings(groups=3, repeats=4, prefix=64, suffix=16, output=2)
+
+
+@pytest.fixture(scope="module")
+def maker(model: Path) -> PromptMaker:
+    return PromptMaker.of_model(model)
+
+
+# -- routing
+
+
+def test_the_cache_holds_half_of_the_prefixes_and_not_all() -> None:
+    for settings in (routing.FULL, routing.QUICK):
+        everything = settings.groups * settings.prefix
+        running = settings.concurrency * (settings.prompt + settings.output)
+        assert everything // 2 < settings.cache < everything
+        assert running // 2 <= settings.cache  # half of the clients' requests run on each runtime
+        assert settings.cache % routing.PAGE_TOKENS == 0
+
+
+def test_requests_share_prefixes_and_come_in_a_fixed_order(maker: PromptMaker) -> None:
+    calls = build_calls(SMALL, maker)
+    assert calls == build_calls(SMALL, maker)
+    prompts = [json.loads(call.body)["prompt"] for call in calls]
+    assert len(set(prompts)) == SMALL.requests
+    assert all(maker.count(prompt) == SMALL.prompt for prompt in prompts)
+    assert len({tuple(prompt.split()[: SMALL.prefix]) for prompt in prompts}) == SMALL.groups
+    assert json.loads(calls[0].body)["stream_options"] == {"include_usage": True}
+
+
+def stream(
+    prompt: int = 80, cached: int | None = 64, completion: int = 2, end: bytes = b"data: [DONE]\n\n"
+) -> bytes:
+    usage: dict[str, object] = {"prompt_tokens": prompt, "completion_tokens": completion}
+    if cached is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": cached}
+    chunks = [{"choices": [{"text": "a"}]}, {"choices": [], "usage": usage}]
+    return b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + end
+
+
+def test_usage_is_read_from_the_end_of_a_stream() -> None:
+    usage = usage_of(stream())
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.cached) == (80, 64)
+    without = usage_of(stream(cached=None))
+    assert without is not None
+    assert without.cached == 0
+
+
+@pytest.mark.parametrize(
+    "body", [b"", stream(end=b""), b'data: {"error": {"message": "x"}}\n\ndata: [DONE]\n\n']
+)
+def test_a_stream_that_does_not_end_well_has_no_usage(body: bytes) -> None:
+    assert usage_of(body) is None
+
+
+def outcome(body: bytes, status: int = 200) -> Outcome:
+    return Outcome(0, status, sent_ns=1_000_000, first_ns=11_000_000, done_ns=21_000_000, body=body)
+
+
+def test_only_complete_answers_count() -> None:
+    report = Report(
+        [outcome(stream()), outcome(stream(end=b"")), outcome(b"", status=503), outcome(stream(cached=0))]
+    )
+    found = measure(report, SMALL)
+    assert (found.prompt_tokens, found.cached_tokens, found.errors) == (160, 64, 2)
+    assert found.ttft_ms == [10, 10]
+
+
+@pytest.mark.parametrize("body", [stream(prompt=79), stream(completion=1)])
+def test_other_lengths_than_asked_for_are_refused(body: bytes) -> None:
+    with pytest.raises(BenchmarkError, match="a runtime counted"):
+        measure(Report([outcome(body)]), SMALL)
+
+
+def test_rows_compare_with_the_oracle_and_with_random() -> None:
+    total = SMALL.requests * SMALL.prompt
+    good = routing.Measured(total, SMALL.oracle_cached, [10.0, 20.0], 0, 1.0)
+    bad = routing.Measured(total, 0, [40.0, 80.0], 1, 4.0)
+    rows = {row.metric: row for row in rows_of({"treeline": good, "random": bad}, SMALL)}
+    assert rows["routing.hit_rate.treeline"].ratio == 1
+    assert rows["routing.computed_tokens.treeline"].ratio == 1
+    assert rows["routing.computed_tokens.random"].value == total
+    assert rows["routing.ttft_ms.p50.treeline"].ratio == 0.25
+    assert rows["routing.errors.random"].value == 1
+
+
+def test_the_oracle_computes_each_prefix_once() -> None:
+    assert routing.FULL.oracle_cached == 16 * 7 * 1024
+
+
+# -- picker
+
+
+@pytest.mark.parametrize("size", [1_000, 20_001])
+def test_bodies_have_exactly_the_size_asked_for(maker: PromptMaker, size: int) -> None:
+    body = chat_body(size, maker, random.Random(1))
+    assert len(body) == size
+    system, user = json.loads(body)["messages"]
+    assert len(system["content"]) > len(user["content"]) > 0
+
+
+def test_every_prompt_is_held_by_one_engine(maker: PromptMaker) -> None:
+    settings = picker.Settings({"1kb": 5, "220kb": 2}, {"1kb": 600, "220kb": 900}, picker.CONCURRENCY)
+    load = picker.build_load(settings, maker)
+    calls = [call for group in load.calls.values() for call in group]
+    assert [call.headers[CASE_HEADER] for call in calls] == [str(index) for index in range(7)]
+    first, second = load.cases
+    assert [case.body for case in first] == [case.body for case in second] == [call.body for call in calls]
+    assert all(one.held != other.held for one, other in zip(first, second, strict=True))
+
+
+# -- tree
+
+ROWS = [
+    {"metric": name, "value": index + 0.5, "unit": "x", "more": 1} for index, name in enumerate(tree.METRICS)
+]
+
+
+@pytest.mark.parametrize("printed", [json.dumps(ROWS), "\n".join(json.dumps(each) for each in ROWS)])
+def test_rows_are_read_as_a_list_or_a_line_each(printed: str) -> None:
+    assert tree.parse(printed) == {name: index + 0.5 for index, name in enumerate(tree.METRICS)}
+
+
+@pytest.mark.parametrize(
+    ("printed", "problem"), [("[]", "did not report"), ("oops", "something else"), ("", "did not report")]
+)
+def test_a_missing_row_is_an_error(printed: str, problem: str) -> None:
+    with pytest.raises(BenchmarkError, match=problem):
+        tree.parse(printed)
+
+
+# -- ports
+
+
+def test_free_ports_are_different_and_have_free_neighbours() -> None:
+    ports = free_ports(5, run=2)
+    assert len({port + offset for port in ports for offset in range(2)}) == 10
