@@ -34,6 +34,9 @@ class IncrementalDetokenizer:
     string occurs in it, up to that: the one that is complete first, and of several complete at the same character the
     longest. The stop string itself is left out unless `no_stop_trim`.
 
+    One exception: byte fallback decodes a whole run of byte tokens at once, and where such a run turns out not to be
+    UTF-8, all of it becomes U+FFFD; what was handed on of that run before stays as it was.
+
     `ids[surr:read]` is text already handed on, kept as context for decoding what follows.
     """
 

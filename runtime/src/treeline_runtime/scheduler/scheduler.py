@@ -121,7 +121,7 @@ class Scheduler:
         """One turn of the loop. → whether anything was done; False means that only a message can change that."""
         messages = self.receive()
         for message in messages:
-            self._handlers[type(message)](message)
+            self._handle(message)
         batch = self._next_batch()
         if batch is not None:
             self._launch(batch)
@@ -131,6 +131,15 @@ class Scheduler:
         if worked:
             self._report()
         return worked
+
+    def _handle(self, message: ToScheduler) -> None:
+        try:
+            self._handlers[type(message)](message)
+        except Exception as error:
+            logger.exception("a %s failed", type(message).__name__)
+            if isinstance(message, GenerateReq) and self._find(message.rid) is None:
+                finish = FinishReason("error", message=f"internal error: {error!r}", status=500)
+                self._outs.append(TokenOut(message.rid, [], finish))
 
     def _next_batch(self) -> Batch | None:
         """Prefill first, but let decode have a step after every few prefills."""
@@ -194,11 +203,15 @@ class Scheduler:
             elif result.failed is not None:
                 self._fail(req, result.failed)
             else:
-                req.kv_len = end
-                self._advance(req, batch.phase, result)
+                try:
+                    self._advance(req, end, batch.phase, result)
+                except Exception as error:
+                    logger.exception("a result could not be taken: %r", req)
+                    self._fail(req, f"internal error: {error!r}")
 
-    def _advance(self, req: Req, phase: Phase, result: Sampled) -> None:
-        """One request is one result further."""
+    def _advance(self, req: Req, end: int, phase: Phase, result: Sampled) -> None:
+        """One request is computed up to `end`, and perhaps one token longer."""
+        req.kv_len = end
         if phase is Phase.PREFILL:
             self.cache.keep(req)
             if req.wants_input_logprobs:

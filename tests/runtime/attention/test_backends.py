@@ -1,0 +1,139 @@
+"""Every backend passes this suite, which knows the interface alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from support.runtime_engine import DenseAttention
+from treeline_runtime.attention import ATTENTION_BACKENDS, AttentionBackend, Layout
+from treeline_runtime.config import ConfigError
+from treeline_runtime.kvcache import KVPool
+
+BACKENDS = ["torch_sdpa", "dense"]
+SHAPES = [(4, 4, 8), (4, 2, 8), (6, 1, 16)]
+"""(heads, kv_heads, head_dim): equal, grouped, one for all."""
+
+
+class World:
+    """Sequences whose keys and values are in a pool at scattered pages; the same numbers, contiguous, as the truth."""
+
+    def __init__(self, name: str, shape: tuple[int, int, int], page_size: int, seed: int = 0) -> None:
+        self.heads, self.kv_heads, self.dim = shape
+        self.page_size = page_size
+        self.generator = torch.Generator().manual_seed(seed)
+        self.random = random.Random(seed)
+        self.pool = KVPool(
+            num_layers=2,
+            num_pages=64,
+            page_size=page_size,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.dim,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        self.backend: AttentionBackend = ATTENTION_BACKENDS.get(name)(self.pool, *shape)
+
+    def noise(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def check(self, lens: list[tuple[int, int]], layer: int = 1) -> None:
+        """lens: (cached, new) of each sequence."""
+        free = self.random.sample(range(64), 64)
+        tables, qs, ks, vs, slots, expected = [], [], [], [], [], []
+        for cached, new in lens:
+            total = cached + new
+            pages = [free.pop() for _ in range(-(-total // self.page_size))]
+            tables.append(pages)
+            k, v = self.noise(total, self.kv_heads, self.dim), self.noise(total, self.kv_heads, self.dim)
+            q = self.noise(new, self.heads, self.dim)
+            where = torch.tensor(
+                [pages[i // self.page_size] * self.page_size + i % self.page_size for i in range(total)]
+            )
+            self.pool.store(layer, where[:cached], k[:cached], v[:cached])
+            qs.append(q)
+            ks.append(k[cached:])
+            vs.append(v[cached:])
+            slots.append(where[cached:])
+            expected.append(self.truth(q, k, v))
+        longest = max(map(len, tables))
+        layout = Layout(
+            q_lens=[new for _, new in lens],
+            kv_lens=[cached + new for cached, new in lens],
+            page_table=torch.tensor([t + [0] * (longest - len(t)) for t in tables]),
+            slots=torch.cat(slots),
+        )
+        plan = self.backend.plan(layout)
+        out = self.backend.forward(layer, torch.cat(qs), torch.cat(ks), torch.cat(vs), plan)
+        torch.testing.assert_close(out, torch.cat(expected), rtol=1e-4, atol=1e-5)
+
+    def truth(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        new, total = q.shape[0], k.shape[0]
+        k = k.repeat_interleave(self.heads // self.kv_heads, 1)
+        v = v.repeat_interleave(self.heads // self.kv_heads, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) / self.dim**0.5
+        hidden = torch.ones(new, total, dtype=torch.bool).triu(total - new + 1)
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v).flatten(1)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_prompt_without_a_prefix(backend: str, shape: tuple[int, int, int], page_size: int) -> None:
+    World(backend, shape, page_size).check([(0, 19)])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_prompt_behind_a_cached_prefix(backend: str, shape: tuple[int, int, int], page_size: int) -> None:
+    World(backend, shape, page_size).check([(16, 21)])
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_decode_rows_of_equal_length(backend: str, page_size: int) -> None:
+    World(backend, (4, 2, 8), page_size).check([(7, 1), (7, 1), (7, 1)])
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_decode_rows_of_very_different_lengths(backend: str, page_size: int) -> None:
+    lens = [(1, 1), (30, 1), (3, 1), (9, 1)] if page_size == 1 else [(1, 1), (150, 1), (3, 1), (60, 1)]
+    World(backend, (4, 2, 8), page_size).check(lens)
+
+
+def test_a_sequence_of_one_token(backend: str) -> None:
+    World(backend, (4, 2, 8), 4).check([(0, 1)])
+
+
+def test_prompts_chunks_and_decodes_in_one_step(backend: str) -> None:
+    World(backend, (4, 2, 8), 4).check([(5, 1), (0, 9), (12, 1), (8, 6), (0, 1), (4, 1)])
+
+
+def test_more_new_tokens_than_one_query_block(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treeline_runtime.attention.torch_sdpa.QUERY_BLOCK", 8)
+    World(backend, (4, 2, 8), 4).check([(12, 29), (4, 8), (3, 17)])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_steps(backend: str, seed: int) -> None:
+    rng = random.Random(seed)
+    lens = [(rng.choice([0, 1, 4, 9, 20]), rng.choice([1, 1, 1, 2, 7])) for _ in range(rng.randint(1, 6))]
+    World(backend, rng.choice(SHAPES), rng.choice([1, 4]), seed).check(lens)
+
+
+def test_layers_do_not_share_memory(backend: str) -> None:
+    world = World(backend, (4, 2, 8), 4)
+    world.check([(4, 3)], layer=0)
+    before = world.pool.keys[0].clone()
+    world.check([(4, 3)], layer=1)
+    assert torch.equal(world.pool.keys[0], before)
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"unknown attention backend 'fast'; known: dense, torch_sdpa"):
+        ATTENTION_BACKENDS.get("fast")
+    assert ATTENTION_BACKENDS.get("dense") is DenseAttention

@@ -1,0 +1,191 @@
+"""Joined deltas are the full text up to the stop, whatever the ids are split into."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from treeline_runtime.messages import FinishReason
+from treeline_runtime.tokens import Delta, IncrementalDetokenizer
+
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog. The end.",
+    "Grüße aus Köln, 你好世界, привет, 👩‍👩‍👧 🎉🎉, naïve café",
+    "tab\tnewline\n\n  spaces   and \x01 control",
+]
+
+
+def byte_level() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    """SentencePiece style: a prefix space that decoding strips, bytes for what the vocabulary lacks."""
+    vocab = {f"<0x{i:02X}>": i for i in range(256)}
+    for piece in ["▁", "▁The", "▁fox", "a", "b", "e", "n", "d", "▁end", "<|end|>"]:
+        vocab[piece] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<|end|>"])
+    return tokenizer
+
+
+TOKENIZERS = {"byte_level": byte_level(), "metaspace": metaspace()}
+LENGTH = FinishReason("length")
+
+
+def decode(name: str, ids: list[int]) -> str:
+    text: str = TOKENIZERS[name].decode(ids, skip_special_tokens=True)
+    return text
+
+
+def feed(
+    name: str, pieces: list[list[int]], stop: tuple[str, ...] = (), trim: bool = True
+) -> tuple[str, str | None]:
+    """→ (joined deltas, matched stop). The generation ends with the last piece."""
+    detokenizer = IncrementalDetokenizer(lambda ids: decode(name, ids), stop=stop, no_stop_trim=not trim)
+    text, matched = "", None
+    for i, piece in enumerate(pieces):
+        delta = detokenizer.push(piece, LENGTH if i == len(pieces) - 1 else None)
+        assert matched is None or delta == Delta(""), "something came after the stop"
+        text += delta.text
+        matched = matched or delta.matched
+        if trim and stop and matched is None:
+            assert not any(s in text for s in stop), "a stop string leaked"
+    return text, matched
+
+
+def truncated(text: str, stop: tuple[str, ...], trim: bool) -> tuple[str, str | None]:
+    """The rule, plainly: the shortest beginning of the text that ends with a stop string."""
+    for end in range(len(text) + 1):
+        found = [s for s in stop if text[:end].endswith(s)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest) if trim else end], longest
+    return text, None
+
+
+def splits(ids: list[int]) -> list[list[list[int]]]:
+    """Token by token, all at once, at every single point, and with empty pieces."""
+    ways = [[[i] for i in ids], [ids], [[], ids, []]]
+    ways += [[ids[:cut], ids[cut:]] for cut in range(len(ids) + 1)]
+    return ways
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_split_gives_the_full_text(name: str, text: str) -> None:
+    ids = TOKENIZERS[name].encode(text).ids
+    for pieces in splits(ids):
+        assert feed(name, pieces) == (decode(name, ids), None)
+
+
+STOPS = st.lists(
+    st.sampled_from(["\n", "ab", "b", "aba", " end", "The", "é", "好", "a", "\ufffd", "d."]), max_size=3
+)
+
+
+@st.composite
+def id_lists(draw: st.DrawFn) -> tuple[str, list[int]]:
+    """Ids at random: incomplete characters, invalid bytes and special tokens wherever they fall.
+
+    With byte fallback only valid runs of bytes are decoded piecewise to the same text, so there texts are encoded.
+    """
+    name = draw(st.sampled_from(sorted(TOKENIZERS)))
+    tokenizer = TOKENIZERS[name]
+    if name == "byte_level":
+        return name, draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=24))
+    ids: list[int] = []
+    for text in draw(st.lists(st.text(max_size=6), max_size=4)):
+        ids += tokenizer.encode(text).ids
+        if draw(st.booleans()):
+            ids.append(tokenizer.token_to_id("<|end|>"))
+    return name, ids
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(named=id_lists(), data=st.data(), stop=STOPS.map(tuple), trim=st.booleans())
+def test_any_ids_any_split_any_stops(
+    named: tuple[str, list[int]], data: st.DataObject, stop: tuple[str, ...], trim: bool
+) -> None:
+    name, ids = named
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
+    pieces = [ids[a:b] for a, b in itertools.pairwise([0, *cuts, len(ids)])]
+    assert feed(name, pieces, stop, trim) == truncated(decode(name, ids), stop, trim)
+
+
+def test_an_invalid_run_of_bytes_does_not_take_back_what_was_said() -> None:
+    tokenizer = TOKENIZERS["metaspace"]
+    ids = [tokenizer.token_to_id(token) for token in ("<0x41>", "<0x80>", "b")]
+    assert decode("metaspace", ids) == "\ufffd\ufffdb"
+    assert feed("metaspace", [[i] for i in ids]) == ("A\ufffdb", None)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    text=st.text(alphabet="ab\n é好T", max_size=20),
+    stop=STOPS.map(tuple),
+    trim=st.booleans(),
+)
+@example(text="abaaba", stop=("aba", "b"), trim=True)
+@example(text="aab", stop=("ab", "b"), trim=False)
+def test_ordinary_texts_at_every_split(text: str, stop: tuple[str, ...], trim: bool) -> None:
+    ids = TOKENIZERS["byte_level"].encode(text).ids
+    expected = truncated(decode("byte_level", ids), stop, trim)
+    for pieces in splits(ids):
+        assert feed("byte_level", pieces, stop, trim) == expected
+
+
+def test_text_comes_as_soon_as_it_is_certain() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    detokenizer = IncrementalDetokenizer(lambda ids: decode("byte_level", ids), stop=["END"])
+    ids = [tokenizer.token_to_id(c) for c in "xENyEND!"]
+    deltas = [detokenizer.push([i]) for i in ids]
+    assert [d.text for d in deltas] == ["x", "", "", "ENy", "", "", "", ""]
+    assert [d.matched for d in deltas] == [None] * 6 + ["END", None]
+
+
+def test_a_character_leaves_when_its_last_byte_came() -> None:
+    tokenizer = TOKENIZERS["metaspace"]
+    detokenizer = IncrementalDetokenizer(lambda ids: decode("metaspace", ids))
+    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "a🎉".encode()]
+    assert [detokenizer.push([i]).text for i in ids] == ["a", "", "", "", "🎉"]
+
+
+def test_what_was_held_back_comes_out_at_the_end() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    ids = [tokenizer.token_to_id(c) for c in "xEN"]
+    detokenizer = IncrementalDetokenizer(lambda ids: decode("byte_level", ids), stop=["END"])
+    assert detokenizer.push(ids).text == "x"
+    assert detokenizer.push([], LENGTH).text == "EN"
+    broken = IncrementalDetokenizer(lambda ids: decode("metaspace", ids))
+    lead = TOKENIZERS["metaspace"].token_to_id("<0xE4>")
+    assert broken.push([lead]).text == ""
+    assert broken.push([], LENGTH).text == "\ufffd"
+
+
+def test_a_stop_token_is_not_text_unless_asked_for() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    x, y = (tokenizer.token_to_id(c) for c in "xy")
+    finish = FinishReason("stop", matched=y)
+    for no_trim, expected in [(False, "x"), (True, "xy")]:
+        detokenizer = IncrementalDetokenizer(lambda ids: decode("byte_level", ids), no_stop_trim=no_trim)
+        assert detokenizer.push([x, y], finish).text == expected
+    by_text = IncrementalDetokenizer(lambda ids: decode("byte_level", ids))
+    assert by_text.push([x, y], FinishReason("stop", matched="z")).text == "xy"

@@ -1,0 +1,242 @@
+"""Logits equal those of transformers, whatever the configuration, the chunks and the way tokens arrive."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.runtime_engine import Harness
+from treeline_runtime.config import EngineConfig
+from treeline_runtime.core import Batch, Phase, Req
+from treeline_runtime.kvcache import KVPool
+from treeline_runtime.messages import GenerateReq, SamplingParams
+from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.models.loader import load_model
+
+transformers = pytest.importorskip("transformers")
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-mha": ("Llama", {"num_key_value_heads": 4}),
+    "llama-wide-heads": ("Llama", {"head_dim": 24}),
+    "llama-llama3-rope": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "llama-linear-rope": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    "llama-dynamic-rope": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-yarn": (
+        "Qwen2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3-tied": ("Qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+    "qwen3-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
+    "qwen3-yarn-mscale": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "attention_factor": 0.9,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+            },
+        },
+    ),
+}
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+
+
+def reference(family: str, changes: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**(SIZES | changes))
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith(
+                "bias"
+            ):  # initialised to constants: a mistake there would not show
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def save(model: Any, path: Path, **options: Any) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(path, **options)
+    return path
+
+
+class Runner:
+    """Feeds one sequence in pieces through model, pool and attention. → logits of every new position."""
+
+    def __init__(self, model: Decoder) -> None:
+        from treeline_runtime.attention import ATTENTION_BACKENDS
+
+        shape = model.config
+        self.model = model
+        self.page_size = 4
+        pool = KVPool(
+            num_layers=shape.num_layers,
+            num_pages=64,
+            page_size=4,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        self.attention = ATTENTION_BACKENDS.get("torch_sdpa")(
+            pool, shape.num_heads, shape.num_kv_heads, shape.head_dim
+        )
+        self.pages = torch.randperm(64, generator=torch.Generator().manual_seed(1))
+        self.length = 0
+
+    @torch.inference_mode()
+    def feed(self, ids: list[int]) -> torch.Tensor:
+        from treeline_runtime.attention import Layout
+        from treeline_runtime.core import Context
+
+        positions = torch.arange(self.length, self.length + len(ids))
+        self.length += len(ids)
+        slots = self.pages[positions // self.page_size] * self.page_size + positions % self.page_size
+        layout = Layout([len(ids)], [self.length], self.pages[None], slots)
+        cos, sin = self.model.rope(positions)
+        context = Context(self.attention, self.attention.plan(layout), cos, sin)
+        return self.model.logits(self.model.forward(torch.tensor(ids), context))
+
+
+def ours(path: Path, **config: Any) -> Decoder:
+    return load_model(EngineConfig(model=str(path), device="cpu", **config))
+
+
+IDS = torch.randint(0, 128, (50,), generator=torch.Generator().manual_seed(2)).tolist()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+    theirs = reference(*CASES[case])
+    model = ours(save(theirs, tmp_path))
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([IDS])).logits[0]
+    assert expected.std() > 0.1
+    torch.testing.assert_close(Runner(model).feed(IDS), expected, rtol=1e-4, atol=2e-4)
+    runner = Runner(model)
+    pieces = [runner.feed(IDS[:16]), runner.feed(IDS[16:17]), runner.feed(IDS[17:40])]
+    pieces += [runner.feed([token]) for token in IDS[40:]]
+    torch.testing.assert_close(torch.cat(pieces), expected, rtol=1e-4, atol=2e-4)
+
+
+def test_dynamic_rope_past_the_trained_length_equals_decoding_token_by_token(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    theirs = reference("Llama", {"max_position_embeddings": 16, "rope_parameters": rope})
+    model = ours(save(theirs, tmp_path), context_length=60)
+    expected = []
+    cache = None
+    with torch.inference_mode():
+        for token in IDS[:40]:
+            out = theirs(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            expected.append(out.logits[0, -1])
+    torch.testing.assert_close(Runner(model).feed(IDS[:40]), torch.stack(expected), rtol=1e-4, atol=2e-4)
+
+
+def test_keys_of_older_configurations_mean_the_same(tmp_path: Path) -> None:
+    theirs = reference(*CASES["llama-llama3-rope"])
+    path = save(theirs, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    scaling = config.pop("rope_parameters")
+    config["rope_theta"] = scaling.pop("rope_theta")
+    config["rope_scaling"] = {"type" if k == "rope_type" else k: v for k, v in scaling.items()}
+    config["torch_dtype"] = config.pop("dtype")
+    new = ours(path)
+    (path / "config.json").write_text(json.dumps(config))
+    old = ours(path)
+    assert old.config == new.config
+    assert torch.equal(Runner(old).feed(IDS), Runner(new).feed(IDS))
+
+
+def test_sharded_checkpoint_equals_the_single_file(tmp_path: Path) -> None:
+    theirs = reference("Qwen2", {})
+    one = save(theirs, tmp_path / "one")
+    many = save(theirs, tmp_path / "many", max_shard_size="40KB")
+    assert len(list(many.glob("*.safetensors"))) > 2
+    assert torch.equal(Runner(ours(one)).feed(IDS), Runner(ours(many)).feed(IDS))
+
+
+def test_bfloat16_weights_are_computed_in_float32_on_cpu(tmp_path: Path) -> None:
+    theirs = reference("Qwen3", {"head_dim": 16}).to(torch.bfloat16)
+    path = save(theirs, tmp_path)
+    logits = Runner(ours(path)).feed(IDS)
+    upcast = transformers.Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = upcast(torch.tensor([IDS])).logits[0]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-4)
+
+
+def test_the_engine_generates_what_transformers_generates(tmp_path: Path) -> None:
+    theirs = reference("Llama", {})
+    path = save(theirs, tmp_path)
+    with torch.inference_mode():
+        expected = theirs.generate(torch.tensor([IDS]), max_new_tokens=24, do_sample=False)[
+            0, len(IDS) :
+        ].tolist()
+    engine = Harness(path, load_format="auto", chunked_prefill_size=16)
+    assert engine.generate("a", IDS, max_new_tokens=24) == expected
+
+
+def test_random_weights_are_repeatable(tmp_path: Path) -> None:
+    path = save(reference("Qwen3", {"head_dim": 16}), tmp_path)
+    first, second = ours(path, load_format="dummy"), ours(path, load_format="dummy")
+    other = ours(path, load_format="dummy", seed=1)
+    assert torch.equal(Runner(first).feed(IDS), Runner(second).feed(IDS))
+    assert not torch.equal(Runner(first).feed(IDS), Runner(other).feed(IDS))
+
+
+def test_batches_describe_what_they_compute() -> None:
+    message = GenerateReq("a", IDS, SamplingParams())
+    req = Req.of(message, seed=0, eos_ids=(), max_new_tokens=8, arrival=0)
+    assert Batch(Phase.PREFILL, [req, req], [0, 16], [16, 50], [False, True]).num_tokens == 50

@@ -1,0 +1,201 @@
+"""Small models, an in-memory scheduler that checks itself after every step, an attention backend to compare with."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+from treeline_runtime.attention import ATTENTION_BACKENDS, AttentionBackend, Layout
+from treeline_runtime.config import SchedulerConfig
+from treeline_runtime.messages import (
+    AbortReq,
+    BatchTokenOut,
+    CacheUpdate,
+    FromScheduler,
+    GenerateReq,
+    LoadUpdate,
+    Reply,
+    SamplingParams,
+    TokenLogprob,
+    TokenOut,
+    ToPublisher,
+    ToScheduler,
+)
+from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.models.loader import load_model
+from treeline_runtime.scheduler import Scheduler
+
+VOCAB = 96
+
+TINY_CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "eos_token_id": None,
+}
+
+
+def write_config(directory: Path, **changes: Any) -> Path:
+    """A model directory that `load_format="dummy"` can use."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(TINY_CONFIG | changes))
+    return directory
+
+
+_MODELS: dict[str, Decoder] = {}
+
+
+def dummy_model(config: SchedulerConfig) -> Decoder:
+    """Random weights for `config.model`, made once per directory and context length."""
+    key = f"{config.model} {config.context_length} {config.seed}"
+    if key not in _MODELS:
+        _MODELS[key] = load_model(config)
+    return _MODELS[key]
+
+
+class Harness(Scheduler):
+    """A scheduler in memory. After every step it checks its own books and what it has sent."""
+
+    def __init__(self, model: Path, **settings: Any) -> None:
+        defaults: dict[str, Any] = {
+            "load_format": "dummy",
+            "page_size": 4,
+            "max_total_tokens": 1024,
+            "threads": 1,
+        }
+        config = SchedulerConfig(model=str(model), **(defaults | settings))
+        super().__init__(config, dummy_model(config))
+        self.inbox: deque[ToScheduler] = deque()
+        self.outs: dict[str, list[TokenOut]] = {}
+        self.replies: list[Reply] = []
+        self.updates: list[CacheUpdate] = []
+        self.loads: list[LoadUpdate] = []
+        self.steps = 0
+
+    # ---- the scheduler's side -----------------------------------------------------------------------------
+
+    def receive(self) -> list[ToScheduler]:
+        messages = list(self.inbox)
+        self.inbox.clear()
+        return messages
+
+    def send(self, messages: list[FromScheduler]) -> None:
+        for message in messages:
+            if isinstance(message, BatchTokenOut):
+                for out in message.outs:
+                    history = self.outs.setdefault(out.rid, [])
+                    assert not (history and history[-1].finish), f"a message after the terminal one: {out}"
+                    history.append(out)
+            else:
+                self.replies.append(message)
+
+    def publish(self, update: ToPublisher) -> None:
+        if isinstance(update, CacheUpdate):
+            self.updates.append(update)
+        else:
+            self.loads.append(update)
+
+    def step(self) -> bool:
+        worked = super().step()
+        self.steps += 1
+        self.check_integrity()
+        self._check_in_flight()
+        return worked
+
+    def _check_in_flight(self) -> None:
+        """No page of a launched batch is free."""
+        for launched, _ in self._pending:
+            for req in launched.batch.reqs:
+                assert req.in_flight > 0
+                assert req.row >= 0, f"released while in flight: {req}"
+                pages = self.table.pages[req.row, : req.num_pages]
+                assert not self.cache.pool._is_free[pages].any(), f"pages freed while in flight: {req}"
+
+    # ---- the test's side ----------------------------------------------------------------------------------
+
+    def submit(self, rid: str, ids: list[int], *, namespace: str | None = None, **options: Any) -> None:
+        """`options`: fields of GenerateReq or of SamplingParams; greedy unless told otherwise."""
+        fields = {"return_logprob", "logprob_start_len", "top_logprobs_num"}
+        request = {k: options.pop(k) for k in list(options) if k in fields}
+        sampling = SamplingParams(**({"temperature": 0.0, "max_new_tokens": 8} | options))
+        self.inbox.append(GenerateReq(rid, ids, sampling, namespace=namespace, **request))
+
+    def abort(self, rid: str = "") -> None:
+        self.inbox.append(AbortReq(rid))
+
+    def run(self, max_steps: int = 5000) -> None:
+        """Until nothing is left to do; then nothing may be held."""
+        for _ in range(max_steps):
+            if not self.step():
+                break
+        else:
+            raise AssertionError(f"not idle after {max_steps} steps: {self._everything()}")
+        self.assert_clean()
+
+    def assert_clean(self) -> None:
+        """Idle, every page free or cached, no lock, every rid ended."""
+        assert self.is_idle
+        assert self.cache.tree.locked_pages == 0
+        assert self.table.num_free == self.table.num_rows
+        assert self.cache.is_balanced()
+        for rid, outs in self.outs.items():
+            assert outs[-1].finish is not None, f"{rid} has no terminal message"
+
+    def generate(self, rid: str, ids: list[int], **options: Any) -> list[int]:
+        """Submit, run to the end, → output ids."""
+        self.submit(rid, ids, **options)
+        self.run()
+        return self.tokens(rid)
+
+    def tokens(self, rid: str) -> list[int]:
+        return [token for out in self.outs[rid] for token in out.token_ids]
+
+    def last(self, rid: str) -> TokenOut:
+        return self.outs[rid][-1]
+
+    def logprobs(self, rid: str) -> list[TokenLogprob]:
+        return [pair for out in self.outs[rid] for pair in out.output_token_logprobs or ()]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=length)
+
+
+@ATTENTION_BACKENDS.register("dense")
+class DenseAttention(AttentionBackend):
+    """Attention as the textbook has it, one sequence, one head, one token at a time: slow and plainly right."""
+
+    def plan(self, layout: Layout) -> Layout:
+        return layout
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Layout
+    ) -> torch.Tensor:
+        self.pool.store(layer, plan.slots, k, v)
+        out = torch.zeros_like(q)
+        token = 0
+        for i, (q_len, kv_len) in enumerate(zip(plan.q_lens, plan.kv_lens, strict=True)):
+            pages = plan.page_table[i, : -(-kv_len // self.pool.page_size)]
+            keys = self.pool.keys[layer][pages].flatten(0, 1)[:kv_len]
+            values = self.pool.values[layer][pages].flatten(0, 1)[:kv_len]
+            for position in range(kv_len - q_len, kv_len):
+                for head in range(self.num_heads):
+                    group = head * self.num_kv_heads // self.num_heads
+                    scores = keys[: position + 1, group] @ q[token, head] * self.scale
+                    out[token, head] = torch.softmax(scores, dim=0) @ values[: position + 1, group]
+                token += 1
+        return out.flatten(1)
