@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import json
 import time
@@ -14,8 +15,13 @@ from typing import Any
 
 import h11
 import httpx
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from treeline_epp.main import Options, options_of, serve
 from treeline_operator.envoy import EnvoyConfig
+from treeline_wire.tokenizer import TokenizerBundle
 
 from support.envoy import Envoy, Patch, free_ports, running_envoy
 
@@ -263,3 +269,16 @@ async def data_plane(
             httpx.AsyncClient(base_url=envoy.url, timeout=20) as http,
         ):
             yield Plane(envoy, picker, fakes, http)
+
+
+@functools.cache
+def small_bundle() -> TokenizerBundle:
+    """A byte-level tokenizer that knows bytes only, and a template that writes ``role:content;``."""
+    tokenizer = Tokenizer(BPE(vocab={c: i for i, c in enumerate(sorted(ByteLevel.alphabet()))}, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    return TokenizerBundle.build(tokenizer.to_str(), chat_template=template)

@@ -1,0 +1,214 @@
+"""From headers and body to a pick request."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.epp_io import small_bundle
+from treeline_epp.catalog import Catalog, Renderer
+from treeline_epp.endpoint import NoEndpoints, PickError, PickRequest, Saturated
+from treeline_epp.exchange import Decide, Immediate
+from treeline_epp.refusal import DROPPED_REASON, Refusal, of_pick
+from treeline_epp.request import Parsed, parse, parse_subset
+from treeline_wire.tokenizer import TokenizerBundle
+
+
+def catalog(*pools: tuple[str, tuple[str, ...]], bundle: TokenizerBundle | None = None) -> Catalog:
+    made = Catalog()
+    fingerprint = made.add_renderer(bundle).fingerprint if bundle is not None else None
+    for i, (pool, models) in enumerate(pools):
+        made.set_endpoint(f"e{i}", pool, models, fingerprint)
+    return made
+
+
+ONE = catalog(("default", ("tiny",)), bundle=small_bundle())
+TWO = catalog(("default", ("tiny",)), ("big", ("huge", "tiny")))
+
+
+def ask(path: str, body: Any = None, *, served: Catalog = ONE, method: str = "POST", **settings: Any) -> Any:
+    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    headers = {":path": path, ":method": method, "x-request-id": "r1"}
+    return parse(Decide(headers, data, settings.get("subset")), served)
+
+
+def pick(path: str, body: Any = None, **settings: Any) -> PickRequest:
+    parsed = ask(path, body, **settings)
+    assert isinstance(parsed, Parsed), parsed
+    return parsed.pick
+
+
+def test_a_completion_gets_the_key_of_its_prompt() -> None:
+    renderer = ONE.renderer_of("default")
+    assert renderer is not None
+    assert renderer.keys is not None
+    request = pick("/v1/completions?x=1", {"model": "tiny", "prompt": "hello there"})
+    assert request.key == renderer.keys.prompt_key("hello there", True)
+    assert (request.request_id, request.model, request.pool) == ("r1", "tiny", "default")
+    assert request.prompt_tokens_estimate == len("hello there") // 4 + 1
+
+
+def test_ids_are_counted_and_several_prompts_give_the_first_ones_key() -> None:
+    renderer = ONE.renderer_of("default")
+    assert renderer is not None
+    assert renderer.keys is not None
+    request = pick("/v1/completions", {"model": "tiny", "prompt": [[5, 6, 7], [8, 9]]})
+    assert request.key == renderer.keys.block_key([5, 6, 7])
+    assert request.prompt_tokens_estimate == 5
+    native = pick("/generate", {"input_ids": [5, 6, 7]})
+    assert (native.key, native.prompt_tokens_estimate, native.model) == (request.key, 3, "tiny")
+    assert pick("/generate", {"text": "abc"}).key == renderer.keys.prompt_key("abc", True)
+
+
+def test_a_chat_is_rendered_with_the_models_own_template() -> None:
+    renderer = ONE.renderer_of("default")
+    assert renderer is not None
+    assert renderer.keys is not None
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "cache_salt": "s"}
+    request = pick("/v1/chat/completions", body)
+    assert request.key == renderer.keys.prompt_key("user:hi;assistant:", False)
+    assert request.namespace == "s"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"model": "tiny", "messages": "nonsense"},
+        {"model": "tiny"},
+        {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "cache_salt": 7},
+    ],
+)
+def test_what_only_the_runtime_can_judge_is_routed_without_a_key(body: Any) -> None:
+    assert pick("/v1/chat/completions", body).key is None
+
+
+def test_without_a_tokenizer_requests_are_routed_by_load() -> None:
+    request = pick("/v1/completions", {"model": "huge", "prompt": "x" * 400}, served=TWO)
+    assert (request.pool, request.key) == ("big", None)
+    assert request.prompt_tokens_estimate >= 100
+
+
+@pytest.mark.parametrize("body", [b"{", b"", b"[1]", b"nul", b'{"model": "tiny"', b"\xff", b"[" * 100_000])
+def test_bad_json_is_400(body: bytes) -> None:
+    refusal = ask("/v1/completions", body)
+    assert isinstance(refusal, Refusal)
+    assert (refusal.status, refusal.code) == (400, "invalid_json")
+
+
+def test_an_unknown_model_is_404_and_a_missing_one_is_400_only_where_there_is_a_choice() -> None:
+    unknown = ask("/v1/completions", {"model": "gpt-9" * 1000, "prompt": "x"})
+    assert (unknown.status, unknown.code, unknown.param) == (404, "model_not_found", "model")
+    assert len(unknown.message) < 400
+    assert pick("/v1/completions", {"prompt": "x"}).model == "tiny"
+    missing = ask("/v1/completions", {"prompt": "x"}, served=TWO)
+    assert (missing.status, missing.param) == (400, "model")
+    typed = ask("/v1/completions", {"model": ["tiny"], "prompt": "x"})
+    assert (typed.status, typed.param) == (400, "model")
+
+
+def test_before_any_engine_has_spoken_no_model_is_unknown() -> None:
+    assert pick("/v1/completions", {"model": "anything", "prompt": "x"}, served=Catalog()).model == "anything"
+
+
+def test_paths_without_a_prompt_go_anywhere_that_has_the_model() -> None:
+    assert pick("/health", b"", method="GET") == PickRequest("r1")
+    assert pick("/v1/completions", None) == PickRequest("r1")  # the proxy does not show the body
+    assert pick("/v1/embeddings", {"model": "huge", "input": "x"}, served=TWO).pool == "big"
+    assert pick("/v1/embeddings", {"model": "nobody", "input": "x"}, served=TWO).pool is None
+    assert pick("/upload", b"\x00\x01", served=TWO).model is None
+
+
+def test_models_are_answered_without_an_endpoint() -> None:
+    listed = ask("/v1/models", b"", method="GET", served=TWO)
+    assert isinstance(listed, Immediate)
+    assert [m["id"] for m in json.loads(listed.body)["data"]] == ["tiny", "huge"]
+    assert json.loads(ask("/v1/models/huge", b"", method="GET", served=TWO).body)["id"] == "huge"
+    assert ask("/v1/models/none", b"", method="GET", served=TWO).status == 404
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (["10.0.0.1:80", " 10.0.0.2:80 "], {"10.0.0.1:80", "10.0.0.2:80"}),
+        ("10.0.0.1:80, 10.0.0.2:80", {"10.0.0.1:80", "10.0.0.2:80"}),
+        (["10.0.0.1:80,10.0.0.2", "[::1]:80"], {"10.0.0.1:80", "10.0.0.2", "[::1]:80"}),
+        ([], set()),
+        ("", set()),
+        (7, None),
+        ([1, "10.0.0.1:80"], None),
+        (None, None),
+    ],
+)
+def test_a_subset_hint_is_read_in_every_spelling(value: Any, expected: set[str] | None) -> None:
+    assert parse_subset(value) == expected
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=10,
+)
+BODIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "model": st.sampled_from(["tiny", "none"]) | JSON,
+        "prompt": JSON,
+        "messages": st.lists(st.fixed_dictionaries({"role": st.text(), "content": JSON}), max_size=3) | JSON,
+        "text": JSON,
+        "input_ids": JSON,
+        "tools": JSON,
+        "cache_salt": JSON,
+        "chat_template_kwargs": JSON,
+    },
+)
+
+
+@given(
+    path=st.sampled_from(["/v1/chat/completions", "/v1/completions", "/generate", "/x", "/v1/models"]),
+    method=st.sampled_from(["GET", "POST"]),
+    body=BODIES | st.binary(max_size=30),
+)
+def test_no_request_raises(path: str, method: str, body: Any) -> None:
+    result = ask(path, body, method=method)
+    assert isinstance(result, Parsed | Refusal | Immediate)
+
+
+def test_the_pickers_ways_to_say_no() -> None:
+    saturated, empty, other = (
+        of_pick(Saturated("full", 2.3)),
+        of_pick(NoEndpoints("none")),
+        of_pick(PickError("?")),
+    )
+    assert [r.status for r in (saturated, empty, other)] == [429, 503, 500]
+    assert dict(saturated.headers())["retry-after"] == b"3"
+    assert dict(empty.headers())[DROPPED_REASON] == b"rejected-no-endpoints"
+    assert json.loads(saturated.body())["error"]["type"] == "rate_limit_error"
+
+
+def test_the_bytes_of_a_token_are_learnt_from_reports() -> None:
+    renderer = Renderer(small_bundle())
+    for _ in range(200):
+        renderer.learn(3000, 1000)
+    assert renderer.estimate_tokens(3000) == pytest.approx(1000, rel=0.02)
+    renderer.learn(1000, 1)  # too short to say anything
+    assert renderer.estimate_tokens(3000) == pytest.approx(1000, rel=0.02)
+
+
+def test_a_tokenizer_without_prefix_keys_is_told_and_gives_none() -> None:
+    broken = TokenizerBundle.build('{"version": "1.0"}', chat_template="{{ unclosed")
+    renderer = Renderer(broken)
+    assert renderer.keys is None
+    assert renderer.problem is not None
+    assert renderer.chat_key({"messages": [{"role": "user", "content": "x"}]}) is None
+
+
+def test_models_live_as_long_as_an_endpoint_that_serves_them() -> None:
+    served = catalog(("default", ("tiny",)), ("default", ("tiny", "lora")))
+    served.remove_endpoint("e1")
+    assert served.models() == ["tiny"]
+    served.remove_endpoint("e1")
+    served.remove_endpoint("e0")
+    assert served.empty
