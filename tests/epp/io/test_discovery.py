@@ -1,0 +1,107 @@
+"""Endpoints by flag and by watched file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.epp_io import until
+from treeline_epp.discovery import DiscoveryError, discover, normal_address, parse_file, parse_flag, unique
+from treeline_epp.endpoint import EndpointSpec
+
+A = EndpointSpec("a", "127.0.0.1:8000")
+
+
+def test_a_flag_names_an_endpoint() -> None:
+    assert parse_flag("a=127.0.0.1:8000") == A
+    assert parse_flag("a=localhost:8000") == A
+    assert parse_flag("b=[0:0::1]:80") == EndpointSpec("b", "[::1]:80")
+
+
+@pytest.mark.parametrize(
+    "text", ["a", "=1.2.3.4:5", "a=example.org:80", "a=1.2.3.4", "a=1.2.3.4:0", "a=1.2.3.4:99999"]
+)
+def test_a_wrong_flag_says_what_is_wrong(text: str) -> None:
+    with pytest.raises(DiscoveryError):
+        parse_flag(text)
+
+
+def test_a_file_is_yaml_or_json() -> None:
+    expected = (A, EndpointSpec("b", "10.0.0.2:80", pool="big", uid="7"))
+    yaml = "endpoints:\n- {name: a, address: 'localhost:8000'}\n- {name: b, address: 10.0.0.2:80, pool: big, uid: '7'}\n"
+    assert parse_file(yaml) == expected
+    entries = [{"name": s.name, "address": s.address, "pool": s.pool, "uid": s.uid} for s in expected]
+    assert parse_file(json.dumps({"endpoints": entries})) == expected
+    assert parse_file("endpoints: []") == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[",
+        "endpoints: 7",
+        "endpoint: []",
+        "endpoints: [{name: a}]",
+        "endpoints: [{name: a, address: '1.2.3.4:5', color: red}]",
+        "endpoints: [{name: a, address: '1.2.3.4:5'}, {name: a, address: '1.2.3.4:6'}]",
+        "endpoints: [{name: a, address: '1.2.3.4:5'}, {name: b, address: '1.2.3.4:5'}]",
+    ],
+)
+def test_a_wrong_file_is_refused_as_a_whole(text: str) -> None:
+    with pytest.raises(DiscoveryError):
+        parse_file(text)
+
+
+@given(st.text(max_size=60))
+def test_no_text_raises_anything_else(text: str) -> None:
+    for parse in (parse_file, parse_flag, normal_address):
+        try:
+            parse(text)
+        except DiscoveryError:
+            pass
+
+
+async def test_flags_alone_are_told_once() -> None:
+    assert [specs async for specs in discover([A], None)] == [(A,)]
+    with pytest.raises(DiscoveryError, match="more than once"):
+        unique([A, A])
+
+
+async def test_a_file_is_followed_through_renames_and_mistakes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "endpoints.yaml"
+    told: list[tuple[str, ...]] = []
+
+    def write(text: str) -> None:
+        new = tmp_path / "new"
+        new.write_text(text)
+        new.rename(file)
+
+    async def follow() -> None:
+        async for specs in discover([A], file):
+            told.append(tuple(spec.name for spec in specs))
+
+    write("endpoints: [{name: b, address: '10.0.0.2:80'}]")
+    task = asyncio.create_task(follow())
+    try:
+        await until(lambda: told == [("a", "b")], "the first list")
+        with caplog.at_level(logging.ERROR):
+            write("endpoints: [")
+            await until(lambda: "the old list stays" in caplog.text, "the mistake is told")
+            write("endpoints: [{name: a, address: '10.0.0.3:80'}]")
+            await until(lambda: "name 'a'" in caplog.text, "the clash is told")
+            file.unlink()
+            await until(lambda: "No such file" in caplog.text, "the loss is told")
+        assert told == [("a", "b")]
+        write("endpoints: [{name: c, address: '10.0.0.4:80'}]")
+        await until(lambda: told[-1] == ("a", "c"), "the new list")
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
