@@ -9,7 +9,7 @@ import grpc
 import pytest
 from envoy.config.endpoint.v3 import endpoint_pb2
 from envoy.service.discovery.v3 import discovery_pb2
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.epp_io import until
 from treeline_epp.eds import CLUSTER, TYPE_URL, Eds, EdsState
@@ -134,6 +134,7 @@ def test_an_endpoint_that_returns_must_be_acknowledged_anew() -> None:
     assert not state.selectable(A, 30.0)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=30))
 def test_no_order_of_messages_makes_an_unannounced_endpoint_selectable(steps: list[tuple[int, int]]) -> None:
     state = EdsState()

@@ -6,7 +6,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from treeline_epp import refusal
 from treeline_epp.endpoint import NoEndpoints
@@ -267,6 +267,7 @@ def split(data: bytes, cuts: list[int]) -> list[bytes]:
     return [data[a:b] for a, b in itertools.pairwise(edges)]
 
 
+@settings(deadline=None)
 @given(data=st.binary(max_size=400), cuts=st.lists(st.integers(0, 400), max_size=8), late_end=st.booleans())
 def test_any_chunking_gives_the_same_decision_and_returns_the_same_body(
     data: bytes, cuts: list[int], late_end: bool
@@ -305,6 +306,7 @@ def complain(actions: list[Action], message: Message, x: Exchange) -> None:
             assert action.kind is message.kind or message.kind is Kind.REQUEST_TRAILERS
 
 
+@settings(deadline=None)
 @given(
     request=st.sampled_from(list(BodyMode)),
     response=st.sampled_from(list(BodyMode)),

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.epp_io import small_bundle
 from treeline_epp.catalog import Catalog, Renderer
@@ -166,6 +166,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(
     path=st.sampled_from(["/v1/chat/completions", "/v1/completions", "/generate", "/x", "/v1/models"]),
     method=st.sampled_from(["GET", "POST"]),
