@@ -8,19 +8,26 @@ import functools
 import inspect
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import h11
 import httpx
+import zmq
+import zmq.asyncio
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
+from treeline_epp.engines import KvSource
 from treeline_epp.main import Options, options_of, serve
 from treeline_operator.envoy import EnvoyConfig
+from treeline_wire import frames
+from treeline_wire.events import BlockStored, block_hash, encode_batch, hash_of, root_digest
+from treeline_wire.load import encode as encode_load
+from treeline_wire.security import CurveKeys
 from treeline_wire.tokenizer import TokenizerBundle
 
 from support.envoy import Envoy, Patch, free_ports, running_envoy
@@ -282,3 +289,127 @@ def small_bundle() -> TokenizerBundle:
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
     return TokenizerBundle.build(tokenizer.to_str(), chat_template=template)
+
+
+class FakePublisher:
+    """An engine's sockets: live events, replay with our hello and snapshot, load reports. State is what a test set.
+
+    ``blocks`` is the cache: everything stored so far, in order; ``drop`` lists seqs that get lost on the live socket.
+    """
+
+    def __init__(
+        self, *, epoch: int = 1, curve: CurveKeys | None = None, ports: tuple[int, ...] = (0, 0, 0)
+    ) -> None:
+        self.epoch = epoch
+        self.seq = -1
+        self.blocks: list[BlockStored] = []
+        self.drop: set[int] = set()
+        self.asked: list[str] = []
+        self._batches: list[bytes] = []
+        self._curve = curve
+        self._context = zmq.asyncio.Context()
+        self._live, self.events_port = self._bind(zmq.XPUB, ports[0])
+        self._router, self.replay_port = self._bind(zmq.ROUTER, ports[1])
+        self._load, self.load_port = self._bind(zmq.XPUB, ports[2])
+        self._serving = asyncio.create_task(self._serve())
+
+    @property
+    def ports(self) -> tuple[int, int, int]:
+        return self.events_port, self.replay_port, self.load_port
+
+    @property
+    def source(self) -> KvSource:
+        return KvSource("127.0.0.1", *self.ports, curve=self._curve is not None)
+
+    def kv_events(self) -> dict[str, Any]:
+        """Its entry in ``/server_info``."""
+        return {
+            "publisher": "zmq",
+            "endpoint_host": "*",
+            "endpoint_port_base": self.events_port,
+            "replay_endpoint_port_base": self.replay_port,
+            "load_endpoint_port_base": self.load_port,
+            "topic": "",
+            "load_topic": "load",
+            "block_size": 16,
+            "dp_size": 1,
+            "curve": self._curve is not None,
+        }
+
+    def _bind(self, kind: int, port: int) -> tuple[zmq.asyncio.Socket, int]:
+        sock = self._context.socket(kind)
+        sock.linger = 0
+        if self._curve is not None:
+            self._curve.secure_server(sock)
+        sock.bind(f"tcp://127.0.0.1:{port or '*'}")
+        return sock, int(sock.last_endpoint.rpartition(b":")[2])
+
+    async def subscribed(self) -> None:
+        """Return when somebody listens to the events."""
+        await asyncio.wait_for(self._live.recv(), 5)
+
+    async def load_subscribed(self) -> None:
+        """Return when somebody listens to the load reports."""
+        await asyncio.wait_for(self._load.recv(), 5)
+
+    async def store(self, *blocks: BlockStored) -> None:
+        """Cache some blocks and publish it."""
+        self.blocks += blocks
+        await self.send(encode_batch(time.time(), list(blocks)))
+
+    async def send(self, payload: bytes) -> None:
+        """Publish any payload as the next batch."""
+        self.seq += 1
+        self._batches.append(payload)
+        if self.seq not in self.drop:
+            await self._live.send_multipart(frames.live(b"", self.seq, payload))
+
+    async def report(self, topic: bytes, load: Any) -> None:
+        """Publish a load report."""
+        await self._load.send_multipart([topic, encode_load(load)])
+
+    def stop(self) -> None:
+        """Die; the ports are free afterwards."""
+        self._serving.cancel()
+        self._context.destroy(linger=0)
+
+    async def _serve(self) -> None:
+        while True:
+            identity, *rest = await self._router.recv_multipart()
+            request = frames.parse_request(rest)
+            self.asked.append(type(request).__name__)
+            for reply in self._replies(request):
+                await self._router.send_multipart([identity, *frames.encode_reply(reply)])
+
+    def _replies(self, request: frames.Request | None) -> list[frames.Reply]:
+        newest = self.seq if self.seq >= 0 else None
+        match request:
+            case frames.HelloRequest():
+                return [frames.Hello(self.epoch, None if newest is None else 0, newest)]
+            case frames.SnapshotRequest():
+                header = frames.SnapshotHeader(self.epoch, self.seq, len(self.blocks))
+                return [header, frames.SnapshotChunk(self.blocks), frames.SnapshotEnd()]
+            case frames.ReplayRequest(start_seq=start):
+                items = [frames.ReplayItem(b"", s, self._batches[s]) for s in range(start, self.seq + 1)]
+                return [*items, frames.ReplayEnd()]
+            case _:
+                return []
+
+
+def stored(tokens: Sequence[int], *, parent: BlockStored | None = None, size: int = 16) -> BlockStored:
+    """A run of whole blocks, hashed as our runtime hashes them (each block's own digest chain)."""
+    digest = root_digest(None) if parent is None else _DIGESTS[parent.block_hashes[-1]]
+    hashes = []
+    for start in range(0, len(tokens) - size + 1, size):
+        digest = block_hash(digest, tokens[start : start + size])
+        hashes.append(hash_of(digest))
+        _DIGESTS[hashes[-1]] = digest
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=None if parent is None else parent.block_hashes[-1],
+        token_ids=list(tokens[: len(hashes) * size]),
+        block_size=size,
+    )
+
+
+_DIGESTS: dict[int, bytes] = {}
