@@ -71,6 +71,7 @@ class FakeEngine:
     models: tuple[str, ...] = ("tiny",)
     ready: bool = True
     documents: dict[str, Any] = field(default_factory=dict)
+    missing: set[str] = field(default_factory=set)
     reply_headers: dict[str, str] = field(default_factory=dict)
     reply_status: int = 200
     reply_body: bytes | None = None
@@ -159,6 +160,8 @@ class FakeEngine:
         await writer.drain()
 
     def _content(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], Any]:
+        if path in self.missing:
+            return 404, {}, {}
         if path == "/ready":
             return (200 if self.ready else 503), {}, {}
         if path in self.documents:

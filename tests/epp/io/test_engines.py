@@ -1,0 +1,153 @@
+"""What engines say about themselves, and the watcher that keeps asking."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from support.epp_io import FakeEngine, engines, small_bundle, until
+from treeline_epp.endpoint import EndpointSpec
+from treeline_epp.engines import EngineClient, EngineError, EngineInfo, EngineState, EngineWatcher, KvSource
+
+KV = {
+    "publisher": "zmq",
+    "endpoint_host": "*",
+    "endpoint_port_base": 5557,
+    "replay_endpoint_port_base": 5657,
+    "load_endpoint_port_base": 5757,
+    "topic": "",
+    "load_topic": "load",
+    "block_size": 16,
+    "dp_size": 1,
+    "curve": False,
+}
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[FakeEngine]:
+    async with engines(1) as (fake,):
+        yield fake
+
+
+async def test_a_treeline_runtime_says_everything(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.documents["/server_info"] = {
+        "kv_events": KV,
+        "epoch": 2**63,
+        "tokenizer_fingerprint": "f",
+        "more": 1,
+    }
+    source = KvSource("127.0.0.1", 5557, 5657, 5757)
+    info = await EngineClient(http, engine.address).info()
+    assert info == EngineInfo(("tiny",), str(2**63), "f", source)
+
+
+async def test_other_engines_say_less(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    client = EngineClient(http, engine.address)
+    assert await client.info() == EngineInfo(("tiny",))
+    engine.documents["/server_info"] = {"kv_events": {"publisher": "null"}}
+    assert (await client.info()).source is None
+    engine.documents["/server_info"] = {
+        "kv_events": {**KV, "endpoint_host": "10.1.2.3", "topic": "kv-events"}
+    }
+    assert (await client.info()).source == KvSource("10.1.2.3", 5557, 5657, 5757, "kv-events")
+
+
+@pytest.mark.parametrize("document", [b"{", b'{"data": 7}', b"[]"])
+async def test_an_answer_that_cannot_be_used_is_a_typed_error(
+    http: httpx.AsyncClient, engine: FakeEngine, document: bytes
+) -> None:
+    engine.documents["/v1/models"] = document
+    with pytest.raises(EngineError):
+        await EngineClient(http, engine.address).info()
+    engine.documents["/treeline/tokenizer"] = document
+    with pytest.raises(EngineError):
+        await EngineClient(http, engine.address).tokenizer()
+
+
+async def test_the_tokenizer_comes_from_the_engine(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    client = EngineClient(http, engine.address)
+    with pytest.raises(EngineError):
+        await client.tokenizer()
+    engine.documents["/treeline/tokenizer"] = small_bundle().to_json()
+    assert await client.tokenizer() == small_bundle()
+
+
+async def test_without_ready_there_is_health(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.missing = {"/ready"}
+    client = EngineClient(http, engine.address)
+    assert await client.ready()
+    engine.missing = {"/ready", "/health"}
+    assert not await client.ready()
+
+
+@contextlib.asynccontextmanager
+async def watched(
+    http: httpx.AsyncClient, fake: FakeEngine
+) -> AsyncIterator[tuple[EngineWatcher, list[EngineState]]]:
+    told: list[EngineState] = []
+
+    async def report(state: EngineState, info: EngineInfo | None) -> None:
+        told.append(state)
+
+    watcher = EngineWatcher(EndpointSpec("e", fake.address), EngineClient(http, fake.address), report)
+    task = asyncio.create_task(watcher.run())
+    try:
+        yield watcher, told
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_the_watcher_tells_every_change_once(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.ready = False
+    async with watched(http, engine) as (watcher, told):
+        await until(lambda: told == [EngineState.STARTING], "starting")
+        engine.ready = True
+        await until(lambda: told[-1] is EngineState.READY, "ready")
+        assert watcher.info == EngineInfo(("tiny",))
+        watcher.kick()
+        engine.models = ("tiny", "lora")
+        await until(lambda: watcher.info == EngineInfo(("tiny", "lora")), "new models", 3.0)
+        engine.ready = False
+        watcher.kick()
+        await until(lambda: told[-1] is EngineState.DRAINING, "draining")
+        await engine.stop()
+        await until(lambda: told[-1] is EngineState.DOWN, "down")
+        engine.ready = True
+        await engine.start()
+        await until(lambda: told[-1] is EngineState.READY, "ready again")
+    assert told == [
+        EngineState.STARTING,
+        EngineState.READY,
+        EngineState.READY,
+        EngineState.DRAINING,
+        EngineState.DOWN,
+        EngineState.READY,
+    ]
+
+
+async def test_a_kick_makes_the_watcher_look_at_once(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.documents["/server_info"] = {"kv_events": KV}  # it pushes, so it is seldom asked
+    async with watched(http, engine) as (watcher, told):
+        await until(lambda: told == [EngineState.READY], "ready")
+        await engine.stop()
+        watcher.kick()
+        await until(lambda: told[-1] is EngineState.DOWN, "down", 1.0)
+
+
+async def test_an_engine_without_models_is_not_ready(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.documents["/v1/models"] = b"{"
+    async with watched(http, engine) as (watcher, told):
+        await until(lambda: told == [EngineState.STARTING], "starting")
+        del engine.documents["/v1/models"]
+        await until(lambda: told[-1] is EngineState.READY, "ready")
+        assert watcher.probed.is_set()

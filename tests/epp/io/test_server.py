@@ -1,0 +1,284 @@
+"""An ext_proc stream without gRPC: protobuf in, protobuf out, and the reservation in between."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from google.protobuf import json_format
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from treeline_epp.catalog import Catalog
+from treeline_epp.endpoint import EndpointSpec
+from treeline_epp.metrics import Metrics
+from treeline_epp.picker import Picker, PickerConfig
+from treeline_epp.routing import Router
+from treeline_epp.server import Stream
+from treeline_wire import headers as names
+
+MODES = processing_mode_pb2.ProcessingMode
+A, B = "10.0.0.1:8000", "10.0.0.2:8000"
+
+
+class Bench:
+    """A router over two endpoints, with a clock that a test turns."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.troubles: list[str] = []
+        self.metrics = Metrics()
+        catalog = Catalog()
+        self.picker = Picker(PickerConfig(policy="round_robin"))
+        for name, address in (("a", A), ("b", B)):
+            self.picker.add_endpoint(EndpointSpec(name, address, models=("tiny",)))
+            catalog.set_endpoint(name, "default", ("tiny",), None)
+        self.router = Router(
+            self.picker, catalog, self.metrics, on_trouble=self.troubles.append, clock=lambda: self.now
+        )
+
+    def stream(self) -> Stream:
+        return Stream(self.router, body_limit=10_000)
+
+    def reserved(self) -> int:
+        return sum(len(e.load.reservations) for e in self.picker.endpoints.values())
+
+    def counted(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(f"treeline_epp_{name}", labels) or 0.0
+
+
+def headers(
+    *, end: bool = False, subset: Any = None, mode: int = MODES.BUFFERED, **extra: str
+) -> pb.ProcessingRequest:
+    request = pb.ProcessingRequest()
+    request.protocol_config.request_body_mode = mode
+    fields = {":path": "/v1/completions", ":method": "POST", "x-request-id": "r1", **extra}
+    for key, value in fields.items():
+        request.request_headers.headers.headers.add(key=key, raw_value=value.encode())
+    request.request_headers.end_of_stream = end
+    if subset is not None:
+        hint = request.metadata_context.filter_metadata[names.LB_SUBSET]
+        json_format.ParseDict({names.SUBSET: subset}, hint)
+    return request
+
+
+def body(data: bytes = b'{"model": "tiny", "prompt": "hello"}') -> pb.ProcessingRequest:
+    return pb.ProcessingRequest(request_body=pb.HttpBody(body=data, end_of_stream=True))
+
+
+def response(served: str | None = None, **fields: str) -> pb.ProcessingRequest:
+    request = pb.ProcessingRequest()
+    for key, value in {":status": "200", **fields}.items():
+        request.response_headers.headers.headers.add(key=key.replace("_", "-"), raw_value=value.encode())
+    if served is not None:
+        request.metadata_context.filter_metadata[names.LB].fields[names.SERVED].string_value = served
+    return request
+
+
+def replies(stream: Stream, request: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
+    return [pb.ProcessingResponse.FromString(data) for data in stream.step(request)]
+
+
+def destination(reply: pb.ProcessingResponse, part: str = "request_body") -> str:
+    """The destination in an answer; header and metadata must agree."""
+    common = getattr(reply, part).response
+    (option,) = common.header_mutation.set_headers
+    assert option.header.key == names.DESTINATION
+    assert common.clear_route_cache
+    value: str = option.header.raw_value.decode()
+    assert json_format.MessageToDict(reply.dynamic_metadata) == {names.LB: {names.DESTINATION: value}}
+    return value
+
+
+def test_a_request_reserves_until_its_response_begins() -> None:
+    bench = Bench()
+    stream = bench.stream()
+    (plain,) = replies(stream, headers())
+    assert plain.WhichOneof("response") == "request_headers"
+    (reply,) = replies(stream, body())
+    assert sorted(destination(reply).split(",")) == [A, B]
+    assert bench.reserved() == 1
+    bench.now += 0.5
+    (reply,) = replies(stream, response(served=destination(reply).split(",")[0]))
+    assert reply.WhichOneof("response") == "response_headers"
+    assert bench.reserved() == 0
+    stream.close()
+    assert bench.counted("outcomes_total", outcome="headers") == 1
+    assert bench.counted("outcomes_total", outcome="cancelled") == 0
+    assert bench.troubles == []
+
+
+def test_a_stream_that_ends_early_gives_its_reservation_back() -> None:
+    bench = Bench()
+    stream = bench.stream()
+    replies(stream, headers())
+    replies(stream, body())
+    stream.close()
+    stream.close()
+    assert bench.reserved() == 0
+    assert bench.counted("outcomes_total", outcome="cancelled") == 1
+
+
+def test_what_the_runtime_reports_is_counted_and_only_streams_give_a_first_token_time() -> None:
+    bench = Bench()
+    report = {names.CACHED_TOKENS: "16", names.PROMPT_TOKENS: "40"}
+    for kind in ("application/json", "text/event-stream; charset=utf-8"):
+        stream = bench.stream()
+        replies(stream, headers())
+        replies(stream, body())
+        bench.now += 0.25
+        replies(stream, response(**report, **{"content-type": kind}))
+    assert bench.counted("reported_hit_tokens_total") == 32
+    assert bench.counted("reported_prompt_tokens_total") == 80
+    assert bench.counted("ttft_seconds_count") == 1
+    assert bench.counted("ttft_seconds_sum") == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1e3", "９" * 3, "9" * 30])
+def test_a_nonsense_report_is_ignored(text: str) -> None:
+    bench = Bench()
+    stream = bench.stream()
+    replies(stream, headers())
+    replies(stream, body())
+    request = response()
+    for name in (names.CACHED_TOKENS, names.PROMPT_TOKENS):
+        request.response_headers.headers.headers.add(key=name, raw_value=text.encode())
+    replies(stream, request)
+    assert bench.counted("reported_prompt_tokens_total") == 0
+    assert bench.reserved() == 0
+
+
+def test_errors_and_detours_make_the_fleet_look_and_overload_does_not() -> None:
+    bench = Bench()
+
+    def run(request: pb.ProcessingRequest) -> list[str]:
+        bench.troubles.clear()
+        stream = bench.stream()
+        replies(stream, headers())
+        replies(stream, body())
+        replies(stream, request)
+        return bench.troubles
+
+    assert len(run(response(**{":status": "503"}))) == 1
+    assert run(response(**{":status": "503", names.OVERLOADED: "1"})) == []
+    assert run(response(**{":status": "404"})) == []
+    assert len(run(response(served="10.9.9.9:1"))) == 1
+    assert bench.counted("served_elsewhere_total", by="other") == 1
+
+
+def test_a_subset_is_obeyed_also_without_a_body() -> None:
+    bench = Bench()
+    for _ in range(3):
+        (reply,) = replies(bench.stream(), headers(end=True, subset=[B], **{":path": "/health"}))
+        assert destination(reply, "request_headers") == B
+    (reply,) = replies(bench.stream(), headers(end=True, subset="10.0.0.1", **{":path": "/health"}))
+    assert destination(reply, "request_headers") == A
+    for nothing in ([], ["10.0.0.9:1"]):
+        (reply,) = replies(bench.stream(), headers(end=True, subset=nothing, **{":path": "/health"}))
+        assert reply.immediate_response.status.code == 503
+
+
+def test_a_refusal_is_an_immediate_response_and_ends_the_stream() -> None:
+    bench = Bench()
+    stream = bench.stream()
+    replies(stream, headers())
+    (reply,) = replies(stream, body(b'{"model": "nobody", "prompt": "x"}'))
+    answer = reply.immediate_response
+    assert answer.status.code == 404
+    assert json.loads(answer.body)["error"]["code"] == "model_not_found"
+    assert {h.header.key: h.header.raw_value for h in answer.headers.set_headers}[
+        "content-type"
+    ] == b"application/json"
+    assert stream.ended
+    assert bench.counted("refusals_total", code="model_not_found") == 1
+
+
+def test_breaking_the_protocol_is_a_500_and_counted() -> None:
+    bench = Bench()
+    for request in (body(), pb.ProcessingRequest()):
+        stream = bench.stream()
+        (reply,) = replies(stream, request)
+        assert reply.immediate_response.status.code == 500
+        assert stream.ended
+    assert bench.counted("protocol_errors_total") == 2
+
+
+def test_a_defect_of_ours_is_a_500_and_not_a_grpc_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench()
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(bench.picker, "pick", fail)
+    stream = bench.stream()
+    replies(stream, headers())
+    with caplog.at_level(logging.CRITICAL):
+        (reply,) = replies(stream, body())
+    assert reply.immediate_response.status.code == 500
+    assert bench.counted("defects_total") == 1
+
+
+def test_a_decision_is_one_log_line_at_debug_level_without_prompt_text(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = Bench()
+    with caplog.at_level(logging.DEBUG, "treeline_epp"):
+        stream = bench.stream()
+        replies(stream, headers())
+        replies(stream, body(b'{"model": "tiny", "prompt": "a secret"}'))
+    (line,) = [r for r in caplog.records if r.message == "decision"]
+    fields = line.fields  # type: ignore[attr-defined]
+    assert fields["request_id"] == "r1"
+    assert "secret" not in json.dumps(fields)
+
+
+def test_a_proxy_that_tells_no_modes_gets_full_duplex() -> None:
+    bench = Bench()
+    stream = bench.stream()
+    first = headers()
+    first.ClearField("protocol_config")
+    assert replies(stream, first) == []
+    answers = replies(stream, body())
+    assert [a.WhichOneof("response") for a in answers] == ["request_headers", "request_body"]
+    assert answers[1].request_body.response.body_mutation.streamed_response.end_of_stream
+
+
+REQUESTS = st.one_of(
+    st.just(headers()),
+    st.just(headers(end=True)),
+    st.just(headers(mode=MODES.FULL_DUPLEX_STREAMED)),
+    st.just(headers(mode=MODES.STREAMED)),
+    st.just(body()),
+    st.just(body(b"{")),
+    st.just(response()),
+    st.just(response(served="10.9.9.9:1")),
+    st.just(pb.ProcessingRequest(request_trailers=pb.HttpTrailers())),
+    st.just(pb.ProcessingRequest(response_body=pb.HttpBody(body=b"x"))),
+    st.just(pb.ProcessingRequest(response_trailers=pb.HttpTrailers())),
+    st.just(pb.ProcessingRequest()),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(REQUESTS, max_size=6), max_size=4))
+def test_whatever_proxies_send_nothing_raises_and_nothing_stays_reserved(
+    sessions: list[list[pb.ProcessingRequest]],
+) -> None:
+    logging.disable(logging.WARNING)
+    try:
+        bench = Bench()
+        for session in sessions:
+            stream = bench.stream()
+            for request in session:
+                for reply in replies(stream, request):
+                    assert reply.WhichOneof("response") is not None
+            stream.close()
+        assert bench.reserved() == 0
+        assert bench.counted("defects_total") == 0
+    finally:
+        logging.disable(logging.NOTSET)
