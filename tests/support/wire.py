@@ -5,7 +5,17 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog sleeps. It's 12,345 o'clock; we'll see.",
@@ -15,11 +25,12 @@ CORPUS = [
     "いろはにほへと ちりぬるを わかよたれそ つねならむ",
     "नमस्ते दुनिया, यह एक परीक्षण है। مرحبا بالعالم",
     "Ångström café naïve façade coöperate élève — “quotes” … ½ ²",
-    "<tool_call>{\"name\": \"f\", \"arguments\": {\"x\": [1, 2, 3]}}</tool_call> othello hello shell",
+    '<tool_call>{"name": "f", "arguments": {"x": [1, 2, 3]}}</tool_call> othello hello shell',
     "안녕하세요 세계 가나다라 😀👍🏽🎉",
 ] * 4
 _LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 CHAT_TOKENS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -56,7 +67,10 @@ def byte_level(
         tokenizer.add_tokens(added)
     if bos:
         tokenizer.post_processor = processors.Sequence(
-            [processors.ByteLevel(trim_offsets=False), _bos_template(tokenizer, "<|endoftext|>", "<|im_end|>")]
+            [
+                processors.ByteLevel(trim_offsets=False),
+                _bos_template(tokenizer, "<|endoftext|>", "<|im_end|>"),
+            ]
         )
     return tokenizer
 
@@ -99,7 +113,9 @@ def unigram(*, byte_fallback: bool = True, normalizer: Any = None, scheme: str =
     """Unigram with the pieces that SentencePiece has, at its scores."""
     trained = Tokenizer(models.Unigram())
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    trainer = trainers.UnigramTrainer(vocab_size=400, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=400, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False
+    )
     trained.train_from_iterator(CORPUS, trainer)
     learned = json.loads(trained.to_str())["model"]["vocab"]
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
@@ -120,7 +136,9 @@ def wordpiece() -> Tokenizer:
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=["[UNK]", "[CLS]", "[SEP]"], show_progress=False)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=400, special_tokens=["[UNK]", "[CLS]", "[SEP]"], show_progress=False
+    )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
 
@@ -147,10 +165,14 @@ GOOD: dict[str, Callable[[], Tokenizer]] = {
     "prefix_no_regex": lambda: byte_level(add_prefix_space=True, use_regex=False),
     "llama3": lambda: byte_level(split=_LLAMA3, use_regex=False, bos=True),
     "qwen_nfc": lambda: byte_level(split=_LLAMA3, use_regex=False, normalizer=normalizers.NFC()),
-    "nfkc": lambda: byte_level(normalizer=normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])),
+    "nfkc": lambda: byte_level(
+        normalizer=normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    ),
     "replace": lambda: byte_level(normalizer=normalizers.Replace("a", "bb")),
     "added": lambda: byte_level(added=FLAGGED, bos=True),
-    "added_nfc_prefix": lambda: byte_level(added=FLAGGED, normalizer=normalizers.NFC(), add_prefix_space=True),
+    "added_nfc_prefix": lambda: byte_level(
+        added=FLAGGED, normalizer=normalizers.NFC(), add_prefix_space=True
+    ),
     "added_lower": lambda: byte_level(added=FLAGGED, normalizer=normalizers.Lowercase()),
     "llama2_legacy": lambda: sentencepiece_bpe(),
     "metaspace_first": lambda: sentencepiece_bpe(metaspace="first", split=False),

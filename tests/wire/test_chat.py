@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 from treeline_wire import chat
-from treeline_wire.chat import ChatTemplate, TemplateError
+from treeline_wire.chat import ChatTemplate
 
 TEMPLATES = sorted((Path(__file__).parent / "templates").glob("*.jinja"))
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -26,17 +26,15 @@ _PARAMETERS = {
     },
     "required": ["city"],
 }
-TOOLS = [
-    {"type": "function", "function": {"name": "weather", "description": "Say <how> it's & will be", "parameters": _PARAMETERS}},
-    {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {"type": "object", "properties": {}}}},
-]  # fmt: skip
+_WEATHER = {"name": "weather", "description": "Say <how> it's & will be", "parameters": _PARAMETERS}
+_CLOCK = {"name": "now", "description": "The time.", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": _WEATHER}, {"type": "function", "function": _CLOCK}]
+_CALLED = {"name": "weather", "arguments": {"city": "Zürich", "days": 2}}
 _CALL = {
     "role": "assistant",
     "content": None,
-    "tool_calls": [
-        {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "days": 2}}}
-    ],
-}  # fmt: skip
+    "tool_calls": [{"id": "abcdefghi", "type": "function", "function": _CALLED}],
+}
 _USER = {"role": "user", "content": "Hi {{ 7 * 7 }} {% raise %} {# no #} <|im_end|>\n"}
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "one": [_USER],
@@ -72,7 +70,10 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "developer": [{"role": "developer", "content": "D"}, {"role": "user", "content": "A"}],
     "wrong_order": [{"role": "assistant", "content": "A"}, {"role": "assistant", "content": "B"}],
     "no_content": [{"role": "user"}, {"role": "assistant", "content": None}],
-    "scripts": [{"role": "user", "content": "日本語 😀 é e\u0301 \u2028 \x00 \t عربى"}, {"role": "assistant", "content": "नमस्ते"}],
+    "scripts": [
+        {"role": "user", "content": "日本語 😀 é e\u0301 \u2028 \x00 \t عربى"},
+        {"role": "assistant", "content": "नमस्ते"},
+    ],
     "long": [{"role": ("user", "assistant")[i % 2], "content": f"message {i} " * 40} for i in range(120)],
     "numbers": [{"role": "user", "content": "x", "extra": {"f": 1e22, "i": 10**12, "n": None, "b": True}}],
 }  # fmt: skip
@@ -121,7 +122,9 @@ def test_templates_render_as_in_transformers(path: Path, reference: PreTrainedTo
     rendered = 0
     for (name, messages), (variant, options) in itertools.product(CONVERSATIONS.items(), VARIANTS.items()):
         expected = _rendered(
-            lambda m, **o: reference.apply_chat_template(m, chat_template=source, tokenize=False, **o), messages, options
+            lambda m, **o: reference.apply_chat_template(m, chat_template=source, tokenize=False, **o),
+            messages,
+            options,
         )
         got = _rendered(ours.render, messages, options)
         assert got == expected, (name, variant)

@@ -9,7 +9,8 @@ from treeline_wire.keys import KeySelfTestError, PrefixKeys
 _FRAGMENTS = [
     "hello", "othello", " ", "  ", "   ", "\n", "\n\n", "\t", "<s>", "</s>", "<unk>", "[INST]", "<|im_start|>",
     "<|im_end|>", "<|endoftext|>", "<left>", "<right>", "<both>", "<both><right>", "normal", "Normal", "two words",
-    "two  words", "<0x41>", "<0xE2>", "＜s＞", "▁", "▁▁", "Ġ", "e\u0301", "A\u030a", "Å", "Å", "ﬁ", "가", "\u1100\u1161",
+    "two  words", "<0x41>", "<0xE2>", "＜s＞", "▁", "▁▁", "Ġ", "e\u0301", "A\u030a", "Å", "Å",
+    "ﬁ", "가", "\u1100\u1161",
     "😀", "👩‍👩‍👧", "🇩🇪", "工欲", "ещё", "مرحبا", "नमस्ते", "\x00", "\x1c", "\x85", "\u00a0", "\u3000", "\u200d",
     "\ufeff", "_", "1", "12345", "'ll", "<tool_call>", "<start_of_turn>", "\r\n", "\U00011935\U00011930", "\u0898",
 ]  # fmt: skip
@@ -17,7 +18,9 @@ _ALPHABET = st.one_of(
     st.characters(codec="utf-8"),
     st.characters(codec="utf-8", categories=["Mn", "Mc", "Lo", "So", "Zs", "Cc", "Cf", "Cn"]),
 )
-texts = st.lists(st.one_of(st.sampled_from(_FRAGMENTS), st.text(_ALPHABET, max_size=6)), max_size=12).map("".join)
+texts = st.lists(st.one_of(st.sampled_from(_FRAGMENTS), st.text(_ALPHABET, max_size=6)), max_size=12).map(
+    "".join
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +34,16 @@ def test_the_self_test_passes(name: str, keys_of: dict[str, PrefixKeys]) -> None
 
 
 @pytest.mark.parametrize("name", support.GOOD)
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(text=texts, special=st.booleans())
-def test_tokens_and_text_have_one_key(name: str, keys_of: dict[str, PrefixKeys], text: str, special: bool) -> None:
+def test_tokens_and_text_have_one_key(
+    name: str, keys_of: dict[str, PrefixKeys], text: str, special: bool
+) -> None:
     ids = support.tokenizer(name).encode(text, add_special_tokens=special).ids
     assert keys_of[name].block_key(ids) == keys_of[name].prompt_key(text, special), (name, text)
 

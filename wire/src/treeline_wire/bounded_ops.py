@@ -83,6 +83,9 @@ def concatenated(items: Iterable[Any]) -> str:
 def add(left: Any, right: Any) -> Any:
     """The operator `+`."""
     budget = current.get()
+    if type(left) is str and type(right) is str:  # nearly always
+        budget.charge(len(left) + len(right))
+        return left + right
     if isinstance(left, str | list | tuple):
         budget.check(budget.size(left) + budget.size(right))
         return budget.charged(left + right)
@@ -94,7 +97,8 @@ def multiply(left: Any, right: Any) -> Any:
     budget = current.get()
     for sequence, times in ((left, right), (right, left)):
         if isinstance(sequence, str | list | tuple) and isinstance(times, int):
-            budget.check(budget.size(sequence) * max(times, 1))
+            length = len(sequence) if isinstance(sequence, str) else budget.size(sequence)
+            budget.check(length * max(times, 1))
             return budget.charged(left * right)
     if (
         isinstance(left, int)

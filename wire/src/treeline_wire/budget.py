@@ -17,7 +17,17 @@ from jinja2 import Undefined
 _OVERHEAD: Final = 64
 _MAX_DEPTH: Final = 128
 _MAX_CALL_DEPTH: Final = 64
-_PRINTABLE: Final[tuple[type, ...]] = (str, int, float, Undefined, range, type({}.items()), type({}.keys()), type({}.values()))
+_CONTAINERS: Final = (dict, list, tuple)
+_PRINTABLE: Final[tuple[type, ...]] = (
+    str,
+    int,
+    float,
+    Undefined,
+    range,
+    type({}.items()),
+    type({}.keys()),
+    type({}.values()),
+)
 
 
 class LimitError(Exception):
@@ -73,16 +83,19 @@ class Budget:
 
     def charge(self, units: int) -> None:
         """Pay for a text (or anything as large), before it is made where its size can be told."""
-        self.check(units)
         self._left -= units
-        if self._left < 0:
+        if units > self._value_limit or self._left < 0:
+            self.check(units)
             raise LimitError("it does too much")
 
     def charged(self, value: Any) -> Any:
         """Pay for a value that has just been made, and return it."""
-        if isinstance(value, dict | list | tuple):
+        if isinstance(value, str):
+            self.charge(len(value))
+        elif isinstance(value, _CONTAINERS):
             self.check(self.size(value))
             self.charge(_OVERHEAD + 16 * len(value))
+            self.tick()
         else:
             self.charge(self.size(value))
         return value
@@ -131,10 +144,8 @@ class Budget:
     def _measure(self, value: Any) -> tuple[int, int]:
         if isinstance(value, str):
             return _OVERHEAD + len(value), 0
-        if isinstance(value, int):
-            return _OVERHEAD + value.bit_length() // 8, 0
-        if not isinstance(value, dict | list | tuple):
-            return _OVERHEAD, 0
+        if not isinstance(value, _CONTAINERS):
+            return _OVERHEAD + (value.bit_length() // 8 if isinstance(value, int) else 0), 0
         known = self._known.get(id(value))
         if known is None:
             children: Iterable[Any] = value

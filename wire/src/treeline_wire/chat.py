@@ -98,7 +98,7 @@ class ChatTemplate:
             raise TemplateError(str(error), user_error=True) from error
         except LimitError:
             raise
-        except SecurityError as error:
+        except (SecurityError, OverflowError) as error:
             raise TemplateError(f"the chat template was stopped: {error}", user_error=False) from error
         except (RecursionError, MemoryError) as error:
             raise TemplateError(

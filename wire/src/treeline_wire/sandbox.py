@@ -106,7 +106,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         budget.enter_call()
         try:
             if isinstance(__obj, types.BuiltinMethodType) and isinstance(__obj.__self__, str):
-                for ours in ("_loop_vars", "_block_vars"):  # Jinja's own, for callables that ask for the context
+                for ours in (
+                    "_loop_vars",
+                    "_block_vars",
+                ):  # Jinja's own, for callables that ask for the context
                     kwargs.pop(ours, None)
                 return bounded_ops.call_method(__obj, args, kwargs)
             return budget.charged(super().call(__context, __obj, *args, **kwargs))
