@@ -31,6 +31,7 @@ CORPUS = [
     "system user assistant prompt cache tokens hello world streaming server request answer",
 ]
 CONTEXT = 1024
+TESTS = str(Path(__file__).parents[1])
 START_S = 90.0
 
 
@@ -112,20 +113,23 @@ def make_checkpoint(folder: Path, *, seed: int = 0) -> Path:
 class ServerProcess:
     """A `treeline serve` process, its log, and ways to look at it and end it."""
 
-    def __init__(self, model: Path | str, *flags: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, model: Path | str, *flags: str, fake: bool = False, environment: dict[str, str] | None = None
+    ) -> None:
+        """`fake`: with a scheduler that has no model (support.fake_scheduler), so it starts in a moment."""
         ports = [] if "--no-events" in flags else ["--events-port=0", "--replay-port=0", "--load-port=0"]
         port = [] if any(flag.startswith("--port") for flag in flags) else ["--port=0"]
         command = [
             sys.executable,
             "-m",
-            "treeline_runtime",
+            "support.fake_serve" if fake else "treeline_runtime",
             "--model",
             str(model),
             "--threads=1",
             *port,
             *ports,
         ]
-        env = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": TESTS} | (environment or {})
         self.process = subprocess.Popen(
             [*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
         )

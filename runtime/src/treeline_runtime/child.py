@@ -1,8 +1,8 @@
 """The frame around every child process: how it gets its orders, lives as long as its parent, and fails in words.
 
 A child reads one line of JSON (`ChildSpec`) from standard input. The parent keeps that pipe open and never writes to it
-again: end of file means stop, whether the parent closed it or was killed. On Linux the kernel also kills the child with
-its parent, should the child be too busy to notice.
+again: end of file means stop, whether the parent closed it or was killed. The scheduler may be too busy to notice, so
+on Linux the kernel kills it with its parent.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ def setup_logging(process: str, level: str) -> None:
 
 def run_child(process: str, run: Callable[[ChildSpec, zmq.Context[zmq.Socket[bytes]]], None]) -> int:
     """Runs `run` as the child `process`; returns the exit status (0 only when told to stop)."""
-    _die_with_parent()
+    if process == "scheduler":
+        _die_with_parent()
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildSpec)
     setup_logging(process, spec.args.log_level)
-    threading.Thread(target=_watch_parent, name="lifeline", daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(spec.addresses,), name="lifeline", daemon=True).start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         run(spec, context)
@@ -67,10 +68,11 @@ def run_child(process: str, run: Callable[[ChildSpec, zmq.Context[zmq.Socket[byt
     return 1
 
 
-def _watch_parent() -> None:
+def _watch_parent(addresses: Addresses) -> None:
     while os.read(0, 1):
         pass
-    os._exit(0)  # nothing here outlives the parent: no state to save, no file to remove
+    addresses.remove()  # the parent does it too, unless it was killed
+    os._exit(0)
 
 
 def _die_with_parent() -> None:

@@ -12,6 +12,9 @@ folder of mode 0700 that the parent makes and removes.
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -21,6 +24,9 @@ import zmq
 from treeline_runtime import messages
 
 T = TypeVar("T")
+
+MAX_BASE = 60
+"""Bytes of the folder above ours: socket paths may have 107 bytes on Linux, 103 on macOS."""
 
 READ_AT_ONCE = 256
 """Messages an event loop takes before others get their turn."""
@@ -63,18 +69,40 @@ decode_to_publisher = msgspec.msgpack.Decoder(
 
 
 class Addresses(msgspec.Struct, frozen=True):
-    """The inboxes, as ZMQ endpoints."""
+    """Where the inboxes are, as ZMQ endpoints: sockets in one private folder."""
 
-    http: str
-    scheduler: str
-    detokenizer: str
-    publisher: str
+    folder: str
+
+    @property
+    def http(self) -> str:
+        return self._at("http")
+
+    @property
+    def scheduler(self) -> str:
+        return self._at("scheduler")
+
+    @property
+    def detokenizer(self) -> str:
+        return self._at("detokenizer")
+
+    @property
+    def publisher(self) -> str:
+        return self._at("publisher")
+
+    def _at(self, name: str) -> str:
+        return f"ipc://{self.folder}/{name}.ipc"
 
     @classmethod
-    def under(cls, folder: str) -> Addresses:
-        return cls(
-            *(f"ipc://{folder}/{name}.ipc" for name in ("http", "scheduler", "detokenizer", "publisher"))
-        )
+    def create(cls) -> Addresses:
+        """Makes the folder, of mode 0700, where socket paths stay within what the system allows."""
+        base = tempfile.gettempdir()
+        if len(os.fsencode(base)) > MAX_BASE:
+            base = "/tmp"
+        return cls(tempfile.mkdtemp(prefix="treeline-", dir=base))
+
+    def remove(self) -> None:
+        """Removes the sockets and the folder; idempotent."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Outbox:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,8 +22,6 @@ MODULES = {
 }
 STOP_S = 3.0
 """What children get to end by themselves before they are killed."""
-MAX_SOCKET_FOLDER = 80
-"""Socket paths may have 107 bytes on Linux, 103 on macOS."""
 
 
 @dataclass(frozen=True)
@@ -99,16 +95,3 @@ class ProcessGroup:
             if not self._ended[process].done():
                 child.kill()
         await asyncio.wait(self._ended.values())
-
-
-class SocketFolder:
-    """A private folder for the ipc sockets, removed at the end."""
-
-    def __init__(self) -> None:
-        base: str | None = tempfile.gettempdir()
-        if len(os.fsencode(base or "")) > MAX_SOCKET_FOLDER - len("/treeline-xxxxxxxx"):
-            base = "/tmp"
-        self.path = tempfile.mkdtemp(prefix="treeline-", dir=base)
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)

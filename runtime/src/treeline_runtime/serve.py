@@ -34,7 +34,7 @@ from treeline_runtime.args import ServerArgs, parse_args
 from treeline_runtime.child import ChildSpec, setup_logging
 from treeline_runtime.download import ModelNotFound, resolve_model
 from treeline_runtime.ipc import Addresses, AsyncInbox, Failed, Heartbeat, Outbox, Ready, decode_to_http
-from treeline_runtime.launch import Ended, ProcessGroup, SocketFolder
+from treeline_runtime.launch import Ended, ProcessGroup
 from treeline_runtime.messages import BatchTextOut, DrainReq, FinishReason, Reply
 from treeline_runtime.publisher.sockets import EventsError, check_event_ports, open_keys
 from treeline_runtime.server.app import App
@@ -51,6 +51,7 @@ INTERRUPT_DRAIN_S = 3.0
 """What Ctrl-C gives requests in flight."""
 FAREWELL_S = 1.0
 """Time for error answers to leave."""
+LAST_WORDS_S = 0.2
 MAX_SERVED_NAME = 256
 
 logger = logging.getLogger("treeline")
@@ -107,7 +108,6 @@ class Server:
         self._metrics = Metrics(served_name(args))
         self._processes = ["scheduler", "detokenizer"] + ([] if args.no_events else ["publisher"])
         self._ready: dict[str, dict[str, Any]] = {}
-        self._failed: dict[str, str] = {}
         self._stopping = False
         self._service, self._probes = self._build()
 
@@ -151,13 +151,12 @@ class Server:
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
-        folder = SocketFolder()
+        addresses = Addresses.create()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         group = ProcessGroup(self._on_end)
         http = _HttpServer(self._http_config())
         inbox = None
         try:
-            addresses = Addresses.under(folder.path)
             inbox = AsyncInbox(context, addresses.http, decode_to_http, self._on_message)
             self._connect(context, addresses)
             spec = ChildSpec(self._args, addresses, str(self._model_dir), self._epoch)
@@ -177,7 +176,7 @@ class Server:
             if inbox is not None:
                 inbox.close()
             context.destroy(linger=0)
-            folder.remove()
+            addresses.remove()
 
     async def _until_stopped(self, serving: asyncio.Task[None]) -> int:
         asked = asyncio.create_task(self._signals.get())
@@ -274,7 +273,6 @@ class Server:
                 if len(self._ready) == len(self._processes):
                     self._on_ready()
             case Failed():
-                self._failed[message.process] = message.message
                 self._report(f"the {message.process} process failed: {message.message}")
 
     def _on_ready(self) -> None:
@@ -301,7 +299,11 @@ class Server:
         )
 
     def _on_end(self, ended: Ended) -> None:
-        if not self._stopping and ended.process not in self._failed:
+        if self._stopping:
+            return
+        if ended.status == 1:  # it may have said why: that message may still be on its way
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._report, str(ended))
+        else:
             self._report(str(ended))
 
     def _report(self, why: str) -> None:

@@ -71,14 +71,16 @@ class Flight:
         self._generations = {rid: _Generation(self, index, now) for index, rid in enumerate(rids)}
         self._open = len(rids)
         self._woken = asyncio.Event()
+        self._whole = False
 
     @property
     def rids(self) -> list[str]:
         return list(self._generations)
 
-    async def next(self) -> list[tuple[int, TextOut]]:
+    async def next(self, *, whole: bool = False) -> list[tuple[int, TextOut]]:
         """What came since the last call, at most one merged output per generation; [] once all have ended and
-        everything has been taken."""
+        everything has been taken. `whole`: wait until a generation has ended before looking."""
+        self._whole = whole
         while True:
             ready = [(g.index, merge(g.pending)) for g in self._generations.values() if g.pending]
             if ready:
@@ -103,7 +105,8 @@ class Flight:
         if out.finish is not None:
             generation.finished = True
             self._open -= 1
-        self._woken.set()
+        if out.finish is not None or not self._whole:
+            self._woken.set()
 
 
 def merge(outs: Sequence[TextOut]) -> TextOut:

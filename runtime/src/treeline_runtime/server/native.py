@@ -231,9 +231,18 @@ class TokenizeBody(Struct, frozen=True):
 
 
 class DetokenizeBody(Struct, frozen=True):
-    tokens: list[TokenId] | list[list[TokenId]]
+    tokens: list[Any]
+    """Ids, or lists of ids."""
     skip_special_tokens: bool | None = None
     model: str | None = None
+
+
+class _OneList(Struct, frozen=True):
+    tokens: list[TokenId]
+
+
+class _ManyLists(Struct, frozen=True):
+    tokens: list[list[TokenId]]
 
 
 _TOKENIZE_FIELDS = frozenset(TokenizeBody.__struct_fields__)
@@ -269,10 +278,10 @@ async def detokenize(service: Service, request: Request) -> Response:
     body = convert(raw, DetokenizeBody)
     service.check_model(body.model)
     skip = body.skip_special_tokens is not False
-    lists: Sequence[Any] = body.tokens
-    single = not lists or isinstance(lists[0], int)
-    texts = [_text_of(service, ids, skip) for ids in ([lists] if single else lists)]
-    return json_response({"text": texts[0] if single else texts})
+    if body.tokens and isinstance(body.tokens[0], list):
+        texts = [_text_of(service, ids, skip) for ids in convert(raw, _ManyLists).tokens]
+        return json_response({"text": texts})
+    return json_response({"text": _text_of(service, convert(raw, _OneList).tokens, skip)})
 
 
 def _text_of(service: Service, ids: Sequence[int], skip_special_tokens: bool) -> str:

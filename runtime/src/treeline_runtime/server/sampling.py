@@ -129,7 +129,9 @@ def _or(value: Any, default: Any) -> Any:
 
 
 def _stop_strings(stop: str | list[str] | None, where: str) -> tuple[str, ...]:
-    strings = [stop] if isinstance(stop, str) else stop or []
+    if not stop:
+        return ()
+    strings = [stop] if isinstance(stop, str) else stop
     param = where + "stop"
     if len(strings) > MAX_STOP_STRINGS:
         raise ApiError(400, f"{param!r} has more than {MAX_STOP_STRINGS} strings", param=param)

@@ -204,7 +204,7 @@ class Service:
     async def collect(self, flight: Flight, count: int) -> list[TextOut]:
         """Waits for all generations: one whole output each. Raises ApiError."""
         parts: list[list[TextOut]] = [[] for _ in range(count)]
-        while ready := await flight.next():
+        while ready := await flight.next(whole=True):
             for index, out in ready:
                 self.check_finish(out.finish)
                 parts[index].append(out)

@@ -1,0 +1,146 @@
+"""Starting: what is wrong with the command line is said in one line, before anything slow happens."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.runtime_server import ServerProcess
+from treeline_runtime.args import parse_args
+from treeline_runtime.download import ModelNotFound, resolve_model
+from treeline_runtime.publisher.sockets import EventsError
+from treeline_runtime.serve import ServeError, main, serve
+
+
+def run(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, str]:
+    """Runs `treeline serve` until it ends; its status and what it wrote to standard error."""
+    command = [sys.executable, "-m", "treeline_runtime", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=environment, check=False)
+    assert not done.stdout
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ([], "--model"),
+        (["--model", "m", "--prot", "1"], "--prot"),
+        (["--model", "m", "--port", "http"], "--port: expected a whole number, got 'http'"),
+        (["--model", "m", "--port", "70000"], "--port: must be at least 0 and at most 65535"),
+        (["--model", "m", "--port", "5557"], "port 5557 is also --port's"),
+        (["--model", "m", "--dtype", "int3"], "--dtype"),
+        (["--model", "m", "--drain-timeout", "-1"], "--drain-timeout"),
+        (["--model", "m", "--drain-timeout", "soon"], "--drain-timeout: expected seconds"),
+        (["--model", "m", "--mem-fraction", "1.5"], "--mem-fraction"),
+        (["--model", "m", "--api-key", ""], "--api-key"),
+    ],
+)
+def test_a_wrong_argument_is_named_in_two_lines(
+    flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags) == 2
+    shown = capsys.readouterr()
+    assert named in shown.err
+    assert (len(shown.err.splitlines()), shown.out) == (2, "")
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for word in ("examples:", "curl", "--pre-stop", "SIGTERM", "Exit status", "8000"):
+        assert word in shown
+
+
+def test_the_api_key_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_args(["--model", "m"]).api_key is None
+    assert parse_args(["--model", "m", "--api-key", "secret"]).public()["api_key"] == "(set)"
+    monkeypatch.setenv("TREELINE_API_KEY", "other")
+    assert parse_args(["--model", "m"]).api_key == "other"
+
+
+def test_an_error_is_one_line_and_status_1() -> None:
+    status, log = run("--model", "/nowhere/at/all", "--port=0", "--no-events")
+    assert status == 1
+    assert "treeline serve: error: --model: there is no folder '/nowhere/at/all'" in log.splitlines()[-1]
+
+
+def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"has no config\.json"):
+        resolve_model(str(tmp_path))
+    shutil.copytree(model, tmp_path / "weightless", ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(ModelNotFound, match=r"has no \*\.safetensors weights"):
+        resolve_model(str(tmp_path / "weightless"))
+    assert resolve_model(str(tmp_path / "weightless"), needs_weights=False) == tmp_path / "weightless"
+    with pytest.raises(ModelNotFound, match="is a file"):
+        resolve_model(str(model / "config.json"))
+    with pytest.raises(ModelNotFound, match="--revision"):
+        resolve_model(str(model), revision="main")
+
+
+def test_a_hub_id_without_a_network_is_a_clear_error(tmp_path: Path) -> None:
+    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    status, log = run("--model", "org/name", "--port=0", "--no-events", environment=environment)
+    assert status == 1
+    assert "org/name is not a folder here, is not downloaded yet, and the Hub cannot be reached" in log
+
+
+@pytest.mark.parametrize("flag", ["--port", "--events-port", "--replay-port", "--load-port"])
+def test_a_busy_port_is_named_before_the_model_is_looked_at(flag: str) -> None:
+    names = ("--port", "--events-port", "--replay-port", "--load-port")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        flags = [f"{name}={port if name == flag else 0}" for name in names]
+        with pytest.raises(
+            (ServeError, EventsError), match=rf"^{flag}: cannot .*:{port}: Address already in use"
+        ):
+            serve(parse_args(["--model", "/nowhere", *flags]))
+
+
+def test_events_are_not_opened_to_the_network_without_keys(tmp_path: Path) -> None:
+    with pytest.raises(EventsError, match=r"--events-host: refusing to bind to 0\.0\.0\.0"):
+        serve(parse_args(["--model", "/nowhere", "--port=0", "--events-host", "0.0.0.0"]))
+    with pytest.raises(EventsError, match="--curve-dir: cannot read"):
+        serve(parse_args(["--model", "/nowhere", "--port=0", "--curve-dir", str(tmp_path)]))
+    with pytest.raises(EventsError, match="'no such host' is no address"):
+        serve(
+            parse_args(
+                [
+                    "--model",
+                    "/nowhere",
+                    "--port=0",
+                    "--allow-insecure-events",
+                    "--events-host",
+                    "no such host",
+                ]
+            )
+        )
+
+
+def test_while_loading_nothing_is_ready_and_a_failure_to_load_is_said(model: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "odd"
+    shutil.copytree(model, odd)
+    config = (
+        (odd / "config.json")
+        .read_text()
+        .replace("Qwen3ForCausalLM", "OddForCausalLM")
+        .replace('"qwen3"', '"odd"')
+    )
+    (odd / "config.json").write_text(config)
+    server = ServerProcess(odd, "--no-events")
+    with server.client() as client:
+        assert client.get("/live").status_code == 200
+        for path in ("/health", "/ready"):
+            answer = client.get(path)
+            assert answer.status_code == 503
+            assert "loading" in answer.json()["error"]["message"]
+        refused = client.post("/v1/completions", json={"prompt": "hi"})
+        assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+        assert client.get("/v1/models").status_code == 200
+    assert server.wait(60) == 1
+    assert any("the scheduler process failed" in line and "odd" in line.lower() for line in server.log)
+    assert "Traceback" not in "\n".join(server.log)

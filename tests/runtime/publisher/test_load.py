@@ -1,0 +1,80 @@
+"""Load reports leave on change, at most twenty a second, and once a second without."""
+
+from __future__ import annotations
+
+from treeline_runtime.messages import LoadUpdate
+from treeline_runtime.publisher.load import HEARTBEAT_S, MIN_INTERVAL_S, LoadFeed
+from treeline_wire import frames
+from treeline_wire.load import LoadStat, TreelineLoad, decode_load
+
+
+def reports(messages: list[list[bytes]]) -> list[LoadStat | TreelineLoad]:
+    return [decode_load(topic, payload) for topic, _, payload in map(frames.parse_live, messages)]
+
+
+def test_the_first_report_is_due_at_once_and_then_every_second() -> None:
+    feed = LoadFeed(1, 16)
+    assert len(feed.take(0.0)) == 2
+    assert feed.take(HEARTBEAT_S - 0.01) == []
+    assert len(feed.take(HEARTBEAT_S)) == 2
+
+
+def test_changes_are_reported_at_most_every_fifty_milliseconds() -> None:
+    feed = LoadFeed(1, 16)
+    feed.take(0.0)
+    sent = 0
+    for tick in range(1000):
+        feed.on_load(LoadUpdate(running=tick))
+        sent += bool(feed.take(tick / 1000))
+    assert sent == 19
+    feed.on_load(LoadUpdate(running=5000))
+    assert feed.due_at() <= 1.0 + MIN_INTERVAL_S
+    stat, ours = reports(feed.take(2.0))
+    assert isinstance(stat, LoadStat)
+    assert isinstance(ours, TreelineLoad)
+    assert stat.num_running == ours.running == 5000
+
+
+def test_an_unchanged_load_is_not_news() -> None:
+    feed = LoadFeed(1, 16)
+    feed.on_load(LoadUpdate(running=1))
+    feed.take(0.0)
+    feed.on_load(LoadUpdate(running=1))
+    assert feed.take(0.5) == []
+
+
+def test_draining_is_told_at_once_once_and_for_good() -> None:
+    feed = LoadFeed(1, 16)
+    feed.take(0.0)
+    feed.on_draining()
+    _, ours = reports(feed.take(0.001))
+    assert isinstance(ours, TreelineLoad)
+    assert ours.draining
+    feed.on_draining()
+    assert feed.take(0.002) == []
+    feed.on_load(LoadUpdate(running=3))
+    _, later = reports(feed.take(0.2))
+    assert isinstance(later, TreelineLoad)
+    assert later.draining
+
+
+def test_both_forms_carry_the_load_and_the_same_number() -> None:
+    feed = LoadFeed(42, 16)
+    feed.on_load(
+        LoadUpdate(
+            running=2, waiting=3, waiting_uncached_tokens=50, pages_used=4, pages_total=10, tokens_used=60
+        )
+    )
+    first, second = feed.take(0.0)
+    assert frames.parse_live(first)[:2] == (b"load", 0)
+    assert frames.parse_live(second)[:2] == (b"treeline.load", 0)
+    stat, ours = reports([first, second])
+    assert isinstance(stat, LoadStat)
+    assert isinstance(ours, TreelineLoad)
+    assert (
+        stat.num_waiting,
+        stat.num_tokens,
+        stat.max_total_num_tokens,
+        stat.num_waiting_uncached_tokens,
+    ) == (3, 60, 160, 50)
+    assert (ours.epoch, ours.in_flight, ours.pages_used, ours.page_size) == (42, 5, 4, 16)

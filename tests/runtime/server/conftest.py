@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from support.runtime_server import ServerProcess, make_checkpoint, running
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("models") / "random")
+
+
+@pytest.fixture(scope="module")
+def fake(model: Path) -> Iterator[ServerProcess]:
+    """A server whose scheduler has no model: it repeats the prompt (support.fake_scheduler)."""
+    with running(model, "--enable-debug-endpoints", fake=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def http(fake: ServerProcess) -> Iterator[httpx.Client]:
+    with fake.client() as client:
+        yield client

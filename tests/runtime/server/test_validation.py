@@ -1,0 +1,271 @@
+"""What is refused, and how: always 400 (or 404), always OpenAI's shape, always naming the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def chat(http: httpx.Client, **fields: Any) -> httpx.Response:
+    return http.post(CHAT, json={"messages": MESSAGES, "max_tokens": 1} | fields)
+
+
+def text(http: httpx.Client, **fields: Any) -> httpx.Response:
+    return http.post(TEXT, json={"prompt": "hi", "max_tokens": 1} | fields)
+
+
+def refused(answer: httpx.Response, param: str | None, *, status: int = 400, code: str | None = None) -> None:
+    assert answer.status_code == status, answer.text
+    assert set(answer.json()) == {"error"}
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param, error
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    if code is not None:
+        assert error["code"] == code
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "text"}},
+        {"tool_choice": "none"},
+        {"tool_choice": "none", "tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"tools": []},
+        {"functions": None, "function_call": "none"},
+        {"logprobs": False, "top_logprobs": None},
+        {"modalities": ["text"]},
+        {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"},
+        {"prompt_cache_key": "k", "safety_identifier": "s", "parallel_tool_calls": True},
+        {"stop": None, "seed": None, "n": None, "stream": None, "logit_bias": {}},
+        {"audio": None, "prediction": None, "web_search_options": None},
+        {"reasoning_effort": "none", "verbosity": "medium"},
+        {"frequency_penalty": 0, "presence_penalty": 0.0, "top_p": 1, "temperature": 0},
+        {"max_completion_tokens": 1},
+        {"stream_options": None},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"model": None},
+    ],
+    ids=lambda fields: ",".join(fields),
+)
+def test_neutral_values_and_inert_fields_are_accepted(http: httpx.Client, fields: dict[str, Any]) -> None:
+    assert chat(http, **fields).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("response_format", {"type": "json_object"}),
+        ("response_format", "text"),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("functions", [{"name": "f"}]),
+        ("tool_choice", "required"),
+        ("audio", {"voice": "alloy"}),
+        ("modalities", ["text", "audio"]),
+        ("prediction", {"type": "content", "content": "x"}),
+        ("reasoning_effort", "high"),
+        ("regex", "a+"),
+        ("lora_path", "adapter"),
+        ("priority", 5),
+        ("best_of", 2),
+        ("best_of", True),
+        ("suffix", "x"),
+        ("tempratur", 0.5),
+        ("return_hidden_states", True),
+    ],
+    ids=str,
+)
+def test_any_other_unsupported_field_is_named(http: httpx.Client, field: str, value: Any) -> None:
+    refused(chat(http, **{field: value}), field, code="unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("min_p", 2),
+        ("frequency_penalty", 2.5),
+        ("presence_penalty", -3),
+        ("repetition_penalty", 0),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("max_tokens", 10**30),
+        ("max_completion_tokens", "many"),
+        ("n", 0),
+        ("n", 1000),
+        ("seed", 2**63),
+        ("seed", "x"),
+        ("stop", 5),
+        ("stop", [""]),
+        ("stop", ["a"] * 65),
+        ("stop_token_ids", -1),
+        ("stop_token_ids", [10**6]),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"-5": 1}),
+        ("logit_bias", {"999999": 1}),
+        ("logprobs", 3),
+        ("top_logprobs", 5),
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+        ("messages", []),
+        ("messages", "hello"),
+        ("messages", None),
+        ("model", 5),
+        ("rid", ""),
+        ("cache_salt", 5),
+        ("chat_template_kwargs", [1]),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_wrong_values_are_named(http: httpx.Client, field: str, value: Any) -> None:
+    refused(chat(http, **{field: value}), field)
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("hi", "messages[0]"),
+        ({}, "messages[0].role"),
+        ({"role": 5, "content": "x"}, "messages[0].role"),
+        ({"role": "user", "content": 5}, "messages[0].content"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "messages[0].content[0]",
+        ),
+    ],
+    ids=str,
+)
+def test_wrong_messages_are_named(http: httpx.Client, message: Any, param: str) -> None:
+    refused(chat(http, messages=[message]), param)
+
+
+def test_contradictions_are_refused(http: httpx.Client) -> None:
+    refused(chat(http, max_tokens=1, max_completion_tokens=2), "max_tokens")
+    refused(chat(http, min_tokens=5), None)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    refused(chat(http, stream=True, stream_options=options), "stream_options.continuous_usage_stats")
+    refused(chat(http, continue_final_message=True, add_generation_prompt=True), "continue_final_message")
+    refused(chat(http, stream=True, stream_options={"include_usage": "yes"}), "stream_options.include_usage")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt", 5),
+        ("prompt", []),
+        ("prompt", ["a", 1]),
+        ("prompt", [1, -1]),
+        ("prompt", [10**6]),
+        ("prompt", [[]]),
+        ("prompt", None),
+        ("max_tokens", -1),
+        ("logprobs", 100),
+        ("logprobs", True),
+        ("echo", "yes"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_wrong_completion_values_are_named(http: httpx.Client, field: str, value: Any) -> None:
+    refused(text(http, **{field: value}), field)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"",
+        b"[]",
+        b"null",
+        b'"x"',
+        b'{"messages": NaN}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"a": "\\ud800"}',
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/generate", "/tokenize", "/detokenize", "/abort_request"])
+def test_bad_json_is_refused(http: httpx.Client, path: str, body: bytes) -> None:
+    answer = http.post(path, content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+
+
+def test_missing_parameters_are_named(http: httpx.Client) -> None:
+    refused(http.post(CHAT, json={"model": "random"}), "messages", code="missing_required_parameter")
+    refused(http.post(TEXT, json={"model": "random"}), "prompt", code="missing_required_parameter")
+    refused(http.post("/detokenize", json={}), "tokens", code="missing_required_parameter")
+
+
+def test_an_unknown_model_is_404(http: httpx.Client) -> None:
+    refused(chat(http, model="gpt-5"), "model", status=404, code="model_not_found")
+    refused(text(http, model=""), "model", status=404, code="model_not_found")
+    refused(http.get("/v1/models/nope"), "model", status=404, code="model_not_found")
+
+
+def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(http: httpx.Client) -> None:
+    for answer in (
+        text(http, prompt=[5] * 5000),
+        text(http, prompt=[5] * 4096),
+        chat(http, messages=[{"role": "user", "content": "word " * 9000}]),
+        http.post("/generate", json={"input_ids": [5] * 5000}),
+    ):
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "maximum context length is 4096 tokens" in error["message"]
+    refused(text(http, prompt=[5] * 4000, max_tokens=97), "prompt", code="context_length_exceeded")
+    assert text(http, prompt=[5] * 4095, max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "text"),
+        ({"text": "a", "input_ids": [1]}, "text"),
+        ({"text": 5}, "text"),
+        ({"input_ids": ["a"]}, "input_ids"),
+        ({"input_ids": []}, "input_ids"),
+        ({"text": "a", "sampling_params": 5}, "sampling_params"),
+        ({"text": "a", "sampling_params": {"regex": "x"}}, "regex"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
+        ({"text": "a", "sampling_params": {"stop": [""]}}, "sampling_params.stop"),
+        ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
+        ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params.n"),
+        ({"text": "a", "image_data": "x"}, "image_data"),
+        ({"text": "a", "logprob_start_len": -5}, "logprob_start_len"),
+        ({"text": "a", "stream": 1}, "stream"),
+    ],
+    ids=str,
+)
+def test_wrong_native_requests_are_named(http: httpx.Client, body: dict[str, Any], param: str) -> None:
+    refused(http.post("/generate", json=body), param)
+
+
+def test_unknown_paths_and_methods(http: httpx.Client) -> None:
+    refused(http.get("/v2/nothing"), None, status=404, code="not_found")
+    refused(http.get(CHAT), None, status=405, code="method_not_allowed")
+    refused(http.post("/v1/embeddings", json={}), None, status=404)
+
+
+def test_a_body_that_is_too_large_is_413(http: httpx.Client) -> None:
+    assert http.post(TEXT, content=b" " * (33 << 20)).status_code == 413
+
+
+def test_abort_needs_to_know_what(http: httpx.Client) -> None:
+    refused(http.post("/abort_request", json={}), "rid")
+    refused(http.post("/abort_request", json={"rid": "a", "abort_all": True}), "rid")
+    assert http.post("/abort_request", json={"rid": "unknown"}).status_code == 200

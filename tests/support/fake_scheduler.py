@@ -1,0 +1,185 @@
+"""A scheduler process without a model, which starts in a moment: `python -m support.fake_scheduler` in place of ours.
+
+It answers token i of a request with the i-th token of its prompt, going round, one every `TOKEN_S`. Prompts choose what
+happens: see `Magic`. The cache it reports is empty; one page is stored when a request ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+
+import zmq
+from treeline_runtime.child import ChildSpec, StartError, run_child
+from treeline_runtime.ipc import Heartbeat, Inbox, Outbox, Ready
+from treeline_runtime.messages import (
+    AbortReq,
+    BatchTokenOut,
+    CacheUpdate,
+    FinishReason,
+    FlushReq,
+    GenerateReq,
+    LoadUpdate,
+    Reply,
+    StateReq,
+    StopReq,
+    Stored,
+    TokenOut,
+    decode_to_scheduler,
+)
+
+TOKEN_S = 0.01
+CONTEXT = 4096
+
+
+class Magic:
+    """Token ids that, first in a prompt, ask for something special."""
+
+    SILENT = 60
+    """Never a token."""
+    REFUSE = 61
+    """Refused: the queue is full."""
+    BREAK = 62
+    """An error after two tokens."""
+    HANG = 63
+    """The process stops moving."""
+    DIE = 64
+    """The process dies."""
+
+
+@dataclass
+class Run:
+    request: GenerateReq
+    produced: int = 0
+
+
+class FakeScheduler:
+    def __init__(self, spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.inbox = Inbox(context, spec.addresses.scheduler, decode_to_scheduler)
+        self.detokenizer = Outbox(context, spec.addresses.detokenizer)
+        self.publisher = None if spec.args.no_events else Outbox(context, spec.addresses.publisher)
+        self.http = Outbox(context, spec.addresses.http)
+        self.page_size = spec.args.page_size
+        self.runs: dict[str, Run] = {}
+        self.hashes = itertools.count(1)
+        self.updates = 0
+        self.blocks: list[dict[str, object]] = []
+        info = {"context_length": CONTEXT, "longest_request": CONTEXT, "max_total_tokens": 65536}
+        self.http.send(Ready("scheduler", info))
+
+    def run(self) -> None:
+        beat = 0.0
+        for step in itertools.count():
+            self.inbox.wait(int(TOKEN_S * 1000))
+            for message in self.inbox.take():
+                self.take(message)
+            self.advance()
+            load = self.load()
+            if self.publisher is not None:
+                self.publisher.send(load)
+            if time.monotonic() - beat > 0.05:
+                beat = time.monotonic()
+                self.http.send(Heartbeat(step, load))
+
+    def load(self) -> LoadUpdate:
+        return LoadUpdate(running=len(self.runs), pages_total=4096, max_running=64)
+
+    def take(self, message: object) -> None:
+        match message:
+            case GenerateReq():
+                self.start(message)
+            case AbortReq(rid=rid):
+                for run in (
+                    [self.runs[rid]] if rid in self.runs else list(self.runs.values()) if not rid else []
+                ):
+                    self.end(run, FinishReason("abort", message="aborted"))
+            case StopReq(rid=rid):
+                if rid in self.runs:
+                    self.end(self.runs[rid], FinishReason("stop", matched=message.matched))
+            case FlushReq(id=id):
+                busy = bool(self.runs)
+                self.detokenizer.send(Reply(id, not busy, "requests are running" if busy else None))
+            case StateReq(id=id, what="radix"):
+                self.detokenizer.send(Reply(id, data={"blocks": self.blocks, "updates": self.updates}))
+            case StateReq(id=id):
+                self.detokenizer.send(Reply(id, data={"running": len(self.runs), "pages_total": 4096}))
+
+    def start(self, request: GenerateReq) -> None:
+        first = request.input_ids[0]
+        if first == Magic.REFUSE:
+            refusal = FinishReason("error", message="the queue is full", status=503)
+            self.send(TokenOut(request.rid, [], refusal))
+        elif first == Magic.HANG:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif first == Magic.DIE:
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            self.runs[request.rid] = Run(request)
+
+    def advance(self) -> None:
+        for run in list(self.runs.values()):
+            request = run.request
+            first = request.input_ids[0]
+            if first == Magic.SILENT:
+                continue
+            if first == Magic.BREAK and run.produced == 2:
+                self.end(run, FinishReason("error", message="it broke", status=500))
+                continue
+            if run.produced == request.sampling.max_new_tokens:
+                self.end(run, FinishReason("length"))
+                continue
+            token = request.input_ids[run.produced % len(request.input_ids)]
+            run.produced += 1
+            done = run.produced == request.sampling.max_new_tokens
+            self.emit(run, [token], FinishReason("length") if done else None)
+            if done:
+                del self.runs[request.rid]
+                self.store(request)
+
+    def end(self, run: Run, finish: FinishReason) -> None:
+        del self.runs[run.request.rid]
+        self.emit(run, [], finish)
+
+    def emit(self, run: Run, tokens: list[int], finish: FinishReason | None) -> None:
+        request = run.request
+        logprobs = [(-0.5, token) for token in tokens] if request.return_logprob else None
+        self.send(
+            TokenOut(
+                request.rid,
+                tokens,
+                finish,
+                prompt_tokens=len(request.input_ids),
+                cached_tokens=3,
+                completion_tokens=run.produced,
+                output_token_logprobs=logprobs,
+                output_top_logprobs=[[one] for one in logprobs] if logprobs is not None else None,
+            )
+        )
+
+    def store(self, request: GenerateReq) -> None:
+        page = request.input_ids[: self.page_size]
+        if len(page) < self.page_size or self.publisher is None:
+            return
+        block = next(self.hashes)
+        self.updates += 1
+        self.publisher.send(CacheUpdate([Stored([block], None, page, request.namespace, len(page))]))
+        self.blocks.append(
+            {"hash": str(block), "parent": None, "tokens": page, "namespace": request.namespace}
+        )
+
+    def send(self, out: TokenOut) -> None:
+        self.detokenizer.send(BatchTokenOut([out]))
+
+
+def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    if os.environ.get("FAKE_SCHEDULER_FAILS"):
+        raise StartError("the weights are missing")
+    FakeScheduler(spec, context).run()
+
+
+if __name__ == "__main__":
+    sys.exit(run_child("scheduler", run))
