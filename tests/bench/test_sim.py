@@ -70,8 +70,8 @@ class Running:
 
 
 @asynccontextmanager
-async def running(model: Path) -> AsyncIterator[Running]:
-    engine = SimEngine(SimOptions(model, cases=CASES, epoch=77))
+async def running(model: Path, *, fixed: bool = False) -> AsyncIterator[Running]:
+    engine = SimEngine(SimOptions(model, cases=CASES, epoch=77, fixed=fixed))
     stop, told = asyncio.Event(), asyncio.get_running_loop().create_future()
     task = asyncio.create_task(engine.run(stop, told.set_result))
     try:
@@ -159,6 +159,14 @@ async def test_a_new_prompt_is_announced_and_held_from_then_on(model: Path) -> N
     digest = block_hash(root_digest(None), ids[:16])
     assert event.block_hashes[:2] == [hash_of(digest), hash_of(block_hash(digest, ids[16:32]))]
     assert event.parent_block_hash is None
+
+
+async def test_a_fixed_cache_never_learns(model: Path) -> None:
+    async with running(model, fixed=True) as sim:
+        before = sim.engine.cache.seq
+        assert [(await sim.post(1)).header for _ in range(2)] == ["0", "0"]
+        assert (await sim.post(0)).header != "0"
+        assert sim.engine.cache.seq == before
 
 
 async def test_hello_replay_and_snapshot_agree(model: Path) -> None:

@@ -82,7 +82,7 @@ def _quote(target: str, folder: Path, console: Console) -> int:
             path = Path(target)
             write_whole(path, replace_between_markers(path.read_text(), text).encode())
     except (ResultError, MarkersMissing, OSError) as error:
-        console.print(str(error), style="red", markup=False)
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
         return 1
     return 0
 
@@ -109,7 +109,9 @@ def _run(benchmarks: Sequence[Benchmark], args: argparse.Namespace, console: Con
         try:
             result = _measure(benchmark, args, console)
         except (BenchmarkError, ChildFailed, ClientFailed, EnvoyMissing, PromptError) as error:
-            console.print(f"{benchmark.name}: {error}", style="red", markup=False, highlight=False)
+            console.print(
+                f"{benchmark.name}: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+            )
             failed += 1
             continue
         write_result(result, out)

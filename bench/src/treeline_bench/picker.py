@@ -175,7 +175,8 @@ def _sim_command(index: int, ports: Sequence[int], cases: tuple[SimCase, ...], c
     path = context.folder / f"cases-{index}.msgpack"
     path.write_bytes(msgspec.msgpack.encode(cases))
     argv = [sys.executable, "-m", "treeline_bench.sim", "--model", str(context.model), "--name", MODEL_NAME]
-    argv += ["--cases", str(path)]
+    # Fixed: an engine that learnt would make every later request a hit, whatever the picker knows.
+    argv += ["--fixed", "--cases", str(path)]
     for name, port in zip(("port", "events-port", "replay-port", "load-port"), ports, strict=True):
         argv += [f"--{name}", str(port)]
     return argv
@@ -204,7 +205,7 @@ def _warm_up(bench: Bench, load: Load) -> None:
     calls = [call for group in load.calls.values() for call in group]
     deadline = time.monotonic() + START_S
     while True:
-        report = bench.send(_plan(bench.asking_port, calls, ClosedLoop(2), count=len(calls)))
+        report = bench.send(_plan(bench.asking_port, calls, ClosedLoop(1), count=len(calls)))
         missed = sum(not hit(outcome) for outcome in report.answered()) + report.errors()
         if not missed:
             return

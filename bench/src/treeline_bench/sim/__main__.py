@@ -43,6 +43,11 @@ def parser() -> argparse.ArgumentParser:
     add("--load-port", type=int, default=ports.LOAD, help="load reports (default: %(default)s)")
     add("--block-size", type=int, default=16, help="tokens per block (default: %(default)s)")
     add(
+        "--fixed",
+        action="store_true",
+        help="never change the cache (default: hold every known prompt once served)",
+    )
+    add(
         "--cases",
         type=Path,
         metavar="FILE",

@@ -37,7 +37,7 @@ class SimCase(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class SimOptions:
-    """Port 0 binds any free port."""
+    """Port 0 binds any free port. A `fixed` cache never changes; otherwise a known prompt is held once served."""
 
     model: Path
     name: str = "tiny"
@@ -48,11 +48,12 @@ class SimOptions:
     load_port: int = 0
     block_size: int = 16
     epoch: int = 1
+    fixed: bool = False
     cases: tuple[SimCase, ...] = ()
 
 
 class SimEngine:
-    """Answers every request at once with one fixed completion; a prompt it has served, it holds from then on."""
+    """Answers every request at once with one completion, and counts cached tokens as its cache has them."""
 
     def __init__(self, options: SimOptions) -> None:
         """Tokenizes all cases. Raises BundleError, PromptError or TemplateError for what it cannot read."""
@@ -118,7 +119,7 @@ class SimEngine:
         }
 
     def answer(self, method: str, path: str, case: str) -> bytes:
-        """The whole response to a request; serving a new prompt publishes its blocks."""
+        """The whole response to a request; a new prompt's blocks are published, unless the cache is fixed."""
         if method == "POST" and path in (COMPLETIONS, CHAT):
             known = self._answers.get(case)
             return known if known is not None else self._serve(path, case)
@@ -132,9 +133,9 @@ class SimEngine:
             return self._completion(path, cached=0, prompt=0)
         ids = self._ids[int(case)]
         cached = self.cache.matched_tokens(ids)
-        if (batch := self.cache.store(ids)) is not None:
+        if not self._options.fixed and (batch := self.cache.store(ids)) is not None:
             self._publisher.publish(*batch)
-        # From the second time on the whole prompt is held, and the answer is always the same.
+        # From the second time on the answer is always the same: nothing is ever evicted.
         self._answers[case] = self._completion(path, self.cache.matched_tokens(ids), len(ids))
         return self._completion(path, cached, len(ids))
 

@@ -15,7 +15,7 @@ from treeline_bench.sim.cache import SimCache
 TOPIC = b""
 HEARTBEAT_S = 1.0
 PAGES = 1 << 20
-PREFILL_TOKENS_PER_S = 50_000.0
+PREFILL_TOKENS_PER_S = 10_000.0
 DECODE_STEP_MS = 10.0
 
 
