@@ -422,7 +422,7 @@ class Scheduler:
         if message.what == "info":
             data = self.limits.as_dict()
         elif message.what == "load":
-            data = msgspec.to_builtins(self.load())
+            data = msgspec.structs.asdict(self.load())
         else:
             data = {"blocks": self.radix_blocks()}
         self._replies.append(Reply(message.id, data=data))

@@ -1,0 +1,172 @@
+"""The engine in-process: lists, streams, early ends, errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runtime_engine import VOCAB, prompt, write_config
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from treeline_runtime import Engine, GenerationError, SamplingParams
+from treeline_runtime.config import ConfigError
+from treeline_runtime.messages import FinishReason
+from treeline_runtime.models import ModelError
+
+GREEDY = SamplingParams(max_new_tokens=10, temperature=0.0)
+SETTINGS: dict[str, Any] = {"load_format": "dummy", "page_size": 4, "max_total_tokens": 1024}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Dummy weights and a tokenizer in which every token is a character."""
+    path = write_config(tmp_path_factory.mktemp("model"))
+    vocab = {chr(32 + i): i for i in range(VOCAB - 1)} | {"<end>": VOCAB - 1}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+def test_one_prompt_one_output(model: Path) -> None:
+    with Engine(model=model, **SETTINGS) as engine:
+        out = engine.generate("Hello world", GREEDY)
+        assert len(out.token_ids) == 10
+        assert out.text == "".join(chr(32 + i) for i in out.token_ids)
+        assert out.finish == FinishReason("length")
+        assert (out.prompt_tokens, out.cached_tokens) == (11, 0)
+        again = engine.generate(engine.encode("Hello world"), GREEDY)
+        assert (again.text, again.cached_tokens) == (out.text, 8)
+
+
+def test_a_list_of_texts_and_ids_in_order(model: Path) -> None:
+    with Engine(model=model, **SETTINGS) as engine:
+        prompts: list[str | list[int]] = ["first", prompt(1, 9), "third one"]
+        outs = engine.generate(prompts, GREEDY)
+        assert [o.prompt_tokens for o in outs] == [5, 9, 9]
+        for p, out in zip(prompts, outs, strict=True):
+            assert engine.generate(p, GREEDY).token_ids == out.token_ids
+        lengths = [SamplingParams(max_new_tokens=n) for n in (1, 2, 3)]
+        assert [len(o.token_ids) for o in engine.generate(prompts, lengths)] == [1, 2, 3]
+        assert engine.generate([], GREEDY) == []
+        with pytest.raises(ValueError, match="3 prompts, but 2"):
+            engine.generate(prompts, lengths[:2])
+        with pytest.raises(ValueError, match="one prompt takes one"):
+            engine.generate("one", lengths)  # type: ignore[call-overload]
+        engine.check_integrity()
+
+
+def test_a_stream_is_the_same_text_in_pieces(model: Path) -> None:
+    with Engine(model=model, **SETTINGS) as engine:
+        whole = engine.generate("Hello", GREEDY)
+        pieces = list(engine.stream("Hello", GREEDY))
+        assert "".join(text for text, _ in pieces) == whole.text
+        assert len(pieces) == 10
+        assert pieces[-1][1].finish == FinishReason("length")
+
+
+def test_leaving_a_stream_early_ends_the_request(model: Path) -> None:
+    with Engine(model=model, **SETTINGS) as engine:
+        stream = engine.stream("Hello", SamplingParams(max_new_tokens=400))
+        next(stream)
+        assert engine.cache.used_pages > 0
+        stream.close()
+        assert engine.is_idle
+        assert engine.cache.used_pages == 0
+
+
+def test_a_stop_string_ends_the_text(model: Path) -> None:
+    with Engine(model=model, **SETTINGS) as engine:
+        whole = engine.generate("Hello", GREEDY).text
+        stop = whole[4:6]
+        cut = whole.index(stop)
+        for trim in (True, False):
+            out = engine.generate(
+                "Hello",
+                SamplingParams(max_new_tokens=10, temperature=0.0, stop=(stop,), no_stop_trim=not trim),
+            )
+            assert out.text == whole[: cut if trim else cut + 2]
+            assert out.finish == FinishReason("stop", matched=stop)
+        streamed = "".join(
+            text for text, _ in engine.stream("Hello", SamplingParams(temperature=0.0, stop=(stop,)))
+        )
+        assert streamed == whole[:cut]
+        assert engine.is_idle
+
+
+def test_logprobs(model: Path) -> None:
+    with Engine(model=model, **SETTINGS) as engine:
+        out = engine.generate("Hello", GREEDY, return_logprob=True, logprob_start_len=0, top_logprobs_num=2)
+        assert [token for _, token in out.output_token_logprobs] == out.token_ids
+        assert [token for _, token in out.input_token_logprobs] == engine.encode("Hello")
+        assert [len(top) for top in out.output_top_logprobs] == [2] * 10
+        assert out.input_top_logprobs[0] is None
+
+
+def test_a_refused_request_is_an_exception_and_the_engine_goes_on(model: Path) -> None:
+    with Engine(model=model, **SETTINGS) as engine:
+        with pytest.raises(GenerationError, match="600 tokens") as caught:
+            engine.generate([prompt(1, 10), [1] * 600], GREEDY)
+        assert caught.value.finish.status == 400
+        assert engine.is_idle, "the other request was ended"
+        with pytest.raises(GenerationError, match="temperature"):
+            list(engine.stream("x", SamplingParams(temperature=-1.0)))
+        assert len(engine.generate("fine", GREEDY).token_ids) == 10
+
+
+def test_without_a_tokenizer_prompts_are_ids(tmp_path: Path) -> None:
+    with Engine(model=write_config(tmp_path), **SETTINGS) as engine:
+        out = engine.generate([1, 2, 3], GREEDY)
+        assert len(out.token_ids) == 10
+        assert out.text == ""
+        assert len(list(engine.stream([1, 2, 3], GREEDY))) == 10
+        with pytest.raises(ModelError, match=r"no tokenizer.json: give prompts as token ids"):
+            engine.generate("text")
+        with pytest.raises(ModelError, match="stop strings need one"):
+            engine.generate([1], SamplingParams(stop=("x",)))
+
+
+def test_unknown_settings_are_refused(model: Path) -> None:
+    with pytest.raises(TypeError, match="page_sise"):
+        Engine(model=model, page_sise=4)
+    with pytest.raises(ConfigError, match="attention backend"):
+        Engine(model=model, attention_backend="nope", **SETTINGS)
+
+
+def test_messages_tokens_and_settings_do_not_load_torch() -> None:
+    code = (
+        "import sys, treeline_runtime.messages, treeline_runtime.tokens, treeline_runtime.config, treeline_runtime;"
+        "from treeline_runtime import SamplingParams;"
+        "print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert result.stdout.strip() == "[]"
+
+
+TINY_MODEL = Path(__file__).parents[3] / "models" / "tiny"
+
+
+@pytest.mark.skipif(not (TINY_MODEL / "model.safetensors").exists(), reason="models/tiny is not trained yet")
+def test_the_tiny_model_answers() -> None:
+    with Engine(model=TINY_MODEL, max_total_tokens=8192) as engine:
+        template = (TINY_MODEL / "config.json").read_text()
+        assert json.loads(template)["architectures"][0] in (
+            "Qwen3ForCausalLM",
+            "LlamaForCausalLM",
+            "Qwen2ForCausalLM",
+        )
+        ids = engine.encode("Hello, how are you? " * 20)
+        cold = engine.generate(ids, SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True))
+        warm = engine.generate(ids, SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True))
+        assert warm.cached_tokens > 0
+        assert warm.token_ids == cold.token_ids
+        batch = engine.generate(
+            [ids] * 32, SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
+        )
+        assert all(out.token_ids == cold.token_ids for out in batch)

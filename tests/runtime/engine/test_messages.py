@@ -1,0 +1,73 @@
+"""Every message survives the wire, and each process refuses what is not meant for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from treeline_runtime import messages as m
+
+PARAMS = m.SamplingParams(
+    stop=("a", "b"), stop_token_ids=(1,), logit_bias={3: -1.5}, seed=2**63, max_new_tokens=0
+)
+FINISH = m.FinishReason("abort", message="gone", status=500)
+EXAMPLES: dict[Any, list[Any]] = {
+    m.decode_to_scheduler: [
+        m.GenerateReq("r", [1, 2**31], PARAMS, namespace="lora", return_logprob=True, logprob_start_len=0),
+        m.AbortReq(),
+        m.AbortReq("r"),
+        m.FlushReq("f"),
+        m.StateReq("s", "radix"),
+        m.DrainReq(),
+        m.StopReq("r", "END"),
+    ],
+    m.decode_to_detokenizer: [
+        m.DetokenizeInit.of("r", PARAMS, return_logprob_text=True),
+        m.BatchTokenOut(
+            [
+                m.TokenOut("r", [5], m.FinishReason("stop", matched=5), 3, 2, 1),
+                m.TokenOut(
+                    "q",
+                    [],
+                    FINISH,
+                    output_token_logprobs=[(-0.5, 7)],
+                    output_top_logprobs=[[(-0.5, 7), (-1.0, 8)]],
+                    input_token_logprobs=[(None, 1), (-2.0, 2)],
+                    input_top_logprobs=[None, [(-2.0, 2)]],
+                ),
+            ]
+        ),
+        m.Reply("i", data={"blocks": [{"hash": str(2**64 - 1)}]}),
+    ],
+    m.decode_to_tokenizer: [
+        m.BatchTextOut([m.TextOut("r", "text", [5], m.FinishReason("stop", matched="END"))]),
+        m.BatchTextOut([m.TextOut("r", "", [], input_token_logprobs=[(None, 1, "x"), (-2.0, 2, None)])]),
+        m.Reply("f", ok=False, message="busy"),
+    ],
+    m.decode_to_publisher: [
+        m.CacheUpdate([m.Stored([2**64 - 1], None, [1, 2], "ns", 1), m.Removed([1]), m.Cleared()]),
+        m.LoadUpdate(running=3, prefill_tokens_per_s=10.5, draining=True),
+    ],
+}
+
+
+def test_messages_survive_the_wire() -> None:
+    for decode, examples in EXAMPLES.items():
+        for message in examples:
+            assert decode(m.encode(message)) == message
+
+
+def test_a_process_refuses_what_is_not_for_it() -> None:
+    for decode in EXAMPLES:
+        for other, examples in EXAMPLES.items():
+            for message in examples:
+                if other is not decode and not isinstance(message, m.Reply):
+                    with pytest.raises(msgspec.ValidationError):
+                        decode(m.encode(message))
+
+
+def test_greedy_means_the_same_everywhere() -> None:
+    assert m.SamplingParams(temperature=0.0).greedy
+    assert m.SamplingParams(top_k=1).greedy
+    assert not m.SamplingParams().greedy

@@ -1,0 +1,183 @@
+"""Who is prefilled when: policies, shared prefixes, chunks, decode protection."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.runtime_engine import Harness, prompt
+from treeline_runtime.config import ConfigError
+from treeline_runtime.core import Phase, Req
+from treeline_runtime.kvcache import key_of
+from treeline_runtime.messages import GenerateReq, SamplingParams
+from treeline_runtime.scheduler.dedup import PendingPrefixes
+from treeline_runtime.scheduler.policy import MATCH_LIMIT, OVERTAKEN_LIMIT, SCHEDULE_POLICIES, note_overtaking
+
+
+def request(rid: str, ids: list[int], arrival: int = 0, namespace: str | None = None) -> Req:
+    message = GenerateReq(rid, ids, SamplingParams(), namespace=namespace)
+    req = Req.of(message, seed=0, eos_ids=(), max_new_tokens=8, arrival=arrival)
+    req.key = key_of(req.tokens)
+    return req
+
+
+class Recorder(Harness):
+    """Remembers what every launch was."""
+
+    def _launch(self, batch) -> None:  # type: ignore[no-untyped-def]
+        if not hasattr(self, "batches"):
+            self.batches: list[tuple[Phase, list[str], int]] = []
+        self.batches.append((batch.phase, [req.rid for req in batch.reqs], batch.num_tokens))
+        super()._launch(batch)
+
+    def prefills(self) -> list[list[str]]:
+        return [rids for phase, rids, _ in self.batches if phase is Phase.PREFILL]
+
+
+# ---- policies -------------------------------------------------------------------------------------------
+
+
+def test_fcfs_keeps_the_order_of_arrival(tiny: Path) -> None:
+    engine = Recorder(tiny, max_running_requests=1)
+    for i in range(4):
+        engine.submit(str(i), prompt(i, 8), max_new_tokens=2)
+    engine.run()
+    assert engine.prefills() == [["0"], ["1"], ["2"], ["3"]]
+
+
+def test_lpm_prefers_what_is_cached(tiny: Path) -> None:
+    engine = Recorder(tiny, max_running_requests=1, schedule_policy="lpm")
+    engine.generate("warm", prompt(9, 40), max_new_tokens=2)
+    engine.submit("cold", prompt(1, 20), max_new_tokens=2)
+    engine.submit("warmer", prompt(9, 40)[:20] + prompt(2, 20), max_new_tokens=2)
+    engine.submit("warmest", prompt(9, 40) + prompt(3, 8), max_new_tokens=2)
+    engine.run()
+    assert engine.prefills()[1:] == [["warmest"], ["warmer"], ["cold"]]
+
+
+def test_lpm_falls_back_to_fcfs_in_a_long_queue() -> None:
+    lpm = SCHEDULE_POLICIES.get("lpm")
+    waiting = [request(str(i), [i]) for i in range(MATCH_LIMIT + 1)]
+    assert lpm(waiting, lambda req: int(req.rid)) == waiting
+    assert lpm(waiting[1:], lambda req: int(req.rid)) == waiting[:0:-1]
+
+
+def test_lpm_does_not_starve_what_is_not_cached() -> None:
+    lpm = SCHEDULE_POLICIES.get("lpm")
+    unlucky = request("unlucky", [1], arrival=0)
+    for i in range(1, 1000):
+        waiting = [unlucky, request(str(i), [2], arrival=i)]
+        first = lpm(waiting, lambda req: 0 if req is unlucky else 10)[0]
+        if first is unlucky:
+            break
+        note_overtaking(first, [unlucky])
+    assert i == OVERTAKEN_LIMIT + 1
+
+
+def test_an_unknown_policy_is_refused(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown schedule policy 'magic'; known: fcfs, lpm"):
+        Harness(tiny, schedule_policy="magic")
+
+
+# ---- shared prefixes ------------------------------------------------------------------------------------
+
+
+def test_pending_prefixes() -> None:
+    pending = PendingPrefixes()
+    shared = prompt(1, 60)
+    pending.add(request("a", [*shared, 1]))
+    assert pending.saves_tokens(request("b", [*shared, 2]), 0)
+    assert pending.saves_tokens(request("b", [*shared, 2]), 28)
+    assert not pending.saves_tokens(request("b", [*shared, 2]), 32), "28 more are not worth a step"
+    assert not pending.saves_tokens(request("b", shared[:31] + [95] * 40), 0)
+    assert not pending.saves_tokens(request("b", [*shared, 2], namespace="other"), 0)
+    assert not pending.saves_tokens(request("b", prompt(2, 60)), 0)
+    pending.add(request("short", [1, 2]))
+    assert not pending.saves_tokens(request("short", [1, 2]), 0)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_one_computes_a_shared_prefix_and_the_others_hit(tiny: Path, policy: str) -> None:
+    engine = Recorder(tiny, schedule_policy=policy)
+    shared = prompt(1, 64)
+    for i in range(6):
+        engine.submit(str(i), shared + prompt(10 + i, 5), max_new_tokens=3)
+    engine.submit("other", prompt(2, 50), max_new_tokens=3)
+    engine.run()
+    assert engine.prefills()[0] == ["0", "other"]
+    assert [engine.last(str(i)).cached_tokens for i in range(6)] == [0] + [64] * 5
+    assert engine.meter.total_prefill_tokens == 69 + 5 * 5 + 50
+
+
+def test_the_others_wait_for_all_chunks_of_a_shared_prefix(tiny: Path) -> None:
+    engine = Recorder(tiny, chunked_prefill_size=16)
+    shared = prompt(1, 100)
+    for i in range(3):
+        engine.submit(str(i), shared + prompt(10 + i, 5), max_new_tokens=3)
+    engine.run()
+    assert [engine.last(str(i)).cached_tokens for i in range(3)] == [0, 96, 100], (
+        "4 more are not worth waiting for"
+    )
+
+
+def test_a_chunk_is_cached_before_the_prompt_is_done(tiny: Path) -> None:
+    engine = Harness(tiny, chunked_prefill_size=16)
+    engine.submit("a", prompt(1, 60))
+    engine.step()
+    assert engine.cache.tree.num_pages == 4
+    assert len(engine.updates) == 1
+    engine.step()
+    assert engine.cache.tree.num_pages == 8
+    engine.run()
+
+
+# ---- prefill and decode ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_a_row", [1, 3])
+def test_decoding_goes_on_while_prompts_are_computed(tiny: Path, in_a_row: int) -> None:
+    engine = Recorder(tiny, chunked_prefill_size=8, prefills_in_a_row=in_a_row)
+    engine.submit("first", prompt(1, 8), max_new_tokens=100)
+    engine.step()
+    for i in range(4):
+        engine.submit(str(i), prompt(10 + i, 40), max_new_tokens=2)
+    engine.run()
+    stalled = longest = 0
+    for phase, _, _ in engine.batches:
+        stalled = stalled + 1 if phase is Phase.PREFILL else 0
+        longest = max(longest, stalled)
+    assert longest == in_a_row
+
+
+def test_a_step_never_computes_more_than_the_chunk(tiny: Path) -> None:
+    engine = Recorder(tiny, chunked_prefill_size=20)
+    for i in range(5):
+        engine.submit(str(i), prompt(i, 7 + 9 * i), max_new_tokens=2)
+    engine.run()
+    sizes = [tokens for phase, _, tokens in engine.batches if phase is Phase.PREFILL]
+    assert max(sizes) <= 20
+    assert sum(sizes) == sum(7 + 9 * i for i in range(5))
+
+
+def test_short_prompts_share_a_step(tiny: Path) -> None:
+    engine = Recorder(tiny, chunked_prefill_size=64)
+    for i in range(5):
+        engine.submit(str(i), prompt(i, 10), max_new_tokens=2)
+    engine.run()
+    assert engine.prefills() == [["0", "1", "2", "3", "4"]]
+
+
+def test_a_chunk_smaller_than_a_page_is_a_page(tiny: Path) -> None:
+    engine = Harness(tiny, page_size=16, chunked_prefill_size=3)
+    assert engine.limits.chunked_prefill_size == 16
+    engine.generate("a", prompt(1, 50))
+
+
+def test_rows_keep_the_order_of_admission(tiny: Path) -> None:
+    engine = Recorder(tiny)
+    names = ["z", "a", "m", "b"]
+    for i, name in enumerate(names):
+        engine.submit(name, prompt(i, 6), max_new_tokens=5)
+    engine.run()
+    decodes = [rids for phase, rids, _ in engine.batches if phase is Phase.DECODE]
+    assert decodes == [names] * 4

@@ -1,0 +1,101 @@
+"""Load and cache updates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.runtime_engine import Harness, prompt
+from treeline_runtime.messages import CacheUpdate, Cleared, DrainReq, FlushReq, Removed, Stored
+from treeline_runtime.scheduler.meter import Meter
+
+
+def test_load_is_published_after_each_step_that_changes_it(tiny: Path) -> None:
+    engine = Harness(tiny, max_running_requests=2, chunked_prefill_size=16)
+    engine.generate("warm", prompt(1, 33), max_new_tokens=1)
+    engine.loads.clear()
+    for i in range(3):
+        engine.submit(str(i), prompt(1, 32) + prompt(10 + i, 12), max_new_tokens=4)
+    engine.step()
+    load = engine.loads[-1]
+    assert (load.running, load.waiting) == (2, 1)
+    assert load.waiting_uncached_tokens == (12 - 4) + 12, "the rest of the second, and the third"
+    assert load.pages_total == 256
+    assert load.tokens_used == load.pages_used * 4 > 0
+    assert load.max_running == 2
+    assert load.prefill_tokens_per_s > 0
+    engine.run()
+    load = engine.loads[-1]
+    assert (load.running, load.waiting, load.waiting_uncached_tokens, load.pages_used) == (0, 0, 0, 0)
+    assert load.total_prefill_uncached_tokens == 33 + 3 * 12
+    assert load.total_prefill_busy_us > 0
+    assert load.decode_step_ms > 0
+    count = len(engine.loads)
+    engine.step()
+    engine.inbox.append(FlushReq("x"))
+    engine.step()
+    assert len(engine.loads) == count, "an unchanged load was published"
+
+
+def test_draining_is_reported_at_once(tiny: Path) -> None:
+    engine = Harness(tiny)
+    engine.inbox.append(DrainReq())
+    engine.step()
+    assert engine.loads[-1].draining
+    assert engine.generate("a", prompt(1, 5), max_new_tokens=2), "requests go on"
+
+
+def test_the_meter_weighs_prefill_by_tokens_and_forgets() -> None:
+    meter = Meter()
+    assert meter.prefill_tokens_per_s == 0.0
+    meter.on_prefill(1000, 1.0)
+    assert meter.prefill_tokens_per_s == pytest.approx(1000)
+    meter.on_prefill(1, 0.01)
+    assert meter.prefill_tokens_per_s == pytest.approx(901 / 0.91)
+    for _ in range(100):
+        meter.on_prefill(2000, 1.0)
+    assert meter.prefill_tokens_per_s == pytest.approx(2000, rel=1e-3)
+    meter.on_decode(0.010)
+    assert meter.decode_step_ms == pytest.approx(10)
+    meter.on_decode(0.020)
+    assert meter.decode_step_ms == pytest.approx(11)
+
+
+def mirror(updates: list[CacheUpdate]) -> dict[int, int | None]:
+    """hash → parent, from the events alone."""
+    held: dict[int, int | None] = {}
+    for update in updates:
+        for event in update.events:
+            if isinstance(event, Cleared):
+                held.clear()
+            elif isinstance(event, Removed):
+                for digest in event.block_hashes:
+                    del held[digest]
+            else:
+                parent = event.parent_hash
+                for digest in event.block_hashes:
+                    held[digest], parent = parent, digest
+    return held
+
+
+def test_events_tell_what_the_tree_holds(tiny: Path) -> None:
+    engine = Harness(tiny, max_total_tokens=160, chunked_prefill_size=16)
+    for i in range(12):
+        engine.submit(str(i), prompt(i % 5, 30 + i), max_new_tokens=5 + i)
+        engine.step()
+    engine.run()
+    blocks = {int(b["hash"]): b["parent"] and int(b["parent"]) for b in engine.radix_blocks()}
+    assert mirror(engine.updates) == blocks
+    engine.inbox.append(FlushReq("f"))
+    engine.step()
+    assert mirror(engine.updates) == {}
+
+
+def test_sampled_tokens_are_marked(tiny: Path) -> None:
+    engine = Harness(tiny)
+    out = engine.generate("a", prompt(1, 10), max_new_tokens=9)
+    stored = [e for update in engine.updates for e in update.events if isinstance(e, Stored)]
+    assert [e.token_ids for e in stored] == [prompt(1, 10)[:8], prompt(1, 10)[8:] + out[:6]]
+    assert [e.output_from for e in stored] == [8, 2]
+    assert stored[1].parent_hash == stored[0].block_hashes[-1]
+    assert len(engine.updates) == 2, "one update per step"
