@@ -1,9 +1,35 @@
 """Naive models and a simulated engine for the picker's core."""
 
+import random
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
+from treeline_epp.index import Index, Pod
 from treeline_epp.matching import GUARD_BYTES
+from treeline_epp.publisher import Action, Publisher, PublisherConfig, SendHello, SendReplay, SendSnapshot
+from treeline_wire.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    block_hash,
+    decode_batch,
+    encode_batch,
+    hash_of,
+    root_digest,
+)
+from treeline_wire.frames import (
+    Hello,
+    ReplayEnd,
+    ReplayItem,
+    Reply,
+    SnapshotChunk,
+    SnapshotEnd,
+    SnapshotHeader,
+)
+from treeline_wire.keys import PrefixKeys
 
 
 @dataclass(frozen=True)
@@ -83,3 +109,202 @@ class NaiveTree:
 def _common(a: bytes, b: bytes) -> int:
     size = min(len(a), len(b))
     return next((i for i in range(size) if a[i] != b[i]), size)
+
+
+class TableKeys:
+    """Prefix keys of a made-up tokenizer: token i is one of 256 short strings."""
+
+    def __init__(self) -> None:
+        rng = random.Random("vocabulary")
+        self.token_bytes = [bytes(rng.choices(b"abcdefgh ", k=rng.randrange(1, 5))) for _ in range(256)]
+
+
+KEYS = cast(PrefixKeys, TableKeys())
+WIDTH = 4
+
+
+@dataclass
+class SimBlock:
+    parent: int | None
+    tokens: list[int]
+    digest: bytes
+
+
+class SimEngine:
+    """An engine's cache and publisher: what it holds is `blocks`, what it publishes comes out of `step`.
+
+    `ours`: it answers hello and snapshot. `replays`: it has a replay socket. The ring is short on purpose.
+    """
+
+    def __init__(self, rng: random.Random, *, ours: bool = True, replays: bool = True, ring: int = 6) -> None:
+        self.rng = rng
+        self.ours = ours
+        self.replays = replays
+        self.ring_size = ring
+        self.epoch = 0
+        self.clock = 1000.0
+        self.restart()
+
+    def restart(self) -> None:
+        self.epoch += 1 + self.rng.randrange(1000)
+        self.blocks: dict[int, SimBlock] = {}
+        self.seq = 0
+        self.ring: deque[tuple[int, bytes]] = deque(maxlen=self.ring_size)
+
+    @property
+    def newest(self) -> int | None:
+        return self.seq - 1 if self.seq else None
+
+    def step(self) -> tuple[int, bytes]:
+        """Do something to the cache; returns the live batch."""
+        rng = self.rng
+        events: list[Event] = []
+        for _ in range(rng.randrange(1, 4)):
+            action = rng.choices([self._store, self._evict, self._clear], [6, 4, 0.15])[0]
+            events += action()
+        self.clock += rng.random()
+        payload = encode_batch(self.clock, events)
+        seq, self.seq = self.seq, self.seq + 1
+        self.ring.append((seq, payload))
+        return seq, payload
+
+    def _store(self) -> list[Event]:
+        rng = self.rng
+        parent = rng.choice([None, *self.blocks]) if rng.random() < 0.8 else None
+        digest = root_digest(None) if parent is None else self.blocks[parent].digest
+        above = parent
+        hashes, tokens = [], []
+        for _ in range(rng.randrange(1, 5)):
+            ids = [rng.randrange(4) for _ in range(WIDTH)]  # few tokens, so that blocks come back
+            digest = block_hash(digest, ids)
+            value = hash_of(digest)
+            if value in self.blocks:
+                if hashes:
+                    break
+                parent = above = value
+                continue
+            self.blocks[value] = SimBlock(above, ids, digest)
+            hashes.append(value)
+            tokens += ids
+            above = value
+        return [BlockStored(hashes, parent, tokens, WIDTH)] if hashes else []
+
+    def _evict(self) -> list[Event]:
+        rng = self.rng
+        gone = []
+        for _ in range(rng.randrange(1, 6)):
+            parents = {block.parent for block in self.blocks.values()}
+            leaves = [value for value in self.blocks if value not in parents]
+            if leaves:
+                gone.append(rng.choice(leaves))
+                del self.blocks[gone[-1]]
+        return [BlockRemoved(gone)] if gone else []
+
+    def _clear(self) -> list[Event]:
+        self.blocks.clear()
+        return [AllBlocksCleared()]
+
+    def answer(self, action: Action) -> list[Reply]:
+        match action:
+            case SendHello() if self.ours:
+                return [Hello(self.epoch, self.ring[0][0] if self.ring else None, self.newest)]
+            case SendReplay(start) if self.replays:
+                return [*(ReplayItem(b"", seq, p) for seq, p in self.ring if seq >= start), ReplayEnd()]
+            case SendSnapshot() if self.ours:
+                chunks: list[Reply] = []
+                done: set[int | None] = {None}
+                left = dict(self.blocks)
+                while left:
+                    ready = [value for value, block in left.items() if block.parent in done]
+                    events = [BlockStored([v], left[v].parent, left.pop(v).tokens, WIDTH) for v in ready]
+                    done.update(ready)
+                    chunks.append(SnapshotChunk(events))
+                header = SnapshotHeader(self.epoch, self.seq - 1, len(self.blocks))
+                return [header, *chunks, SnapshotEnd()]
+        return []
+
+
+class Lab:
+    """An engine, a publisher's state machine, and a link between them that loses, delays and breaks.
+
+    `loss`: share of live batches lost. `slow`: chance that an answer takes longer than anyone waits.
+    """
+
+    STEP_S = 0.05
+
+    def __init__(
+        self, seed: int, *, loss: float = 0.0, slow: float = 0.0, ours: bool = True, replays: bool = True
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.engine = SimEngine(self.rng, ours=ours, replays=replays)
+        self.index = Index()
+        self.pod: Pod = self.index.add_pod("sim", "model")
+        self.publisher = Publisher(self.index, self.pod, KEYS, PublisherConfig(buffer=8))
+        self.loss = loss
+        self.slow = slow
+        self.now = 0.0
+        self.connected = False
+        self._wire: list[tuple[float, int, object]] = []
+        self._count = 0
+        self._last: dict[str, float] = {}
+
+    def connect(self) -> None:
+        self.connected = True
+        self.perform(self.publisher.on_connected(self.now))
+
+    def disconnect(self) -> None:
+        self.connected = False
+        self._wire.clear()
+        self.publisher.on_disconnected(self.now)
+
+    def perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            delay = 5.0 if self.rng.random() < self.slow else self.rng.random() * 0.1
+            for reply in self.engine.answer(action):
+                self._send("replies", delay, reply)
+
+    def _send(self, socket: str, delay: float, message: object) -> None:
+        """Each socket keeps order; nothing else does."""
+        at = max(self.now + delay, self._last.get(socket, 0.0))
+        self._last[socket] = at
+        self._count += 1
+        self._wire.append((at, self._count, message))
+
+    def publish(self) -> None:
+        batch = self.engine.step()
+        if self.connected and self.rng.random() >= self.loss:
+            self._send("live", self.rng.random() * 0.1, batch)
+
+    def heartbeat(self) -> None:
+        if self.connected and self.engine.ours:
+            newest = self.engine.seq - 1 if self.rng.random() < 0.5 else None
+            self.perform(self.publisher.on_heartbeat(self.engine.epoch, newest, self.now))
+
+    def advance(self, seconds: float) -> None:
+        """Deliver and tick."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += self.STEP_S
+            due = sorted(entry for entry in self._wire if entry[0] <= self.now)
+            for entry in due:
+                if entry in self._wire:  # a disconnect meanwhile took the rest away
+                    self._wire.remove(entry)
+                    self._deliver(entry[2])
+            self.perform(self.publisher.on_tick(self.now))
+            self.index.tick(self.now, max_nodes=7)
+
+    def _deliver(self, message: object) -> None:
+        if isinstance(message, tuple):
+            seq, payload = message
+            self.perform(self.publisher.on_live(seq, decode_batch(payload), self.now))
+        else:
+            self.perform(self.publisher.on_reply(cast(Reply, message), self.now))
+
+    def known(self) -> set[int]:
+        return self.index.blocks_of(self.pod)
+
+    def assert_converged(self) -> None:
+        publisher = self.publisher
+        state = (publisher.state, publisher.epoch, publisher.next_seq, dict(publisher.counts))
+        assert self.known() == set(self.engine.blocks), state
+        self.index.check()

@@ -36,9 +36,9 @@ class Walk:
     matched: int
 
 
-def walk(tree: Tree, key: bytes) -> Walk:
+def walk(root: Node, key: bytes) -> Walk:
     """Follow `key` down as far as it matches. Changes nothing. O(bytes matched) at memory speed."""
-    node = tree.root
+    node = root
     at, size = 0, len(key)
     nodes: list[tuple[Node, int]] = []
     while at < size:

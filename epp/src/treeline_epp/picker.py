@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from treeline_wire.keys import PrefixKeys
 from treeline_wire.load import LoadStat, TreelineLoad
 
 from treeline_epp.endpoint import (
@@ -157,7 +158,7 @@ class Picker:
         if name in self.endpoints:
             self.endpoints[name].draining = draining
 
-    def publisher(self, name: str, keys: object | None) -> Publisher:
+    def publisher(self, name: str, keys: PrefixKeys | None) -> Publisher:
         """The publisher of an endpoint, made on first use. Raises KeyError for an unknown endpoint."""
         endpoint = self.endpoints[name]
         if endpoint.publisher is None:
@@ -171,7 +172,7 @@ class Picker:
             return []
         endpoint.load.on_load(load, now)
         if endpoint.publisher is not None and isinstance(load, TreelineLoad):
-            return endpoint.publisher.on_heartbeat(load.epoch, load.seq, now)
+            return endpoint.publisher.on_heartbeat(load.epoch, None, now)
         return []
 
     def on_tick(self, now: float) -> None:

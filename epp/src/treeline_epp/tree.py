@@ -6,8 +6,9 @@ ancestors' texts spell. Its *mark* is the byte at which it ends; marks of one ha
 lane (see `lane`). `blocks` maps each held hash to its lane, so a later event finds a block's place by hash alone, and
 the text of a block that some pod already holds is never built again.
 
-Hashes are trusted: within one tree (one model, one namespace) equal hashes mean equal blocks, whichever pod sent them.
-A pod is one bit; sets of pods are ints. Trees know nothing of time, pods' names or events: see `index`.
+Hashes are trusted: within one tree (one model) equal hashes mean equal blocks, whichever pod sent them. Each namespace
+(LoRA, salt) has a root of its own. A pod is one bit; sets of pods are ints. Trees know nothing of time, pods' names or
+events: see `index`.
 
 Invariants, all asserted by `check`:
 
@@ -35,10 +36,6 @@ MAX_EDGE = 8192
 Span = tuple[int, int, float]
 
 _NO_CHILDREN: "dict[int, Node]" = {}  # shared by all leaves, never written
-
-
-class Unplaceable(ValueError):
-    """A block has no text where text is needed: its first token stands for no byte."""
 
 
 class Node:
@@ -83,10 +80,10 @@ class Node:
 
 
 class Tree:
-    """Marks and spans of one namespace.
+    """Marks and spans of all namespaces of a model. `blocks` is shared by the namespaces: hashes are seeded with them.
 
-    - changing: `store`, `remove`, `sweep_node`, `lay`, `settle`
-    - looking: `holds`, `held_by`, `nodes`, `check`; matching a key is in `matching`
+    - changing: `store`, `remove`, `begin_sweep` and `sweep`, `lay`, `settle`, `prune_roots`
+    - looking: `roots`, `held_by`, `nodes`, `check`; matching a key is in `matching`
 
     `moved(old, new)` is called when spans move to another node (a split or a merge), after they have.
     """
@@ -94,7 +91,7 @@ class Tree:
     def __init__(self, max_edge: int = MAX_EDGE, moved: "Callable[[Node, Node], None] | None" = None) -> None:
         assert 1 <= max_edge <= 0xFFFF
         self.max_edge = max_edge
-        self.root = Node(b"", None)
+        self.roots: dict[str | None, Node] = {}
         self.blocks: dict[int, Lane] = {}
         self.text_bytes = 0
         self.node_count = 0
@@ -103,20 +100,34 @@ class Tree:
 
     # Events
 
+    def root(self, namespace: str | None) -> Node:
+        """The root of a namespace, made on first use. O(1)."""
+        root = self.roots.get(namespace)
+        if root is None:
+            root = self.roots[namespace] = Node(b"", None)
+        return root
+
+    def prune_roots(self) -> None:
+        """Forget empty namespaces. O(namespaces)."""
+        for namespace in [name for name, root in self.roots.items() if not root.children]:
+            del self.roots[namespace]
+
     def store(
         self,
+        root: Node,
         parent: int | None,
         hashes: Sequence[int],
-        texts: Callable[[int, int], list[bytes]],
+        texts: Callable[[int, int], list[bytes] | None],
         width: int,
         bit: int,
-    ) -> list[int]:
-        """The pod with `bit` now holds blocks `hashes`, a chain that begins below `parent` (None: at the root).
+    ) -> tuple[int, list[int]]:
+        """The pod with `bit` now holds blocks `hashes`, a chain that begins below `parent` (None: at `root`).
 
         `texts(i, j)` gives the texts of blocks i … j−1; it is only asked for blocks that nobody holds. `width` is
-        tokens per block. Returns the hashes that the pod held already. Raises KeyError if nobody holds `parent`,
-        Unplaceable, and whatever `texts` raises; in the latter two cases the blocks before are stored. The hashes
-        must be distinct and must not contain `parent`.
+        tokens per block. Returns how many blocks were stored, from the first on, and which of them the pod held
+        already. It stops short where a text is needed but is None, or where a prompt's first block has no byte of
+        text. The hashes must be distinct and must not contain `parent`. Raises KeyError if nobody holds `parent`
+        nor the first block.
 
         Complexity: known blocks cost one comparison per lane, new ones O(bytes) and one dict entry each.
         """
@@ -125,7 +136,7 @@ class Tree:
         held_before: list[int] = []
         lane: Lane | None = None
         slot = -1
-        if parent is not None:
+        if parent is not None and hashes[0] not in blocks:
             lane = blocks[parent]
             slot = lane.find(parent.to_bytes(8, "little"))
         count = len(hashes)
@@ -144,11 +155,13 @@ class Tree:
             while stop < count and hashes[stop] not in blocks:
                 stop += 1
             pieces = texts(done, stop)
-            self._insert(lane, slot, pieces, packed[8 * done : 8 * stop], width, bit)
+            if pieces is None or (lane is None and not pieces[0]):
+                break
+            self._insert(root, lane, slot, pieces, packed[8 * done : 8 * stop], width, bit)
             lane = blocks[hashes[stop - 1]]
             slot = lane.find(packed[8 * stop - 8 : 8 * stop])
             done = stop
-        return held_before
+        return done, held_before
 
     def remove(self, hashes: Sequence[int], bit: int) -> int:
         """The pod with `bit` no longer holds `hashes`. Returns how many of them it did not hold in the first place.
@@ -204,23 +217,15 @@ class Tree:
             self.settle(node)
         return len(nodes)
 
-    def lay(self, key: bytes) -> None:
+    def lay(self, root: Node, key: bytes) -> None:
         """Make the path that spells `key`. The last edge may go on beyond it.
 
         The caller must put a span at the end of the path before anything else happens to the tree, or call `settle`
         on the last node. O(bytes).
         """
-        self._walk(self.root, 0, key, _ignore_visit)
+        self._walk(root, 0, key, _ignore_visit)
 
     # Looking
-
-    def holds(self, block: int, bit: int) -> bool:
-        """Does the pod with `bit` hold `block`? O(lane)."""
-        lane = self.blocks.get(block)
-        if lane is None:
-            return False
-        slot = lane.find(block.to_bytes(8, "little"))
-        return any(first <= slot < after and bool(pods & bit) for first, after, pods in lane.runs())
 
     def held_by(self, bit: int) -> set[int]:
         """All blocks that the pod with `bit` holds. O(tree)."""
@@ -234,8 +239,8 @@ class Tree:
         return held
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes but the root, parents first. The tree must not change meanwhile."""
-        stack = list(self.root.children.values())
+        """All nodes but the roots, parents first. The tree must not change meanwhile."""
+        stack = [node for root in self.roots.values() for node in root.children.values()]
         while stack:
             node = stack.pop()
             yield node
@@ -264,18 +269,23 @@ class Tree:
                 self._mark(other, there, there + 1, bit, held_before)
 
     def _insert(
-        self, lane: Lane | None, slot: int, pieces: list[bytes], packed: bytes, width: int, bit: int
+        self,
+        root: Node,
+        lane: Lane | None,
+        slot: int,
+        pieces: list[bytes],
+        packed: bytes,
+        width: int,
+        bit: int,
     ) -> None:
-        """Put blocks that nobody holds below slot `slot` of `lane` (None: below the root)."""
+        """Put blocks that nobody holds below slot `slot` of `lane` (None: below `root`)."""
         if lane is None:
-            node, offset, base, parent = self.root, 0, 0, NO_PARENT
+            node, offset, base, parent = root, 0, 0, NO_PARENT
         else:
             node, offset = lane.node, lane.end(slot)
             base = lane.base + (slot + 1) * lane.width
             parent = lane.chain[8 * slot + 8 : 8 * slot + 16]
         ends = list(accumulate(map(len, pieces)))
-        if lane is None and not ends[0]:
-            raise Unplaceable("the first block of a prompt has no text")
         placed = 0
 
         def place(node: Node, start: int, stop: int, offset: int) -> None:
@@ -437,7 +447,7 @@ class Tree:
     def settle(self, node: Node) -> None:
         """Restore the invariants around a node that lost marks or spans, up to the root if need be. O(edge) each.
 
-        The root and nodes that are already gone are left alone.
+        Roots and nodes that are already gone are left alone.
         """
         while node.parent is not None:
             parent = node.parent
@@ -520,14 +530,13 @@ class Tree:
         """Assert every invariant. O(tree)."""
         slots = 0
         text_bytes = node_count = 0
-        assert not self.root.text
-        assert not self.root.lanes
-        assert not self.root.spans
-        for node in [self.root, *self.nodes()]:
+        for root in self.roots.values():
+            assert not any((root.text, root.lanes, root.spans, root.parent))
+        for node in [*self.roots.values(), *self.nodes()]:
             for key, child in node.children.items():
                 assert child.parent is node
                 assert child.text[0] == key
-            if node is self.root:
+            if node.parent is None:
                 continue
             text_bytes += len(node.text)
             node_count += 1

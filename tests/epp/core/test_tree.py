@@ -11,7 +11,7 @@ from treeline_epp.tree import Tree
 def tokens_of(tree: Tree, key: bytes, pods: int) -> dict[int, int]:
     """Pod's bit → matched tokens."""
     out = {}
-    for level in match(tree, walk(tree, key), pods):
+    for level in match(tree, walk(tree.root(None), key), pods):
         for shift in range(pods.bit_length()):
             if level.pods >> shift & 1:
                 assert 1 << shift not in out, "levels overlap"
@@ -52,13 +52,22 @@ class World:
         bit = rng.choice(self.bits)
         start = rng.randrange(len(hashes)) if rng.random() < 0.3 else 0
         parent = hashes[start - 1] if start else None
-        if parent is not None and parent not in self.naive.blocks:
+        if parent is not None and not {parent, hashes[start]} & self.naive.blocks.keys():
             with pytest.raises(KeyError):
-                self.tree.store(parent, hashes[start:], lambda i, j: pieces[start + i : start + j], 16, bit)
+                self.tree.store(
+                    self.tree.root(None),
+                    parent,
+                    hashes[start:],
+                    lambda i, j: pieces[start + i : start + j],
+                    16,
+                    bit,
+                )
             return
         expected = self.naive.store(parent, hashes[start:], pieces[start:], 16, bit)
-        got = self.tree.store(parent, hashes[start:], lambda i, j: pieces[start + i : start + j], 16, bit)
-        assert got == expected
+        got = self.tree.store(
+            self.tree.root(None), parent, hashes[start:], lambda i, j: pieces[start + i : start + j], 16, bit
+        )
+        assert got == (len(hashes) - start, expected)
 
     def remove(self) -> None:
         rng = self.rng
