@@ -54,6 +54,10 @@ class Kind(enum.Enum):
     RESPONSE_BODY = "response_body"
     RESPONSE_TRAILERS = "response_trailers"
 
+    __hash__ = (
+        object.__hash__
+    )  # by identity: the inherited one is Python code, and every message is looked up
+
 
 class RequestPhase(enum.Enum):
     """How far the request half of a stream is."""
@@ -68,6 +72,8 @@ class RequestPhase(enum.Enum):
     CLOSED = "closed"
     """An immediate response was sent, or an error was raised: nothing more is expected, everything is ignored."""
 
+    __hash__ = object.__hash__
+
 
 class ResponsePhase(enum.Enum):
     """How far the response half of a stream is."""
@@ -75,6 +81,8 @@ class ResponsePhase(enum.Enum):
     WAITING = "waiting"
     STREAMING = "streaming"
     DONE = "done"
+
+    __hash__ = object.__hash__
 
 
 _IDLE, _COLLECTING, _DECIDING = RequestPhase.IDLE, RequestPhase.COLLECTING, RequestPhase.DECIDING

@@ -23,6 +23,8 @@ class Metrics:
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry(auto_describe=False)
+        self._decided: dict[str, Counter] = {}
+        self._ended: dict[str, Counter] = {}
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"treeline_epp_{name}", text, labels, registry=registry)
@@ -64,6 +66,14 @@ class Metrics:
             "treeline_epp_extproc_ready", "1 while the ext_proc port serves.", registry=registry
         )
 
+    def decided(self, endpoint: str) -> None:
+        """A request was given this endpoint."""
+        _child(self._decided, self.decisions, endpoint).inc()
+
+    def ended(self, outcome: str) -> None:
+        """A routed request ended so."""
+        _child(self._ended, self.outcomes, outcome).inc()
+
     def observe(self, read: Callable[[], Iterable[Sample]]) -> None:
         """Add gauges and counters that are read from their owner on every scrape."""
         self.registry.register(_Observed(read))
@@ -71,6 +81,14 @@ class Metrics:
     def render(self) -> bytes:
         """The text that a scrape gets."""
         return generate_latest(self.registry)
+
+
+def _child(known: dict[str, Counter], parent: Counter, label: str) -> Counter:
+    """A labelled counter, kept: the library's own look-up takes a lock and builds a key every time."""
+    child = known.get(label)
+    if child is None:
+        child = known[label] = parent.labels(label)
+    return child
 
 
 class _Observed(Collector):

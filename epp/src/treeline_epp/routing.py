@@ -49,7 +49,7 @@ class Route:
         ):
             return
         metrics = router.metrics
-        metrics.outcomes.labels(outcome.value).inc()
+        metrics.ended(outcome.value)
         if ttft is not None:
             metrics.ttft_seconds.observe(ttft)
         elsewhere = served is not None and served != self.decision.endpoint.address
@@ -68,7 +68,7 @@ class Route:
     def close(self) -> None:
         """The stream has ended. Without a response before it the client went away, or the proxy gave up."""
         if self._lease.close(self._router.clock(), Outcome.CANCELLED):
-            self._router.metrics.outcomes.labels(Outcome.CANCELLED.value).inc()
+            self._router.metrics.ended(Outcome.CANCELLED.value)
 
 
 class Router:
@@ -112,7 +112,7 @@ class Router:
         now = self.clock()
         decision = self.picker.pick(parsed.pick, now)
         lease = self.picker.reserve(decision, now)
-        self.metrics.decisions.labels(decision.endpoint.name).inc()
+        self.metrics.decided(decision.endpoint.name)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("decision", extra={"fields": decision.explain()})
         return Route(self, decision, lease, parsed.renderer)
