@@ -12,6 +12,7 @@ from jinja2.exceptions import SecurityError
 
 from .budget import Budget, LimitError, Limits, current
 from .sandbox import RaisedError, compile_template
+from .tokenizer import TokenizerBundle
 
 #: Characters of a template's source. Known templates have up to 20 thousand.
 MAX_SOURCE_CHARS: Final = 256 << 10
@@ -32,21 +33,33 @@ class TemplateError(ValueError):
 class ChatTemplate:
     """A compiled chat template. Immutable; may be rendered by several threads.
 
-    Raises `TemplateError` when `source` does not compile or may not be run.
+    `tool_source` is the template for requests with tools, where a model has a separate one. Raises
+    `TemplateError` when a source does not compile or may not be run.
     """
 
     def __init__(
-        self, source: str, *, special_tokens: Mapping[str, str], limits: Limits | None = None
+        self,
+        source: str,
+        *,
+        special_tokens: Mapping[str, str],
+        tool_source: str | None = None,
+        limits: Limits | None = None,
     ) -> None:
-        if len(source) > MAX_SOURCE_CHARS:
-            raise TemplateError(f"the chat template has {len(source)} characters", user_error=False)
-        self.source = source
         self._limits = limits or Limits()
         self._special_tokens = dict(special_tokens)
-        try:
-            self._template = compile_template(source, {"strftime_now": _strftime_now})
-        except (Exception, RecursionError, MemoryError) as error:
-            raise TemplateError(f"the chat template does not compile: {error}", user_error=False) from error
+        self._plain = _Source(source)
+        self._with_tools = self._plain if tool_source is None else _Source(tool_source)
+
+    @classmethod
+    def from_bundle(cls, bundle: TokenizerBundle) -> "ChatTemplate | None":
+        """The template of a bundle, None if it has none. Raises `TemplateError`."""
+        if bundle.chat_template is None:
+            return None
+        return cls(
+            bundle.chat_template,
+            special_tokens=bundle.special_tokens,
+            tool_source=bundle.tool_template,
+        )
 
     def render(
         self,
@@ -66,6 +79,7 @@ class ChatTemplate:
         """
         if continue_final_message and add_generation_prompt:
             raise TemplateError("continue_final_message excludes add_generation_prompt", user_error=True)
+        source = self._plain if tools is None else self._with_tools
         budget = Budget(self._limits)
         token = current.set(budget)
         try:
@@ -80,16 +94,30 @@ class ChatTemplate:
             variables = budget.admit_input(variables)
             variables["add_generation_prompt"] = add_generation_prompt
             if not continue_final_message:
-                return self._run(chat, variables)
+                return source.render(chat, variables)
             field = "content" if continue_final_message is True else continue_final_message
-            final = _tag_final(chat, field, self.source)
-            return _cut_at_tag(self._run(chat, variables), final)
+            final = _tag_final(chat, field, source.text)
+            return _cut_at_tag(source.render(chat, variables), final)
         except LimitError as error:
             raise TemplateError(f"the chat template was stopped: {error}", user_error=False) from error
         finally:
             current.reset(token)
 
-    def _run(self, chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+
+class _Source:
+    """One template and its text."""
+
+    def __init__(self, text: str) -> None:
+        if len(text) > MAX_SOURCE_CHARS:
+            raise TemplateError(f"the chat template has {len(text)} characters", user_error=False)
+        self.text = text
+        try:
+            self._template = compile_template(text, {"strftime_now": _strftime_now})
+        except (Exception, RecursionError, MemoryError) as error:
+            raise TemplateError(f"the chat template does not compile: {error}", user_error=False) from error
+
+    def render(self, chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        """Run it under the current budget."""
         if not chat:
             raise TemplateError("there are no messages", user_error=True)
         try:

@@ -1,8 +1,8 @@
 """Namespaces: prefixes are shared only inside one. A namespace is one string, or None for the common one.
 
 A salt alone is its own namespace string, so that it equals the `cache_salt` of SGLang's events. A LoRA adapter's
-namespace starts with NUL, which no salt may, so that a client cannot name an adapter's namespace by its salt. Our
-runtime publishes its namespace verbatim as `cache_salt`.
+namespace starts with NUL, and a salt that does so itself is written the long way, too, so that a client cannot name an
+adapter's namespace by its salt. Our runtime publishes its namespace verbatim as `cache_salt`.
 """
 
 import json
@@ -11,14 +11,9 @@ _MARK = "\0"
 
 
 def join_namespace(lora: str | None, salt: str | None) -> str | None:
-    """The namespace of an adapter and a salt; None when there is neither. Empty strings count as None.
-
-    Raises ValueError for a salt that begins with NUL.
-    """
-    if salt and salt.startswith(_MARK):
-        raise ValueError("a cache salt must not begin with a NUL character")
-    if lora:
-        return _MARK + json.dumps({"lora": lora, "salt": salt or None}, ensure_ascii=False)
+    """The namespace of an adapter and a salt; None when there is neither. Empty strings count as None."""
+    if lora or (salt and salt.startswith(_MARK)):
+        return _MARK + json.dumps({"lora": lora or None, "salt": salt or None}, ensure_ascii=False)
     return salt or None
 
 

@@ -94,10 +94,7 @@ def namespace_of(body: Mapping[str, Any]) -> str | None:
     None when it names none of them. Raises `PromptError`.
     """
     lora, salt, extra = (_optional_text(body, name) for name in ("lora_path", "cache_salt", "extra_key"))
-    try:
-        return join_namespace(lora, join_salt(salt, extra))
-    except ValueError as error:
-        raise PromptError("cache_salt", str(error)) from None
+    return join_namespace(lora, join_salt(salt, extra))
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
