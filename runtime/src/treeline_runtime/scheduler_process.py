@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import sys
 import time
-from collections.abc import Iterable, Iterator
 
 import msgspec
 import torch
@@ -16,19 +15,16 @@ from treeline_runtime.child import ChildSpec, StartError, run_child
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.ipc import Heartbeat, Inbox, Outbox, Ready
 from treeline_runtime.messages import (
-    CacheEvent,
-    CacheUpdate,
-    Cleared,
     FromScheduler,
     LoadUpdate,
     Reply,
-    Stored,
     ToPublisher,
     ToScheduler,
     decode_to_scheduler,
 )
 from treeline_runtime.models import ModelError
 from treeline_runtime.models.loader import load_model
+from treeline_runtime.publisher.outlet import Outlet
 from treeline_runtime.scheduler import Scheduler
 
 HEARTBEAT_S = 0.5
@@ -66,13 +62,10 @@ class SocketScheduler(Scheduler):
         self._inbox = Inbox(context, spec.addresses.scheduler, decode_to_scheduler)
         self._detokenizer = Outbox(context, spec.addresses.detokenizer)
         self._http = Outbox(context, spec.addresses.http)
-        self._publisher = (
-            None
-            if spec.args.no_events
-            else Outbox(context, spec.addresses.publisher, limit=PUBLISHER_BACKLOG)
-        )
-        self._updates = 0
-        self._lossy = False
+        self._outlet = None
+        if not spec.args.no_events:
+            publisher = Outbox(context, spec.addresses.publisher, limit=PUBLISHER_BACKLOG)
+            self._outlet = Outlet(publisher.send, self.cache.tree.blocks)
         self._steps = 0
         self._load = self.load()
         self._beat_at = 0.0
@@ -90,31 +83,19 @@ class SocketScheduler(Scheduler):
         for message in messages:
             if isinstance(message, Reply) and message.data is not None and "blocks" in message.data:
                 # who asks for the tree also asks the publisher, and must ask it about the same moment
-                data = message.data | {"updates": 0 if self._publisher is None else self._updates}
+                data = message.data | {"updates": 0 if self._outlet is None else self._outlet.updates}
                 message = msgspec.structs.replace(message, data=data)
             self._detokenizer.send(message)
 
     def publish(self, update: ToPublisher) -> None:
         if isinstance(update, LoadUpdate):
             self._load, self._load_told = update, False
-        if self._publisher is None:
-            return
-        if not self._lossy:
-            self._lossy = not self._publish(update)
-        elif self._publish(CacheUpdate([Cleared(), *self._whole_tree()])):
-            self._lossy = False  # the publisher was away for long; it starts over from the tree as it is
-
-    def _publish(self, update: ToPublisher) -> bool:
-        assert self._publisher is not None
-        sent = self._publisher.send(update)
-        if sent and isinstance(update, CacheUpdate):
-            self._updates += 1
-        return sent
-
-    def _whole_tree(self) -> Iterator[CacheEvent]:
-        return stored_runs(self.cache.tree.blocks())
+        if self._outlet is not None:
+            self._outlet.publish(update)
 
     def wait(self) -> None:
+        if self._outlet is not None:
+            self._outlet.catch_up()
         self._inbox.wait(int(1000 * (HEARTBEAT_S / 2 if self._load_told else LOAD_INTERVAL_S)))
 
     def _beat(self) -> None:
@@ -122,24 +103,6 @@ class SocketScheduler(Scheduler):
         if now - self._beat_at >= (HEARTBEAT_S if self._load_told else LOAD_INTERVAL_S):
             self._beat_at, self._load_told = now, True
             self._http.send(Heartbeat(self._steps, self._load))
-
-
-def stored_runs(blocks: Iterable[tuple[int, int | None, list[int], str | None]]) -> Iterator[Stored]:
-    """(hash, parent, tokens, namespace) of pages, parents first → events of as many pages as continue each other.
-
-    Which tokens were sampled is not known any more, so all count as sampled.
-    """
-    run: Stored | None = None
-    for block, parent, tokens, namespace in blocks:
-        if run is not None and parent == run.block_hashes[-1] and namespace == run.namespace:
-            run.block_hashes.append(block)
-            run.token_ids.extend(tokens)
-            continue
-        if run is not None:
-            yield run
-        run = Stored([block], parent, list(tokens), namespace, output_from=0)
-    if run is not None:
-        yield run
 
 
 def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:

@@ -1,0 +1,270 @@
+"""The publisher process on real sockets: live events, replay, hello, snapshot, load, and CURVE."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from support.publisher import Consumer
+from support.runtime_server import eventually, make_tokenizer
+from treeline_runtime.args import ServerArgs
+from treeline_runtime.child import ChildSpec
+from treeline_runtime.ipc import Addresses, AnnouncedReq, Failed, Inbox, Outbox, Ready, decode_to_http
+from treeline_runtime.messages import CacheUpdate, DrainReq, LoadUpdate, Removed, Reply, Stored
+from treeline_wire import frames
+from treeline_wire.events import decode_batch
+from treeline_wire.load import LoadStat, TreelineLoad, decode_load
+from treeline_wire.security import CurveKeys
+
+EPOCH = 2**63 + 5
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return folder
+
+
+class Publisher:
+    """The process, seen from the scheduler (`send`), the HTTP process (`inbox`) and routers (sockets)."""
+
+    def __init__(self, folder: Path, model: Path, **args: Any) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        addresses = Addresses(str(folder))
+        self.inbox = Inbox(self.context, addresses.http, decode_to_http)
+        self.outbox = Outbox(self.context, addresses.publisher)
+        defaults = ServerArgs(model=str(model), events_port=0, replay_port=0, load_port=0)
+        spec = ChildSpec(replace(defaults, **args), addresses, str(model), EPOCH)
+        command = [sys.executable, "-m", "treeline_runtime.publisher.process"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.json.encode(spec) + b"\n")
+        self.process.stdin.flush()
+        self.updates = 0
+        self.keys: CurveKeys | None = None
+
+    def started(self) -> Publisher:
+        message = self.heard()
+        assert isinstance(message, Ready), message
+        self.ports = message.info
+        return self
+
+    def heard(self) -> Any:
+        assert self.inbox.wait(15_000), "the publisher says nothing"
+        return self.inbox.take(1)[0]
+
+    def store(self, *blocks: int, parent: int | None = None) -> None:
+        tokens = [token for block in blocks for token in (block % 300, 7)]
+        self.update(Stored(list(blocks), parent, tokens, None, len(tokens)))
+
+    def update(self, *events: Any) -> None:
+        self.updates += 1
+        self.outbox.send(CacheUpdate(list(events)))
+
+    def settled(self) -> dict[str, Any]:
+        """Waits until all updates are applied; what is announced then."""
+        self.outbox.send(AnnouncedReq("q", self.updates))
+        reply = self.heard()
+        assert isinstance(reply, Reply)
+        assert reply.data is not None
+        return reply.data
+
+    def socket(self, kind: int, port: str) -> zmq.Socket[bytes]:
+        made = self.context.socket(kind)
+        if self.keys is not None:
+            self.keys.secure_client(made)
+        if kind == zmq.SUB:
+            made.subscribe(b"")
+        made.connect(f"tcp://127.0.0.1:{self.ports[port]}")
+        return made
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        assert self.process.wait(5) == 0
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def start(tokenizer: Path) -> Iterator[Callable[..., Publisher]]:
+    started: list[Publisher] = []
+    with tempfile.TemporaryDirectory(prefix="tl-", dir="/tmp") as name:
+
+        def start(**args: Any) -> Publisher:
+            started.append(Publisher(Path(name), tokenizer, **args))
+            return started[-1]
+
+        yield start
+        for publisher in started:
+            publisher.close()
+
+
+def receive(socket: zmq.Socket[bytes], timeout_s: float = 5.0) -> list[bytes]:
+    assert socket.poll(int(timeout_s * 1000)), "nothing arrived"
+    return socket.recv_multipart()
+
+
+def answers(socket: zmq.Socket[bytes], request: list[bytes]) -> Iterator[frames.Reply]:
+    """The whole answer to a request, as it comes."""
+    socket.send_multipart(request)
+    while True:
+        reply = frames.parse_reply(receive(socket))
+        yield reply
+        if isinstance(reply, frames.ReplayEnd | frames.SnapshotEnd | frames.Hello):
+            return
+
+
+def subscribed(publisher: Publisher) -> zmq.Socket[bytes]:
+    """A subscriber that has seen its first event: later ones cannot be missed."""
+    events = publisher.socket(zmq.SUB, "events_port")
+    number = iter(range(10_000, 20_000))
+
+    def heard() -> bool:
+        publisher.store(next(number))
+        return bool(events.poll(20))
+
+    eventually(heard, 5, "the subscription works")
+    publisher.settled()
+    while events.poll(50):
+        events.recv_multipart()
+    return events
+
+
+def test_events_are_live_in_order_and_can_be_replayed(start: Callable[..., Publisher]) -> None:
+    publisher = start().started()
+    events = subscribed(publisher)
+    newest = publisher.settled()["seq"]
+    publisher.store(1, 2)
+    publisher.store(3, parent=2)
+    publisher.update(Removed([3]))
+    live = [frames.parse_live(receive(events)) for _ in range(3)]
+    assert [seq for _, seq, _ in live] == [newest + 1, newest + 2, newest + 3]
+
+    replay = publisher.socket(zmq.DEALER, "replay_port")
+    *items, end = answers(replay, frames.replay_request(newest + 1))
+    assert end == frames.ReplayEnd()
+    assert [(item.seq, item.payload) for item in items] == [(seq, payload) for _, seq, payload in live]  # type: ignore[union-attr]
+    (hello,) = answers(replay, frames.hello_request())
+    assert hello == frames.Hello(EPOCH, 0, newest + 3)
+
+
+def test_a_big_snapshot_is_exact_and_does_not_hold_up_live_events(start: Callable[..., Publisher]) -> None:
+    publisher = start().started()
+    events = subscribed(publisher)
+    for first in range(100_000, 140_000, 100):
+        publisher.store(*range(first, first + 100))
+    before = publisher.settled()
+    while events.poll(50):
+        events.recv_multipart()
+
+    client = publisher.socket(zmq.DEALER, "replay_port")
+    answer = answers(client, frames.snapshot_request())
+    header = next(answer)
+    assert header == frames.SnapshotHeader(EPOCH, before["seq"], len(before["hashes"]))
+    sent_at = time.monotonic()
+    publisher.store(1, 2, 3)
+    receive(events)
+    assert time.monotonic() - sent_at < 0.5
+    publisher.update(Removed([100_099, 100_098]))
+
+    consumer = Consumer()
+    for reply in answer:
+        if isinstance(reply, frames.SnapshotChunk):
+            assert reply.rejected == 0
+            consumer.apply(reply.events)
+    assert set(consumer.pages) == set(before["hashes"])
+    assert not consumer.orphans
+    publisher.settled()
+    for reply in answers(client, frames.replay_request(header.seq + 1)):
+        if isinstance(reply, frames.ReplayItem):
+            consumer.apply(decode_batch(reply.payload).events)
+    assert set(consumer.pages) == set(publisher.settled()["hashes"])
+
+
+def test_a_client_that_does_not_read_holds_up_nobody(start: Callable[..., Publisher]) -> None:
+    publisher = start().started()
+    for number in range(3000):
+        publisher.store(*range(number * 100, number * 100 + 20))
+    publisher.settled()
+    stalled = publisher.context.socket(zmq.DEALER)
+    stalled.setsockopt(zmq.RCVHWM, 1)
+    stalled.connect(f"tcp://127.0.0.1:{publisher.ports['replay_port']}")
+    for _ in range(8):  # more than are answered at once
+        stalled.send_multipart(frames.replay_request(0))
+    quick = publisher.socket(zmq.DEALER, "replay_port")
+    *items, _ = answers(quick, frames.replay_request(0))
+    assert len(items) == 3000
+    stalled.close(linger=0)  # leaves in the middle
+    (hello,) = answers(quick, frames.hello_request())
+    assert isinstance(hello, frames.Hello)
+
+
+def test_nonsense_on_the_replay_socket_is_dropped(start: Callable[..., Publisher]) -> None:
+    publisher = start().started()
+    client = publisher.socket(zmq.DEALER, "replay_port")
+    for request in ([b""], [b"x" * 9], [b"", b"treeline", b"dance", b"1"], [b"", b"\xff" * 7], [b"a"] * 9):
+        client.send_multipart(request)
+    (hello,) = answers(client, frames.hello_request())
+    assert hello == frames.Hello(EPOCH, None, None)
+    snapshot = list(answers(client, frames.snapshot_request()))
+    assert snapshot == [frames.SnapshotHeader(EPOCH, -1, 0), frames.SnapshotEnd()]
+
+
+def test_load_is_reported_in_both_forms_and_draining_at_once(start: Callable[..., Publisher]) -> None:
+    publisher = start().started()
+    loads = publisher.socket(zmq.SUB, "load_port")
+
+    def report(topic: bytes) -> LoadStat | TreelineLoad:
+        while True:
+            seen, _, payload = frames.parse_live(receive(loads))
+            if seen == topic:
+                return decode_load(seen, payload)
+
+    receive(loads, 3)
+    publisher.outbox.send(LoadUpdate(running=3, waiting=2))
+    assert eventually(lambda: report(b"load").num_running == 3, 3)
+    ours = report(b"treeline.load")
+    assert isinstance(ours, TreelineLoad)
+    assert (ours.epoch, ours.running, ours.in_flight, ours.draining) == (EPOCH, 3, 5, False)
+    sent_at = time.monotonic()
+    publisher.outbox.send(DrainReq())
+    eventually(lambda: report(b"treeline.load").draining, 1)
+    assert time.monotonic() - sent_at < 0.5
+
+
+def test_with_keys_only_those_who_hold_them_can_listen(
+    start: Callable[..., Publisher], tmp_path: Path
+) -> None:
+    keys = CurveKeys.generate(tmp_path / "keys")
+    publisher = start(curve_dir=str(tmp_path / "keys"), events_host="127.0.0.1").started()
+    assert publisher.ports["curve"] is True
+    publisher.store(1)
+    publisher.settled()
+    stranger = publisher.socket(zmq.DEALER, "replay_port")
+    stranger.send_multipart(frames.hello_request())
+    publisher.keys = keys
+    (hello,) = answers(publisher.socket(zmq.DEALER, "replay_port"), frames.hello_request())
+    assert hello == frames.Hello(EPOCH, 0, 0)
+    assert not stranger.poll(200)
+    assert receive(publisher.socket(zmq.SUB, "load_port"), 3)
+
+
+def test_a_port_taken_after_the_check_is_named(start: Callable[..., Publisher]) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as other:
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        publisher = start(replay_port=port)
+        message = publisher.heard()
+    assert isinstance(message, Failed)
+    assert f"--replay-port: cannot bind 127.0.0.1:{port}" in message.message
+    assert publisher.process.wait(5) == 1
+    publisher.process = subprocess.Popen(["true"], stdin=subprocess.PIPE)

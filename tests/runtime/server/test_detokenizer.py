@@ -1,0 +1,98 @@
+"""The detokenizer process without its sockets."""
+
+from __future__ import annotations
+
+from treeline_runtime.detokenizer_process import DetokenizerCore, Turn
+from treeline_runtime.messages import (
+    BatchTextOut,
+    BatchTokenOut,
+    DetokenizeInit,
+    FinishReason,
+    Reply,
+    StopReq,
+    TextOut,
+    TokenOut,
+)
+
+LENGTH = FinishReason("length")
+
+
+def core() -> DetokenizerCore:
+    """Tokens are character codes."""
+    return DetokenizerCore(lambda ids, skip: "".join(map(chr, ids)))
+
+
+def tokens(rid: str, text: str, finish: FinishReason | None = None) -> BatchTokenOut:
+    return BatchTokenOut([TokenOut(rid, [ord(char) for char in text], finish)])
+
+
+def texts(turn: Turn) -> list[TextOut]:
+    return [out for message in turn.to_http if isinstance(message, BatchTextOut) for out in message.outs]
+
+
+def test_outputs_that_overtake_their_init_wait_for_it() -> None:
+    made = core()
+    assert texts(made.take([tokens("a", "hi"), tokens("a", "!", LENGTH)])) == []
+    outs = texts(made.take([DetokenizeInit("a")]))
+    assert "".join(out.text for out in outs) == "hi!"
+    assert outs[-1].finish == LENGTH
+    assert made.open_requests == 0
+
+
+def test_a_stop_string_ends_the_text_and_tells_the_scheduler_once() -> None:
+    made = core()
+    made.take([DetokenizeInit("a", stop=("END",))])
+    turn = made.take([tokens("a", "some E"), tokens("a", "ND more")])
+    outs = texts(turn)
+    assert "".join(out.text for out in outs) == "some "
+    assert outs[-1].finish == FinishReason("stop", matched="END")
+    assert turn.to_scheduler == [StopReq("a", "END")]
+    later = made.take([tokens("a", "even more"), tokens("a", "", FinishReason("stop", matched="END"))])
+    assert (later.to_http, later.to_scheduler, made.open_requests) == ([], [], 0)
+
+
+def test_a_stop_string_in_the_last_output_needs_no_word_to_the_scheduler() -> None:
+    made = core()
+    made.take([DetokenizeInit("a", stop=("x",))])
+    turn = made.take([tokens("a", "abx", LENGTH)])
+    assert texts(turn)[0].finish == FinishReason("stop", matched="x")
+    assert (turn.to_scheduler, made.open_requests) == ([], 0)
+
+
+def test_an_abort_releases_what_was_held_back() -> None:
+    made = core()
+    made.take([DetokenizeInit("a", stop=("END",))])
+    assert texts(made.take([tokens("a", "some E")]))[0].text == "some "
+    assert texts(made.take([tokens("a", "", FinishReason("abort"))]))[0].text == "E"
+
+
+def test_replies_do_not_overtake_texts() -> None:
+    made = core()
+    made.take([DetokenizeInit("a")])
+    turn = made.take([tokens("a", "x"), Reply("q"), tokens("a", "y")])
+    assert [type(message) for message in turn.to_http] == [BatchTextOut, Reply, BatchTextOut]
+
+
+def test_texts_of_a_turn_leave_as_one_message() -> None:
+    made = core()
+    made.take([DetokenizeInit("a"), DetokenizeInit("b")])
+    turn = made.take([tokens("a", "x"), tokens("b", "y"), tokens("a", "z")])
+    assert len(turn.to_http) == 1
+    assert [out.rid for out in texts(turn)] == ["a", "b", "a"]
+
+
+def test_logprobs_carry_the_text_of_each_token_when_asked_for() -> None:
+    out = TokenOut(
+        "a",
+        [104],
+        output_token_logprobs=[(-1.0, 104)],
+        output_top_logprobs=[[(-1.0, 104), (-2.0, 105)]],
+        input_token_logprobs=[(None, 112)],
+        input_top_logprobs=[None],
+    )
+    made = core()
+    made.take([DetokenizeInit("a", return_logprob_text=True)])
+    (shown,) = texts(made.take([BatchTokenOut([out])]))
+    assert shown.output_token_logprobs == [(-1.0, 104, "h")]
+    assert shown.output_top_logprobs == [[(-1.0, 104, "h"), (-2.0, 105, "i")]]
+    assert (shown.input_token_logprobs, shown.input_top_logprobs) == ([(None, 112, "p")], [None])

@@ -1,0 +1,184 @@
+"""The server with its real engine: what only the whole path can show."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import zmq
+from support.publisher import Consumer
+from support.runtime_server import ServerProcess, eventually, running, sse
+from treeline_wire import frames
+from treeline_wire.events import decode_batch
+
+TINY = Path(__file__).parents[3] / "models" / "tiny"
+LONG = "The quick brown fox jumps over the lazy dog. " * 12
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[ServerProcess]:
+    flags = (
+        "--enable-debug-endpoints",
+        "--max-total-tokens=4096",
+        "--max-running-requests=4",
+        "--max-queued-requests=4",
+    )
+    with running(model, *flags) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def http(server: ServerProcess) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+def idle(http: httpx.Client) -> bool:
+    load = http.get("/v1/loads").json()["loads"][0]
+    return bool(load["num_total_reqs"] == 0 and load["pages_used"] == 0)
+
+
+def complete(http: httpx.Client, **fields: object) -> dict[str, object]:
+    answer = http.post("/v1/completions", json={"prompt": LONG, "max_tokens": 8, "temperature": 0} | fields)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def test_the_second_time_the_prompt_is_cached(http: httpx.Client) -> None:
+    assert http.post("/flush_cache").status_code == 200
+    first = http.post("/v1/completions", json={"prompt": LONG, "max_tokens": 8, "temperature": 0})
+    second = http.post("/v1/completions", json={"prompt": LONG, "max_tokens": 8, "temperature": 0})
+    usage = second.json()["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert first.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert cached == usage["prompt_tokens"] // 16 * 16 or cached == (usage["prompt_tokens"] - 1) // 16 * 16
+    assert second.headers["x-treeline-cached-tokens"] == str(cached)
+    assert second.headers["x-treeline-prompt-tokens"] == str(usage["prompt_tokens"])
+    assert first.json()["choices"][0]["text"] == second.json()["choices"][0]["text"]
+    salted = complete(http, cache_salt="other")
+    assert salted["usage"]["prompt_tokens_details"]["cached_tokens"] == 0  # type: ignore[index]
+
+
+def test_streams_equal_answers_and_ids_equal_texts(http: httpx.Client) -> None:
+    whole = complete(http)["choices"][0]["text"]  # type: ignore[index]
+    ids = http.post("/tokenize", json={"prompt": LONG}).json()["tokens"]
+    assert complete(http, prompt=ids)["choices"][0]["text"] == whole  # type: ignore[index]
+    body = {"prompt": LONG, "max_tokens": 8, "temperature": 0, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        *events, _ = sse(response)
+    assert "".join(event["choices"][0]["text"] for event in events) == whole
+    native = {"text": LONG, "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
+    assert http.post("/generate", json=native).json()["text"] == whole
+
+
+def test_sampling_fields_reach_the_engine(http: httpx.Client) -> None:
+    seeded = [complete(http, temperature=1.5, seed=7, n=2)["choices"] for _ in range(2)]
+    assert seeded[0] == seeded[1]
+    assert seeded[0][0]["text"] != seeded[0][1]["text"]  # type: ignore[index]
+    forced = complete(http, logit_bias={"50": 100}, max_tokens=3)["choices"][0]["text"]  # type: ignore[index]
+    assert forced == http.post("/detokenize", json={"tokens": [50] * 3}).json()["text"]
+    stopped = complete(http, logit_bias={"50": 100}, stop_token_ids=[50])
+    assert stopped["choices"][0]["finish_reason"] == "stop"  # type: ignore[index]
+    assert stopped["usage"]["completion_tokens"] == 1  # type: ignore[index]
+
+
+def test_scoring_a_prompt(http: httpx.Client) -> None:
+    answer = complete(http, prompt="hello world", echo=True, max_tokens=0, logprobs=2)
+    logprobs = answer["choices"][0]["logprobs"]  # type: ignore[index]
+    assert "".join(logprobs["tokens"]) == "hello world"
+    assert logprobs["token_logprobs"][0] is None
+    assert all(value < 0 for value in logprobs["token_logprobs"][1:])
+    assert answer["choices"][0]["finish_reason"] == "length"  # type: ignore[index]
+
+
+def test_chat_runs_to_the_end_of_the_context_unless_told_otherwise(http: httpx.Client) -> None:
+    body = {"messages": [{"role": "user", "content": LONG}], "temperature": 0, "ignore_eos": True}
+    usage = http.post("/v1/chat/completions", json=body).json()["usage"]
+    assert usage["total_tokens"] == 1024
+
+
+def test_a_full_queue_is_503_and_then_works_again(http: httpx.Client, server: ServerProcess) -> None:
+    statuses: list[int] = []
+
+    def ask() -> None:
+        with server.client() as client:
+            body = {"prompt": LONG, "max_tokens": 200, "ignore_eos": True}
+            answer = client.post("/v1/completions", json=body)
+            statuses.append(answer.status_code)
+            if answer.status_code == 503:
+                assert answer.headers["retry-after"]
+                assert answer.headers["x-treeline-overloaded"]
+
+    threads = [threading.Thread(target=ask) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(statuses) == {200, 503}
+    assert statuses.count(200) >= 4
+    eventually(lambda: idle(http), 5, "everything is released")
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+def test_a_client_that_leaves_frees_its_pages(http: httpx.Client, server: ServerProcess, stream: str) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    body = b'{"prompt": "hello", "max_tokens": 1000, "ignore_eos": true, "stream": %s}' % stream.encode()
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
+        eventually(lambda: not idle(http), 5, "it runs")
+    eventually(lambda: idle(http), 2, "it is gone")
+
+
+def test_events_add_up_to_the_cache(http: httpx.Client) -> None:
+    ports = http.get("/server_info").json()["kv_events"]
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    client = context.socket(zmq.DEALER)
+    client.connect(f"tcp://127.0.0.1:{ports['replay_endpoint_port_base']}")
+    try:
+        for number in range(30):  # more than the cache holds, so pages are evicted
+            complete(http, prompt=f"{number} {LONG}", max_tokens=40, ignore_eos=True)
+        shown = http.get("/debug/radix").json()
+        client.send_multipart(frames.replay_request(0))
+        consumer = Consumer()
+        while True:
+            assert client.poll(5000)
+            reply = frames.parse_reply(client.recv_multipart())
+            if isinstance(reply, frames.ReplayEnd):
+                break
+            assert isinstance(reply, frames.ReplayItem)
+            consumer.apply(decode_batch(reply.payload).events)
+    finally:
+        context.destroy(linger=0)
+    announced = {int(block["hash"]): block for block in shown["blocks"] if block["announced"]}
+    assert reply == frames.ReplayEnd()
+    assert len(announced) > 50
+    assert set(consumer.pages) == set(announced)
+    assert not consumer.orphans
+    for block, (parent, tokens) in consumer.pages.items():
+        assert announced[block]["tokens"] == list(tokens)
+        assert announced[block]["parent"] == (None if parent is None else str(parent))
+
+
+def test_health_generate_proves_the_whole_path(http: httpx.Client) -> None:
+    assert http.get("/health_generate").status_code == 200
+
+
+@pytest.mark.skipif(
+    not (TINY / "model.safetensors").is_file(), reason="the tiny model's weights are not there"
+)
+def test_the_tiny_model_answers() -> None:
+    with running(TINY) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            temperature=0,
+        )
+        assert "Paris" in (answer.choices[0].message.content or "")
+        assert answer.choices[0].finish_reason == "stop"

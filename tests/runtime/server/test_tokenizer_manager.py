@@ -1,0 +1,187 @@
+"""Flights: outputs reach who waits for them, and closing ends what has not ended, once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from treeline_runtime.messages import (
+    AbortReq,
+    BatchTextOut,
+    DetokenizeInit,
+    FinishReason,
+    GenerateReq,
+    Reply,
+    SamplingParams,
+    TextOut,
+)
+from treeline_runtime.server.metrics import Metrics
+from treeline_runtime.tokenizer_manager import DuplicateRid, NoReply, TokenizerManager, merge
+
+
+class Sent(list[Any]):
+    def send(self, message: msgspec.Struct) -> bool:
+        self.append(message)
+        return True
+
+
+class World:
+    def __init__(self) -> None:
+        self.scheduler, self.detokenizer = Sent(), Sent()
+        self.manager = TokenizerManager(Metrics("m"))
+        self.manager.connect(self.scheduler, self.detokenizer)
+
+    def requests(self, *rids: str) -> list[GenerateReq]:
+        return [GenerateReq(rid, [1], SamplingParams(stop=("x",))) for rid in rids]
+
+    def arrive(self, *outs: TextOut) -> None:
+        self.manager.on_batch(BatchTextOut(list(outs)))
+
+    @property
+    def aborted(self) -> list[str]:
+        return [message.rid for message in self.scheduler if isinstance(message, AbortReq)]
+
+
+DONE = FinishReason("length")
+
+
+async def test_the_detokenizer_is_told_before_the_scheduler() -> None:
+    world = World()
+    flight = world.manager.open(world.requests("a"))
+    assert world.detokenizer == [DetokenizeInit("a", ("x",))]
+    assert [message.rid for message in world.scheduler] == ["a"]
+    flight.close()
+
+
+async def test_outputs_of_one_turn_are_merged_and_kept_apart_by_index() -> None:
+    world = World()
+    flight = world.manager.open(world.requests("a", "b"))
+    world.arrive(
+        TextOut("a", "he", [1]), TextOut("b", "x", [9]), TextOut("a", "llo", [2], completion_tokens=2)
+    )
+    outs = await flight.next()
+    assert [(index, out.text, out.token_ids) for index, out in outs] == [(0, "hello", [1, 2]), (1, "x", [9])]
+    world.arrive(TextOut("a", "", [], DONE), TextOut("b", "", [], DONE))
+    assert len(await flight.next()) == 2
+    assert await flight.next() == []
+    flight.close()
+    assert world.aborted == []
+
+
+async def test_who_wants_it_whole_is_woken_at_the_end_only() -> None:
+    world = World()
+    flight = world.manager.open(world.requests("a"))
+    task = asyncio.create_task(flight.next(whole=True))
+    await asyncio.sleep(0)
+    world.arrive(TextOut("a", "he", [1]))
+    await asyncio.sleep(0)
+    assert not task.done()
+    world.arrive(TextOut("a", "llo", [2], DONE))
+    ((_, out),) = await task
+    assert out.text == "hello"
+    flight.close()
+
+
+async def test_closing_aborts_what_has_not_ended_and_only_once() -> None:
+    world = World()
+    flight = world.manager.open(world.requests("a", "b"))
+    world.arrive(TextOut("a", "", [], DONE))
+    for _ in range(3):
+        flight.close()
+    assert world.aborted == ["b"]
+    world.arrive(TextOut("b", "late", [1], FinishReason("abort")))
+    assert await flight.next() == []
+
+
+async def test_closing_wakes_who_waits() -> None:
+    world = World()
+    flight = world.manager.open(world.requests("a"))
+    task = asyncio.create_task(flight.next())
+    await asyncio.sleep(0)
+    flight.close()
+    assert await task == []
+
+
+async def test_an_id_in_flight_cannot_be_used_again() -> None:
+    world = World()
+    flight = world.manager.open(world.requests("a"), name="a")
+    with pytest.raises(DuplicateRid):
+        world.manager.open(world.requests("a"))
+    with pytest.raises(DuplicateRid):
+        world.manager.open(world.requests("c"), name="a")
+    with pytest.raises(DuplicateRid):
+        world.manager.open(world.requests("d", "d"))
+    flight.close()
+    world.manager.open(world.requests("a"), name="a").close()
+
+
+async def test_aborting_a_name_ends_all_of_its_requests() -> None:
+    world = World()
+    flight = world.manager.open(world.requests("a:0", "a:1"), name="a")
+    world.manager.abort("a")
+    world.manager.abort("b")
+    world.manager.abort("")
+    assert world.aborted == ["a:0", "a:1", "b", ""]
+    flight.close()
+
+
+async def test_when_everything_fails_everyone_is_told() -> None:
+    world = World()
+    flight = world.manager.open(world.requests("a", "b"))
+    asked = asyncio.create_task(world.manager.state("load"))
+    await asyncio.sleep(0)
+    world.arrive(TextOut("a", "hi", [1]))
+    assert world.manager.fail_all(FinishReason("error", message="gone", status=503)) == 2
+    outs = await flight.next()
+    assert [(out.text, out.finish and out.finish.message) for _, out in outs] == [
+        ("hi", "gone"),
+        ("", "gone"),
+    ]
+    with pytest.raises(NoReply, match="gone"):
+        await asked
+    flight.close()
+    assert world.aborted == []
+
+
+async def test_questions_are_answered_or_time_out() -> None:
+    world = World()
+    asked = asyncio.create_task(world.manager.state("info"))
+    await asyncio.sleep(0)
+    world.manager.on_reply(Reply(world.scheduler[0].id, data={"x": 1}))
+    assert await asked == {"x": 1}
+    with pytest.raises(NoReply):
+        await world.manager.state("info", timeout_s=0.01)
+    world.manager.on_reply(Reply("unknown"))
+
+
+async def test_counts_and_times_are_measured() -> None:
+    world = World()
+    flight = world.manager.open(world.requests("a"))
+    world.arrive(TextOut("a", "x", [1], prompt_tokens=10, cached_tokens=4, completion_tokens=1))
+    world.arrive(TextOut("a", "y", [2, 3], DONE, prompt_tokens=10, cached_tokens=4, completion_tokens=3))
+    flight.close()
+    shown = world.manager._metrics.render().decode()
+    for name, value in {
+        "prompt_tokens_total": 10,
+        "cached_tokens_total": 4,
+        "generation_tokens_total": 3,
+        "num_requests_total": 1,
+        "time_to_first_token_seconds_count": 1,
+        "inter_token_latency_seconds_count": 1,
+        "e2e_request_latency_seconds_count": 1,
+    }.items():
+        assert f'treeline:{name}{{model_name="m"}} {float(value)}' in shown
+
+
+def test_merging_joins_lists_and_keeps_the_last_counts() -> None:
+    first = TextOut(
+        "a", "x", [1], output_token_logprobs=[(-1.0, 1, "x")], input_token_logprobs=[(None, 7, "p")]
+    )
+    second = TextOut("a", "y", [2], DONE, completion_tokens=2, output_token_logprobs=[(-2.0, 2, "y")])
+    merged = merge([first, second])
+    assert (merged.text, merged.token_ids, merged.finish, merged.completion_tokens) == ("xy", [1, 2], DONE, 2)
+    assert merged.output_token_logprobs == [(-1.0, 1, "x"), (-2.0, 2, "y")]
+    assert merged.input_token_logprobs == [(None, 7, "p")]
+    assert merged.output_top_logprobs is None
