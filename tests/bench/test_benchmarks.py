@@ -5,9 +5,10 @@ import random
 from pathlib import Path
 
 import pytest
+from support.bench import Remembered
 from treeline_bench import picker, routing, tree
 from treeline_bench.client.messages import Outcome, Report
-from treeline_bench.context import BenchmarkError
+from treeline_bench.context import BenchmarkError, Context
 from treeline_bench.picker import chat_body
 from treeline_bench.processes import free_ports
 from treeline_bench.prompts import PromptMaker
@@ -144,6 +145,30 @@ def test_rows_are_read_as_a_list_or_a_line_each(printed: str) -> None:
 def test_a_missing_row_is_an_error(printed: str, problem: str) -> None:
     with pytest.raises(BenchmarkError, match=problem):
         tree.parse(printed)
+
+
+def script(folder: Path, code: str) -> Path:
+    path = folder / "tree.py"
+    path.write_text(code)
+    return path
+
+
+def test_the_tree_is_measured_in_its_own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code = f"import sys; assert '--quick' in sys.argv; print({json.dumps(ROWS)!r})"
+    monkeypatch.setattr(tree, "SCRIPT", script(tmp_path, code))
+    display = Remembered()
+    rows = tree.run(Context(display, tmp_path, quick=True))
+    assert [row.metric for row in rows] == list(tree.METRICS)
+    assert display.phases == ["tree: matching, ingestion, memory"]
+
+
+def test_a_tree_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tree, "SCRIPT", script(tmp_path, "raise SystemExit('it is broken')"))
+    with pytest.raises(BenchmarkError, match="it is broken"):
+        tree.run(Context(Remembered(), tmp_path))
+    monkeypatch.setattr(tree, "SCRIPT", tmp_path / "nothing.py")
+    with pytest.raises(BenchmarkError, match="not here"):
+        tree.run(Context(Remembered(), tmp_path))
 
 
 # -- ports

@@ -51,13 +51,12 @@ class Remembered:
 
     def __init__(self) -> None:
         self.phases: list[str] = []
-        self.parts: list[int] = []
 
     def phase(self, text: str, total: int | None = None) -> None:
         self.phases.append(text if total is None else f"{text} ({total})")
 
     def done(self, parts: int) -> None:
-        self.parts.append(parts)
+        self.phases.append(str(parts))
 
 
 def _routing_rows() -> list[tuple[str, float, float | None]]:
