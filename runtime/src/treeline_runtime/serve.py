@@ -168,7 +168,8 @@ class Server:
                 return await self._until_stopped(serving)
             finally:
                 watchdog.cancel()
-                http.should_exit = http.force_exit = True
+                for number in (signal.SIGTERM, signal.SIGINT):  # stop, and do not wait
+                    http.handle_exit(number, None)
                 await asyncio.wait({serving}, timeout=FAREWELL_S)
         finally:
             self._stopping = True

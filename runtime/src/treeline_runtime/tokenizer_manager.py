@@ -49,13 +49,12 @@ class NoReply(Exception):
 class _Generation:
     """One request at the scheduler: its output that nobody has taken yet, and its times (monotonic seconds)."""
 
-    __slots__ = ("finished", "first_at", "flight", "index", "last_at", "pending", "started_at", "tokens")
+    __slots__ = ("first_at", "flight", "index", "last_at", "pending", "started_at", "tokens")
 
     def __init__(self, flight: Flight, index: int, now: float) -> None:
         self.flight = flight
         self.index = index
         self.pending: list[TextOut] = []
-        self.finished = False
         self.started_at = now
         self.first_at: float | None = None
         self.last_at = now
@@ -94,8 +93,6 @@ class Flight:
 
     def close(self) -> None:
         """Forgets the generations; aborts those that have not ended. Idempotent."""
-        for generation in self._generations.values():
-            generation.finished = True
         self._open = 0
         self._manager.forget(self)
         self._woken.set()
@@ -103,7 +100,6 @@ class Flight:
     def _deliver(self, generation: _Generation, out: TextOut) -> None:
         generation.pending.append(out)
         if out.finish is not None:
-            generation.finished = True
             self._open -= 1
         if out.finish is not None or not self._whole:
             self._woken.set()

@@ -105,7 +105,6 @@ class Metrics:
                 ("num_waiting_uncached_tokens", "Prompt tokens waiting to be computed"),
                 ("prefill_tokens_per_second", "Measured prefill rate"),
                 ("decode_step_seconds", "Measured time of a decode step"),
-                ("cache_hit_rate", "Cached share of all prompt tokens so far, 0 to 1"),
                 ("draining", "1 while the server drains"),
                 ("startup_time_seconds", "From process start to ready"),
                 ("http_requests_active", "HTTP requests being answered"),
@@ -114,7 +113,6 @@ class Metrics:
         self.http_requests = Counter(
             "treeline:http_responses_total", "HTTP responses", ["path", "status"], registry=self._registry
         )
-        self._prompt_tokens_seen = 0.0
 
     def set(self, name: str, value: float) -> None:
         self._gauges[name].set(value)

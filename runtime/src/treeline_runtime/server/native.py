@@ -44,11 +44,9 @@ class GenerateBody(Struct, frozen=True):
     logprob_start_len: StartLen | None = None
     top_logprobs_num: TopCount | None = None
     return_text_in_logprobs: bool | None = None
-    cache_salt: str | None = None
-    extra_key: str | None = None
 
 
-_GENERATE_FIELDS = frozenset(GenerateBody.__struct_fields__)
+_GENERATE_FIELDS = frozenset(GenerateBody.__struct_fields__) | openai.NAMESPACE_FIELDS
 _SAMPLING_FIELDS = frozenset(NativeSampling.__struct_fields__)
 
 
@@ -223,11 +221,6 @@ class TokenizeBody(Struct, frozen=True):
     messages: Any = None
     add_special_tokens: bool | None = None
     model: str | None = None
-    tools: list[Any] | None = None
-    documents: Any = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeBody(Struct, frozen=True):
@@ -245,7 +238,7 @@ class _ManyLists(Struct, frozen=True):
     tokens: list[list[TokenId]]
 
 
-_TOKENIZE_FIELDS = frozenset(TokenizeBody.__struct_fields__)
+_TOKENIZE_FIELDS = frozenset(TokenizeBody.__struct_fields__) | openai.TEMPLATE_FIELDS
 _DETOKENIZE_FIELDS = frozenset(DetokenizeBody.__struct_fields__)
 
 

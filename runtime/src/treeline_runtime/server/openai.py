@@ -22,8 +22,6 @@ Rid = Annotated[str, Meta(min_length=1, max_length=128)]
 
 class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
-    """OpenAI's padding against guessing tokens from packet sizes; only false is honest here."""
 
 
 class CommonBody(SamplingFields, frozen=True):
@@ -33,24 +31,18 @@ class CommonBody(SamplingFields, frozen=True):
     seed: Seed | None = None
     min_tokens: Count | None = None
     rid: Rid | None = None
-    cache_salt: str | None = None
-    extra_key: str | None = None
     tools: list[Any] | None = None
     functions: list[Any] | None = None
 
 
 class ChatBody(CommonBody, frozen=True):
-    """What of a chat request we act on. The template's members are read by `prompt_of_chat`."""
+    """What of a chat request we act on, besides `TEMPLATE_FIELDS`."""
 
     messages: Any = None
     max_tokens: PositiveCount | None = None
     max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    documents: Any = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionBody(CommonBody, frozen=True):
@@ -63,8 +55,15 @@ class CompletionBody(CommonBody, frozen=True):
     add_special_tokens: bool | None = None
 
 
-_CHAT_FIELDS = frozenset(ChatBody.__struct_fields__)
-_COMPLETION_FIELDS = frozenset(CompletionBody.__struct_fields__)
+NAMESPACE_FIELDS = frozenset({"cache_salt", "extra_key"})
+"""Read, and checked, by wire's `namespace_of`."""
+TEMPLATE_FIELDS = frozenset(
+    {"documents", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+)
+"""Read, and checked, by wire's `prompt_of_chat`."""
+
+_CHAT_FIELDS = frozenset(ChatBody.__struct_fields__) | NAMESPACE_FIELDS | TEMPLATE_FIELDS
+_COMPLETION_FIELDS = frozenset(CompletionBody.__struct_fields__) | NAMESPACE_FIELDS
 
 
 def read_chat(body: Mapping[str, Any], service: Service) -> ChatBody:
