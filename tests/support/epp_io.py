@@ -197,9 +197,9 @@ class RunningPicker:
     task: asyncio.Task[None]
     stopping: asyncio.Event
 
-    async def get(self, path: str) -> httpx.Response:
+    async def get(self, path: str, *, patience_s: float = 5.0) -> httpx.Response:
         """A page of the admin port."""
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=patience_s) as http:
             return await http.get(f"http://127.0.0.1:{self.options.metrics_port}{path}")
 
     async def metrics(self) -> dict[str, float]:
@@ -215,25 +215,26 @@ class RunningPicker:
 
 
 @contextlib.asynccontextmanager
-async def running_picker(*argv: str, wait_ready: bool = True) -> AsyncIterator[RunningPicker]:
+async def running_picker(*argv: str, debug: bool = True) -> AsyncIterator[RunningPicker]:
     """A picker with these flags, on free ports unless they name some."""
     flags = ["--grpc-port", "--grpc-health-port", "--metrics-port"]
     words = list(argv)
     for flag, port in zip(flags, free_ports(3), strict=True):
         if flag not in words:
             words += [flag, str(port)]
-    options = options_of([*words, "--drain-timeout", "0.2", "--enable-debug-endpoints"])
+    words += ["--drain-timeout", "0.2", *(["--enable-debug-endpoints"] if debug else [])]
+    options = options_of(words)
     stopping = asyncio.Event()
     task = asyncio.create_task(serve(options, stopping))
     picker = RunningPicker(options, task, stopping)
     try:
         deadline = time.monotonic() + 10
-        while wait_ready:
-            with contextlib.suppress(httpx.HTTPError):
-                if (await picker.get("/ready")).status_code == 200:
-                    break
+        while True:
             if task.done():
                 task.result()
+            with contextlib.suppress(httpx.HTTPError):
+                if (await picker.get("/ready", patience_s=0.5)).status_code == 200:
+                    break
             assert time.monotonic() < deadline, "the picker did not become ready"
             await asyncio.sleep(0.02)
         yield picker

@@ -178,21 +178,28 @@ async def serve(options: Options, stopping: asyncio.Event) -> None:
         fleet = Fleet(picker, catalog, eds, http, curve=curve, bundle=bundle)
         metrics.observe(fleet.samples)
         router = Router(picker, catalog, metrics, on_trouble=fleet.kick)
-        servers = await _start_servers(options, router, health, eds)
         admin = Admin(_pages(options, metrics, health, fleet, picker))
+        ext_proc, control = _servers(options, router, health, eds)
+        tasks: list[asyncio.Task[object]] = []
         try:
-            await admin.start(options.host, options.metrics_port)
-        except OSError as error:
-            raise StartError(_busy(options.host, options.metrics_port, "--metrics-port")) from error
-        following = asyncio.create_task(fleet.run(discover(options.endpoint, options.endpoints_file)))
-        waiting = asyncio.create_task(stopping.wait())
-        opening = asyncio.create_task(_open(fleet, health, metrics, picker))
-        try:
+            await _listen(options, admin, ext_proc, control)
+            following = asyncio.create_task(fleet.run(discover(options.endpoint, options.endpoints_file)))
+            waiting = asyncio.create_task(stopping.wait())
+            tasks += [following, waiting, asyncio.create_task(_open(fleet, health, metrics, picker))]
             await asyncio.wait((following, waiting), return_when=asyncio.FIRST_COMPLETED)
             if following.done():
                 following.result()
         finally:
-            await _close(options, servers, admin, health, metrics, (opening, following, waiting))
+            # In order: say that we leave, finish what is open, stop following, stop listening.
+            log.info("stopping")
+            health.set_ready(False)
+            metrics.ready.set(0)
+            await ext_proc.stop(options.drain_timeout)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await control.stop(None)
+            await admin.stop()
 
 
 async def _open(fleet: Fleet, health: Health, metrics: Metrics, picker: Picker) -> None:
@@ -209,52 +216,35 @@ async def _open(fleet: Fleet, health: Health, metrics: Metrics, picker: Picker) 
     gc.set_threshold(50_000, 50, 50)
 
 
-async def _close(
-    options: Options,
-    servers: Sequence[grpc.aio.Server],
-    admin: Admin,
-    health: Health,
-    metrics: Metrics,
-    tasks: Sequence[asyncio.Task[object]],
-) -> None:
-    """In order: say that we leave, finish what is open, stop following, stop listening."""
-    log.info("stopping")
-    health.set_ready(False)
-    metrics.ready.set(0)
-    ext_proc, control = servers
-    await ext_proc.stop(options.drain_timeout)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await control.stop(None)
-    await admin.stop()
-
-
-async def _start_servers(
+def _servers(
     options: Options, router: Router, health: Health, eds: Eds
 ) -> tuple[grpc.aio.Server, grpc.aio.Server]:
-    """``(ext_proc, EDS and health)``, both listening."""
+    """``(ext_proc, EDS and health)``, not yet listening."""
     limits = server_options(options.max_body_bytes)
-    ext_proc = grpc.aio.server(options=limits)
+    ext_proc, control = grpc.aio.server(options=limits), grpc.aio.server(options=limits)
     ext_proc.add_generic_rpc_handlers((ExtProc(router, options.max_body_bytes).handler(),))
-    control = grpc.aio.server(options=limits)
     control.add_generic_rpc_handlers((eds.handler(), health.handler()))
-    for server, port, flag in (
-        (ext_proc, options.grpc_port, "--grpc-port"),
-        (control, options.grpc_health_port, "--grpc-health-port"),
-    ):
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        try:
-            server.add_insecure_port(f"{host}:{port}")
-        except RuntimeError as error:
-            raise StartError(_busy(options.host, port, flag)) from error
-    await ext_proc.start()
-    await control.start()
     return ext_proc, control
 
 
-def _busy(host: str, port: int, flag: str) -> str:
-    return f"cannot listen on {host}:{port}: is another process using that port? Choose another with {flag}"
+async def _listen(
+    options: Options, admin: Admin, ext_proc: grpc.aio.Server, control: grpc.aio.Server
+) -> None:
+    """Bind every port. Raises :class:`StartError`."""
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    try:
+        port, flag = options.grpc_port, "--grpc-port"
+        ext_proc.add_insecure_port(f"{host}:{port}")
+        port, flag = options.grpc_health_port, "--grpc-health-port"
+        control.add_insecure_port(f"{host}:{port}")
+        port, flag = options.metrics_port, "--metrics-port"
+        await admin.start(options.host, port)
+    except (RuntimeError, OSError) as error:
+        raise StartError(
+            f"cannot listen on {options.host}:{port}: is another process using that port? Choose another with {flag}"
+        ) from error
+    await ext_proc.start()
+    await control.start()
 
 
 def _read_secrets_and_tokenizer(options: Options) -> tuple[CurveKeys | None, TokenizerBundle | None]:

@@ -1,0 +1,188 @@
+"""The whole picker without Envoy: engines with publishers, discovery, readiness, and what the tree comes to hold."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from support.epp_io import (
+    FakeEngine,
+    FakePublisher,
+    RunningPicker,
+    running_picker,
+    small_bundle,
+    stored,
+    until,
+)
+from treeline_wire.load import TREELINE_LOAD_TOPIC, TreelineLoad
+
+
+@dataclass
+class Runtime:
+    """A fake Treeline runtime: HTTP engine and publisher."""
+
+    engine: FakeEngine
+    publisher: FakePublisher
+
+    @property
+    def flags(self) -> tuple[str, str]:
+        return "--endpoint", f"{self.engine.name}={self.engine.address}"
+
+    def describe(self) -> None:
+        """Let the engine's pages say what is."""
+        self.engine.documents |= {
+            "/server_info": {
+                "kv_events": self.publisher.kv_events(),
+                "epoch": self.publisher.epoch,
+                "tokenizer_fingerprint": small_bundle().fingerprint,
+            },
+            "/treeline/tokenizer": small_bundle().to_json(),
+        }
+
+    async def restart(self, epoch: int) -> None:
+        """Another process on the same ports, with an empty cache."""
+        await self.engine.stop()
+        self.publisher.stop()
+        self.publisher = FakePublisher(epoch=epoch, ports=self.publisher.ports)
+        self.describe()
+        await self.engine.start()
+
+    async def stop(self) -> None:
+        await self.engine.stop()
+        self.publisher.stop()
+
+
+@contextlib.asynccontextmanager
+async def runtimes(count: int = 1) -> AsyncIterator[list[Runtime]]:
+    made = []
+    for i in range(count):
+        runtime = Runtime(FakeEngine(f"e{i}"), FakePublisher(epoch=i + 1))
+        runtime.describe()
+        await runtime.engine.start()
+        made.append(runtime)
+    try:
+        yield made
+    finally:
+        for runtime in made:
+            await runtime.stop()
+
+
+async def holds(picker: RunningPicker, name: str) -> set[int]:
+    """The blocks that the picker believes an endpoint to hold."""
+    page = (await picker.get(f"/debug/tree?pod={name}")).json()
+    return {int(block) for block in page["blocks"]}
+
+
+async def endpoint(picker: RunningPicker, name: str = "e0") -> dict[str, Any]:
+    (found,) = [e for e in (await picker.get("/debug/endpoints")).json()["endpoints"] if e["name"] == name]
+    return dict(found)
+
+
+async def test_readiness_means_that_what_the_runtimes_hold_is_known() -> None:
+    async with runtimes(2) as made:
+        first = stored(range(64))
+        await made[0].publisher.store(first)
+        await made[1].publisher.store(first, stored(range(100, 132), parent=first))
+        started = time.monotonic()
+        async with running_picker(*made[0].flags, *made[1].flags) as picker:
+            assert time.monotonic() - started < 1.5
+            for runtime in made:
+                name = runtime.engine.name
+                expected = {h for block in runtime.publisher.blocks for h in block.block_hashes}
+                assert await holds(picker, name) == expected
+                assert (await endpoint(picker, name))["publisher"] == "live"
+        asked = [s.path for r in made for s in r.engine.seen]
+        assert asked.count("/treeline/tokenizer") == 1  # equal tokenizers are fetched once
+
+
+async def test_what_is_stored_later_arrives_and_what_gets_lost_is_noticed() -> None:
+    async with runtimes() as (runtime,), running_picker(*runtime.flags) as picker:
+        publisher = runtime.publisher
+        publisher.drop = {1, 4}
+        last = None
+        for i in range(5):
+            last = stored(range(32 * i, 32 * i + 32), parent=last)
+            await publisher.store(last)
+        newest = TreelineLoad(epoch=publisher.epoch, seq=publisher.seq)
+        expected = {h for block in publisher.blocks for h in block.block_hashes}
+
+        async def converged() -> bool:
+            await publisher.report(TREELINE_LOAD_TOPIC, newest)
+            return await holds(picker, "e0") == expected
+
+        await until(converged, "the tree equals the cache", 3.0)
+
+
+async def test_a_restarted_engine_holds_nothing_until_it_says_so() -> None:
+    async with runtimes() as (runtime,), running_picker(*runtime.flags) as picker:
+        block = stored(range(32))
+        await runtime.publisher.store(block)
+
+        async def known() -> bool:
+            return await holds(picker, "e0") == set(block.block_hashes)
+
+        await until(known, "the block is known")
+        await runtime.restart(epoch=99)
+
+        async def forgotten() -> bool:
+            return not await holds(picker, "e0")
+
+        await until(forgotten, "the old cache is not credited", 2.0)
+
+        async def back() -> bool:
+            state = await endpoint(picker)
+            return state["selectable"] and state["publisher"] == "live"
+
+        await until(back, "the new process is in use", 5.0)
+        other = stored(range(500, 532))
+        await runtime.publisher.store(other)
+
+        async def heard() -> bool:
+            return await holds(picker, "e0") == set(other.block_hashes)
+
+        await until(heard, "its own blocks are known")
+
+
+async def test_a_dead_engine_is_noticed_within_a_second() -> None:
+    async with runtimes() as (runtime,), running_picker(*runtime.flags) as picker:
+        assert (await endpoint(picker))["selectable"]
+        await runtime.stop()
+
+        async def down() -> bool:
+            return (await endpoint(picker))["state"] == "down"
+
+        await until(down, "it is known to be down", 1.0)
+        assert not (await endpoint(picker))["selectable"]
+
+
+async def test_a_load_report_that_says_draining_counts_at_once() -> None:
+    async with runtimes() as (runtime,), running_picker(*runtime.flags) as picker:
+
+        async def told() -> bool:
+            await runtime.publisher.report(TREELINE_LOAD_TOPIC, TreelineLoad(epoch=1, seq=0, draining=True))
+            state = await endpoint(picker)
+            return state["state"] == "draining" and not state["selectable"]
+
+        await until(told, "it drains", 1.0)
+
+
+async def test_engines_that_do_not_answer_delay_readiness_by_two_seconds_at_most() -> None:
+    silent = await asyncio.start_server(lambda _r, _w: None, "127.0.0.1", 0)
+    port = silent.sockets[0].getsockname()[1]
+    started = time.monotonic()
+    async with running_picker("--endpoint", f"silent=127.0.0.1:{port}"):
+        assert time.monotonic() - started < 3.5
+    silent.close()
+
+
+async def test_keys_that_are_needed_and_missing_are_told_and_do_not_block_readiness() -> None:
+    async with runtimes() as (runtime,):
+        info = runtime.engine.documents["/server_info"]
+        info["kv_events"] = {**info["kv_events"], "curve": True}
+        async with running_picker(*runtime.flags) as picker:
+            state = await endpoint(picker)
+            assert (state["selectable"], state["publisher"]) == (True, None)

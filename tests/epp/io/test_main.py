@@ -1,0 +1,100 @@
+"""The picker's process: flags, start, signals, end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.envoy import free_ports
+from support.epp_io import running_picker
+from treeline_epp.main import StartError, main, options_of
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert "--endpoint NAME=HOST:PORT" in text
+    assert "Example:" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "no endpoints"),
+        (["--endpoint", "nonsense"], "NAME=HOST:PORT"),
+        (["--endpoint", "a=1.2.3.4:1", "--endpoint", "a=1.2.3.4:2"], "more than once"),
+        (["--endpoint", "a=1.2.3.4:1", "--max-body-bytes", "10"], "at least 1024"),
+        (["--endpoint", "a=1.2.3.4:1", "--policy", "best"], "invalid choice"),
+    ],
+)
+def test_a_wrong_command_line_is_status_2_and_a_sentence(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        options_of(argv)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--grpc-port", "--grpc-health-port", "--metrics-port"])
+async def test_a_busy_port_is_an_error_that_names_it(flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartError, match=f"127.0.0.1:{port}.*{flag}"):
+            async with running_picker("--endpoint", "a=127.0.0.1:1", flag, str(port)):
+                pass
+
+
+@pytest.mark.parametrize("flag", ["--endpoints-file", "--tokenizer", "--curve-dir"])
+async def test_a_wrong_path_is_an_error_that_names_it(flag: str, tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="nothing"):
+        async with running_picker("--endpoint", "a=127.0.0.1:1", flag, str(tmp_path / "nothing")):
+            pass
+
+
+async def test_the_debug_pages_are_there_only_if_asked_for() -> None:
+    async with running_picker("--endpoint", "a=127.0.0.1:1") as picker:
+        assert (await picker.get("/live")).json() == {"live": True}
+        assert (await picker.get("/debug/tree?pod=nobody")).status_code == 404
+        assert "treeline_epp_extproc_ready 1.0" in (await picker.get("/metrics")).text
+    async with running_picker("--endpoint", "a=127.0.0.1:1", debug=False) as picker:
+        assert (await picker.get("/debug/tree")).status_code == 404
+        assert (await picker.get("/debug/endpoints")).status_code == 404
+
+
+def test_sigterm_ends_the_process_with_status_0_and_json_lines(tmp_path: Path) -> None:
+    grpc_port, eds_port, metrics_port = free_ports(3)
+    words = [
+        sys.executable,
+        "-m",
+        "treeline_epp",
+        "--endpoint",
+        "a=127.0.0.1:1",
+        "--grpc-port",
+        str(grpc_port),
+    ]
+    words += ["--grpc-health-port", str(eds_port), "--metrics-port", str(metrics_port)]
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(words, stdout=file, stderr=file)
+    try:
+        deadline = time.monotonic() + 20
+        while b"ready after" not in log.read_bytes():
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.wait()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert lines[-1]["message"] == "stopping"
+    assert {"time", "level", "logger"} <= lines[0].keys()
