@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from treeline_epp.index import NO_HIT, Hit
+
 
 class PickError(Exception):
     """No destination can be given. `status` is the HTTP status for the client, `reason` the value for
@@ -80,7 +82,8 @@ class Decision:
     """Where a request goes, and why.
 
     `fallbacks` come after `endpoint` in the destination list; no address occurs twice. `terms` explains the choice:
-    endpoint name → term → value (seconds end in `_s`, tokens in `_tokens`); `score_s` is what was compared.
+    endpoint name → term → value (seconds end in `_s`, tokens in `_tokens`); `cost_s` is what was compared. `hit` is
+    what the index knew of the prompt at the endpoint; `cached_tokens` adds what is only predicted.
     """
 
     request: PickRequest
@@ -89,8 +92,8 @@ class Decision:
     predicted_ttft_s: float = 0.0
     predicted_prefill_s: float = 0.0
     cached_tokens: int = 0
-    confirmed_tokens: int = 0
     uncached_tokens: int = 0
+    hit: Hit = NO_HIT
     terms: dict[str, dict[str, float]] = field(default_factory=dict)
     policy: str = ""
 

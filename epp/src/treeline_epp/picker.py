@@ -5,12 +5,14 @@ readiness and publishers' events, and call `on_tick`.
 """
 
 import random
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from treeline_wire.keys import PrefixKeys
 from treeline_wire.load import LoadStat, TreelineLoad
 
+from treeline_epp.audit import Audit, Verdict
 from treeline_epp.endpoint import (
     Decision,
     EndpointSpec,
@@ -20,13 +22,17 @@ from treeline_epp.endpoint import (
     Saturated,
     split_address,
 )
-from treeline_epp.index import Index, Pod
+from treeline_epp.index import NO_HIT, Index, Match, Pod
 from treeline_epp.load import EndpointLoad, prefill_rate
 from treeline_epp.policy import Candidate, Scored, create_policy, score
 from treeline_epp.publisher import Action, Publisher
 from treeline_epp.reservations import Reservation
 
 __all__ = ["Endpoint", "Lease", "NoEndpoints", "Picker", "PickerConfig", "Saturated"]
+
+
+#: An engine may announce this much more than its memory holds: blocks just stored whose victims are not yet announced.
+CAPACITY_SLACK = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,7 @@ class Endpoint:
     pod: Pod
     host: str
     load: EndpointLoad = field(default_factory=EndpointLoad)
+    audit: Audit = field(default_factory=Audit)
     ready: bool = True
     draining: bool = False
     publisher: Publisher | None = None
@@ -69,7 +76,16 @@ class Endpoint:
 class Lease:
     """One decision while it is carried out. Close it in a `finally`; only the first close counts."""
 
-    __slots__ = ("_picker", "_queued_tokens", "_reservation", "closed", "decision", "endpoint", "opened_at")
+    __slots__ = (
+        "_picker",
+        "_predicted_until",
+        "_queued_tokens",
+        "_reservation",
+        "closed",
+        "decision",
+        "endpoint",
+        "opened_at",
+    )
 
     def __init__(self, picker: "Picker", endpoint: Endpoint, decision: Decision, now: float) -> None:
         self._picker = picker
@@ -77,6 +93,12 @@ class Lease:
         self._reservation: Reservation = endpoint.load.reservations.open(
             decision.uncached_tokens, now, decision.predicted_ttft_s
         )
+        request = decision.request
+        self._predicted_until: float | None = None
+        if request.key:
+            self._predicted_until = picker.index.predict(
+                endpoint.pod, request.namespace, request.key, decision.hit, now
+            )
         self.endpoint = endpoint
         self.decision = decision
         self.opened_at = now
@@ -103,7 +125,12 @@ class Lease:
         self.closed = True
         load = self.endpoint.load
         load.reservations.close(self._reservation)
-        if served is not None and served != self.endpoint.spec.address:
+        elsewhere = served if served != self.endpoint.spec.address else None
+        if elsewhere or outcome is not Outcome.HEADERS:
+            self._withdraw()
+        if elsewhere:
+            if outcome is Outcome.HEADERS:
+                self._picker.served_elsewhere(self, elsewhere, now)
             return True
         if outcome is Outcome.OVERLOADED:
             load.on_overloaded(now)
@@ -111,7 +138,16 @@ class Lease:
             load.train_hits(cached_tokens, prompt_tokens)
             if ttft_s is not None:
                 load.train(max(0, prompt_tokens - cached_tokens), self._queued_tokens, ttft_s)
+            self._picker.audit(self, cached_tokens, now)
         return True
+
+    def _withdraw(self) -> None:
+        """The endpoint did not do this prefill: it will not hold the prompt."""
+        request = self.decision.request
+        if self._predicted_until is not None and request.key and self.endpoint.pod.bit:
+            self._picker.index.withdraw(
+                self.endpoint.pod, request.namespace, request.key, self._predicted_until
+            )
 
 
 class Picker:
@@ -171,6 +207,7 @@ class Picker:
         if endpoint is None:
             return []
         endpoint.load.on_load(load, now)
+        self._check_capacity(endpoint, now)
         if endpoint.publisher is not None and isinstance(load, TreelineLoad):
             return endpoint.publisher.on_heartbeat(load.epoch, None, now)
         return []
@@ -179,6 +216,7 @@ class Picker:
         """Housekeeping; call about every 100 ms."""
         for endpoint in self.endpoints.values():
             endpoint.load.reservations.expire(now)
+        self.index.tick(now)
 
     # Decisions
 
@@ -201,14 +239,17 @@ class Picker:
             predicted_ttft_s=best.ttft_s,
             predicted_prefill_s=best.prefill_s,
             cached_tokens=best.candidate.cached_tokens,
-            confirmed_tokens=best.candidate.confirmed_tokens,
+            hit=best.candidate.hit,
             uncached_tokens=best.candidate.uncached_tokens,
             terms={s.candidate.spec.name: s.terms for s in ranked},
             policy=self._policy.name,
         )
 
     def reserve(self, decision: Decision, now: float) -> Lease:
-        """Open the lease of a decision. Raises NoEndpoints if the endpoint left since."""
+        """Open the lease of a decision; the endpoint is at once expected to hold the prompt. O(prompt bytes).
+
+        Raises NoEndpoints if the endpoint left since.
+        """
         endpoint = self.endpoints.get(decision.endpoint.name)
         if endpoint is None:
             raise NoEndpoints(f"endpoint {decision.endpoint.name} is gone")
@@ -226,19 +267,71 @@ class Picker:
             raise NoEndpoints("no ready endpoint is in the subset that the proxy allows")
         return inside
 
+    def audit(self, lease: Lease, cached_tokens: int, now: float) -> None:
+        """An endpoint reported its true hit: compare, and act on what that says of the index."""
+        endpoint, decision = lease.endpoint, lease.decision
+        request, pod, publisher = decision.request, endpoint.pod, endpoint.publisher
+        if request.key is None or publisher is None or not pod.precise or not pod.bit:
+            return
+        end = decision.hit.end
+        prefix = zlib.crc32(request.key[max(0, end - 64) : end] or request.key[:64])
+        verdict = endpoint.audit.observe(
+            decision.hit.tokens, decision.cached_tokens, cached_tokens, pod.block_size, prefix, now
+        )
+        if verdict is Verdict.RESYNC:
+            publisher.resync()
+        elif verdict is Verdict.DOUBT:
+            self.index.doubt(pod, request.namespace, request.key, cached_tokens, now)
+
+    def served_elsewhere(self, lease: Lease, address: str, now: float) -> None:
+        """Another endpoint than the picked one answered: it is the one that holds the prompt now."""
+        request = lease.decision.request
+        for endpoint in self.endpoints.values():
+            if endpoint.spec.address == address and request.key:
+                self.index.predict(endpoint.pod, request.namespace, request.key, NO_HIT, now)
+                return
+
+    def _check_capacity(self, endpoint: Endpoint, now: float) -> None:
+        """More blocks than its memory has room for: removals were lost."""
+        report, pod = endpoint.load.report, endpoint.pod
+        if report is None or not report.tokens_total or endpoint.publisher is None:
+            return
+        if pod.blocks * pod.block_size > CAPACITY_SLACK * report.tokens_total and endpoint.audit.allow(now):
+            endpoint.publisher.resync()
+
     def _candidates(
         self, request: PickRequest, eligible: Sequence[Endpoint], now: float
     ) -> Iterable[Candidate]:
         rates = sorted(rate for e in eligible if (rate := e.load.own_rate()) > 0)
+        matches = self._match(request, eligible, now)
+        prompt_tokens = max(1, request.prompt_tokens_estimate)
+        per_byte = prompt_tokens / len(request.key) if request.key else 0.0
         for endpoint in eligible:
+            match = matches.get(endpoint.pod.scope)
+            hit = match.hit(endpoint.pod) if match is not None else NO_HIT
+            cached = hit.tokens + int((hit.reach - hit.end) * per_byte)
+            prompt = max(prompt_tokens, hit.tokens + 1)  # it is an estimate; what is confirmed is not
+            cached = min(cached, prompt - 1)
             yield Candidate(
                 spec=endpoint.spec,
                 load=endpoint.load,
                 rate=prefill_rate(endpoint.load.own_rate(), rates),
-                cached_tokens=0,
-                confirmed_tokens=0,
-                uncached_tokens=request.prompt_tokens_estimate,
+                hit=hit,
+                cached_tokens=cached,
+                uncached_tokens=prompt - cached,
             )
+
+    def _match(self, request: PickRequest, eligible: Sequence[Endpoint], now: float) -> dict[str, Match]:
+        """Matches by scope: one, unless a request could go to several models."""
+        if not request.key:
+            return {}
+        scopes: dict[str, list[Pod]] = {}
+        for endpoint in eligible:
+            scopes.setdefault(endpoint.pod.scope, []).append(endpoint.pod)
+        match = self.index.match
+        return {
+            scope: match(scope, request.namespace, request.key, pods, now) for scope, pods in scopes.items()
+        }
 
     def _fallbacks(self, ranked: Sequence[Scored]) -> tuple[EndpointSpec, ...]:
         first = ranked[0].candidate.spec.address

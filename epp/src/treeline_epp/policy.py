@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from treeline_epp.endpoint import EndpointSpec
+from treeline_epp.index import Hit
 from treeline_epp.load import EndpointLoad
 
 #: Scores closer than this are equal; the choice among equals is random, so that idle endpoints share the load.
@@ -35,13 +36,14 @@ TAIL_VALUE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An eligible endpoint and all that its score depends on. `rate` is prefill tokens per second."""
+    """An eligible endpoint and all that its score depends on. `rate` is prefill tokens per second; `hit` what
+    the index says, of which `cached_tokens` is the estimate, confirmed and predicted."""
 
     spec: EndpointSpec
     load: EndpointLoad
     rate: float
+    hit: Hit
     cached_tokens: int
-    confirmed_tokens: int
     uncached_tokens: int
 
 
@@ -69,6 +71,7 @@ def score(candidate: Candidate, now: float) -> Scored:
     terms = {
         "queued_tokens": float(queued_tokens),
         "cached_tokens": float(candidate.cached_tokens),
+        "confirmed_tokens": float(candidate.hit.tokens),
         "uncached_tokens": float(candidate.uncached_tokens),
         "rate": rate,
         "queue_s": queue_s,

@@ -245,6 +245,11 @@ class Publisher:
             return self._on_timeout(now)
         if self.state is not State.LIVE:
             return self._doubt(now) if self._retry_at is not None and now >= self._retry_at else []
+        if self._want_snapshot:
+            if self.ours is False:
+                self._want_snapshot = False
+                self._drop()
+            return self._doubt(now)
         if self._behind is not None and now - self._behind[1] >= self._config.grace_s:
             self.counts["behind"] += 1
             return self._doubt(now)
@@ -257,17 +262,11 @@ class Publisher:
             return self._doubt(now)
         return []
 
-    def resync(self, now: float) -> list[Action]:
-        """What the index says of this pod was found wrong: build it anew, as well as the publisher allows."""
+    def resync(self) -> None:
+        """What the index says of this pod was found wrong: build it anew, as well as the publisher allows, from the
+        next tick on."""
         self.counts["resyncs"] += 1
-        if not self._connected:
-            self._want_snapshot = True
-            return []
-        if self.ours is False:
-            self._drop()
-        else:
-            self._want_snapshot = True
-        return self._doubt(now)
+        self._want_snapshot = True
 
     # Asking
 
