@@ -175,7 +175,6 @@ def prompt(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(range(VOCAB), k=length)
 
 
-@ATTENTION_BACKENDS.register("dense")
 class DenseAttention(AttentionBackend):
     """Attention as the textbook has it, one sequence, one head, one token at a time: slow and plainly right."""
 
@@ -199,3 +198,6 @@ class DenseAttention(AttentionBackend):
                     out[token, head] = torch.softmax(scores, dim=0) @ values[: position + 1, group]
                 token += 1
         return out.flatten(1)
+
+
+ATTENTION_BACKENDS.register("dense", DenseAttention)

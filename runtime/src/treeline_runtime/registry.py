@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Generic, TypeVar
 
 from treeline_runtime.config import ConfigError
@@ -13,19 +13,14 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Name → thing. An unknown name is a ConfigError that lists the valid ones."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, things: Mapping[str, T] | None = None) -> None:
         self._what = what
-        self._things: dict[str, T] = {}
+        self._things: dict[str, T] = dict(things or {})
 
-    def register(self, name: str) -> Callable[[T], T]:
-        """Decorator: make the decorated thing available as `name`."""
-
-        def add(thing: T) -> T:
-            assert name not in self._things, f"{self._what} {name!r} is registered twice"
-            self._things[name] = thing
-            return thing
-
-        return add
+    def register(self, name: str, thing: T) -> None:
+        """Make `thing` available as `name`."""
+        assert name not in self._things, f"{self._what} {name!r} is registered twice"
+        self._things[name] = thing
 
     def get(self, name: str) -> T:
         try:

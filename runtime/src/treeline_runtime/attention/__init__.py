@@ -1,8 +1,8 @@
 """Attention backends behind one interface."""
 
-from treeline_runtime.attention import torch_sdpa as _torch_sdpa  # registers itself
 from treeline_runtime.attention.base import ATTENTION_BACKENDS, AttentionBackend, Layout
+from treeline_runtime.attention.torch_sdpa import TorchSDPA
 
 __all__ = ["ATTENTION_BACKENDS", "AttentionBackend", "Layout"]
 
-del _torch_sdpa
+ATTENTION_BACKENDS.register("torch_sdpa", TorchSDPA)

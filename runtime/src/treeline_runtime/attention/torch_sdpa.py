@@ -7,10 +7,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from treeline_runtime.attention.base import ATTENTION_BACKENDS, AttentionBackend, Layout
+from treeline_runtime.attention.base import AttentionBackend, Layout
 
 QUERY_BLOCK = 256
 """New tokens attended at once when a prefix is cached: bounds the mask, and lets early tokens skip late keys."""
+GROUP_BYTES = 4 << 20
+"""Keys and values that decode rows of one group gather at once: about what stays in a CPU's cache until it is used.
+Measured on 16 rows: 3 times faster than one group at 4,160 keys a row, 1.3 times at 1,040."""
 MIN_GROUP_PAGES = 16
 """Decode rows no longer than this are padded together however much they differ: fewer, larger kernels."""
 
@@ -45,7 +48,6 @@ class _Plan:
     extends: list[_Extend]
 
 
-@ATTENTION_BACKENDS.register("torch_sdpa")
 class TorchSDPA(AttentionBackend):
     """Grouped-query attention: in decode the query heads of one KV head are the rows of one small matrix."""
 
@@ -66,12 +68,15 @@ class TorchSDPA(AttentionBackend):
         return _Plan(layout.slots, self._group(decodes, layout, token), extends)
 
     def _group(self, decodes: list[tuple[int, int, int]], layout: Layout, tokens: int) -> list[_DecodeGroup]:
-        """Split into groups whose padding at most doubles the work."""
+        """Split into groups whose padding at most doubles the work, and whose keys and values stay in the cache."""
         device = layout.page_table.device
+        keys = self.pool.keys[0]
+        max_pages = GROUP_BYTES // (2 * keys[0].numel() * keys.element_size())
         groups: list[list[tuple[int, int, int]]] = []
         for item in sorted(decodes, reverse=True):
             longest = groups[-1][0][0] if groups else 0
-            if groups and (longest <= MIN_GROUP_PAGES or 2 * item[0] > longest):
+            similar = longest <= MIN_GROUP_PAGES or 2 * item[0] > longest
+            if groups and similar and (len(groups[-1]) + 1) * longest <= max_pages:
                 groups[-1].append(item)
             else:
                 groups.append([item])

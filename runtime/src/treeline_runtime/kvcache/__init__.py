@@ -1,8 +1,9 @@
 """The paged KV pool and the radix cache over it."""
 
 from treeline_runtime.kvcache.eviction import EVICTION_POLICIES
+from treeline_runtime.kvcache.node import Node
 from treeline_runtime.kvcache.pool import NO_PAGES, KVPool, PagePool, Pages
-from treeline_runtime.kvcache.radix import Match, Node, RadixCache, key_of
+from treeline_runtime.kvcache.radix import Match, RadixCache, key_of
 
 __all__ = [
     "EVICTION_POLICIES",

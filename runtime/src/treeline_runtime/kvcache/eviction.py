@@ -4,53 +4,26 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from treeline_runtime.kvcache.node import Node
 from treeline_runtime.registry import Registry
 
-if TYPE_CHECKING:
-    from treeline_runtime.kvcache.radix import Node
-
-EvictionKey = Callable[["Node"], tuple[int, ...]]
+EvictionKey = Callable[[Node], tuple[int, ...]]
 """The leaf with the smallest key goes first."""
 
-EVICTION_POLICIES: Registry[EvictionKey] = Registry("eviction policy")
-
-
-@EVICTION_POLICIES.register("lru")
-def _lru(node: Node) -> tuple[int, ...]:
-    return (node.last_access,)
-
-
-@EVICTION_POLICIES.register("lfu")
-def _lfu(node: Node) -> tuple[int, ...]:
-    return (node.hit_count, node.last_access)
-
-
-@EVICTION_POLICIES.register("fifo")
-def _fifo(node: Node) -> tuple[int, ...]:
-    return (node.created,)
-
-
-@EVICTION_POLICIES.register("mru")
-def _mru(node: Node) -> tuple[int, ...]:
-    return (-node.last_access,)
-
-
-@EVICTION_POLICIES.register("filo")
-def _filo(node: Node) -> tuple[int, ...]:
-    return (-node.created,)
-
-
-@EVICTION_POLICIES.register("priority")
-def _priority(node: Node) -> tuple[int, ...]:
-    return (node.priority, node.last_access)
-
-
-@EVICTION_POLICIES.register("slru")
-def _slru(node: Node) -> tuple[int, ...]:
-    """Segmented: what was hit twice is protected from what was seen once."""
-    return (int(node.hit_count >= 2), node.last_access)
+EVICTION_POLICIES: Registry[EvictionKey] = Registry(
+    "eviction policy",
+    {
+        "lru": lambda node: (node.last_access,),
+        "lfu": lambda node: (node.hit_count, node.last_access),
+        "fifo": lambda node: (node.created,),
+        "mru": lambda node: (-node.last_access,),
+        "filo": lambda node: (-node.created,),
+        "priority": lambda node: (node.priority, node.last_access),
+        # segmented: what was hit twice is protected from what was seen once
+        "slru": lambda node: (int(node.hit_count >= 2), node.last_access),
+    },
+)
 
 
 class EvictionQueue:

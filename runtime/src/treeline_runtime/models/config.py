@@ -41,7 +41,6 @@ class ModelConfig:
     """A dense decoder. Sizes in elements."""
 
     architecture: str
-    model_type: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -57,7 +56,6 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     rope: RopeConfig
-    checkpoint_dtype: str | None
     eos_token_ids: tuple[int, ...]
 
     @property
@@ -104,7 +102,6 @@ class ModelConfig:
             default_head = 128 if architecture == "Qwen3ForCausalLM" else hidden // heads
             return cls(
                 architecture=architecture,
-                model_type=str(config.get("model_type", "")),
                 vocab_size=int(config["vocab_size"]),
                 hidden_size=hidden,
                 intermediate_size=int(config["intermediate_size"]),
@@ -120,7 +117,6 @@ class ModelConfig:
                 mlp_bias=architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias", False)),
                 qk_norm=architecture == "Qwen3ForCausalLM",
                 rope=_rope(config, max_position),
-                checkpoint_dtype=config.get("dtype") or config.get("torch_dtype"),
                 eos_token_ids=eos,
             )
         except KeyError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from treeline_runtime.core import Req
 from treeline_runtime.registry import Registry
@@ -15,15 +15,11 @@ OVERTAKEN_LIMIT = 32
 Policy = Callable[[list[Req], Callable[[Req], int]], list[Req]]
 """(waiting in order of arrival, cached tokens of a request) → order of admission."""
 
-SCHEDULE_POLICIES: Registry[Policy] = Registry("schedule policy")
 
-
-@SCHEDULE_POLICIES.register("fcfs")
 def _first_come_first_served(waiting: list[Req], _: Callable[[Req], int]) -> list[Req]:
     return waiting
 
 
-@SCHEDULE_POLICIES.register("lpm")
 def _longest_prefix_match(waiting: list[Req], cached_tokens: Callable[[Req], int]) -> list[Req]:
     if len(waiting) > MATCH_LIMIT:
         return waiting
@@ -32,7 +28,14 @@ def _longest_prefix_match(waiting: list[Req], cached_tokens: Callable[[Req], int
     return overdue + sorted(others, key=lambda req: -cached_tokens(req))
 
 
-def note_overtaking(admitted: Req, waiting: list[Req]) -> None:
+SCHEDULE_POLICIES: Registry[Policy] = Registry(
+    "schedule policy", {"fcfs": _first_come_first_served, "lpm": _longest_prefix_match}
+)
+
+
+def note_overtaking(admitted: Req, waiting: Iterable[Req]) -> None:
+    """`waiting` in order of the queue: retracted requests, which are older, then the others as they came."""
     for req in waiting:
-        if req.arrival < admitted.arrival:
-            req.overtaken += 1
+        if req.arrival > admitted.arrival:
+            break
+        req.overtaken += 1

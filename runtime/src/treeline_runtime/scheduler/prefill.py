@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection
+from itertools import islice
 
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Batch, Phase, Req
@@ -27,6 +28,7 @@ class PrefillManager:
         self._order = SCHEDULE_POLICIES.get(config.schedule_policy)
         self.waiting: OrderedDict[str, Req] = OrderedDict()
         self.chunked: Req | None = None
+        self._estimated_version = -1
 
     # ---- the queue ----------------------------------------------------------------------------------------
 
@@ -50,20 +52,21 @@ class PrefillManager:
 
     def uncached_tokens(self) -> int:
         """Tokens still to be prefilled."""
-        for i, req in enumerate(self.waiting.values()):
-            if i == ESTIMATED_WAITING:
-                break
-            self._estimate(req)
+        version = self._cache.tree.version
+        if version != self._estimated_version:
+            self._estimated_version = version
+            for req in islice(self.waiting.values(), ESTIMATED_WAITING):
+                self._estimate(req)
         total = sum(req.uncached_tokens for req in self.waiting.values())
         return total + (len(self.chunked.tokens) - self.chunked.device_len if self.chunked else 0)
 
     # ---- the choice ---------------------------------------------------------------------------------------
 
-    def next_batch(self, running: Iterable[Req], free_rows: int, ratio: float) -> Batch | None:
+    def next_batch(self, running: Collection[Req], free_rows: int, ratio: float) -> Batch | None:
         """Admit what fits and give it pages; None if nothing can be prefilled now."""
         if self.chunked is None and (not self.waiting or free_rows == 0):
             return None
-        running = list(running)
+        reserved = reserved_pages(running, ratio, self._page_size)
         batch = Batch(Phase.PREFILL, [], [], [], [])
         pending = PendingPrefixes()
         tokens_left = self._chunk_tokens
@@ -73,6 +76,7 @@ class PrefillManager:
             pending.add(req)
             if req is self.chunked:
                 return batch if batch.reqs else None
+            reserved += reserved_pages(batch.reqs, ratio, self._page_size)
         waiting = list(self.waiting.values())
         for req in self._order(waiting, self._estimate):
             if tokens_left <= 0 or free_rows == 0 or self.chunked is not None:
@@ -81,28 +85,30 @@ class PrefillManager:
             matched = match.num_pages * self._page_size
             if pending.saves_tokens(req, matched):
                 continue
-            if not self._fits(req, match, [*running, *batch.reqs], ratio):
+            alone = not running and not batch.reqs
+            if not self._fits(req, match, None if alone else reserved):
                 break
             if tokens_left < len(req.tokens) - matched and tokens_left < self._page_size:
                 break
-            self._admit(req, match, waiting)
+            self._admit(req, match)
             tokens_left -= self._append(batch, req, tokens_left)
+            reserved += reserved_pages([req], ratio, self._page_size)
             pending.add(req)
             free_rows -= 1
         return batch if batch.reqs else None
 
-    def _fits(self, req: Req, match: Match, admitted: list[Req], ratio: float) -> bool:
-        """Alone, a request is admitted if its prompt fits, whatever it may produce: else it would wait for ever."""
+    def _fits(self, req: Req, match: Match, reserved: int | None) -> bool:
+        """`reserved`: pages that admitted requests will take. None: there are none, and then a request is admitted if
+        its prompt fits, whatever it may produce: else it would wait for ever."""
         matched = match.num_pages * self._page_size
         available = self._cache.available_pages - self._cache.tree.unlocked_pages(match)
-        if not admitted:
+        if reserved is None:
             return self._cache.pages_for(len(req.tokens) + 1) - match.num_pages <= available
-        reserved = reserved_pages(admitted, ratio, self._page_size)
         return cost_pages(req, matched, self._page_size) <= available - reserved
 
-    def _admit(self, req: Req, match: Match, waiting: list[Req]) -> None:
-        note_overtaking(req, [r for r in waiting if r.rid in self.waiting and r is not req])
+    def _admit(self, req: Req, match: Match) -> None:
         del self.waiting[req.rid]
+        note_overtaking(req, self.waiting.values())
         self._cache.admit(req, match)
         if req.cached_tokens < 0:
             req.cached_tokens = req.tree_len
