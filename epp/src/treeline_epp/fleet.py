@@ -83,6 +83,7 @@ class Fleet:
         self._clock = clock
         self._zmq = zmq.asyncio.Context()
         self._members: dict[str, Member] = {}
+        self._past: Counter[str] = Counter()
         self._discovered = asyncio.Event()
         self._beat = asyncio.Event()
         self._fetching: dict[str, asyncio.Lock] = {}
@@ -169,6 +170,7 @@ class Fleet:
 
     async def _remove(self, name: str) -> None:
         member = self._members.pop(name)
+        self._remember(name)
         tasks = [*member.tasks, *([member.follower] if member.follower else [])]
         for task in tasks:
             task.cancel()
@@ -204,6 +206,8 @@ class Fleet:
         spec = dataclasses.replace(member.spec, models=info.models, uid=f"{member.spec.uid}/{info.epoch}")
         if spec == known:
             return
+        if known is None or known.uid != spec.uid:
+            self._remember(spec.name)
         self._picker.add_endpoint(spec, ready=False)
         member.registered = spec
         renderer = self._catalog.renderer(info.fingerprint)
@@ -217,6 +221,12 @@ class Fleet:
             member.follower.cancel()
         member.follows = info.source is not None and info.source.events_port is not None
         member.follower = self._spawn(lambda: self._follow(member, client, info), f"follow {spec.name}")
+
+    def _remember(self, name: str) -> None:
+        """Keep the counts of a publisher that the picker is about to forget: counters must not fall."""
+        endpoint = self._picker.endpoints.get(name)
+        if endpoint is not None and endpoint.publisher is not None:
+            self._past.update(endpoint.publisher.counts)
 
     async def _follow(self, member: Member, client: EngineClient, info: EngineInfo) -> None:
         """Get the engine's tokenizer, then listen to its publisher for as long as it is the same process."""
@@ -309,6 +319,14 @@ class Fleet:
         for known in State:
             yield "gauge", "publishers", "Publishers by state.", {"state": known.value}, publishers[known]
         stats, eds = self.stats, self._eds.state
+        events = Counter(self._past)
+        for endpoint in self._picker.endpoints.values():
+            if endpoint.publisher is not None:
+                events.update(endpoint.publisher.counts)
+        for event, count in events.items():
+            yield "counter", "publisher", "What publishers went through, by event.", {"event": event}, count
+        for what, size in self._picker.index.totals().items():
+            yield "gauge", f"tree_{what}", "Size of the prefix index.", {}, size
         yield "counter", "events", "KV events received.", {}, stats.events
         yield "counter", "event_batches", "KV event batches received.", {}, stats.batches
         yield "counter", "load_reports", "Load reports received.", {}, stats.loads

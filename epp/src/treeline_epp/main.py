@@ -279,7 +279,7 @@ def _pages(
 
 def _tree(picker: Picker, name: str | None) -> Page:
     if name is None:
-        return Page({"pods": sorted(picker.endpoints)})
+        return Page({"totals": picker.index.totals(), "pods": sorted(picker.endpoints)})
     endpoint = picker.endpoints.get(name)
     if endpoint is None:
         return Page({"error": f"no endpoint {name!r}", "pods": sorted(picker.endpoints)}, 404)
