@@ -81,8 +81,9 @@ def check_batch(payload: bytes) -> None:
             assert event.parent_block_hash is None or 0 <= event.parent_block_hash < 1 << 64, event
             assert all(0 <= token < 1 << 32 for token in event.token_ids), event
             assert event.namespace is None or isinstance(event.namespace, str)
-    again = decode_batch(encode_batch(batch.ts, batch.events))
-    assert again.events == batch.events, "it changes when it is written and read again"
+    written = encode_batch(batch.ts, batch.events)
+    again = encode_batch(batch.ts, decode_batch(written).events)
+    assert again == written, "it changes when it is written and read again"
 
 
 def check_load(payload: bytes) -> None:
@@ -142,7 +143,7 @@ def mutants(count: int, seed: int) -> Iterator[bytes]:
             yield msgspec.msgpack.encode(_made_up(rng))
             continue
         data = bytearray(rng.choice(known))
-        for _ in range(1 << rng.randrange(4)):
+        for _ in range(rng.choice((1, 1, 1, 2, 6))):
             _mutate(rng, data, known)
         yield bytes(data)
 
@@ -175,8 +176,8 @@ def _made_up(rng: random.Random) -> Any:
     if rng.random() < 0.2:
         return _value(rng, 4)
     events = [_event(rng) for _ in range(rng.randrange(4))]
-    rank = rng.choice([None, 0, 3, "x", True])
-    ts = rng.choice([1, 1.5, float("nan"), float("inf"), None, "x", True, 2**63])
+    rank = rng.choice([None, 0, 0, 0, 3, 3, "x", True])
+    ts = rng.choice([*[1.5] * 9, 1, float("nan"), float("inf"), None, "x", True, 2**63])
     if rng.random() < 0.2:
         return {"ts": ts, "events": events, "data_parallel_rank": rank}
     return [ts, events, rank][: rng.choice((3, 3, 3, 2, 1))]

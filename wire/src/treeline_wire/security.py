@@ -39,7 +39,11 @@ class CurveKeys:
         """Read `public.key` and `secret.key`. Raises `KeyFileError`."""
         folder = Path(directory)
         keys = cls(_read(folder / PUBLIC_FILE), _read(folder / SECRET_FILE))
-        if zmq.curve_public(keys.secret) != keys.public:
+        try:
+            public = zmq.curve_public(keys.secret)
+        except zmq.ZMQError as error:
+            raise KeyFileError(f"{folder / SECRET_FILE} is not a key: not in Z85") from error
+        if public != keys.public:
             raise KeyFileError(f"{folder}: {PUBLIC_FILE} does not belong to {SECRET_FILE}")
         return keys
 

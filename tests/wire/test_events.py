@@ -1,0 +1,281 @@
+"""KV events: every generation is read, ours is written, and bad input costs what it is worth."""
+
+import hashlib
+import struct
+from typing import Any
+
+import msgspec
+import pytest
+from treeline_wire.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    DecodeError,
+    DecodeReason,
+    EventBatch,
+    block_hash,
+    decode_batch,
+    encode_batch,
+    hash_of,
+    root_digest,
+)
+
+from .fuzz import CHECKS, GOLDEN, mutants, run
+
+pack = msgspec.msgpack.encode
+U64 = (1 << 64) - 1
+
+
+def golden(name: str) -> EventBatch:
+    return decode_batch(bytes.fromhex(GOLDEN[name]))
+
+
+def only(event: Any) -> Any:
+    """The one event of a batch that holds just `event`."""
+    batch = decode_batch(pack([1.0, [event], 0]))
+    assert batch.rejected == {}
+    assert len(batch.events) == 1
+    return batch.events[0]
+
+
+def rejection(event: Any) -> str:
+    """Why an event was left out of a batch that also holds a good one."""
+    batch = decode_batch(pack([1.0, [event, {"type": "AllBlocksCleared"}], 0]))
+    assert batch.events == [AllBlocksCleared()]
+    ((reason, count),) = batch.rejected.items()
+    assert count == 1
+    return reason
+
+
+def test_vllm_maps() -> None:
+    batch = golden("map")
+    assert (batch.ts, batch.dp_rank, batch.rejected) == (1.0, 0, {})
+    assert batch.events == [
+        BlockStored([1], None, [1, 2], 2, None, "GPU", group_idx=0),
+        BlockRemoved([1], "GPU", 0),
+        AllBlocksCleared(),
+    ]
+
+
+def test_vllm_arrays() -> None:
+    batch = golden("positional")
+    assert (batch.ts, batch.dp_rank) == (1.0, 0)
+    assert batch.events == [
+        BlockStored([1], None, [1, 2], 2, None, "GPU"),
+        BlockRemoved([1], "GPU"),
+        AllBlocksCleared(),
+    ]
+
+
+def test_sglang_maps_with_signed_hashes() -> None:
+    batch = golden("sglang")
+    assert batch.events == [BlockStored([U64], None, [1, 2], 2, None, "GPU")]
+    assert batch.dp_rank == 0
+
+
+def test_our_form_is_sglangs_to_the_byte() -> None:
+    assert encode_batch(1.0, [BlockStored([U64], None, [1, 2], 2, None, "GPU")]).hex() == GOLDEN["sglang"]
+
+
+def test_a_strict_reader_of_three_elements_reads_our_batches() -> None:
+    payload = encode_batch(2, [BlockRemoved([1 << 63]), AllBlocksCleared()], 3)
+    assert msgspec.msgpack.decode(payload, type=tuple[float, list[Any], int]) == (
+        2.0,
+        [{"type": "BlockRemoved", "block_hashes": [-(1 << 63)]}, {"type": "AllBlocksCleared"}],
+        3,
+    )
+
+
+def test_every_field_survives_our_form() -> None:
+    stored = BlockStored(
+        block_hashes=[1 << 63, 5],
+        parent_block_hash=U64,
+        token_ids=[0, 2**32 - 1, 3, 4],
+        block_size=2,
+        lora_id=7,
+        medium="CPU",
+        lora_name="adapter",
+        extra_keys=[["adapter", 1], None],
+        group_idx=1,
+        kv_cache_spec_kind="sliding_window",
+        kv_cache_spec_sliding_window=128,
+        cache_salt="salt",
+        session_id="s",
+        locality="LOCAL",
+        ownership="tier",
+        lookahead_token_ids=[[1], [2]],
+    )
+    removed = BlockRemoved([3, U64], "GPU", 0, "REMOTE", "tier", [1, 0])
+    events = [stored, removed, AllBlocksCleared()]
+    assert decode_batch(encode_batch(9.5, events, 4)) == EventBatch(9.5, events, 4)
+
+
+def test_a_captured_vllm_event() -> None:
+    event = {
+        "type": "BlockStored", "block_hashes": [U64 - 1], "parent_block_hash": 7, "token_ids": list(range(16)),
+        "block_size": 16, "lora_id": None, "medium": "GPU", "lora_name": None, "extra_keys": [None], "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
+    }  # fmt: skip
+    stored = only(event)
+    assert stored.block_hashes == [U64 - 1]
+    assert stored.kv_cache_spec_kind == "full_attention"
+    assert stored.extra_keys == [None]
+
+
+@pytest.mark.parametrize("length", range(2, 13))
+def test_arrays_may_be_cut_off_at_the_tail(length: int) -> None:
+    full = ["BlockStored", [1], 2, [3], 1, 4, "GPU", "lora", [["x"]], 5, "mamba", 6]
+    expected = BlockStored([1], 2, [3], 1, 4, "GPU", "lora", [["x"]], 5, "mamba", 6)
+    stored = only(full[:length])
+    given = BlockStored.__struct_fields__[: length - 1]
+    assert all(getattr(stored, name) == getattr(expected, name) for name in given)
+    defaults = BlockStored([1])
+    rest = BlockStored.__struct_fields__[length - 1 :]
+    assert all(getattr(stored, name) == getattr(defaults, name) for name in rest)
+
+
+@pytest.mark.parametrize("event", [{"type": "AllBlocksCleared"}, ["AllBlocksCleared"]], ids=["map", "array"])
+@pytest.mark.parametrize(
+    ("batch", "rank"),
+    [
+        (lambda e: [2, [e]], None),
+        (lambda e: [2.0, [e], None], None),
+        (lambda e: [2.0, [e], 3], 3),
+        (lambda e: [2.0, [e], 3, "later"], 3),
+        (lambda e: {"ts": 2.0, "events": [e]}, None),
+        (lambda e: {"ts": 2, "events": [e], "data_parallel_rank": 3, "later": 1}, 3),
+        (lambda e: {"ts": 2, "events": [e], "attn_dp_rank": 3}, 3),
+    ],
+)
+def test_batches_are_arrays_of_two_or_three_or_maps(event: Any, batch: Any, rank: int | None) -> None:
+    assert decode_batch(pack(batch(event))) == EventBatch(2.0, [AllBlocksCleared()], rank)
+
+
+def test_hashes_are_numbers_of_either_sign_or_32_bytes() -> None:
+    digest = bytes(range(32))
+    low = int.from_bytes(digest[-8:], "big")
+    event = {
+        "type": "BlockStored",
+        "block_hashes": [-1, digest, U64],
+        "parent_block_hash": digest,
+        "token_ids": [],
+    }
+    stored = only(event)
+    assert stored.block_hashes == [U64, low, U64]
+    assert stored.parent_block_hash == low
+    assert only({"type": "BlockRemoved", "block_hashes": [digest, -2]}).block_hashes == [low, U64 - 1]
+    assert only(["BlockRemoved", [-(1 << 63)]]).block_hashes == [1 << 63]
+    assert only({**event, "block_hashes": [3], "parent_block_hash": -5}).parent_block_hash == U64 - 4
+
+
+def test_token_pairs_stand_for_their_first() -> None:
+    event = {"type": "BlockStored", "block_hashes": [1], "token_ids": [[5, 6], [6, 7], 8], "block_size": 3}
+    assert only(event).token_ids == [5, 6, 8]
+
+
+def test_unknown_fields_are_ignored_and_missing_ones_have_defaults() -> None:
+    assert only({"type": "BlockRemoved", "block_hashes": [1], "new_field": {"a": [1]}}) == BlockRemoved([1])
+    assert only({"type": "BlockStored", "block_hashes": [1], "later": None}) == BlockStored([1])
+    assert only(
+        {"type": "BlockRemoved", "block_hashes": [2], "remaining_copy_counts": [1]}
+    ).remaining_copy_counts == [1]
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        ({"type": "BlockMoved", "block_hashes": [1]}, DecodeReason.UNKNOWN_TYPE),
+        (["BlockMoved", 1], DecodeReason.UNKNOWN_TYPE),
+        ({"block_hashes": [1]}, DecodeReason.BAD_EVENT),
+        ({"type": 1}, DecodeReason.BAD_EVENT),
+        (["x"], DecodeReason.UNKNOWN_TYPE),
+        ([], DecodeReason.BAD_EVENT),
+        ("BlockStored", DecodeReason.BAD_EVENT),
+        (None, DecodeReason.BAD_EVENT),
+        ({"type": "BlockStored"}, DecodeReason.BAD_HASH),
+        (["BlockStored"], DecodeReason.BAD_HASH),
+        ({"type": "BlockStored", "block_hashes": ["x"]}, DecodeReason.BAD_HASH),
+        ({"type": "BlockStored", "block_hashes": [True]}, DecodeReason.BAD_HASH),
+        ({"type": "BlockStored", "block_hashes": [b"short"]}, DecodeReason.BAD_HASH),
+        ({"type": "BlockRemoved", "block_hashes": 1}, DecodeReason.BAD_HASH),
+        ({"type": "BlockStored", "block_hashes": [1], "parent_block_hash": "x"}, DecodeReason.BAD_HASH),
+        ({"type": "BlockStored", "block_hashes": [1], "token_ids": [-1]}, DecodeReason.BAD_TOKENS),
+        ({"type": "BlockStored", "block_hashes": [1], "token_ids": [2**32]}, DecodeReason.BAD_TOKENS),
+        ({"type": "BlockStored", "block_hashes": [1], "token_ids": [1.5]}, DecodeReason.BAD_TOKENS),
+        ({"type": "BlockStored", "block_hashes": [1], "token_ids": [[1, 2, 3]]}, DecodeReason.BAD_TOKENS),
+        ({"type": "BlockStored", "block_hashes": [1], "token_ids": None}, DecodeReason.BAD_TOKENS),
+        ({"type": "BlockStored", "block_hashes": [1], "block_size": -1}, DecodeReason.BAD_EVENT),
+        ({"type": "BlockStored", "block_hashes": [1], "medium": 3}, DecodeReason.BAD_EVENT),
+    ],
+)
+def test_a_bad_event_costs_one_event(event: Any, reason: DecodeReason) -> None:
+    assert rejection(event) == reason
+
+
+@pytest.mark.parametrize(
+    ("payload", "reason"),
+    [
+        (b"", DecodeReason.NOT_MSGPACK),
+        (b"\xc1", DecodeReason.NOT_MSGPACK),
+        (bytes.fromhex(GOLDEN["map"])[:-1], DecodeReason.NOT_MSGPACK),
+        (bytes.fromhex(GOLDEN["map"]) + b"\x00", DecodeReason.NOT_MSGPACK),
+        (b"\x91" * 100_000, DecodeReason.NOT_MSGPACK),
+        (b"\xdd\xff\xff\xff\xff", DecodeReason.NOT_MSGPACK),
+        (b"\xdf\xff\xff\xff\xff\x00", DecodeReason.NOT_MSGPACK),
+        (pack(1), DecodeReason.BAD_BATCH),
+        (pack([]), DecodeReason.BAD_BATCH),
+        (pack([1.0]), DecodeReason.BAD_BATCH),
+        (pack({}), DecodeReason.BAD_BATCH),
+        (pack(["now", []]), DecodeReason.BAD_BATCH),
+        (pack([True, []]), DecodeReason.BAD_BATCH),
+        (pack([float("nan"), [], 0]), DecodeReason.BAD_BATCH),
+        (pack([float("inf"), [["BlockRemoved", [1]]], 0]), DecodeReason.BAD_BATCH),
+        (pack([1.0, {}, 0]), DecodeReason.BAD_BATCH),
+        (pack([1.0, [], "0"]), DecodeReason.BAD_BATCH),
+        (pack([1.0, [], True]), DecodeReason.BAD_BATCH),
+        (bytes((256 << 20) + 1), DecodeReason.TOO_LARGE),
+    ],
+)
+def test_a_bad_batch_is_one_typed_error(payload: bytes, reason: DecodeReason) -> None:
+    with pytest.raises(DecodeError) as caught:
+        decode_batch(payload)
+    assert caught.value.reason is reason
+    assert str(caught.value).startswith(reason)
+
+
+def test_ten_thousand_mutated_inputs_never_raise_anything_else() -> None:
+    assert run(10_000, seed=7) is None
+
+
+def test_the_fuzzer_reaches_every_outcome() -> None:
+    """A fuzzer that only ever saw refusals would prove nothing."""
+    good = rejected = refused = 0
+    for payload in mutants(3000, seed=1):
+        try:
+            batch = decode_batch(payload)
+        except DecodeError:
+            refused += 1
+        else:
+            good += bool(batch.events)
+            rejected += bool(batch.rejected)
+    assert len(CHECKS) == 3
+    assert min(good, rejected, refused) > 100
+
+
+def test_hashes_chain_as_sglangs() -> None:
+    first = block_hash(root_digest(None), [1, 2])
+    assert first == hashlib.sha256(struct.pack("<2I", 1, 2)).digest()
+    assert block_hash(first, [3]) == hashlib.sha256(first + struct.pack("<I", 3)).digest()
+    assert hash_of(first) == int.from_bytes(first[:8], "big")
+
+
+def test_namespaces_have_roots_of_their_own() -> None:
+    roots = {root_digest(name) for name in (None, "", "a", "b")}
+    assert len(roots) == 4
+    assert block_hash(root_digest("a"), [1]) != block_hash(root_digest("b"), [1])
+
+
+def test_an_event_names_its_namespace() -> None:
+    assert BlockStored([1]).namespace is None
+    assert BlockStored([1], cache_salt="s").namespace == "s"
+    assert BlockStored([1], lora_name="l").namespace not in (None, "l", "s")

@@ -1,0 +1,56 @@
+"""Names and numbers that others rely on, model resolution, and the shape of errors."""
+
+import pytest
+from treeline_wire import headers, labels, ports
+from treeline_wire.models import ModelNotFound, ModelTarget, resolve_model, served_models
+from treeline_wire.openai_errors import error_body
+
+
+def test_ports() -> None:
+    assert (ports.RUNTIME_HTTP, ports.EVENTS, ports.REPLAY, ports.LOAD) == (8000, 5557, 5657, 5757)
+    assert (ports.EXT_PROC, ports.EDS, ports.METRICS, ports.GATEWAY) == (9002, 9003, 9090, 8080)
+
+
+def test_headers_are_lower_case_and_distinct() -> None:
+    names = {name: value for name, value in vars(headers).items() if name.isupper()}
+    assert all(value == value.lower() for value in names.values())
+    assert len(set(names.values())) == len(names)
+    assert headers.DESTINATION == "x-gateway-destination-endpoint"
+    assert headers.OBJECTIVE == "x-gateway-inference-objective"
+    assert headers.OBJECTIVE_LLMD == "x-llm-d-inference-objective"
+    assert {headers.CACHED_TOKENS, headers.PROMPT_TOKENS, headers.ENDPOINT, headers.OVERLOADED} == {
+        "x-treeline-cached-tokens",
+        "x-treeline-prompt-tokens",
+        "x-treeline-endpoint",
+        "x-treeline-overloaded",
+    }
+
+
+def test_labels() -> None:
+    names = (labels.POOL, labels.ROLE, labels.SERVING)
+    assert names == ("treeline.dev/pool", "treeline.dev/role", "treeline.dev/serving")
+
+
+def test_the_model_picks_the_pool() -> None:
+    pools = {"small": ["a", "b"], "large": ["c", "b"]}
+    assert resolve_model("c", pools) == ModelTarget("large", "c")
+    assert resolve_model("b", pools) == ModelTarget("small", "b"), "the first pool that serves it"
+    assert served_models(pools) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("pools", [{}, {"p": []}, {"p": ["a", "b"]}, {"p": ["a"], "q": ["a"]}])
+def test_an_unknown_model_is_not_found(pools: dict[str, list[str]]) -> None:
+    for name in ("x", None):
+        with pytest.raises(ModelNotFound) as caught:
+            resolve_model(name, pools)
+        assert caught.value.name == name
+
+
+def test_no_model_is_needed_where_there_is_only_one() -> None:
+    assert resolve_model(None, {"p": ["a"], "q": []}) == ModelTarget("p", "a")
+
+
+def test_errors_have_openais_shape() -> None:
+    assert error_body("no", "not_found_error", code="model_not_found") == {
+        "error": {"message": "no", "type": "not_found_error", "param": None, "code": "model_not_found"}
+    }
