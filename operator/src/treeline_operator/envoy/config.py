@@ -1,0 +1,82 @@
+"""What a data plane is asked to be, and the names and limits that its parts share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+from envoy_data_plane.envoy.config.core.v3 import (
+    Address,
+    SocketAddress,
+)
+from treeline_wire import ports
+
+PODS_CLUSTER = "pods"
+EXT_PROC_CLUSTER = "ext_proc"
+EDS_CLUSTER = "eds"
+HEALTH_NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
+"""The name under which the picker's gRPC health service answers for its ext_proc port."""
+
+BodyMode = Literal["NONE", "STREAMED", "BUFFERED", "FULL_DUPLEX_STREAMED"]
+
+LONGEST_HOLD = timedelta(hours=1)
+"""The longest time the picker may hold a request (flow control, waking from zero); Envoy's own upper bound."""
+NO_TIMEOUT = timedelta(0)
+
+
+@dataclass(frozen=True)
+class Tls:
+    """The listener's certificate chain and private key, as PEM files that Envoy reads."""
+
+    certificate_file: str
+    key_file: str
+
+
+@dataclass(frozen=True)
+class EnvoyConfig:
+    """What a data plane needs to know. The defaults are a loopback listener in front of a picker on this machine.
+
+    ``body_limit`` is in bytes; a larger request body is answered 413. ``api_keys`` maps a client's name to its key;
+    empty means open. ``access_log`` is a path such as ``/dev/stdout``; ``None`` means none.
+    """
+
+    listen_host: str = "127.0.0.1"
+    listen_port: int = ports.GATEWAY
+    admin_port: int = 0
+    epp_host: str = "127.0.0.1"
+    ext_proc_port: int = ports.EXT_PROC
+    eds_port: int = ports.EDS
+    node_id: str = "treeline"
+    node_cluster: str = "treeline"
+    body_limit: int = 32 * 1024 * 1024
+    api_keys: Mapping[str, str] | None = None
+    tls: Tls | None = None
+    expose_cached_tokens: bool = False
+    add_endpoint_header: bool = False
+    fail_open: bool = True
+    request_body_mode: BodyMode = "BUFFERED"
+    response_body_mode: BodyMode = "NONE"
+    access_log: str | None = "/dev/stdout"
+    message_timeout_s: float = 1.0
+    connect_timeout_s: float = 1.0
+    upstream_idle_timeout_s: float = 4.0
+    """Shorter than the 5 s after which common Python servers close an idle connection, so that a request never races
+    with that close."""
+
+    def __post_init__(self) -> None:
+        if self.request_body_mode == "FULL_DUPLEX_STREAMED" and self.fail_open:
+            raise ValueError(
+                "fail_open does not work with FULL_DUPLEX_STREAMED bodies: Envoy answers 500 instead"
+            )
+        if self.body_limit < 1024:
+            raise ValueError("body_limit is in bytes and must be at least 1024")
+        for client, key in (self.api_keys or {}).items():
+            if not key.strip() or not client.strip():
+                raise ValueError("an API key and its client's name must not be empty")
+
+
+def address(host: str, port: int) -> Address:
+    """A TCP address as Envoy writes it."""
+    return Address(socket_address=SocketAddress(address=host, port_value=port))

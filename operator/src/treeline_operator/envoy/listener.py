@@ -1,0 +1,290 @@
+"""The gateway's listener: what happens to a request between its first byte and its endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+
+import betterproto2
+from envoy_data_plane.envoy.config.accesslog.v3 import (
+    AccessLog,
+    AccessLogFilter,
+    ComparisonFilter,
+    ResponseFlagFilter,
+    StatusCodeFilter,
+)
+from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation as HeaderChange
+from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutationRemoveOnMatch
+from envoy_data_plane.envoy.config.core.v3 import (
+    DataSource,
+    GrpcService,
+    GrpcServiceEnvoyGrpc,
+    HeaderValue,
+    HeaderValueOption,
+    HeaderValueOptionHeaderAppendAction,
+    RuntimeUInt32,
+    SubstitutionFormatString,
+    TransportSocket,
+)
+from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
+from envoy_data_plane.envoy.config.route.v3 import (
+    HeaderMatcher,
+    RetryPolicy,
+    RetryPolicyRetryBackOff,
+    RetryPolicyRetryHostPredicate,
+    Route,
+    RouteAction,
+    RouteConfiguration,
+    RouteMatch,
+    VirtualHost,
+)
+from envoy_data_plane.envoy.extensions.access_loggers.file.v3 import FileAccessLog
+from envoy_data_plane.envoy.extensions.filters.http.api_key_auth.v3 import (
+    ApiKeyAuth,
+    Credential,
+    Forwarding,
+    KeySource,
+)
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ExternalProcessor,
+    MetadataOptions,
+    MetadataOptionsMetadataNamespaces,
+    ProcessingMode,
+    ProcessingModeBodySendMode,
+    ProcessingModeHeaderSendMode,
+)
+from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import HeaderMutation, Mutations
+from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
+    HttpConnectionManager,
+    HttpFilter,
+    LocalReplyConfig,
+    ResponseMapper,
+)
+from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
+from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import (
+    CommonTlsContext,
+    DownstreamTlsContext,
+    TlsCertificate,
+)
+from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
+from envoy_data_plane.google.protobuf import Any, Struct
+from treeline_wire import headers
+
+from treeline_operator.envoy.config import (
+    EXT_PROC_CLUSTER,
+    LONGEST_HOLD,
+    NO_TIMEOUT,
+    PODS_CLUSTER,
+    BodyMode,
+    EnvoyConfig,
+    address,
+)
+
+
+def listener(config: EnvoyConfig) -> Listener:
+    """The one listener, with every filter, route, retry and log line."""
+    transport = None
+    if config.tls is not None:
+        certificate = TlsCertificate(
+            certificate_chain=DataSource(filename=config.tls.certificate_file),
+            private_key=DataSource(filename=config.tls.key_file),
+        )
+        context = CommonTlsContext(tls_certificates=[certificate], alpn_protocols=["h2", "http/1.1"])
+        transport = TransportSocket(
+            name="envoy.transport_sockets.tls",
+            typed_config=Any.pack(DownstreamTlsContext(common_tls_context=context)),
+        )
+    manager = Filter(
+        name="envoy.filters.network.http_connection_manager",
+        typed_config=Any.pack(_connection_manager(config)),
+    )
+    return Listener(
+        name="gateway",
+        address=address(config.listen_host, config.listen_port),
+        # Two Envoys sharing one port would split requests silently; a busy port should be an error.
+        enable_reuse_port=False,
+        filter_chains=[FilterChain(filters=[manager], transport_socket=transport)],
+    )
+
+
+def _connection_manager(config: EnvoyConfig) -> HttpConnectionManager:
+    filters: list[tuple[str, betterproto2.Message]] = [("header_mutation", _edge_headers(config))]
+    if config.api_keys:
+        filters.append(("api_key_auth", _api_keys(config.api_keys)))
+    filters.append(("ext_proc", _ext_proc(config)))
+    filters.append(("router", Router(suppress_envoy_headers=True)))
+    return HttpConnectionManager(
+        stat_prefix="gateway",
+        route_config=_routes(config),
+        http_filters=[
+            HttpFilter(name=f"envoy.filters.http.{name}", typed_config=Any.pack(message))
+            for name, message in filters
+        ],
+        access_log=_access_log(config),
+        local_reply_config=_local_replies(),
+        use_remote_address=True,
+        normalize_path=True,
+        merge_slashes=True,
+        # A client's own request id is kept, so that its logs, ours and the runtime's can be joined.
+        preserve_external_request_id=True,
+        always_set_request_id_in_response=True,
+        request_headers_timeout=timedelta(seconds=10),
+        request_timeout=NO_TIMEOUT,
+        # A stream is idle while the picker holds it, and while a long prompt is computed.
+        stream_idle_timeout=LONGEST_HOLD,
+    )
+
+
+def _edge_headers(config: EnvoyConfig) -> HeaderMutation:
+    """First in the chain: its request part runs before anything reads the headers, its response part after all others.
+
+    (Removal at the route would come too late for requests, and hide our response headers from ext_proc.)
+    """
+    request = [
+        HeaderChange(
+            remove_on_match=HeaderMutationRemoveOnMatch(
+                key_matcher=StringMatcher(prefix=prefix, ignore_case=True)
+            )
+        )
+        # The last family are orders to Envoy's router (retries, timeouts), which are ours to give.
+        for prefix in (headers.DESTINATION, "x-treeline-", "x-envoy-")
+    ]
+    request.append(HeaderChange(remove="test-epp-endpoint-selection"))
+    hidden = [] if config.expose_cached_tokens else [headers.CACHED_TOKENS, headers.PROMPT_TOKENS]
+    response = [HeaderChange(remove=name) for name in (*hidden, headers.DESTINATION, headers.SERVED)]
+    if config.add_endpoint_header:
+        served = HeaderValueOption(
+            header=HeaderValue(key=headers.ENDPOINT, value="%UPSTREAM_REMOTE_ADDRESS%"),
+            append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+        )
+        response.append(HeaderChange(append=served))
+    else:
+        response.append(HeaderChange(remove=headers.ENDPOINT))
+    return HeaderMutation(mutations=Mutations(request_mutations=request, response_mutations=response))
+
+
+def _api_keys(keys: Mapping[str, str]) -> ApiKeyAuth:
+    return ApiKeyAuth(
+        credentials=[Credential(key=key, client=client) for client, key in keys.items()],
+        # "Bearer " is stripped by the filter. The second name is what several other clients send.
+        key_sources=[KeySource(header="authorization"), KeySource(header="x-api-key")],
+        forwarding=Forwarding(header="x-treeline-client", hide_credentials=True),
+    )
+
+
+def _ext_proc(config: EnvoyConfig) -> ExternalProcessor:
+    send, skip = ProcessingModeHeaderSendMode.SEND, ProcessingModeHeaderSendMode.SKIP
+
+    def trailers(mode: BodyMode) -> ProcessingModeHeaderSendMode:
+        return send if mode == "FULL_DUPLEX_STREAMED" else skip  # Envoy refuses full duplex without trailers
+
+    return ExternalProcessor(
+        grpc_service=GrpcService(envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=EXT_PROC_CLUSTER)),
+        failure_mode_allow=config.fail_open,
+        processing_mode=ProcessingMode(
+            request_header_mode=send,
+            response_header_mode=send,
+            request_body_mode=ProcessingModeBodySendMode[config.request_body_mode],
+            response_body_mode=ProcessingModeBodySendMode[config.response_body_mode],
+            request_trailer_mode=trailers(config.request_body_mode),
+            response_trailer_mode=trailers(config.response_body_mode),
+        ),
+        message_timeout=timedelta(seconds=config.message_timeout_s),
+        max_message_timeout=LONGEST_HOLD,
+        metadata_options=MetadataOptions(
+            receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[headers.LB]),
+            forwarding_namespaces=MetadataOptionsMetadataNamespaces(untyped=[headers.LB_SUBSET, headers.LB]),
+        ),
+    )
+
+
+def _routes(config: EnvoyConfig) -> RouteConfiguration:
+    # What is retried was never started: the next entry of the picker's list, or another pod, takes it. A reset after
+    # the request was sent is not retried, so that a request that kills a server does not visit all of them.
+    retry = RetryPolicy(
+        retry_on="connect-failure,refused-stream,reset-before-request,retriable-headers",
+        retriable_headers=[HeaderMatcher(name=headers.OVERLOADED, present_match=True)],
+        num_retries=2,
+        retry_host_predicate=[
+            RetryPolicyRetryHostPredicate(
+                name="envoy.retry_host_predicates.previous_hosts",
+                typed_config=Any.pack(PreviousHostsPredicate()),
+            )
+        ],
+        host_selection_retry_max_attempts=5,
+        retry_back_off=RetryPolicyRetryBackOff(
+            base_interval=timedelta(milliseconds=5), max_interval=timedelta(milliseconds=50)
+        ),
+    )
+    to_pods = Route(
+        match=RouteMatch(prefix="/"),
+        route=RouteAction(
+            cluster=PODS_CLUSTER, timeout=NO_TIMEOUT, idle_timeout=LONGEST_HOLD, retry_policy=retry
+        ),
+    )
+    everything = VirtualHost(
+        name="all", domains=["*"], routes=[to_pods], request_body_buffer_limit=config.body_limit
+    )
+    return RouteConfiguration(name="gateway", virtual_hosts=[everything])
+
+
+def _local_replies() -> LocalReplyConfig:
+    """Errors made by Envoy itself, in the shape that OpenAI clients parse. Those of the picker pass unchanged."""
+
+    def reply(when: AccessLogFilter, message: str, kind: str, code: str) -> ResponseMapper:
+        body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+        return ResponseMapper(
+            filter=when, body_format_override=SubstitutionFormatString(json_format=Struct.from_dict(body))
+        )
+
+    def status(code: int) -> AccessLogFilter:
+        comparison = ComparisonFilter(
+            value=RuntimeUInt32(default_value=code, runtime_key=f"treeline.reply.{code}")
+        )
+        return AccessLogFilter(status_code_filter=StatusCodeFilter(comparison=comparison))
+
+    def flags(*names: str) -> AccessLogFilter:
+        return AccessLogFilter(response_flag_filter=ResponseFlagFilter(flags=list(names)))
+
+    return LocalReplyConfig(
+        mappers=[
+            reply(status(401), "Missing or unknown API key.", "authentication_error", "invalid_api_key"),
+            reply(
+                status(413), "The request body is too large.", "invalid_request_error", "request_too_large"
+            ),
+            reply(flags("UH"), "No endpoint is ready.", "service_unavailable", "no_endpoints"),
+            reply(
+                flags("UF", "UC", "UR", "URX", "UO", "UT"),
+                "The endpoint failed before it answered.",
+                "service_unavailable",
+                "endpoint_failed",
+            ),
+        ]
+    )
+
+
+def _access_log(config: EnvoyConfig) -> list[AccessLog]:
+    if config.access_log is None:
+        return []
+    line = {
+        "time": "%START_TIME%",
+        "request_id": "%REQ(X-REQUEST-ID)%",
+        "method": "%REQ(:METHOD)%",
+        "path": "%PATH(NQ)%",
+        "protocol": "%PROTOCOL%",
+        "status": "%RESPONSE_CODE%",
+        "details": "%RESPONSE_CODE_DETAILS%",
+        "flags": "%RESPONSE_FLAGS%",
+        "attempts": "%UPSTREAM_REQUEST_ATTEMPT_COUNT%",
+        "endpoint": "%UPSTREAM_REMOTE_ADDRESS%",
+        "picked": f"%REQ({headers.DESTINATION.upper()})%",
+        "bytes_in": "%BYTES_RECEIVED%",
+        "bytes_out": "%BYTES_SENT%",
+        "ms": "%DURATION%",
+        "first_byte_ms": "%RESPONSE_DURATION%",
+        "client": "%DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT%",
+    }
+    log_format = SubstitutionFormatString(json_format=Struct.from_dict(line))
+    file = FileAccessLog(path=config.access_log, log_format=log_format)
+    return [AccessLog(name="envoy.access_loggers.file", typed_config=Any.pack(file))]
