@@ -154,7 +154,7 @@ def script(folder: Path, code: str) -> Path:
 
 
 def test_the_tree_is_measured_in_its_own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    code = f"import sys; assert '--quick' in sys.argv; print({json.dumps(ROWS)!r})"
+    code = f"import sys; assert '--sequences' in sys.argv; print({json.dumps(ROWS)!r})"
     monkeypatch.setattr(tree, "SCRIPT", script(tmp_path, code))
     display = Remembered()
     rows = tree.run(Context(display, tmp_path, quick=True))

@@ -122,6 +122,9 @@ METRICS: dict[str, Metric] = {
     "tree.ingest_blocks_s": Metric(
         "blocks/s", "KV-event payloads to tree, end to end", "higher", 400_000.0, EXPECTED
     ),
+    "tree.remove_blocks_s": Metric(
+        "blocks/s", "removals from KV-event payloads to tree", "higher", headline=False
+    ),
     "tree.bytes_per_block": Metric(
         "B", "memory per 16-token block beyond its text", "lower", 120.0, EXPECTED
     ),

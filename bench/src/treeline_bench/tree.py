@@ -18,7 +18,15 @@ from treeline_bench.processes import before_exec
 from treeline_bench.results import Row
 
 SCRIPT = ROOT / "epp" / "benchmarks" / "tree.py"
-METRICS = ("tree.match_us.2700", "tree.match_us.100k", "tree.ingest_blocks_s", "tree.bytes_per_block")
+METRICS = (
+    "tree.match_us.2700",
+    "tree.match_us.100k",
+    "tree.ingest_blocks_s",
+    "tree.remove_blocks_s",
+    "tree.bytes_per_block",
+)
+# A twentieth of the usual number of sequences.
+QUICK = ("--sequences", "100")
 LIMIT_S = 600.0
 
 
@@ -46,7 +54,7 @@ def run(context: Context) -> list[Row]:
     if not SCRIPT.exists():
         raise BenchmarkError("epp/benchmarks/tree.py is not here: run this in a checkout of the repository")
     context.display.phase("tree: matching, ingestion, memory")
-    argv = [sys.executable, str(SCRIPT), *(["--quick"] if context.quick else [])]
+    argv = [sys.executable, str(SCRIPT), *(QUICK if context.quick else ())]
     process = subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
