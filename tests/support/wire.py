@@ -143,6 +143,34 @@ def wordpiece() -> Tokenizer:
     return tokenizer
 
 
+def with_roberta_template() -> Tokenizer:
+    """RoBERTa: byte-level BPE between <s> and </s>."""
+    tokenizer = byte_level(add_prefix_space=True)
+    tokenizer.post_processor = processors.RobertaProcessing(("<|im_end|>", 1), ("<|im_start|>", 0))
+    return tokenizer
+
+
+def with_prefix_space_everywhere() -> Tokenizer:
+    """A prefix space before every piece of an earlier split: text is added inside."""
+    tokenizer = byte_level()
+    level = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(), level])
+    return tokenizer
+
+
+def with_dropped_text() -> Tokenizer:
+    """A pre-tokenizer that removes what it splits at."""
+    tokenizer = byte_level()
+    steps = [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    return tokenizer
+
+
+def with_word_ends() -> Tokenizer:
+    """CLIP: the model writes </w> at the ends of words."""
+    return Tokenizer(models.BPE({"a</w>": 0, "a": 1}, [], end_of_word_suffix="</w>"))
+
+
 FLAGGED = [
     AddedToken("<tool_call>", normalized=False),
     AddedToken("</tool_call>", normalized=False),
@@ -163,6 +191,7 @@ GOOD: dict[str, Callable[[], Tokenizer]] = {
     "prefix_space": lambda: byte_level(add_prefix_space=True),
     "no_regex": lambda: byte_level(use_regex=False),
     "prefix_no_regex": lambda: byte_level(add_prefix_space=True, use_regex=False),
+    "roberta": with_roberta_template,
     "llama3": lambda: byte_level(split=_LLAMA3, use_regex=False, bos=True),
     "qwen_nfc": lambda: byte_level(split=_LLAMA3, use_regex=False, normalizer=normalizers.NFC()),
     "nfkc": lambda: byte_level(
@@ -190,6 +219,9 @@ GOOD: dict[str, Callable[[], Tokenizer]] = {
 BAD: dict[str, tuple[Callable[[], Tokenizer], str]] = {
     "wordpiece": (wordpiece, "WordPiece"),
     "unigram_unk": (lambda: unigram(byte_fallback=False), "no byte fallback"),
+    "prefix_space_everywhere": (with_prefix_space_everywhere, "the tokens of"),
+    "dropped_text": (with_dropped_text, "drops what it splits at"),
+    "word_ends": (with_word_ends, "word boundaries"),
 }
 
 

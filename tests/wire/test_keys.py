@@ -1,10 +1,17 @@
 """Prefix keys: tokenizing and not tokenizing give the same bytes."""
 
+import time
+import unicodedata
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import wire as support
-from treeline_wire.keys import KeySelfTestError, PrefixKeys
+from tokenizers import normalizers
+from treeline_wire.keys import KeySelfTestError, PrefixKeys, escape
+from treeline_wire.normalization import compile_normalizer
+from treeline_wire.prompt import Prompt
+from treeline_wire.tokenizer import TokenizerBundle
 
 _FRAGMENTS = [
     "hello", "othello", " ", "  ", "   ", "\n", "\n\n", "\t", "<s>", "</s>", "<unk>", "[INST]", "<|im_start|>",
@@ -53,3 +60,83 @@ def test_a_tokenizer_that_loses_text_is_refused(name: str) -> None:
     build, reason = support.BAD[name]
     with pytest.raises(KeySelfTestError, match=reason):
         PrefixKeys.from_tokenizer_json(build().to_str()).self_test()
+
+
+def test_an_escape_is_not_text() -> None:
+    assert escape(258) == b"\xff\x00\x00\x01\x02"
+    with pytest.raises(UnicodeDecodeError):
+        escape(258).decode()
+
+
+def test_special_tokens_are_escapes_wherever_they_come_from(keys_of: dict[str, PrefixKeys]) -> None:
+    keys, start = keys_of["gpt2"], support.CHAT_TOKENS.index("<|im_start|>")
+    assert keys.prompt_key("a<|im_start|>b", False) == b"a" + escape(start) + b"b"
+    assert keys.block_key([start]) == keys.token_bytes[start] == escape(start)
+
+
+def test_bos_comes_when_it_is_asked_for(keys_of: dict[str, PrefixKeys]) -> None:
+    keys = keys_of["llama2_legacy"]
+    bos = support.tokenizer("llama2_legacy").token_to_id("<s>")
+    assert keys.prompt_key("hi", True) == escape(bos) + b" hi"
+    assert keys.prompt_key("hi", False) == b" hi"
+    assert keys.prompt_key("", True) == escape(bos)
+
+
+def test_prompts_are_keyed_as_text_or_as_ids(keys_of: dict[str, PrefixKeys]) -> None:
+    keys = keys_of["llama3"]
+    ids = support.tokenizer("llama3").encode("Hello there", add_special_tokens=True).ids
+    expected = keys.prompt_key("Hello there", True)
+    assert keys.prompt_key_of(Prompt(text="Hello there")) == expected
+    assert keys.prompt_key_of(Prompt(ids=ids, add_special_tokens=False)) == expected
+
+
+def test_keys_of_blocks_concatenate(keys_of: dict[str, PrefixKeys]) -> None:
+    text = "def f(x):\n    return 'Ångström 工欲' * x  # 😀"
+    ids = support.tokenizer("qwen_nfc").encode(text).ids
+    keys = keys_of["qwen_nfc"]
+    assert b"".join(keys.block_key(ids[i : i + 4]) for i in range(0, len(ids), 4)) == keys.prompt_key(
+        text, True
+    )
+
+
+def test_ids_beyond_the_vocabulary_are_escapes(keys_of: dict[str, PrefixKeys]) -> None:
+    keys = keys_of["gpt2"]
+    beyond = len(keys.token_bytes) + 5
+    assert keys.block_key([0, beyond]) == keys.token_bytes[0] + escape(beyond)
+
+
+def test_truncation_and_padding_in_the_file_do_not_matter() -> None:
+    tokenizer = support.byte_level()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=64)
+    bundle = TokenizerBundle.build(tokenizer.to_str())
+    PrefixKeys.from_bundle(bundle).self_test()
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
+def test_normal_forms_are_the_librarys_on_every_character(form: str) -> None:
+    """Python's tables and the library's are of different Unicode versions."""
+    rust = getattr(normalizers, form)()
+    ours = compile_normalizer({"type": form}, rust, None).normalize
+    chars = [
+        chr(c) for c in range(0x80, 0x20000) if unicodedata.category(chr(c)) in ("Mn", "Mc", "Cn", "Lo", "Lm")
+    ]
+    for char in chars[::3]:
+        text = f"e\u0345{char}\u0323{char}"
+        assert ours(text) == rust.normalize_str(text), hex(ord(char))
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama3", "qwen_nfc", "llama2_legacy", "metaspace_first", "unigram"]
+)
+def test_half_a_megabyte_takes_milliseconds(name: str, keys_of: dict[str, PrefixKeys]) -> None:
+    text = ("The quick brown fox jumps over the lazy dog. <b>It</b> [sleeps].\n" * 9000)[:500_000]
+    keys = keys_of[name]
+    best = min(_seconds(keys, text) for _ in range(9))
+    assert best < 0.025, "about a millisecond on an idle machine; this one may be busy"
+
+
+def _seconds(keys: PrefixKeys, text: str) -> float:
+    begin = time.perf_counter()
+    keys.prompt_key(text, True)
+    return time.perf_counter() - begin
