@@ -14,6 +14,7 @@ def test_every_page_is_handed_out_once_and_comes_back() -> None:
     pool.free(first)
     pool.check_integrity()
     assert sorted(pool.alloc(4)) == sorted(first)
+    assert PagePool(5).alloc(3).tolist() == [0, 1, 2]
     assert len(pool.alloc(0)) == 0
 
 

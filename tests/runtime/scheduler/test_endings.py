@@ -76,8 +76,8 @@ def test_a_full_queue_refuses_with_503(tiny: Path) -> None:
         engine.submit(str(i), prompt(i, 8))
     engine.run()
     statuses = [finish(engine, str(i)).status for i in range(8)]
-    assert statuses == [None] * 3 + [503] * 5
-    assert "the queue is full (3" in str(finish(engine, "7").message)
+    assert statuses == [None] * 5 + [503] * 3, "two run, three wait"
+    assert "the queue is full: 3" in str(finish(engine, "7").message)
 
 
 def test_a_rid_in_use_is_not_taken_twice(tiny: Path) -> None:
@@ -171,13 +171,9 @@ def test_flush_works_when_idle_and_is_refused_when_busy(tiny: Path) -> None:
 def test_state_can_be_asked_for(tiny: Path) -> None:
     engine = Harness(tiny)
     engine.generate("a", prompt(1, 20))
-    engine.inbox += [
-        StateReq("i", "info"),
-        StateReq("r", "radix"),
-        StateReq("l", "load"),
-        DrainReq(),
-        StateReq("m", "load"),
-    ]
+    engine.inbox += [StateReq("i", "info"), StateReq("r", "radix"), StateReq("l", "load")]
+    engine.step()
+    engine.inbox += [DrainReq(), StateReq("m", "load")]
     engine.run()
     info, radix, load, drained = (reply.data for reply in engine.replies)
     assert info is not None
@@ -295,3 +291,20 @@ def test_a_message_that_breaks_the_scheduler_is_answered(tiny: Path, monkeypatch
     engine.inbox += [GenerateReq("a", [1, 2], SamplingParams()), AbortReq("a")]
     engine.run()
     assert finish(engine, "a").status == 500
+
+
+def test_the_tree_is_told_as_it_was_published(tiny: Path) -> None:
+    """An abort in the same step as the question changes the tree first."""
+    engine = Harness(tiny)
+    engine.submit("a", prompt(1, 21), max_new_tokens=50)
+    for _ in range(8):
+        engine.step()
+    engine.inbox += [StateReq("r", "radix"), AbortReq("a")]
+    engine.step()
+    data = engine.replies[-1].data
+    assert data is not None
+    published = [
+        h for update in engine.updates for e in update.events for h in getattr(e, "block_hashes", ())
+    ]
+    assert {int(block["hash"]) for block in data["blocks"]} == set(published)
+    assert len(published) == (21 + 7) // 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -28,7 +30,9 @@ class PagePool:
         """n free pages. The caller checked `num_free`."""
         assert 0 <= n <= self.num_free, f"{n} pages asked for, {self.num_free} free"
         self.num_free -= n
-        pages = self._stack[self.num_free : self.num_free + n].copy()
+        pages = self._stack[self.num_free : self.num_free + n][
+            ::-1
+        ].copy()  # fresh ones ascend: gathers run on
         self._is_free[pages] = False
         return pages
 
@@ -48,7 +52,8 @@ class PagePool:
 class KVPool:
     """Keys and values of every layer: each a tensor (pages, page_size, kv_heads, head_dim).
 
-    A token's slot is page x page_size + offset. Memory is zeroed: attention over padding must not meet NaN.
+    A token's slot is page x page_size + offset. Memory is zeroed: attention over padding must not meet NaN. On a CPU it
+    costs nothing until it is written.
     """
 
     def __init__(
@@ -65,8 +70,8 @@ class KVPool:
         shape = (num_pages, page_size, num_kv_heads, head_dim)
         self.page_size = page_size
         self.num_pages = num_pages
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.keys = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+        self.values = [_zeros(shape, dtype, device) for _ in range(num_layers)]
         self._flat = [
             (k.view(-1, num_kv_heads, head_dim), v.view(-1, num_kv_heads, head_dim))
             for k, v in zip(self.keys, self.values, strict=True)
@@ -77,3 +82,12 @@ class KVPool:
         keys, values = self._flat[layer]
         keys.index_copy_(0, slots, k)
         values.index_copy_(0, slots, v)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy asks the system for zeroed memory; torch.zeros would write, and so take, all of it now
+    return (
+        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    )

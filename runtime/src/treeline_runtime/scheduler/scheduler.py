@@ -43,13 +43,13 @@ from treeline_runtime.messages import (
     ToScheduler,
 )
 from treeline_runtime.models.decoder import Decoder
-from treeline_runtime.sampling import check_sampling
 from treeline_runtime.scheduler.admission import NewTokenRatio
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.decode import DecodeManager, retraction_order
 from treeline_runtime.scheduler.executor import Executor, Launched, Sampled
 from treeline_runtime.scheduler.meter import Meter
 from treeline_runtime.scheduler.prefill import PrefillManager
+from treeline_runtime.scheduler.refusal import refusal
 from treeline_runtime.scheduler.resolve import Resolved, resolve
 from treeline_runtime.scheduler.table import TableManager
 
@@ -83,6 +83,7 @@ class Scheduler:
         self._random = random.Random()
         self._outs: list[TokenOut] = []
         self._replies: list[Reply] = []
+        self._questions: list[StateReq] = []
         self._last_load: LoadUpdate | None = None
         self._handlers: dict[type, Callable[[Any], None]] = {
             GenerateReq: self._on_generate,
@@ -332,9 +333,9 @@ class Scheduler:
             # a reply would end the request that owns the name
             logger.error("request id %r is in use: the second request is dropped", message.rid)
             return
-        refusal = self._refusal(message)
-        if refusal is not None:
-            self._outs.append(TokenOut(message.rid, [], refusal, prompt_tokens=len(message.input_ids)))
+        finish = self._refusal(message)
+        if finish is not None:
+            self._outs.append(TokenOut(message.rid, [], finish, prompt_tokens=len(message.input_ids)))
             return
         seed = message.sampling.seed
         self._arrivals += 1
@@ -350,27 +351,14 @@ class Scheduler:
         self.prefill.queue(req)
 
     def _refusal(self, message: GenerateReq) -> FinishReason | None:
-        vocab = self._model_config.vocab_size
-        length, limit = len(message.input_ids), self.limits.longest_request
-        problem = None
-        if length == 0:
-            problem = "the prompt is empty"
-        elif length >= limit:
-            problem = f"the prompt has {length} tokens; at most {limit - 1} fit, with one for the answer"
-        elif not 0 <= min(message.input_ids) <= max(message.input_ids) < vocab:
-            problem = f"the prompt has token ids outside the vocabulary of {vocab}"
-        elif not -1 <= message.logprob_start_len < length:
-            problem = f"logprob_start_len {message.logprob_start_len} is outside the prompt"
-        elif message.top_logprobs_num < 0:
-            problem = f"top_logprobs_num is negative: {message.top_logprobs_num}"
-        else:
-            problem = check_sampling(message.sampling, vocab)
-        if problem is not None:
-            return FinishReason("error", message=problem, status=400)
+        finish = refusal(
+            message, vocab_size=self._model_config.vocab_size, longest_request=self.limits.longest_request
+        )
         most = self.config.max_queued_requests
-        if most is not None and len(self.prefill.waiting) >= max(most, 1):
-            return FinishReason("error", message=f"the queue is full ({most} requests wait)", status=503)
-        return None
+        # those that find a free row in this step do not really wait
+        if finish is None and most is not None and len(self.prefill.waiting) >= most + self.table.num_free:
+            return FinishReason("error", message=f"the queue is full: {most} requests wait", status=503)
+        return finish
 
     def _find(self, rid: str) -> Req | None:
         """The request of this id that has not ended."""
@@ -418,14 +406,16 @@ class Scheduler:
         self.draining = True
 
     def _on_state(self, message: StateReq) -> None:
-        data: dict[str, Any]
-        if message.what == "info":
-            data = self.limits.as_dict()
-        elif message.what == "load":
-            data = msgspec.structs.asdict(self.load())
-        else:
-            data = {"blocks": self.radix_blocks()}
-        self._replies.append(Reply(message.id, data=data))
+        self._questions.append(
+            message
+        )  # answered at the end of the step, when what it tells has been published
+
+    def _answer(self, question: StateReq) -> Reply:
+        if question.what == "info":
+            return Reply(question.id, data=self.limits.as_dict())
+        if question.what == "load":
+            return Reply(question.id, data=msgspec.structs.asdict(self.load()))
+        return Reply(question.id, data={"blocks": self.radix_blocks()})
 
     # ---- reports ------------------------------------------------------------------------------------------
 
@@ -470,21 +460,20 @@ class Scheduler:
         )
 
     def _report(self) -> None:
-        """Send and publish what this step brought."""
-        messages: list[FromScheduler] = []
+        """Send tokens, publish what this step did to cache and load, answer questions: in this order."""
         if self._outs:
-            messages.append(BatchTokenOut(self._outs))
+            self.send([BatchTokenOut(self._outs)])
             self._outs = []
-        messages += self._replies
-        self._replies = []
-        if messages:
-            self.send(messages)
         if events := self.cache.tree.take_events():
             self.publish(CacheUpdate(events))
         load = self.load()
         if load != self._last_load:
             self._last_load = load
             self.publish(load)
+        replies = self._replies + [self._answer(question) for question in self._questions]
+        if replies:
+            self.send([*replies])
+            self._replies, self._questions = [], []
         if self.is_idle:
             self.ratio.on_idle()
             if not self.cache.is_balanced():
