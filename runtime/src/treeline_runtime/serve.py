@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import logging
+import os
 import secrets
 import signal
 import socket
@@ -384,6 +385,11 @@ def serve(args: ServerArgs) -> int:
             return runner.run(server.run())
 
 
+def _quit(number: int, _frame: object) -> None:
+    """SIGTERM before there is a server to drain. (As process 1 of a container we would ignore it by default.)"""
+    os._exit(128 + number)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """`treeline serve` with `argv` (default: the command line's); returns the exit status."""
     try:
@@ -391,6 +397,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # --help, or a wrong argument, which has been printed
         return stop.code if isinstance(stop.code, int) else 1
     setup_logging("http", args.log_level)
+    signal.signal(signal.SIGTERM, _quit)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     try:
         return serve(args)

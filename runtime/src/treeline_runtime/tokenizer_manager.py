@@ -94,6 +94,8 @@ class Flight:
     def close(self) -> None:
         """Forgets the generations; aborts those that have not ended. Idempotent."""
         self._open = 0
+        for generation in self._generations.values():
+            generation.pending = []
         self._manager.forget(self)
         self._woken.set()
 

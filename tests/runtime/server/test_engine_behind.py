@@ -142,6 +142,7 @@ def test_events_add_up_to_the_cache(http: httpx.Client) -> None:
     client = context.socket(zmq.DEALER)
     client.connect(f"tcp://127.0.0.1:{ports['replay_endpoint_port_base']}")
     try:
+        assert http.post("/flush_cache").status_code == 200
         for number in range(30):  # more than the cache holds, so pages are evicted
             complete(http, prompt=f"{number} {LONG}", max_tokens=40, ignore_eos=True)
         shown = http.get("/debug/radix").json()

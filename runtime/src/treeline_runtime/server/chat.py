@@ -15,7 +15,7 @@ async def chat_completions(service: Service, request: Request) -> Response | Non
     service.admit()
     raw = request.json()
     body = openai.read_chat(raw, service)
-    ids = await service.prompts.of_chat(raw)
+    ids = await service.prompts.of_chat(raw, len(request.body))
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     most = service.max_new_tokens(len(ids), asked, None, "messages")
     job = Job(

@@ -18,7 +18,7 @@ async def completions(service: Service, request: Request) -> Response | None:
     service.admit()
     raw = request.json()
     body = openai.read_completion(raw, service)
-    prompts = await service.prompts.of_completion(raw)
+    prompts = await service.prompts.of_completion(raw, len(request.body))
     samplings = [
         openai.sampling(
             body, service, service.max_new_tokens(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt")

@@ -56,7 +56,7 @@ async def generate(service: Service, request: Request) -> Response | None:
     raw = request.json()
     check_unknown(raw, _GENERATE_FIELDS)
     body = convert(raw, GenerateBody)
-    prompts, batched = await _prompts(service, body)
+    prompts, batched = await _prompts(service, body, len(request.body))
     samplings, n = _samplings(service, body, prompts)
     job = Job(
         prompts=prompts,
@@ -83,7 +83,7 @@ async def generate(service: Service, request: Request) -> Response | None:
         flight.close()
 
 
-async def _prompts(service: Service, body: GenerateBody) -> tuple[list[list[int]], bool]:
+async def _prompts(service: Service, body: GenerateBody, size: int) -> tuple[list[list[int]], bool]:
     """The prompts as ids, and whether the request was a batch."""
     if (body.text is None) == (body.input_ids is None):
         raise ApiError(400, "Give exactly one of 'text' and 'input_ids'", param="text")
@@ -96,7 +96,7 @@ async def _prompts(service: Service, body: GenerateBody) -> tuple[list[list[int]
     if name == "input_ids" and any(prompt.ids is None for prompt in prompts):
         raise ApiError(400, "'input_ids' holds token ids, not text", param="input_ids")
     batched = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
-    return [await service.prompts.ids(prompt) for prompt in prompts], batched
+    return await service.prompts.of_prompts(prompts, size), batched
 
 
 def _samplings(
@@ -251,12 +251,13 @@ async def tokenize(service: Service, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Give exactly one of 'prompt' and 'messages'", param="prompt")
     if body.messages is not None:
-        tokens: Any = await service.prompts.of_chat(raw)
+        tokens: Any = await service.prompts.of_chat(raw, len(request.body))
         count: Any = len(tokens)
     else:
         special = body.add_special_tokens is not False
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
-        lists = [await service.prompts.ids(Prompt(text=text, add_special_tokens=special)) for text in texts]
+        prompts = [Prompt(text=text, add_special_tokens=special) for text in texts]
+        lists = await service.prompts.of_prompts(prompts, len(request.body))
         single = isinstance(body.prompt, str)
         tokens = lists[0] if single else lists
         count = len(lists[0]) if single else [len(ids) for ids in lists]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 from treeline_wire.chat import ChatTemplate, TemplateError
@@ -15,8 +15,11 @@ from treeline_wire.tokenizer import TokenizerBundle
 
 from treeline_runtime.server.http import ApiError
 
-INLINE_CHARS = 16_384
-"""Longer texts are encoded in a thread: about 5 ms, which every other request would wait for."""
+INLINE_BYTES = 16_384
+"""Larger requests are rendered and encoded in a thread: they take 5 ms and more, and every other request would wait."""
+
+T = TypeVar("T")
+A = TypeVar("A")
 
 
 class Prompts:
@@ -37,7 +40,19 @@ class Prompts:
         """Whether the chat template mentions the variable `name`."""
         return name in (self.bundle.chat_template or "")
 
-    async def of_chat(self, body: Mapping[str, Any]) -> list[int]:
+    async def of_chat(self, body: Mapping[str, Any], size: int) -> list[int]:
+        """`size`: of the request in bytes."""
+        return await _off_loop_if_big(size, self._of_chat, body)
+
+    async def of_completion(self, body: Mapping[str, Any], size: int) -> list[list[int]]:
+        """`size`: of the request in bytes."""
+        return await _off_loop_if_big(size, self._of_completion, body)
+
+    async def of_prompts(self, prompts: Sequence[Prompt], size: int) -> list[list[int]]:
+        """`size`: of the request in bytes."""
+        return await _off_loop_if_big(size, self._of_prompts, prompts)
+
+    def _of_chat(self, body: Mapping[str, Any]) -> list[int]:
         if self._template is None:
             raise ApiError(400, "This model has no chat template; use /v1/completions", param="messages")
         try:
@@ -46,35 +61,30 @@ class Prompts:
             raise ApiError(400, _message(error), param=error.param) from None
         except TemplateError as error:
             raise ApiError(500, f"The model's chat template failed: {error}", type="server_error") from None
-        return await self.ids(prompt)
+        return self._ids(prompt)
 
-    async def of_completion(self, body: Mapping[str, Any]) -> list[list[int]]:
+    def _of_completion(self, body: Mapping[str, Any]) -> list[list[int]]:
         try:
-            prompts = prompt_of_completion(body)
+            return self._of_prompts(prompt_of_completion(body))
         except PromptError as error:
             raise ApiError(400, _message(error), param=error.param) from None
-        return [await self.ids(prompt) for prompt in prompts]
 
-    async def ids(self, prompt: Prompt) -> list[int]:
+    def _of_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        return [self._ids(prompt) for prompt in prompts]
+
+    def _ids(self, prompt: Prompt) -> list[int]:
         if prompt.ids is None:
-            return await self.encode(prompt.text or "", prompt.add_special_tokens)
-        for id in prompt.ids:
-            if id >= self.vocab_size:
-                raise ApiError(
-                    400,
-                    f"Token id {id} is not below {self.vocab_size}, the vocabulary's size",
-                    param="prompt",
-                )
+            ids: list[int] = self._tokenizer.encode(
+                prompt.text or "", add_special_tokens=prompt.add_special_tokens
+            ).ids
+            return ids
+        if max(prompt.ids) >= self.vocab_size:
+            raise ApiError(
+                400,
+                f"Token id {max(prompt.ids)} is not below {self.vocab_size}, the vocabulary's size",
+                param="prompt",
+            )
         return prompt.ids
-
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if len(text) <= INLINE_CHARS:
-            return self._encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens)
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -89,6 +99,12 @@ class Prompts:
     @functools.cached_property
     def _token_bytes(self) -> list[bytes]:
         return PrefixKeys.from_bundle(self.bundle).token_bytes
+
+
+async def _off_loop_if_big(size: int, work: Callable[[A], T], argument: A) -> T:
+    if size <= INLINE_BYTES:
+        return work(argument)
+    return await asyncio.to_thread(work, argument)
 
 
 def _message(error: PromptError) -> str:
