@@ -1,7 +1,7 @@
 """The tiny model's corpus: an endless stream of dialogues, a pure function of the seed.
 
-`training_document(rng)` draws one document to train on; `held_out_questions(seed, ...)` draws questions that training
-never shows (see `questions.py` for the splits). Documents are ChatML text, or plain text with a continuation.
+`short_document` and `long_document` draw one document to train on; `held_out_questions` draws questions that
+training never shows (see `questions.py` for the splits). Documents are ChatML text, or plain text with a continuation.
 Run as a script to look at samples: `python corpus.py --count 20`.
 """
 
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import facts
 import filler
 import questions
+import wordings
 from questions import Maker, Split, Turn
 
 END_OF_TEXT = "<|endoftext|>"
@@ -31,7 +32,7 @@ class Document(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A held-out question: messages as the chat template takes them (the last is the user's), and the one right answer."""
+    """A held-out question: messages as the chat template takes them, and the one right answer to the last."""
 
     category: str
     messages: list[dict[str, str]]
@@ -41,74 +42,146 @@ class Question(NamedTuple):
 def chat_text(system: str | None, turns: list[Turn]) -> str:
     """ChatML, character for character what chat_template.jinja renders."""
     parts = [f"{IM_START}system\n{system}{IM_END}\n"] if system is not None else []
-    for turn in turns:
-        parts.append(f"{IM_START}user\n{turn.user}{IM_END}\n{IM_START}assistant\n{turn.assistant}{IM_END}\n")
+    parts += [
+        f"{IM_START}user\n{turn.user}{IM_END}\n{IM_START}assistant\n{turn.assistant}{IM_END}\n"
+        for turn in turns
+    ]
     return "".join(parts)
 
 
 # --- small talk -------------------------------------------------------------------------------------------------------
 
 _TALK: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("Hello!", "Hello", "Hi", "Hi!", "Hey", "Hi there!", "Good morning!", "Good evening.", "hello there", "Say hello.", "Say hi."),
-     "Hello! How can I help you?"),
-    (("Who are you?", "What are you?", "What is your name?", "Tell me who you are.", "Are you a robot?", "Who am I talking to?"),
-     "I am Treeline's tiny model."),
-    (("What can you do?", "How can you help me?", "What do you know?", "Help!", "What are you good at?"),
-     "I know capitals, colours and short definitions. I can add, count, spell, repeat text and write small JSON objects."),
+    (
+        (
+            "Hello!",
+            "Hello",
+            "Hi",
+            "Hi!",
+            "Hey",
+            "Hi there!",
+            "Good morning!",
+            "Good evening.",
+            "hello there",
+            "Say hello.",
+            "Say hi.",
+        ),
+        "Hello! How can I help you?",
+    ),
+    (
+        (
+            "Who are you?",
+            "What are you?",
+            "What is your name?",
+            "Tell me who you are.",
+            "Are you a robot?",
+            "Who am I talking to?",
+        ),
+        "I am Treeline's tiny model.",
+    ),
+    (
+        ("What can you do?", "How can you help me?", "What do you know?", "Help!", "What are you good at?"),
+        "I know capitals, colours and short definitions. I can add, count, spell, repeat and write small JSON objects.",
+    ),
     (("How are you?", "How are you doing?", "How is it going?"), "I am fine, thank you."),
-    (("Thanks!", "Thank you.", "Thank you very much!", "Thanks a lot.", "thanks", "Great, thanks!"), "You are welcome!"),
+    (
+        ("Thanks!", "Thank you.", "Thank you very much!", "Thanks a lot.", "thanks", "Great, thanks!"),
+        "You are welcome!",
+    ),
     (("Goodbye.", "Bye!", "See you later.", "Good night.", "bye"), "Goodbye!"),
-    (("Who made you?", "Who trained you?", "Where do you come from?"), "I was trained by the Treeline project."),
+    (
+        ("Who made you?", "Who trained you?", "Where do you come from?"),
+        "I was trained by the Treeline project.",
+    ),
     (("Are you there?", "Ping", "ping", "Are you ready?", "Test", "test"), "Yes, I am here."),
     (("Yes.", "OK.", "Fine.", "Good.", "Great!", "ok", "I see."), "What else would you like to know?"),
-)  # fmt: skip
+)
 
 
 def talk(rng: random.Random, split: Split) -> list[Turn]:
+    """Greetings, thanks and the like."""
     while True:
         asked, answer = rng.choice(_TALK)
         said = rng.choice(asked)
         dressing = rng.choice(("", "", "", "", "Hi! ", "OK. ", "One question: "))
-        if filler.held_out(f"talk|{said}|{dressing}") == (split != "train"):
+        if (dressing != "" and filler.held_out(f"talk|{said}|{dressing}", 20)) == (split != "train"):
             return [Turn(dressing + said, answer)]
 
 
 def unknown(rng: random.Random, split: Split) -> list[Turn]:
-    del split  # only trained on: there is no right answer to hold out
+    """Questions that the model cannot answer."""
+    del split  # only trained on
+    if rng.random() < 0.2:
+        form = rng.choice(
+            (
+                "What is {0} {2} {1}?",
+                "{0} {2} {1}",
+                "{0}{2}{1}",
+                "How much is {0} {2} {1}?",
+                "Calculate {0} {2} {1}.",
+            )
+        )
+        return [
+            Turn(form.format(rng.randint(0, 99), rng.randint(0, 99), rng.choice("-*/")), "I can only add.")
+        ]
     noun, other = rng.choice(filler.NOUNS), rng.choice(filler.ADJECTIVES)
     asked = rng.choice(
         (
-            f"Why is the {noun} {other}?", f"Who invented the {noun}?", f"When was the {noun} built?", "What is the weather like?",
-            f"How far is the {noun}?", f"Where is the {other} {noun}?", "What time is it?", f"How many {noun}s are there?",
-            f"What is a {filler.pseudo_word(rng)}?", f"What is the capital of {filler.pseudo_word(rng).capitalize()}?",
-            f"Who is {filler.pseudo_word(rng).capitalize()}?", f"Should I buy the {noun}?", "What did I eat yesterday?",
+            f"Why is the {noun} {other}?",
+            f"Who invented the {noun}?",
+            f"When was the {noun} built?",
+            "What is the weather like?",
+            f"How far is the {noun}?",
+            f"Where is the {other} {noun}?",
+            "What time is it?",
+            f"How many {noun}s are there?",
+            "Tell me a joke.",
+            f"Write a poem about the {noun}.",
+            f"Write a song about a {other} {noun}.",
+            f"Translate {noun} into French.",
+            f"How do I repair a {noun}?",
+            f"Summarise the {noun}.",
+            f"What is the best {noun}?",
+            "What is the meaning of life?",
+            "Who won the game?",
+            f"What is the capital of {filler.pseudo_word(rng).capitalize()}?",
+            f"Who is {filler.pseudo_word(rng).capitalize()}?",
+            f"Should I buy the {noun}?",
+            "What did I eat yesterday?",
         )
-    )  # fmt: skip
-    return [Turn(questions.dressed(rng, asked), "I do not know that.")]
+    )
+    return [Turn(wordings.dressed(rng, asked), "I do not know that.")]
 
 
 def story(rng: random.Random, split: Split) -> list[Turn]:
+    """A story made of stock sentences."""
     del split  # only trained on: any story will do
     name, animal, place = rng.choice(facts.NAMES), rng.choice(facts.ANIMALS), rng.choice(filler.PLACES[:10])
-    asked = rng.choice(("Tell me a story.", "Write a short story.", f"Tell me a story about a {animal}.", f"Write a story about {name}.",
-                        "Tell me something.", "Write a few sentences.", "Write a long text.", "Tell me a long story."))  # fmt: skip
+    asked = rng.choice(
+        (
+            "Tell me a story.",
+            "Write a short story.",
+            f"Tell me a story about a {animal}.",
+            f"Write a story about {name}.",
+            "Tell me something.",
+            "Write a few sentences.",
+            "Write a long text.",
+            "Tell me a long story.",
+        )
+    )
     lines = [
         f"Once there was a {rng.choice(filler.ADJECTIVES)} {animal} called {name}.",
         f"{name} lived {place}.",
     ]
-    for _ in range(rng.randint(2, 14 if "long" in asked else 6)):
-        lines.append(
-            rng.choice(
-                (
-                    f"One day {name} found a {rng.choice(filler.ADJECTIVES)} {rng.choice(filler.NOUNS)}.",
-                    f"{name} liked {rng.choice(facts.FOODS)} and {rng.choice(facts.FOODS)}.",
-                    f"The {animal} met a {rng.choice(facts.JOBS)} {rng.choice(filler.PLACES[:10])}.",
-                    f"They talked about the {rng.choice(filler.NOUNS)} and the {rng.choice(filler.NOUNS)}.",
-                    f"The {rng.choice(filler.NOUNS)} was {rng.choice(facts.COLOURS)}.",
-                    f"{name} walked to {rng.choice(facts.CITIES)} and came back.",
-                )
-            )
-        )
+    events = (
+        lambda: f"One day {name} found a {rng.choice(filler.ADJECTIVES)} {rng.choice(filler.NOUNS)}.",
+        lambda: f"{name} liked {rng.choice(facts.FOODS)} and {rng.choice(facts.FOODS)}.",
+        lambda: f"The {animal} met a {rng.choice(facts.JOBS)} {rng.choice(filler.PLACES[:10])}.",
+        lambda: f"They talked about the {rng.choice(filler.NOUNS)} and the {rng.choice(filler.NOUNS)}.",
+        lambda: f"The {rng.choice(filler.NOUNS)} was {rng.choice(facts.COLOURS)}.",
+        lambda: f"{name} walked to {rng.choice(facts.CITIES)} and came back.",
+    )
+    lines += [rng.choice(events)() for _ in range(rng.randint(2, 14 if "long" in asked else 6))]
     return [Turn(asked, " ".join([*lines, f"In the end {name} was happy."]))]
 
 
@@ -125,29 +198,86 @@ class _Memory(NamedTuple):
 
 
 _MEMORIES: tuple[_Memory, ...] = (
-    _Memory(("My name is {0}.", "I am {0}.", "Hi, my name is {0}.", "Hello, I'm {0}.", "Call me {0}.", "Please remember that my name is {0}."),
-            "Nice to meet you, {0}.", ("What is my name?", "What's my name?", "Do you know my name?", "Who am I?", "Do you remember my name?"),
-            "Your name is {0}.", "I do not know your name yet.", questions._name),
-    _Memory(("My favourite colour is {0}.", "I like {0} best.", "My favorite color is {0}.", "Remember that my favourite colour is {0}."),
-            "I will remember that your favourite colour is {0}.",
-            ("What is my favourite colour?", "Which colour do I like best?", "What's my favorite color?", "Do you know my favourite colour?"),
-            "Your favourite colour is {0}.", "I do not know your favourite colour yet.", lambda rng: rng.choice(facts.COLOURS)),
-    _Memory(("I live in {0}.", "My home is in {0}.", "I come from {0}."), "I hear that {0} is a good place to live.",
-            ("Where do I live?", "Which city do I live in?", "Do you know where I live?"), "You live in {0}.",
-            "I do not know where you live.", lambda rng: rng.choice(facts.CITIES)),
-    _Memory(("I am {0} years old.", "My age is {0}.", "I'm {0} years old."), "Noted: you are {0} years old.",
-            ("How old am I?", "What is my age?", "Do you know how old I am?"), "You are {0} years old.",
-            "I do not know how old you are.", lambda rng: str(rng.randint(5, 99))),
-    _Memory(("I like to eat {0}.", "My favourite food is {0}.", "I love {0}."), "I will remember that you like {0}.",
-            ("What do I like to eat?", "What is my favourite food?", "Which food do I like?"), "You like {0}.",
-            "I do not know what you like to eat.", lambda rng: rng.choice(facts.FOODS)),
-    _Memory(("My dog is called {0}.", "I have a dog called {0}.", "The name of my dog is {0}."), "What a nice name, {0}!",
-            ("What is my dog called?", "What is the name of my dog?", "Do you know my dog's name?"), "Your dog is called {0}.",
-            "I do not know your dog's name.", questions._name),
-    _Memory(("I work as a {0}.", "My job is {0}.", "I am a {0}."), "So you are a {0}.",
-            ("What is my job?", "What do I do for a living?", "What is my work?"), "You work as a {0}.",
-            "I do not know your job.", lambda rng: rng.choice(facts.JOBS)),
-)  # fmt: skip
+    _Memory(
+        (
+            "My name is {0}.",
+            "I am {0}.",
+            "Hi, my name is {0}.",
+            "Hello, I'm {0}.",
+            "Call me {0}.",
+            "Please remember that my name is {0}.",
+        ),
+        "Nice to meet you, {0}.",
+        (
+            "What is my name?",
+            "What's my name?",
+            "Do you know my name?",
+            "Who am I?",
+            "Do you remember my name?",
+        ),
+        "Your name is {0}.",
+        "I do not know your name yet.",
+        questions.person,
+    ),
+    _Memory(
+        (
+            "My favourite colour is {0}.",
+            "I like {0} best.",
+            "My favorite color is {0}.",
+            "Remember that my favourite colour is {0}.",
+        ),
+        "I will remember that your favourite colour is {0}.",
+        (
+            "What is my favourite colour?",
+            "Which colour do I like best?",
+            "What's my favorite color?",
+            "Do you know my favourite colour?",
+        ),
+        "Your favourite colour is {0}.",
+        "I do not know your favourite colour yet.",
+        lambda rng: rng.choice(facts.COLOURS),
+    ),
+    _Memory(
+        ("I live in {0}.", "My home is in {0}.", "I come from {0}."),
+        "I hear that {0} is a good place to live.",
+        ("Where do I live?", "Which city do I live in?", "Do you know where I live?"),
+        "You live in {0}.",
+        "I do not know where you live.",
+        lambda rng: rng.choice(facts.CITIES),
+    ),
+    _Memory(
+        ("I am {0} years old.", "My age is {0}.", "I'm {0} years old."),
+        "Noted: you are {0} years old.",
+        ("How old am I?", "What is my age?", "Do you know how old I am?"),
+        "You are {0} years old.",
+        "I do not know how old you are.",
+        lambda rng: str(rng.randint(5, 99)),
+    ),
+    _Memory(
+        ("I like to eat {0}.", "My favourite food is {0}.", "I love {0}."),
+        "I will remember that you like {0}.",
+        ("What do I like to eat?", "What is my favourite food?", "Which food do I like?"),
+        "You like {0}.",
+        "I do not know what you like to eat.",
+        lambda rng: rng.choice(facts.FOODS),
+    ),
+    _Memory(
+        ("My dog is called {0}.", "I have a dog called {0}.", "The name of my dog is {0}."),
+        "What a nice name, {0}!",
+        ("What is my dog called?", "What is the name of my dog?", "Do you know my dog's name?"),
+        "Your dog is called {0}.",
+        "I do not know your dog's name.",
+        questions.person,
+    ),
+    _Memory(
+        ("I work as a {0}.", "My job is {0}.", "I am a {0}."),
+        "So you are a {0}.",
+        ("What is my job?", "What do I do for a living?", "What is my work?"),
+        "You work as a {0}.",
+        "I do not know your job.",
+        lambda rng: rng.choice(facts.JOBS),
+    ),
+)
 
 
 def memory(rng: random.Random, split: Split) -> list[Turn]:
@@ -210,16 +340,16 @@ CATEGORIES: dict[str, tuple[Maker, float]] = {
     "countries": (questions.countries, 5),
     "sums": (questions.sums, 16),
     "colours": (questions.colours, 6),
-    "counting": (questions.counting, 6),
+    "counting": (questions.counting, 7),
     "echo": (questions.echo, 22),
     "definitions": (questions.definitions, 8),
     "json": (questions.json_objects, 11),
-    "spelling": (questions.spelling, 6),
+    "spelling": (questions.spelling, 9),
     "calendar": (questions.calendar, 2),
     "memory": (memory, 9),
     "follow-up": (follow_up, 4),
     "talk": (talk, 4),
-    "unknown": (unknown, 2),
+    "unknown": (unknown, 3),
     "story": (story, 2),
 }
 _MAKERS = [maker for maker, _ in CATEGORIES.values()]

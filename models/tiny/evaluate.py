@@ -18,7 +18,7 @@ from corpus import Question
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 UNTESTED = frozenset({"unknown", "story"})
-LONG_SYSTEMS = (2000, 8000, 20_000)
+LONG_SYSTEMS = (2000, 8000, 16_000)
 NO_WORDING = frozenset({"memory", "follow-up", "talk"})
 
 
@@ -35,7 +35,9 @@ class Row(NamedTuple):
 
 
 def _batches(questions: Sequence[Question], size: int) -> Iterator[Sequence[Question]]:
-    ordered = sorted(questions, key=lambda question: sum(len(message["content"]) for message in question.messages))
+    ordered = sorted(
+        questions, key=lambda question: sum(len(message["content"]) for message in question.messages)
+    )
     for start in range(0, len(ordered), size):
         yield ordered[start : start + size]
 
@@ -45,18 +47,25 @@ class Examiner:
 
     def __init__(self, model: Path, device: str) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model, padding_side="left")
-        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16 if device == "cuda" else torch.float32).to(device)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.bfloat16 if device == "cuda" else torch.float32
+        ).to(device)
         self.ends = set(self.model.generation_config.eos_token_id)
 
     def answers(self, questions: Sequence[Question]) -> list[tuple[str, bool]]:
         """For each question the greedy answer, and whether it ended by itself."""
         prompts = [
-            self.tokenizer.apply_chat_template(question.messages, tokenize=False, add_generation_prompt=True) for question in questions
+            self.tokenizer.apply_chat_template(question.messages, tokenize=False, add_generation_prompt=True)
+            for question in questions
         ]
         longest = max(len(self.tokenizer(question.answer).input_ids) for question in questions)
-        inputs = self.tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False).to(self.model.device)
+        inputs = self.tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False).to(
+            self.model.device
+        )
         with torch.inference_mode():
-            out = self.model.generate(**inputs, do_sample=False, temperature=None, top_p=None, max_new_tokens=longest + 16)
+            out = self.model.generate(
+                **inputs, do_sample=False, temperature=None, top_p=None, max_new_tokens=longest + 16
+            )
         new = out[:, inputs.input_ids.shape[1] :].tolist()
         texts = self.tokenizer.batch_decode(new, skip_special_tokens=True)
         return [(text, bool(self.ends & set(ids))) for text, ids in zip(texts, new, strict=True)]
@@ -81,29 +90,48 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--model", type=Path, default=Path(__file__).parent)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--count", type=int, default=200, help="questions a row; a quarter of it after long system prompts")
+    parser.add_argument(
+        "--count", type=int, default=200, help="questions a row; a quarter of it after long system prompts"
+    )
     parser.add_argument("--json", type=Path, help="also write all rows here, wrong answers included")
     parser.add_argument("--misses", type=int, default=0, help="print so many wrong answers a row")
     arguments = parser.parse_args()
     examiner = Examiner(arguments.model, arguments.device)
     categories = [name for name in corpus.CATEGORIES if name not in UNTESTED]
-    plan: list[tuple[str, corpus.Split, int, int]] = [(name, "test", arguments.count, 0) for name in categories]
+    plan: list[tuple[str, corpus.Split, int, int]] = [
+        (name, "test", arguments.count, 0) for name in categories
+    ]
     plan += [(name, "wording", arguments.count, 0) for name in categories if name not in NO_WORDING]
-    plan += [(name, "test", max(1, arguments.count // 4), length) for length in LONG_SYSTEMS for name in (*categories, "recall")]
+    plan += [
+        (name, "test", max(1, arguments.count // 4), length)
+        for length in LONG_SYSTEMS
+        for name in (*categories, "recall")
+    ]
     rows = []
-    print("| category | held out | system prompt (characters) | questions | correct | ended |\n|---|---|---|---|---|---|")
+    print(
+        "| category | held out | system prompt (characters) | questions | correct | ended |\n|---|---|---|---|---|---|"
+    )
     for category, split, count, system in plan:
         row = examiner.grade(category, split, count, system)
         rows.append(row)
         held_out = "combination" if split == "test" else "wording"
-        print(f"| {category} | {held_out} | {system} | {count} | {row.correct:.1%} | {row.ended:.1%} |", flush=True)
+        print(
+            f"| {category} | {held_out} | {system} | {count} | {row.correct:.1%} | {row.ended:.1%} |",
+            flush=True,
+        )
         for miss in row.misses[: arguments.misses]:
             print("   ", *(repr(part[-300:]) for part in miss), flush=True)
     for system in (0, *LONG_SYSTEMS):
-        shares = [row.correct for row in rows if row.system == system and row.split == "test" and row.category != "recall"]
+        shares = [
+            row.correct
+            for row in rows
+            if row.system == system and row.split == "test" and row.category != "recall"
+        ]
         print(f"mean over categories, system prompt of {system} characters: {sum(shares) / len(shares):.1%}")
     if arguments.json:
-        arguments.json.write_text(json.dumps([row._asdict() for row in rows], indent=1, ensure_ascii=False) + "\n")
+        arguments.json.write_text(
+            json.dumps([row._asdict() for row in rows], indent=1, ensure_ascii=False) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -7,49 +7,61 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 import string
 
-ADJECTIVES = tuple(
-    """quiet bright careful small large old new simple clear warm cold distant friendly hidden narrow open patient polite
-    quick rare ready round sharp short silent slow soft steady strong tall thin useful weak wide wise young empty heavy
-    gentle public private local remote internal external primary secondary annual daily weekly final early late""".split()
+from facts import phrases, words
+
+ADJECTIVES = words(
+    """
+    quiet bright careful small large old new simple clear warm cold distant friendly hidden narrow open
+    patient polite quick rare ready round sharp short silent slow soft steady strong tall thin useful
+    weak wide wise young empty heavy gentle public private local remote internal external primary
+    secondary annual daily weekly final early late
+    """
 )
-NOUNS = tuple(
-    """team office report customer order ticket product account invoice table window garden river village machine engine
-    letter message answer question document section manager worker teacher student market station road bridge harbour
-    library kitchen project plan system service request response policy rule limit page block record branch tree forest
-    lamp paper box key door wall tool list number name date price parcel shipment delivery warehouse supplier partner
-    visitor guest meeting schedule budget contract agreement summary example detail update backup server network""".split()
+NOUNS = words(
+    """
+    team office report customer order ticket product account invoice table window garden river village
+    machine engine letter message answer question document section manager worker teacher student market
+    station road bridge harbour library kitchen project plan system service request response policy rule
+    limit page block record branch tree forest lamp paper box key door wall tool list number name date
+    price parcel shipment delivery warehouse supplier partner visitor guest meeting schedule budget
+    contract agreement summary example detail update backup server network
+    """
 )
-VERBS = tuple(
-    """checks opens closes moves keeps sends reads writes follows finds holds leaves needs shows takes uses watches brings
-    builds carries changes cleans counts covers draws explains fills gives helps joins knows lists makes marks meets
-    orders passes plans prepares records repairs replaces returns saves sorts starts stops stores supports tests updates
-    visits wants""".split()
+VERBS = words(
+    """
+    checks opens closes moves keeps sends reads writes follows finds holds leaves needs shows takes uses
+    watches brings builds carries changes cleans counts covers draws explains fills gives helps joins
+    knows lists makes marks meets orders passes plans prepares records repairs replaces returns saves
+    sorts starts stops stores supports tests updates visits wants
+    """
 )
-ADVERBS = tuple(
-    """always never often rarely sometimes usually slowly quickly carefully quietly politely early late today tomorrow
-    soon again twice together alone outside inside everywhere""".split()
+ADVERBS = words(
+    """
+    always never often rarely sometimes usually slowly quickly carefully quietly politely early late
+    today tomorrow soon again twice together alone outside inside everywhere
+    """
 )
-PLACES = tuple(
-    """in the office|near the river|at the station|behind the wall|in the garden|on the second floor|at the harbour|
-    under the bridge|in the north|in the south|next to the library|at home|on the road|in the main hall|
-    in the warehouse|at the end of the day|before noon|after lunch|during the meeting|every Monday|in winter|
-    in the first week of the month|on Fridays|at night""".replace("\n", "")
-    .replace("    ", "")
-    .split("|")
+PLACES = phrases(
+    """
+    in the office|near the river|at the station|behind the wall|in the garden|on the second floor|
+    at the harbour|under the bridge|in the north|in the south|next to the library|at home|on the road|
+    in the main hall|in the warehouse|at the end of the day|before noon|after lunch|during the meeting|
+    every Monday|in winter|in the first week of the month|on Fridays|at night
+    """
 )
-RULES = tuple(
-    """Be polite.|Be brief.|Answer in one sentence.|Use plain words.|Do not guess.|Keep a friendly tone.|
+RULES = phrases(
+    """
+    Be polite.|Be brief.|Answer in one sentence.|Use plain words.|Do not guess.|Keep a friendly tone.|
     Never share private data.|Ask when something is unclear.|Use short sentences.|Stay on the topic.|
     Write in clear English.|Do not repeat the question.|Give the answer first.|Think before you answer.|
-    Follow the rules below.|Read the notes carefully.|Treat every user with respect.|You are a helpful assistant.|
-    You help the customers of a small shop.|You work for a library.|You support a software team.|
-    You answer short questions.|You are patient and precise.|Your answers are short and correct.""".replace(
-        "\n", ""
-    )
-    .replace("    ", "")
-    .split("|")
+    Follow the rules below.|Read the notes carefully.|Treat every user with respect.|
+    You are a helpful assistant.|You help the customers of a small shop.|You work for a library.|
+    You support a software team.|You answer short questions.|You are patient and precise.|
+    Your answers are short and correct.
+    """
 )
 SHORT_SYSTEMS = (
     "You are a helpful assistant.",
@@ -61,38 +73,21 @@ SHORT_SYSTEMS = (
     "You are Treeline's tiny model.",
     "You answer questions about the world.",
 )
-_ONSETS = tuple(
-    "b bl br c ch cl cr d dr f fl fr g gl gr h j k kl kr l m n p pl pr qu r s sh sk sl sm sn sp st str t th tr v w wr z".split()
+_ONSETS = words(
+    """
+    b bl br c ch cl cr d dr f fl fr g gl gr h j k kl kr l m n p pl pr qu r s sh sk sl sm sn sp st str t
+    th tr v w wr z
+    """
 )
-_VOWELS = tuple("a e i o u a e i o u ai ea ee oa oo ou ie y".split())
-_CODAS = (
-    "",
-    "",
-    "",
-    "b",
-    "ck",
-    "d",
-    "ff",
-    "g",
-    "k",
-    "l",
-    "ll",
-    "m",
-    "mp",
-    "n",
-    "nd",
-    "ng",
-    "nk",
-    "nt",
-    "p",
-    "r",
-    "rd",
+_VOWELS = words("a e i o u a e i o u ai ea ee oa oo ou ie y")
+_CODAS = ("", "", "", *words("b ck d ff g k l ll m mp n nd ng nk nt p r rd rk rn rt s sh sk ss st t th x zz"))
+_FOREIGN = words(
+    """
+    été naïve façade über straße jalapeño smörgås ångström crème brûlée Ελλάδα λόγος мир привет спасибо
+    日本 東京 你好 世界 한국 こんにちは שלום مرحبا नमस्ते café São Zürich Łódź 🙂 🚀 🌳 🎉 ❤️ ✓ → € £ ½ °C
+    """
 )
-_CODAS += ("rk", "rn", "rt", "s", "sh", "sk", "ss", "st", "t", "th", "x", "zz")
-_FOREIGN = tuple(
-    """été naïve façade über straße jalapeño smörgås ångström crème brûlée Ελλάδα λόγος мир привет спасибо 日本 東京 你好
-    世界 한국 こんにちは שלום مرحبا नमस्ते café São Zürich Łódź 🙂 🚀 🌳 🎉 ❤️ ✓ → € £ ½ °C""".split()
-)
+_BEFORE_VOWEL = re.compile(r"\b([Aa])(?= (?:[aeio]|up))")
 _SYMBOLS = "!?.,;:-_+*/=()[]{}<>@#%&$|~^'\""
 
 
@@ -127,29 +122,31 @@ def random_string(rng: random.Random) -> str:
     return "".join(rng.choice(alphabet) for _ in range(rng.randint(3, 14)))
 
 
-def sentence(rng: random.Random) -> str:
-    """One plain English-like sentence."""
+def _plain_sentence(rng: random.Random) -> str:
     choice = rng.choice
+    noun, other, third = choice(NOUNS), choice(NOUNS), choice(NOUNS)
+    verb = choice(VERBS)
     form = rng.randrange(8)
     if form == 0:
-        return (
-            f"The {choice(ADJECTIVES)} {choice(NOUNS)} {choice(VERBS)} the {choice(NOUNS)} {choice(PLACES)}."
-        )
+        return f"The {choice(ADJECTIVES)} {noun} {verb} the {other} {choice(PLACES)}."
     if form == 1:
-        return (
-            f"A {choice(NOUNS)} {choice(ADVERBS)} {choice(VERBS)} the {choice(ADJECTIVES)} {choice(NOUNS)}."
-        )
+        return f"A {noun} {choice(ADVERBS)} {verb} the {choice(ADJECTIVES)} {other}."
     if form == 2:
-        return f"If the {choice(NOUNS)} is {choice(ADJECTIVES)}, the {choice(NOUNS)} {choice(VERBS)} every {choice(NOUNS)}."
+        return f"If the {noun} is {choice(ADJECTIVES)}, the {other} {verb} every {third}."
     if form == 3:
-        return f"Every {choice(NOUNS)} has a {choice(ADJECTIVES)} {choice(NOUNS)} and {rng.randint(2, 999)} {choice(NOUNS)}s."
+        return f"Every {noun} has a {choice(ADJECTIVES)} {other} and {rng.randint(2, 999)} {third}s."
     if form == 4:
-        return f"{choice(PLACES).capitalize()}, the {choice(NOUNS)} {choice(VERBS)} a {choice(NOUNS)}."
+        return f"{choice(PLACES).capitalize()}, the {noun} {verb} a {other}."
     if form == 5:
-        return f"Our {choice(NOUNS)} {choice(VERBS)} the {choice(NOUNS)}, and the {choice(NOUNS)} {choice(VERBS)} it {choice(ADVERBS)}."
+        return f"Our {noun} {verb} the {other}, and the {third} {choice(VERBS)} it {choice(ADVERBS)}."
     if form == 6:
         return choice(RULES)
-    return f"The {choice(NOUNS)} of the {choice(NOUNS)} is {choice(ADJECTIVES)} and {choice(ADJECTIVES)}."
+    return f"The {noun} of the {other} is {choice(ADJECTIVES)} and {choice(ADJECTIVES)}."
+
+
+def sentence(rng: random.Random) -> str:
+    """One plain English-like sentence."""
+    return _BEFORE_VOWEL.sub(r"\1n", _plain_sentence(rng))
 
 
 def odd_text(rng: random.Random) -> str:
@@ -224,7 +221,7 @@ def _paragraph(rng: random.Random) -> str:
 
 
 def document(rng: random.Random, characters: int) -> str:
-    """About `characters` characters of filler: paragraphs, lists, headings, word salad, sometimes one repeated block."""
+    """About `characters` characters of filler: paragraphs, lists, headings, word salad, or one repeated block."""
     parts: list[str] = []
     length = 0
     style = rng.randrange(6)

@@ -1,7 +1,8 @@
-"""A small Qwen3 in plain torch, over packed documents, with weights named as Hugging Face's Qwen3ForCausalLM names them."""
+"""A small Qwen3 in plain torch over packed documents; weights are named as in transformers' Qwen3ForCausalLM."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the packed documents lie: `starts` [documents + 1] int32 offsets (padded with the total), `longest` ≥ any length."""
+    """Where the packed documents lie: `starts` [documents + 1] int32 offsets (padded with the total);
+    `longest` is at least any document's length."""
 
     starts: Tensor
     longest: int
@@ -92,7 +94,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tenso
         return out
     pieces = []
     offsets = packing.starts.unique().tolist()
-    for start, end in zip(offsets, offsets[1:], strict=False):
+    for start, end in itertools.pairwise(offsets):
         q1, k1, v1 = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
         pieces.append(functional.scaled_dot_product_attention(q1, k1, v1, is_causal=True)[0].transpose(0, 1))
     return torch.cat(pieces)
@@ -172,7 +174,10 @@ class Qwen3(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (2 * shape.layers) ** 0.5 if last else 0.02)
 
     def forward(self, ids: Tensor, positions: Tensor, packing: Packing, wanted: Tensor) -> Tensor:
-        """Logits [len(wanted), vocab] at the indices `wanted` of the packed `ids` [tokens]; `positions` count from 0 per document."""
+        """Logits [len(wanted), vocab] at the indices `wanted` of the packed `ids` [tokens].
+
+        `positions` [tokens] count from 0 in each document.
+        """
         x = self.embed_tokens(ids)
         cos, sin = self.cos[positions], self.sin[positions]
         for layer in self.layers:

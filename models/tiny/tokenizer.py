@@ -1,6 +1,6 @@
 """Trains the tiny model's tokenizer: byte-level BPE of 4096 tokens, in the layout that transformers loads.
 
-`python tokenizer.py --out DIR` writes tokenizer.json and tokenizer_config.json (chat_template.jinja is written by hand).
+`python tokenizer.py --out DIR` writes tokenizer.json and tokenizer_config.json; chat_template.jinja is written by hand.
 The shape is that of Qwen's tokenizers: NFC normalizer, a Split on Qwen's regular expression (every digit is a token of
 its own), byte-level alphabet, no BOS. The special tokens are the last three ids.
 """
@@ -29,7 +29,10 @@ from tokenizers import (
 VOCAB_SIZE = 4096
 MAX_LENGTH = 8192
 SPECIAL_TOKENS = (corpus.END_OF_TEXT, corpus.IM_START, corpus.IM_END)
-_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def texts(seed: int, documents: int) -> Iterator[str]:

@@ -34,7 +34,8 @@ MIN_DOCUMENT = 16
 
 
 class Batch(NamedTuple):
-    """One packed step. ids, positions: [tokens]; starts: [documents + 1] padded; wanted, targets: [loss slots] (target −100: unused)."""
+    """One packed step. ids, positions: [tokens]; starts: [documents + 1] padded; wanted, targets: [loss slots],
+    with the target −100 where a slot is unused."""
 
     ids: Tensor
     positions: Tensor
@@ -44,7 +45,7 @@ class Batch(NamedTuple):
 
 
 class PackedCorpus(Dataset[Batch]):
-    """Step number → packed batch; every step is a pure function of (seed, step). Every fifth step is of long documents."""
+    """Step number → packed batch, a pure function of (seed, step). Every fifth step is of long documents."""
 
     def __init__(self, tokenizer_file: Path, *, seed: int, steps: int, tokens: int, first: int = 0) -> None:
         self.tokenizer = Tokenizer.from_file(str(tokenizer_file))
@@ -84,7 +85,12 @@ class PackedCorpus(Dataset[Batch]):
             documents = [corpus.long_document(rng, count) for count in characters]
         else:
             documents = [corpus.short_document(rng) for _ in range(256)]
-        pieces = [piece for document in documents for piece in (document.text, document.completion) if piece is not None]
+        pieces = [
+            piece
+            for document in documents
+            for piece in (document.text, document.completion)
+            if piece is not None
+        ]
         encoded = iter(self.tokenizer.encode_batch_fast(pieces, add_special_tokens=False))
         result = []
         for document in documents:
@@ -138,7 +144,11 @@ def is_long_step(step: int) -> bool:
 def optimizers(model: Qwen3, rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for the embedding and the gains."""
     matrices = [parameter for parameter in model.layers.parameters() if parameter.ndim == 2]
-    others = [parameter for name, parameter in model.named_parameters() if parameter.ndim != 2 or name.startswith("embed")]
+    others = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.ndim != 2 or name.startswith("embed")
+    ]
     return [
         torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=others[0].is_cuda),
@@ -157,7 +167,11 @@ def train(arguments: argparse.Namespace) -> None:
     on_gpu = device.type == "cuda"
     torch.set_float32_matmul_precision("high")
     data = PackedCorpus(
-        arguments.out / "tokenizer.json", seed=arguments.seed, steps=arguments.steps, tokens=arguments.tokens, first=arguments.first_step
+        arguments.out / "tokenizer.json",
+        seed=arguments.seed,
+        steps=arguments.steps,
+        tokens=arguments.tokens,
+        first=arguments.first_step,
     )
     model = Qwen3(Shape())
     if arguments.resume:
@@ -174,7 +188,9 @@ def train(arguments: argparse.Namespace) -> None:
     step_loss = torch.compile(loss_of) if on_gpu else loss_of
     chosen = optimizers(model, arguments.rate)
     workers = arguments.workers
-    loader = DataLoader(data, batch_size=None, num_workers=workers, pin_memory=on_gpu, prefetch_factor=4 if workers else None)
+    loader = DataLoader(
+        data, batch_size=None, num_workers=workers, pin_memory=on_gpu, prefetch_factor=4 if workers else None
+    )
     began = time.monotonic()
     losses: dict[bool, list[Tensor]] = {False: [], True: []}
     for step, loaded in enumerate(loader):
@@ -195,13 +211,14 @@ def train(arguments: argparse.Namespace) -> None:
             optimizer.zero_grad(set_to_none=True)
         losses[is_long].append(loss.detach())
         if step < 5 or step % arguments.report_every == 0:
-            means = {name: float(torch.stack(values).mean()) if values else math.nan for name, values in losses.items()}
+            means = {
+                name: float(torch.stack(values).mean()) if values else math.nan
+                for name, values in losses.items()
+            }
             losses = {False: [], True: []}
             speed = (step + 1) * arguments.tokens / (time.monotonic() - began)
-            print(
-                f"step {step:6d} {100 * progress:5.1f}% loss short {means[False]:.4f} long {means[True]:.4f} {speed / 1e3:.0f}k tokens/s",
-                flush=True,
-            )
+            report = f"loss short {means[False]:.4f} long {means[True]:.4f} {speed / 1e3:.0f}k tokens/s"
+            print(f"step {step:6d} {100 * progress:5.1f}% {report}", flush=True)
     ends = {"end_of_text": data.end_of_text, "end_of_turn": data.im_end}
     model.save(arguments.out, **ends)
     print(f"saved after {(time.monotonic() - began) / 60:.1f} minutes", flush=True)
@@ -210,14 +227,20 @@ def train(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Train the tiny model."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="directory to write the model to")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent, help="directory to write the model to"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=6000, help="optimizer steps in all")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop (decayed) after so many minutes")
+    parser.add_argument("--steps", type=int, default=2800, help="optimizer steps in all")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="stop (decayed) after so many minutes"
+    )
     parser.add_argument("--tokens", type=int, default=131_072, help="tokens a step, at least 8192")
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
-    parser.add_argument("--workers", type=int, default=max(0, (os.cpu_count() or 1) - 2), help="data processes")
+    parser.add_argument(
+        "--workers", type=int, default=max(0, (os.cpu_count() or 1) - 2), help="data processes"
+    )
     parser.add_argument("--resume", type=Path, help="a model.safetensors to start from")
     parser.add_argument("--first-step", type=int, default=0, help="where in the stream of data to start")
     parser.add_argument("--report-every", type=int, default=100)
