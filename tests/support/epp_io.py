@@ -342,7 +342,7 @@ class FakePublisher:
 
     def _bind(self, kind: int, port: int) -> tuple[zmq.asyncio.Socket, int]:
         sock = self._context.socket(kind)
-        sock.linger = 0
+        sock.setsockopt(zmq.LINGER, 0)
         if self._curve is not None:
             self._curve.secure_server(sock)
         sock.bind(f"tcp://127.0.0.1:{port or '*'}")

@@ -16,9 +16,6 @@ from treeline_epp.endpoint import NoEndpoints, PickError, Saturated
 DROPPED_REASON = "x-llm-d-request-dropped-reason"
 """Response header naming, for machines, why a request was dropped."""
 
-SATURATED = "rejected-saturated"
-NO_ENDPOINTS = "rejected-no-endpoints"
-
 
 class Refusal(msgspec.Struct, frozen=True, gc=False):
     """An HTTP answer instead of a destination, in OpenAI's error shape.

@@ -34,6 +34,17 @@ _BATCH = 64
 """Messages handled before other tasks get a turn: a snapshot must not delay a pick."""
 _QUEUE = 100_000
 """High-water mark, in messages, like the publishers' own."""
+_SOCKET_OPTIONS = {
+    zmq.LINGER: 0,
+    zmq.RCVHWM: _QUEUE,
+    zmq.SNDHWM: _QUEUE,
+    zmq.RECONNECT_IVL: 50,
+    zmq.RECONNECT_IVL_MAX: 500,
+    # A peer whose machine has vanished closes nothing; heartbeats notice.
+    zmq.HEARTBEAT_IVL: 1000,
+    zmq.HEARTBEAT_TIMEOUT: 3000,
+    zmq.IPV6: 1,
+}
 _PATIENCE_S = 1.0
 """How long the events socket waits for the others before a session begins without them."""
 _UP = zmq.Event.HANDSHAKE_SUCCEEDED
@@ -117,13 +128,8 @@ class _Session:
                 return None
             sock = context.socket(kind)
             self._sockets.append(sock)
-            sock.linger = 0
-            sock.rcvhwm = sock.sndhwm = _QUEUE
-            sock.reconnect_ivl, sock.reconnect_ivl_max = 50, 500
-            # A peer whose machine has vanished closes nothing; heartbeats notice.
-            sock.heartbeat_ivl, sock.heartbeat_timeout = 1000, 3000
-            if ":" in host:
-                sock.ipv6 = True
+            for option, value in _SOCKET_OPTIONS.items():
+                sock.setsockopt(option, value)
             if curve is not None:
                 curve.secure_client(sock)
             if topic is not None:

@@ -13,8 +13,6 @@ import pytest
 from support.epp_io import Plane, data_plane, engines, running_picker, until
 from treeline_wire import headers as names
 
-pytestmark = pytest.mark.integration
-
 
 async def enough(plane: Plane, count: int, **request: Any) -> list[httpx.Response]:
     """Some completions, one after the other."""
@@ -30,6 +28,7 @@ def log_metadata(bootstrap: dict[str, Any]) -> None:
     line["served"] = f"%DYNAMIC_METADATA({names.LB}:{names.SERVED})%"
 
 
+@pytest.mark.integration
 async def test_a_request_goes_where_header_and_metadata_say(tmp_path: Path) -> None:
     async with (
         engines() as fakes,
@@ -52,6 +51,7 @@ async def test_a_request_goes_where_header_and_metadata_say(tmp_path: Path) -> N
         assert not [name for name in metrics if name.startswith("treeline_epp_served_elsewhere_total")]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("mode", ["NONE", "STREAMED", "BUFFERED", "FULL_DUPLEX_STREAMED"])
 async def test_every_body_mode_delivers_the_body_and_the_answer_unchanged(tmp_path: Path, mode: str) -> None:
     settings = {"request_body_mode": mode, "response_body_mode": mode, "fail_open": False}
@@ -72,6 +72,7 @@ async def test_every_body_mode_delivers_the_body_and_the_answer_unchanged(tmp_pa
         assert answer.status_code == 200
 
 
+@pytest.mark.integration
 async def test_what_clients_may_not_say_never_arrives(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes) as plane:
         spoofed = {
@@ -94,6 +95,7 @@ async def test_what_clients_may_not_say_never_arrives(tmp_path: Path) -> None:
         assert names.DESTINATION not in answer.json()["headers"]
 
 
+@pytest.mark.integration
 async def test_without_a_picker_requests_are_spread_over_the_known_endpoints(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes) as plane:
         await enough(plane, 2)
@@ -103,6 +105,7 @@ async def test_without_a_picker_requests_are_spread_over_the_known_endpoints(tmp
         assert {a.json()["engine"] for a in answers} == {"e0", "e1"}
 
 
+@pytest.mark.integration
 async def test_fail_close_answers_an_error_without_a_picker(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes, fail_open=False) as plane:
         assert (await plane.complete()).status_code == 200
@@ -110,6 +113,7 @@ async def test_fail_close_answers_an_error_without_a_picker(tmp_path: Path) -> N
         assert (await plane.complete()).status_code >= 500
 
 
+@pytest.mark.integration
 async def test_a_picker_that_returns_is_asked_again_within_a_second(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes) as plane:
         old = plane.picker.options
@@ -126,6 +130,7 @@ async def test_a_picker_that_returns_is_asked_again_within_a_second(tmp_path: Pa
             assert set(await plane.envoy.hosts()) == {fake.address for fake in fakes}
 
 
+@pytest.mark.integration
 async def test_a_dead_first_entry_is_retried_on_the_second(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes, "--policy", "round_robin") as plane:
         await enough(plane, 2)
@@ -146,6 +151,7 @@ async def test_a_dead_first_entry_is_retried_on_the_second(tmp_path: Path) -> No
         assert answer.json()["headers"][names.DESTINATION] == alive.address
 
 
+@pytest.mark.integration
 async def test_overload_is_tried_on_the_next_entry_and_told_if_all_are_full(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes, "--policy", "round_robin") as plane:
         full = fakes[0]
@@ -159,6 +165,7 @@ async def test_overload_is_tried_on_the_next_entry_and_told_if_all_are_full(tmp_
         assert answer.headers["retry-after"] == "2"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("mode", ["BUFFERED", "FULL_DUPLEX_STREAMED"])
 async def test_a_body_over_the_limit_is_413_in_openai_shape(tmp_path: Path, mode: str) -> None:
     flags = ("--max-body-bytes", "100000")
@@ -181,6 +188,7 @@ async def test_a_body_over_the_limit_is_413_in_openai_shape(tmp_path: Path, mode
         assert len([s for fake in fakes for s in fake.served]) == 1
 
 
+@pytest.mark.integration
 async def test_api_keys_are_required_where_there_are_any(tmp_path: Path) -> None:
     keys = {"ada": "sk-ada", "bob": "sk-bob"}
     async with engines() as fakes, data_plane(tmp_path, fakes, api_keys=keys) as plane:
@@ -196,6 +204,7 @@ async def test_api_keys_are_required_where_there_are_any(tmp_path: Path) -> None
             assert seen["x-treeline-client"] in keys
 
 
+@pytest.mark.integration
 async def test_models_are_the_union_and_an_unknown_one_is_404(tmp_path: Path) -> None:
     async with engines(2, models=("tiny", "tiny:lora")) as fakes:
         fakes[1].models = ("tiny", "other")
@@ -217,6 +226,7 @@ async def test_models_are_the_union_and_an_unknown_one_is_404(tmp_path: Path) ->
             assert (await plane.http.get("/health")).status_code == 200
 
 
+@pytest.mark.integration
 async def test_no_endpoint_is_503_with_a_reason(tmp_path: Path) -> None:
     async with engines(1, ready=False) as fakes, data_plane(tmp_path, fakes) as plane:
         answer = await plane.complete()
@@ -230,6 +240,7 @@ async def test_no_endpoint_is_503_with_a_reason(tmp_path: Path) -> None:
         fakes[0].ready = True
 
 
+@pytest.mark.integration
 async def test_an_engine_that_drains_gets_nothing_new_and_finishes_what_it_has(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes, "--policy", "round_robin") as plane:
         hold = asyncio.Event()
@@ -251,6 +262,7 @@ async def test_an_engine_that_drains_gets_nothing_new_and_finishes_what_it_has(t
         assert [answer.status_code for answer in await asyncio.gather(*held)] == [200, 200]
 
 
+@pytest.mark.integration
 async def test_endpoints_come_and_go_with_the_file(tmp_path: Path) -> None:
     file = tmp_path / "endpoints.yaml"
 
@@ -275,6 +287,7 @@ async def test_endpoints_come_and_go_with_the_file(tmp_path: Path) -> None:
             assert "treeline_epp_served_elsewhere_total" not in str(metrics)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("expose", [False, True])
 async def test_our_response_headers_are_for_the_picker_and_for_clients_only_if_told(
     tmp_path: Path, expose: bool
@@ -291,6 +304,7 @@ async def test_our_response_headers_are_for_the_picker_and_for_clients_only_if_t
         assert metrics["treeline_epp_reported_prompt_tokens_total"] == 48
 
 
+@pytest.mark.integration
 async def test_a_client_that_leaves_closes_its_reservation(tmp_path: Path) -> None:
     async with engines(1) as fakes, data_plane(tmp_path, fakes) as plane:
         fakes[0].hold = asyncio.Event()

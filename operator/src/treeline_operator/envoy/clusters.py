@@ -126,10 +126,7 @@ def ext_proc_cluster(config: EnvoyConfig) -> Cluster:
         healthy_threshold=1,
         grpc_health_check=HealthCheckGrpcHealthCheck(service_name=HEALTH_NAME),
     )
-    cluster = _picker_cluster(EXT_PROC_CLUSTER, config, config.ext_proc_port, health_port=config.eds_port)
-    cluster.health_checks = [check]
-    cluster.common_lb_config = ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0.0))
-    return cluster
+    return _picker_cluster(EXT_PROC_CLUSTER, config, config.ext_proc_port, check)
 
 
 def eds_cluster(config: EnvoyConfig) -> Cluster:
@@ -137,19 +134,22 @@ def eds_cluster(config: EnvoyConfig) -> Cluster:
     return _picker_cluster(EDS_CLUSTER, config, config.eds_port)
 
 
-def _picker_cluster(name: str, config: EnvoyConfig, port: int, *, health_port: int | None = None) -> Cluster:
-    """An HTTP/2 cluster with one address, a port of the picker; its health may be asked on another port."""
-    check = None if health_port is None else EndpointHealthCheckConfig(port_value=health_port)
-    endpoint = LbEndpoint(
-        endpoint=Endpoint(address=address(config.epp_host, port), health_check_config=check)
+def _picker_cluster(name: str, config: EnvoyConfig, port: int, check: HealthCheck | None = None) -> Cluster:
+    """An HTTP/2 cluster with one address, a port of the picker; its health is asked on the EDS port."""
+    endpoint = Endpoint(
+        address=address(config.epp_host, port),
+        health_check_config=EndpointHealthCheckConfig(port_value=config.eds_port),
     )
     return Cluster(
         name=name,
         type=ClusterDiscoveryType.STATIC if _is_ip(config.epp_host) else ClusterDiscoveryType.STRICT_DNS,
         connect_timeout=timedelta(milliseconds=250),
         load_assignment=ClusterLoadAssignment(
-            cluster_name=name, endpoints=[LocalityLbEndpoints(lb_endpoints=[endpoint])]
+            cluster_name=name,
+            endpoints=[LocalityLbEndpoints(lb_endpoints=[LbEndpoint(endpoint=endpoint)])],
         ),
+        health_checks=[] if check is None else [check],
+        common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0.0)),
         circuit_breakers=_circuit_breakers(),
         typed_extension_protocol_options=_http(
             HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=Http2ProtocolOptions())
