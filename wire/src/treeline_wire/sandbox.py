@@ -101,18 +101,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             return lambda mapping: bounded_ops.formatted(formatter, template, (), mapping)
         return lambda *args, **kwargs: bounded_ops.formatted(formatter, template, args, kwargs)
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         budget = current.get()
         budget.enter_call()
         try:
-            if isinstance(__obj, types.BuiltinMethodType) and isinstance(__obj.__self__, str):
+            if isinstance(function, types.BuiltinMethodType) and isinstance(function.__self__, str):
                 for ours in (
                     "_loop_vars",
                     "_block_vars",
                 ):  # Jinja's own, for callables that ask for the context
                     kwargs.pop(ours, None)
-                return bounded_ops.call_method(__obj, args, kwargs)
-            return budget.charged(super().call(__context, __obj, *args, **kwargs))
+                return bounded_ops.call_method(function, args, kwargs)
+            return budget.charged(super().call(context, function, *args, **kwargs))
         finally:
             budget.leave_call()
 
@@ -132,23 +132,13 @@ class _Paying(NodeTransformer):
         node.body.insert(0, _statement(_filtered(nodes.Const(None), _TICK), node.lineno))
         return node
 
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
+    def _visit_callable(self, node: nodes.Node) -> nodes.Node:
         self._repeated += 1
         self.generic_visit(node)
         self._repeated -= 1
         return node
 
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
-        self._repeated += 1
-        self.generic_visit(node)
-        self._repeated -= 1
-        return node
-
-    def visit_Block(self, node: nodes.Block) -> nodes.Node:
-        self._repeated += 1
-        self.generic_visit(node)
-        self._repeated -= 1
-        return node
+    visit_Macro = visit_CallBlock = visit_Block = _visit_callable
 
     def visit_Output(self, node: nodes.Output) -> nodes.Node | list[nodes.Node]:
         self.generic_visit(node)
