@@ -21,6 +21,7 @@ from enum import StrEnum
 from itertools import chain
 from operator import itemgetter
 
+from msgspec import Struct
 from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from treeline_wire.keys import PrefixKeys, escape
 from treeline_wire.namespaces import join_namespace
@@ -97,8 +98,7 @@ class Pod:
         return bits
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
+class Hit(Struct, frozen=True, gc=False):
     """What a pod holds of a key: `tokens` confirmed by events, that is `end` bytes; predictions go to `reach` ≥ end."""
 
     tokens: int = 0
@@ -109,8 +109,7 @@ class Hit:
 NO_HIT = Hit()
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(Struct, frozen=True):
     """The result of `Index.match`: hits by pod, for pods that hold anything, and the bytes that the tree knows."""
 
     hits: dict[Pod, Hit]
@@ -143,6 +142,7 @@ class Index:
         self._scopes: dict[str, _Scope] = {}
         self._free: list[int] = []
         self._slots = 0
+        self._doubting = False
         self._retired = 0
         self._sweeping = 0
         self._to_sweep: list[Tree] = []
@@ -233,14 +233,14 @@ class Index:
         if not path.nodes:
             return Match({})
         everyone = 0
-        unions = []
+        unions: list[int] = []
         for pod in pods:
-            bits = pod.bits
-            everyone |= bits
+            everyone |= pod.bit
             if pod.aged:
-                unions.append(bits)
+                unions.append(pod.bits)
+                everyone |= unions[-1]
         levels = match(known.tree, path, everyone, unions)
-        return Match(self._hits(path, levels, pods, now), path.matched)
+        return Match(self._hits(path, levels, everyone, now), path.matched)
 
     def predict(self, pod: Pod, namespace: str | None, key: bytes, hit: Hit, now: float) -> float:
         """A request with `key` goes to `pod`: it will hold all of the key.
@@ -276,6 +276,7 @@ class Index:
         for node, _ in walk(root, key).nodes:
             if any(lane.base + len(lane) * lane.width > tokens for lane in node.lanes):
                 pod.doubts[node] = (tokens, now + self.limits.doubt_life_s)
+                self._doubting = True
                 return
 
     # Upkeep
@@ -284,12 +285,14 @@ class Index:
         """Housekeeping in steps of about a millisecond: end predictions, doubts and aged bits, sweep retired bits."""
         for scope in self._scopes.values():
             scope.history.expire(scope.tree, now)
+        self._doubting = False
         for pod in {id(pod): pod for pod in self.pods.values()}.values():
             for bit, ends_at in [entry for entry in pod.aged if entry[1] <= now]:
                 pod.aged.remove((bit, ends_at))
                 self._retire(bit)
             for node in [node for node, (_, ends_at) in pod.doubts.items() if ends_at <= now]:
                 del pod.doubts[node]
+            self._doubting = self._doubting or bool(pod.doubts)
         self._sweep(max_nodes)
 
     def blocks_of(self, pod: Pod) -> set[int]:
@@ -329,25 +332,26 @@ class Index:
 
     # Inside
 
-    def _hits(self, path: Walk, levels: list[Level], pods: Sequence[Pod], now: float) -> dict[Pod, Hit]:
+    def _hits(self, path: Walk, levels: list[Level], everyone: int, now: float) -> dict[Pod, Hit]:
         hits: dict[Pod, Hit] = {}
-        ends: dict[int, int] = {}
-        for pod in pods:
-            for level in levels:
-                if level.pods & pod.bit:
-                    ends[pod.bit] = level.end
-                    if level.tokens:
-                        hits[pod] = Hit(level.tokens, level.end, level.end)
-                    break
-        limit = path.matched - GUARD_BYTES
-        for bit, end in reach(path.nodes, ends, now):
-            pod = self.pods[bit]
-            hit = hits.get(pod, NO_HIT)
-            if min(end, limit) > hit.end:
-                hits[pod] = Hit(hit.tokens, hit.end, min(end, limit))
-        for pod in pods:
-            if pod.doubts and pod in hits:
-                hits[pod] = _doubted(pod, hits[pod], path, now)
+        owners = self.pods
+        for level in levels:
+            if level.tokens:
+                hit = Hit(level.tokens, level.end, level.end)
+                for bit in _bits_of(level.pods):
+                    hits[owners[bit]] = hit
+        if any(node.spans for node, _ in path.nodes):
+            ends = {bit: level.end for level in levels for bit in _bits_of(level.pods & everyone)}
+            limit = path.matched - GUARD_BYTES
+            for bit, end in reach(path.nodes, ends, now):
+                pod = owners[bit]
+                hit = hits.get(pod, NO_HIT)
+                if min(end, limit) > hit.end:
+                    hits[pod] = Hit(hit.tokens, hit.end, min(end, limit))
+        if self._doubting:
+            for pod, hit in hits.items():
+                if pod.doubts:
+                    hits[pod] = _doubted(pod, hit, path, now)
         return hits
 
     def _store(self, pod: Pod, bit: int, event: BlockStored, keys: PrefixKeys | None) -> None:
@@ -542,6 +546,16 @@ def _namespace(event: BlockStored) -> tuple[str | None, bool]:
     if salt is not None and salt.startswith("\0"):
         return salt, plain
     return join_namespace(event.lora_name, salt), plain
+
+
+def _bits_of(pods: int) -> list[int]:
+    """The single bits of a set. O(pods in it)."""
+    bits = []
+    while pods:
+        bit = pods & -pods
+        bits.append(bit)
+        pods ^= bit
+    return bits
 
 
 def _root_of(node: Node) -> Node:

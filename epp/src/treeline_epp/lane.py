@@ -10,11 +10,15 @@ an engine may drop an ancestor and keep its descendants.
 """
 
 import struct
+import sys
+from bisect import bisect_right
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from treeline_epp.tree import Node
+
+assert sys.byteorder == "little", "`Lane.count_until` reads packed offsets in the machine's order"
 
 #: The parent of a prompt's first block.
 NO_PARENT = bytes(8)
@@ -74,14 +78,7 @@ class Lane:
 
     def count_until(self, limit: int) -> int:
         """How many blocks end at or before byte `limit` of the edge. O(log n)."""
-        low, high = 0, len(self)
-        while low < high:
-            middle = (low + high) >> 1
-            if self.end(middle) <= limit:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        return bisect_right(memoryview(self.ends).cast("H"), limit)
 
     def runs(self) -> list[tuple[int, int, int]]:
         """`(first slot, slot after the last, set)` of each run."""

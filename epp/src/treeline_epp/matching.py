@@ -10,7 +10,8 @@ The walk compares whole edges at memory speed; only then are marks looked at, on
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from treeline_epp.lane import NO_PARENT, Lane
 from treeline_epp.tree import Node, Tree, common_prefix
@@ -19,8 +20,7 @@ from treeline_epp.tree import Node, Tree, common_prefix
 GUARD_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
+class Level(Struct, frozen=True, gc=False):
     """These pods (bits) hold `tokens` tokens of the key, `end` bytes of its text, and no more."""
 
     pods: int
@@ -28,8 +28,7 @@ class Level:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Walk:
+class Walk(Struct, frozen=True):
     """The path of a key: its nodes with the key offset where each begins, and how many bytes of the key matched."""
 
     nodes: list[tuple[Node, int]]
@@ -58,7 +57,7 @@ def match(tree: Tree, path: Walk, pods: int, unions: Sequence[int] = ()) -> list
     """What each of `pods` holds of a walked key; pods that hold nothing are in a level of 0 tokens.
 
     `unions` are sets of bits that stand for one pod each: holding a block with any of them is holding it with all.
-    Levels are disjoint, longest first. O(nodes), plus O(lanes × runs) in edges with several lanes.
+    Levels are disjoint, longest first. O(nodes + runs), plus O(lanes × runs) in edges with several lanes.
     """
     limit = path.matched - GUARD_BYTES
     levels: list[Level] = []
@@ -68,37 +67,52 @@ def match(tree: Tree, path: Walk, pods: int, unions: Sequence[int] = ()) -> list
         if not lanes:
             continue
         lane = lanes[0]
+        if len(lanes) > 1 or lane.chain[:8] != tail or lane.base != tokens:
+            return _match_chains(tree, path, pods, unions, levels, step, _Run(tail, tokens, end, alive))
+        whole = start + len(node.text) <= limit
         sets = lane.sets
-        if (
-            len(lanes) > 1
-            or not isinstance(sets, int)
-            or start + len(node.text) > limit
-            or lane.chain[:8] != tail
-            or lane.base != tokens
-        ):
-            levels.append(Level(alive, tokens, end))
-            chains = _Chains(tree, limit, pods, unions)
-            chains.run = _Run(tail, tokens, end, alive)
-            if chains.follow(path.nodes[step:]):
-                return _longest(levels + chains.levels)
-            chains = _Chains(tree, limit, pods, unions)
-            chains.follow(path.nodes)
-            return _longest(chains.levels)
-        held = alive & (_unite(sets, unions) if unions else sets)
-        if held != alive:
-            levels.append(Level(alive & ~held, tokens, end))
-            alive = (
-                held  # go on even if it is empty: another chain may begin at the root and end further down
-            )
-        tokens += lane.width * (len(lane.ends) >> 1)
+        if isinstance(sets, int):
+            count = len(lane.ends) >> 1 if whole else lane.count_until(limit - start)
+            held = alive & (_unite(sets, unions) if unions else sets) if count else alive
+            if held != alive:
+                levels.append(Level(alive & ~held, tokens, end))
+                alive = held  # go on even if it is empty: another chain may begin at the root and end further down
+        else:
+            count = len(lane.ends) >> 1 if whole else lane.count_until(limit - start)
+            for first, _, members in lane.runs():
+                if first >= count:
+                    break
+                held = alive & _unite(members, unions)
+                if held != alive:
+                    at = start + lane.end(first - 1) if first else end
+                    levels.append(Level(alive & ~held, tokens + first * lane.width, at))
+                    alive = held
+        if count:
+            tokens += lane.width * count
+            end = start + lane.end(count - 1)
+        if not whole:
+            break
         tail = lane.chain[-8:]
-        end = start + lane.last_end()
     levels.append(Level(alive, tokens, end))
-    return _longest(levels)
+    levels.reverse()
+    return [level for level in levels if level.pods]
 
 
-@dataclass(slots=True)
-class _Run:
+def _match_chains(
+    tree: Tree, path: Walk, pods: int, unions: Sequence[int], levels: list[Level], step: int, run: "_Run"
+) -> list[Level]:
+    """Go on from node `step` of the path in the general way; `run` and `levels` are what was found until there."""
+    limit = path.matched - GUARD_BYTES
+    chains = _Chains(tree, limit, pods, unions)
+    chains.run = run
+    if chains.follow(path.nodes[step:]):
+        return _longest([*levels, Level(run.pods, run.tokens, run.end), *chains.levels])
+    chains = _Chains(tree, limit, pods, unions)
+    chains.follow(path.nodes)
+    return _longest(chains.levels)
+
+
+class _Run(Struct):
     """Blocks from the beginning of the prompt to `block` (its hash), and the pods that hold them all."""
 
     block: bytes
