@@ -87,7 +87,7 @@ def test_bad_json_is_a_400_in_the_shape_that_clients_know(stack: Stack):
 
 @pytest.mark.parametrize("seed", [11, 12, 13])
 def test_two_prompts_that_share_two_thousand_tokens_meet_on_one_runtime(stack: Stack, seed: int):
-    shared = text(2_200, seed=seed)
+    shared = text(1_000, seed=seed)
 
     def ask(question: str) -> httpx.Response:
         body = {"model": "tiny", "messages": messages(shared, question), "max_tokens": 4}

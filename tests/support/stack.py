@@ -6,6 +6,7 @@ and their arguments are those of `treeline up` (`treeline.up.plan`), only the po
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -120,10 +121,11 @@ class Stack:
         """Send a signal (SIGKILL goes to the whole group) and wait for the end; returns the exit status."""
         process = self.processes[name]
         assert process.popen is not None
-        if number is signal.SIGKILL:
-            os.killpg(process.popen.pid, number)
-        else:
-            process.popen.send_signal(number)
+        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
+            if number is signal.SIGKILL:
+                os.killpg(process.popen.pid, number)
+            else:
+                process.popen.send_signal(number)
         status = process.popen.wait(timeout_s)
         process.popen = None
         return status
