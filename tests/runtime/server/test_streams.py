@@ -277,8 +277,28 @@ def test_native_answers_are_cumulative(http: httpx.Client) -> None:
     assert texts[-1] == whole["text"]
     assert events[-1]["output_ids"] == whole["output_ids"]
     assert isinstance(events[-1]["meta_info"]["output_token_logprobs"][0][2], str)
-    batch = http.post("/generate", json=body | {"text": ["a", "b"]}).json()
-    assert [answer["meta_info"]["completion_tokens"] for answer in batch] == [4, 4]
+
+
+def test_native_batches_take_one_value_or_one_each(http: httpx.Client) -> None:
+    body = {
+        "text": ["a", "b"],
+        "rid": ["first", "second"],
+        "sampling_params": [{"max_new_tokens": 2}, {"max_new_tokens": 3}],
+        "return_logprob": [True, False],
+    }
+    first, second = http.post("/generate", json=body).json()
+    assert [answer["meta_info"]["id"] for answer in (first, second)] == ["first", "second"]
+    assert [answer["meta_info"]["completion_tokens"] for answer in (first, second)] == [2, 3]
+    assert len(first["meta_info"]["output_token_logprobs"]) == 2
+    assert "output_token_logprobs" not in second["meta_info"]
+    for field, value in {"rid": ["x"], "return_logprob": [True], "logprob_start_len": [0, 0, 0]}.items():
+        refused = http.post("/generate", json=body | {field: value})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+    one = {"text": "a", "rid": "mine", "sampling_params": {"max_new_tokens": 1, "n": 2}}
+    assert [answer["meta_info"]["id"] for answer in http.post("/generate", json=one).json()] == [
+        "mine:0",
+        "mine:1",
+    ]
 
 
 def test_tokenize_and_detokenize_are_inverse(http: httpx.Client) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from treeline_runtime.messages import TextOut
 from treeline_runtime.server import openai
 from treeline_runtime.server.http import DONE, Request, Response, event, json_response
-from treeline_runtime.server.service import Job, Service, token_headers, usage
+from treeline_runtime.server.service import Ask, Job, Service, new_rid, token_headers, usage
 from treeline_runtime.tokenizer_manager import Flight
 
 
@@ -18,24 +18,22 @@ async def chat_completions(service: Service, request: Request) -> Response | Non
     ids = await service.prompts.of_chat(raw, len(request.body))
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     most = service.max_new_tokens(len(ids), asked, None, "messages")
-    job = Job(
-        prompts=[ids],
-        sampling=[openai.sampling(body, service, most)],
-        n=body.n or 1,
-        namespace=openai.namespace(raw),
-        rid=body.rid,
+    ask = Ask(
+        ids,
+        openai.sampling(body, service, most),
         return_logprob=bool(body.logprobs),
         top_logprobs_num=body.top_logprobs or 0,
     )
+    job = Job(body.rid or new_rid("chatcmpl"), [ask], n=body.n or 1, namespace=openai.namespace(raw))
     flight = service.open(job)
     try:
         if body.stream:
             await _stream(service, request, body, job, flight)
             return None
-        outs = await service.collect(flight, job.n)
-        answer = openai.envelope("chatcmpl", "chat.completion", service.model_name, body.rid) | {
+        outs = await service.collect(flight)
+        answer = openai.envelope(job.rid, "chat.completion", service.model_name) | {
             "choices": [_choice(service, index, out) for index, out in enumerate(outs)],
-            "usage": usage(job.prompts, outs, job.n),
+            "usage": usage(job, outs),
         }
         return json_response(answer, headers=token_headers(len(ids), outs[0].cached_tokens))
     finally:
@@ -55,7 +53,7 @@ def _choice(service: Service, index: int, out: TextOut) -> dict[str, Any]:
 async def _stream(
     service: Service, request: Request, body: openai.ChatBody, job: Job, flight: Flight
 ) -> None:
-    head = openai.envelope("chatcmpl", "chat.completion.chunk", service.model_name, body.rid)
+    head = openai.envelope(job.rid, "chat.completion.chunk", service.model_name)
     with_usage = openai.include_usage(body)
     if with_usage:
         head["usage"] = None
@@ -78,14 +76,14 @@ async def _stream(
     def closing() -> bytes:
         if not with_usage:
             return DONE
-        counted = usage(job.prompts, [last[index] for index in sorted(last)], job.n)
+        counted = usage(job, [last[index] for index in sorted(last)])
         return event({**head, "choices": [], "usage": counted}) + DONE
 
     await service.stream(
         request,
         flight,
         frames,
-        headers_of=lambda out: token_headers(len(job.prompts[0]), out.cached_tokens),
+        headers_of=lambda out: token_headers(job.prompt_tokens, out.cached_tokens),
         opening=b"".join(
             chunk(i, {"role": "assistant", "content": "", "refusal": None}) for i in range(job.n)
         ),

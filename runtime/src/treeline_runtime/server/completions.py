@@ -8,7 +8,7 @@ from typing import Any
 from treeline_runtime.messages import TextLogprob, TextOut
 from treeline_runtime.server import openai
 from treeline_runtime.server.http import DONE, Header, Request, Response, event, json_response
-from treeline_runtime.server.service import Job, Service, token_headers, usage
+from treeline_runtime.server.service import Ask, Job, Service, new_rid, token_headers, usage
 from treeline_runtime.tokenizer_manager import Flight
 
 DEFAULT_MAX_TOKENS = 16
@@ -19,36 +19,33 @@ async def completions(service: Service, request: Request) -> Response | None:
     raw = request.json()
     body = openai.read_completion(raw, service)
     prompts = await service.prompts.of_completion(raw, len(request.body))
-    samplings = [
-        openai.sampling(
-            body, service, service.max_new_tokens(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
+    asks = [
+        Ask(
+            ids,
+            openai.sampling(
+                body, service, service.max_new_tokens(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
+            ),
+            return_logprob=body.logprobs is not None,
+            logprob_start_len=0 if body.echo else -1,
+            top_logprobs_num=body.logprobs or 0,
         )
         for ids in prompts
     ]
-    job = Job(
-        prompts=prompts,
-        sampling=samplings,
-        n=body.n or 1,
-        namespace=openai.namespace(raw),
-        rid=body.rid,
-        return_logprob=body.logprobs is not None,
-        logprob_start_len=0 if body.echo else -1,
-        top_logprobs_num=body.logprobs or 0,
-    )
+    job = Job(body.rid or new_rid("cmpl"), asks, n=body.n or 1, namespace=openai.namespace(raw))
     echoes = [service.prompts.decode(ids, skip_special_tokens=True) if body.echo else "" for ids in prompts]
     flight = service.open(job)
     try:
         if body.stream:
             await _stream(service, request, body, job, echoes, flight)
             return None
-        outs = await service.collect(flight, len(prompts) * job.n)
+        outs = await service.collect(flight)
         choices = [_choice(_Echo(echoes[index // job.n]), index, out) for index, out in enumerate(outs)]
-        answer = openai.envelope("cmpl", "text_completion", service.model_name, body.rid) | {
+        answer = openai.envelope(job.rid, "text_completion", service.model_name) | {
             "choices": choices,
-            "usage": usage(prompts, outs, job.n),
+            "usage": usage(job, outs),
         }
         cached = sum(out.cached_tokens for out in outs[:: job.n])
-        return json_response(answer, headers=token_headers(sum(map(len, prompts)), cached))
+        return json_response(answer, headers=token_headers(job.prompt_tokens, cached))
     finally:
         flight.close()
 
@@ -93,12 +90,12 @@ async def _stream(
     echoes: list[str],
     flight: Flight,
 ) -> None:
-    head = openai.envelope("cmpl", "text_completion", service.model_name, body.rid)
+    head = openai.envelope(job.rid, "text_completion", service.model_name)
     with_usage = openai.include_usage(body)
     if with_usage:
         head["usage"] = None
     last: dict[int, TextOut] = {}
-    echo = {index: _Echo(echoes[index // job.n]) for index in range(len(job.prompts) * job.n)}
+    echo = {index: _Echo(echoes[index // job.n]) for index in range(job.generations)}
 
     def frames(index: int, out: TextOut) -> bytes:
         last[index] = out
@@ -109,12 +106,12 @@ async def _stream(
 
     def headers(out: TextOut) -> list[Header]:
         # With several prompts, what the others found in the cache is not known yet.
-        return token_headers(len(job.prompts[0]), out.cached_tokens) if len(job.prompts) == 1 else []
+        return token_headers(job.prompt_tokens, out.cached_tokens) if len(job.asks) == 1 else []
 
     def closing() -> bytes:
         if not with_usage:
             return DONE
-        counted = usage(job.prompts, [last[index] for index in sorted(last)], job.n)
+        counted = usage(job, [last[index] for index in sorted(last)])
         return event({**head, "choices": [], "usage": counted}) + DONE
 
     await service.stream(request, flight, frames, headers_of=headers, opening=b"", closing=closing)

@@ -16,7 +16,7 @@ from treeline_runtime.server import openai
 from treeline_runtime.server.fields import check_unknown, convert
 from treeline_runtime.server.http import DONE, ApiError, Request, Response, event, json_response
 from treeline_runtime.server.sampling import MAX_TOP_LOGPROBS, Count, SamplingFields, Seed, TokenId
-from treeline_runtime.server.service import Job, Service, token_headers
+from treeline_runtime.server.service import Ask, Job, Service, new_rid, token_headers
 from treeline_runtime.tokenizer_manager import Flight, NoReply
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -38,11 +38,11 @@ class GenerateBody(Struct, frozen=True):
     text: str | list[str] | None = None
     input_ids: list[Any] | None = None
     sampling_params: dict[str, Any] | list[Any] | None = None
-    rid: openai.Rid | None = None
+    rid: openai.Rid | list[openai.Rid] | None = None
     stream: bool | None = None
-    return_logprob: bool | None = None
-    logprob_start_len: StartLen | None = None
-    top_logprobs_num: TopCount | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: StartLen | list[StartLen] | None = None
+    top_logprobs_num: TopCount | list[TopCount] | None = None
     return_text_in_logprobs: bool | None = None
 
 
@@ -57,27 +57,21 @@ async def generate(service: Service, request: Request) -> Response | None:
     check_unknown(raw, _GENERATE_FIELDS)
     body = convert(raw, GenerateBody)
     prompts, batched = await _prompts(service, body, len(request.body))
-    samplings, n = _samplings(service, body, prompts)
-    job = Job(
-        prompts=prompts,
-        sampling=samplings,
-        n=n,
-        namespace=openai.namespace(raw),
-        rid=body.rid,
-        return_logprob=bool(body.return_logprob),
-        logprob_start_len=-1 if body.logprob_start_len is None else body.logprob_start_len,
-        top_logprobs_num=body.top_logprobs_num or 0,
-    )
+    asks, n = _asks(service, body, prompts)
+    rids = body.rid if isinstance(body.rid, list) else None
+    if rids is not None and len(rids) != len(asks) * n:
+        raise ApiError(400, f"{len(rids)} rids for {len(asks) * n} generations", param="rid")
+    name = body.rid if isinstance(body.rid, str) else new_rid("gen")
+    job = Job(name, asks, n=n, namespace=openai.namespace(raw), rids=rids)
     flight = service.open(job)
     try:
         answers = _Answers(flight.rids, started_at, with_text=bool(body.return_text_in_logprobs))
         if body.stream:
             await _stream(service, request, job, flight, answers)
             return None
-        outs = await service.collect(flight, len(prompts) * n)
+        outs = await service.collect(flight)
         made = [answers.take(index, out) for index, out in enumerate(outs)]
-        cached = sum(out.cached_tokens for out in outs[::n])
-        headers = token_headers(sum(map(len, prompts)), cached)
+        headers = token_headers(job.prompt_tokens, sum(out.cached_tokens for out in outs[::n]))
         return json_response(made if batched or n > 1 else made[0], headers=headers)
     finally:
         flight.close()
@@ -99,39 +93,54 @@ async def _prompts(service: Service, body: GenerateBody, size: int) -> tuple[lis
     return await service.prompts.of_prompts(prompts, size), batched
 
 
-def _samplings(
-    service: Service, body: GenerateBody, prompts: list[list[int]]
-) -> tuple[list[SamplingParams], int]:
-    """Sampling parameters for each prompt, and `n`, which must be the same for all."""
-    given = body.sampling_params
-    each = given if isinstance(given, list) else [given] * len(prompts)
-    if len(each) != len(prompts):
-        raise ApiError(
-            400, f"{len(each)} sampling_params for {len(prompts)} prompts", param="sampling_params"
-        )
-    made: list[SamplingParams] = []
+def _asks(service: Service, body: GenerateBody, prompts: list[list[int]]) -> tuple[list[Ask], int]:
+    """What is wanted for each prompt, and `n`, which must be the same for all."""
+    count = len(prompts)
+    columns = zip(
+        prompts,
+        _each(body.sampling_params, count, "sampling_params"),
+        _each(body.return_logprob, count, "return_logprob"),
+        _each(body.logprob_start_len, count, "logprob_start_len"),
+        _each(body.top_logprobs_num, count, "top_logprobs_num"),
+        strict=True,
+    )
+    asks: list[Ask] = []
     ns: set[int] = set()
-    for params, ids in zip(each, prompts, strict=True):
-        fields = params if params is not None else {}
-        if not isinstance(fields, dict):
-            raise ApiError(400, "'sampling_params' must be an object", param="sampling_params")
-        check_unknown(fields, _SAMPLING_FIELDS)
-        typed = convert(fields, NativeSampling, "sampling_params.")
-        ns.add(typed.n or 1)
-        most = service.max_new_tokens(len(ids), typed.max_new_tokens, DEFAULT_MAX_NEW_TOKENS, "text")
-        made.append(
-            typed.params(
-                service.defaults,
-                service.prompts.vocab_size,
-                max_new_tokens=most,
-                min_new_tokens=typed.min_new_tokens,
-                seed=typed.sampling_seed,
-                where="sampling_params.",
-            )
-        )
+    for ids, params, logprob, start, top in columns:
+        sampling, n = _sampling(service, params, len(ids))
+        asks.append(Ask(ids, sampling, bool(logprob), -1 if start is None else start, top or 0))
+        ns.add(n)
     if len(ns) > 1:
         raise ApiError(400, "'n' must be the same for all prompts of a batch", param="sampling_params.n")
-    return made, ns.pop()
+    return asks, ns.pop()
+
+
+def _each(value: Any, count: int, param: str) -> list[Any]:
+    """A value for every prompt: its own, or the one for all."""
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise ApiError(400, f"{len(value)} values of {param!r} for {count} prompts", param=param)
+    return value
+
+
+def _sampling(service: Service, params: Any, prompt_len: int) -> tuple[SamplingParams, int]:
+    """One prompt's `sampling_params`, and the `n` among them."""
+    fields = {} if params is None else params
+    if not isinstance(fields, dict):
+        raise ApiError(400, "'sampling_params' must be an object", param="sampling_params")
+    check_unknown(fields, _SAMPLING_FIELDS)
+    typed = convert(fields, NativeSampling, "sampling_params.")
+    most = service.max_new_tokens(prompt_len, typed.max_new_tokens, DEFAULT_MAX_NEW_TOKENS, "text")
+    made = typed.params(
+        service.defaults,
+        service.prompts.vocab_size,
+        max_new_tokens=most,
+        min_new_tokens=typed.min_new_tokens,
+        seed=typed.sampling_seed,
+        where="sampling_params.",
+    )
+    return made, typed.n or 1
 
 
 @dataclass
@@ -210,7 +219,7 @@ async def _stream(service: Service, request: Request, job: Job, flight: Flight, 
         request,
         flight,
         frames,
-        headers_of=lambda out: [] if several else token_headers(len(job.prompts[0]), out.cached_tokens),
+        headers_of=lambda out: [] if several else token_headers(job.prompt_tokens, out.cached_tokens),
         opening=b"",
         closing=lambda: DONE,
     )

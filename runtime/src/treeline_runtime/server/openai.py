@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -144,14 +143,9 @@ def sampling(body: CommonBody, service: Service, max_new_tokens: int) -> Samplin
     )
 
 
-def envelope(kind: str, object: str, model: str, rid: str | None) -> dict[str, Any]:
+def envelope(id: str, object: str, model: str) -> dict[str, Any]:
     """The members that begin an answer and each of its chunks."""
-    return {
-        "id": rid or f"{kind}-{uuid.uuid4().hex}",
-        "object": object,
-        "created": int(time.time()),
-        "model": model,
-    }
+    return {"id": id, "object": object, "created": int(time.time()), "model": model}
 
 
 def finish_reason(finish: FinishReason | None) -> str | None:

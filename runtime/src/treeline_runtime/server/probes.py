@@ -14,7 +14,7 @@ from treeline_runtime.args import ServerArgs
 from treeline_runtime.messages import LoadUpdate, SamplingParams
 from treeline_runtime.server.http import ApiError, Request, Response, json_response
 from treeline_runtime.server.metrics import CONTENT_TYPE
-from treeline_runtime.server.service import RETRY, Job, Service
+from treeline_runtime.server.service import RETRY, Ask, Job, Service, new_rid
 from treeline_runtime.tokenizer_manager import NoReply
 
 HEALTH_GENERATE_TIMEOUT_S = 30.0
@@ -71,13 +71,12 @@ class Probes:
         """Generates one token, so it proves the whole path; too slow for a probe under load."""
         service = self._service
         service.admit()
-        job = Job(
-            prompts=[[0]], sampling=[SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)]
-        )
+        one = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+        job = Job(new_rid("health"), [Ask([0], one)])
         flight = service.open(job)
         try:
             async with asyncio.timeout(HEALTH_GENERATE_TIMEOUT_S):
-                await service.collect(flight, 1)
+                await service.collect(flight)
         except TimeoutError:
             raise ApiError(
                 503, f"No token within {HEALTH_GENERATE_TIMEOUT_S:g} s", type="server_error"

@@ -51,38 +51,55 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Job:
-    """One generation request, whichever API it came through: every prompt is answered `n` times."""
+class Ask:
+    """One prompt and what is wanted for it."""
 
-    prompts: list[list[int]]
-    sampling: list[SamplingParams]
-    """One per prompt."""
-    n: int = 1
-    namespace: str | None = None
-    rid: str | None = None
+    ids: list[int]
+    sampling: SamplingParams
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
 
+
+@dataclass(frozen=True)
+class Job:
+    """One generation request, whichever API it came through: every prompt is answered `n` times."""
+
+    rid: str
+    """Names all of it: `/abort_request` takes it."""
+    asks: list[Ask]
+    n: int = 1
+    namespace: str | None = None
+    rids: list[str] | None = None
+    """Ids of the generations, where the client chose them."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(ask.ids) for ask in self.asks)
+
+    @property
+    def generations(self) -> int:
+        return len(self.asks) * self.n
+
     def requests(self) -> list[GenerateReq]:
         """One per choice, prompt by prompt. A seed gives each of a prompt's choices its own, reproducible one."""
-        name = self.rid or uuid.uuid4().hex
-        single = len(self.prompts) * self.n == 1
-        made: list[GenerateReq] = []
-        for ids, sampling in zip(self.prompts, self.sampling, strict=True):
-            for choice in range(self.n):
-                made.append(
-                    GenerateReq(
-                        rid=name if single else f"{name}:{len(made)}",
-                        input_ids=ids,
-                        sampling=_for_choice(sampling, choice),
-                        namespace=self.namespace,
-                        return_logprob=self.return_logprob,
-                        logprob_start_len=self.logprob_start_len,
-                        top_logprobs_num=self.top_logprobs_num,
-                    )
-                )
-        return made
+        single = self.generations == 1
+        rids = self.rids or [
+            self.rid if single else f"{self.rid}:{index}" for index in range(self.generations)
+        ]
+        choices = [(ask, choice) for ask in self.asks for choice in range(self.n)]
+        return [
+            GenerateReq(
+                rid=rid,
+                input_ids=ask.ids,
+                sampling=_for_choice(ask.sampling, choice),
+                namespace=self.namespace,
+                return_logprob=ask.return_logprob,
+                logprob_start_len=ask.logprob_start_len,
+                top_logprobs_num=ask.top_logprobs_num,
+            )
+            for rid, (ask, choice) in zip(rids, choices, strict=True)
+        ]
 
 
 def _for_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
@@ -180,7 +197,7 @@ class Service:
     def open(self, job: Job) -> Flight:
         """Starts the job's generations; the caller closes the flight."""
         self.admit()
-        if len(job.prompts) * job.n > MAX_GENERATIONS:
+        if job.generations > MAX_GENERATIONS:
             raise ApiError(400, f"More than {MAX_GENERATIONS} generations in one request", param="n")
         try:
             return self.manager.open(job.requests(), name=job.rid)
@@ -201,9 +218,9 @@ class Service:
             raise ApiError(status, message)
         raise ApiError(status, message, type="server_error")
 
-    async def collect(self, flight: Flight, count: int) -> list[TextOut]:
+    async def collect(self, flight: Flight) -> list[TextOut]:
         """Waits for all generations: one whole output each. Raises ApiError."""
-        parts: list[list[TextOut]] = [[] for _ in range(count)]
+        parts: list[list[TextOut]] = [[] for _ in flight.rids]
         while ready := await flight.next(whole=True):
             for index, out in ready:
                 self.check_finish(out.finish)
@@ -245,16 +262,20 @@ async def _outputs(flight: Flight) -> AsyncIterator[list[tuple[int, TextOut]]]:
         yield outs
 
 
-def usage(prompts: Sequence[Sequence[int]], outs: Sequence[TextOut], n: int) -> dict[str, object]:
+def new_rid(kind: str) -> str:
+    """A request id that no other request has, as clients see it."""
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+def usage(job: Job, outs: Sequence[TextOut]) -> dict[str, object]:
     """OpenAI's usage object. A prompt counts once, however many choices it has; so do its cached tokens (those of its
     first choice: the others always find what the first computed)."""
-    prompt_tokens = sum(len(ids) for ids in prompts)
     completion_tokens = sum(out.completion_tokens for out in outs)
     return {
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": job.prompt_tokens,
         "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(out.cached_tokens for out in outs[::n])},
+        "total_tokens": job.prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(out.cached_tokens for out in outs[:: job.n])},
     }
 
 
