@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.envoy import validate
+from support.envoy import self_signed, validate
 from treeline_operator.envoy import EnvoyConfig, Tls, bootstrap, bootstrap_json, command
 from treeline_wire import headers as names
 
@@ -27,14 +25,7 @@ def cluster(config: EnvoyConfig, name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Tls:
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed")
-    folder = tmp_path_factory.mktemp("tls")
-    key, chain = folder / "key.pem", folder / "chain.pem"
-    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    words += ["-subj", "/CN=localhost", "-days", "2", "-keyout", str(key), "-out", str(chain)]
-    subprocess.run(words, check=True, capture_output=True)
-    return Tls(str(chain), str(key))
+    return self_signed(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.mark.parametrize(

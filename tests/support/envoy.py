@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from treeline_operator.envoy import EnvoyConfig, bootstrap, command
+import pytest
+from treeline_operator.envoy import EnvoyConfig, Tls, bootstrap, command
 
 Patch = Callable[[dict[str, Any]], None]
 
@@ -41,6 +43,18 @@ def validate(config: EnvoyConfig, folder: Path) -> str:
         timeout=30,
     )
     return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+def self_signed(folder: Path) -> Tls:
+    """A certificate for localhost that lives a day or two; the test is skipped where nothing can make one."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    made = Tls(str(folder / "chain.pem"), str(folder / "key.pem"))
+    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    words += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "2"]
+    words += ["-keyout", made.key_file, "-out", made.certificate_file]
+    subprocess.run(words, check=True, capture_output=True)
+    return made
 
 
 class Envoy:

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PROBE_TIMEOUT_S = 2.0
+_CALM_S = 0.05
+"""Between two looks, whatever the hints: a thousand failing requests are one reason to look."""
 _STRIKES = 3
 """Timeouts in a row after which an engine counts as down; a refused connection counts at once."""
 
@@ -185,6 +187,7 @@ class EngineWatcher:
             self._kicked.clear()
             await self._look()
             self.probed.set()
+            await asyncio.sleep(_CALM_S)
             try:
                 async with asyncio.timeout(self._pause()):
                     await self._kicked.wait()

@@ -210,7 +210,9 @@ class Fleet:
             self._remember(spec.name)
         self._picker.add_endpoint(spec, ready=False)
         member.registered = spec
-        renderer = self._catalog.renderer(info.fingerprint)
+        renderer = self._catalog.renderer(
+            info.fingerprint if self._bundle is None else self._bundle.fingerprint
+        )
         self._catalog.set_endpoint(
             spec.name, spec.pool, spec.models, renderer.fingerprint if renderer else None
         )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from support.envoy import self_signed
 from support.epp_io import Plane, data_plane, engines, running_picker, until
 from treeline_wire import headers as names
 
@@ -228,9 +230,13 @@ async def test_models_are_the_union_and_an_unknown_one_is_404(tmp_path: Path) ->
 
 @pytest.mark.integration
 async def test_no_endpoint_is_503_with_a_reason(tmp_path: Path) -> None:
-    async with engines(1, ready=False) as fakes, data_plane(tmp_path, fakes) as plane:
+    async with (
+        engines(1, ready=False) as fakes,
+        data_plane(tmp_path, fakes, add_endpoint_header=True) as plane,
+    ):
         answer = await plane.complete()
         assert answer.status_code == 503
+        assert names.ENDPOINT not in answer.headers
         assert answer.json()["error"]["code"] == "no_endpoints"
         assert answer.headers["x-llm-d-request-dropped-reason"] == "rejected-no-endpoints"
         assert answer.headers["retry-after"] == "1"
@@ -320,3 +326,16 @@ async def test_a_client_that_leaves_closes_its_reservation(tmp_path: Path) -> No
         metrics = await plane.picker.metrics()
         assert metrics['treeline_epp_outcomes_total{outcome="cancelled"}'] == 1
         fakes[0].hold.set()
+
+
+@pytest.mark.integration
+async def test_the_listener_speaks_tls(tmp_path: Path) -> None:
+    tls = self_signed(tmp_path)
+    async with engines(1) as fakes, data_plane(tmp_path, fakes, tls=tls) as plane:
+        trust = ssl.create_default_context(cafile=tls.certificate_file)
+        url = plane.envoy.url.replace("http://127.0.0.1", "https://localhost")
+        async with httpx.AsyncClient(base_url=url, verify=trust) as http:
+            answer = await http.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
+        assert answer.status_code == 200
+        with pytest.raises(httpx.HTTPError):
+            await plane.complete()
