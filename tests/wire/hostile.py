@@ -81,6 +81,18 @@ REFUSED: dict[str, str] = {
     "round": "{{ 1.5|round(10**9) }}",
     "sum_lists": "{{ (range(99999)|map('string')|batch(1)|list)|sum(start=[])|length }}",
     "strftime": "{{ strftime_now('%A' * 10**6) }}",
+    "hexadecimal": "{{ ('f' * 4000000)|int(base=16) // 3 }}",
+    "long_division": "{{ 0x" + "f" * 120000 + " // 0x" + "e" * 60000 + " }}" * 1 + "{% for i in range(9999) %}{{ 0x" + "f" * 9999 + " // 0x" + "e" * 5000 + " > i }}{% endfor %}",
+    # quadratic C functions
+    "rfind": "{{ ('a' * 3999999).rfind('ab' ~ 'a' * 1999999) }}",
+    "rindex": "{{ ('a' * 3999999).rindex('ab' ~ 'a' * 1999999) }}",
+    "rsplit": "{{ ('a' * 3999999).rsplit('ab' ~ 'a' * 1999999)|length }}",
+    "rpartition": "{{ ('a' * 3999999).rpartition('ab' ~ 'a' * 1999999)|length }}",
+    "strip": "{{ ('a' * 3999999).strip('b' * 1999999 ~ 'a') }}",
+    "trim": "{{ ('a' * 3999999)|trim('b' * 1999999 ~ 'a') }}",
+    "equal_hashes": "{{ range(0, (2**61 - 1) * 99999, 2**61 - 1)|unique|list|length }}",
+    "equal_hashes_in_dict": "{{ dict.fromkeys(range(99999)|map('string')|map('int')|map('round')|list)|length }}",
+    "equal_hashes_from_text": "{{ ('2305843009213693951,4611686018427387902,6917529027641081853,' * 9999).split(',')|map('int')|unique|list|length }}",
     # recursion
     "macro_recursion": "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
     "macro_tree": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(50) }}",

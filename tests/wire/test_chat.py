@@ -2,6 +2,7 @@
 
 import datetime as dt
 import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +131,17 @@ def test_templates_render_as_in_transformers(path: Path, reference: PreTrainedTo
         assert got == expected, (name, variant)
         rendered += expected is not None
     assert rendered >= 20, "most conversations must render, or nothing is compared"
+
+
+@pytest.mark.parametrize("zone", ["Pacific/Kiritimati", "Pacific/Niue"])
+def test_dates_are_utc_wherever_the_process_runs(zone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the real clock
+    template = ChatTemplate("{{ strftime_now('%Y-%m-%d %H') }}", special_tokens={})
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", zone)
+        time.tzset()
+        before = dt.datetime.now(dt.UTC)
+        rendered = template.render([{"role": "user", "content": ""}])
+        after = dt.datetime.now(dt.UTC)
+    time.tzset()
+    assert rendered in {f"{moment:%Y-%m-%d %H}" for moment in (before, after)}

@@ -233,7 +233,7 @@ def test_a_bad_event_costs_one_event(event: Any, reason: DecodeReason) -> None:
         (pack([1.0, {}, 0]), DecodeReason.BAD_BATCH),
         (pack([1.0, [], "0"]), DecodeReason.BAD_BATCH),
         (pack([1.0, [], True]), DecodeReason.BAD_BATCH),
-        (bytes((256 << 20) + 1), DecodeReason.TOO_LARGE),
+        (bytes((64 << 20) + 1), DecodeReason.TOO_LARGE),
     ],
 )
 def test_a_bad_batch_is_one_typed_error(payload: bytes, reason: DecodeReason) -> None:

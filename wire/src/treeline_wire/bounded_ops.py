@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from jinja2.filters import FILTERS
+from jinja2.sandbox import safe_range
 from jinja2.tests import TESTS
 
 from .budget import LimitError, current
@@ -19,6 +20,9 @@ from .budget import LimitError, current
 _MAX_NUMBER_ARG: Final = 10_000
 _MAX_BITS: Final = 4096
 _MAX_INDENT: Final = 64
+# Python looks for a text from the right, and for characters to strip, in quadratic time.
+_MAX_NEEDLE: Final = 1000
+_MAX_RANGE_BOUND: Final = 1 << 53
 _BIG_FIELD: Final = re.compile(r"\d{5}|\*|\{[^{}]*\{")
 
 #: Filters without a bounded form, or whose output is not a function of the input.
@@ -129,6 +133,30 @@ def formatted(formatter: Any, template: str, args: Sequence[Any], kwargs: dict[s
     return str(formatter.vformat(template, args, kwargs))
 
 
+def bounded_range(*args: int) -> range:
+    """Jinja's `range`, short and of small numbers."""
+    if any(abs(bound) > _MAX_RANGE_BOUND for bound in args):
+        raise LimitError("it counts too far")
+    return safe_range(*args)
+
+
+def new_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    """`dict(...)`."""
+    budget = current.get()
+    if args and not isinstance(args[0], dict):
+        items = list(args[0])
+        budget.charged(items)
+        args = (items, *args[1:])
+    return dict(*args, **kwargs)
+
+
+def dict_from_keys(keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+    """`dict.fromkeys(...)`."""
+    items = list(keys)
+    current.get().charged(items)
+    return dict.fromkeys(items, value)
+
+
 def tojson(
     x: Any,
     ensure_ascii: bool = False,
@@ -218,6 +246,26 @@ def _lines_price(text: str, *_: Any, **__: Any) -> int:
     return _pieces_price(text)
 
 
+def _from_right_price(text: str, needle: str = "", *_: Any, **__: Any) -> int:
+    _check_needle(needle)
+    return current.get().size(text)
+
+
+def _strip_price(text: str, chars: str | None = None) -> int:
+    _check_needle(chars)
+    return current.get().size(text)
+
+
+def _rsplit_price(text: str, sep: str | None = None, *_: Any, **__: Any) -> int:
+    _check_needle(sep)
+    return _pieces_price(text, sep)
+
+
+def _check_needle(needle: str | None) -> None:
+    if needle is not None and len(needle) > _MAX_NEEDLE:
+        raise LimitError(f"it looks for {len(needle)} characters")
+
+
 def _width_price(text: str, width: int = 0, *_: Any, **__: Any) -> int:
     return current.get().size(text) + abs(int(width))
 
@@ -229,7 +277,13 @@ def _tabs_price(text: str, tabsize: int = 8) -> int:
 _METHOD_PRICES: Final[dict[str, Callable[..., int]]] = {
     "replace": _replace_price,
     "split": _pieces_price,
-    "rsplit": _pieces_price,
+    "rsplit": _rsplit_price,
+    "rfind": _from_right_price,
+    "rindex": _from_right_price,
+    "rpartition": _from_right_price,
+    "strip": _strip_price,
+    "lstrip": _strip_price,
+    "rstrip": _strip_price,
     "splitlines": _lines_price,
     "ljust": _width_price,
     "rjust": _width_price,
@@ -302,6 +356,20 @@ def _pay_batch(value: Any, size: int, fill_with: Any = None) -> Iterable[Any]:
     return value, size, fill_with
 
 
+@_bind
+def _pay_unique(value: Any, case_sensitive: bool = False, attribute: Any = None) -> Iterable[Any]:
+    items = list(value)
+    current.get().charged(items)
+    return items, case_sensitive, attribute
+
+
+@_bind
+def _pay_trim(value: Any, chars: str | None = None) -> Iterable[Any]:
+    text = current.get().text(value)
+    current.get().charge(_strip_price(text, chars))
+    return text, chars
+
+
 def _pay_text(values: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     text = current.get().text(values[0])
     current.get().charge(len(text) * 4)
@@ -320,6 +388,8 @@ _FILTER_PRICES: Final[dict[str, Price]] = {
     "indent": _pay_indent,
     "list": _pay_list,
     "sum": _pay_sum,
+    "trim": _pay_trim,
+    "unique": _pay_unique,
     "batch": _pay_batch,
     "slice": _pay_batch,
     "format": _pay_format,
@@ -333,7 +403,6 @@ _FILTER_PRICES: Final[dict[str, Price]] = {
             "lower",
             "string",
             "title",
-            "trim",
             "truncate",
             "upper",
             "wordcount",

@@ -16,6 +16,10 @@ from jinja2 import Undefined
 
 _OVERHEAD: Final = 64
 _MAX_DEPTH: Final = 128
+_MAX_BITS: Final = 4096
+# Integers from here on may have equal hashes, and a set of many such takes quadratic time.
+_COLLIDING_BITS: Final = 61
+_COLLIDING_UNITS: Final = 4096
 _MAX_CALL_DEPTH: Final = 64
 _CONTAINERS: Final = (dict, list, tuple)
 _PRINTABLE: Final[tuple[type, ...]] = (
@@ -145,7 +149,7 @@ class Budget:
         if isinstance(value, str):
             return _OVERHEAD + len(value), 0
         if not isinstance(value, _CONTAINERS):
-            return _OVERHEAD + (value.bit_length() // 8 if isinstance(value, int) else 0), 0
+            return _number_units(value) if isinstance(value, int) else _OVERHEAD, 0
         known = self._known.get(id(value))
         if known is None:
             children: Iterable[Any] = value
@@ -188,6 +192,13 @@ class Budget:
         else:
             return f"<{type(value).__name__}>"
         return copy
+
+
+def _number_units(value: int) -> int:
+    bits = value.bit_length()
+    if bits > _MAX_BITS:
+        raise LimitError("it makes a number too large")
+    return _OVERHEAD if bits < _COLLIDING_BITS else _COLLIDING_UNITS
 
 
 #: The budget of the rendering that runs in this context.

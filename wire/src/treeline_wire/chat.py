@@ -17,6 +17,7 @@ from .tokenizer import TokenizerBundle
 #: Characters of a template's source. Known templates have up to 20 thousand.
 MAX_SOURCE_CHARS: Final = 256 << 10
 _MAX_DATE_FORMAT: Final = 256
+_MAX_MESSAGE: Final = 2000
 # Names under which a message's reasoning is passed. The first is what templates read.
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 _TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -27,7 +28,7 @@ class TemplateError(ValueError):
 
     def __init__(self, message: str, *, user_error: bool) -> None:
         self.user_error = user_error
-        super().__init__(message)
+        super().__init__(message[:_MAX_MESSAGE])
 
 
 class ChatTemplate:

@@ -20,7 +20,7 @@ from .errors import WireError
 from .namespaces import event_namespace
 
 #: A batch larger than this is refused before it is decoded, in bytes.
-MAX_PAYLOAD_BYTES: Final = 256 << 20
+MAX_PAYLOAD_BYTES: Final = 64 << 20
 
 _U64: Final = (1 << 64) - 1
 _SIGN: Final = 1 << 63

@@ -72,6 +72,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.tests.clear()
         self.tests.update(bounded_ops.bounded_tests())
         del self.globals["lipsum"]
+        self.globals["range"] = bounded_ops.bounded_range
         self.globals["dict"] = _Dict()
         self.globals["namespace"] = _Namespace
         self.globals["raise_exception"] = _raise_exception
@@ -234,10 +235,10 @@ class _Dict:
     """The `dict` of templates: only a way to make one."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
+        return bounded_ops.new_dict(*args, **kwargs)
 
     def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
-        return dict.fromkeys(keys, value)
+        return bounded_ops.dict_from_keys(keys, value)
 
 
 class _Namespace(Namespace):
