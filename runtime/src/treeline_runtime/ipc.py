@@ -108,7 +108,7 @@ class Addresses(msgspec.Struct, frozen=True):
 class Outbox:
     """Sends to one inbox and never blocks. Messages wait here while the other side is not there yet.
 
-    `limit`: messages that may wait; beyond it `send` returns False and drops. 0 = no limit.
+    `limit`: messages that may wait; beyond it, or once closed, `send` returns False and drops. 0 = no limit.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, *, limit: int = 0) -> None:
@@ -118,6 +118,8 @@ class Outbox:
         self._socket.connect(address)
 
     def send(self, message: msgspec.Struct) -> bool:
+        if self._socket.closed:
+            return False
         try:
             self._socket.send(messages.encode(message), zmq.NOBLOCK)
         except zmq.Again:

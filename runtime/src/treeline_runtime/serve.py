@@ -53,6 +53,7 @@ INTERRUPT_DRAIN_S = 3.0
 FAREWELL_S = 1.0
 """Time for error answers to leave."""
 LAST_WORDS_S = 0.2
+STOPPED = FinishReason("error", message="The server is shutting down", status=503)
 MAX_SERVED_NAME = 256
 
 logger = logging.getLogger("treeline")
@@ -196,6 +197,7 @@ class Server:
         if self._failure.done():
             return await self._fail(self._failure.result())
         logger.warning("%s again: stopping without waiting", again.result().name)
+        self._service.manager.fail_all(STOPPED)
         return 128 + again.result()
 
     async def _fail(self, why: str) -> int:
@@ -226,9 +228,7 @@ class Server:
             limit_s = min(args.drain_timeout, INTERRUPT_DRAIN_S)
         state.refusing = True
         if not await self._settle(limit_s):
-            cut = self._service.manager.fail_all(
-                FinishReason("error", message="The server is shutting down", status=503)
-            )
+            cut = self._service.manager.fail_all(STOPPED)
             logger.warning("%d requests had not finished after %g s and were ended", cut, limit_s)
             await self._settle(FAREWELL_S)
 
