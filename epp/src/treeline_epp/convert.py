@@ -50,10 +50,10 @@ def to_message(request: pb.ProcessingRequest) -> Message:
         raise UnknownMessage(f"ext_proc message of unknown kind {field!r}")
     subset, served = _metadata(request) if request.HasField("metadata_context") else (None, None)
     if kind is Kind.REQUEST_BODY or kind is Kind.RESPONSE_BODY:
-        body = getattr(request, kind.value)
+        body = getattr(request, field)
         return Message(kind, body.end_of_stream, data=body.body, subset=subset)
     if kind is Kind.REQUEST_HEADERS or kind is Kind.RESPONSE_HEADERS:
-        part = getattr(request, kind.value)
+        part = getattr(request, field)
         headers = {h.key: h.raw_value.decode("latin-1") or h.value for h in part.headers.headers}
         return Message(kind, part.end_of_stream, headers=headers, subset=subset, served=served)
     return Message(kind, subset=subset)

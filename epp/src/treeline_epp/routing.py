@@ -49,7 +49,7 @@ class Route:
         ):
             return
         metrics = router.metrics
-        metrics.ended(outcome.value)
+        metrics.ended(outcome)
         if ttft is not None:
             metrics.ttft_seconds.observe(ttft)
         elsewhere = served is not None and served != self.decision.endpoint.address
@@ -68,7 +68,7 @@ class Route:
     def close(self) -> None:
         """The stream has ended. Without a response before it the client went away, or the proxy gave up."""
         if self._lease.close(self._router.clock(), Outcome.CANCELLED):
-            self._router.metrics.ended(Outcome.CANCELLED.value)
+            self._router.metrics.ended(Outcome.CANCELLED)
 
 
 class Router:
