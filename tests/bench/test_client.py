@@ -120,11 +120,11 @@ async def test_a_connection_that_the_server_closes_is_replaced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "error"), [("/cut", "closed"), ("/nonsense", "not HTTP"), ("/silent", "no answer in 0.3 s")]
+    ("path", "error"), [("/cut", "closed"), ("/nonsense", "not HTTP"), ("/silent", "no answer in 1 s")]
 )
 async def test_what_is_no_whole_answer_is_an_error(path: str, error: str) -> None:
     async with serving() as server:
-        report = await carry(plan(server, path, "/fine", arrivals=ClosedLoop(1), count=2, timeout_s=0.3))
+        report = await carry(plan(server, path, "/fine", arrivals=ClosedLoop(1), count=2, timeout_s=1))
     bad, good = report.outcomes
     assert bad.status == 0
     assert error in bad.error
@@ -136,9 +136,8 @@ async def test_a_paced_load_keeps_its_pace_and_does_not_wait_for_answers() -> No
         report = await carry(plan(server, "/slowly", arrivals=Paced(200, connections=2), count=40))
     assert len(report.answered()) == 40
     sent = sorted(outcome.sent_ns for outcome in report.outcomes)
-    # 39 gaps of 5 ms; one at a time over two connections it would take a second.
-    assert 0.15 <= (sent[-1] - sent[0]) / 1e9 <= 0.6
-    assert server.connections > 2
+    assert (sent[-1] - sent[0]) / 1e9 >= 0.15  # 39 gaps of 5 ms
+    assert server.connections > 2  # answers take ten gaps: two connections would not do
 
 
 async def test_a_run_ends_when_its_time_is_over() -> None:

@@ -75,7 +75,8 @@ def test_the_summary_has_headlines_dates_and_the_machine() -> None:
     assert "≤ 2" in text
     assert "≥ 400,000" in text
     assert "picker.bare_ms" not in text
-    assert "2 cores (Some CPU), 23.5 GiB" in text
+    assert text.count("2 cores (Some CPU), 23.5 GiB") == 1
+    assert "`python -m treeline_bench tree`" in text
 
 
 def test_the_readme_keeps_everything_outside_the_markers() -> None:

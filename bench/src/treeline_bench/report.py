@@ -58,8 +58,18 @@ def summary(results: Sequence[Result]) -> str:
         ]
         for row in rows
     ]
-    notes = list(dict.fromkeys(provenance(result) for result in results))
-    return table(header, lines) + "\n" + "\n".join(notes) + "\n"
+    return table(header, lines) + "\n" + "\n".join(_measured(results)) + "\n"
+
+
+def _measured(results: Sequence[Result]) -> list[str]:
+    """A sentence for each day and machine, naming the commands."""
+    commands: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        commands.setdefault((result.date, str(result.machine)), []).append(f"`{result.command}`")
+    return [
+        f"Measured {date} on {machine}, with {', '.join(found)}."
+        for (date, machine), found in commands.items()
+    ]
 
 
 def replace_between_markers(text: str, content: str) -> str:
