@@ -12,9 +12,7 @@ folder of mode 0700 that the parent makes and removes.
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -25,8 +23,6 @@ from treeline_runtime import messages
 
 T = TypeVar("T")
 
-MAX_BASE = 60
-"""Bytes of the folder above ours: socket paths may have 107 bytes on Linux, 103 on macOS."""
 
 READ_AT_ONCE = 256
 """Messages an event loop takes before others get their turn."""
@@ -91,14 +87,6 @@ class Addresses(msgspec.Struct, frozen=True):
 
     def _at(self, name: str) -> str:
         return f"ipc://{self.folder}/{name}.ipc"
-
-    @classmethod
-    def create(cls) -> Addresses:
-        """Makes the folder, of mode 0700, where socket paths stay within what the system allows."""
-        base = tempfile.gettempdir()
-        if len(os.fsencode(base)) > MAX_BASE:
-            base = "/tmp"
-        return cls(tempfile.mkdtemp(prefix="treeline-", dir=base))
 
     def remove(self) -> None:
         """Removes the sockets and the folder; idempotent."""

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
 from treeline_runtime.child import ChildSpec
 
+FOLDER_PREFIX = "treeline-"
+LOCK = "lock"
+MAX_BASE = 60
+"""Bytes of the folder above ours: socket paths may have 107 bytes on Linux, 103 on macOS."""
 MODULES = {
     "scheduler": "treeline_runtime.scheduler_process",
     "detokenizer": "treeline_runtime.detokenizer_process",
@@ -41,6 +50,40 @@ class Ended:
         else:
             how = f"ended with status {self.status}"
         return f"the {self.process} process {how}"
+
+
+class SocketFolder:
+    """A private folder for the ipc sockets, removed at the end.
+
+    If every process of a server is killed, nobody is left to remove it. So its owner holds a lock in it, and whoever
+    makes a folder first removes those of ours that no one holds any more.
+    """
+
+    def __init__(self) -> None:
+        base = tempfile.gettempdir()
+        if len(os.fsencode(base)) > MAX_BASE:
+            base = "/tmp"
+        _remove_stale(Path(base))
+        self.path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))
+        # locked before it has its name: nobody may find it unlocked
+        self._lock = os.open(self.path / "new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        os.rename(self.path / "new", self.path / LOCK)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _remove_stale(base: Path) -> None:
+    for lock in base.glob(f"{FOLDER_PREFIX}*/{LOCK}"):
+        with contextlib.suppress(OSError):  # held, of another user, or being removed by another server
+            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 class ProcessGroup:

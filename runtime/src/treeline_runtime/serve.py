@@ -35,7 +35,7 @@ from treeline_runtime.args import ServerArgs, parse_args
 from treeline_runtime.child import ChildSpec, setup_logging
 from treeline_runtime.download import ModelNotFound, resolve_model
 from treeline_runtime.ipc import Addresses, AsyncInbox, Failed, Heartbeat, Outbox, Ready, decode_to_http
-from treeline_runtime.launch import Ended, ProcessGroup
+from treeline_runtime.launch import Ended, ProcessGroup, SocketFolder
 from treeline_runtime.messages import BatchTextOut, DrainReq, FinishReason, Reply
 from treeline_runtime.publisher.sockets import EventsError, check_event_ports, open_keys
 from treeline_runtime.server.app import App
@@ -153,7 +153,8 @@ class Server:
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
-        addresses = Addresses.create()
+        folder = SocketFolder()
+        addresses = Addresses(str(folder.path))
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         group = ProcessGroup(self._on_end)
         http = _HttpServer(self._http_config())
@@ -179,7 +180,7 @@ class Server:
             if inbox is not None:
                 inbox.close()
             context.destroy(linger=0)
-            addresses.remove()
+            folder.remove()
 
     async def _until_stopped(self, serving: asyncio.Task[None]) -> int:
         asked = asyncio.create_task(self._signals.get())

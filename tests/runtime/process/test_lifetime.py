@@ -196,6 +196,22 @@ def test_children_end_with_a_parent_that_was_killed(start: Any) -> None:
     eventually(lambda: all(gone(pid) for pid in children.values()), 3, "the children are gone")
 
 
+def test_what_a_wholly_killed_server_left_is_removed_by_the_next(start: Any, temp: Path) -> None:
+    alive = start().ready()
+    killed = start().ready()
+    both = set(temp.iterdir())
+    for pid in [*killed.children().values(), killed.process.pid]:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in [*killed.children().values(), killed.process.pid]:
+        os.kill(pid, signal.SIGKILL)
+    killed.wait()
+    assert set(temp.iterdir()) == both
+    start().ready()
+    assert len(both & set(temp.iterdir())) == 1
+    with alive.client() as client:
+        assert client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2}).status_code == 200
+
+
 def test_a_scheduler_that_stands_still_is_noticed(start: Any) -> None:
     server = start("--watchdog-timeout=1").ready()
     children = server.children()
