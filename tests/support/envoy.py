@@ -97,7 +97,7 @@ def _process(envoy: Envoy, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     path.write_text(json.dumps(envoy.bootstrap))
     with envoy.log.open("wb") as log:
         process = subprocess.Popen(
-            command(str(ENVOY), str(path), concurrency=1, log_flush_ms=50), stdout=log, stderr=log
+            command(str(ENVOY), str(path), concurrency=1, drain_s=1, log_flush_ms=50), stdout=log, stderr=log
         )
     try:
         yield process

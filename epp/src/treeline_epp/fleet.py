@@ -60,7 +60,8 @@ class Member:
 
 
 class Fleet:
-    """See the module. ``bundle`` is a tokenizer given by hand; it is then used for every engine."""
+    """See the module. ``bundle`` is a tokenizer given by hand; it is then used for every engine. ``on_gone`` hears
+    the name of every endpoint that discovery has dropped."""
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class Fleet:
         *,
         curve: CurveKeys | None = None,
         bundle: TokenizerBundle | None = None,
+        on_gone: Callable[[str], None] = lambda _name: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stats = Stats()
@@ -80,6 +82,7 @@ class Fleet:
         self._http = http
         self._curve = curve
         self._bundle = bundle
+        self._on_gone = on_gone
         self._clock = clock
         self._zmq = zmq.asyncio.Context()
         self._members: dict[str, Member] = {}
@@ -177,6 +180,7 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._picker.remove_endpoint(name)
         self._catalog.remove_endpoint(name)
+        self._on_gone(name)
 
     def _spawn(self, run: Callable[[], Coroutine[Any, Any, None]], what: str) -> asyncio.Task[None]:
         """A task that a defect restarts instead of ending: one endpoint must not take the picker with it."""

@@ -175,7 +175,7 @@ async def serve(options: Options, stopping: asyncio.Event) -> None:
     picker = Picker(PickerConfig(policy=options.policy, seed=time.time_ns() & 0xFFFF_FFFF))
     # Only loopback and cluster addresses are asked; a proxy from the environment would be in the way.
     async with httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_connections=None)) as http:
-        fleet = Fleet(picker, catalog, eds, http, curve=curve, bundle=bundle)
+        fleet = Fleet(picker, catalog, eds, http, curve=curve, bundle=bundle, on_gone=metrics.forget)
         metrics.observe(fleet.samples)
         router = Router(picker, catalog, metrics, on_trouble=fleet.kick)
         admin = Admin(_pages(options, metrics, health, fleet, picker))

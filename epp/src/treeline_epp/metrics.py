@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+# Every counter would have a twin that says when it was made.
+disable_created_metrics()
 
 _PICK_BUCKETS = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.5)
 _TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -52,7 +62,10 @@ class Metrics:
         self.pick_seconds = Histogram(
             "treeline_epp_pick_seconds",
             "Time to parse a request, match its prefix and choose an endpoint.",
-            buckets=_PICK_BUCKETS,
+            buckets=# Every counter would have a twin that says when it was made.
+disable_created_metrics()
+
+_PICK_BUCKETS,
             registry=registry,
         )
         self.ttft_seconds = Histogram(
@@ -69,6 +82,11 @@ class Metrics:
     def decided(self, endpoint: str) -> None:
         """A request was given this endpoint."""
         _child(self._decided, self.decisions, endpoint).inc()
+
+    def forget(self, endpoint: str) -> None:
+        """The endpoint has gone for good; pods come and go under new names, and labels must not pile up."""
+        if self._decided.pop(endpoint, None) is not None:
+            self.decisions.remove(endpoint)
 
     def ended(self, outcome: str) -> None:
         """A routed request ended so."""

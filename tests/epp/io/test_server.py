@@ -282,3 +282,21 @@ def test_whatever_proxies_send_nothing_raises_and_nothing_stays_reserved(
         assert bench.counted("defects_total") == 0
     finally:
         logging.disable(logging.NOTSET)
+
+
+def test_an_endpoint_that_has_gone_leaves_no_label_behind() -> None:
+    bench = Bench()
+    stream = bench.stream()
+    replies(stream, headers())
+    replies(stream, body())
+    bench.metrics.observe(
+        lambda: iter([("gauge", "size", "Sizes.", {"of": "x"}, 3), ("counter", "n", "N.", {}, 1)])
+    )
+    (chosen,) = [name for name in ("a", "b") if bench.counted("decisions_total", endpoint=name)]
+    bench.metrics.forget(chosen)
+    bench.metrics.forget("nobody")
+    text = bench.metrics.render().decode()
+    assert "treeline_epp_decisions_total{" not in text
+    assert 'treeline_epp_size{of="x"} 3.0' in text
+    assert "treeline_epp_n_total 1.0" in text
+    assert "_created" not in text

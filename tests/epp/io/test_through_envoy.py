@@ -339,3 +339,27 @@ async def test_the_listener_speaks_tls(tmp_path: Path) -> None:
         assert answer.status_code == 200
         with pytest.raises(httpx.HTTPError):
             await plane.complete()
+
+
+@pytest.mark.integration
+async def test_a_drained_envoy_finishes_what_it_has_and_takes_nothing_new(tmp_path: Path) -> None:
+    async with engines(1) as fakes, data_plane(tmp_path, fakes) as plane:
+        fakes[0].hold = asyncio.Event()
+        held = asyncio.create_task(plane.complete())
+        await until(lambda: fakes[0].served, "the request is at its engine")
+        async with httpx.AsyncClient() as admin:
+            assert (await admin.post(f"{plane.envoy.admin}/drain_listeners?graceful")).status_code == 200
+
+        async def closed() -> bool:
+            try:
+                async with httpx.AsyncClient(base_url=plane.envoy.url, timeout=0.3) as fresh:
+                    await fresh.get("/v1/models")
+            except httpx.ConnectError:
+                return True
+            except httpx.HTTPError:
+                return False
+            return False
+
+        await until(closed, "the listener is closed", 8)
+        fakes[0].hold.set()
+        assert (await held).status_code == 200
