@@ -62,10 +62,7 @@ class Metrics:
         self.pick_seconds = Histogram(
             "treeline_epp_pick_seconds",
             "Time to parse a request, match its prefix and choose an endpoint.",
-            buckets=# Every counter would have a twin that says when it was made.
-disable_created_metrics()
-
-_PICK_BUCKETS,
+            buckets=_PICK_BUCKETS,
             registry=registry,
         )
         self.ttft_seconds = Histogram(
