@@ -4,7 +4,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from treeline_epp.index import Index, Pod
 from treeline_epp.matching import GUARD_BYTES
@@ -82,10 +82,10 @@ class NaiveTree:
         alive = set().union(*self.held.values())
         self.blocks = {block: known for block, known in self.blocks.items() if block in alive}
 
-    def match(self, key: bytes, bit: int, spans: Sequence[bytes] = ()) -> int:
-        """Tokens of `key` that the pod holds."""
-        matched = max(_common(key, text) for text in [b"", *spans, *(b.text for b in self.blocks.values())])
-        held = self.held.get(bit, set())
+    def match(self, key: bytes, bits: Sequence[int]) -> int:
+        """Tokens of `key` that the pod with `bits` holds."""
+        matched = max(_common(key, text) for text in [b"", *(b.text for b in self.blocks.values())])
+        held: set[int] = set().union(*(self.held.get(bit, set()) for bit in bits))
         good: dict[int, bool] = {}
 
         def counts(block: int | None) -> bool:
@@ -310,3 +310,35 @@ class Lab:
         state = (publisher.state, publisher.epoch, publisher.next_seq, dict(publisher.counts))
         assert self.known() == set(self.engine.blocks), state
         self.index.check()
+
+
+class Prompt:
+    """Tokens, their key, and the blocks that an engine announces for them."""
+
+    def __init__(self, tokens: Sequence[int], *, namespace: str | None = None, seed: bytes = b"") -> None:
+        self.tokens = list(tokens)
+        self.namespace = namespace
+        self.key = b"".join(KEYS.token_bytes[token] for token in tokens)
+        digest = root_digest(namespace) + seed
+        self.hashes: list[int] = []
+        for at in range(0, len(tokens) - WIDTH + 1, WIDTH):
+            digest = block_hash(digest, self.tokens[at : at + WIDTH])
+            self.hashes.append(hash_of(digest))
+
+    @classmethod
+    def random(cls, seed: int, blocks: int, **options: Any) -> "Prompt":
+        return cls(random.Random(seed).choices(range(256), k=blocks * WIDTH), **options)
+
+    def extended(self, seed: int, blocks: int) -> "Prompt":
+        return Prompt([*self.tokens, *Prompt.random(seed, blocks).tokens], namespace=self.namespace)
+
+    def stored(self, start: int = 0, stop: int | None = None, **fields: Any) -> BlockStored:
+        hashes = self.hashes[start:stop]
+        parent = self.hashes[start - 1] if start else None
+        tokens = self.tokens[start * WIDTH : (start + len(hashes)) * WIDTH]
+        fields.setdefault("cache_salt", self.namespace)
+        return BlockStored(hashes, parent, tokens, WIDTH, **fields)
+
+    def end(self, blocks: int) -> int:
+        """Bytes of the first `blocks` blocks."""
+        return len(b"".join(KEYS.token_bytes[token] for token in self.tokens[: blocks * WIDTH]))

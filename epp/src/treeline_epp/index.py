@@ -416,6 +416,7 @@ class Index:
     def _graft(self, scope: _Scope, stored: Iterable[int]) -> None:
         """Place the orphans that waited for `stored`, and those that waited for these, and so on."""
         ready = scope.orphans.take(stored)
+        gone: list[OrphanRun] = []
         while ready:
             run = ready.pop()
             pod = self.pods.get(run.owner)
@@ -425,7 +426,9 @@ class Index:
             self._store_placed(pod, run.owner, run.event, run.keys, scope, scope.tree.root(None))
             ready += scope.orphans.take(run.event.block_hashes)
             if run.gone:
-                scope.tree.remove(list(run.gone), run.owner)
+                gone.append(run)
+        for run in gone:  # only now, so that their descendants found their place
+            scope.tree.remove(list(run.gone), run.owner)
 
     def _remove(self, pod: Pod, event: BlockRemoved) -> None:
         if not self._counts(pod, event):

@@ -18,7 +18,7 @@ from treeline_epp.reservations import Reservations
 #: A report older than this is stale: three heartbeats.
 STALE_AFTER_S = 3.0
 #: A pick reaches its engine this much later: a report of time t may lack reservations opened up to t minus this.
-TRANSIT_S = 0.01
+TRANSIT_S = 0.05
 #: Used while nothing was measured anywhere, in tokens per second.
 DEFAULT_PREFILL_RATE = 4000.0
 #: Weight of a new sample in moving averages.

@@ -319,6 +319,7 @@ class Picker:
                 hit=hit,
                 cached_tokens=cached,
                 uncached_tokens=prompt - cached,
+                held_tokens=endpoint.pod.blocks * endpoint.pod.block_size,
             )
 
     def _match(self, request: PickRequest, eligible: Sequence[Endpoint], now: float) -> dict[str, Match]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from treeline_epp.endpoint import EndpointSpec
-from treeline_epp.index import Hit
+from treeline_epp.index import NO_HIT, Hit
 from treeline_epp.load import EndpointLoad
 
 #: Scores closer than this are equal; the choice among equals is random, so that idle endpoints share the load.
@@ -36,15 +36,17 @@ TAIL_VALUE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An eligible endpoint and all that its score depends on. `rate` is prefill tokens per second; `hit` what
-    the index says, of which `cached_tokens` is the estimate, confirmed and predicted."""
+    """An eligible endpoint and all that its score depends on. `rate` is prefill tokens per second; `hit` what the index
+    says of the prompt, `cached_tokens` what it comes to with predictions. `held_tokens` are known to be in its cache.
+    """
 
     spec: EndpointSpec
     load: EndpointLoad
     rate: float
-    hit: Hit
-    cached_tokens: int
-    uncached_tokens: int
+    hit: Hit = NO_HIT
+    cached_tokens: int = 0
+    uncached_tokens: int = 0
+    held_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ def _evict_s(candidate: Candidate, queued_tokens: int, now: float) -> float:
     report = candidate.load.report
     if report is None or not report.tokens_total or not candidate.load.fresh(now):
         return 0.0
-    room = report.tokens_total - report.tokens_used - queued_tokens
+    room = report.tokens_total - max(report.tokens_used, candidate.held_tokens) - queued_tokens
     evicted = min(candidate.uncached_tokens, candidate.uncached_tokens - room)
     if evicted <= 0:
         return 0.0

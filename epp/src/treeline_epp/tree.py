@@ -186,15 +186,9 @@ class Tree:
                 continue
             slot = lane.find(packed[8 * done : 8 * done + 8])
             same = _same_hashes(lane.chain, 8 * slot + 8, packed, 8 * done) >> 3
-            unknown += self._unmark(lane, slot, slot + same, bits)
-            touched[lane.node] = None
+            unknown += self._unmark(lane, slot, slot + same, bits, touched)
             done += same
-        for (
-            node
-        ) in touched:  # all of them before the first merge, which may move lanes into a node not touched here
-            node.trim()
-        for node in touched:
-            self.settle(node)
+        self._settle_all(touched)
         return unknown
 
     def begin_sweep(self) -> None:
@@ -212,12 +206,12 @@ class Tree:
             node = nodes.pop()
             if node.parent is None:
                 continue
+            touched: dict[Node, None] = {node: None}
             for lane in node.lanes:
-                self._unmark(lane, 0, len(lane), bits)
+                self._unmark(lane, 0, len(lane), bits, touched)
             if node.spans is not None:
                 node.spans = {bit: span for bit, span in node.spans.items() if not bit & bits} or None
-            node.trim()
-            self.settle(node)
+            self._settle_all(touched)
         return len(nodes)
 
     def lay(self, root: Node, key: bytes) -> None:
@@ -259,15 +253,19 @@ class Tree:
             elif not old:
                 self._fill_holes(lane, first, after, bit, held_before)
 
-    def _unmark(self, lane: Lane, start: int, stop: int, bits: int) -> int:
-        """Take a pod out of slots of a lane; returns how many of these blocks it did not hold."""
+    def _unmark(self, lane: Lane, start: int, stop: int, bits: int, touched: "dict[Node, None]") -> int:
+        """Take a pod out of slots of a lane; returns how many of these blocks it did not hold.
+
+        Nodes that must be settled afterwards are added to `touched`.
+        """
+        touched[lane.node] = None
         unknown = 0
         for first, after, old, new in lane.paint(start, stop, 0, bits):
             if not old:  # holes; the hash may live elsewhere
                 for block in lane.hashes()[first:after]:
                     other = self.blocks.get(block)
                     slot = _slot(other, block) if other is not None else 0
-                    unknown += 1 if other is None else self._unmark(other, slot, slot + 1, bits)
+                    unknown += 1 if other is None else self._unmark(other, slot, slot + 1, bits, touched)
             elif old == new:
                 unknown += after - first
             elif not new:
@@ -462,6 +460,14 @@ class Tree:
         if self._sweeping:
             self._sweeping.append(upper)
         return upper
+
+    def _settle_all(self, nodes: "dict[Node, None]") -> None:
+        for (
+            node
+        ) in nodes:  # all of them before the first merge, which may move lanes into a node not among these
+            node.trim()
+        for node in nodes:
+            self.settle(node)
 
     def settle(self, node: Node) -> None:
         """Restore the invariants around a node that lost marks or spans, up to the root if need be. O(edge) each.

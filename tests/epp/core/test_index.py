@@ -1,0 +1,490 @@
+"""The index: events in, hits out; the traps of foreign engines; snapshots, epochs and ageing."""
+
+import random
+from itertools import pairwise
+
+import pytest
+from support.epp_core import KEYS, WIDTH, Prompt
+from treeline_epp.index import Hit, Index, IndexLimits, Pod, Skip, block_texts
+from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored
+from treeline_wire.keys import escape
+
+SCOPE = "model"
+
+
+def make(pods: int = 2, **limits: object) -> tuple[Index, list[Pod]]:
+    index = Index(IndexLimits(**limits))  # type: ignore[arg-type]
+    return index, [index.add_pod(f"pod-{i}", SCOPE) for i in range(pods)]
+
+
+def hit(index: Index, pod: Pod, prompt: Prompt, now: float = 0.0) -> Hit:
+    pods = list({id(p): p for p in index.pods.values()}.values())
+    return index.match(SCOPE, prompt.namespace, prompt.key, pods, now).hit(pod)
+
+
+def blocks(index: Index, pod: Pod, prompt: Prompt, now: float = 0.0) -> int:
+    tokens = hit(index, pod, prompt, now).tokens
+    assert tokens % WIDTH == 0
+    return tokens // WIDTH
+
+
+def test_a_hit_is_the_run_of_blocks_with_eight_more_bytes() -> None:
+    index, (pod, other) = make()
+    prompt = Prompt.random(1, 20)
+    index.apply(pod, prompt.stored(), KEYS)
+    longer = prompt.extended(2, 3)
+    assert blocks(index, pod, longer) in (18, 19), "the last block counts only if eight more bytes match"
+    assert blocks(index, other, longer) == 0
+    found = hit(index, pod, longer)
+    assert found.end == prompt.end(found.tokens // WIDTH)
+    index.check()
+
+
+def test_pods_of_one_scope_share_blocks_and_texts() -> None:
+    index, (first, second) = make()
+    prompt = Prompt.random(1, 20)
+    index.apply(first, prompt.stored(), KEYS)
+    size = index.totals()
+    index.apply(second, prompt.stored(0, 12), KEYS)
+    assert index.totals() == size
+    assert blocks(index, first, prompt) > blocks(index, second, prompt) >= 10
+    index.apply(first, BlockRemoved(prompt.hashes), KEYS)
+    assert blocks(index, first, prompt) == 0
+    assert blocks(index, second, prompt) >= 10
+    assert index.totals()["blocks"] == 12
+    index.check()
+
+
+def test_scopes_and_namespaces_share_nothing() -> None:
+    index, (pod,) = make(1)
+    elsewhere = index.add_pod("other", "other model")
+    plain, salted = Prompt.random(1, 9), Prompt.random(1, 9, namespace="salt")
+    index.apply(pod, plain.stored(), KEYS)
+    assert blocks(index, pod, salted) == 0
+    index.apply(pod, salted.stored(), KEYS)
+    assert blocks(index, pod, salted) >= 7
+    assert index.match("other model", None, plain.key, [elsewhere], 0.0).hits == {}
+    index.apply(pod, BlockRemoved(plain.hashes), KEYS)
+    assert blocks(index, pod, plain) == 0
+    assert blocks(index, pod, salted) >= 7
+    index.check()
+
+
+def test_a_block_without_namespace_goes_where_its_parent_is() -> None:
+    index, (pod,) = make(1)
+    prompt = Prompt.random(1, 9, namespace="salt")
+    index.apply(pod, prompt.stored(0, 4), KEYS)
+    index.apply(pod, prompt.stored(4, cache_salt=None), KEYS)
+    assert blocks(index, pod, prompt) >= 7
+
+
+# The traps of foreign engines, by the number that the reference on KV events gives them. 1 and 11 are the decoder's; 7
+# is in test_publisher; 8 (a clear that idle engines announce late) cannot be seen from here, audits catch it; 14 is in
+# test_picker.
+
+
+def test_trap_2_a_hash_stored_twice_survives_the_first_removal() -> None:
+    index, (pod,) = make(1)
+    prompt = Prompt.random(1, 9)
+    index.apply(pod, prompt.stored(), KEYS)
+    index.apply(pod, prompt.stored(), KEYS)
+    index.apply(pod, BlockRemoved(prompt.hashes), KEYS)
+    assert blocks(index, pod, prompt) >= 7
+    index.apply(pod, BlockRemoved(prompt.hashes), KEYS)
+    assert blocks(index, pod, prompt) == 0
+    assert index.blocks_of(pod) == set()
+    assert pod.blocks == 0
+
+
+def test_trap_2_remaining_copy_counts_are_trusted() -> None:
+    index, (pod,) = make(1)
+    prompt = Prompt.random(1, 3)
+    index.apply(pod, prompt.stored(), KEYS)
+    index.apply(pod, BlockRemoved(prompt.hashes, remaining_copy_counts=[0, 1, 0]), KEYS)
+    assert index.blocks_of(pod) == {prompt.hashes[1]}
+
+
+def test_trap_3_a_snapshot_counts_no_copies() -> None:
+    index, (pod,) = make(1)
+    prompt = Prompt.random(1, 9)
+    index.apply(pod, prompt.stored(), KEYS)
+    index.begin_snapshot(pod)
+    index.apply_snapshot(pod, [prompt.stored(), prompt.stored()], KEYS)
+    index.end_snapshot(pod)
+    assert not pod.copies
+    index.apply(pod, BlockRemoved(prompt.hashes), KEYS)
+    assert index.blocks_of(pod) == set()
+
+
+def test_trap_4_tokens_that_do_not_fit_the_blocks_are_not_sliced() -> None:
+    index, (pod, other) = make()
+    prompt = Prompt.random(1, 9)
+    masked = BlockStored(prompt.hashes[:4], None, prompt.tokens, WIDTH)
+    index.apply(pod, masked, KEYS)
+    assert index.blocks_of(pod) == set()
+    assert pod.skipped[Skip.NO_TEXT] == 4
+    index.apply(other, prompt.stored(), KEYS)
+    index.apply(pod, masked, KEYS)
+    assert index.blocks_of(pod) == set(prompt.hashes[:4]), "known by hash, once another pod gave the text"
+    index.check()
+
+
+def test_trap_5_only_the_first_full_attention_group_decides() -> None:
+    index, (pod,) = make(1)
+    prompt = Prompt.random(1, 9)
+    index.apply(pod, prompt.stored(group_idx=1, kv_cache_spec_kind="sliding_window"), KEYS)
+    assert index.blocks_of(pod) == set()
+    index.apply(pod, prompt.stored(group_idx=0, kv_cache_spec_kind="full_attention"), KEYS)
+    index.apply(pod, prompt.stored(group_idx=2, kv_cache_spec_kind="full_attention"), KEYS)
+    index.apply(pod, BlockRemoved(prompt.hashes, group_idx=1), KEYS)
+    assert index.blocks_of(pod) == set(prompt.hashes)
+    assert pod.skipped[Skip.GROUP] == 27
+    index.apply(pod, BlockRemoved(prompt.hashes, group_idx=0), KEYS)
+    assert index.blocks_of(pod) == set()
+
+
+def test_traps_6_and_13_lower_tiers_are_told_from_the_device_in_any_spelling() -> None:
+    index, (pod,) = make(1)
+    prompt = Prompt.random(1, 9)
+    for medium in ("CPU", "cpu", "CPU_PINNED", "DISK", "STORAGE", "EXTERNAL"):
+        index.apply(pod, BlockStored(prompt.hashes, None, [], 0, medium=medium), KEYS)
+    assert index.blocks_of(pod) == set()
+    index.apply(pod, prompt.stored(medium="gpu"), KEYS)
+    index.apply(pod, BlockRemoved(prompt.hashes, medium="CPU"), KEYS)
+    assert index.blocks_of(pod) == set(prompt.hashes)
+    index.apply(pod, BlockRemoved(prompt.hashes, medium="GPU"), KEYS)
+    assert index.blocks_of(pod) == set()
+
+
+def test_trap_9_descendants_stay_when_an_ancestor_goes_and_count_again_when_it_returns() -> None:
+    index, (pod,) = make(1)
+    prompt = Prompt.random(1, 9)
+    index.apply(pod, prompt.stored(), KEYS)
+    index.apply(pod, BlockRemoved([prompt.hashes[3]]), KEYS)
+    assert blocks(index, pod, prompt) == 3
+    index.apply(pod, prompt.stored(3, 4), KEYS)
+    assert blocks(index, pod, prompt) >= 7
+    index.check()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_trap_10_order_of_arrival_does_not_matter(seed: int) -> None:
+    rng = random.Random(seed)
+    index, (pod,) = make(1, max_edge=7)
+    prompt = Prompt.random(seed, 12)
+    cuts = [0, *sorted(rng.sample(range(1, 12), 4)), 12]
+    pieces = [prompt.stored(a, b) for a, b in pairwise(cuts)]
+    rng.shuffle(pieces)
+    gone = []
+    for number, piece in enumerate(pieces):
+        index.apply(pod, piece, KEYS)
+        assert piece.block_hashes[0] in index.blocks_of(pod), "also while it waits for its parent"
+        if not gone and number >= 2 and len(piece.block_hashes) > 1:
+            gone = [rng.choice(piece.block_hashes[:-1])]
+            index.apply(pod, BlockRemoved(gone), KEYS)
+    assert index.blocks_of(pod) == set(prompt.hashes) - set(gone)
+    assert pod.blocks == 12 - len(gone)
+    assert index.totals()["orphan_blocks"] == 0
+    expected = prompt.hashes.index(gone[0]) if gone else 12
+    assert expected - 4 <= blocks(index, pod, prompt) <= expected
+    index.check()
+
+
+def test_trap_10_an_orphan_removed_before_its_graft_still_carries_its_descendants() -> None:
+    index, (pod,) = make(1)
+    prompt = Prompt.random(1, 12)
+    index.apply(pod, prompt.stored(4, 8), KEYS)
+    index.apply(pod, prompt.stored(8), KEYS)
+    index.apply(pod, BlockRemoved([prompt.hashes[7]]), KEYS)
+    index.apply(pod, prompt.stored(0, 4), KEYS)
+    assert index.blocks_of(pod) == set(prompt.hashes) - {prompt.hashes[7]}
+    assert index.totals()["orphan_blocks"] == 0
+    assert blocks(index, pod, prompt) == 7
+    index.apply(pod, prompt.stored(7, 8), KEYS)
+    assert blocks(index, pod, prompt) >= 10
+    index.check()
+
+
+def test_trap_10_orphans_are_bounded() -> None:
+    index, (pod,) = make(1, max_orphan_blocks=20)
+    for seed in range(10):
+        index.apply(pod, Prompt.random(seed, 9).stored(4), KEYS)
+    assert index.totals()["orphan_blocks"] == 20
+    assert index.totals()["orphan_blocks_dropped"] == 30
+    index.check()
+
+
+def test_orphans_are_forgotten_with_their_pod() -> None:
+    index, (pod, other) = make()
+    prompt = Prompt.random(1, 9)
+    index.apply(pod, prompt.stored(4), KEYS)
+    index.apply(pod, AllBlocksCleared(), KEYS)
+    index.apply(other, prompt.stored(0, 4), KEYS)
+    assert index.blocks_of(pod) == set()
+    assert index.totals()["blocks"] == 4
+    index.check()
+
+
+def test_trap_12_pods_with_hash_seeds_of_their_own_still_match() -> None:
+    index, pods = make(5)
+    base = Prompt.random(1, 40)
+    for number, pod in enumerate(pods):
+        seeded = Prompt(base.tokens, seed=b"%d" % number)
+        index.apply(pod, seeded.stored(0, 40 - number), KEYS)
+    for number, pod in enumerate(pods):
+        assert blocks(index, pod, base.extended(9, 1)) in (39 - number, 40 - number)
+    index.check()
+
+
+def test_multimodal_blocks_are_not_taken_for_their_text() -> None:
+    index, (pod,) = make(1)
+    prompt = Prompt.random(1, 4)
+    index.apply(pod, prompt.stored(extra_keys=[None, [("image", 3)], None, None]), KEYS)
+    assert index.blocks_of(pod) == set()
+    assert pod.skipped[Skip.EXTRA_KEYS] == 4
+    index.apply(pod, prompt.stored(4, extra_keys=[]), KEYS)
+
+
+def test_vllms_salt_is_the_first_extra_key() -> None:
+    index, (pod,) = make(1)
+    salted = Prompt.random(1, 9, namespace="salt")
+    index.apply(pod, salted.stored(0, 4, cache_salt=None, extra_keys=[["salt"], None, None, None]), KEYS)
+    index.apply(pod, salted.stored(4, 9, cache_salt=None), KEYS)
+    assert blocks(index, pod, salted) >= 7
+    assert blocks(index, pod, Prompt(salted.tokens)) == 0
+
+
+def test_without_a_tokenizer_only_history_counts() -> None:
+    index, (pod,) = make(1)
+    prompt = Prompt.random(1, 9)
+    index.apply(pod, prompt.stored(), None)
+    assert index.blocks_of(pod) == set()
+    assert pod.skipped[Skip.NO_TEXT] == 9
+    assert not pod.precise
+    index.predict(pod, None, prompt.key, Hit(), now=0.0)
+    assert hit(index, pod, prompt, now=60.0).reach == len(prompt.key) - 8
+
+
+@pytest.mark.parametrize("hashes", [[1, 2, 1], [1, 2, 3]], ids=["a hash twice", "its own parent"])
+def test_impossible_chains_are_refused(hashes: list[int]) -> None:
+    index, (pod,) = make(1)
+    index.apply(pod, BlockStored(hashes, 3, list(range(3 * WIDTH)), WIDTH), KEYS)
+    assert pod.skipped[Skip.HASHES] == 3
+    index.check()
+
+
+def test_one_hash_in_two_namespaces_is_refused() -> None:
+    index, (pod,) = make(1)
+    prompt = Prompt.random(1, 3)
+    index.apply(pod, prompt.stored(), KEYS)
+    index.apply(pod, prompt.stored(cache_salt="other"), KEYS)
+    assert pod.skipped[Skip.NAMESPACE] == 3
+
+
+def test_token_ids_beyond_the_vocabulary_are_escapes() -> None:
+    table = [b"a", b"bc"]
+    assert block_texts(table, [0, 1, 7, 0], 2) == [b"abc", escape(7) + b"a"]
+    assert block_texts(table, [1], 1) == [b"bc"]
+
+
+def test_the_index_is_bounded() -> None:
+    index, (pod,) = make(1, max_blocks=20)
+    for seed in range(10):
+        index.apply(pod, Prompt.random(seed, 9).stored(), KEYS)
+    assert index.totals()["blocks"] == 27
+    assert pod.skipped[Skip.FULL] == 63
+    index.apply(pod, BlockRemoved(Prompt.random(0, 9).hashes), KEYS)
+    index.apply(pod, Prompt.random(5, 9).stored(), KEYS)
+    assert index.totals()["blocks"] == 27
+
+
+def test_an_unknown_removal_is_counted() -> None:
+    index, (pod,) = make(1)
+    index.apply(pod, BlockRemoved([1, 2]), KEYS)
+    assert pod.skipped[Skip.UNKNOWN_REMOVAL] == 2
+    assert pod.blocks == 0
+
+
+# Bits: clears, snapshots, ageing
+
+
+def test_a_cleared_pod_is_forgotten_at_once_and_its_bit_used_again_after_the_sweep() -> None:
+    index, (pod, other) = make()
+    prompt = Prompt.random(1, 30)
+    for each in (pod, other):
+        index.apply(each, prompt.stored(), KEYS)
+    old = pod.bit
+    index.apply(pod, AllBlocksCleared(), KEYS)
+    assert (blocks(index, pod, prompt), pod.blocks) == (0, 0)
+    assert blocks(index, other, prompt) >= 28
+    index.check()
+    index.remove_pod(other)
+    for _ in range(3):
+        index.tick(0.0)
+    assert index.totals()["blocks"] == 0
+    assert index.totals()["text_bytes"] == 0
+    assert index.add_pod("next", SCOPE).bit in (old, 2)
+    index.check()
+
+
+def test_bits_stay_few_however_often_pods_come_and_go() -> None:
+    index, pods = make(3, max_edge=11)
+    rng = random.Random(0)
+    for step in range(300):
+        pod = rng.choice(pods)
+        index.apply(pod, Prompt.random(rng.randrange(6), 9).stored(), KEYS)
+        if rng.random() < 0.4:
+            index.apply(pod, AllBlocksCleared(), KEYS)
+        index.tick(float(step), max_nodes=20)
+    index.check()
+    assert max(index.pods) < 1 << 12
+
+
+def test_a_snapshot_replaces_everything_when_it_is_complete_and_not_before() -> None:
+    index, (pod,) = make(1)
+    old, new = Prompt.random(1, 9), Prompt.random(2, 9)
+    index.apply(pod, old.stored(), KEYS)
+    index.begin_snapshot(pod)
+    index.apply_snapshot(pod, [new.stored(0, 5)], KEYS)
+    assert blocks(index, pod, old) >= 7
+    assert blocks(index, pod, new) == 0
+    index.apply_snapshot(pod, [new.stored(5)], KEYS)
+    index.end_snapshot(pod)
+    assert blocks(index, pod, old) == 0
+    assert blocks(index, pod, new) >= 7
+    assert index.blocks_of(pod) == set(new.hashes)
+    assert pod.blocks == 9
+    index.check()
+
+
+def test_a_dropped_snapshot_leaves_no_trace() -> None:
+    index, (pod,) = make(1)
+    old, new = Prompt.random(1, 9), Prompt.random(2, 9)
+    index.apply(pod, old.stored(), KEYS)
+    index.begin_snapshot(pod)
+    index.apply_snapshot(pod, [new.stored()], KEYS)
+    index.drop_snapshot(pod)
+    for _ in range(3):
+        index.tick(0.0)
+    assert index.blocks_of(pod) == set(old.hashes)
+    assert index.totals()["blocks"] == 9
+    index.check()
+
+
+def test_aged_blocks_count_and_take_removals_until_they_end() -> None:
+    index, (pod,) = make(1, aged_life_s=100.0)
+    prompt, kept = Prompt.random(1, 20), Prompt.random(2, 9)
+    index.apply(pod, prompt.stored(), KEYS)
+    index.apply(pod, kept.stored(), KEYS)
+    index.age(pod, now=0.0)
+    longer = prompt.extended(3, 6)
+    index.apply(pod, longer.stored(20), KEYS)
+    assert blocks(index, pod, longer) >= 24, "a run may go through aged and new blocks"
+    index.apply(pod, BlockRemoved(longer.hashes[18:]), KEYS)
+    assert blocks(index, pod, longer) in (17, 18)
+    index.apply(pod, kept.stored(), KEYS)
+    index.check()
+    index.tick(101.0)
+    assert blocks(index, pod, longer) == 0
+    assert index.blocks_of(pod) == set(kept.hashes)
+    index.check()
+
+
+# Predictions and doubts
+
+
+def test_a_routed_prompt_is_predicted_then_confirmed() -> None:
+    index, (pod, other) = make()
+    known, prompt = Prompt.random(1, 9), Prompt.random(1, 9).extended(2, 9)
+    index.apply(pod, known.stored(), KEYS)
+    first = hit(index, pod, prompt)
+    index.predict(pod, None, prompt.key, first, now=0.0)
+    predicted = hit(index, pod, prompt)
+    assert predicted.tokens >= first.tokens, "its text may confirm one more block's end"
+    assert predicted.reach == len(prompt.key) - 8
+    assert hit(index, other, prompt) == Hit()
+    index.apply(pod, prompt.stored(9), KEYS)
+    confirmed = hit(index, pod, prompt)
+    assert confirmed.tokens >= 16 * WIDTH
+    assert confirmed.reach >= confirmed.end
+    index.apply(pod, BlockRemoved(prompt.hashes[9:]), KEYS)
+    assert hit(index, pod, prompt).reach <= known.end(9), "what was confirmed is not predicted any more"
+    index.check()
+
+
+def test_predictions_end_with_time_or_with_failure() -> None:
+    index, (pod,) = make(1, history_life_s=10.0)
+    prompt, failed = Prompt.random(1, 9), Prompt.random(2, 9)
+    index.predict(pod, None, prompt.key, Hit(), now=0.0)
+    ends_at = index.predict(pod, None, failed.key, Hit(), now=0.0)
+    index.withdraw(pod, None, failed.key, ends_at)
+    assert hit(index, pod, failed).reach == 0
+    assert hit(index, pod, prompt, now=9.9).reach > 0
+    assert hit(index, pod, prompt, now=10.0).reach == 0, "also before the next tick"
+    index.tick(10.0)
+    assert index.totals()["text_bytes"] == 0
+    index.check()
+
+
+def test_a_prediction_beyond_evicted_blocks_does_not_count() -> None:
+    index, (pod,) = make(1)
+    known, prompt = Prompt.random(1, 9), Prompt.random(1, 9).extended(2, 9)
+    index.apply(pod, known.stored(), KEYS)
+    index.predict(pod, None, prompt.key, hit(index, pod, prompt), now=0.0)
+    index.apply(pod, BlockRemoved(known.hashes[4:]), KEYS)
+    found = hit(index, pod, prompt)
+    assert (found.tokens, found.reach) == (4 * WIDTH, known.end(4))
+
+
+def test_predictions_keep_to_their_budget_oldest_first() -> None:
+    index, (pod,) = make(1, history_bytes=1000)
+    prompts = [Prompt.random(seed, 40) for seed in range(6)]
+    for now, prompt in enumerate(prompts):
+        index.predict(pod, None, prompt.key, Hit(), now=float(now))
+    assert index.totals()["text_bytes"] <= 1000
+    assert hit(index, pod, prompts[-1], now=6.0).reach > 0
+    assert hit(index, pod, prompts[0], now=6.0).reach == 0
+    index.check()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_predictions_survive_splits_and_merges(seed: int) -> None:
+    rng = random.Random(seed)
+    index, pods = make(3, max_edge=rng.choice([5, 9, 40]), history_life_s=20.0, predicted_life_s=5.0)
+    base = Prompt.random(seed, 6)
+    prompts = [base.extended(seed + i, rng.randrange(1, 6)) for i in range(6)]
+    for step in range(150):
+        now = step * 0.3
+        pod, prompt = rng.choice(pods), rng.choice(prompts)
+        action = rng.randrange(4)
+        if action == 0:
+            index.predict(pod, None, prompt.key[: rng.randrange(len(prompt.key))], Hit(), now)
+            assert hit(index, pod, prompt, now).reach >= 0
+        elif action == 1:
+            index.apply(pod, prompt.stored(), KEYS)
+        elif action == 2:
+            index.apply(pod, BlockRemoved(prompt.hashes[rng.randrange(len(prompt.hashes)) :]), KEYS)
+        else:
+            index.withdraw(pod, None, prompt.key, index.predict(pod, None, prompt.key, Hit(), now))
+        index.tick(now, max_nodes=5)
+        index.check()
+    for pod in pods:
+        index.clear(pod)
+    for _ in range(50):
+        index.tick(1e6)
+    assert index.totals()["text_bytes"] == index.totals()["blocks"] == 0
+
+
+def test_a_doubt_caps_what_passes_its_node_and_ends() -> None:
+    index, (pod, other) = make(doubt_life_s=30.0)
+    prompt = Prompt.random(1, 20)
+    sibling = Prompt([*prompt.tokens[: 5 * WIDTH], *Prompt.random(7, 15).tokens])
+    for each in (pod, other):
+        index.apply(each, prompt.stored(), KEYS)
+        index.apply(each, sibling.stored(), KEYS)
+    index.doubt(pod, None, prompt.key, 6 * WIDTH, now=0.0)
+    assert blocks(index, pod, prompt) == 6
+    assert blocks(index, pod, sibling) >= 18
+    assert blocks(index, other, prompt) >= 18
+    index.tick(31.0)
+    assert blocks(index, pod, prompt, now=31.0) >= 18

@@ -1,0 +1,102 @@
+"""The load model: queues from reports and reservations, prefill rates from three sources."""
+
+import pytest
+from treeline_epp.load import (
+    DEFAULT_PREFILL_RATE,
+    OVERLOADED_FOR_S,
+    STALE_AFTER_S,
+    EndpointLoad,
+    prefill_rate,
+)
+from treeline_wire.load import LoadStat, TreelineLoad
+
+
+def ours(queued: int = 0, rate: float = 0.0, waiting: int = 0) -> TreelineLoad:
+    return TreelineLoad(waiting_uncached_tokens=queued, prefill_tokens_per_s=rate, waiting=waiting)
+
+
+def test_the_queue_is_the_report_and_what_was_routed_since() -> None:
+    load = EndpointLoad()
+    load.reservations.open(100, now=0.5, predicted_prefill_s=1)
+    load.on_load(ours(queued=700, waiting=2), now=1.0)
+    load.reservations.open(40, now=1.5, predicted_prefill_s=1)
+    assert load.queue(now=1.6) == (740, 3)
+
+
+def test_a_report_that_may_not_have_seen_a_pick_does_not_hide_it() -> None:
+    load = EndpointLoad()
+    load.reservations.open(40, now=0.999, predicted_prefill_s=1)
+    load.on_load(ours(), now=1.0)
+    assert load.queue(now=1.0) == (40, 1)
+
+
+def test_without_a_fresh_report_the_queue_is_all_reservations() -> None:
+    load = EndpointLoad()
+    load.reservations.open(40, now=0.0, predicted_prefill_s=10)
+    assert load.queue(now=0.0) == (40, 1)
+    load.on_load(ours(queued=900), now=1.0)
+    assert load.fresh(1.0 + STALE_AFTER_S)
+    assert load.queue(now=1.0 + STALE_AFTER_S) == (900, 0)
+    assert load.queue(now=1.1 + STALE_AFTER_S) == (40, 1)
+
+
+def test_our_report_names_the_rate() -> None:
+    load = EndpointLoad()
+    load.train(1000, 0, 1.0)
+    assert load.own_rate() == 1000
+    load.on_load(ours(rate=5000.0), now=1.0)
+    assert load.own_rate() == 5000
+    load.on_load(ours(rate=0.0), now=2.0)  # idle: nothing measured, the old value stays
+    assert load.own_rate() == 5000
+
+
+def test_sglangs_totals_give_the_rate_by_their_deltas() -> None:
+    load = EndpointLoad()
+    load.on_load(LoadStat(total_prefill_uncached_tokens=10_000, total_prefill_busy_us=5_000_000), 1.0)
+    assert load.own_rate() == 0
+    load.on_load(LoadStat(total_prefill_uncached_tokens=10_050, total_prefill_busy_us=5_010_000), 2.0)
+    assert load.own_rate() == 0, "too few tokens to tell"
+    load.on_load(LoadStat(total_prefill_uncached_tokens=11_000, total_prefill_busy_us=5_200_000), 3.0)
+    assert load.own_rate() == 5000, "small steps add up"
+
+
+def test_a_restart_of_the_totals_is_not_a_rate() -> None:
+    load = EndpointLoad()
+    load.on_load(LoadStat(total_prefill_uncached_tokens=10_000, total_prefill_busy_us=5_000_000), 1.0)
+    load.on_load(LoadStat(total_prefill_uncached_tokens=100, total_prefill_busy_us=50_000), 2.0)
+    assert load.own_rate() == 0
+    load.on_load(LoadStat(total_prefill_uncached_tokens=1100, total_prefill_busy_us=550_000), 3.0)
+    assert load.own_rate() == 2000
+
+
+def test_times_to_first_token_train_unless_the_work_was_too_little() -> None:
+    load = EndpointLoad()
+    load.train(50, 0, 1.0)
+    assert load.own_rate() == 0
+    load.train(500, 500, 0.5)
+    assert load.own_rate() == 2000
+    load.train(1000, 0, 0.25)
+    assert 2000 < load.own_rate() < 4000
+
+
+def test_the_rate_falls_back_to_peers_then_to_a_default() -> None:
+    assert prefill_rate(100.0, [1.0, 2.0]) == 100
+    assert prefill_rate(0.0, [1.0, 2.0, 9.0]) == 2
+    assert prefill_rate(0.0, []) == DEFAULT_PREFILL_RATE
+
+
+def test_hit_share_is_an_average_of_reported_hits() -> None:
+    load = EndpointLoad()
+    for _ in range(40):
+        load.train_hits(75, 100)
+    assert load.hit_share == pytest.approx(0.75, abs=0.01)
+    load.train_hits(5, 0)
+    assert load.hit_share == pytest.approx(0.75, abs=0.01)
+
+
+def test_overloaded_lasts_until_the_next_report() -> None:
+    load = EndpointLoad()
+    load.on_overloaded(now=1.0)
+    assert load.overloaded_until == 1.0 + OVERLOADED_FOR_S
+    load.on_load(ours(), now=1.1)
+    assert load.overloaded_until < 1.1

@@ -1,0 +1,156 @@
+"""Scores term by term, and the rankings of the policies."""
+
+import random
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from treeline_epp.endpoint import EndpointSpec
+from treeline_epp.load import EndpointLoad
+from treeline_epp.policy import (
+    ASSUMED_OUTPUT_TOKENS,
+    Candidate,
+    Scored,
+    TreelinePolicy,
+    create_policy,
+    score,
+)
+from treeline_wire.load import TreelineLoad
+
+
+def candidate(
+    name: str = "a",
+    *,
+    load: EndpointLoad | None = None,
+    cached: int = 0,
+    uncached: int = 1000,
+    held: int = 0,
+    rate: float = 1000.0,
+) -> Candidate:
+    spec = EndpointSpec(name, f"{name}:1")
+    return Candidate(
+        spec,
+        load or EndpointLoad(),
+        rate,
+        cached_tokens=cached,
+        uncached_tokens=uncached,
+        held_tokens=held,
+    )
+
+
+def reported(**fields: object) -> EndpointLoad:
+    load = EndpointLoad()
+    load.on_load(TreelineLoad(page_size=16, **fields), now=0.0)  # type: ignore[arg-type]
+    return load
+
+
+def scored(name: str, cost: float, cached: int = 0) -> Scored:
+    return Scored(candidate(name, cached=cached), cost, cost, 0.0, {})
+
+
+def test_queue_and_prefill_are_tokens_over_rate() -> None:
+    load = reported(waiting_uncached_tokens=3000)
+    result = score(candidate(load=load, uncached=500), now=0.0)
+    assert result.terms["queue_s"] == 3.0
+    assert result.terms["prefill_s"] == 0.5
+    assert result.ttft_s == 3.5
+    assert result.cost_s == 3.5
+
+
+def test_full_slots_cost_the_time_until_enough_are_free() -> None:
+    load = reported(running=8, waiting=1, max_running=8, decode_step_ms=20.0)
+    terms = score(candidate(load=load), now=0.0).terms
+    assert terms["slots_s"] == pytest.approx(2 * ASSUMED_OUTPUT_TOKENS * 0.020 / 8)
+    load = reported(running=6, waiting=1, max_running=8, decode_step_ms=20.0)
+    assert score(candidate(load=load), now=0.0).terms["slots_s"] == 0
+
+
+def test_eviction_costs_only_where_memory_is_short_and_hits_happen() -> None:
+    roomy, full = reported(pages_total=1000, pages_used=100), reported(pages_total=1000, pages_used=950)
+    for load in (roomy, full):
+        load.hit_share = 0.5
+    assert score(candidate(load=roomy, uncached=1600), now=0.0).terms["evict_s"] == 0
+    evicting = score(candidate(load=full, uncached=1600), now=0.0)
+    assert evicting.terms["evict_s"] == pytest.approx((1600 - 50 * 16) * 0.5 / 1000)
+    assert evicting.ttft_s == pytest.approx(evicting.cost_s - evicting.terms["evict_s"])
+    full.hit_share = 0.0
+    assert score(candidate(load=full, uncached=1600), now=0.0).terms["evict_s"] == 0
+
+
+def test_what_is_known_to_be_cached_counts_as_used() -> None:
+    load = reported(pages_total=1000, pages_used=0)
+    load.hit_share = 0.9
+    assert score(candidate(load=load, uncached=160, held=16_000), now=0.0).terms["evict_s"] == 0.16
+
+
+def test_an_endpoint_that_refused_waits_out_its_second() -> None:
+    load = EndpointLoad()
+    load.on_overloaded(now=0.0)
+    assert score(candidate(load=load), now=0.25).terms["full_s"] == 0.75
+
+
+def test_the_cost_is_the_sum_of_its_terms() -> None:
+    load = reported(
+        running=9,
+        max_running=8,
+        decode_step_ms=5.0,
+        waiting_uncached_tokens=70,
+        pages_total=10,
+        pages_used=9,
+    )
+    load.hit_share = 0.3
+    terms = score(candidate(load=load), now=0.0).terms
+    assert terms["cost_s"] == pytest.approx(
+        sum(terms[t] for t in ("queue_s", "prefill_s", "slots_s", "evict_s", "full_s"))
+    )
+
+
+def test_sticky_until_saturated() -> None:
+    policy = TreelinePolicy(random.Random(0))
+    warm, cold = scored("warm", 1.05, cached=900), scored("cold", 1.0)
+    assert [s.candidate.spec.name for s in policy.rank([cold, warm])] == ["warm", "cold"]
+    warm = scored("warm", 1.3, cached=900)
+    assert [s.candidate.spec.name for s in policy.rank([cold, warm])] == ["cold", "warm"]
+
+
+def test_small_differences_do_not_make_a_warm_endpoint_flap() -> None:
+    policy = TreelinePolicy(random.Random(0))
+    rng = random.Random(1)
+    for _ in range(200):
+        warm = scored("warm", 0.010 + rng.random() * 0.004, cached=100)
+        cold = scored("cold", 0.010 + rng.random() * 0.004)
+        assert policy.rank([warm, cold])[0] is warm
+
+
+def test_equal_scores_are_shared_at_random_and_reproducibly() -> None:
+    def run() -> list[str]:
+        policy = TreelinePolicy(random.Random(7))
+        group = [scored(name, 0.5) for name in "abcd"]
+        return [policy.rank(group)[0].candidate.spec.name for _ in range(400)]
+
+    first = run()
+    assert first == run()
+    assert min(Counter(first).values()) > 60
+
+
+@pytest.mark.parametrize("name", ["treeline", "round_robin", "random"])
+def test_a_ranking_is_a_permutation(name: str) -> None:
+    policy = create_policy(name, random.Random(3))
+    rng = random.Random(4)
+    for count in range(1, 8):
+        group = [scored(f"e{i}", rng.random(), rng.randrange(3)) for i in range(count)]
+        ranked = policy.rank(group)
+        assert sorted(ranked, key=id) == sorted(group, key=id)
+
+
+def test_round_robin_takes_turns_by_name() -> None:
+    policy = create_policy("round_robin", random.Random(3))
+    group = [scored(name, 1.0) for name in "cab"]
+    names = [policy.rank(group)[0].candidate.spec.name for _ in range(9)]
+    assert Counter(names) == {"a": 3, "b": 3, "c": 3}
+    assert all(a != b for a, b in pairwise(names))
+
+
+def test_an_unknown_policy_names_the_valid_ones() -> None:
+    with pytest.raises(ValueError, match="random, round_robin, treeline"):
+        create_policy("best", random.Random(0))
