@@ -7,6 +7,7 @@ small that they evict all the time, real sockets, a real picker, and one in fift
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from pathlib import Path
 
@@ -21,7 +22,10 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """Two runtimes whose caches hold 2,048 tokens; the picker and Envoy are started by the tests."""
-    stack = Stack(tmp_path_factory.mktemp("small"), runtime_args=("--max-total-tokens", "2048"))
+    stack = Stack(
+        tmp_path_factory.mktemp("small"),
+        runtime_args=("--max-total-tokens", "2048", "--chunked-prefill-size", "64"),
+    )
     try:
         stack.start(*stack.runtimes)
         yield stack
@@ -54,8 +58,10 @@ def test_the_tree_equals_every_cache_within_two_seconds_of_the_last_event(
         try:
             small.start("picker", "envoy")
             small.agree("runtime-0")
-            while not forwarder.dropped:
-                work(small, seed, requests=25)
+            for round_ in itertools.count():
+                work(small, seed=100 * seed + round_, requests=10)
+                if forwarder.dropped >= 2:
+                    break
             for name in small.runtimes:
                 small.agree(name, timeout_s=2.0)
                 assert small.tree(name)

@@ -27,13 +27,20 @@ HOP_BY_HOP = {"connection", "transfer-encoding", "keep-alive", "content-length"}
 
 
 class Forwarder:
-    """Passes live event batches on and drops one in `one_in`, chosen by the seed."""
+    """Passes live event batches on and drops one of every `one_in`, which one of them is chosen by the seed."""
 
     def __init__(self, upstream_port: int, one_in: int, seed: int) -> None:
         self.port = free_port()
         self.passed = self.dropped = 0
         self._upstream_port, self._one_in = upstream_port, one_in
         self._random = random.Random(seed)
+        self._window: list[bool] = []
+
+    def _loses(self) -> bool:
+        if not self._window:
+            self._window = [False] * self._one_in
+            self._window[self._random.randrange(self._one_in)] = True
+        return self._window.pop()
 
     def run(self, stop: threading.Event) -> None:
         with zmq.Context() as context, context.socket(zmq.SUB) as sub, context.socket(zmq.PUB) as pub:
@@ -43,7 +50,7 @@ class Forwarder:
             while not stop.is_set():
                 if sub.poll(50):
                     frames = sub.recv_multipart()
-                    if self._random.randrange(self._one_in) == 0:
+                    if self._loses():
                         self.dropped += 1
                     else:
                         self.passed += 1
@@ -60,12 +67,9 @@ def _proxy(upstream: str, events_port: int) -> Starlette:
     async def forward(request: Request) -> Response:
         client: httpx.AsyncClient = request.app.state.client
         kept = {name: value for name, value in request.headers.items() if name not in HOP_BY_HOP | {"host"}}
+        path, body = request.url.path, await request.body()
         asked = client.build_request(
-            request.method,
-            str(request.url.path),
-            headers=kept,
-            params=request.query_params,
-            content=await request.body(),
+            request.method, path, headers=kept, params=request.query_params, content=body
         )
         answer = await client.send(asked, stream=True)
         passed = {name: value for name, value in answer.headers.items() if name not in HOP_BY_HOP}
