@@ -40,6 +40,7 @@ class Publisher:
 
     def __init__(self, folder: Path, model: Path, **args: Any) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context.setsockopt(zmq.LINGER, 0)  # of all its sockets: a stranger's question is never delivered
         addresses = Addresses(str(folder))
         self.inbox = Inbox(self.context, addresses.http, decode_to_http)
         self.outbox = Outbox(self.context, addresses.publisher)
