@@ -85,6 +85,8 @@ class EndpointLoad:
     learned_rate: float = 0.0
     #: Share of prompt tokens that were cache hits, a moving average over answered requests.
     hit_share: float = 0.0
+    #: The shortest decode step ever reported: that of a small batch.
+    fastest_step_s: float = float("inf")
     overloaded_until: float = float("-inf")
     _totals: tuple[int, int] | None = None
 
@@ -95,6 +97,8 @@ class EndpointLoad:
         if isinstance(load, TreelineLoad):
             if load.prefill_tokens_per_s > 0:
                 self.reported_rate = load.prefill_tokens_per_s
+            if load.decode_step_ms > 0:
+                self.fastest_step_s = min(self.fastest_step_s, self.report.decode_step_s)
             return
         totals = (load.total_prefill_uncached_tokens, load.total_prefill_busy_us)
         if self._totals is not None:

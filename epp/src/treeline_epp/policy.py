@@ -1,16 +1,23 @@
 """Policies: from candidates to a ranking. `treeline` predicts time to first token; two blind ones to compare with.
 
-Every policy ranks the same candidates, so that health, subset and draining are decided in one place. The predicted
-time to first token of a candidate is a sum of named terms, all in seconds:
+Every policy ranks the same candidates, so that health, subset and draining are decided in one place. The cost of a
+candidate is a sum of named terms, all in seconds. The first four are its predicted time to first token:
 
     queue_s    uncached tokens before it ÷ prefill rate
     prefill_s  its own uncached tokens ÷ prefill rate
     slots_s    if all running slots are taken: time until enough of them come free
-    evict_s    if pages are nearly full: work that must be done again for what it would evict
     full_s     if the endpoint just refused a request for want of room: the wait until it may take one
 
-There is no term for decode interference: a prefill rate is measured with the decodes that share its steps, so what
-running requests cost a prefill is already in it.
+The others are what it costs later, itself and those who come after:
+
+    decode_s   its output ÷ the endpoint's decode speed, beyond what the endpoint needs when it is nearly idle. Without
+               this term requests that share a prefix and have short prompts but long outputs would all run on one
+               endpoint, whose prefill queue is always empty
+    others_s   its own prefill again: while it is computed, the next request waits. Without this term a burst on one new
+               prefix would compute it on every endpoint, each a little sooner than waiting for the first
+    evict_s    if pages are nearly full: work that must be done again for what it would evict
+
+What running requests cost a prefill needs no term: prefill rates are measured with the decodes that share their steps.
 """
 
 import random
@@ -28,6 +35,8 @@ EQUAL_S = 0.001
 #: saturated): a few milliseconds are below what predictions can tell, a moved prefix costs memory for minutes.
 STICKY_S = 0.005
 STICKY_SHARE = 0.10
+#: How many later requests the work of this one is assumed to delay.
+DELAYED_REQUESTS = 1.0
 #: Output tokens that a running request is assumed to have left, for want of knowledge.
 ASSUMED_OUTPUT_TOKENS = 64
 #: The oldest cached tokens are worth less than the average ones: this share.
@@ -51,7 +60,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A candidate with its score: `ttft_s`, the predicted time to first token, is `cost_s` without `evict_s`."""
+    """A candidate with its score: `cost_s` is compared, `ttft_s` is the predicted time to first token in it."""
 
     candidate: Candidate
     cost_s: float
@@ -61,7 +70,7 @@ class Scored:
 
 
 def score(candidate: Candidate, now: float) -> Scored:
-    """Predict the time to first token at one endpoint, term by term. O(1)."""
+    """The cost of one endpoint, term by term; see the module. O(1) but for reservations newer than the last report."""
     load, rate = candidate.load, candidate.rate
     queued_tokens, queued_requests = load.queue(now)
     queue_s = queued_tokens / rate
@@ -70,6 +79,9 @@ def score(candidate: Candidate, now: float) -> Scored:
     evict_s = _evict_s(candidate, queued_tokens, now)
     full_s = max(0.0, load.overloaded_until - now)
     ttft_s = queue_s + prefill_s + slots_s + full_s
+    decode_s = _decode_s(load, now)
+    others_s = DELAYED_REQUESTS * prefill_s
+    cost_s = ttft_s + decode_s + others_s + evict_s
     terms = {
         "queued_tokens": float(queued_tokens),
         "cached_tokens": float(candidate.cached_tokens),
@@ -79,11 +91,13 @@ def score(candidate: Candidate, now: float) -> Scored:
         "queue_s": queue_s,
         "prefill_s": prefill_s,
         "slots_s": slots_s,
-        "evict_s": evict_s,
         "full_s": full_s,
-        "cost_s": ttft_s + evict_s,
+        "decode_s": decode_s,
+        "others_s": others_s,
+        "evict_s": evict_s,
+        "cost_s": cost_s,
     }
-    return Scored(candidate, ttft_s + evict_s, ttft_s, prefill_s, terms)
+    return Scored(candidate, cost_s, ttft_s, prefill_s, terms)
 
 
 def _slots_s(load: EndpointLoad, queued_requests: int, now: float) -> float:
@@ -95,6 +109,14 @@ def _slots_s(load: EndpointLoad, queued_requests: int, now: float) -> float:
     if excess <= 0:
         return 0.0
     return excess * ASSUMED_OUTPUT_TOKENS * report.decode_step_s / report.max_running
+
+
+def _decode_s(load: EndpointLoad, now: float) -> float:
+    """How much longer the output takes than on the same endpoint with little to do. Idle endpoints report old steps."""
+    report = load.report
+    if report is None or not report.running or not load.fresh(now):
+        return 0.0
+    return ASSUMED_OUTPUT_TOKENS * max(0.0, report.decode_step_s - load.fastest_step_s)
 
 
 def _evict_s(candidate: Candidate, queued_tokens: int, now: float) -> float:
@@ -125,7 +147,7 @@ class Policy(Protocol):
 
 
 class TreelinePolicy:
-    """Least predicted time to first token, sticky until saturated."""
+    """Least cost, sticky until saturated."""
 
     name = "treeline"
 

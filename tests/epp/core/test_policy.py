@@ -9,6 +9,7 @@ from treeline_epp.endpoint import EndpointSpec
 from treeline_epp.load import EndpointLoad
 from treeline_epp.policy import (
     ASSUMED_OUTPUT_TOKENS,
+    DELAYED_REQUESTS,
     Candidate,
     Scored,
     TreelinePolicy,
@@ -54,7 +55,7 @@ def test_queue_and_prefill_are_tokens_over_rate() -> None:
     assert result.terms["queue_s"] == 3.0
     assert result.terms["prefill_s"] == 0.5
     assert result.ttft_s == 3.5
-    assert result.cost_s == 3.5
+    assert result.terms["others_s"] == 0.5 * DELAYED_REQUESTS
 
 
 def test_full_slots_cost_the_time_until_enough_are_free() -> None:
@@ -65,6 +66,17 @@ def test_full_slots_cost_the_time_until_enough_are_free() -> None:
     assert score(candidate(load=load), now=0.0).terms["slots_s"] == 0
 
 
+def test_slow_decoding_costs_what_the_output_takes_longer() -> None:
+    load = reported(running=1, decode_step_ms=4.0)
+    assert score(candidate(load=load), now=0.0).terms["decode_s"] == 0
+    load.on_load(TreelineLoad(running=64, decode_step_ms=9.0), now=0.0)
+    assert score(candidate(load=load), now=0.0).terms["decode_s"] == pytest.approx(
+        ASSUMED_OUTPUT_TOKENS * 0.005
+    )
+    load.on_load(TreelineLoad(running=0, decode_step_ms=9.0), now=0.0)
+    assert score(candidate(load=load), now=0.0).terms["decode_s"] == 0
+
+
 def test_eviction_costs_only_where_memory_is_short_and_hits_happen() -> None:
     roomy, full = reported(pages_total=1000, pages_used=100), reported(pages_total=1000, pages_used=950)
     for load in (roomy, full):
@@ -72,7 +84,9 @@ def test_eviction_costs_only_where_memory_is_short_and_hits_happen() -> None:
     assert score(candidate(load=roomy, uncached=1600), now=0.0).terms["evict_s"] == 0
     evicting = score(candidate(load=full, uncached=1600), now=0.0)
     assert evicting.terms["evict_s"] == pytest.approx((1600 - 50 * 16) * 0.5 / 1000)
-    assert evicting.ttft_s == pytest.approx(evicting.cost_s - evicting.terms["evict_s"])
+    assert evicting.ttft_s == pytest.approx(
+        evicting.cost_s - evicting.terms["evict_s"] - evicting.terms["others_s"]
+    )
     full.hit_share = 0.0
     assert score(candidate(load=full, uncached=1600), now=0.0).terms["evict_s"] == 0
 
@@ -101,7 +115,9 @@ def test_the_cost_is_the_sum_of_its_terms() -> None:
     load.hit_share = 0.3
     terms = score(candidate(load=load), now=0.0).terms
     assert terms["cost_s"] == pytest.approx(
-        sum(terms[t] for t in ("queue_s", "prefill_s", "slots_s", "evict_s", "full_s"))
+        sum(
+            terms[t] for t in ("queue_s", "prefill_s", "slots_s", "full_s", "decode_s", "others_s", "evict_s")
+        )
     )
 
 
