@@ -66,17 +66,17 @@ def _flags(values: Mapping[str, object]) -> list[str]:
 
 
 def _runtime(options: UpOptions, index: int) -> ChildSpec:
-    own_ports = {
+    own_ports: dict[str, int] = {
         "--port": options.runtime_port + index,
         "--events-port": options.events_port + index,
         "--replay-port": options.replay_port + index,
         "--load-port": options.load_port + index,
     }
-    settings = {"--threads": options.threads, "--log-level": options.log_level}
+    settings: dict[str, object] = {"--threads": options.threads, "--log-level": options.log_level}
     if options.served_model_name:
         settings["--served-model-name"] = options.served_model_name
     argv = [sys.executable, "-m", "treeline_runtime"]
-    argv += _flags({"--model": options.model, "--host": LOOPBACK} | own_ports | settings)
+    argv += _flags({"--model": options.model, "--host": LOOPBACK, **own_ports, **settings})
     if options.debug_endpoints:
         argv += ["--enable-debug-endpoints"]
     return ChildSpec(
@@ -96,7 +96,7 @@ def _picker(options: UpOptions, runtimes: Iterable[ChildSpec]) -> ChildSpec:
         "--metrics-port": options.metrics_port,
     }
     settings = {"--host": LOOPBACK, "--policy": options.policy, "--log-level": options.log_level}
-    argv = [sys.executable, "-m", "treeline_epp", *_flags(settings | own_ports)]
+    argv = [sys.executable, "-m", "treeline_epp", *_flags({**settings, **own_ports})]
     for runtime in runtimes:
         host, port = runtime.ports["port"]
         argv += ["--endpoint", f"{runtime.name}={host}:{port}"]
