@@ -275,6 +275,10 @@ class Lab:
         if self.connected and self.rng.random() >= self.loss:
             self._send("live", self.rng.random() * 0.1, batch)
 
+    def again(self) -> None:
+        """The newest batch comes once more."""
+        self._send("live", self.rng.random() * 0.1, self.engine.ring[-1])
+
     def heartbeat(self) -> None:
         if self.connected and self.engine.ours:
             newest = self.engine.seq - 1 if self.rng.random() < 0.5 else None
