@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard, overload
 
+import msgspec
 import torch
 from tokenizers import Tokenizer
 
@@ -30,6 +31,8 @@ from treeline_runtime.scheduler import Scheduler
 from treeline_runtime.tokens import IncrementalDetokenizer
 
 Prompt = str | list[int]
+Params = SamplingParams | Mapping[str, Any]
+"""Sampling parameters, or a mapping with some of their fields."""
 
 
 class GenerationError(RuntimeError):
@@ -99,35 +102,33 @@ class Engine(Scheduler):
     # ---- use ----------------------------------------------------------------------------------------------
 
     @overload
-    def generate(
-        self, prompts: Prompt, sampling_params: SamplingParams | None = ..., **options: Any
-    ) -> Output: ...
+    def generate(self, prompts: Prompt, sampling_params: Params | None = ..., **options: Any) -> Output: ...
     @overload
     def generate(
         self,
         prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = ...,
+        sampling_params: Params | Sequence[Params] | None = ...,
         **options: Any,
     ) -> list[Output]: ...
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         **options: Any,
     ) -> Output | list[Output]:
         """Complete one prompt (text or ids), or a list of them in one go, in order.
 
         `options`: the other fields of GenerateReq. Raises GenerationError if a request is refused or fails; the others
-        of the list are ended first.
+        of the list are ended first. Raises TypeError for sampling parameters that do not exist or have a wrong type.
         """
         if _is_one(prompts):
             if isinstance(sampling_params, Sequence):
                 raise ValueError("one prompt takes one SamplingParams, not a list")
-            return self._run([prompts], [sampling_params or SamplingParams()], options)[0]
+            return self._run([prompts], [_checked(sampling_params)], options)[0]
         params = (
-            list(sampling_params)
+            [_checked(one) for one in sampling_params]
             if isinstance(sampling_params, Sequence)
-            else [sampling_params or SamplingParams()] * len(prompts)
+            else [_checked(sampling_params)] * len(prompts)
         )
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling_params")
@@ -148,10 +149,10 @@ class Engine(Scheduler):
         return outputs
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
+        self, prompt: Prompt, sampling_params: Params | None = None, **options: Any
     ) -> Iterator[tuple[str, Output]]:
         """Yield (new text, output so far) as it comes. Leaving the loop early ends the request."""
-        rid = self._submit(prompt, sampling_params or SamplingParams(), options)
+        rid = self._submit(prompt, _checked(sampling_params), options)
         run = self._runs[rid]
         try:
             while run.output.finish is None:
@@ -235,6 +236,20 @@ class Engine(Scheduler):
 
 def _is_one(prompts: Prompt | Sequence[Prompt]) -> TypeGuard[Prompt]:
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+def _checked(params: Params | None) -> SamplingParams:
+    """Structs do not check what they are made with: `stop="end"` would stop at every e, n and d."""
+    fields = msgspec.structs.asdict(params) if isinstance(params, SamplingParams) else params or {}
+    if not isinstance(fields, Mapping):
+        raise TypeError(f"sampling_params: expected SamplingParams or a mapping, got {type(fields).__name__}")
+    unknown = fields.keys() - set(SamplingParams.__struct_fields__)
+    if unknown:
+        raise TypeError(f"sampling_params: there is no {', '.join(sorted(map(repr, unknown)))}")
+    try:
+        return msgspec.convert(fields, SamplingParams)
+    except msgspec.ValidationError as error:
+        raise TypeError(f"sampling_params: {error}") from None
 
 
 def _raise_if_failed(output: Output) -> None:

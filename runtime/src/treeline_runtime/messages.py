@@ -241,6 +241,8 @@ class LoadUpdate(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """Prompt tokens still to be computed, of waiting requests and of the chunked one."""
     pages_used: int = 0
     """Pages neither free nor evictable."""
+    pages_cached: int = 0
+    """Pages that hold a cached prefix and may be evicted."""
     pages_total: int = 0
     tokens_used: int = 0
     total_prefill_uncached_tokens: int = 0

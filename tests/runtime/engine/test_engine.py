@@ -118,6 +118,33 @@ def test_a_refused_request_is_an_exception_and_the_engine_goes_on(model: Path) -
         assert len(engine.generate("fine", GREEDY).token_ids) == 10
 
 
+def test_sampling_parameters_may_be_a_mapping_and_are_checked(model: Path) -> None:
+    with Engine(model=model, **SETTINGS) as engine:
+        greedy = {"max_new_tokens": 10, "temperature": 0, "stop": ["~~~"], "logit_bias": {3: 1.0}}
+        same = SamplingParams(max_new_tokens=10, temperature=0.0, stop=("~~~",), logit_bias={3: 1.0})
+        assert engine.generate("Hello", greedy).text == engine.generate("Hello", same).text
+        assert [
+            len(out.token_ids) for out in engine.generate(["a", "b"], [{"max_new_tokens": 1}, GREEDY])
+        ] == [
+            1,
+            10,
+        ]
+        assert (
+            "".join(text for text, _ in engine.stream("Hello", greedy))
+            == engine.generate("Hello", greedy).text
+        )
+        wrong: list[tuple[Any, str]] = [
+            ({"max_tokens": 5}, "there is no 'max_tokens'"),
+            ({"temperature": "hot"}, r"Expected `float`, got `str` - at `\$.temperature`"),
+            (SamplingParams(stop="end"), r"Expected `array`, got `str` - at `\$.stop`"),  # type: ignore[arg-type]
+            (5, "expected SamplingParams or a mapping, got int"),
+        ]
+        for params, problem in wrong:
+            with pytest.raises(TypeError, match=problem):
+                engine.generate("Hello", params)
+        assert engine.is_idle
+
+
 def test_without_a_tokenizer_prompts_are_ids(tmp_path: Path) -> None:
     with Engine(model=write_config(tmp_path), **SETTINGS) as engine:
         out = engine.generate([1, 2, 3], GREEDY)

@@ -24,15 +24,16 @@ def test_changes_are_reported_at_most_every_fifty_milliseconds() -> None:
     feed.take(0.0)
     sent = 0
     for tick in range(1000):
-        feed.on_load(LoadUpdate(running=tick))
+        feed.on_load(LoadUpdate(running=tick, pages_cached=tick))
         sent += bool(feed.take(tick / 1000))
     assert sent == 19
-    feed.on_load(LoadUpdate(running=5000))
+    feed.on_load(LoadUpdate(running=5000, pages_cached=7))
     assert feed.due_at() <= 1.0 + MIN_INTERVAL_S
     stat, ours = reports(feed.take(2.0))
     assert isinstance(stat, LoadStat)
     assert isinstance(ours, TreelineLoad)
     assert stat.num_running == ours.running == 5000
+    assert ours.pages_cached == 7
 
 
 def test_an_unchanged_load_is_not_news() -> None:

@@ -22,19 +22,23 @@ def test_load_is_published_after_each_step_that_changes_it(tiny: Path) -> None:
     assert load.waiting_uncached_tokens == (12 - 4) + 12, "the rest of the second, and the third"
     assert load.pages_total == 256
     assert load.tokens_used == load.pages_used * 4 > 0
+    assert load.pages_used + load.pages_cached + engine.cache.pool.num_free == load.pages_total
     assert load.max_running == 2
     assert load.prefill_tokens_per_s > 0
     engine.run()
     load = engine.loads[-1]
     assert (load.running, load.waiting, load.waiting_uncached_tokens, load.pages_used) == (0, 0, 0, 0)
+    assert load.pages_cached == engine.cache.tree.num_pages > 0
     assert load.total_prefill_uncached_tokens == 33 + 3 * 12
     assert load.total_prefill_busy_us > 0
     assert load.decode_step_ms > 0
     count = len(engine.loads)
     engine.step()
-    engine.inbox.append(FlushReq("x"))
-    engine.step()
     assert len(engine.loads) == count, "an unchanged load was published"
+    for id in ("x", "y"):
+        engine.inbox.append(FlushReq(id))
+        engine.step()
+    assert [load.pages_cached for load in engine.loads[count:]] == [0], "only the first flush changes anything"
 
 
 def test_draining_is_reported_at_once(tiny: Path) -> None:

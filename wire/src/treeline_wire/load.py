@@ -40,6 +40,7 @@ class TreelineLoad(Struct, frozen=True):
 
     `seq` counts reports within an `epoch`; `in_flight` is requests accepted and not yet finished by the server,
     `running` and `waiting` those the scheduler knows. `waiting_uncached_tokens` is prefill work not yet done.
+    `pages_used` are neither free nor evictable; `pages_cached` are evictable: what is left of `pages_total` is free.
     """
 
     epoch: Count = 0
@@ -56,6 +57,7 @@ class TreelineLoad(Struct, frozen=True):
     adapters: list[str] = []
     in_flight: Count = 0
     max_running: Count = 0
+    pages_cached: Count = 0
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -74,6 +74,7 @@ class LoadFeed:
             waiting=load.waiting,
             waiting_uncached_tokens=load.waiting_uncached_tokens,
             pages_used=load.pages_used,
+            pages_cached=load.pages_cached,
             pages_total=load.pages_total,
             page_size=self._page_size,
             prefill_tokens_per_s=load.prefill_tokens_per_s,

@@ -449,6 +449,7 @@ class Scheduler:
             waiting=len(self.prefill.waiting),
             waiting_uncached_tokens=self.prefill.uncached_tokens(),
             pages_used=self.cache.used_pages,
+            pages_cached=self.cache.tree.evictable_pages,
             pages_total=self.cache.pool.num_pages,
             tokens_used=self.cache.used_pages * self.config.page_size,
             total_prefill_uncached_tokens=self.meter.total_prefill_tokens,

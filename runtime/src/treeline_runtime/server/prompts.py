@@ -31,14 +31,11 @@ class Prompts:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        source = bundle.chat_template
-        self._template = (
-            None if source is None else ChatTemplate(source, special_tokens=bundle.special_tokens)
-        )
+        self._template = ChatTemplate.from_bundle(bundle)
 
     def template_reads(self, name: str) -> bool:
-        """Whether the chat template mentions the variable `name`."""
-        return name in (self.bundle.chat_template or "")
+        """Whether a chat template of the model mentions `name`."""
+        return any(name in (text or "") for text in (self.bundle.chat_template, self.bundle.tool_template))
 
     async def of_chat(self, body: Mapping[str, Any], size: int) -> list[int]:
         """`size`: of the request in bytes."""
