@@ -41,7 +41,6 @@ class Outcome(StrEnum):
     ERROR = "error"  # the endpoint failed, or answered with an error
     OVERLOADED = "overloaded"  # 503 with x-treeline-overloaded: it refused for want of room
     CANCELLED = "cancelled"  # the client went away first
-    EXPIRED = "expired"  # three times the predicted prefill passed without a word
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from treeline_epp.lane import Lane
 from treeline_epp.matching import walk
-from treeline_epp.tree import Node, Tree, join_spans
+from treeline_epp.node import Node, join_spans
+from treeline_epp.tree import Tree
 
 #: A span is not renewed while at least this share of its life is left: hot prefixes would flood the queue.
 _RENEW_SHARE = 0.75

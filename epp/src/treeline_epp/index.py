@@ -28,8 +28,9 @@ from treeline_wire.namespaces import join_namespace
 
 from treeline_epp.history import History, reach
 from treeline_epp.matching import GUARD_BYTES, Level, Walk, match, walk
+from treeline_epp.node import Node
 from treeline_epp.orphans import OrphanRun, Orphans
-from treeline_epp.tree import MAX_EDGE, Node, Tree
+from treeline_epp.tree import MAX_EDGE, Tree
 
 
 class Skip(StrEnum):

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from treeline_epp.tree import Node
+    from treeline_epp.node import Node
 
 assert sys.byteorder == "little", "`Lane.count_until` reads packed offsets in the machine's order"
 

@@ -28,55 +28,10 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, repeat
 
 from treeline_epp.lane import NO_PARENT, Lane, pack_ends, pack_hashes
+from treeline_epp.node import NO_CHILDREN, Node, join_spans
 
 #: Longest edge in bytes. Long enough that a match costs few steps, short enough that cutting an edge is cheap.
 MAX_EDGE = 8192
-
-#: A span of an edge: first byte, byte after the last, time at which it ends.
-Span = tuple[int, int, float]
-
-_NO_CHILDREN: "dict[int, Node]" = {}  # shared by all leaves, never written
-
-
-class Node:
-    """An edge and what hangs below it. `spans`: pod's bit → span, None while there is none."""
-
-    __slots__ = ("children", "lanes", "parent", "spans", "text")
-
-    def __init__(self, text: bytes, parent: "Node | None") -> None:
-        self.text = text
-        self.parent = parent
-        self.children = _NO_CHILDREN
-        self.lanes: tuple[Lane, ...] = ()
-        self.spans: dict[int, Span] | None = None
-
-    def adopt(self, child: "Node") -> None:
-        """Put `child` below this node, in place of whichever child begins with the same byte. O(1)."""
-        if self.children is _NO_CHILDREN:
-            self.children = {}
-        self.children[child.text[0]] = child
-        child.parent = self
-
-    def disown(self, child: "Node") -> None:
-        """Take `child` out. O(1)."""
-        del self.children[child.text[0]]
-        if not self.children:
-            self.children = _NO_CHILDREN
-        child.parent = None
-
-    def trim(self) -> None:
-        """Forget holes at the ends of lanes, and lanes that are nothing but holes. O(lanes)."""
-        for lane in self.lanes:
-            lane.trim()
-        if any(not lane.ends for lane in self.lanes):
-            self.lanes = tuple(lane for lane in self.lanes if lane.ends)
-
-    def held_bytes(self) -> int:
-        """How much of the text a mark or a span needs. O(lanes + spans)."""
-        held = max((lane.last_end() for lane in self.lanes), default=0)
-        if self.spans:
-            held = max(held, max(span[1] for span in self.spans.values()))
-        return held
 
 
 class Tree:
@@ -375,6 +330,7 @@ class Tree:
                 continue
             if slot < count:  # are these the holes of the same blocks?
                 same = _same_hashes(lane.chain, 8 * slot + 8, packed, 0) >> 3
+                same = min(same, common_prefix(lane.ends, 2 * slot, ends, 0) >> 1)
                 if not same:
                     continue
                 self._mark(lane, slot, slot + same, bit, [])
@@ -508,7 +464,7 @@ class Tree:
         child.lanes = node.lanes + child.lanes
         parent.adopt(child)
         node.parent = None
-        node.children = _NO_CHILDREN
+        node.children = NO_CHILDREN
         node.lanes = ()
         self.node_count -= 1
         self._merge_spans(node, child, size)
@@ -543,7 +499,7 @@ class Tree:
                     and back.base == front.base + len(front) * front.width
                     and back.chain[:8] == front.chain[-8:]
                     and front.last_end() <= back.end(0)
-                    and _disjoint(front, back.chain[8:])
+                    and _disjoint(front, back.chain[8:], back)
                 ):
                     self._append(front, back.chain[8:], back.ends, back.sets)
                     back.ends = b""
@@ -567,7 +523,7 @@ class Tree:
             node_count += 1
             assert 1 <= len(node.text) <= self.max_edge
             if not node.children:
-                assert node.children is _NO_CHILDREN
+                assert node.children is NO_CHILDREN
                 assert node.held_bytes() == len(node.text), (node.held_bytes(), node.text)
             if len(node.children) == 1:
                 (child,) = node.children.values()
@@ -579,7 +535,7 @@ class Tree:
             assert node.spans != {}
             for lo, hi, _ in (node.spans or {}).values():
                 assert 0 <= lo < hi <= len(node.text)
-        assert _NO_CHILDREN == {}
+        assert NO_CHILDREN == {}
         assert slots == len(self.blocks), (slots, len(self.blocks))
         assert (text_bytes, node_count) == (self.text_bytes, self.node_count)
 
@@ -593,15 +549,6 @@ class Tree:
                     assert self.blocks[hashes[slot]] is lane
                     held += 1
         return held
-
-
-def join_spans(old: Span | None, new: Span) -> Span:
-    """One span for two of the same pod: their union if they touch, else the one that ends later in time."""
-    if old is None:
-        return new
-    if old[0] <= new[1] and new[0] <= old[1]:
-        return min(old[0], new[0]), max(old[1], new[1]), max(old[2], new[2])
-    return old if old[2] > new[2] else new
 
 
 def common_prefix(text: bytes, offset: int, data: bytes, at: int) -> int:
@@ -628,11 +575,18 @@ def _same_hashes(chain: bytes, offset: int, packed: bytes, at: int) -> int:
     return common_prefix(chain, offset, packed, at) & ~7
 
 
-def _disjoint(lane: Lane, packed: bytes) -> bool:
-    """Is none of these hashes in the lane already? Only its holes can be. O(1) for a lane without holes."""
-    if isinstance(lane.sets, int) or all(pods for _, _, pods in lane.runs()):
+def _disjoint(lane: Lane, packed: bytes, other: Lane | None = None) -> bool:
+    """Is none of these hashes in the lane already? They are held nowhere, or they are those of `other`.
+
+    Only holes can make it so, where publishers contradict each other. O(1) for lanes without holes.
+    """
+    if not _has_holes(lane) and (other is None or not _has_holes(other)):
         return True
     return not set(lane.hashes()).intersection(struct.unpack(f"<{len(packed) >> 3}Q", packed))
+
+
+def _has_holes(lane: Lane) -> bool:
+    return isinstance(lane.sets, list) and not all(pods for _, _, pods in lane.runs())
 
 
 def _ignore_move(old: Node, new: Node) -> None:

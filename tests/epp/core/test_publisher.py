@@ -482,7 +482,7 @@ def test_whatever_is_lost_the_index_equals_the_cache_within_two_seconds_of_the_l
 
 
 class PublisherMachine(RuleBasedStateMachine):
-    """Any order of everything that can happen; in the end the index equals the cache."""
+    """Any order of everything that can happen; when it is left alone the index comes to equal the cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -514,7 +514,7 @@ class PublisherMachine(RuleBasedStateMachine):
         self.lab.engine.restart()
 
     @rule(slow=st.sampled_from([0.0, 0.3]), loss=st.sampled_from([0.0, 0.02, 0.5]))
-    def weather(self, slow: float, loss: float) -> None:
+    def slow(self, slow: float, loss: float) -> None:
         self.lab.slow, self.lab.loss = slow, loss
 
     @rule()
@@ -530,7 +530,8 @@ class PublisherMachine(RuleBasedStateMachine):
     def consistent(self) -> None:
         self.lab.index.check()
 
-    def teardown(self) -> None:
+    @rule()
+    def assert_converged(self) -> None:
         lab = self.lab
         lab.slow = 0.0
         if not lab.connected:
