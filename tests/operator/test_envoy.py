@@ -98,6 +98,11 @@ def test_long_generations_do_not_trip_circuit_breakers() -> None:
         assert min(limits[k] for k in ("max_connections", "max_pending_requests", "max_requests")) >= 40_000
 
 
+def test_workers_hear_of_a_changed_health_at_once() -> None:
+    for name in ("pods", "ext_proc"):
+        assert cluster(EnvoyConfig(), name)["common_lb_config"]["update_merge_window"] == "0s"
+
+
 def test_the_admin_page_is_on_loopback_even_if_the_listener_is_not() -> None:
     config = bootstrap(EnvoyConfig(listen_host="0.0.0.0"))
     assert config["admin"]["address"]["socket_address"]["address"] == "127.0.0.1"

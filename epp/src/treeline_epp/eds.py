@@ -37,6 +37,7 @@ class _Announced:
     draining: bool
     version: int  # in which it became what it is
     at: float
+    confirmed: bool = False  # it was selectable once; an Envoy that comes later does not change that
 
 
 @dataclass(slots=True)
@@ -77,8 +78,10 @@ class EdsState:
         known = self._endpoints.get(address)
         if known is None or known.draining:
             return False
-        waiting = any(s.subscribed and s.acked < known.version for s in self._subscribers.values())
-        return not waiting or now >= known.at + ACK_PATIENCE_S
+        if not known.confirmed:
+            waiting = any(s.subscribed and s.acked < known.version for s in self._subscribers.values())
+            known.confirmed = not waiting or now >= known.at + ACK_PATIENCE_S
+        return known.confirmed
 
     def pending(self) -> int:
         """How many connected Envoys have not acknowledged the newest list."""

@@ -110,12 +110,22 @@ def test_an_envoy_that_is_silent_or_refuses_is_waited_for_a_second_only() -> Non
 
 def test_with_no_envoy_an_endpoint_is_selectable_at_once_and_a_lost_one_is_forgotten() -> None:
     state = EdsState()
-    state.announce({A: False}, 10.0)
-    assert state.selectable(A, 10.0)
     stream = connected(state)
+    state.announce({A: False}, 10.0)
     assert not state.selectable(A, 10.0)
     state.disconnect(stream)
     assert state.selectable(A, 10.0)
+
+
+def test_an_envoy_that_comes_later_does_not_take_endpoints_out_of_use() -> None:
+    state = EdsState()
+    state.announce({A: False}, 10.0)
+    assert state.selectable(A, 10.0)
+    connected(state)
+    assert state.selectable(A, 10.0)
+    state.announce({A: False, B: False}, 10.0)
+    assert state.selectable(A, 10.0)
+    assert not state.selectable(B, 10.0)
 
 
 def test_an_endpoint_that_returns_must_be_acknowledged_anew() -> None:

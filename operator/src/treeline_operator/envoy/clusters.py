@@ -103,8 +103,7 @@ def pods_cluster(config: EnvoyConfig) -> Cluster:
         eds_cluster_config=ClusterEdsClusterConfig(eds_config=eds, service_name=PODS_CLUSTER),
         connect_timeout=timedelta(seconds=config.connect_timeout_s),
         load_balancing_policy=_policy("override_host", override),
-        # Never spread requests over endpoints known to be bad or draining, even if most are.
-        common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0.0)),
+        common_lb_config=_balancing(),
         circuit_breakers=_circuit_breakers(),
         typed_extension_protocol_options=_http(
             HttpProtocolOptionsExplicitHttpConfig(http_protocol_options=Http1ProtocolOptions()),
@@ -149,7 +148,7 @@ def _picker_cluster(name: str, config: EnvoyConfig, port: int, check: HealthChec
             endpoints=[LocalityLbEndpoints(lb_endpoints=[LbEndpoint(endpoint=endpoint)])],
         ),
         health_checks=[] if check is None else [check],
-        common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0.0)),
+        common_lb_config=_balancing(),
         circuit_breakers=_circuit_breakers(),
         typed_extension_protocol_options=_http(
             HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=Http2ProtocolOptions())
@@ -168,6 +167,16 @@ def _http(
     common = None if idle is None else HttpProtocolOptions(idle_timeout=idle)
     options = UpstreamHttpOptions(explicit_http_config=explicit, common_http_protocol_options=common)
     return {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": Any.pack(options)}
+
+
+def _balancing() -> ClusterCommonLbConfig:
+    return ClusterCommonLbConfig(
+        # Never spread requests over hosts known to be bad or draining, even if most are.
+        healthy_panic_threshold=Percent(value=0.0),
+        # Workers hear of a changed health at once. By default changes are merged for a second, so that a picker that is
+        # back stays unused for that long, and a draining endpoint used.
+        update_merge_window=timedelta(0),
+    )
 
 
 def _circuit_breakers() -> CircuitBreakers:
