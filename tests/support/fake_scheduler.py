@@ -73,7 +73,7 @@ class FakeScheduler:
 
     def run(self) -> None:
         beat = 0.0
-        for step in itertools.count():
+        while True:
             self.inbox.wait(int(TOKEN_S * 1000))
             for message in self.inbox.take():
                 self.take(message)
@@ -83,7 +83,7 @@ class FakeScheduler:
                 self.publisher.send(load)
             if time.monotonic() - beat > 0.05:
                 beat = time.monotonic()
-                self.http.send(Heartbeat(step, load))
+                self.http.send(Heartbeat("scheduler", load))
 
     def load(self) -> LoadUpdate:
         return LoadUpdate(running=len(self.runs), pages_total=4096, max_running=64)

@@ -315,7 +315,7 @@ def _add_lifetime(group: argparse._ArgumentGroup) -> None:
         type=_seconds,
         default=300.0,
         metavar="S",
-        help="/live turns 503 when the scheduler has not moved for S seconds (default: 300)",
+        help="a process that has not moved for S seconds ends the server; 0 = never (default: 300)",
     )
     add(
         "--log-level",

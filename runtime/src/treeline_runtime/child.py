@@ -8,6 +8,7 @@ on Linux the kernel kills it with its parent.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import logging
 import os
 import signal
@@ -56,6 +57,7 @@ def run_child(process: str, run: Callable[[ChildSpec, zmq.Context[zmq.Socket[byt
         _die_with_parent()
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildSpec)
     setup_logging(process, spec.args.log_level)
+    faulthandler.enable()  # the watchdog ends a stuck child with SIGABRT: then its stacks are in the log
     threading.Thread(target=_watch_parent, args=(spec.addresses,), name="lifeline", daemon=True).start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:

@@ -15,7 +15,7 @@ import zmq
 from tokenizers import Tokenizer
 
 from treeline_runtime.child import ChildSpec, run_child
-from treeline_runtime.ipc import Inbox, Outbox, Ready
+from treeline_runtime.ipc import HEARTBEAT_S, Inbox, Outbox, Pulse, Ready
 from treeline_runtime.messages import (
     BatchTextOut,
     BatchTokenOut,
@@ -149,8 +149,10 @@ def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     http = Outbox(context, spec.addresses.http)
     scheduler = Outbox(context, spec.addresses.scheduler)
     http.send(Ready("detokenizer", {}))
+    pulse = Pulse("detokenizer", http)
     while True:
-        inbox.wait(1000)
+        pulse.beat()
+        inbox.wait(int(HEARTBEAT_S * 1000))
         turn = core.take(inbox.take())
         for message in turn.to_http:
             http.send(message)

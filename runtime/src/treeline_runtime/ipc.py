@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -26,6 +27,7 @@ T = TypeVar("T")
 
 READ_AT_ONCE = 256
 """Messages an event loop takes before others get their turn."""
+HEARTBEAT_S = 0.5
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -43,10 +45,12 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
-    """The scheduler moves: sent at least every half second, and when its load changed (at most 20 a second)."""
+    """A child moves: its loop came round. At least every half second; the scheduler's also when its load changed (at
+    most 20 a second)."""
 
-    steps: int
-    load: messages.LoadUpdate
+    process: str
+    load: messages.LoadUpdate | None = None
+    """The scheduler's."""
 
 
 class AnnouncedReq(msgspec.Struct, tag=True, frozen=True):
@@ -120,6 +124,21 @@ class Outbox:
 
     def close(self) -> None:
         self._socket.close(linger=0)
+
+
+class Pulse:
+    """Tells the HTTP process that `process` moves; `beat` is called whenever its loop comes round."""
+
+    def __init__(self, process: str, http: Outbox) -> None:
+        self._http = http
+        self._heartbeat = Heartbeat(process)
+        self._beat_at = float("-inf")
+
+    def beat(self) -> None:
+        now = time.monotonic()
+        if now - self._beat_at >= HEARTBEAT_S:
+            self._beat_at = now
+            self._http.send(self._heartbeat)
 
 
 class Inbox(Generic[T]):

@@ -113,8 +113,8 @@ class StopReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
 class DetokenizeInit(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """Sent before the GenerateReq of the same rid goes to the scheduler.
 
-    The two travel on different sockets: a detokenizer that gets tokens of an unknown rid first reads the socket
-    on which these arrive.
+    The two travel on different connections, so tokens may overtake it: the detokenizer keeps tokens of an unknown
+    rid until it is there.
     """
 
     rid: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import sys
 import time
 
@@ -13,7 +12,7 @@ import zmq
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.child import ChildSpec, StartError, run_child
 from treeline_runtime.config import ConfigError, SchedulerConfig
-from treeline_runtime.ipc import Heartbeat, Inbox, Outbox, Ready
+from treeline_runtime.ipc import HEARTBEAT_S, Heartbeat, Inbox, Outbox, Ready
 from treeline_runtime.messages import (
     FromScheduler,
     LoadUpdate,
@@ -27,7 +26,6 @@ from treeline_runtime.models.loader import load_model
 from treeline_runtime.publisher.outlet import Outlet
 from treeline_runtime.scheduler import Scheduler
 
-HEARTBEAT_S = 0.5
 LOAD_INTERVAL_S = 0.05
 """A changed load is reported to the HTTP process at most this often."""
 PUBLISHER_BACKLOG = 50_000
@@ -66,7 +64,6 @@ class SocketScheduler(Scheduler):
         if not spec.args.no_events:
             publisher = Outbox(context, spec.addresses.publisher, limit=PUBLISHER_BACKLOG)
             self._outlet = Outlet(publisher.send, self.cache.tree.blocks)
-        self._steps = 0
         self._load = self.load()
         self._beat_at = 0.0
         self._load_told = True
@@ -75,7 +72,6 @@ class SocketScheduler(Scheduler):
         self._beat()
 
     def receive(self) -> list[ToScheduler]:
-        self._steps += 1
         self._beat()
         return self._inbox.take()
 
@@ -102,11 +98,10 @@ class SocketScheduler(Scheduler):
         now = time.monotonic()
         if now - self._beat_at >= (HEARTBEAT_S if self._load_told else LOAD_INTERVAL_S):
             self._beat_at, self._load_told = now, True
-            self._http.send(Heartbeat(self._steps, self._load))
+            self._http.send(Heartbeat("scheduler", self._load))
 
 
 def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    faulthandler.enable()  # the watchdog ends a stuck scheduler with SIGABRT: then its stacks are in the log
     try:
         config = scheduler_config(spec.args, spec.model_dir)
         if config.threads is not None:

@@ -106,7 +106,7 @@ class Server:
         self._model_dir = model_dir
         self._started = time.monotonic()
         self._epoch = secrets.randbits(64) or 1
-        self._state = State(heartbeat_at=self._started)
+        self._state = State()
         self._metrics = Metrics(served_name(args))
         self._processes = ["scheduler", "detokenizer"] + ([] if args.no_events else ["publisher"])
         self._ready: dict[str, dict[str, Any]] = {}
@@ -243,7 +243,7 @@ class Server:
         return True
 
     async def _watch(self, group: ProcessGroup) -> None:
-        """Gives up loading after --start-timeout, and a scheduler that stands still after --watchdog-timeout."""
+        """Gives up loading after --start-timeout, and a child that stands still after --watchdog-timeout."""
         args, state = self._args, self._state
         while not state.ready:
             await asyncio.sleep(0.2)
@@ -253,10 +253,10 @@ class Server:
                 return
         while args.watchdog_timeout:
             await asyncio.sleep(min(1.0, args.watchdog_timeout / 4))
-            still_s = time.monotonic() - state.heartbeat_at
+            process, still_s = state.stillest(time.monotonic())
             if still_s > args.watchdog_timeout:
-                self._report(f"the scheduler has not moved for {still_s:.0f} s")
-                group.abort("scheduler")
+                self._report(f"the {process} has not moved for {still_s:.0f} s")
+                group.abort(process)
                 return
 
     # ---- what children say --------------------------------------------------------------------------------
@@ -266,9 +266,11 @@ class Server:
             case BatchTextOut():
                 self._service.manager.on_batch(message)
             case Heartbeat():
-                self._state.heartbeat_at = time.monotonic()
+                if self._state.ready:
+                    self._state.heartbeat_at[message.process] = time.monotonic()
                 self._state.heartbeats += 1
-                self._state.load = message.load
+                if message.load is not None:
+                    self._state.load = message.load
             case Reply():
                 self._service.manager.on_reply(message)
             case Ready():
@@ -286,7 +288,7 @@ class Server:
         self._probes.scheduler_info = scheduler
         if not args.no_events:
             self._probes.kv_events = _kv_events(self._ready["publisher"], args.page_size)
-        self._state.heartbeat_at = time.monotonic()
+        self._state.heartbeat_at = dict.fromkeys(self._processes, time.monotonic())
         self._state.ready = True
         took_s = time.monotonic() - self._started
         self._metrics.set("startup_time_seconds", took_s)

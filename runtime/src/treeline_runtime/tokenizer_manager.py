@@ -3,6 +3,9 @@
 A `Flight` is one HTTP request's generations (several for `n` or a batch) and the owner of their lifetime: whoever opens
 it closes it in a `finally`, and closing aborts what has not ended. So a generation lives exactly as long as the HTTP
 request that asked for it. Closing is legal in every state and any number of times.
+
+Names belong to clients, who may use one again as soon as its request is over for them. Other processes may not be done
+with it then, so they see ids of ours that are never used twice.
 """
 
 from __future__ import annotations
@@ -64,16 +67,21 @@ class _Generation:
 class Flight:
     """Generations of one HTTP request. `next` until it returns nothing; `close` in a `finally`."""
 
-    def __init__(self, manager: TokenizerManager, rids: Sequence[str], now: float, name: str | None) -> None:
-        self.name = name
+    def __init__(
+        self, manager: TokenizerManager, rids: Sequence[str], ids: Sequence[str], now: float
+    ) -> None:
+        """`rids`: what clients call the generations; `ids`: what the other processes call them."""
+        self.rids = list(rids)
+        self.names: list[str] = []
+        """What the manager keeps for `abort` while this is open."""
         self._manager = manager
-        self._generations = {rid: _Generation(self, index, now) for index, rid in enumerate(rids)}
-        self._open = len(rids)
+        self._generations = {id: _Generation(self, index, now) for index, id in enumerate(ids)}
+        self._open = len(ids)
         self._woken = asyncio.Event()
         self._whole = False
 
     @property
-    def rids(self) -> list[str]:
+    def ids(self) -> list[str]:
         return list(self._generations)
 
     async def next(self, *, whole: bool = False) -> list[tuple[int, TextOut]]:
@@ -135,7 +143,9 @@ class TokenizerManager:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._running: dict[str, _Generation] = {}
-        self._named: dict[str, Flight] = {}
+        """By our own ids."""
+        self._named: dict[str, list[str]] = {}
+        """What clients call a flight or one of its generations → our ids of those."""
         self._asked: dict[str, asyncio.Future[Reply]] = {}
         self._ids = itertools.count()
 
@@ -148,47 +158,51 @@ class TokenizerManager:
         self._to_publisher = to_publisher
 
     def open(self, requests: Sequence[GenerateReq], name: str | None = None) -> Flight:
-        """Starts the requests; `abort(name)` ends them all. The caller must `close` the flight, whatever happens.
+        """Starts the requests, whose `rid` is the client's; `abort` takes these and `name`, which stands for all.
 
-        Raises DuplicateRid when the name or one of the requests' ids is in flight.
+        The caller must `close` the flight, whatever happens. Raises DuplicateRid when one of the names is in flight.
         """
         rids = [request.rid for request in requests]
-        taken = next((rid for rid in rids if rid in self._running), name if name in self._named else None)
-        if taken is not None or len(set(rids)) < len(rids):
+        ids = [f"{rid}#{next(self._ids)}" for rid in rids]
+        names = {rid: [id] for rid, id in zip(rids, ids, strict=True)}
+        taken = next((known for known in (*rids, name) if known in self._named), None)
+        if taken is not None or len(names) < len(rids):
             raise DuplicateRid(taken or name)
-        flight = Flight(self, rids, time.monotonic(), name)
         if name is not None:
-            self._named[name] = flight
+            names[name] = ids
+        self._named |= names
+        flight = Flight(self, rids, ids, time.monotonic())
+        flight.names = list(names)
         self._running.update(flight._generations)
-        for request in requests:
+        for id, request in zip(ids, requests, strict=True):
             self._metrics.requests.inc()
             self._to_detokenizer.send(
-                DetokenizeInit.of(request.rid, request.sampling, return_logprob_text=request.return_logprob)
+                DetokenizeInit.of(id, request.sampling, return_logprob_text=request.return_logprob)
             )
-            self._to_scheduler.send(request)
+            self._to_scheduler.send(msgspec.structs.replace(request, rid=id))
         return flight
 
     def forget(self, flight: Flight) -> None:
         """Aborts what has not ended of a flight that nobody waits for any more."""
-        if flight.name is not None and self._named.get(flight.name) is flight:
-            del self._named[flight.name]
-        for rid in flight.rids:
-            if self._running.pop(rid, None) is not None:
+        for name in flight.names:
+            del self._named[name]
+        flight.names = []
+        for id in flight.ids:
+            if self._running.pop(id, None) is not None:
                 self._metrics.aborted.inc()
-                self._to_scheduler.send(AbortReq(rid))
+                self._to_scheduler.send(AbortReq(id))
 
     def abort(self, name: str) -> None:
         """Ends the requests of one name, or all with "": their waiters get what there is, and reason `abort`."""
-        flight = self._named.get(name)
-        for rid in [name] if flight is None else flight.rids:
-            self._to_scheduler.send(AbortReq(rid))
+        for id in self._named.get(name, ()) if name else ("",):
+            self._to_scheduler.send(AbortReq(id))
 
     def fail_all(self, finish: FinishReason) -> int:
         """Ends everything in flight here and now, without the scheduler; returns how many there were."""
         running = list(self._running.items())
-        for rid, generation in running:
-            del self._running[rid]
-            generation.flight._deliver(generation, TextOut(rid, "", [], finish))
+        for id, generation in running:
+            del self._running[id]
+            generation.flight._deliver(generation, TextOut(id, "", [], finish))
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(NoReply(finish.message or finish.type))

@@ -223,6 +223,17 @@ def test_a_scheduler_that_stands_still_is_noticed(start: Any) -> None:
     assert gone(children["scheduler"])
 
 
+def test_a_detokenizer_or_a_publisher_that_stands_still_is_noticed(start: Any) -> None:
+    servers = {victim: start("--watchdog-timeout=1").ready() for victim in ("detokenizer", "publisher")}
+    pids = {victim: server.children()[victim] for victim, server in servers.items()}
+    for pid in pids.values():
+        os.kill(pid, signal.SIGSTOP)
+    for victim, server in servers.items():
+        assert server.wait(30) == 1
+        server.wait_for_log(f"the {victim} has not moved for")
+        assert gone(pids[victim])
+
+
 def test_a_child_that_cannot_start_says_why(start: Any) -> None:
     server = start(FAKE_SCHEDULER_FAILS="1")
     assert server.wait(20) == 1

@@ -18,7 +18,16 @@ from support.publisher import Consumer
 from support.runtime_server import eventually, make_tokenizer
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.child import ChildSpec
-from treeline_runtime.ipc import Addresses, AnnouncedReq, Failed, Inbox, Outbox, Ready, decode_to_http
+from treeline_runtime.ipc import (
+    Addresses,
+    AnnouncedReq,
+    Failed,
+    Heartbeat,
+    Inbox,
+    Outbox,
+    Ready,
+    decode_to_http,
+)
 from treeline_runtime.messages import CacheUpdate, DrainReq, LoadUpdate, Removed, Reply, Stored
 from treeline_wire import frames
 from treeline_wire.events import decode_batch
@@ -61,8 +70,12 @@ class Publisher:
         return self
 
     def heard(self) -> Any:
-        assert self.inbox.wait(15_000), "the publisher says nothing"
-        return self.inbox.take(1)[0]
+        """What it says next, besides that it is alive."""
+        while True:
+            assert self.inbox.wait(15_000), "the publisher says nothing"
+            (message,) = self.inbox.take(1)
+            if not isinstance(message, Heartbeat):
+                return message
 
     def store(self, *blocks: int, parent: int | None = None) -> None:
         tokens = [token for block in blocks for token in (block % 300, 7)]

@@ -36,12 +36,19 @@ class World:
     def requests(self, *rids: str) -> list[GenerateReq]:
         return [GenerateReq(rid, [1], SamplingParams(stop=("x",))) for rid in rids]
 
+    def sent(self, rid: str) -> list[str]:
+        """The ids under which the scheduler knows what the client calls `rid`."""
+        return [m.rid for m in self.scheduler if isinstance(m, GenerateReq) and m.rid.split("#")[0] == rid]
+
     def arrive(self, *outs: TextOut) -> None:
-        self.manager.on_batch(BatchTextOut(list(outs)))
+        """`outs` have the client's names, for the newest requests of these."""
+        self.manager.on_batch(
+            BatchTextOut([msgspec.structs.replace(out, rid=self.sent(out.rid)[-1]) for out in outs])
+        )
 
     @property
     def aborted(self) -> list[str]:
-        return [message.rid for message in self.scheduler if isinstance(message, AbortReq)]
+        return [message.rid.split("#")[0] for message in self.scheduler if isinstance(message, AbortReq)]
 
 
 DONE = FinishReason("length")
@@ -50,8 +57,10 @@ DONE = FinishReason("length")
 async def test_the_detokenizer_is_told_before_the_scheduler() -> None:
     world = World()
     flight = world.manager.open(world.requests("a"))
-    assert world.detokenizer == [DetokenizeInit("a", ("x",))]
-    assert [message.rid for message in world.scheduler] == ["a"]
+    (id,) = world.sent("a")
+    assert world.detokenizer == [DetokenizeInit(id, ("x",))]
+    assert [message.rid for message in world.scheduler] == [id]
+    assert flight.rids == ["a"]
     flight.close()
 
 
@@ -123,8 +132,22 @@ async def test_aborting_a_name_ends_all_of_its_requests() -> None:
     world.manager.abort("a")
     world.manager.abort("b")
     world.manager.abort("")
-    assert world.aborted == ["a:0", "a:1", "b", ""]
+    assert world.aborted == ["a:0", "a:1", ""]
+    world.manager.abort("a:1")
+    assert world.aborted == ["a:0", "a:1", "", "a:1"]
     flight.close()
+
+
+async def test_the_end_of_a_closed_request_is_not_that_of_its_namesake() -> None:
+    world = World()
+    world.manager.open(world.requests("a"), name="a").close()
+    again = world.manager.open(world.requests("a"), name="a")
+    old, new = world.sent("a")
+    world.manager.on_batch(BatchTextOut([TextOut(old, "old", [1], FinishReason("abort"))]))
+    world.manager.on_batch(BatchTextOut([TextOut(new, "new", [2], DONE)]))
+    assert [out.text for _, out in await again.next()] == ["new"]
+    assert [m.rid for m in world.scheduler if isinstance(m, AbortReq)] == [old]
+    again.close()
 
 
 async def test_when_everything_fails_everyone_is_told() -> None:

@@ -117,6 +117,9 @@ def test_any_other_unsupported_field_is_named(http: httpx.Client, field: str, va
         ("logit_bias", {"x": 1}),
         ("logit_bias", {"-5": 1}),
         ("logit_bias", {"999999": 1}),
+        ("logit_bias", {"9" * 5000: 1}),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", [1]),
         ("logprobs", 3),
         ("top_logprobs", 5),
         ("stream", "yes"),
@@ -142,6 +145,18 @@ def test_wrong_values_are_named(http: httpx.Client, field: str, value: Any) -> N
         ({}, "messages[0].role"),
         ({"role": 5, "content": "x"}, "messages[0].role"),
         ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "tool", "content": None}, "messages[0].content"),
+        ({"role": "assistant", "content": "x", "audio": {"id": "a"}}, "messages[0].audio"),
+        ({"role": "assistant", "tool_calls": [{"id": "c"}]}, "messages[0].tool_calls"),
+        ({"role": "user", "content": "x", "mood": "good"}, "messages[0].mood"),
+        (
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "bold": 1}],
+            },
+            "messages[0].content[1].bold",
+        ),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
             "messages[0].content[0]",
@@ -153,9 +168,23 @@ def test_wrong_messages_are_named(http: httpx.Client, message: Any, param: str) 
     refused(chat(http, messages=[message]), param)
 
 
+def test_what_answers_carry_may_come_back_in_messages(http: httpx.Client) -> None:
+    answer = chat(http).json()["choices"][0]["message"]
+    history = [
+        *MESSAGES,
+        answer | {"annotations": [], "audio": None, "function_call": None, "reasoning_content": "hm"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "go on", "cache_control": {"type": "ephemeral"}}],
+        },
+    ]
+    assert chat(http, messages=history).status_code == 200
+
+
 def test_contradictions_are_refused(http: httpx.Client) -> None:
     refused(chat(http, max_tokens=1, max_completion_tokens=2), "max_tokens")
-    refused(chat(http, min_tokens=5), None)
+    assert chat(http, max_tokens=2, max_completion_tokens=2).json()["usage"]["completion_tokens"] == 2
+    refused(chat(http, min_tokens=5), "min_tokens")
     options = {"include_usage": True, "continuous_usage_stats": True}
     refused(chat(http, stream=True, stream_options=options), "stream_options.continuous_usage_stats")
     refused(chat(http, continue_final_message=True, add_generation_prompt=True), "continue_final_message")
@@ -171,6 +200,8 @@ def test_contradictions_are_refused(http: httpx.Client) -> None:
         ("prompt", [1, -1]),
         ("prompt", [10**6]),
         ("prompt", [[]]),
+        ("prompt", ""),
+        ("prompt", ["a", ""]),
         ("prompt", None),
         ("max_tokens", -1),
         ("logprobs", 100),
@@ -247,6 +278,9 @@ def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(http: httpx.Clien
         ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params.n"),
         ({"text": "a", "image_data": "x"}, "image_data"),
         ({"text": "a", "logprob_start_len": -5}, "logprob_start_len"),
+        ({"text": "a", "return_logprob": True, "logprob_start_len": 1}, "logprob_start_len"),
+        ({"text": "a", "sampling_params": {"min_new_tokens": 200}}, "sampling_params.min_new_tokens"),
+        ({"text": ""}, "text"),
         ({"text": "a", "stream": 1}, "stream"),
     ],
     ids=str,

@@ -18,7 +18,7 @@ import zmq
 from tokenizers import Tokenizer
 
 from treeline_runtime.child import ChildSpec, StartError, run_child
-from treeline_runtime.ipc import AnnouncedReq, Inbox, Outbox, Ready, decode_to_publisher
+from treeline_runtime.ipc import HEARTBEAT_S, AnnouncedReq, Inbox, Outbox, Pulse, Ready, decode_to_publisher
 from treeline_runtime.messages import CacheUpdate, DrainReq, LoadUpdate, Reply
 from treeline_runtime.publisher.feed import Feed, Message
 from treeline_runtime.publisher.load import LoadFeed
@@ -80,6 +80,7 @@ class Publisher:
         self._host = f"[{host}]" if ":" in host else host
         self._inbox = Inbox(context, spec.addresses.publisher, decode_to_publisher)
         self._http = Outbox(context, spec.addresses.http)
+        self._pulse = Pulse("publisher", self._http)
         self._events, events_port = self._bind(context, zmq.PUB, args.events_port, "--events-port", PUB_HWM)
         self._router, replay_port = self._bind(context, zmq.ROUTER, args.replay_port, "--replay-port", 1000)
         self._loads, load_port = self._bind(context, zmq.PUB, args.load_port, "--load-port", LOAD_HWM)
@@ -111,6 +112,7 @@ class Publisher:
 
     def run(self) -> None:
         while True:
+            self._pulse.beat()
             self._poller.poll(self._wait_ms(time.monotonic()))
             for message in self._inbox.take():
                 self._take(message)
@@ -121,7 +123,7 @@ class Publisher:
                 self._loads.send_multipart(report, zmq.NOBLOCK)
 
     def _wait_ms(self, now: float) -> int:
-        wait_s = max(0.0, self._load.due_at() - now)
+        wait_s = min(max(0.0, self._load.due_at() - now), HEARTBEAT_S)
         if self._clients:
             # a client whose queue was full gets another try soon, the others at once
             full = all(client.held is not None for client in self._clients.values())

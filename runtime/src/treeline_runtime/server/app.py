@@ -38,7 +38,7 @@ class Route:
     open: bool = False
     """Needs no API key."""
     generates: bool = False
-    """Lives as long as its connection, and is waited for when the server drains."""
+    """Is waited for when the server drains."""
 
 
 class App:
@@ -81,10 +81,11 @@ class App:
             if not hmac.compare_digest(given, self._authorization):
                 raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
         await request.read_body()
+        answering = run_while_connected(request.receive, _call(route.handler, request))
         if not route.generates:
-            return await route.handler(request)
+            return await answering
         with self._service.generating():
-            return await run_while_connected(request.receive, _call(route.handler, request))
+            return await answering
 
     def _route(self, request: Request) -> Route:
         method, path = request.scope["method"], request.path

@@ -8,7 +8,7 @@ ignoring it would give an answer to another question.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,6 +29,12 @@ INERT = frozenset(
         "parallel_tool_calls",  # without tools, which are refused, it says nothing
     }
 )
+
+MESSAGE_FIELDS = frozenset({"role", "content"})
+INERT_MESSAGE_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
+"""What a model thought in earlier turns: templates without a place for it leave it out on purpose."""
+PART_FIELDS = frozenset({"type", "text"})
+INERT_PART_FIELDS = frozenset({"cache_control"})
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
@@ -51,17 +57,41 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Values beyond null, false, [] and {} that ask for nothing."""
 
 
-def check_unknown(body: Mapping[str, Any], known: frozenset[str]) -> None:
-    """Raises ApiError 400 for the first field that is neither known nor harmless."""
+def check_unknown(
+    body: Mapping[str, Any], known: Container[str], *, inert: Container[str] = INERT, where: str = ""
+) -> None:
+    """Raises ApiError 400 for the first field that is neither known nor harmless. `where`: prefix of its name."""
     for name, value in body.items():
-        if name in known or name in INERT or is_neutral(name, value):
+        if name in known or name in inert or is_neutral(name, value):
             continue
         raise ApiError(
             400,
-            f"{name!r} is not supported by this server{_shown(value)}",
-            param=name,
+            f"{where + name!r} is not supported by this server{_shown(value)}",
+            param=where + name,
             code="unsupported_parameter",
         )
+
+
+def check_messages(messages: Any, template_reads: Callable[[str], bool]) -> None:
+    """Raises ApiError 400 for a field of a message that the chat template would ignore, or content that is missing.
+
+    Whatever has a wrong type is left to who renders it.
+    """
+    for i, message in enumerate(messages if isinstance(messages, list) else ()):
+        if not isinstance(message, dict):
+            continue
+        where = f"messages[{i}]."
+        unread = {name: value for name, value in message.items() if not template_reads(name)}
+        check_unknown(unread, MESSAGE_FIELDS, inert=INERT_MESSAGE_FIELDS, where=where)
+        content = message.get("content")
+        if content is None and message.get("role") not in (None, "assistant"):
+            param = where + "content"
+            raise ApiError(
+                400, f"Missing required parameter: {param!r}", param=param, code="missing_required_parameter"
+            )
+        for j, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict) and part.get("type", "text") == "text":
+                check_unknown(part, PART_FIELDS, inert=INERT_PART_FIELDS, where=f"{where}content[{j}].")
 
 
 def is_neutral(name: str, value: Any) -> bool:
@@ -85,7 +115,7 @@ def convert(body: Mapping[str, Any], type: type[T], where: str = "") -> T:
 
 def as_api_error(error: msgspec.ValidationError, where: str = "") -> ApiError:
     text, _, path = str(error).partition(" - at `")
-    param = where + path.rstrip("`").removeprefix("$").removeprefix(".")
+    param = where + path.rstrip("`").removeprefix("$").removeprefix(".").removesuffix("[...]")
     if missing := re.fullmatch(r"Object missing required field `(\w+)`", text):
         param = f"{param}.{missing[1]}" if param else missing[1]
         return ApiError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -108,6 +109,12 @@ def _asks(service: Service, body: GenerateBody, prompts: list[list[int]]) -> tup
     ns: set[int] = set()
     for ids, params, logprob, start, top in columns:
         sampling, n = _sampling(service, params, len(ids))
+        if start is not None and start >= len(ids):
+            raise ApiError(
+                400,
+                f"'logprob_start_len' is {start}, but the prompt has {len(ids)} tokens",
+                param="logprob_start_len",
+            )
         asks.append(Ask(ids, sampling, bool(logprob), -1 if start is None else start, top or 0))
         ns.add(n)
     if len(ns) > 1:
@@ -138,6 +145,7 @@ def _sampling(service: Service, params: Any, prompt_len: int) -> tuple[SamplingP
         max_new_tokens=most,
         min_new_tokens=typed.min_new_tokens,
         seed=typed.sampling_seed,
+        min_param="sampling_params.min_new_tokens",
         where="sampling_params.",
     )
     return made, typed.n or 1
@@ -299,7 +307,9 @@ async def flush_cache(service: Service, request: Request) -> Response:
     try:
         timeout_s = float(request.query.get("timeout", 0))
     except ValueError:
-        raise ApiError(400, "'timeout' must be a number of seconds", param="timeout") from None
+        timeout_s = math.nan
+    if math.isnan(timeout_s):
+        raise ApiError(400, "'timeout' must be a number of seconds", param="timeout")
     deadline = time.monotonic() + min(max(timeout_s, 0.0), 3600.0)
     while True:
         try:

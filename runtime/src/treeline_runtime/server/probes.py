@@ -47,13 +47,14 @@ class Probes:
     # ---- probes ---------------------------------------------------------------------------------------------
 
     async def live(self, _request: Request) -> Response:
-        """503 only when a restart would help: the scheduler has stood still, or a process has died."""
-        state, limit = self._service.state, self._about.args.watchdog_timeout
-        still_s = time.monotonic() - state.heartbeat_at if state.ready else 0.0
-        if state.failure is not None or still_s > limit:
-            raise ApiError(
-                503, state.failure or f"The scheduler has not moved for {still_s:.0f} s", type="server_error"
-            )
+        """503 only when a restart would help: a process has stood still, or has died."""
+        state, limit_s = self._service.state, self._about.args.watchdog_timeout
+        if state.failure is not None:
+            raise ApiError(503, state.failure, type="server_error")
+        if state.ready and limit_s:
+            process, still_s = state.stillest(time.monotonic())
+            if still_s > limit_s:
+                raise ApiError(503, f"The {process} has not moved for {still_s:.0f} s", type="server_error")
         return json_response({"status": "live", "heartbeats": state.heartbeats})
 
     async def ready(self, _request: Request) -> Response:

@@ -13,6 +13,7 @@ from treeline_wire.keys import PrefixKeys
 from treeline_wire.prompt import Prompt, PromptError, prompt_of_chat, prompt_of_completion
 from treeline_wire.tokenizer import TokenizerBundle
 
+from treeline_runtime.server.fields import check_messages
 from treeline_runtime.server.http import ApiError
 
 INLINE_BYTES = 16_384
@@ -52,6 +53,7 @@ class Prompts:
     def _of_chat(self, body: Mapping[str, Any]) -> list[int]:
         if self._template is None:
             raise ApiError(400, "This model has no chat template; use /v1/completions", param="messages")
+        check_messages(body.get("messages"), self.template_reads)
         try:
             prompt = prompt_of_chat(body, self._template)
         except PromptError as error:

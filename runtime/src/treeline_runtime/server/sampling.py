@@ -19,6 +19,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_ID_DIGITS = 10
 
 Temperature = Annotated[float, Meta(ge=0.0, le=1e6)]
 TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
@@ -96,12 +97,18 @@ class SamplingFields(msgspec.Struct, frozen=True):
         max_new_tokens: int,
         min_new_tokens: int | None,
         seed: int | None,
+        min_param: str = "min_tokens",
         where: str = "",
     ) -> SamplingParams:
-        """Raises ApiError 400 for values that only the whole request or the model can refuse."""
+        """Raises ApiError 400 for values that only the whole request or the model can refuse.
+
+        `min_param`: what the API calls `min_new_tokens`; `where`: prefix of the other fields' names.
+        """
         if min_new_tokens and min_new_tokens > max_new_tokens:
             raise ApiError(
-                400, f"the least number of tokens, {min_new_tokens}, is above the most, {max_new_tokens}"
+                400,
+                f"{min_param!r} is {min_new_tokens}, but at most {max_new_tokens} tokens are produced",
+                param=min_param,
             )
         top_k = _or(self.top_k, defaults.top_k)
         return SamplingParams(
@@ -158,8 +165,8 @@ def _logit_bias(bias: dict[str, float] | None, vocab_size: int, where: str) -> d
         raise ApiError(400, f"{param!r} has more than {MAX_LOGIT_BIAS} entries", param=param)
     by_id: dict[int, float] = {}
     for key, value in bias.items():
-        if not key.isascii() or not key.isdigit():
-            raise ApiError(400, f"{param!r}: {key!r} is not a token id", param=param)
+        if not key.isascii() or not key.isdigit() or len(key) > MAX_ID_DIGITS:
+            raise ApiError(400, f"{param!r}: {key[:40]!r} is not a token id", param=param)
         by_id[int(key)] = value
     _token_ids(list(by_id), vocab_size, param)
     return by_id

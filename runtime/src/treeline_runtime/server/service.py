@@ -34,10 +34,15 @@ class State:
     """New generations get 503."""
     failure: str | None = None
     """Why the server is about to exit."""
-    heartbeat_at: float = 0.0
-    """When the scheduler last moved, monotonic seconds."""
+    heartbeat_at: dict[str, float] = field(default_factory=dict)
+    """When each child last moved, monotonic seconds. Empty until all are ready."""
     heartbeats: int = 0
     load: LoadUpdate = field(default_factory=LoadUpdate)
+
+    def stillest(self, now: float) -> tuple[str, float]:
+        """The child that has not moved for longest, and for how many seconds."""
+        process = min(self.heartbeat_at, key=self.heartbeat_at.__getitem__)
+        return process, now - self.heartbeat_at[process]
 
 
 @dataclass(frozen=True)
@@ -169,9 +174,11 @@ class Service:
     def max_new_tokens(self, prompt_len: int, asked: int | None, default: int | None, param: str) -> int:
         """Output tokens for a prompt: what was asked, `default`, or the rest of the context (None).
 
-        Raises ApiError 400 `context_length_exceeded` when it cannot fit.
+        Raises ApiError 400 for an empty prompt, and `context_length_exceeded` when it cannot fit.
         """
         limits = self.admit()
+        if prompt_len == 0:
+            raise ApiError(400, "The prompt is empty", param=param)
         room = limits.max_request_tokens - prompt_len
         longest = limits.max_request_tokens
         if room < (0 if asked == 0 else 1):
