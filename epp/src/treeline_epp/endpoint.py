@@ -1,11 +1,14 @@
 """The picker's vocabulary: what an endpoint is, what is asked, what is decided, and the two ways to say no."""
 
 import ipaddress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treeline_epp.index import NO_HIT, Hit
+
+if TYPE_CHECKING:
+    from treeline_epp.policy import Scored
 
 
 class PickError(Exception):
@@ -81,8 +84,8 @@ class Decision:
     """Where a request goes, and why.
 
     `fallbacks` come after `endpoint` in the destination list; no address occurs twice. `terms` explains the choice:
-    endpoint name → term → value (seconds end in `_s`, tokens in `_tokens`); `cost_s` is what was compared. `hit` is
-    what the index knew of the prompt at the endpoint; `cached_tokens` adds what is only predicted.
+    seconds end in `_s`, tokens in `_tokens`; `cost_s` is what was compared. `hit` is what the index knew of the prompt
+    at the endpoint; `cached_tokens` adds what is only predicted.
     """
 
     request: PickRequest
@@ -93,8 +96,13 @@ class Decision:
     cached_tokens: int = 0
     uncached_tokens: int = 0
     hit: Hit = NO_HIT
-    terms: dict[str, dict[str, float]] = field(default_factory=dict)
     policy: str = ""
+    ranked: "tuple[Scored, ...]" = ()
+
+    @property
+    def terms(self) -> dict[str, dict[str, float]]:
+        """Endpoint name → term → value; the chosen endpoint first. Made when asked for."""
+        return {scored.candidate.spec.name: scored.terms for scored in self.ranked}
 
     @property
     def destinations(self) -> tuple[str, ...]:
@@ -112,7 +120,9 @@ class Decision:
             "predicted_ttft_s": round(self.predicted_ttft_s, 6),
             "cached_tokens": self.cached_tokens,
             "uncached_tokens": self.uncached_tokens,
-            "terms": self.terms,
+            "terms": {
+                name: {term: round(v, 6) for term, v in terms.items()} for name, terms in self.terms.items()
+            },
         }
 
 

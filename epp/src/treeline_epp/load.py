@@ -31,19 +31,18 @@ OVERLOADED_FOR_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A load report in the picker's own terms. Zeros mean "not told"; `rate` is prefill tokens per second."""
+    """A load report in the picker's own terms. Zeros mean "not told". `tokens_held` of `tokens_total` are in memory,
+    running or cached (SGLang's report names the running ones only)."""
 
     at: float
     running: int = 0
     waiting: int = 0
     queued_tokens: int = 0
-    tokens_used: int = 0
+    tokens_held: int = 0
     tokens_total: int = 0
-    page_size: int = 1
     max_running: int = 0
     decode_step_s: float = 0.0
     draining: bool = False
-    adapters: tuple[str, ...] = ()
 
 
 def report_of(load: LoadStat | TreelineLoad, at: float) -> Report:
@@ -55,20 +54,18 @@ def report_of(load: LoadStat | TreelineLoad, at: float) -> Report:
             running=load.running,
             waiting=load.waiting,
             queued_tokens=load.waiting_uncached_tokens,
-            tokens_used=load.pages_used * page,
+            tokens_held=(load.pages_used + load.pages_cached) * page,
             tokens_total=load.pages_total * page,
-            page_size=page,
             max_running=load.max_running,
             decode_step_s=load.decode_step_ms / 1000.0,
             draining=load.draining,
-            adapters=tuple(load.adapters),
         )
     return Report(
         at=at,
         running=load.num_running,
         waiting=load.num_waiting,
         queued_tokens=load.num_waiting_uncached_tokens,
-        tokens_used=load.num_tokens,
+        tokens_held=load.num_tokens,
         tokens_total=load.max_total_num_tokens,
         max_running=load.max_running_requests,
     )

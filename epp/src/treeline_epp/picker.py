@@ -241,8 +241,8 @@ class Picker:
             cached_tokens=best.candidate.cached_tokens,
             hit=best.candidate.hit,
             uncached_tokens=best.candidate.uncached_tokens,
-            terms={s.candidate.spec.name: s.terms for s in ranked},
             policy=self._policy.name,
+            ranked=tuple(ranked),
         )
 
     def reserve(self, decision: Decision, now: float) -> Lease:

@@ -22,12 +22,13 @@ What running requests cost a prefill needs no term: prefill rates are measured w
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from treeline_epp.endpoint import EndpointSpec
 from treeline_epp.index import NO_HIT, Hit
-from treeline_epp.load import EndpointLoad
+from treeline_epp.load import EndpointLoad, Report
 
 #: Scores closer than this are equal; the choice among equals is random, so that idle endpoints share the load.
 EQUAL_S = 0.001
@@ -43,8 +44,7 @@ ASSUMED_OUTPUT_TOKENS = 64
 TAIL_VALUE = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Struct, frozen=True):
     """An eligible endpoint and all that its score depends on. `rate` is prefill tokens per second; `hit` what the index
     says of the prompt, `cached_tokens` what it comes to with predictions. `held_tokens` are known to be in its cache.
     """
@@ -58,77 +58,88 @@ class Candidate:
     held_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A candidate with its score: `cost_s` is compared, `ttft_s` is the predicted time to first token in it."""
+class Scored(Struct, frozen=True):
+    """A candidate with its cost, term by term; see the module. `cost_s` is what is compared."""
 
     candidate: Candidate
     cost_s: float
-    ttft_s: float
-    prefill_s: float
-    terms: dict[str, float]
+    ttft_s: float = 0.0
+    queued_tokens: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    slots_s: float = 0.0
+    full_s: float = 0.0
+    decode_s: float = 0.0
+    others_s: float = 0.0
+    evict_s: float = 0.0
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """All of it by name, for explanations."""
+        candidate = self.candidate
+        named = {name: getattr(self, name) for name in self.__struct_fields__ if name.endswith("_s")}
+        return {
+            "queued_tokens": self.queued_tokens,
+            "cached_tokens": candidate.cached_tokens,
+            "confirmed_tokens": candidate.hit.tokens,
+            "uncached_tokens": candidate.uncached_tokens,
+            "rate": candidate.rate,
+            **named,
+        }
 
 
 def score(candidate: Candidate, now: float) -> Scored:
-    """The cost of one endpoint, term by term; see the module. O(1) but for reservations newer than the last report."""
+    """The cost of one endpoint. O(1) but for reservations newer than the last report."""
     load, rate = candidate.load, candidate.rate
     queued_tokens, queued_requests = load.queue(now)
+    report = load.report if load.fresh(now) else None
     queue_s = queued_tokens / rate
     prefill_s = candidate.uncached_tokens / rate
-    slots_s = _slots_s(load, queued_requests, now)
-    evict_s = _evict_s(candidate, queued_tokens, now)
+    slots_s = _slots_s(report, queued_requests) if report is not None else 0.0
+    decode_s = _decode_s(report, load.fastest_step_s) if report is not None else 0.0
+    evict_s = _evict_s(candidate, report, queued_tokens) if report is not None else 0.0
     full_s = max(0.0, load.overloaded_until - now)
-    ttft_s = queue_s + prefill_s + slots_s + full_s
-    decode_s = _decode_s(load, now)
     others_s = DELAYED_REQUESTS * prefill_s
-    cost_s = ttft_s + decode_s + others_s + evict_s
-    terms = {
-        "queued_tokens": float(queued_tokens),
-        "cached_tokens": float(candidate.cached_tokens),
-        "confirmed_tokens": float(candidate.hit.tokens),
-        "uncached_tokens": float(candidate.uncached_tokens),
-        "rate": rate,
-        "queue_s": queue_s,
-        "prefill_s": prefill_s,
-        "slots_s": slots_s,
-        "full_s": full_s,
-        "decode_s": decode_s,
-        "others_s": others_s,
-        "evict_s": evict_s,
-        "cost_s": cost_s,
-    }
-    return Scored(candidate, cost_s, ttft_s, prefill_s, terms)
+    ttft_s = queue_s + prefill_s + slots_s + full_s
+    return Scored(
+        candidate,
+        ttft_s + decode_s + others_s + evict_s,
+        ttft_s,
+        queued_tokens,
+        queue_s,
+        prefill_s,
+        slots_s,
+        full_s,
+        decode_s,
+        others_s,
+        evict_s,
+    )
 
 
-def _slots_s(load: EndpointLoad, queued_requests: int, now: float) -> float:
+def _slots_s(report: Report, queued_requests: int) -> float:
     """Time until a running slot is free: with all `max_running` busy, one comes free each (output × step ÷ slots)."""
-    report = load.report
-    if report is None or not report.max_running or not load.fresh(now):
-        return 0.0
     excess = report.running + queued_requests + 1 - report.max_running
-    if excess <= 0:
+    if excess <= 0 or not report.max_running:
         return 0.0
     return excess * ASSUMED_OUTPUT_TOKENS * report.decode_step_s / report.max_running
 
 
-def _decode_s(load: EndpointLoad, now: float) -> float:
+def _decode_s(report: Report, fastest_step_s: float) -> float:
     """How much longer the output takes than on the same endpoint with little to do. Idle endpoints report old steps."""
-    report = load.report
-    if report is None or not report.running or not load.fresh(now):
+    if not report.running:
         return 0.0
-    return ASSUMED_OUTPUT_TOKENS * max(0.0, report.decode_step_s - load.fastest_step_s)
+    return ASSUMED_OUTPUT_TOKENS * max(0.0, report.decode_step_s - fastest_step_s)
 
 
-def _evict_s(candidate: Candidate, queued_tokens: int, now: float) -> float:
+def _evict_s(candidate: Candidate, report: Report, queued_tokens: int) -> float:
     """Work that comes back: tokens evicted to make room × the chance that they would have been hit ÷ rate.
 
     With hit share h, each token that was computed was hit h / (1 − h) times before it left the cache; the oldest
     tokens, which leave first, are worth TAIL_VALUE of that, and never more than one recomputation.
     """
-    report = candidate.load.report
-    if report is None or not report.tokens_total or not candidate.load.fresh(now):
+    if not report.tokens_total:
         return 0.0
-    room = report.tokens_total - max(report.tokens_used, candidate.held_tokens) - queued_tokens
+    room = report.tokens_total - max(report.tokens_held, candidate.held_tokens) - queued_tokens
     evicted = min(candidate.uncached_tokens, candidate.uncached_tokens - room)
     if evicted <= 0:
         return 0.0
@@ -156,21 +167,21 @@ class TreelinePolicy:
 
     def rank(self, scored: Sequence[Scored]) -> list[Scored]:
         """O(n log n). Ties within `EQUAL_S` fall at random; stickiness is in the module's constants."""
-        order = sorted(scored, key=lambda s: s.cost_s)
+        order = sorted(scored, key=_cost)
         best = order[0].cost_s
-        most_cached = max(order[0].candidate.cached_tokens, 0)
-        chosen: list[Scored] = []
-        for s in order:
-            if s.cost_s > best + max(STICKY_S, STICKY_SHARE * best):
+        limit = best + max(STICKY_S, STICKY_SHARE * best)
+        most_cached = order[0].candidate.cached_tokens
+        chosen: list[int] = []
+        for place, s in enumerate(order):
+            if s.cost_s > limit:
                 break
             if s.candidate.cached_tokens > most_cached:
-                most_cached, chosen = s.candidate.cached_tokens, [s]
-            elif (
-                s.candidate.cached_tokens == most_cached and s.cost_s <= (chosen or order)[0].cost_s + EQUAL_S
-            ):
-                chosen.append(s)
-        first = self._rng.choice(chosen)
-        order.remove(first)
+                most_cached, chosen = s.candidate.cached_tokens, [place]
+            elif s.candidate.cached_tokens == most_cached:
+                cheapest = order[chosen[0]] if chosen else s
+                if s.cost_s <= cheapest.cost_s + EQUAL_S:
+                    chosen.append(place)
+        first = order.pop(chosen[0] if len(chosen) == 1 else self._rng.choice(chosen))
         return [first, *order]
 
 
@@ -203,6 +214,10 @@ class RandomPolicy:
         order = list(scored)
         self._rng.shuffle(order)
         return order
+
+
+def _cost(scored: Scored) -> float:
+    return scored.cost_s
 
 
 POLICIES: dict[str, Callable[[random.Random], Policy]] = {

@@ -46,7 +46,7 @@ def reported(**fields: object) -> EndpointLoad:
 
 
 def scored(name: str, cost: float, cached: int = 0) -> Scored:
-    return Scored(candidate(name, cached=cached), cost, cost, 0.0, {})
+    return Scored(candidate(name, cached=cached), cost)
 
 
 def test_queue_and_prefill_are_tokens_over_rate() -> None:
@@ -89,6 +89,12 @@ def test_eviction_costs_only_where_memory_is_short_and_hits_happen() -> None:
     )
     full.hit_share = 0.0
     assert score(candidate(load=full, uncached=1600), now=0.0).terms["evict_s"] == 0
+
+
+def test_cached_pages_are_not_room() -> None:
+    load = reported(pages_total=1000, pages_used=10, pages_cached=990)
+    load.hit_share = 0.9
+    assert score(candidate(load=load, uncached=160), now=0.0).terms["evict_s"] == 0.16
 
 
 def test_what_is_known_to_be_cached_counts_as_used() -> None:
