@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 from support.epp_core import NaiveTree
-from treeline_epp.matching import match, walk
+from treeline_epp.history import History
+from treeline_epp.matching import Level, match, walk
 from treeline_epp.tree import Tree
 
 
@@ -156,3 +157,40 @@ def test_contradicting_publishers_cannot_break_the_tree(seed: int) -> None:
         assert sum(level.pods for level in match(tree, walked, 3)) == 3
     tree.prune_roots()
     assert len(tree.roots) <= 2
+
+
+def test_the_worked_example_of_the_implementation_page() -> None:
+    tree = Tree(max_edge=16)
+    root = tree.root(None)
+    texts = [b"You are ", b"a helpful ", b"bot.\nQ: "]
+    tree.store(root, None, [11, 12, 13], lambda i, j: texts[i:j], 4, 1)
+
+    def picture() -> dict[bytes, list[tuple[int, tuple[int, ...], int, list[tuple[int, int, int]]]]]:
+        return {
+            node.text: [(lane.base, lane.hashes(), lane.last_end(), lane.runs()) for lane in node.lanes]
+            for node in tree.nodes()
+        }
+
+    assert picture() == {
+        b"You are a helpfu": [(0, (11,), 8, [(0, 1, 1)])],
+        b"l bot.\nQ: ": [(4, (12, 13), 10, [(0, 2, 1)])],
+    }
+    tree.store(root, None, [11, 12, 24], lambda i, j: [*texts[:2], b"cat.\nQ: "][i:j], 4, 2)
+    assert picture() == {
+        b"You are a helpfu": [(0, (11,), 8, [(0, 1, 3)])],
+        b"l ": [(4, (12,), 2, [(0, 1, 3)])],
+        b"bot.\nQ: ": [(8, (13,), 8, [(0, 1, 1)])],
+        b"cat.\nQ: ": [(8, (24,), 8, [(0, 1, 2)])],
+    }
+    request = b"You are a helpful bot.\nQ: Why not a cat?"
+    assert match(tree, walk(root, request), 3) == [Level(3, 8, 18)]
+    history = History()
+    history.predict(tree, root, request, 18, 1, now=0.0, life=1.0, budget=1000)
+    assert match(tree, walk(root, request), 3) == [Level(1, 12, 26), Level(2, 8, 18)]
+    history.expire(tree, now=1.0)
+    tree.remove([13], 1)
+    assert picture() == {
+        b"You are a helpfu": [(0, (11,), 8, [(0, 1, 3)])],
+        b"l cat.\nQ: ": [(4, (12, 24), 10, [(0, 1, 3), (1, 2, 2)])],
+    }
+    tree.check()
