@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from treeline_operator import envoy
 from treeline_wire import ports
 
 
@@ -111,10 +112,9 @@ def _picker(options: UpOptions, runtimes: Iterable[ChildSpec]) -> ChildSpec:
 
 
 def _envoy(options: UpOptions, binary: Path, bootstrap: Path) -> ChildSpec:
-    settings = {"--config-path": bootstrap, "--log-level": "warning", "--drain-time-s": 5, "--concurrency": 1}
     return ChildSpec(
         name="envoy",
-        argv=(str(binary), *_flags(settings), "--disable-hot-restart"),
+        argv=tuple(envoy.command(str(binary), str(bootstrap), concurrency=1, drain_s=5)),
         # Through everything: Envoy asks the picker, the picker names a runtime, the runtime answers.
         ready_url=f"{gateway_url(options)}/health",
         ports={"gateway": (options.host, options.port), "admin": (LOOPBACK, options.envoy_admin_port)},
