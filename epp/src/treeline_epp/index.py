@@ -27,6 +27,7 @@ from treeline_wire.keys import PrefixKeys, escape
 from treeline_wire.namespaces import join_namespace
 
 from treeline_epp.history import History, reach
+from treeline_epp.lane import KEY_MASK
 from treeline_epp.matching import GUARD_BYTES, Level, Walk, match, walk
 from treeline_epp.node import Node
 from treeline_epp.orphans import OrphanRun, Orphans
@@ -362,8 +363,7 @@ class Index:
         scope = self._scope(pod.scope)
         tree = scope.tree
         parent = event.parent_block_hash
-        known = tree.blocks
-        if len(set(hashes)) != len(hashes) or parent in hashes:
+        if len({block & KEY_MASK for block in hashes}) != len(hashes) or parent in hashes:
             pod.skipped[Skip.HASHES] += len(hashes)
             return
         namespace, plain = _namespace(event)
@@ -371,19 +371,19 @@ class Index:
             keys = None
         if parent is None:
             root = tree.root(namespace)
-            first = known.get(hashes[0])
+            first = tree.lane_of(hashes[0])
             if first is not None and _root_of(first.node) is not root:
                 pod.skipped[Skip.NAMESPACE] += len(hashes)
                 return
         else:
             root = tree.root(None)  # not used: the parent's place is known
-            if parent not in known and hashes[0] not in known:
+            if tree.lane_of(parent) is None and tree.lane_of(hashes[0]) is None:
                 if keys is None:
                     pod.skipped[Skip.NO_TEXT if plain else Skip.EXTRA_KEYS] += len(hashes)
                 else:
                     scope.orphans.add(OrphanRun(bit, event, keys))
                 return
-        if tree.text_bytes > self.limits.max_text_bytes or len(known) > self.limits.max_blocks:
+        if tree.text_bytes > self.limits.max_text_bytes or len(tree.blocks) > self.limits.max_blocks:
             pod.skipped[Skip.FULL] += len(hashes)
             return
         self._store_placed(pod, bit, event, keys, scope, root)
@@ -412,7 +412,9 @@ class Index:
         pod.block_size = width or pod.block_size
         if stored == len(hashes):
             pod.precise = True
-        scope.history.confirm(tree.blocks[hashes[stored - 1]], bit)
+        last = tree.lane_of(hashes[stored - 1])
+        if last is not None:
+            scope.history.confirm(last, bit)
 
     def _graft(self, scope: _Scope, stored: Iterable[int]) -> None:
         """Place the orphans that waited for `stored`, and those that waited for these, and so on."""

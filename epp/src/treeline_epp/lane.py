@@ -24,6 +24,10 @@ assert sys.byteorder == "little", "`Lane.count_until` reads packed offsets in th
 NO_PARENT = bytes(8)
 
 
+#: What `Tree.blocks` is keyed by: the low 60 bits of a hash. As a Python int they take 32 bytes, all 64 would take 48.
+KEY_MASK = (1 << 60) - 1
+
+
 def pack_hashes(hashes: list[int]) -> bytes:
     """u64 hashes as bytes, eight each. Raises struct.error if one is out of range. O(n)."""
     return struct.pack(f"<{len(hashes)}Q", *hashes)

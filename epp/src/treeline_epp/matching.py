@@ -132,7 +132,7 @@ class _Chains:
     def __init__(self, tree: Tree, limit: int, pods: int, unions: Sequence[int]) -> None:
         self.run = _Run(NO_PARENT, 0, 0, pods)
         self.levels = [Level(pods, 0, 0)]
-        self._blocks = tree.blocks
+        self._lane_of = tree.lane_of
         self._limit = limit
         self._pods = pods
         self._unions = unions
@@ -157,7 +157,7 @@ class _Chains:
         parent = lane.chain[:8]
         if parent == self.run.block and lane.base == self.run.tokens:
             return self.run.pods
-        above = self._blocks.get(int.from_bytes(parent, "little"))
+        above = self._lane_of(int.from_bytes(parent, "little"))
         if above is None:
             return 0  # nobody holds the parent
         seen = self._seen.get(above)

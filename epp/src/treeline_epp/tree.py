@@ -3,7 +3,7 @@
 Theory of operation. An edge is a non-empty byte string of at most `max_edge` bytes, kept in the node below it; long
 texts are chains of such nodes. A block of tokens is known by its hash and lies on the path that its text and its
 ancestors' texts spell. Its *mark* is the byte at which it ends; marks of one hash chain inside one edge are packed in a
-lane (see `lane`). `blocks` maps each held hash to its lane, so a later event finds a block's place by hash alone, and
+lane (see `lane`). `blocks` maps each held hash to its lane: a later event finds a block's place by hash alone, and
 the text of a block that some pod already holds is never built again.
 
 Hashes are trusted: within one tree (one model) equal hashes mean equal blocks, whichever pod sent them. Each namespace
@@ -16,7 +16,8 @@ Invariants, all asserted by `check`:
 - a node with one child could not swallow it: together they would exceed `max_edge` (split on divergence, merge on
   removal);
 - a leaf's text ends with its last mark or span: nothing is kept that nobody holds;
-- `blocks[h]` is lane L ⇔ L has a slot with hash h that some pod holds;
+- `blocks[h & KEY_MASK]` is lane L ⇔ L has a slot with hash h that some pod holds; of two hashes that differ in the
+  high bits only, the second one is not stored;
 - lanes neither begin nor end with a hole.
 
 The tree also carries *spans*: parts of edges that a routed request will have put into a pod's cache (see `history`).
@@ -27,7 +28,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, repeat
 
-from treeline_epp.lane import NO_PARENT, Lane, pack_ends, pack_hashes
+from treeline_epp.lane import KEY_MASK, NO_PARENT, Lane, pack_ends, pack_hashes
 from treeline_epp.node import NO_CHILDREN, Node, join_spans
 
 #: Longest edge in bytes. Long enough that a match costs few steps, short enough that cutting an edge is cheap.
@@ -62,6 +63,11 @@ class Tree:
             root = self.roots[namespace] = Node(b"", None)
         return root
 
+    def lane_of(self, block: int) -> Lane | None:
+        """The lane of a block that some pod holds. O(lane)."""
+        lane = self.blocks.get(block & KEY_MASK)
+        return lane if lane is not None and _slot(lane, block) >= 0 else None
+
     def prune_roots(self) -> None:
         """Forget empty namespaces. O(namespaces)."""
         for namespace in [name for name, root in self.roots.items() if not root.children]:
@@ -80,40 +86,45 @@ class Tree:
 
         `texts(i, j)` gives the texts of blocks i … j−1; it is only asked for blocks that nobody holds. `width` is
         tokens per block. Returns how many blocks were stored, from the first on, and which of them the pod held
-        already. It stops short where a text is needed but is None, or where a prompt's first block has no byte of
-        text. The hashes must be distinct and must not contain `parent`. Raises KeyError if nobody holds `parent`
-        nor the first block.
+        already. It stops short where a text is needed but is None, where a prompt's first block has no byte of text,
+        and where a hash has the key of another. The keys must be distinct and must not contain `parent`'s. Raises
+        KeyError if nobody holds `parent` nor the first block.
 
         Complexity: known blocks cost one comparison per lane, new ones O(bytes) and one dict entry each.
         """
         blocks = self.blocks
         packed = pack_hashes(list(hashes))
+        keys = [block & KEY_MASK for block in hashes]
         held_before: list[int] = []
         lane: Lane | None = None
         slot = -1
-        if parent is not None and hashes[0] not in blocks:
-            lane = blocks[parent]
+        if parent is not None and keys[0] not in blocks:
+            lane = self.lane_of(parent)
+            if lane is None:
+                raise KeyError(parent)
             slot = _slot(lane, parent)
         count = len(hashes)
         done = 0
         while done < count:
-            known = blocks.get(hashes[done])
+            known = blocks.get(keys[done])
             if known is not None:
                 lane = known
                 first = lane.find(packed[8 * done : 8 * done + 8])
+                if first < 0:
+                    break
                 same = _same_hashes(lane.chain, 8 * first + 8, packed, 8 * done) >> 3
                 slot = first + same - 1
                 self._mark(lane, first, slot + 1, bit, held_before)
                 done += same
                 continue
             stop = done + 1
-            while stop < count and hashes[stop] not in blocks:
+            while stop < count and keys[stop] not in blocks:
                 stop += 1
             pieces = texts(done, stop)
             if pieces is None or (lane is None and not pieces[0]):
                 break
             self._insert(root, lane, slot, pieces, packed[8 * done : 8 * stop], width, bit)
-            lane = blocks[hashes[stop - 1]]
+            lane = blocks[keys[stop - 1]]
             slot = lane.find(packed[8 * stop - 8 : 8 * stop])
             done = stop
         return done, held_before
@@ -126,7 +137,7 @@ class Tree:
         """
         blocks = self.blocks
         if len(hashes) > 1:
-            lane, second = blocks.get(hashes[0]), blocks.get(hashes[1])
+            lane, second = self.lane_of(hashes[0]), self.lane_of(hashes[1])
             if lane is not None and lane is second and _slot(lane, hashes[1]) < _slot(lane, hashes[0]):
                 hashes = hashes[::-1]
         packed = pack_hashes(list(hashes))
@@ -134,12 +145,12 @@ class Tree:
         count = len(hashes)
         touched: dict[Node, None] = {}
         while done < count:
-            lane = blocks.get(hashes[done])
-            if lane is None:
+            lane = blocks.get(hashes[done] & KEY_MASK)
+            slot = lane.find(packed[8 * done : 8 * done + 8]) if lane is not None else -1
+            if lane is None or slot < 0:
                 unknown += 1
                 done += 1
                 continue
-            slot = lane.find(packed[8 * done : 8 * done + 8])
             same = _same_hashes(lane.chain, 8 * slot + 8, packed, 8 * done) >> 3
             unknown += self._unmark(lane, slot, slot + same, bits, touched)
             done += same
@@ -218,14 +229,14 @@ class Tree:
         for first, after, old, new in lane.paint(start, stop, 0, bits):
             if not old:  # holes; the hash may live elsewhere
                 for block in lane.hashes()[first:after]:
-                    other = self.blocks.get(block)
+                    other = self.lane_of(block)
                     slot = _slot(other, block) if other is not None else 0
                     unknown += 1 if other is None else self._unmark(other, slot, slot + 1, bits, touched)
             elif old == new:
                 unknown += after - first
             elif not new:
                 for block in lane.hashes()[first:after]:
-                    del self.blocks[block]
+                    del self.blocks[block & KEY_MASK]
         return unknown
 
     def _fill_holes(self, lane: Lane, start: int, stop: int, bit: int, held_before: list[int]) -> None:
@@ -234,11 +245,12 @@ class Tree:
         hashes = lane.hashes()
         for slot in range(start, stop):
             block = hashes[slot]
-            other = self.blocks.setdefault(block, lane)
+            other = self.blocks.setdefault(block & KEY_MASK, lane)
             if other is not lane:
                 lane.paint(slot, slot + 1, 0, bit)
                 there = _slot(other, block)
-                self._mark(other, there, there + 1, bit, held_before)
+                if there >= 0:
+                    self._mark(other, there, there + 1, bit, held_before)
 
     def _insert(
         self,
@@ -345,7 +357,7 @@ class Tree:
         if packed:
             lane = Lane(node, base, width, parent + packed, ends, bit)
             node.lanes += (lane,)
-            self.blocks.update(zip(lane.hashes(), repeat(lane), strict=False))
+            self._point(lane, 0, len(lane))
         if len(node.lanes) > 1:
             self._join_lanes(node)
 
@@ -360,7 +372,7 @@ class Tree:
         for first, after, pods in lane.runs():
             if pods:
                 low, high = max(first, start), min(after, stop)
-                self.blocks.update(zip(hashes[low:high], repeat(lane), strict=False))
+                self.blocks.update(zip([h & KEY_MASK for h in hashes[low:high]], repeat(lane), strict=False))
 
     def _split(self, node: Node, at: int, offset: int) -> tuple[Node, int]:
         """Cut the edge after `at` bytes and restore the invariants, the missing second child of the upper part apart.
@@ -546,7 +558,7 @@ class Tree:
         for first, after, pods in lane.runs():
             for slot in range(first, after):
                 if pods:
-                    assert self.blocks[hashes[slot]] is lane
+                    assert self.blocks[hashes[slot] & KEY_MASK] is lane
                     held += 1
         return held
 

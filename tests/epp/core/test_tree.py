@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 from support.epp_core import NaiveTree
 from treeline_epp.history import History
+from treeline_epp.lane import KEY_MASK
 from treeline_epp.matching import Level, match, walk
 from treeline_epp.tree import Tree
 
@@ -92,7 +93,7 @@ class World:
             pass
 
     def compare(self) -> None:
-        assert self.tree.blocks.keys() == self.naive.blocks.keys()
+        assert self.tree.blocks.keys() == {block & KEY_MASK for block in self.naive.blocks}
         for bit in self.bits:
             assert self.tree.held_by(bit) == self.naive.held.get(bit, set())
         chains = self.rng.sample(self.known, min(4, len(self.known)))
@@ -157,6 +158,35 @@ def test_contradicting_publishers_cannot_break_the_tree(seed: int) -> None:
         assert sum(level.pods for level in match(tree, walked, 3)) == 3
     tree.prune_roots()
     assert len(tree.roots) <= 2
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_hashes_that_differ_in_their_high_bits_only_cannot_break_the_tree(seed: int) -> None:
+    rng = random.Random(seed)
+    tree = Tree(rng.choice([3, 8, 64]))
+    held: dict[int, set[int]] = {1: set(), 2: set()}
+    for _ in range(300):
+        bit = rng.choice([1, 2])
+        hashes = [low | rng.randrange(3) << 60 for low in rng.sample(range(9), rng.randrange(1, 6))]
+        if rng.random() < 0.6:
+            held_by_some = [
+                block for block in held[1] | held[2] if block & KEY_MASK not in {h & KEY_MASK for h in hashes}
+            ]
+            parent = rng.choice([None, *held_by_some])
+            if parent is not None and tree.lane_of(parent) is None and tree.lane_of(hashes[0]) is None:
+                continue
+            pieces = [bytes(rng.choices(b"ab", k=rng.randrange(4))) for _ in hashes]
+            tree.store(tree.root(None), parent, hashes, lambda i, j, p=pieces: p[i:j], 4, bit)
+            held[bit].update(hashes)
+        else:
+            tree.remove(hashes, bit)
+            held[bit].difference_update(hashes)
+        tree.check()
+        assert tree.held_by(1) <= held[1]
+        assert tree.held_by(2) <= held[2]
+    tree.remove(sorted(held[1]), 1)
+    tree.remove(sorted(held[2]), 2)
+    assert tree.blocks == {}
 
 
 def test_the_worked_example_of_the_implementation_page() -> None:
