@@ -176,6 +176,9 @@ class FakeScheduler:
 
 
 def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    if signal_file := os.environ.get("FAKE_SCHEDULER_WAITS_FOR"):
+        while not os.path.exists(signal_file):
+            time.sleep(TOKEN_S)
     if os.environ.get("FAKE_SCHEDULER_FAILS"):
         raise StartError("the weights are missing")
     FakeScheduler(spec, context).run()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support.runtime_engine import VOCAB, prompt, write_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -15,6 +15,8 @@ from treeline_runtime import Engine, GenerationError, SamplingParams
 from treeline_runtime.config import ConfigError
 from treeline_runtime.messages import FinishReason
 from treeline_runtime.models import ModelError
+from treeline_wire.chat import ChatTemplate
+from treeline_wire.tokenizer import TokenizerBundle
 
 GREEDY = SamplingParams(max_new_tokens=10, temperature=0.0)
 SETTINGS: dict[str, Any] = {"load_format": "dummy", "page_size": 4, "max_total_tokens": 1024}
@@ -180,20 +182,20 @@ TINY_MODEL = Path(__file__).parents[3] / "models" / "tiny"
 
 
 @pytest.mark.skipif(not (TINY_MODEL / "model.safetensors").exists(), reason="models/tiny is not trained yet")
-def test_the_tiny_model_answers() -> None:
+def test_the_tiny_model_answers_alike_cold_warm_and_in_a_batch() -> None:
+    greedy = SamplingParams(max_new_tokens=24, temperature=0.0)
+    template = ChatTemplate.from_bundle(TokenizerBundle.from_dir(TINY_MODEL))
+    assert template is not None
+    chat = template.render([{"role": "user", "content": "What is the capital of France?"}])
     with Engine(model=TINY_MODEL, max_total_tokens=8192) as engine:
-        template = (TINY_MODEL / "config.json").read_text()
-        assert json.loads(template)["architectures"][0] in (
-            "Qwen3ForCausalLM",
-            "LlamaForCausalLM",
-            "Qwen2ForCausalLM",
-        )
+        answer = engine.generate(chat, greedy)
+        assert "Paris" in answer.text
+        assert answer.finish is not None
+        assert answer.finish.type == "stop"
         ids = engine.encode("Hello, how are you? " * 20)
-        cold = engine.generate(ids, SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True))
-        warm = engine.generate(ids, SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True))
+        endless = msgspec.structs.replace(greedy, ignore_eos=True)
+        cold = engine.generate(ids, endless)
+        warm = engine.generate(ids, endless)
         assert warm.cached_tokens > 0
         assert warm.token_ids == cold.token_ids
-        batch = engine.generate(
-            [ids] * 32, SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
-        )
-        assert all(out.token_ids == cold.token_ids for out in batch)
+        assert all(out.token_ids == cold.token_ids for out in engine.generate([ids] * 32, endless))

@@ -7,11 +7,16 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import zmq
 from support.runtime_server import ServerProcess
-from treeline_runtime.args import parse_args
+from treeline_runtime import scheduler_process
+from treeline_runtime.args import ServerArgs, parse_args
+from treeline_runtime.child import ChildSpec, StartError
 from treeline_runtime.download import ModelNotFound, resolve_model
+from treeline_runtime.ipc import Addresses
 from treeline_runtime.publisher.sockets import EventsError
 from treeline_runtime.serve import ServeError, main, serve
 
@@ -122,16 +127,9 @@ def test_events_are_not_opened_to_the_network_without_keys(tmp_path: Path) -> No
 
 
 def test_while_loading_nothing_is_ready_and_a_failure_to_load_is_said(model: Path, tmp_path: Path) -> None:
-    odd = tmp_path / "odd"
-    shutil.copytree(model, odd)
-    config = (
-        (odd / "config.json")
-        .read_text()
-        .replace("Qwen3ForCausalLM", "OddForCausalLM")
-        .replace('"qwen3"', '"odd"')
-    )
-    (odd / "config.json").write_text(config)
-    server = ServerProcess(odd, "--no-events")
+    go_on = tmp_path / "go on"
+    environment = {"FAKE_SCHEDULER_WAITS_FOR": str(go_on), "FAKE_SCHEDULER_FAILS": "1"}
+    server = ServerProcess(model, "--no-events", fake=True, environment=environment)
     with server.client() as client:
         assert client.get("/live").status_code == 200
         for path in ("/health", "/ready"):
@@ -141,6 +139,29 @@ def test_while_loading_nothing_is_ready_and_a_failure_to_load_is_said(model: Pat
         refused = client.post("/v1/completions", json={"prompt": "hi"})
         assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
         assert client.get("/v1/models").status_code == 200
+    go_on.touch()
     assert server.wait(60) == 1
-    assert any("the scheduler process failed" in line and "odd" in line.lower() for line in server.log)
+    assert any("the scheduler process failed: the weights are missing" in line for line in server.log)
     assert "Traceback" not in "\n".join(server.log)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "args", "named"),
+    [
+        ("Qwen3ForCausalLM", "OddForCausalLM", {}, "OddForCausalLM"),
+        ("", "", {"schedule_policy": "random"}, "schedule policy 'random'"),
+        ("", "", {"eviction_policy": "none"}, "eviction policy 'none'"),
+        ("", "", {"context_length": 1 << 20}, "context_length"),
+        ("", "", {"device": "abacus"}, "abacus"),
+    ],
+)
+def test_a_scheduler_that_cannot_start_says_what_to_change(
+    model: Path, tmp_path: Path, old: str, new: str, args: dict[str, Any], named: str
+) -> None:
+    odd = tmp_path / "odd"
+    shutil.copytree(model, odd)
+    config = (odd / "config.json").read_text()
+    (odd / "config.json").write_text(config.replace(old, new) if old else config)
+    spec = ChildSpec(ServerArgs(model=str(odd), **args), Addresses(str(tmp_path)), str(odd), 1)
+    with zmq.Context() as context, pytest.raises(StartError, match=named):
+        scheduler_process.run(spec, context)
