@@ -28,6 +28,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, repeat
 
+from msgspec import Struct
+
 from treeline_epp.lane import KEY_MASK, NO_PARENT, Lane, pack_ends, pack_hashes
 from treeline_epp.node import NO_CHILDREN, Node, join_spans
 
@@ -87,14 +89,17 @@ class Tree:
         `texts(i, j)` gives the texts of blocks i … j−1; it is only asked for blocks that nobody holds. `width` is
         tokens per block. Returns how many blocks were stored, from the first on, and which of them the pod held
         already. It stops short where a text is needed but is None, where a prompt's first block has no byte of text,
-        and where a hash has the key of another. The keys must be distinct and must not contain `parent`'s. Raises
-        KeyError if nobody holds `parent` nor the first block.
+        and where a hash has the key of another. Raises KeyError if nobody holds `parent` nor the first block,
+        ValueError if a hash occurs twice or is its own ancestor; nothing is stored then.
 
         Complexity: known blocks cost one comparison per lane, new ones O(bytes) and one dict entry each.
         """
         blocks = self.blocks
         packed = pack_hashes(list(hashes))
         keys = [block & KEY_MASK for block in hashes]
+        distinct = set(keys)
+        if len(distinct) != len(keys) or (parent is not None and parent & KEY_MASK in distinct):
+            raise ValueError("not a chain")
         held_before: list[int] = []
         lane: Lane | None = None
         slot = -1
@@ -117,13 +122,14 @@ class Tree:
                 self._mark(lane, first, slot + 1, bit, held_before)
                 done += same
                 continue
-            stop = done + 1
+            stop = count if blocks.keys().isdisjoint(keys[done:] if done else keys) else done + 1
             while stop < count and keys[stop] not in blocks:
                 stop += 1
             pieces = texts(done, stop)
             if pieces is None or (lane is None and not pieces[0]):
                 break
-            self._insert(root, lane, slot, pieces, packed[8 * done : 8 * stop], width, bit)
+            new = _NewBlocks(keys[done:stop], packed[8 * done : 8 * stop], width, bit)
+            self._insert(root, lane, slot, pieces, new)
             lane = blocks[keys[stop - 1]]
             slot = lane.find(packed[8 * stop - 8 : 8 * stop])
             done = stop
@@ -253,37 +259,30 @@ class Tree:
                     self._mark(other, there, there + 1, bit, held_before)
 
     def _insert(
-        self,
-        root: Node,
-        lane: Lane | None,
-        slot: int,
-        pieces: list[bytes],
-        packed: bytes,
-        width: int,
-        bit: int,
+        self, root: Node, lane: Lane | None, slot: int, pieces: list[bytes], new: "_NewBlocks"
     ) -> None:
-        """Put blocks that nobody holds below slot `slot` of `lane` (None: below `root`)."""
-        if lane is None:
-            node, offset, base, parent = root, 0, 0, NO_PARENT
-        else:
+        """Put blocks that nobody holds, with these texts, below slot `slot` of `lane` (None: below `root`).
+
+        `new` has keys, hashes, width and bit; the rest is found here.
+        """
+        node, offset = root, 0
+        if lane is not None:
             node, offset = lane.node, lane.end(slot)
-            base = lane.base + (slot + 1) * lane.width
-            parent = lane.chain[8 * slot + 8 : 8 * slot + 16]
+            new.base = lane.base + (slot + 1) * lane.width
+            new.parent = lane.chain[8 * slot + 8 : 8 * slot + 16]
         ends = list(accumulate(map(len, pieces)))
         placed = 0
 
         def place(node: Node, start: int, stop: int, offset: int) -> None:
             """Data bytes start … stop−1 lie in `node` from `offset` on: put the blocks that end there."""
-            nonlocal placed, base, parent
+            nonlocal placed, new
             after = bisect_right(ends, stop, placed)
             if after == placed:
                 return
             delta = offset - start
-            part = packed[8 * placed : 8 * after]
-            local = pack_ends([end + delta for end in ends[placed:after]])
-            self._place(node, parent, part, local, base, width, bit)
-            base += (after - placed) * width
-            parent = part[-8:]
+            here, new = new.cut(after - placed)
+            here.ends = pack_ends([end + delta for end in ends[placed:after]])
+            self._place(node, here)
             placed = after
 
         self._walk(node, offset, b"".join(pieces), place)
@@ -328,51 +327,44 @@ class Tree:
                 self.node_count += 1
             node, offset = child, 0
 
-    def _place(
-        self, node: Node, parent: bytes, packed: bytes, ends: bytes, base: int, width: int, bit: int
-    ) -> None:
+    def _place(self, node: Node, new: "_NewBlocks") -> None:
         """Put blocks that nobody holds into a lane of `node`: fill its holes, lengthen it, or begin another."""
         for lane in node.lanes:
-            ahead = base - lane.base
-            if lane.width != width or ahead < 0 or ahead % width:
+            ahead = new.base - lane.base
+            if lane.width != new.width or ahead < 0 or ahead % new.width:
                 continue
-            slot = ahead // width
+            slot = ahead // new.width
             count = len(lane)
-            if slot > count or lane.chain[8 * slot : 8 * slot + 8] != parent:
+            if slot > count or lane.chain[8 * slot : 8 * slot + 8] != new.parent:
                 continue
             if slot < count:  # are these the holes of the same blocks?
-                same = _same_hashes(lane.chain, 8 * slot + 8, packed, 0) >> 3
-                same = min(same, common_prefix(lane.ends, 2 * slot, ends, 0) >> 1)
+                same = _same_hashes(lane.chain, 8 * slot + 8, new.packed, 0) >> 3
+                same = min(same, common_prefix(lane.ends, 2 * slot, new.ends, 0) >> 1)
                 if not same:
                     continue
-                self._mark(lane, slot, slot + same, bit, [])
-                parent = packed[8 * same - 8 : 8 * same]
-                packed, ends, base = packed[8 * same :], ends[2 * same :], base + same * width
+                self._mark(lane, slot, slot + same, new.bit, [])
+                new = new.cut(same)[1]
                 slot += same
-            if packed and slot == count and _disjoint(lane, packed):
-                self._append(lane, packed, ends, bit)
-                packed = b""
-            if not packed:
+            if new.keys and slot == count and _disjoint(lane, new.packed):
+                lane.append(new.packed, new.ends, new.bit)
+                self.blocks.update(zip(new.keys, repeat(lane), strict=False))
                 break
-        if packed:
-            lane = Lane(node, base, width, parent + packed, ends, bit)
+            if not new.keys:
+                break
+        else:
+            lane = Lane(node, new.base, new.width, new.parent + new.packed, new.ends, new.bit)
             node.lanes += (lane,)
-            self._point(lane, 0, len(lane))
+            self.blocks.update(zip(new.keys, repeat(lane), strict=False))
         if len(node.lanes) > 1:
             self._join_lanes(node)
 
-    def _append(self, lane: Lane, packed: bytes, ends: bytes, sets: int | list[int]) -> None:
-        start = len(lane)
-        lane.append(packed, ends, sets)
-        self._point(lane, start, len(lane))
-
-    def _point(self, lane: Lane, start: int, stop: int) -> None:
+    def _point(self, lane: Lane) -> None:
         """Make `blocks` point to `lane` for its held slots."""
         hashes = lane.hashes()
         for first, after, pods in lane.runs():
             if pods:
-                low, high = max(first, start), min(after, stop)
-                self.blocks.update(zip([h & KEY_MASK for h in hashes[low:high]], repeat(lane), strict=False))
+                keys = [block & KEY_MASK for block in hashes[first:after]]
+                self.blocks.update(zip(keys, repeat(lane), strict=False))
 
     def _split(self, node: Node, at: int, offset: int) -> tuple[Node, int]:
         """Cut the edge after `at` bytes and restore the invariants, the missing second child of the upper part apart.
@@ -412,7 +404,7 @@ class Tree:
                 lane.base += slot * lane.width
                 lane.trim()
                 head.trim()
-                self._point(head, 0, len(head))
+                self._point(head)
                 upper_lanes.append(head)
             lane.shift(-at)
             lower_lanes.append(lane)
@@ -513,7 +505,8 @@ class Tree:
                     and front.last_end() <= back.end(0)
                     and _disjoint(front, back.chain[8:], back)
                 ):
-                    self._append(front, back.chain[8:], back.ends, back.sets)
+                    front.append(back.chain[8:], back.ends, back.sets)
+                    self._point(front)
                     back.ends = b""
                     joined = True
         if joined:
@@ -561,6 +554,44 @@ class Tree:
                     assert self.blocks[hashes[slot] & KEY_MASK] is lane
                     held += 1
         return held
+
+
+class _NewBlocks(Struct):
+    """A chain of blocks that nobody holds yet, on its way into the tree.
+
+    `packed` are their hashes, `keys` what `blocks` knows them by; `parent` is the hash before, `base` the tokens before
+    the first; `ends` are offsets in the edge in which they end, once that is known.
+    """
+
+    keys: list[int]
+    packed: bytes
+    width: int
+    bit: int
+    base: int = 0
+    parent: bytes = NO_PARENT
+    ends: bytes = b""
+
+    def cut(self, count: int) -> "tuple[_NewBlocks, _NewBlocks]":
+        """The first `count` blocks, and the others. O(n)."""
+        here = _NewBlocks(
+            self.keys[:count],
+            self.packed[: 8 * count],
+            self.width,
+            self.bit,
+            self.base,
+            self.parent,
+            self.ends[: 2 * count],
+        )
+        rest = _NewBlocks(
+            self.keys[count:],
+            self.packed[8 * count :],
+            self.width,
+            self.bit,
+            self.base + count * self.width,
+            here.packed[-8:] or self.parent,
+            self.ends[2 * count :],
+        )
+        return here, rest
 
 
 def common_prefix(text: bytes, offset: int, data: bytes, at: int) -> int:

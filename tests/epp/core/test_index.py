@@ -268,8 +268,13 @@ def test_without_a_tokenizer_only_history_counts() -> None:
 @pytest.mark.parametrize("hashes", [[1, 2, 1], [1, 2, 3]], ids=["a hash twice", "its own parent"])
 def test_impossible_chains_are_refused(hashes: list[int]) -> None:
     index, (pod,) = make(1)
-    index.apply(pod, BlockStored(hashes, 3, list(range(3 * WIDTH)), WIDTH), KEYS)
+    event = BlockStored(hashes, 3, list(range(3 * WIDTH)), WIDTH)
+    index.apply(pod, event, KEYS)
     assert pod.skipped[Skip.HASHES] == 3
+    index.apply(pod, BlockStored([3], None, list(range(WIDTH)), WIDTH), KEYS)
+    index.apply(pod, event, KEYS)
+    assert pod.skipped[Skip.HASHES] == 6
+    assert index.blocks_of(pod) == {3}
     index.check()
 
 
