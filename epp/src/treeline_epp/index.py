@@ -397,7 +397,8 @@ class Index:
         def texts(start: int, stop: int) -> list[bytes] | None:
             if keys is None or not width or len(tokens) != len(hashes) * width:
                 return None
-            return block_texts(keys.token_bytes, tokens[start * width : stop * width], width)
+            wanted = tokens if stop - start == len(hashes) else tokens[start * width : stop * width]
+            return block_texts(keys.token_bytes, wanted, width)
 
         try:
             stored, before = tree.store(root, event.parent_block_hash, hashes, texts, width, bit)
