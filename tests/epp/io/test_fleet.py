@@ -87,9 +87,7 @@ async def test_readiness_means_that_what_the_runtimes_hold_is_known() -> None:
         first = stored(range(64))
         await made[0].publisher.store(first)
         await made[1].publisher.store(first, stored(range(100, 132), parent=first))
-        started = time.monotonic()
         async with running_picker(*made[0].flags, *made[1].flags) as picker:
-            assert time.monotonic() - started < 1.5
             for runtime in made:
                 name = runtime.engine.name
                 expected = {h for block in runtime.publisher.blocks for h in block.block_hashes}
