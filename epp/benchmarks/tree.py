@@ -50,12 +50,12 @@ class Sequence:
 
     def __init__(self, rng: random.Random, blocks: int, shared: "Sequence | None" = None) -> None:
         keep = SHARED_BLOCKS if shared is not None else 0
-        self.hashes = shared.hashes[:keep] if shared is not None else []
-        self.tokens = shared.tokens[: keep * WIDTH] if shared is not None else []
-        self.hashes = self.hashes + [rng.getrandbits(64) for _ in range(blocks - keep)]
-        self.tokens = self.tokens + rng.choices(
-            range(VOCABULARY), cum_weights=FREQUENCIES, k=(blocks - keep) * WIDTH
-        )
+        count = (blocks - keep) * WIDTH
+        self.hashes: list[int] = [rng.getrandbits(64) for _ in range(blocks - keep)]
+        self.tokens: list[int] = rng.choices(range(VOCABULARY), cum_weights=FREQUENCIES, k=count)
+        if shared is not None:
+            self.hashes = shared.hashes[:keep] + self.hashes
+            self.tokens = shared.tokens[: keep * WIDTH] + self.tokens
 
     def payloads(self) -> Iterator[bytes]:
         for at in range(0, len(self.hashes), EVENT_BLOCKS):
