@@ -1,0 +1,76 @@
+"""What a plan consists of: writes to the API server, each with the reason for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from treeline_operator.world import Ref
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Server-side apply of ``object`` with our field manager, forced. Only fields that we own are in it.
+
+    ``drift`` are the paths that somebody else changed under us, empty where the intent itself is new.
+    """
+
+    object: dict[str, Any]
+    why: str
+    drift: tuple[str, ...] = ()
+
+    @property
+    def ref(self) -> Ref:
+        meta = self.object["metadata"]
+        return Ref(self.object["apiVersion"], self.object["kind"], meta.get("namespace", ""), meta["name"])
+
+
+@dataclass(frozen=True, slots=True)
+class CreateKeys:
+    """Create the Secret with a fresh CURVE key pair; that it exists already is success. It is never read.
+
+    ``object`` is the Secret without data.
+    """
+
+    object: dict[str, Any]
+    why: str
+
+    @property
+    def ref(self) -> Ref:
+        meta = self.object["metadata"]
+        return Ref("v1", "Secret", meta["namespace"], meta["name"])
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Set ``spec.replicas`` of a Deployment whose template is not to be touched."""
+
+    ref: Ref
+    uid: str
+    replicas: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Delete exactly this object: ``uid`` is a precondition."""
+
+    ref: Ref
+    uid: str
+    why: str
+
+
+Action = Apply | CreateKeys | Scale | Delete
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The actions of one unit, in the order in which they are to be done.
+
+    ``recheck_s`` asks for another look after so many seconds, where time itself is a reason (a grace period).
+    ``notes`` explain decisions that led to no action, for ``operate plan --explain``.
+    """
+
+    actions: tuple[Action, ...] = ()
+    recheck_s: float | None = None
+    notes: tuple[str, ...] = field(default=())

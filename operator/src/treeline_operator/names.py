@@ -1,0 +1,67 @@
+"""Names, labels and annotations of everything that the operator makes."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Final
+
+import msgspec
+
+FIELD_MANAGER: Final = "treeline-operator"
+STATUS_MANAGER: Final = "treeline-operator-status"
+
+MANAGED_BY: Final = "app.kubernetes.io/managed-by"
+MANAGER: Final = "treeline"
+GATEWAY: Final = "treeline.dev/gateway"
+COMPONENT: Final = "treeline.dev/component"
+REVISION: Final = "treeline.dev/revision"
+
+APPLIED: Final = "treeline.dev/applied"
+"""Hash of what we applied last, to see a field that we stopped to set."""
+INPUTS: Final = "treeline.dev/inputs"
+"""Hash of the inputs that a revision's pods were rendered from."""
+TEMPLATE_VERSION: Final = "treeline.dev/template-version"
+
+MAX_NAME: Final = 40
+"""The longest name of a pool or gateway: derived names with their suffixes fit 63."""
+
+
+def digest(value: Any, length: int = 10) -> str:
+    """A short hash of plain JSON data, the same for equal data whatever the order of its keys."""
+    text = msgspec.json.encode(value, order="sorted")
+    return hashlib.sha256(text).hexdigest()[:length]
+
+
+def deployment(pool: str, revision: str) -> str:
+    """The Deployment of one revision of a pool."""
+    return f"{pool}-{revision}"
+
+
+def anchor(gateway: str) -> str:
+    """The ConfigMap that owns everything that is shared by the pools of a gateway."""
+    return f"{gateway}-gateway"
+
+
+def url_service(gateway: str) -> str:
+    """The Service behind which Envoy listens: the URL."""
+    return f"{gateway}-gateway"
+
+
+def epp(gateway: str) -> str:
+    """Deployment, Service, ServiceAccount and Role of the picker."""
+    return f"{gateway}-epp"
+
+
+def edge(gateway: str) -> str:
+    """Deployment, ServiceAccount and ConfigMap of Envoy."""
+    return f"{gateway}-edge"
+
+
+def kv_keys(gateway: str) -> str:
+    """The Secret with the CURVE key pair of the runtimes' KV sockets."""
+    return f"{gateway}-kv-keys"
+
+
+def upstream_pool(pool: str) -> str:
+    """The Gateway API Inference Extension's InferencePool that mirrors ours."""
+    return f"{pool}-gie"

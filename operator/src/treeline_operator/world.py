@@ -1,0 +1,141 @@
+"""What the planner and the status see: immutable pictures of the cluster, from the API server or from files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import msgspec
+
+if TYPE_CHECKING:
+    from treeline_operator.api.model import InferenceModel
+    from treeline_operator.api.pool import InferencePool
+
+TEMPLATE_VERSION = 1
+"""The version of the pod template generator. Raise it with every change to what it renders for unchanged inputs."""
+
+
+class Key(NamedTuple):
+    """One unit of reconciliation: what is planned, applied and retried as a whole, never twice at once."""
+
+    kind: Literal["pool", "gateway", "models"]
+    namespace: str
+    name: str = ""
+
+
+class Ref(NamedTuple):
+    """An object's address. ``api_version`` is ``group/version``, or ``v1`` for the core group."""
+
+    api_version: str
+    kind: str
+    namespace: str
+    name: str
+
+
+class Observed(msgspec.Struct, frozen=True):
+    """An object as the API server has it, without ``managedFields``.
+
+    The body stays encoded: thousands of them are held in memory, few are looked at.
+    """
+
+    ref: Ref
+    uid: str
+    resource_version: str
+    body: bytes
+
+    @classmethod
+    def of(cls, obj: dict[str, Any]) -> Observed:
+        """From a decoded object."""
+        meta = obj["metadata"]
+        kept = {**obj, "metadata": {k: v for k, v in meta.items() if k != "managedFields"}}
+        ref = Ref(obj["apiVersion"], obj["kind"], meta.get("namespace", ""), meta["name"])
+        return cls(ref, meta["uid"], meta.get("resourceVersion", ""), msgspec.json.encode(kept))
+
+    @property
+    def object(self) -> dict[str, Any]:
+        """The decoded object; a new one at each call."""
+        decoded: dict[str, Any] = msgspec.json.decode(self.body)
+        return decoded
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """The images that are used where a pool names none."""
+
+    runtime: str = "treeline-runtime:cpu"
+    runtime_cuda: str = "treeline-runtime:cuda"
+    epp: str = "treeline-epp:latest"
+    edge: str = "treeline-edge:latest"
+    pull_policy: str = "IfNotPresent"
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """What holds for the whole operator: its settings, and what the cluster offers.
+
+    ``apis`` are the optional kinds that discovery found, each ``group/version/Kind`` (see ``kube.discovery``).
+    ``operator_namespace`` and ``operator_labels`` let NetworkPolicies admit the operator to the picker's status page.
+    """
+
+    images: Images = Images()
+    apis: frozenset[str] = frozenset()
+    cluster_domain: str = "cluster.local"
+    operator_namespace: str = "treeline-system"
+    operator_labels: tuple[tuple[str, str], ...] = (("app.kubernetes.io/name", "treeline-operator"),)
+    template_version: int = TEMPLATE_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class PickerEndpoint:
+    """One endpoint as the picker lists it; ``name`` is the pod's name."""
+
+    name: str
+    address: str
+    ready: bool
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PickerView:
+    """What a picker says of itself: pool name → its endpoints, pool name → the models it serves."""
+
+    synced: bool
+    pools: dict[str, tuple[PickerEndpoint, ...]] = field(default_factory=dict)
+    models: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayWorld:
+    """A gateway name of a namespace, all pools that share it (oldest first), and what exists of it.
+
+    ``children`` carry the gateway's label and no pool's; ``pods`` are those of the picker and of Envoy.
+    """
+
+    namespace: str
+    name: str
+    pools: tuple[InferencePool, ...]
+    children: tuple[Observed, ...]
+    pods: tuple[Observed, ...]
+    platform: Platform
+    now: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class PoolWorld:
+    """A pool and all that its plan and its status depend on.
+
+    ``children`` carry the pool's label, ``pods`` are its runtime pods. ``gateway`` is the gateway that it shares, as
+    seen by the gateway's own plan. ``picker`` is None while nothing is known of the picker's list. ``models`` are the
+    namespace's InferenceModels, ``events`` Warning events of its pods and replica sets (reason and message are read).
+    """
+
+    pool: InferencePool
+    children: tuple[Observed, ...]
+    pods: tuple[Observed, ...]
+    gateway: GatewayWorld
+    models: tuple[InferenceModel, ...]
+    picker: PickerView | None
+    platform: Platform
+    now: datetime
+    events: tuple[Observed, ...] = ()
