@@ -1,0 +1,107 @@
+"""Canonical form of Kubernetes data: equal where the API server means the same; for hashing and comparing."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import Any, Final
+
+_SUFFIX: Final = {
+    "n": Decimal("1e-9"),
+    "u": Decimal("1e-6"),
+    "m": Decimal("1e-3"),
+    "": Decimal(1),
+    "k": Decimal(10**3),
+    "M": Decimal(10**6),
+    "G": Decimal(10**9),
+    "T": Decimal(10**12),
+    "P": Decimal(10**15),
+    "E": Decimal(10**18),
+    "Ki": Decimal(2**10),
+    "Mi": Decimal(2**20),
+    "Gi": Decimal(2**30),
+    "Ti": Decimal(2**40),
+    "Pi": Decimal(2**50),
+    "Ei": Decimal(2**60),
+}
+_QUANTITY: Final = re.compile(
+    r"([+-]?(?:\d+(?:\.\d*)?|\.\d+))(?:[eE]([+-]?\d{1,3})|(n|u|m|k|[KMGTPE]i|[MGTPE])?)"
+)
+
+QUANTITY_MAPS: Final = frozenset({"requests", "limits", "capacity", "overhead"})
+"""Fields whose every value is a quantity."""
+QUANTITY_FIELDS: Final = frozenset({"sizeLimit", "storage", "divisor", "averageValue", "size"})
+STRING_MAPS: Final = frozenset(
+    {"labels", "annotations", "nodeSelector", "matchLabels", "data", "stringData", "binaryData"}
+)
+"""Fields whose keys are the user's words: a label named `size` holds no quantity."""
+_EMPTY_MAPS: Final = STRING_MAPS | QUANTITY_MAPS
+_FALSE_IS_UNSET: Final = frozenset(
+    {
+        "hostNetwork",
+        "hostPID",
+        "hostIPC",
+        "readOnly",
+        "stdin",
+        "stdinOnce",
+        "tty",
+        "paused",
+        "publishNotReadyAddresses",
+        "immutable",
+    }
+)
+_ZERO_IS_UNSET: Final = frozenset({"initialDelaySeconds", "minReadySeconds", "hostPort"})
+
+
+def quantity(value: object) -> Decimal | None:
+    """The number that a Kubernetes quantity (``200m``, ``1Gi``, 0.2) stands for; None if it is none."""
+    if isinstance(value, bool):
+        return None
+    match = _QUANTITY.fullmatch(str(value))
+    if match is None:
+        return None
+    number, exponent, suffix = match.groups()
+    scale = Decimal(f"1e{exponent}") if exponent else _SUFFIX[suffix or ""]
+    return Decimal(number) * scale
+
+
+def is_quantity(path: tuple[str, ...]) -> bool:
+    """Whether the field at this path of keys holds a quantity."""
+    if not path or any(key in STRING_MAPS for key in path[:-1]):
+        return False
+    parent = path[-2] if len(path) > 1 else ""
+    if parent in QUANTITY_MAPS:
+        return True
+    return path[-1] in QUANTITY_FIELDS or (parent == "target" and path[-1] == "value")
+
+
+def is_unset(key: str, value: object) -> bool:
+    """Whether the API server leaves a field with this value out.
+
+    ``{}`` often says something (``emptyDir: {}``, ``podSelector: {}``), and so do ``false`` and 0 of optional fields.
+    """
+    if value is None or value == "" or value == []:
+        return True
+    if value == {}:
+        return key in _EMPTY_MAPS
+    if value is False:
+        return key in _FALSE_IS_UNSET
+    return value == 0 and key in _ZERO_IS_UNSET
+
+
+def canonical(value: Any, path: tuple[str, ...] = ()) -> Any:
+    """The same data with quantities as plain numbers in text, and without what the API server leaves out."""
+    if isinstance(value, dict):
+        if path and path[-1] in STRING_MAPS:
+            return {k: v for k, v in value.items() if v is not None}
+        inner = {k: canonical(v, (*path, k)) for k, v in value.items()}
+        return {k: v for k, v in inner.items() if not is_unset(k, v)}
+    if isinstance(value, list | tuple):
+        return [canonical(item, path) for item in value]
+    if is_quantity(path):
+        number = quantity(value)
+        if number is not None:
+            return format(number.normalize(), "f")
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value

@@ -1,0 +1,179 @@
+"""What differs between what we want and what is there, and the writes and deletes that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any, Final
+
+from treeline_operator import names
+from treeline_operator.actions import Apply, Delete
+from treeline_operator.plan.canonical import canonical, is_quantity, is_unset, quantity
+from treeline_operator.world import Observed, Ref
+
+_KEYS: Final[dict[str, tuple[str, ...]]] = {
+    "containers": ("name",),
+    "initContainers": ("name",),
+    "env": ("name",),
+    "volumes": ("name",),
+    "imagePullSecrets": ("name",),
+    "resourceClaims": ("name",),
+    "claims": ("name",),
+    "schedulingGates": ("name",),
+    "volumeMounts": ("mountPath",),
+    "volumeDevices": ("devicePath",),
+    "hostAliases": ("ip",),
+    "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
+    "ownerReferences": ("uid",),
+    "conditions": ("type",),
+}
+"""Lists that the API server merges by these keys; all others are replaced as a whole."""
+_CONTAINER_PORT: Final = ("containerPort", "protocol")
+_SERVICE_PORT: Final = ("port", "protocol")
+_KEY_DEFAULTS: Final = {"protocol": "TCP"}
+
+KEPT_KINDS: Final = frozenset({"PersistentVolumeClaim"})
+"""What pruning leaves: downloaded models outlive a change of mind, and go with the pool."""
+
+
+def differences(desired: dict[str, Any], observed: dict[str, Any]) -> tuple[str, ...]:
+    """The paths at which a field of ``desired`` does not have that value in ``observed``.
+
+    Whatever else ``observed`` has is not ours: defaults, injected sidecars, labels of users.
+    """
+    identity = {"apiVersion", "kind", "status"}
+    wanted = {k: v for k, v in desired.items() if k not in identity}
+    return tuple(_differing((), "", wanted, observed))
+
+
+def _differing(keys: tuple[str, ...], path: str, want: Any, have: Any) -> Iterator[str]:
+    """``keys`` are the names of the fields on the way; ``path`` says the same for people, with list keys."""
+    if want is None:
+        return
+    if isinstance(want, dict):
+        if not isinstance(have, dict):
+            yield path
+            return
+        for name, value in want.items():
+            inner = (*keys, name)
+            shown = f"{path}.{name}" if path else name
+            if name not in have:
+                if not is_unset(name, _trimmed(inner, value)):
+                    yield shown
+            else:
+                yield from _differing(inner, shown, value, have[name])
+    elif isinstance(want, list | tuple):
+        if not isinstance(have, list):
+            yield path
+            return
+        merge_by = _merge_keys(keys, want)
+        if merge_by is not None:
+            yield from _differing_map(keys, path, want, have, merge_by)
+        elif len(want) != len(have):
+            yield path
+        else:
+            for index, (one, other) in enumerate(zip(want, have, strict=True)):
+                yield from _differing(keys, f"{path}[{index}]", one, other)
+    elif not _equal(keys, want, have):
+        yield path
+
+
+def _trimmed(keys: tuple[str, ...], value: Any) -> Any:
+    """``value`` as the API server would keep it; a map of nothing but unset fields is nothing."""
+    kept = canonical(value, keys)
+    return None if kept == {} and value != {} else kept
+
+
+def _differing_map(
+    keys: tuple[str, ...], path: str, want: Any, have: list[Any], merge_by: tuple[str, ...]
+) -> Iterator[str]:
+    found = {_key(item, merge_by): item for item in have if isinstance(item, dict)}
+    for item in want:
+        key = _key(item, merge_by)
+        shown = f"{path}[{','.join(str(part) for part in key)}]"
+        if key in found:
+            yield from _differing(keys, shown, item, found[key])
+        else:
+            yield shown
+
+
+def _merge_keys(keys: tuple[str, ...], items: Any) -> tuple[str, ...] | None:
+    name = keys[-1] if keys else ""
+    if name == "ports" and items and all(isinstance(item, dict) for item in items):
+        if all("containerPort" in item for item in items):
+            return _CONTAINER_PORT
+        return None if {"ingress", "egress"} & set(keys) else _SERVICE_PORT
+    return _KEYS.get(name)
+
+
+def _key(item: dict[str, Any], merge_by: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(item.get(name, _KEY_DEFAULTS.get(name)) for name in merge_by)
+
+
+def _equal(keys: tuple[str, ...], want: Any, have: Any) -> bool:
+    if want == have and isinstance(want, bool) == isinstance(have, bool):
+        return True
+    if is_quantity(keys):
+        number = quantity(want)
+        return number is not None and number == quantity(have)
+    return False
+
+
+def applying(
+    desired: dict[str, Any], observed: Observed | None, why: str, *, apart: Collection[str] = ()
+) -> Apply | None:
+    """The write that makes ``observed`` what is ``desired``; None when it is so already.
+
+    ``apart`` are paths that are in the object but that somebody else decides on from moment to moment (the replicas of
+    a revision): they alone are no reason to write. ``drift`` is told only where the intent is that of our last write.
+    """
+    mark = names.digest(canonical(_without(desired, apart)))
+    annotations = {**desired["metadata"].get("annotations", {}), names.APPLIED: mark}
+    wanted = {**desired, "metadata": {**desired["metadata"], "annotations": annotations}}
+    if observed is None:
+        return Apply(wanted, why)
+    there = observed.object
+    before = there["metadata"].get("annotations", {}).get(names.APPLIED)
+    differing = tuple(path for path in differences(desired, there) if path not in apart)
+    if before == mark:
+        return Apply(wanted, f"{why}: somebody changed it", differing) if differing else None
+    return Apply(wanted, why)
+
+
+def _without(obj: dict[str, Any], paths: Collection[str]) -> dict[str, Any]:
+    for path in paths:
+        name, _, rest = path.partition(".")
+        if name in obj:
+            inner = {k: v for k, v in obj.items() if k != name}
+            obj = {**inner, name: _without(obj[name], (rest,))} if rest else inner
+    return obj
+
+
+def prune(
+    children: Collection[Observed], wanted: Collection[Ref], owner_uid: str, *, kept: Collection[Ref] = ()
+) -> tuple[Delete, ...]:
+    """Deletes what carries our label, has the object ``owner_uid`` as its controller, and is wanted no more.
+
+    Whatever is being deleted already is left alone, and so are models that were downloaded.
+    """
+    stays = {_identity(ref) for ref in (*wanted, *kept)}
+    return tuple(
+        Delete(child.ref, child.uid, "no longer part of what is wanted")
+        for child in sorted(children, key=lambda child: child.ref)
+        if _identity(child.ref) not in stays
+        and child.ref.kind not in KEPT_KINDS
+        and is_ours(child.object["metadata"], owner_uid)
+    )
+
+
+def is_ours(metadata: dict[str, Any], owner_uid: str) -> bool:
+    """Whether an object is ours to delete: labelled, controlled by this owner, and not on its way out."""
+    if metadata.get("deletionTimestamp") or metadata.get("labels", {}).get(names.MANAGED_BY) != names.MANAGER:
+        return False
+    owners = metadata.get("ownerReferences", ())
+    return any(owner.get("controller") and owner["uid"] == owner_uid for owner in owners)
+
+
+def _identity(ref: Ref) -> tuple[str, str, str, str]:
+    """The same object in another version of its group is the same object."""
+    group = ref.api_version.rpartition("/")[0]
+    return group, ref.kind, ref.namespace, ref.name
