@@ -107,11 +107,10 @@ class ModelTable:
         for pool, models in self._served.items():
             for model in models:
                 self._engines.setdefault(model, pool)
-        self._rules = {
-            rule.model_name: _within_gateway(rule, gateways)
-            for rule in sorted(everything, key=lambda rule: rule.model_name)
-            if self.verdicts[rule.name].accepted
-        }
+        self._rules: dict[str, ModelRule] = {}
+        for rule in sorted(everything, key=lambda rule: (rule.model_name, rule.age)):
+            if self.verdicts[rule.name].accepted:
+                self._rules.setdefault(rule.model_name, _within_gateway(rule, gateways))
 
     def resolve(self, name: str | None, random: float = 0.0) -> ModelTarget:
         """Where a request for `name` goes. `random` in [0, 1) chooses among weighted targets. Raises `ModelNotFound`.
