@@ -5,7 +5,7 @@ from collections import Counter
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from treeline_wire.models import ModelNotFound, ModelRule, ModelTable, ModelTarget, accept_models
 
@@ -45,6 +45,7 @@ def rule_sets(draw):
     ]
 
 
+@settings(max_examples=60, deadline=None)
 @given(rule_sets(), st.integers(0, 99), st.floats(0, 1, exclude_max=True))
 def test_the_order_of_the_rules_does_not_matter(rules, seed, point):
     mixed = list(rules)
@@ -57,6 +58,7 @@ def test_the_order_of_the_rules_does_not_matter(rules, seed, point):
         assert one.resolve(name, point) == other.resolve(name, point) == one.resolve(name, point)
 
 
+@settings(max_examples=60, deadline=None)
 @given(rule_sets())
 def test_a_name_behind_a_gateway_has_exactly_one_winner_and_it_is_the_oldest_valid_one(rules):
     verdicts = accept_models(rules, POOLS)
@@ -76,6 +78,7 @@ def test_a_name_behind_a_gateway_has_exactly_one_winner_and_it_is_the_oldest_val
         assert verdicts[one.name].accepted == (verdicts[one.name].reason == "Accepted")
 
 
+@settings(max_examples=60, deadline=None)
 @given(rule_sets())
 def test_when_a_winner_goes_the_next_is_promoted_and_nobody_else_moves(rules):
     before = accept_models(rules, POOLS)
@@ -89,6 +92,7 @@ def test_when_a_winner_goes_the_next_is_promoted_and_nobody_else_moves(rules):
         assert changed == promoted
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8))
 def test_weights_are_respected_in_proportion(found):
     targets = tuple((f"t{n}", weight) for n, weight in enumerate(found))
