@@ -1,0 +1,1 @@
+"""The running operator: informer, queue, reconciler, probes, and how they are put together."""

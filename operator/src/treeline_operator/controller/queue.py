@@ -1,0 +1,270 @@
+"""When each key is reconciled: a keyed queue that coalesces, delays, backs off and never runs a key twice at once."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from treeline_operator.world import Key
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Delays between failed attempts: exponential from ``base_s`` to ``cap_s``, each shortened by up to a half."""
+
+    base_s: float = 0.2
+    cap_s: float = 60.0
+
+    def delay(self, failures: int, chance: float) -> float:
+        """The delay behind the ``failures``-th failure in a row; ``chance`` in 0..1 spreads equal cases."""
+        full = min(self.cap_s, self.base_s * 2.0 ** min(failures - 1, 30))
+        return float(full * (1.0 - 0.5 * chance))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a reconciliation ended. ``result`` is a metric's label.
+
+    With ``retry`` it comes again after the backoff (or ``after_s``, if that is longer); else after ``after_s``, if set.
+    """
+
+    result: str = "ok"
+    retry: bool = False
+    after_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Run:
+    queued: float
+    dirty: bool = False
+    after: float | None = None
+
+
+@dataclass(slots=True)
+class Schedule:
+    """The queue without a clock or tasks: every method takes the time.
+
+    A key is in at most one of three places: ready (in order of arrival), delayed (until a due time) or running.
+    What is added while it runs is remembered and comes up when it is done; nothing that was added is lost.
+    """
+
+    backoff: Backoff = Backoff()
+    chance: Callable[[], float] = random.random
+    _ready: dict[Key, float] = field(default_factory=dict)
+    _delayed: dict[Key, float] = field(default_factory=dict)
+    _heap: list[tuple[float, Key]] = field(default_factory=list)
+    _running: dict[Key, _Run] = field(default_factory=dict)
+    _failures: dict[Key, int] = field(default_factory=dict)
+
+    def add(self, key: Key, now: float) -> None:
+        """As soon as possible. A delay that was set is dropped: the look that it asked for comes sooner."""
+        if run := self._running.get(key):
+            run.dirty = True
+            return
+        self._delayed.pop(key, None)
+        self._ready.setdefault(key, now)
+
+    def add_after(self, key: Key, delay_s: float, now: float) -> None:
+        """In ``delay_s``, or sooner if it is to come sooner already."""
+        due = now + delay_s
+        if run := self._running.get(key):
+            run.after = due if run.after is None else min(run.after, due)
+        elif key not in self._ready and due < self._delayed.get(key, float("inf")):
+            self._delay(key, due)
+
+    def pop(self, now: float) -> Key | None:
+        """The next key to run, which counts as running until :meth:`done`."""
+        self._wake(now)
+        for key, queued in self._ready.items():
+            del self._ready[key]
+            self._running[key] = _Run(queued)
+            return key
+        return None
+
+    def done(self, key: Key, outcome: Outcome, now: float) -> float:
+        """The key's run has ended; returns for how long it had waited and run."""
+        run = self._running.pop(key)
+        due = [run.after] if run.after is not None else []
+        if outcome.retry:
+            failures = self._failures[key] = self._failures.get(key, 0) + 1
+            delay = max(self.backoff.delay(failures, self.chance()), outcome.after_s or 0.0)
+            if run.dirty:
+                # Somebody changed something meanwhile, perhaps the cause. Not at once: our own writes look the same.
+                delay = min(delay, 1.0)
+            due.append(now + delay)
+        else:
+            self._failures.pop(key, None)
+            if outcome.after_s is not None:
+                due.append(now + outcome.after_s)
+            if run.dirty:
+                self._ready[key] = now
+                due.clear()
+        if due:
+            self._delay(key, min(due))
+        return now - run.queued
+
+    def next_due(self) -> float | None:
+        """When the next delay ends."""
+        while self._heap and self._delayed.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def depth(self) -> int:
+        """How many keys wait to be run now; delayed ones do not."""
+        return len(self._ready)
+
+    def failures(self, key: Key) -> int:
+        """Failures of the key in a row."""
+        return self._failures.get(key, 0)
+
+    def oldest(self, now: float) -> float:
+        """Seconds since the key that has waited, or waited and run, for longest became ready."""
+        since = [*self._ready.values(), *(run.queued for run in self._running.values())]
+        return max(0.0, now - min(since)) if since else 0.0
+
+    def known(self) -> Iterator[Key]:
+        """Every key that is ready, delayed or running."""
+        yield from self._ready
+        yield from self._delayed
+        yield from self._running
+
+    def _delay(self, key: Key, due: float) -> None:
+        self._delayed[key] = due
+        heapq.heappush(self._heap, (due, key))
+        if len(self._heap) > 64 + 2 * len(self._delayed):  # entries of delays that were dropped
+            self._heap = [(at, k) for k, at in self._delayed.items()]
+            heapq.heapify(self._heap)
+
+    def _wake(self, now: float) -> None:
+        while (due := self.next_due()) is not None and due <= now:
+            _, key = heapq.heappop(self._heap)
+            del self._delayed[key]
+            self._ready[key] = due
+
+
+class Gauges(Protocol):
+    """Who counts what the queue does."""
+
+    def finished(self, key: Key, outcome: Outcome, waited_s: float, ran_s: float) -> None:
+        """A reconciliation ended after waiting and running for so long."""
+
+    def retried(self, key: Key) -> None:
+        """One failed and will be tried again."""
+
+
+class Queue:
+    """Runs ``reconcile`` for the keys that are added, some at once, one at a time for each key.
+
+    Times are those of the event loop. An exception out of ``reconcile`` is logged and retried; one of the types in
+    ``fatal`` ends :meth:`run`.
+    """
+
+    def __init__(
+        self,
+        reconcile: Callable[[Key], Awaitable[Outcome]],
+        *,
+        gauges: Gauges,
+        concurrency: int = 8,
+        backoff: Backoff | None = None,
+        chance: Callable[[], float] = random.random,
+        fatal: tuple[type[BaseException], ...] = (),
+    ) -> None:
+        self._reconcile = reconcile
+        self._gauges = gauges
+        self._concurrency = concurrency
+        self._fatal = fatal
+        self._schedule = Schedule(backoff or Backoff(), chance)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._failed: BaseException | None = None
+        self._stopping = False
+
+    def add(self, key: Key) -> None:
+        """Reconcile the key as soon as a worker is free."""
+        self._schedule.add(key, _now())
+        self._changed.set()
+
+    def add_after(self, key: Key, delay_s: float) -> None:
+        """Reconcile the key in ``delay_s`` at the latest."""
+        self._schedule.add_after(key, delay_s, _now())
+        self._changed.set()
+
+    def depth(self) -> int:
+        """Keys that wait for a worker."""
+        return self._schedule.depth()
+
+    def oldest(self) -> float:
+        """The age in seconds of the oldest key that waits or runs."""
+        return self._schedule.oldest(_now())
+
+    def failures(self, key: Key) -> int:
+        """How often in a row the key has failed."""
+        return self._schedule.failures(key)
+
+    def idle(self) -> bool:
+        """Nothing waits and nothing runs; delayed keys do not count."""
+        return not self._tasks and not self._schedule.depth()
+
+    async def run(self) -> None:
+        """Until :meth:`stop`; raises what ended a run fatally."""
+        while not self._stopping and self._failed is None:
+            self._changed.clear()
+            while len(self._tasks) < self._concurrency and (key := self._schedule.pop(_now())):
+                task = asyncio.create_task(
+                    self._one(key), name=f"reconcile {key.kind} {key.namespace}/{key.name}"
+                )
+                self._tasks.add(task)
+                task.add_done_callback(self._ended)
+            due = self._schedule.next_due() if len(self._tasks) < self._concurrency else None
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(due):
+                    await self._changed.wait()
+        if self._failed is not None:
+            raise self._failed
+
+    async def stop(self, grace_s: float) -> int:
+        """Start nothing more, let what runs end for ``grace_s``, then cancel it; returns how many were cancelled."""
+        self._stopping = True
+        self._changed.set()
+        if not self._tasks:
+            return 0
+        _, pending = await asyncio.wait(set(self._tasks), timeout=grace_s)
+        for task in pending:
+            task.cancel()
+        if pending:
+            await asyncio.wait(pending)
+        return len(pending)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._changed.set()
+
+    async def _one(self, key: Key) -> None:
+        started = _now()
+        outcome = Outcome("cancelled", retry=True)
+        try:
+            outcome = await self._reconcile(key)
+        except self._fatal as exc:
+            outcome = Outcome("fatal", retry=True)
+            self._failed = exc
+        except Exception:
+            log.exception("reconciliation failed unexpectedly", extra={"key": key})
+            outcome = Outcome("bug", retry=True)
+        finally:
+            now = _now()
+            total = self._schedule.done(key, outcome, now)
+            self._gauges.finished(key, outcome, total - (now - started), now - started)
+            if outcome.retry:
+                self._gauges.retried(key)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
