@@ -1,0 +1,134 @@
+"""Which pools share a gateway, whose settings hold for it, and which settings of the others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final, Literal
+
+import msgspec
+
+from treeline_operator.api.pool import EndpointPicker, InferencePool, Standalone
+from treeline_operator.plan.canonical import canonical
+
+_LAST: Final = datetime.max.replace(tzinfo=UTC)
+_UNSET: Final = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The pools that share one gateway, and what was decided for them.
+
+    ``members`` are in the order in which their settings count: the oldest first, and those that are being deleted
+    last, so that the next oldest is promoted as soon as the oldest goes. ``conflicts`` maps a pool's name to the
+    settings of it that do not hold, each a sentence; pools without conflicts are not in it.
+    """
+
+    name: str
+    members: tuple[InferencePool, ...]
+    conflicts: Mapping[str, tuple[str, ...]]
+
+    @property
+    def owner(self) -> InferencePool:
+        """The pool whose settings hold."""
+        return self.members[0]
+
+    @property
+    def picker(self) -> EndpointPicker:
+        """The picker's settings."""
+        return self.owner.spec.endpoint_picker
+
+    @property
+    def mode(self) -> Literal["standalone", "gateway-api"]:
+        """Whether an Envoy of our own serves the pools, or a Gateway that exists."""
+        return self.owner.spec.gateway.mode
+
+    @property
+    def edge(self) -> Standalone:
+        """The settings of our own Envoy; without a meaning in Gateway API mode."""
+        return self.owner.spec.gateway.edge
+
+    @property
+    def leaving(self) -> bool:
+        """Whether every pool is being deleted: then nothing is planned any more, and the rest goes with the last."""
+        return self.owner.deleting
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """All gateways of a namespace, by name."""
+
+    gateways: Mapping[str, Shared]
+
+    def of(self, pool: InferencePool) -> Shared:
+        """The gateway that a pool shares."""
+        return self.gateways[pool.spec.gateway.name]
+
+    def conflicts(self, pool: InferencePool) -> tuple[str, ...]:
+        """The settings of a pool that do not hold, each a sentence such as ``endpointPicker.policy is round_robin
+        here, treeline in pool a (older)``; empty when all hold."""
+        return self.of(pool).conflicts.get(pool.name, ())
+
+
+def share(pools: Iterable[InferencePool]) -> Sharing:
+    """Decide for the pools of one namespace; the order in which they are given does not matter."""
+    by_gateway: dict[str, list[InferencePool]] = {}
+    for pool in sorted(pools, key=_precedence):
+        by_gateway.setdefault(pool.spec.gateway.name, []).append(pool)
+    return Sharing({name: _decide(name, by_gateway[name]) for name in sorted(by_gateway)})
+
+
+def _precedence(pool: InferencePool) -> tuple[bool, datetime, str]:
+    # A pool without a timestamp is one of a file that was never applied: younger than all that exist.
+    return pool.deleting, pool.metadata.creation_timestamp or _LAST, pool.name
+
+
+def _decide(name: str, members: list[InferencePool]) -> Shared:
+    owner, *others = members
+    held = _settings(owner)
+    conflicts = {pool.name: tuple(_conflicts(pool, held, owner)) for pool in others}
+    return Shared(name, tuple(members), {pool: found for pool, found in conflicts.items() if found})
+
+
+def _conflicts(pool: InferencePool, held: Mapping[str, Any], owner: InferencePool) -> Iterator[str]:
+    older = "" if pool.deleting and not owner.deleting else " (older)"
+    whose = f"in pool {owner.name}{older}"
+    asked = _settings(pool)
+    paths = asked.keys() | held.keys()
+    if pool.spec.gateway.mode != owner.spec.gateway.mode:
+        paths = {path for path in paths if not path.startswith("gateway.standalone")}
+    for path in sorted(paths):
+        here, there = asked.get(path, _UNSET), held.get(path, _UNSET)
+        if here != there:
+            yield f"{path} is {_text(here)} here, {_text(there)} {whose}"
+
+
+def _settings(pool: InferencePool) -> dict[str, Any]:
+    """Everything that pools of a gateway must agree on: path → value, unset ones left out."""
+    gateway = pool.spec.gateway
+    found = dict(_leaves("endpointPicker", _plain(pool.spec.endpoint_picker)))
+    found["gateway"] = "Gateway API (parentRefs)" if gateway.mode == "gateway-api" else "standalone"
+    if gateway.mode == "standalone":
+        found |= _leaves("gateway.standalone", _plain(gateway.edge))
+    return found
+
+
+def _plain(part: EndpointPicker | Standalone) -> Any:
+    return canonical(part.model_dump(mode="json", by_alias=True))
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            # Keys that users invent may have dots in them.
+            shown = f"{path}[{key}]" if "." in key or "/" in key else f"{path}.{key}"
+            yield from _leaves(shown, inner)
+    else:
+        yield path, value
+
+
+def _text(value: Any) -> str:
+    if value is _UNSET:
+        return "unset"
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()

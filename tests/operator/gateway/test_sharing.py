@@ -1,0 +1,170 @@
+"""Which pool's settings hold for a gateway: the oldest's, whatever the order in which they are seen."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.plan.sharing import share
+
+
+def pool(name: str, *, created: int | None = 0, deleting: bool = False, **spec: Any) -> InferencePool:
+    """A pool; ``created`` is a day of the month less one."""
+    meta: dict[str, Any] = {"name": name, "namespace": "ns", "uid": f"uid-{name}"}
+    if created is not None:
+        meta["creationTimestamp"] = f"2026-11-{created + 1:02}T00:00:00Z"
+    if deleting:
+        meta["deletionTimestamp"] = "2026-11-29T00:00:00Z"
+    body = {"model": {"uri": "builtin://tiny"}, **spec}
+    return InferencePool.from_object(
+        {"apiVersion": "treeline.dev/v1alpha1", "kind": "InferencePool", "metadata": meta, "spec": body},
+        strict=True,
+    )
+
+
+def picker(**settings: Any) -> dict[str, Any]:
+    return {"endpointPicker": settings}
+
+
+def edge(**settings: Any) -> dict[str, Any]:
+    return {"gateway": {"standalone": settings}}
+
+
+PARENT = {"gateway": {"parentRefs": [{"name": "inference"}]}}
+
+
+def test_pools_of_one_gateway_name_share_it_and_others_do_not() -> None:
+    a, b, c = pool("a"), pool("b", created=1), pool("c", gateway={"name": "other"})
+    sharing = share([b, c, a])
+    assert list(sharing.gateways) == ["other", "treeline"]
+    assert sharing.of(b).members == (a, b)
+    assert sharing.of(b).owner is a
+    assert sharing.of(c).members == (c,)
+    assert [sharing.conflicts(p) for p in (a, b, c)] == [(), (), ()]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            {},
+            picker(policy="round_robin"),
+            "endpointPicker.policy is round_robin here, treeline in pool a (older)",
+        ),
+        (
+            picker(failureMode="FailClose"),
+            {},
+            "endpointPicker.failureMode is FailOpen here, FailClose in pool a (older)",
+        ),
+        (picker(replicas=2), {}, "endpointPicker.replicas is 1 here, 2 in pool a (older)"),
+        (
+            {},
+            picker(parameters={"maxTtftSeconds": 2}),
+            "endpointPicker.parameters.maxTtftSeconds is 2 here, unset in pool a (older)",
+        ),
+        (
+            picker(resources={"requests": {"cpu": "1"}}),
+            picker(resources={"requests": {"cpu": "1500m"}}),
+            "endpointPicker.resources.requests.cpu is 1.5 here, 1 in pool a (older)",
+        ),
+        ({}, edge(port=8080), "gateway.standalone.port is 8080 here, 80 in pool a (older)"),
+        (
+            edge(annotations={"cloud.example/type": "nlb"}),
+            {},
+            "gateway.standalone.annotations[cloud.example/type] is unset here, nlb in pool a (older)",
+        ),
+        (
+            edge(apiKeysSecretRef={"name": "keys"}),
+            {},
+            "gateway.standalone.apiKeysSecretRef.name is unset here, keys in pool a (older)",
+        ),
+        (
+            edge(port=443, tls={"secretRef": {"name": "cert"}}),
+            edge(port=443),
+            "gateway.standalone.tls.secretRef.name is unset here, cert in pool a (older)",
+        ),
+        (PARENT, {}, "gateway is standalone here, Gateway API (parentRefs) in pool a (older)"),
+        (
+            edge(port=81),
+            PARENT,
+            "gateway is Gateway API (parentRefs) here, standalone in pool a (older)",
+        ),
+    ],
+)
+def test_a_conflict_is_named_with_both_values(old: dict[str, Any], new: dict[str, Any], message: str) -> None:
+    a, b = pool("a", created=0, **old), pool("b", created=1, **new)
+    sharing = share([b, a])
+    assert sharing.conflicts(b) == (message,)
+    assert sharing.conflicts(a) == ()
+
+
+def test_the_same_quantity_in_other_words_is_no_conflict() -> None:
+    a = pool("a", **picker(resources={"limits": {"cpu": "0.2", "memory": "1Gi"}}))
+    b = pool("b", created=1, **picker(resources={"limits": {"cpu": "200m", "memory": "1024Mi"}}))
+    assert share([a, b]).conflicts(b) == ()
+
+
+def test_attaching_to_different_gateways_is_no_conflict() -> None:
+    a = pool("a", gateway={"parentRefs": [{"name": "one"}], "hostnames": ["a.example"]})
+    b = pool("b", created=1, gateway={"parentRefs": [{"name": "two"}]})
+    assert share([a, b]).conflicts(b) == ()
+
+
+def test_the_next_oldest_is_promoted_when_the_oldest_is_being_deleted() -> None:
+    b, c = pool("b", created=1, **picker(policy="random")), pool("c", created=2)
+    a = pool("a", deleting=True)
+    shared = share([c, a, b]).of(c)
+    assert [p.name for p in shared.members] == ["b", "c", "a"]
+    assert shared.picker.policy == "random"
+    assert not shared.leaving
+    assert shared.conflicts == {
+        "c": ("endpointPicker.policy is treeline here, random in pool b (older)",),
+        "a": ("endpointPicker.policy is treeline here, random in pool b",),
+    }
+    assert share([a]).of(a).leaving
+
+
+def test_equal_ages_are_told_apart_by_name_and_a_file_is_youngest() -> None:
+    pools = [pool("c", created=None), pool("b"), pool("a", created=5)]
+    assert [p.name for p in share(pools).of(pools[0]).members] == ["b", "a", "c"]
+
+
+POOLS = st.lists(
+    st.tuples(
+        st.sampled_from("abcdefgh"),
+        st.integers(0, 3) | st.none(),
+        st.booleans(),
+        st.sampled_from([{}, picker(policy="random"), picker(replicas=3), edge(port=81), PARENT]),
+    ),
+    min_size=1,
+    max_size=6,
+    unique_by=lambda row: row[0],
+)
+
+
+@given(POOLS, st.randoms(use_true_random=False))
+def test_sharing_depends_on_nothing_but_the_pools(rows: list[Any], rng: random.Random) -> None:
+    pools = [pool(name, created=day, deleting=gone, **spec) for name, day, gone, spec in rows]
+    shuffled = list(pools)
+    rng.shuffle(shuffled)
+    sharing = share(pools)
+    assert sharing == share(shuffled) == share(pools)
+    (shared,) = sharing.gateways.values()
+    assert sorted(p.name for p in shared.members) == sorted(p.name for p in pools)
+    assert sharing.conflicts(shared.owner) == ()
+    # Without the owner, the second of the order owns: promotion is what is left.
+    rest = [p for p in pools if p is not shared.owner]
+    if rest:
+        assert share(rest).of(rest[0]).owner is shared.members[1]
+    # Whoever asks for what the owner asks has no conflict, and everybody else has one.
+    for member in shared.members:
+        same = (
+            member.spec.endpoint_picker == shared.picker
+            and member.spec.gateway.mode == shared.mode
+            and (shared.mode == "gateway-api" or member.spec.gateway.edge == shared.edge)
+        )
+        assert bool(sharing.conflicts(member)) is not same
