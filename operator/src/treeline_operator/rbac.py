@@ -1,0 +1,254 @@
+"""What the operator may do in a cluster: each right by feature, with its reason; the chart's Roles are made from it.
+
+``python -m treeline_operator.rbac`` writes ``charts/treeline/files/rbac.yaml``, which the chart renders. Two places: what
+is done in every watched namespace (``WATCHED``), and what is done in the operator's own (``OWN``). No right to read
+Secrets is declared, and none may be: tokens and keys are mounted by reference.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+READ: Final = ("get", "list", "watch")
+APPLY: Final = ("create", "patch")
+"""Server-side apply is a PATCH; the API server asks for ``create`` too where it makes the object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One right: verbs on resources of one API group, and why the operator asks for it.
+
+    ``names`` bounds it to objects of these names (verbs that name no object, such as ``create``, cannot be bounded).
+    ``asked`` is False for a right that no request uses by itself: the API server looks for it while it admits another.
+    """
+
+    group: str
+    resources: tuple[str, ...]
+    verbs: tuple[str, ...]
+    why: str
+    names: tuple[str, ...] = ()
+    asked: bool = True
+
+    def rule(self) -> dict[str, Any]:
+        """The rule of a Role that grants exactly this."""
+        rule: dict[str, Any] = {
+            "apiGroups": [self.group],
+            "resources": list(self.resources),
+            "verbs": list(self.verbs),
+        }
+        if self.names:
+            rule["resourceNames"] = list(self.names)
+        return rule
+
+    def covers(self, group: str, resource: str, verb: str) -> bool:
+        """Whether this right allows that request, names aside."""
+        return group == self.group and resource in self.resources and verb in self.verbs
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Rights that are used together.
+
+    ``value`` is the key under ``rbac`` in the chart's values that grants them, empty for what must be granted.
+    """
+
+    name: str
+    needs: tuple[Need, ...]
+    value: str = ""
+
+
+PICKER: Final = (
+    Need("", ("pods",), READ, "the endpoints of its pools"),
+    Need("treeline.dev", ("inferencepools", "inferencemodels"), READ, "pools and models that it serves"),
+    Need("inference.networking.k8s.io", ("inferencepools",), READ, "pools of Gateway API data planes"),
+    Need("inference.networking.x-k8s.io", ("inferencepools",), READ, "the same, by their older name"),
+)
+"""What the Role of an endpoint picker grants. The operator must hold all of it: nobody may grant more than he has."""
+
+WATCHED: Final = (
+    Feature(
+        "resources",
+        (
+            Need("treeline.dev", ("inferencepools", "inferencemodels"), READ, "what users ask for"),
+            Need(
+                "treeline.dev",
+                ("inferencepools/status", "inferencemodels/status"),
+                ("patch",),
+                "what came of it",
+            ),
+            Need(
+                "treeline.dev",
+                ("inferencepools/finalizers",),
+                ("update",),
+                "ownerReferences that block the owner's deletion, where the API server checks them",
+                asked=False,
+            ),
+        ),
+    ),
+    Feature(
+        "workloads",
+        (
+            Need("apps", ("deployments",), (*READ, *APPLY, "delete"), "runtimes, pickers and Envoys"),
+            Need("", ("pods",), READ, "readiness and the causes of its absence"),
+            Need("", ("pods/log",), ("get",), "the last line of a crash, the progress of a download"),
+            Need("", ("services",), (*READ, *APPLY, "delete"), "one URL a gateway, and the picker's address"),
+            Need("", ("serviceaccounts",), (*READ, *APPLY, "delete"), "an identity for each picker"),
+            Need(
+                "", ("configmaps",), (*READ, *APPLY, "delete"), "Envoy's configuration; the gateway's anchor"
+            ),
+            Need(
+                "", ("persistentvolumeclaims",), (*READ, *APPLY, "delete"), "the cache of a model's weights"
+            ),
+            Need("", ("secrets",), ("create",), "a key pair for KV sockets; Secrets are never read"),
+        ),
+    ),
+    Feature(
+        "picker-role",
+        (
+            Need(
+                "rbac.authorization.k8s.io",
+                ("roles", "rolebindings"),
+                (*READ, *APPLY, "delete"),
+                "a picker's",
+            ),
+            *(
+                Need(need.group, need.resources, need.verbs, f"granted to pickers: {need.why}", asked=False)
+                for need in PICKER
+            ),
+        ),
+    ),
+    Feature(
+        "disruption",
+        (Need("policy", ("poddisruptionbudgets",), (*READ, *APPLY, "delete"), "evictions one at a time"),),
+    ),
+    Feature(
+        "network",
+        (
+            Need(
+                "networking.k8s.io",
+                ("networkpolicies",),
+                (*READ, *APPLY, "delete"),
+                "default deny, and the paths that requests take",
+            ),
+        ),
+    ),
+    Feature(
+        "events",
+        (
+            Need("", ("events",), ("create", "patch"), "what the operator did and saw"),
+            Need("", ("events",), ("list", "watch"), "why a pod cannot start"),
+        ),
+    ),
+    Feature(
+        "hpa",
+        (
+            Need(
+                "autoscaling",
+                ("horizontalpodautoscalers",),
+                (*READ, *APPLY, "delete"),
+                "autoscaling.type HPA",
+            ),
+        ),
+    ),
+    Feature(
+        "keda",
+        (Need("keda.sh", ("scaledobjects",), (*READ, *APPLY, "delete"), "autoscaling.type KEDA"),),
+        value="keda",
+    ),
+    Feature(
+        "gateway-api",
+        (
+            Need(
+                "gateway.networking.k8s.io", ("httproutes",), (*READ, *APPLY, "delete"), "gateway.parentRefs"
+            ),
+            Need(
+                "inference.networking.k8s.io",
+                ("inferencepools",),
+                (*READ, *APPLY, "delete"),
+                "the upstream pool that a route leads to",
+            ),
+        ),
+        value="gatewayApi",
+    ),
+    Feature(
+        "prometheus",
+        (Need("monitoring.coreos.com", ("podmonitors",), (*READ, *APPLY, "delete"), "metrics of the pods"),),
+        value="prometheus",
+    ),
+)
+"""What is done in the namespaces whose pools the operator looks after."""
+
+LEASE: Final = "LEASE"
+"""Stands for the name of the operator's Lease, which the chart fills in."""
+
+OWN: Final = (
+    Feature(
+        "leader-election",
+        (
+            Need("coordination.k8s.io", ("leases",), ("create",), "one of the replicas acts"),
+            Need("coordination.k8s.io", ("leases",), ("get", "update"), "the same", names=(LEASE,)),
+        ),
+    ),
+)
+"""What is done in the operator's own namespace."""
+
+
+def granted(features: Iterable[Feature]) -> set[tuple[str, str, str]]:
+    """Every (API group, resource, verb) that these features are granted."""
+    return {
+        (need.group, resource, verb)
+        for feature in features
+        for need in feature.needs
+        for resource in need.resources
+        for verb in need.verbs
+    }
+
+
+def feature_of(group: str, resource: str, verb: str) -> list[str]:
+    """The names of the features that a request belongs to; none means that nothing declares it."""
+    return [
+        feature.name
+        for feature in (*WATCHED, *OWN)
+        if any(need.asked and need.covers(group, resource, verb) for need in feature.needs)
+    ]
+
+
+def _rules(features: tuple[Feature, ...]) -> list[dict[str, Any]]:
+    """One entry a feature. What a feature that is always on grants already is not repeated by a later one."""
+    entries: list[dict[str, Any]] = []
+    held: set[tuple[str, str, str]] = set()
+    for feature in features:
+        needs = [need for need in feature.needs if need.names or not granted([Feature("", (need,))]) <= held]
+        entry: dict[str, Any] = {"feature": feature.name}
+        if feature.value:
+            entry["value"] = feature.value
+        else:
+            held |= granted([feature])
+        entries.append({**entry, "rules": [need.rule() for need in needs]})
+    return entries
+
+
+def chart_file() -> str:
+    """The text of ``charts/treeline/files/rbac.yaml``."""
+    head = "# Generated by `python -m treeline_operator.rbac` from the operator's declared needs; not to be edited.\n"
+    body = {"watched": _rules(WATCHED), "own": _rules(OWN)}
+    return head + yaml.safe_dump(body, sort_keys=False, default_flow_style=None, width=120)
+
+
+def main() -> int:
+    """Write the chart's file; the argument is its path, by default that of this checkout."""
+    default = Path(__file__).resolve().parents[3] / "charts" / "treeline" / "files" / "rbac.yaml"
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else default
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(chart_file())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
