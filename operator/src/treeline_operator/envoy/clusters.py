@@ -52,6 +52,7 @@ from envoy_data_plane.google.protobuf import Any
 from treeline_wire import headers
 
 from treeline_operator.envoy.config import (
+    ADMIN_CLUSTER,
     EDS_CLUSTER,
     EXT_PROC_CLUSTER,
     HEALTH_NAME,
@@ -133,6 +134,17 @@ def eds_cluster(config: EnvoyConfig) -> Cluster:
     return _picker_cluster(EDS_CLUSTER, config, config.eds_port)
 
 
+def admin_cluster(config: EnvoyConfig) -> Cluster:
+    """Envoy's own admin page, for the health listener."""
+    endpoint = Endpoint(address=address("127.0.0.1", config.admin_port))
+    return Cluster(
+        name=ADMIN_CLUSTER,
+        type=ClusterDiscoveryType.STATIC,
+        connect_timeout=timedelta(milliseconds=250),
+        load_assignment=_one_host(ADMIN_CLUSTER, endpoint),
+    )
+
+
 def _picker_cluster(name: str, config: EnvoyConfig, port: int, check: HealthCheck | None = None) -> Cluster:
     """An HTTP/2 cluster with one address, a port of the picker; its health is asked on the EDS port."""
     endpoint = Endpoint(
@@ -143,10 +155,7 @@ def _picker_cluster(name: str, config: EnvoyConfig, port: int, check: HealthChec
         name=name,
         type=ClusterDiscoveryType.STATIC if _is_ip(config.epp_host) else ClusterDiscoveryType.STRICT_DNS,
         connect_timeout=timedelta(milliseconds=250),
-        load_assignment=ClusterLoadAssignment(
-            cluster_name=name,
-            endpoints=[LocalityLbEndpoints(lb_endpoints=[LbEndpoint(endpoint=endpoint)])],
-        ),
+        load_assignment=_one_host(name, endpoint),
         health_checks=[] if check is None else [check],
         common_lb_config=_balancing(),
         circuit_breakers=_circuit_breakers(),
@@ -154,6 +163,11 @@ def _picker_cluster(name: str, config: EnvoyConfig, port: int, check: HealthChec
             HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=Http2ProtocolOptions())
         ),
     )
+
+
+def _one_host(cluster: str, endpoint: Endpoint) -> ClusterLoadAssignment:
+    locality = LocalityLbEndpoints(lb_endpoints=[LbEndpoint(endpoint=endpoint)])
+    return ClusterLoadAssignment(cluster_name=cluster, endpoints=[locality])
 
 
 def _policy(name: str, message: betterproto2.Message) -> LoadBalancingPolicy:

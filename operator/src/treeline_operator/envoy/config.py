@@ -16,6 +16,9 @@ from treeline_wire import ports
 PODS_CLUSTER = "pods"
 EXT_PROC_CLUSTER = "ext_proc"
 EDS_CLUSTER = "eds"
+ADMIN_CLUSTER = "admin"
+CERTIFICATE = "certificate"
+"""The name under which Envoy finds the listener's certificate in a discovery file."""
 HEALTH_NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
 """The name under which the picker's gRPC health service answers for its ext_proc port."""
 
@@ -28,10 +31,15 @@ NO_TIMEOUT = timedelta(0)
 
 @dataclass(frozen=True)
 class Tls:
-    """The listener's certificate chain and private key, as PEM files that Envoy reads."""
+    """The listener's certificate chain and private key, as PEM files that Envoy reads.
+
+    With ``discovery_file`` Envoy reads them through that file (its text is ``tls_json``) and loads them anew when they
+    are replaced; without it they are read once.
+    """
 
     certificate_file: str
     key_file: str
+    discovery_file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,9 @@ class EnvoyConfig:
     """What a data plane needs to know. The defaults are a loopback listener in front of a picker on this machine.
 
     ``body_limit`` is in bytes; a larger request body is answered 413. ``api_keys`` maps a client's name to its key;
-    empty means open. ``access_log`` is a path such as ``/dev/stdout``; ``None`` means none.
+    empty means open. ``api_keys_file`` names a file that Envoy watches instead, so that no key is in the bootstrap
+    and keys can change (see :mod:`.keys`). ``access_log`` is a path such as ``/dev/stdout``; ``None`` means none.
+    ``health_port`` serves ``/ready`` and ``/metrics``, and nothing else; ``None`` means no such port.
     """
 
     listen_host: str = "127.0.0.1"
@@ -51,7 +61,9 @@ class EnvoyConfig:
     node_id: str = "treeline"
     node_cluster: str = "treeline"
     body_limit: int = 32 * 1024 * 1024
+    health_port: int | None = None
     api_keys: Mapping[str, str] | None = None
+    api_keys_file: str | None = None
     tls: Tls | None = None
     expose_cached_tokens: bool = False
     add_endpoint_header: bool = False
@@ -72,6 +84,10 @@ class EnvoyConfig:
             )
         if self.body_limit < 1024:
             raise ValueError("body_limit is in bytes and must be at least 1024")
+        if self.api_keys and self.api_keys_file:
+            raise ValueError("give api_keys or api_keys_file, not both")
+        if self.health_port is not None and not self.admin_port:
+            raise ValueError("health_port shows two pages of the admin port: give admin_port a number too")
         for client, key in (self.api_keys or {}).items():
             if not key.strip() or not client.strip():
                 raise ValueError("an API key and its client's name must not be empty")

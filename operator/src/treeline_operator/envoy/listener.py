@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import timedelta
 
 import betterproto2
@@ -16,14 +15,19 @@ from envoy_data_plane.envoy.config.accesslog.v3 import (
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation as HeaderChange
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutationRemoveOnMatch
 from envoy_data_plane.envoy.config.core.v3 import (
+    ApiVersion,
+    ConfigSource,
     DataSource,
+    ExtensionConfigSource,
     GrpcService,
     GrpcServiceEnvoyGrpc,
     HeaderValue,
     HeaderValueOption,
     HeaderValueOptionHeaderAppendAction,
+    PathConfigSource,
     RuntimeUInt32,
     SubstitutionFormatString,
+    TrafficDirection,
     TransportSocket,
 )
 from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
@@ -65,36 +69,29 @@ from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import Previ
 from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import (
     CommonTlsContext,
     DownstreamTlsContext,
+    SdsSecretConfig,
     TlsCertificate,
 )
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from envoy_data_plane.google.protobuf import Any, Struct
 from treeline_wire import headers
 
+from treeline_operator.envoy import keys
 from treeline_operator.envoy.config import (
+    CERTIFICATE,
     EXT_PROC_CLUSTER,
     LONGEST_HOLD,
     NO_TIMEOUT,
     PODS_CLUSTER,
     BodyMode,
     EnvoyConfig,
+    Tls,
     address,
 )
 
 
 def listener(config: EnvoyConfig) -> Listener:
     """The one listener, with every filter, route, retry and log line."""
-    transport = None
-    if config.tls is not None:
-        certificate = TlsCertificate(
-            certificate_chain=DataSource(filename=config.tls.certificate_file),
-            private_key=DataSource(filename=config.tls.key_file),
-        )
-        context = CommonTlsContext(tls_certificates=[certificate], alpn_protocols=["h2", "http/1.1"])
-        transport = TransportSocket(
-            name="envoy.transport_sockets.tls",
-            typed_config=Any.pack(DownstreamTlsContext(common_tls_context=context)),
-        )
     manager = Filter(
         name="envoy.filters.network.http_connection_manager",
         typed_config=Any.pack(_connection_manager(config)),
@@ -104,23 +101,47 @@ def listener(config: EnvoyConfig) -> Listener:
         address=address(config.listen_host, config.listen_port),
         # Two Envoys sharing one port would split requests silently; a busy port should be an error.
         enable_reuse_port=False,
-        filter_chains=[FilterChain(filters=[manager], transport_socket=transport)],
+        # What `drain_listeners?inboundonly` ends, while the health listener goes on.
+        traffic_direction=TrafficDirection.INBOUND,
+        filter_chains=[FilterChain(filters=[manager], transport_socket=_tls(config.tls))],
     )
 
 
+def _tls(tls: Tls | None) -> TransportSocket | None:
+    if tls is None:
+        return None
+    context = CommonTlsContext(alpn_protocols=["h2", "http/1.1"])
+    if tls.discovery_file is None:
+        certificate = TlsCertificate(
+            certificate_chain=DataSource(filename=tls.certificate_file),
+            private_key=DataSource(filename=tls.key_file),
+        )
+        context.tls_certificates = [certificate]
+    else:
+        found = SdsSecretConfig(name=CERTIFICATE, sds_config=_watched(tls.discovery_file))
+        context.tls_certificate_sds_secret_configs = [found]
+    return TransportSocket(
+        name="envoy.transport_sockets.tls",
+        typed_config=Any.pack(DownstreamTlsContext(common_tls_context=context)),
+    )
+
+
+def _watched(file: str) -> ConfigSource:
+    """A file that Envoy reads again when it is replaced by renaming."""
+    return ConfigSource(path_config_source=PathConfigSource(path=file), resource_api_version=ApiVersion.V3)
+
+
 def _connection_manager(config: EnvoyConfig) -> HttpConnectionManager:
-    filters: list[tuple[str, betterproto2.Message]] = [("header_mutation", _edge_headers(config))]
-    if config.api_keys:
-        filters.append(("api_key_auth", _api_keys(config.api_keys)))
-    filters.append(("ext_proc", _ext_proc(config)))
-    filters.append(("router", Router(suppress_envoy_headers=True)))
+    filters = [
+        _filter("header_mutation", _edge_headers(config)),
+        *_api_keys(config),
+        _filter("ext_proc", _ext_proc(config)),
+        _filter("router", Router(suppress_envoy_headers=True)),
+    ]
     return HttpConnectionManager(
         stat_prefix="gateway",
         route_config=_routes(config),
-        http_filters=[
-            HttpFilter(name=f"envoy.filters.http.{name}", typed_config=Any.pack(message))
-            for name, message in filters
-        ],
+        http_filters=filters,
         access_log=_access_log(config),
         local_reply_config=_local_replies(),
         use_remote_address=True,
@@ -164,13 +185,25 @@ def _edge_headers(config: EnvoyConfig) -> HeaderMutation:
     return HeaderMutation(mutations=Mutations(request_mutations=request, response_mutations=response))
 
 
-def _api_keys(keys: Mapping[str, str]) -> ApiKeyAuth:
-    return ApiKeyAuth(
-        credentials=[Credential(key=key, client=client) for client, key in keys.items()],
-        # "Bearer " is stripped by the filter. The second name is what several other clients send.
-        key_sources=[KeySource(header="authorization"), KeySource(header="x-api-key")],
-        forwarding=Forwarding(header="x-treeline-client", hide_credentials=True),
+def _api_keys(config: EnvoyConfig) -> list[HttpFilter]:
+    """The filter that knows the keys; none where everybody is served."""
+    if config.api_keys_file is not None:
+        source = ExtensionConfigSource(
+            config_source=_watched(config.api_keys_file), type_urls=[keys.TYPE_URL]
+        )
+        return [HttpFilter(name=keys.FILTER, config_discovery=source)]
+    if not config.api_keys:
+        return []
+    known = ApiKeyAuth(
+        credentials=[Credential(key=key, client=client) for client, key in config.api_keys.items()],
+        key_sources=[KeySource(header=header) for header in keys.KEY_HEADERS],
+        forwarding=Forwarding(header=keys.CLIENT_HEADER, hide_credentials=True),
     )
+    return [_filter("api_key_auth", known)]
+
+
+def _filter(name: str, message: betterproto2.Message) -> HttpFilter:
+    return HttpFilter(name=f"envoy.filters.http.{name}", typed_config=Any.pack(message))
 
 
 def _ext_proc(config: EnvoyConfig) -> ExternalProcessor:

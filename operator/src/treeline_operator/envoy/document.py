@@ -1,0 +1,69 @@
+"""The bootstrap document, as one pure function of an :class:`EnvoyConfig`, and the files beside it.
+
+The messages are those of ``envoy-data-plane``, so a misspelt field fails here and not in Envoy. What the configuration
+promises:
+
+- The picker is asked over ext_proc and its answer is followed: cluster ``pods`` selects the host named by the
+  destination header (then by dynamic metadata), walks the list on retries, and falls back to round robin when there is
+  no answer.
+- Nothing a client sends can address a host: the first filter removes every destination header before the picker is
+  asked.
+- The picker may be away: with ``fail_open`` requests are then spread evenly over the last known endpoints.
+- Which endpoints exist is learnt from the picker's EDS server; they stay in use while the picker is away.
+- No prompt text is ever logged: the access log has no body, no query string, and no header but the request id.
+- Nothing of the admin page but readiness and metrics can be reached from another machine.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import PurePosixPath
+from typing import Any
+
+import betterproto2
+from envoy_data_plane.envoy.config.bootstrap.v3 import Admin, Bootstrap, BootstrapStaticResources
+from envoy_data_plane.envoy.config.core.v3 import DataSource, Node, WatchedDirectory
+from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import Secret, TlsCertificate
+from envoy_data_plane.envoy.service.discovery.v3 import DiscoveryResponse
+from envoy_data_plane.google.protobuf import Any as Packed
+
+from treeline_operator.envoy.clusters import admin_cluster, eds_cluster, ext_proc_cluster, pods_cluster
+from treeline_operator.envoy.config import CERTIFICATE, EnvoyConfig, Tls, address
+from treeline_operator.envoy.health import health_listener
+from treeline_operator.envoy.listener import listener
+
+
+def bootstrap(config: EnvoyConfig) -> dict[str, Any]:
+    """The bootstrap as plain JSON types; ``json.dump`` of it is a file for ``envoy --config-path``."""
+    listeners = [listener(config)]
+    clusters = [pods_cluster(config), ext_proc_cluster(config), eds_cluster(config)]
+    if config.health_port is not None:
+        listeners.append(health_listener(config.listen_host, config.health_port))
+        clusters.append(admin_cluster(config))
+    message = Bootstrap(
+        node=Node(id=config.node_id, cluster=config.node_cluster),
+        # The admin page can stop the process and shows the configuration with its keys: loopback only.
+        admin=Admin(address=address("127.0.0.1", config.admin_port)),
+        static_resources=BootstrapStaticResources(listeners=listeners, clusters=clusters),
+    )
+    return message.to_dict(casing=betterproto2.Casing.SNAKE)
+
+
+def bootstrap_json(config: EnvoyConfig) -> str:
+    """The bootstrap as indented JSON text."""
+    return json.dumps(bootstrap(config), indent=2)
+
+
+def tls_json(tls: Tls) -> str:
+    """The text of ``tls.discovery_file``: it names the certificate's files, so that Envoy loads them anew when they
+    change. It holds no secret itself."""
+    watched = PurePosixPath(tls.certificate_file).parent
+    certificate = TlsCertificate(
+        certificate_chain=DataSource(filename=tls.certificate_file),
+        private_key=DataSource(filename=tls.key_file),
+        # A mounted Secret changes by a rename in this directory, not in the files' own.
+        watched_directory=WatchedDirectory(path=str(watched)),
+    )
+    secret = Secret(name=CERTIFICATE, tls_certificate=certificate)
+    response = DiscoveryResponse(version_info="1", resources=[Packed.pack(secret)])
+    return json.dumps(response.to_dict(casing=betterproto2.Casing.SNAKE), indent=2)

@@ -1,0 +1,104 @@
+"""API keys for Envoy: read from a mounted Secret, written as the file from which Envoy takes them while it runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+log = logging.getLogger(__name__)
+
+FILTER: Final = "envoy.filters.http.api_key_auth"
+"""The filter's name, which is also the name of the resource that Envoy looks for in the file."""
+TYPE_URL: Final = "type.googleapis.com/envoy.extensions.filters.http.api_key_auth.v3.ApiKeyAuth"
+KEY_HEADERS: Final = ("authorization", "x-api-key")
+"""Where a client may put its key. ``Bearer `` is stripped by the filter; the second is what several clients send."""
+CLIENT_HEADER: Final = "x-treeline-client"
+
+Credentials = tuple[tuple[str, str], ...]
+"""Pairs of a key and the client whom it belongs to; a client may have several keys."""
+
+
+def credentials(keys: Mapping[str, Iterable[str]]) -> Credentials:
+    """Client → its keys, as Envoy accepts them: no empty key, and none twice.
+
+    A key of two clients counts for the first by name, which is said in the log; keys themselves never are.
+    """
+    owners: dict[str, str] = {}
+    for client in sorted(keys):
+        for key in keys[client]:
+            if not key:
+                continue
+            if owners.setdefault(key, client) != client:
+                log.warning("client %s has the same API key as client %s", client, owners[key])
+    return tuple(owners.items())
+
+
+def read_secret(folder: Path) -> dict[str, tuple[str, ...]]:
+    """The Secret that is mounted there: file name = client, content = its key, or several, one a line.
+
+    Two keys of one client are what a change of keys without a gap needs. Raises OSError.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or path.is_dir():  # the kubelet's own links
+            continue
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        found[path.name] = tuple(line.strip() for line in lines if line.strip())
+        if not found[path.name]:
+            log.warning("the API key of client %s is empty; it is refused", path.name)
+    return found
+
+
+def filter_config(known: Credentials) -> dict[str, Any]:
+    """The filter's settings as plain JSON. Without credentials every request is refused."""
+    return {
+        "@type": TYPE_URL,
+        "credentials": [{"key": key, "client": client} for key, client in known],
+        "key_sources": [{"header": header} for header in KEY_HEADERS],
+        "forwarding": {"header": CLIENT_HEADER, "hide_credentials": True},
+    }
+
+
+def discovery_json(known: Credentials, version: str) -> str:
+    """The file's text: a discovery response with the filter as its one resource."""
+    resource = {
+        "@type": "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig",
+        "name": FILTER,
+        "typed_config": filter_config(known),
+    }
+    return json.dumps({"version_info": version, "resources": [resource]})
+
+
+class KeyFile:
+    """Keeps Envoy's file equal to the mounted Secret. Envoy sees a change because the file is replaced by renaming."""
+
+    def __init__(self, secret: Path, file: Path) -> None:
+        self._secret = secret
+        self._file = file
+        self._written: Credentials | None = None
+        self._version = 0
+
+    def refresh(self) -> bool:
+        """Write the file if the Secret has changed; True if it was written. Raises OSError."""
+        known = credentials(read_secret(self._secret))
+        if known == self._written:
+            return False
+        self._version += 1
+        unfinished = self._file.with_name(f".{self._file.name}.new")
+        unfinished.unlink(missing_ok=True)
+        # Readable by us and Envoy only, from its first byte on.
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(discovery_json(known, str(self._version)))
+        unfinished.replace(self._file)
+        self._written = known
+        clients = sorted({client for _, client in known})
+        if clients:
+            log.info("API keys of %d clients: %s", len(clients), ", ".join(clients))
+        else:
+            log.warning("no API key in %s: every request is refused", self._secret)
+        return True
