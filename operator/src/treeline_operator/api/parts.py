@@ -1,0 +1,172 @@
+"""Owns what the kinds of the API share: object metadata, quantities, references, the base of every spec."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from decimal import Decimal
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic.alias_generators import to_camel
+from typing_extensions import TypedDict
+
+GROUP: Final = "treeline.dev"
+VERSION: Final = "v1alpha1"
+API_VERSION: Final = f"{GROUP}/{VERSION}"
+
+QUANTITY_PATTERN: Final = (
+    r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?[0-9]+))?$"
+)
+DNS_LABEL_PATTERN: Final = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+DNS_NAME_PATTERN: Final = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+
+_SUFFIXES: Final = {
+    **{
+        s: Decimal(10) ** e
+        for s, e in (("n", -9), ("u", -6), ("m", -3), ("", 0), ("k", 3), ("M", 6), ("G", 9))
+    },
+    **{s: Decimal(10) ** e for s, e in (("T", 12), ("P", 15), ("E", 18))},
+    **{f"{s}i": Decimal(1024) ** e for e, s in enumerate("KMGTPE", start=1)},
+}
+
+
+def quantity(text: str) -> Decimal:
+    """The value of a Kubernetes quantity: ``200m`` → 0.2, ``4Gi`` → 4294967296. Raises ValueError."""
+    if not re.match(QUANTITY_PATTERN, text):
+        raise ValueError(f"{text!r} is no quantity; write a number with a suffix such as m, k, M, Gi")
+    number = text.rstrip("KMGTPEinumk")
+    suffix = text[len(number) :]
+    return Decimal(number) * _SUFFIXES[suffix]
+
+
+def _quantity_text(value: Any) -> Any:
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+Quantity = Annotated[
+    str, BeforeValidator(_quantity_text), StringConstraints(pattern=QUANTITY_PATTERN, max_length=64)
+]
+"""A Kubernetes quantity as written; ``quantity`` gives its value."""
+
+DnsLabel = Annotated[str, StringConstraints(pattern=DNS_LABEL_PATTERN, min_length=1, max_length=63)]
+DnsName = Annotated[str, StringConstraints(pattern=DNS_NAME_PATTERN, min_length=1, max_length=253)]
+
+
+class Part(BaseModel):
+    """The base of everything in a spec: immutable, camelCase outside, snake_case inside, no unknown fields."""
+
+    model_config = ConfigDict(
+        alias_generator=to_camel,
+        populate_by_name=True,
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+    )
+
+
+class ObjectMeta(Part):
+    """The metadata that is used of our objects."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: str
+    namespace: str = "default"
+    uid: str = ""
+    generation: int = 0
+    resource_version: str = ""
+    creation_timestamp: datetime | None = None
+    deletion_timestamp: datetime | None = None
+    labels: dict[str, str] = Field(default_factory=dict)
+    annotations: dict[str, str] = Field(default_factory=dict)
+
+
+class Resource(BaseModel):
+    """The base of our kinds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    api_version: Literal["treeline.dev/v1alpha1"] = Field(API_VERSION, alias="apiVersion")
+    kind: str
+    metadata: ObjectMeta
+
+    @classmethod
+    def from_object(cls, obj: dict[str, Any], *, strict: bool = False) -> Self:
+        """From a decoded object. Raises ``pydantic.ValidationError`` where it does not fit.
+
+        Fields that we do not know are passed over, since an object in the cluster may have been written under a newer
+        version of the CRD. ``strict`` refuses them, as the API server does with ``--validate=strict``: for files.
+        """
+        return cls.model_validate(obj, extra="forbid" if strict else "ignore")
+
+    @property
+    def name(self) -> str:
+        return self.metadata.name
+
+    @property
+    def namespace(self) -> str:
+        return self.metadata.namespace
+
+    @property
+    def deleting(self) -> bool:
+        """Whether the object waits for its finalizers only."""
+        return self.metadata.deletion_timestamp is not None
+
+    def owner_reference(self, *, controller: bool) -> dict[str, Any]:
+        """The ownerReference that makes an object go when this one goes."""
+        reference: dict[str, Any] = {
+            "apiVersion": API_VERSION,
+            "kind": self.kind,
+            "name": self.name,
+            "uid": self.metadata.uid,
+        }
+        return reference | {"controller": True, "blockOwnerDeletion": True} if controller else reference
+
+
+class NamedRef(Part):
+    """An object of the same namespace."""
+
+    name: DnsName
+    """Name of the object, in the namespace of this one."""
+
+
+class KeyRef(NamedRef):
+    """One key of a Secret of the same namespace."""
+
+    key: Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z0-9]+$", max_length=253)] = "token"
+    """Key within the Secret."""
+
+
+class Resources(Part):
+    """Resources of a container."""
+
+    requests: Annotated[dict[str, Quantity], Field(max_length=32)] = Field(default_factory=dict)
+    """What is reserved for the container, by resource name."""
+    limits: Annotated[dict[str, Quantity], Field(max_length=32)] = Field(default_factory=dict)
+    """What the container may use at most, by resource name."""
+
+
+class Toleration(Part):
+    """A taint that the pods accept, as in a PodSpec."""
+
+    key: Annotated[str, Field(max_length=316)] | None = None
+    """Key of the taint; absent means every key."""
+    operator: Literal["Exists", "Equal"] = "Equal"
+    """Whether the taint's value counts."""
+    value: Annotated[str, Field(max_length=63)] | None = None
+    """Value of the taint, with operator Equal."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Effect of the taint; absent means every effect."""
+    toleration_seconds: int | None = None
+    """How long a NoExecute taint is borne; absent means for ever."""
+
+
+class Condition(TypedDict):
+    """One condition of a status, as `metav1.Condition`."""
+
+    type: Annotated[str, StringConstraints(max_length=316)]
+    status: Literal["True", "False", "Unknown"]
+    reason: Annotated[str, StringConstraints(max_length=1024)]
+    message: Annotated[str, StringConstraints(max_length=32768)]
+    lastTransitionTime: str
+    observedGeneration: int
