@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.envoy import self_signed, validate
-from treeline_operator.envoy import EnvoyConfig, Tls, bootstrap, bootstrap_json, command
+from treeline_operator.envoy import EnvoyConfig, Tls, bootstrap, bootstrap_json, command, tls_json
+from treeline_operator.envoy.keys import (
+    FILTER,
+    KeyFile,
+    credentials,
+    discovery_json,
+    filter_config,
+    read_secret,
+)
 from treeline_wire import headers as names
 
 
@@ -51,6 +61,66 @@ def test_the_real_envoy_accepts_it(config: EnvoyConfig, tmp_path: Path) -> None:
 
 def test_the_real_envoy_accepts_tls(certificate: Tls, tmp_path: Path) -> None:
     assert validate(EnvoyConfig(tls=certificate), tmp_path) == ""
+
+
+def test_the_real_envoy_accepts_what_runs_in_a_cluster(certificate: Tls, tmp_path: Path) -> None:
+    keys, tls = tmp_path / "keys.json", replace(certificate, discovery_file=str(tmp_path / "tls.json"))
+    keys.write_text(discovery_json(credentials({"ada": ["sk-1"]}), "1"))
+    Path(tls.discovery_file or "").write_text(tls_json(tls))
+    config = EnvoyConfig(
+        listen_host="0.0.0.0", admin_port=9901, health_port=8081, api_keys_file=str(keys), tls=tls
+    )
+    assert validate(config, tmp_path) == ""
+    assert "sk-1" not in bootstrap_json(config)
+
+
+def test_keys_from_a_file_mean_the_same_as_keys_in_the_bootstrap() -> None:
+    inline = manager(EnvoyConfig(api_keys={"ada": "sk-1"}))["http_filters"][1]
+    assert inline["name"] == FILTER
+    assert inline["typed_config"] == filter_config((("sk-1", "ada"),))
+    watched = manager(EnvoyConfig(api_keys_file="/run/keys.json"))["http_filters"][1]
+    assert watched["name"] == FILTER
+    assert watched["config_discovery"]["type_urls"] == [inline["typed_config"]["@type"]]
+
+
+def test_only_readiness_and_metrics_leave_the_admin_page() -> None:
+    config = bootstrap(EnvoyConfig(listen_host="0.0.0.0", admin_port=9901, health_port=8081))
+    gateway, health = config["static_resources"]["listeners"]
+    assert (gateway["traffic_direction"], health.get("traffic_direction")) == ("INBOUND", None)
+    http = health["filter_chains"][0]["filters"][0]["typed_config"]
+    pages = http["route_config"]["virtual_hosts"][0]["routes"]
+    assert [(p["match"].get("path"), p.get("route", {}).get("prefix_rewrite")) for p in pages] == [
+        ("/ready", "/ready"),
+        ("/metrics", "/stats/prometheus"),
+        (None, None),
+    ]
+
+
+def test_a_mounted_secret_is_read_as_it_is_and_told_without_its_keys(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret, file = tmp_path / "secret", tmp_path / "keys.json"
+    (secret / "..data").mkdir(parents=True)
+    for name, content in {"zoe": "sk-2\n\n sk-1 \n", "bob": "sk-1", "eve": " \n", ".hidden": "sk-3"}.items():
+        (secret / name).write_text(content)
+    assert read_secret(secret) == {"bob": ("sk-1",), "eve": (), "zoe": ("sk-2", "sk-1")}
+    keys = KeyFile(secret, file)
+    assert keys.refresh()
+    (resource,) = json.loads(file.read_text())["resources"]
+    assert resource["typed_config"]["credentials"] == [
+        {"key": "sk-1", "client": "bob"},
+        {"key": "sk-2", "client": "zoe"},
+    ]
+    assert "eve is empty" in caplog.text
+    assert "zoe has the same API key as client bob" in caplog.text
+    assert "sk-" not in caplog.text
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    caplog.clear()
+    assert not keys.refresh()
+    assert caplog.text == ""
+    (secret / "bob").write_text("sk-4")
+    assert keys.refresh()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["keys.json", "secret"]
 
 
 def test_the_real_envoy_would_refuse_a_mistake(tmp_path: Path) -> None:
@@ -123,6 +193,8 @@ def test_the_access_log_has_no_query_no_body_and_no_other_header() -> None:
         ({"request_body_mode": "FULL_DUPLEX_STREAMED"}, "fail_open"),
         ({"body_limit": 10}, "bytes"),
         ({"api_keys": {"ada": " "}}, "empty"),
+        ({"api_keys": {"ada": "sk-1"}, "api_keys_file": "/run/keys.json"}, "not both"),
+        ({"health_port": 8081}, "admin_port"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -29,9 +29,9 @@ def credentials(keys: Mapping[str, Iterable[str]]) -> Credentials:
     """
     owners: dict[str, str] = {}
     for client in sorted(keys):
-        for key in keys[client]:
-            if not key:
-                continue
+        if not any(keys[client]):
+            log.warning("the API key of client %s is empty: it is refused", client)
+        for key in filter(None, keys[client]):
             if owners.setdefault(key, client) != client:
                 log.warning("client %s has the same API key as client %s", client, owners[key])
     return tuple(owners.items())
@@ -48,8 +48,6 @@ def read_secret(folder: Path) -> dict[str, tuple[str, ...]]:
             continue
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         found[path.name] = tuple(line.strip() for line in lines if line.strip())
-        if not found[path.name]:
-            log.warning("the API key of client %s is empty; it is refused", path.name)
     return found
 
 
@@ -79,14 +77,15 @@ class KeyFile:
     def __init__(self, secret: Path, file: Path) -> None:
         self._secret = secret
         self._file = file
-        self._written: Credentials | None = None
+        self._read: dict[str, tuple[str, ...]] | None = None
         self._version = 0
 
     def refresh(self) -> bool:
         """Write the file if the Secret has changed; True if it was written. Raises OSError."""
-        known = credentials(read_secret(self._secret))
-        if known == self._written:
+        found = read_secret(self._secret)
+        if found == self._read:
             return False
+        known = credentials(found)
         self._version += 1
         unfinished = self._file.with_name(f".{self._file.name}.new")
         unfinished.unlink(missing_ok=True)
@@ -95,7 +94,7 @@ class KeyFile:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(discovery_json(known, str(self._version)))
         unfinished.replace(self._file)
-        self._written = known
+        self._read = found
         clients = sorted({client for _, client in known})
         if clients:
             log.info("API keys of %d clients: %s", len(clients), ", ".join(clients))
