@@ -75,6 +75,7 @@ class Platform:
     """What holds for the whole operator: its settings, and what the cluster offers.
 
     ``apis`` are the optional kinds that discovery found, each ``group/version/Kind`` (see ``kube.discovery``).
+    ``picker_probe`` says whether pickers are asked for their lists.
     ``operator_namespace`` and ``operator_labels`` let NetworkPolicies admit the operator to the picker's status page.
     """
 
@@ -84,6 +85,7 @@ class Platform:
     operator_namespace: str = "treeline-system"
     operator_labels: tuple[tuple[str, str], ...] = (("app.kubernetes.io/name", "treeline-operator"),)
     template_version: int = TEMPLATE_VERSION
+    picker_probe: bool = True
 
 
 @dataclass(frozen=True, slots=True)

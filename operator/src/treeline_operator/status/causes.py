@@ -1,0 +1,381 @@
+"""Digs out why pods are not ready: from pods, their containers' states, Events, Deployments. The best cause first."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from treeline_operator.api.conditions import Reason
+from treeline_operator.status.conditions import tell
+
+Json = Mapping[str, Any]
+Progress = Mapping[str, tuple[int, int]]
+"""Pod name → bytes of weights that are there, and bytes in all (0: unknown)."""
+
+DOWNLOAD_CONTAINER: Final = "model"
+"""The init container that fetches the weights. Its last words begin with a reason: ``DownloadFailed: …``."""
+
+_RANK: Final = {
+    reason: place
+    for place, reason in enumerate(
+        (
+            Reason.KEY_SECRET_MISSING,
+            Reason.CONFIG_ERROR,
+            Reason.WEIGHTS_MISSING,
+            Reason.MODEL_TOO_LARGE,
+            Reason.DOWNLOAD_FAILED,
+            Reason.IMAGE_PULL_FAILING,
+            Reason.OUT_OF_MEMORY,
+            Reason.CRASH_LOOPING,
+            Reason.TEMPLATE_INVALID,
+            Reason.POD_REJECTED,
+            Reason.QUOTA_EXCEEDED,
+            Reason.VOLUME_NOT_READY,
+            Reason.INSUFFICIENT_CAPACITY,
+            Reason.PROBE_FAILING,
+            Reason.WEIGHTS_DOWNLOADING,
+            Reason.MODEL_LOADING,
+            Reason.PODS_STARTING,
+        )
+    )
+}
+"""What a correction fixes comes before what more room fixes, and both before what passes by itself."""
+
+_MODEL_REASONS: Final = {
+    str(reason): reason for reason in (Reason.DOWNLOAD_FAILED, Reason.MODEL_TOO_LARGE, Reason.WEIGHTS_MISSING)
+}
+_IMAGE_REASONS: Final = frozenset(
+    (
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "ErrImageNeverPull",
+        "ImageInspectError",
+        "RegistryUnavailable",
+        "SignatureValidationFailed",
+    )
+)
+_CONFIG_REASONS: Final = frozenset(
+    (
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "RunContainerError",
+        "StartError",
+        "PreCreateHookError",
+    )
+)
+_MOUNT_EVENTS: Final = ("FailedMount", "FailedAttachVolume", "FailedMapVolume")
+_BACK_OFF: Final = re.compile(r'^Back-off pulling image "[^"]*"(: )?')
+_PULL_PREFIX: Final = re.compile(r"^(ErrImagePull|ImagePullBackOff): ")
+_PREEMPTION: Final = re.compile(r"\s*preemption: .*$", re.DOTALL)
+_REFUSED_POD: Final = re.compile(r'^(error creating: )?pods "[^"]*" is forbidden: ', re.IGNORECASE)
+_ABSENT: Final = re.compile(r'(secret|configmap) "([^"]+)" not found')
+_ESCAPES: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f]")
+_DEVICE_MEMORY: Final = re.compile(r"CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED")
+_MAX_LINE: Final = 300
+_KILLED: Final = (137, 143)
+
+
+class Cause(NamedTuple):
+    """Why something is not ready. ``pods`` are those concerned; none where there is no pod to speak of."""
+
+    reason: Reason
+    detail: str
+    pods: tuple[str, ...] = ()
+
+    @property
+    def message(self) -> str:
+        return tell(self.reason, self.detail)
+
+
+def dig(
+    pods: Iterable[Json],
+    deployments: Iterable[Json] = (),
+    events: Iterable[Json] = (),
+    progress: Progress | None = None,
+) -> list[Cause]:
+    """Why these pods are not ready, each reason once, the most useful first.
+
+    ``deployments`` are those that make the pods, ``events`` the namespace's Warning events; both may be about others.
+    """
+    there = sorted(pods, key=lambda pod: str(pod["metadata"]["name"]))
+    told = _Events(events)
+    found = [cause for pod in there if (cause := of_pod(pod, told, progress or {})) is not None]
+    grouped: dict[Reason, list[Cause]] = {}
+    for cause in found:
+        grouped.setdefault(cause.reason, []).append(cause)
+    causes = [_together(causes, len(there)) for causes in grouped.values()]
+    seen = set(grouped)
+    for cause in creation_failures(deployments, told):
+        if cause.reason not in seen:
+            seen.add(cause.reason)
+            causes.append(cause)
+    return sorted(causes, key=lambda cause: _RANK[cause.reason])
+
+
+def of_pod(pod: Json, events: _Events, progress: Progress) -> Cause | None:
+    """Why one pod is not ready; None for one that is, or that ends."""
+    meta, status = pod["metadata"], pod.get("status") or {}
+    if meta.get("deletionTimestamp") or is_ready(pod) or status.get("phase") == "Succeeded":
+        return None
+    troubles = list(_of_scheduling(status))
+    if not troubles:
+        own = events.about(meta)
+        for container, init in _containers(pod):
+            troubles.extend(_of_container(container, init, own, progress.get(meta["name"])))
+        troubles.extend(_of_volumes(own))
+    best = min(troubles, key=lambda trouble: _RANK[trouble[0]], default=(Reason.PODS_STARTING, "starts"))
+    return Cause(best[0], best[1], (meta["name"],))
+
+
+def is_ready(pod: Json) -> bool:
+    """Whether the kubelet says that the pod is ready, and nobody ended it."""
+    conditions = (pod.get("status") or {}).get("conditions") or ()
+    return not pod["metadata"].get("deletionTimestamp") and any(
+        condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions
+    )
+
+
+def creation_failures(deployments: Iterable[Json], events: _Events) -> Iterator[Cause]:
+    """Why Deployments cannot make pods: quotas, policies, what the API server finds invalid."""
+    for deployment in deployments:
+        name = deployment["metadata"]["name"]
+        conditions = (deployment.get("status") or {}).get("conditions") or ()
+        said = [
+            condition.get("message", "")
+            for condition in conditions
+            if condition["type"] == "ReplicaFailure" and condition["status"] == "True"
+        ]
+        wanted = (deployment.get("spec") or {}).get("replicas") or 0
+        if not said and (deployment.get("status") or {}).get("replicas", 0) < wanted:
+            # The Deployment's controller repeats what the ReplicaSet's met, a moment later.
+            said = events.of_replica_sets(name)
+        for message in said[:1]:
+            text = _REFUSED_POD.sub("", _line(message))
+            yield Cause(_creation_reason(text), f"Deployment {name} cannot make pods: {text}")
+
+
+class _Events:
+    """Warning events by the object that they are about, the latest first."""
+
+    def __init__(self, events: Iterable[Json]) -> None:
+        self._all = sorted(events, key=_event_time, reverse=True)
+
+    def about(self, meta: Json) -> list[tuple[str, str]]:
+        """Reason and message of what was told of an object."""
+        return [
+            (str(event.get("reason", "")), _event_text(event))
+            for event in self._all
+            if (about := _event_object(event)).get("name") == meta["name"]
+            and about.get("uid", meta.get("uid")) == meta.get("uid")
+        ]
+
+    def of_replica_sets(self, deployment: str) -> list[str]:
+        """Why the ReplicaSets of a Deployment could not make pods."""
+        return [
+            _event_text(event)
+            for event in self._all
+            if event.get("reason") == "FailedCreate"
+            and str(_event_object(event).get("name", "")).rpartition("-")[0] == deployment
+        ]
+
+
+def _event_object(event: Json) -> Json:
+    # core/v1 and events.k8s.io/v1 differ in the names of these fields
+    found: Json = event.get("involvedObject") or event.get("regarding") or {}
+    return found
+
+
+def _event_text(event: Json) -> str:
+    return str(event.get("message") or event.get("note") or "")
+
+
+def _event_time(event: Json) -> str:
+    series = event.get("series") or {}
+    return str(
+        series.get("lastObservedTime")
+        or event.get("lastTimestamp")
+        or event.get("eventTime")
+        or event.get("firstTimestamp")
+        or ""
+    )
+
+
+def _of_scheduling(status: Json) -> Iterator[tuple[Reason, str]]:
+    if status.get("phase") == "Failed":
+        why, text = status.get("reason", "Failed"), _line(status.get("message", ""))
+        lacking = (
+            why == "Evicted" or why.startswith("OutOf") or why in ("NodeAffinity", "UnexpectedAdmissionError")
+        )
+        yield (Reason.INSUFFICIENT_CAPACITY if lacking else Reason.PODS_STARTING), f"{why}: {text}"
+    for condition in status.get("conditions") or ():
+        if condition["type"] != "PodScheduled" or condition["status"] == "True":
+            continue
+        text = _line(_PREEMPTION.sub("", condition.get("message") or "no node is found"))
+        if condition.get("reason") == "SchedulingGated":
+            yield Reason.PODS_STARTING, f"held back by a scheduling gate: {text}"
+        elif "persistentvolumeclaim" in text.lower() or "volume node affinity" in text:
+            yield Reason.VOLUME_NOT_READY, text
+        else:
+            yield Reason.INSUFFICIENT_CAPACITY, text
+
+
+def _containers(pod: Json) -> Iterator[tuple[Json, bool]]:
+    status = pod.get("status") or {}
+    yield from ((container, True) for container in status.get("initContainerStatuses") or ())
+    yield from ((container, False) for container in status.get("containerStatuses") or ())
+
+
+def _of_container(
+    container: Json, init: bool, events: Sequence[tuple[str, str]], progress: tuple[int, int] | None
+) -> Iterator[tuple[Reason, str]]:
+    name, state = container["name"], container.get("state") or {}
+    waiting, running = state.get("waiting") or {}, state.get("running")
+    why = waiting.get("reason", "")
+    if why in _IMAGE_REASONS:
+        yield Reason.IMAGE_PULL_FAILING, _pull_failure(container, waiting, events)
+    elif why in _CONFIG_REASONS:
+        yield _config_error(name, waiting.get("message", why))
+    ended = _ending(container)
+    if ended is not None:
+        yield _after(name, container, ended, events)
+    elif running is not None and init:
+        yield _downloading(name, progress)
+    elif running is not None and not container.get("ready"):
+        yield _not_ready(name, container, events)
+
+
+def _ending(container: Json) -> Json | None:
+    """How the container ended last, where that is why it does not run well."""
+    state = container.get("state") or {}
+    last: Json | None = (container.get("lastState") or {}).get("terminated")
+    now: Json | None = state.get("terminated")
+    if now is not None:
+        return now if now.get("exitCode") != 0 else None
+    if (state.get("waiting") or {}).get("reason") == "CrashLoopBackOff":
+        return last or {}
+    # Between two ends it runs for a while; one restart may be bad luck.
+    again = container.get("restartCount", 0) >= 2 and not container.get("ready")
+    return last if last is not None and again and last.get("exitCode") != 0 else None
+
+
+def _after(name: str, container: Json, ended: Json, events: Sequence[tuple[str, str]]) -> tuple[Reason, str]:
+    code, restarts = ended.get("exitCode", "?"), container.get("restartCount", 0)
+    line = _last_line(ended.get("message", ""))
+    head, _, rest = line.partition(": ")
+    if head in _MODEL_REASONS:
+        return _MODEL_REASONS[head], f"container {name}: {rest}"
+    times = f"{restarts} restart{'' if restarts == 1 else 's'}"
+    if ended.get("reason") == "OOMKilled":
+        return (
+            Reason.OUT_OF_MEMORY,
+            f"container {name} was killed: it used more memory than its limit ({times})",
+        )
+    probe = next(
+        (text for why, text in events if why == "Unhealthy" and not text.startswith("Readiness")), None
+    )
+    if code in _KILLED and probe is not None:
+        return Reason.PROBE_FAILING, f"container {name} was restarted ({times}): {_line(probe)}"
+    words = f"; its last words: {line}" if line else "; it said nothing"
+    text = f"container {name} ended with exit code {code} ({times}){words}"
+    return (Reason.MODEL_TOO_LARGE if _DEVICE_MEMORY.search(line) else Reason.CRASH_LOOPING), text
+
+
+def _downloading(name: str, progress: tuple[int, int] | None) -> tuple[Reason, str]:
+    if name != DOWNLOAD_CONTAINER:
+        return Reason.PODS_STARTING, f"init container {name} runs"
+    if progress is None:
+        return Reason.WEIGHTS_DOWNLOADING, "the weights are being downloaded"
+    done, total = progress
+    if not total:
+        return Reason.WEIGHTS_DOWNLOADING, f"{size(done)} of the weights are there"
+    return Reason.WEIGHTS_DOWNLOADING, f"{percent(done, total)} % of {size(total)} are there"
+
+
+def _not_ready(name: str, container: Json, events: Sequence[tuple[str, str]]) -> tuple[Reason, str]:
+    if not container.get("started", True):
+        return Reason.MODEL_LOADING, f"container {name} runs and has not passed its start-up probe yet"
+    probe = next((text for why, text in events if why == "Unhealthy"), None)
+    if probe is not None:
+        return Reason.PROBE_FAILING, f"container {name} runs, but: {_line(probe)}"
+    return Reason.PODS_STARTING, f"container {name} runs and is not ready yet"
+
+
+def _pull_failure(container: Json, waiting: Json, events: Sequence[tuple[str, str]]) -> str:
+    """The registry's own words. The kubelet alternates between them and "Back-off pulling image"."""
+    text = _PULL_PREFIX.sub("", _BACK_OFF.sub("", waiting.get("message", "")))
+    if not text:
+        failed = f'Failed to pull image "{container["image"]}": '
+        text = next((said.removeprefix(failed) for why, said in events if said.startswith(failed)), "")
+    return (
+        f"image {container['image']} of container {container['name']}: {_line(text) or 'it cannot be pulled'}"
+    )
+
+
+def _config_error(name: str, message: str) -> tuple[Reason, str]:
+    return _absent(message) or Reason.CONFIG_ERROR, f"container {name}: {_line(message)}"
+
+
+def _of_volumes(events: Sequence[tuple[str, str]]) -> Iterator[tuple[Reason, str]]:
+    for why, text in events:
+        if why in _MOUNT_EVENTS:
+            yield _absent(text) or Reason.VOLUME_NOT_READY, _line(text)
+            return
+        if why == "FailedCreatePodSandBox":
+            yield Reason.PODS_STARTING, _line(text)
+            return
+
+
+def _absent(message: str) -> Reason | None:
+    """What it means that the Secret or ConfigMap that the message names does not exist."""
+    found = _ABSENT.search(message)
+    if found is None:
+        return None
+    return Reason.KEY_SECRET_MISSING if found[2].endswith("-kv-keys") else Reason.CONFIG_ERROR
+
+
+def _creation_reason(text: str) -> Reason:
+    if "quota" in text or "per Container is" in text or "per Pod is" in text:
+        return Reason.QUOTA_EXCEEDED
+    if re.search(r'serviceaccount "[^"]+" not found', text):
+        return Reason.CONFIG_ERROR
+    if "is invalid" in text or "Invalid value" in text:
+        return Reason.TEMPLATE_INVALID
+    return Reason.POD_REJECTED
+
+
+def _together(causes: Sequence[Cause], total: int) -> Cause:
+    """One cause for all pods that have it: what most of them say, and how many they are."""
+    most = Counter(cause.detail for cause in causes)
+    detail = min(most, key=lambda text: (-most[text], text))
+    pods = tuple(pod for cause in causes for pod in cause.pods)
+    named = ", ".join(pods[:3]) + (f" and {len(pods) - 3} more" if len(pods) > 3 else "")
+    return Cause(causes[0].reason, f"{len(pods)} of {total} pods ({named}): {detail}", pods)
+
+
+def percent(done: int, total: int) -> int:
+    """How much of the whole is done; 100 only for all of it."""
+    return min(100, 100 * done // total) if total else 0
+
+
+def size(count: int) -> str:
+    """Bytes for people."""
+    number = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024 or unit == "GiB":
+            break
+        number /= 1024
+    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if _line(line)]
+    return _line(lines[-1]) if lines else ""
+
+
+def _line(text: str) -> str:
+    """One line without control characters, of bearable length."""
+    flat = " ".join(_ESCAPES.sub(" ", text).split())
+    return flat if len(flat) <= _MAX_LINE else flat[: _MAX_LINE - 1] + "…"

@@ -1,0 +1,92 @@
+"""Conditions as Kubernetes keeps them: generations, transition times, order, and when two statuses say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any, Final, NamedTuple
+
+from treeline_operator.api.conditions import POLARITY, ConditionType, Reason, Status
+from treeline_operator.api.parts import Condition
+
+_ORDER: Final = {kind: place for place, kind in enumerate(ConditionType)}
+_MAX_MESSAGE: Final = 4096
+
+
+class Finding(NamedTuple):
+    """A condition as it was found to be; times and generations are added by ``build``.
+
+    ``detail`` has names and numbers. The reason's fix is added to it for the reader, unless it is ``complete``.
+    """
+
+    type: ConditionType
+    status: Status
+    reason: Reason
+    detail: str
+    complete: bool = False
+
+    @property
+    def well(self) -> bool:
+        """Whether the condition is as it is when all is well."""
+        return self.status == POLARITY[self.type]
+
+    @property
+    def message(self) -> str:
+        return self.detail if self.complete else tell(self.reason, self.detail)
+
+
+def tell(reason: Reason, detail: str) -> str:
+    """The message of a condition or Event: what is so, and what to do about it."""
+    said = detail.strip().rstrip(".")[:_MAX_MESSAGE]
+    return f"{said}. {reason.fix}" if reason.fix else f"{said}."
+
+
+def build(
+    findings: Iterable[Finding], generation: int, previous: Iterable[Mapping[str, Any]], now: datetime
+) -> list[Condition]:
+    """The conditions of a status, in one order. What is not among the findings is gone.
+
+    ``lastTransitionTime`` stays as in ``previous`` while the status does, and never goes back.
+    """
+    known = {condition["type"]: condition for condition in previous}
+    stamp = timestamp(now)
+    return [
+        Condition(
+            type=str(finding.type),
+            status=finding.status,
+            reason=str(finding.reason),
+            message=finding.message,
+            lastTransitionTime=_since(finding, known.get(finding.type), stamp),
+            observedGeneration=generation,
+        )
+        for finding in sorted(findings, key=lambda finding: _ORDER[finding.type])
+    ]
+
+
+def timestamp(moment: datetime) -> str:
+    """A moment as Kubernetes writes it."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def same_status(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two statuses say the same, so that nothing needs to be written.
+
+    The order of conditions, empty fields and transition times (they follow from the statuses) say nothing.
+    """
+    return _essence(one) == _essence(other)
+
+
+def _essence(status: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {key: value for key, value in status.items() if value not in (None, "", [], {}, ())}
+    told = {
+        condition["type"]: {key: value for key, value in condition.items() if key != "lastTransitionTime"}
+        for condition in fields.get("conditions", ())
+    }
+    return {**fields, "conditions": told}
+
+
+def _since(finding: Finding, before: Mapping[str, Any] | None, stamp: str) -> str:
+    if before is None:
+        return stamp
+    since = str(before.get("lastTransitionTime") or stamp)
+    return since if before.get("status") == finding.status else max(stamp, since)

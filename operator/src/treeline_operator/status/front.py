@@ -1,0 +1,283 @@
+"""What is true of a pool's way in: its picker, its gateway, its route; and of the autoscaler beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from treeline_operator import names
+from treeline_operator.api.conditions import ConditionType, Reason
+from treeline_operator.api.pool import InferencePool, ParentRef
+from treeline_operator.plan import revision as revisions
+from treeline_operator.plan.sharing import Shared
+from treeline_operator.status.causes import dig
+from treeline_operator.status.conditions import Finding
+from treeline_operator.world import GatewayWorld, Observed, PoolWorld
+
+_ROUTE_APIS: Final = (
+    ("gateway.networking.k8s.io/v1/HTTPRoute", Reason.GATEWAY_API_MISSING),
+    ("inference.networking.k8s.io/v1/InferencePool", Reason.INFERENCE_EXTENSION_MISSING),
+)
+_SCALED_OBJECT: Final = "keda.sh/v1alpha1/ScaledObject"
+_ABSENT_METRICS: Final = ("could not find the requested resource", "metrics API", "metrics.k8s.io")
+_UNSUPPORTED: Final = frozenset(
+    ("NotSupportedByParent", "NotSupportedByGateway", "UnsupportedValue", "InvalidKind")
+)
+
+
+def picker(world: PoolWorld, ready: Collection[str]) -> Finding:
+    """Whether a picker is ready and would choose these pods, the ready ones of the current revision."""
+    kind = ConditionType.ENDPOINT_PICKER_READY
+    deployment = names.epp(world.gateway.name)
+    trouble = _component(world, kind, deployment, "epp", Reason.PICKER_NOT_READY)
+    if trouble is not None:
+        return trouble
+    if not world.platform.picker_probe:
+        return Finding(
+            kind, "True", Reason.PICKER_SYNCED, f"{deployment} is ready; its list of pods is not checked"
+        )
+    if world.picker is None:
+        return Finding(
+            kind, "Unknown", Reason.PICKER_UNREACHABLE, f"no pod of {deployment} has told its list of pods"
+        )
+    if not world.picker.synced:
+        return Finding(kind, "False", Reason.PICKER_NOT_SYNCED, f"{deployment} has not read the cluster yet")
+    listed = revisions.routable(world.picker, world.pool.name) or frozenset()
+    missing = sorted(set(ready) - listed)
+    if missing:
+        text = f"{deployment} would choose {len(ready) - len(missing)} of {len(ready)} ready pods, but not {few(missing)}"
+        return Finding(kind, "False", Reason.ENDPOINTS_MISSING, text)
+    text = f"{deployment} would choose every ready pod ({len(ready)})" if ready else f"{deployment} is ready"
+    return Finding(kind, "True", Reason.PICKER_SYNCED, text)
+
+
+def gateway(world: PoolWorld, shared: Shared) -> Finding:
+    """Whether the pool's gateway takes requests."""
+    kind = ConditionType.GATEWAY_READY
+    trouble = _standalone(world, shared) if shared.mode == "standalone" else _gateway_api(world)
+    if trouble is not None:
+        return trouble
+    conflicts = shared.conflicts.get(world.pool.name, ())
+    if conflicts:
+        text = (
+            f"the gateway serves, but with the settings of pool {shared.owner.name}: {'; '.join(conflicts)}"
+        )
+        return Finding(kind, "True", Reason.GATEWAY_CONFLICT, text)
+    where = (
+        f"gateway {shared.name}"
+        if shared.mode == "standalone"
+        else few(map(_parent_name, parents(world.pool)))
+    )
+    return Finding(kind, "True", Reason.GATEWAY_SERVING, f"{where} is ready")
+
+
+def route(world: PoolWorld, shared: Shared) -> Finding | None:
+    """Whether every parent accepts the pool's HTTPRoute and its upstream pool; None without Gateway API."""
+    if shared.mode == "standalone" or _missing_api(world) is not None:
+        return None
+    kind = ConditionType.ROUTE_ACCEPTED
+    found = list(_judgements(world))
+    refused = [
+        (who, condition)
+        for who, condition in found
+        if condition is not None and condition["status"] == "False"
+    ]
+    if refused:
+        who, condition = refused[0]
+        unsupported = condition.get("reason") in _UNSUPPORTED
+        text = (
+            f"{who}: {condition['type']} is False, {condition.get('reason')}: {condition.get('message', '')}"
+        )
+        return Finding(
+            kind, "False", Reason.UNSUPPORTED_BY_PARENT if unsupported else Reason.ROUTE_NOT_ACCEPTED, text
+        )
+    waiting = [who for who, condition in found if condition is None or condition["status"] != "True"]
+    if waiting or not found:
+        text = f"not judged yet: {few(waiting)}" if waiting else "the HTTPRoute is not there yet"
+        return Finding(kind, "Unknown", Reason.ROUTE_PENDING, text)
+    accepted = few(map(_parent_name, parents(world.pool)))
+    return Finding(kind, "True", Reason.ROUTE_ACCEPTED, f"accepted by {accepted}")
+
+
+def scaling(world: PoolWorld) -> Finding | None:
+    """Whether the autoscaler works; None where there is to be none."""
+    kind, auto = ConditionType.SCALING_ACTIVE, world.pool.spec.autoscaling
+    if auto.type == "None":
+        return None
+    if auto.type == "KEDA" and _SCALED_OBJECT not in world.platform.apis:
+        return Finding(
+            kind, "False", Reason.KEDA_MISSING, "there is no ScaledObject of keda.sh/v1alpha1 in the cluster"
+        )
+    sought = "ScaledObject" if auto.type == "KEDA" else "HorizontalPodAutoscaler"
+    scaler = next((child.object for child in world.children if child.ref.kind == sought), None)
+    if scaler is None:
+        return Finding(kind, "Unknown", Reason.PENDING, f"the {sought} is not there yet")
+    name = scaler["metadata"]["name"]
+    told = {one["type"]: one for one in (scaler.get("status") or {}).get("conditions") or ()}
+    needed = ("Ready",) if auto.type == "KEDA" else ("AbleToScale", "ScalingActive")
+    for condition in (told[one] for one in needed if one in told):
+        if condition["status"] == "False" and condition.get("reason") == "ScalingDisabled":
+            return Finding(kind, "False", Reason.SCALED_TO_ZERO, f"{sought} {name} rests while replicas is 0")
+        if condition["status"] == "False":
+            text = f"{sought} {name}: {condition.get('reason')}: {condition.get('message', '')}"
+            absent = any(part in text for part in _ABSENT_METRICS)
+            return Finding(
+                kind, "False", Reason.METRICS_API_MISSING if absent else Reason.AUTOSCALER_NOT_READY, text
+            )
+    if not all(told.get(one, {}).get("status") == "True" for one in needed):
+        return Finding(
+            kind, "Unknown", Reason.PENDING, f"{sought} {name} has not been looked at by its controller"
+        )
+    low, high = auto.min_replicas if auto.min_replicas is not None else 1, auto.max_replicas
+    return Finding(
+        kind, "True", Reason.AUTOSCALER_ACTIVE, f"{sought} {name} sets replicas between {low} and {high}"
+    )
+
+
+def url(world: PoolWorld, shared: Shared) -> str:
+    """Where clients ask for the pool's model; empty where it cannot be known."""
+    if shared.mode == "gateway-api":
+        hosts = [host for host in world.pool.spec.gateway.hostnames if not host.startswith("*")]
+        secure = any(ref.port == 443 for ref in parents(world.pool))
+        return f"{'https' if secure else 'http'}://{hosts[0]}" if hosts else ""
+    edge = shared.edge
+    scheme, usual = ("https", 443) if edge.tls else ("http", 80)
+    host = f"{names.url_service(shared.name)}.{world.pool.namespace}.svc"
+    host = _address(_child(world.gateway, "Service", names.url_service(shared.name))) or host
+    return f"{scheme}://{host}" + ("" if edge.port == usual else f":{edge.port}")
+
+
+def parents(pool: InferencePool) -> tuple[ParentRef, ...]:
+    """The Gateways that the pool names."""
+    return pool.spec.gateway.parent_refs
+
+
+def few(items: Iterable[str]) -> str:
+    """Some names, and how many more there are."""
+    everything = list(items)
+    more = f" and {len(everything) - 5} more" if len(everything) > 5 else ""
+    return ", ".join(everything[:5]) + more
+
+
+def _component(
+    world: PoolWorld, kind: ConditionType, name: str, component: str, not_ready: Reason
+) -> Finding | None:
+    """What keeps a Deployment of the gateway from having a ready pod; None if it has one."""
+    deployment = _child(world.gateway, "Deployment", name)
+    if deployment is None:
+        return Finding(kind, "False", Reason.PENDING, f"Deployment {name} is not there yet")
+    if (deployment.get("status") or {}).get("readyReplicas"):
+        return None
+    pods = [pod for pod in _objects(world.gateway.pods) if _labels(pod).get(names.COMPONENT) == component]
+    causes = dig(pods, [deployment], _objects(world.events))
+    if not causes:
+        return Finding(kind, "False", Reason.PODS_STARTING, f"Deployment {name} has no pods yet")
+    reason = causes[0].reason
+    if reason is Reason.PROBE_FAILING:
+        reason = not_ready
+    elif reason is Reason.MODEL_LOADING:  # said of any container that has not passed its start-up probe
+        reason = Reason.PODS_STARTING
+    return Finding(kind, "False", reason, f"Deployment {name}: {causes[0].detail}")
+
+
+def _standalone(world: PoolWorld, shared: Shared) -> Finding | None:
+    kind, service_name = ConditionType.GATEWAY_READY, names.url_service(shared.name)
+    trouble = _component(world, kind, names.edge(shared.name), "edge", Reason.GATEWAY_NOT_READY)
+    if trouble is not None:
+        return trouble
+    service = _child(world.gateway, "Service", service_name)
+    if service is None:
+        return Finding(kind, "False", Reason.PENDING, f"Service {service_name} is not there yet")
+    if shared.edge.service_type == "LoadBalancer" and not _address(service):
+        inside = f"{service_name}.{world.pool.namespace}.svc"
+        text = f"Service {service_name} waits for an address from outside; inside the cluster {inside} serves"
+        return Finding(kind, "False", Reason.ADDRESS_PENDING, text)
+    return None
+
+
+def _gateway_api(world: PoolWorld) -> Finding | None:
+    kind, missing = ConditionType.GATEWAY_READY, _missing_api(world)
+    if missing is not None:
+        return Finding(kind, "False", missing[1], f"the cluster does not have {missing[0]}")
+    silent = [who for who, condition in _judgements(world) if condition is None]
+    there = any(child.ref.kind == "HTTPRoute" for child in world.children)
+    if silent or not there:
+        text = f"not heard of yet: {few(silent)}" if silent else "the HTTPRoute is not there yet"
+        return Finding(kind, "Unknown", Reason.ROUTE_PENDING, text)
+    return None
+
+
+def _missing_api(world: PoolWorld) -> tuple[str, Reason] | None:
+    return next(((api, reason) for api, reason in _ROUTE_APIS if api not in world.platform.apis), None)
+
+
+def _judgements(world: PoolWorld) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
+    """What each parent says: of the HTTPRoute, one condition or None by parent; of the upstream pool where it does."""
+    for obj in _objects(child for child in world.children if child.ref.kind == "HTTPRoute"):
+        told = (obj.get("status") or {}).get("parents") or ()
+        for ref in parents(world.pool):
+            own = [
+                entry for entry in told if _is_about(entry.get("parentRef") or {}, ref, world.pool.namespace)
+            ]
+            yield _parent_name(ref), _worst(obj, own)
+    for obj in _objects(child for child in world.children if _is_upstream(child)):
+        for entry in (obj.get("status") or {}).get("parents") or ():
+            who = entry.get("parentRef") or {}
+            if (
+                who.get("kind", "Gateway") != "Status"
+            ):  # a placeholder that older versions of the CRD put there
+                yield f"{who.get('kind', 'Gateway')} {who.get('name')}, of the pool", _worst(obj, [entry])
+
+
+def _worst(obj: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The condition that decides: a False one, else one that is not known, else a True one. None if nothing is said."""
+    generation = obj["metadata"].get("generation", 0)
+    told = [
+        condition
+        for entry in entries
+        for condition in entry.get("conditions") or ()
+        if condition["type"] in ("Accepted", "ResolvedRefs")
+        and condition.get("observedGeneration", generation) >= generation
+    ]
+    return min(told, key=lambda one: ("False", "Unknown", "True").index(one["status"]), default=None)
+
+
+def _is_about(said: Mapping[str, Any], ref: ParentRef, namespace: str) -> bool:
+    return (
+        said.get("name") == ref.name
+        and said.get("kind", "Gateway") == ref.kind
+        and said.get("namespace", namespace) == (ref.namespace or namespace)
+        and said.get("sectionName") == ref.section_name
+        and said.get("port") == ref.port
+    )
+
+
+def _is_upstream(child: Observed) -> bool:
+    return child.ref.kind == "InferencePool" and child.ref.api_version.startswith("inference.networking.")
+
+
+def _parent_name(ref: ParentRef) -> str:
+    place = f"{ref.namespace}/{ref.name}" if ref.namespace else ref.name
+    return f"{ref.kind} {place}" + (f" ({ref.section_name})" if ref.section_name else "")
+
+
+def _address(service: Mapping[str, Any] | None) -> str:
+    if service is None:
+        return ""
+    for ingress in ((service.get("status") or {}).get("loadBalancer") or {}).get("ingress") or ():
+        host = str(ingress.get("hostname") or ingress.get("ip") or "")
+        return f"[{host}]" if ":" in host else host
+    return ""
+
+
+def _child(world: GatewayWorld, kind: str, name: str) -> dict[str, Any] | None:
+    return next((c.object for c in world.children if c.ref.kind == kind and c.ref.name == name), None)
+
+
+def _objects(observed: Iterable[Observed]) -> list[dict[str, Any]]:
+    return [one.object for one in observed]
+
+
+def _labels(obj: Mapping[str, Any]) -> Mapping[str, str]:
+    found: Mapping[str, str] = obj["metadata"].get("labels") or {}
+    return found

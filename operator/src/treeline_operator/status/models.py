@@ -1,0 +1,63 @@
+"""The status of InferenceModels: whose name is served, and what the others can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Final
+
+from treeline_wire.models import ModelRule, Verdict, accept_models
+
+from treeline_operator.api.conditions import ConditionType, Reason
+from treeline_operator.api.model import InferenceModel, ModelStatus
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.status.conditions import Finding, build, timestamp
+
+_LAST: Final = datetime.max.replace(tzinfo=UTC)
+
+
+def rule_of(model: InferenceModel) -> ModelRule:
+    """An InferenceModel as the picker resolves names by it."""
+    meta, spec = model.metadata, model.spec
+    return ModelRule(
+        name=meta.name,
+        model_name=spec.model_name,
+        pool=spec.pool_ref.name,
+        criticality=spec.criticality,
+        targets=tuple((target.name, target.weight) for target in spec.target_models),
+        fallback_pools=tuple(ref.name for ref in spec.fallback_pools),
+        # One without a timestamp is one of a file that was never applied: younger than all that exist.
+        created=timestamp(meta.creation_timestamp or _LAST),
+        uid=meta.uid,
+    )
+
+
+def model_statuses(
+    models: Iterable[InferenceModel], pools: Iterable[InferencePool], now: datetime
+) -> dict[str, ModelStatus]:
+    """The statuses of all InferenceModels of a namespace, by name.
+
+    A model that is being deleted has no status any more, and its name is free for the next.
+    """
+    live = [model for model in models if not model.deleting]
+    gateways = {pool.name: pool.spec.gateway.name for pool in pools}
+    verdicts = accept_models(map(rule_of, live), gateways)
+    return {model.name: _status(model, verdicts[model.name], now) for model in live}
+
+
+def _status(model: InferenceModel, verdict: Verdict, now: datetime) -> ModelStatus:
+    generation = model.metadata.generation
+    finding = Finding(
+        ConditionType.ACCEPTED,
+        "True" if verdict.accepted else "False",
+        Reason(verdict.reason),
+        verdict.message,
+        complete=True,
+    )
+    status = ModelStatus(
+        observedGeneration=generation,
+        conditions=build([finding], generation, model.status.get("conditions", ()), now),
+    )
+    if verdict.winner is not None:
+        status["conflictingModel"] = verdict.winner
+    return status
