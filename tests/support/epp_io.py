@@ -22,7 +22,8 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from treeline_epp.engines import KvSource
-from treeline_epp.main import Options, options_of, serve
+from treeline_epp.main import serve
+from treeline_epp.options import Options, options_of
 from treeline_operator.envoy import EnvoyConfig
 from treeline_wire import frames
 from treeline_wire.events import BlockStored, block_hash, encode_batch, hash_of, root_digest

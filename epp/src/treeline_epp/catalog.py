@@ -1,20 +1,20 @@
 """What is served: which pool has which model, and how a request for it becomes a prefix key.
 
-Written by the engines' watchers, read on every request. Renderers are shared by tokenizer fingerprint, so that
-a hundred replicas of a model keep one.
+Written by the engines' watchers and by discovery, read on every request. Renderers are shared by tokenizer fingerprint,
+so that a hundred replicas of a model keep one.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from treeline_wire.chat import ChatTemplate, TemplateError
 from treeline_wire.keys import KeySelfTestError, PrefixKeys
-from treeline_wire.models import ModelTarget, resolve_model, served_models
+from treeline_wire.models import ModelNotFound, ModelRule, ModelTable, ModelTarget
 from treeline_wire.prompt import Prompt, prompt_of_chat
 from treeline_wire.tokenizer import TokenizerBundle
 
@@ -74,13 +74,17 @@ class Renderer:
 
 
 class Catalog:
-    """The models of every pool, and their renderers. One owner: the fleet."""
+    """The models of every pool, and their renderers. Owners: the fleet, and discovery for what it configures."""
 
     def __init__(self) -> None:
         self._endpoints: dict[str, tuple[str, tuple[str, ...], str | None]] = {}
         self._renderers: dict[str, Renderer] = {}
-        self._pools: dict[str, tuple[str, ...]] = {}
+        self._configured: Mapping[str, Sequence[str]] = {}
+        self._rules: tuple[ModelRule, ...] = ()
+        self._served: dict[str, tuple[str, ...]] = {}
         self._by_pool: dict[str, Renderer] = {}
+        self._open_pools: set[str] = set()
+        self._tables: dict[str | None, ModelTable] = {}
         self._started = int(time.time())
 
     def renderer(self, fingerprint: str) -> Renderer | None:
@@ -97,7 +101,7 @@ class Catalog:
         return known
 
     def set_endpoint(self, name: str, pool: str, models: tuple[str, ...], fingerprint: str | None) -> None:
-        """What an endpoint serves, and with which tokenizer (``None``: unknown)."""
+        """What an endpoint serves (nothing: whatever it is asked for), and with which tokenizer (``None``: unknown)."""
         self._endpoints[name] = (pool, models, fingerprint)
         self._rebuild()
 
@@ -106,9 +110,27 @@ class Catalog:
         if self._endpoints.pop(name, None) is not None:
             self._rebuild()
 
-    def resolve(self, model: str | None) -> ModelTarget:
-        """The pool for a model. Raises ``ModelNotFound``."""
-        return resolve_model(model, self._pools)
+    def set_pools(self, pools: Mapping[str, Sequence[str]], rules: Iterable[ModelRule]) -> None:
+        """What is configured: the pools, oldest first, with the names they serve unless their engines say otherwise,
+        and the rules that give models other names."""
+        self._configured = pools
+        self._rules = tuple(rules)
+        self._rebuild()
+
+    def resolve(self, model: str | None, draw: float = 0.0, pool: str | None = None) -> ModelTarget:
+        """Where a request for a model goes. ``draw`` in [0, 1) chooses among weighted targets; ``pool`` is the only one
+        that may serve it. Raises ``ModelNotFound``."""
+        try:
+            return self._table(pool).resolve(model, draw)
+        except ModelNotFound:
+            willing = [name for name in self._served if name in self._open_pools and pool in (None, name)]
+            if not willing or (model is None and len(self._served) > 1 and pool is None):
+                raise
+            return ModelTarget(willing[0], model or "")
+
+    def name_at(self, pool: str, target: str) -> str:
+        """What a model is called in a pool to which a request for it falls back."""
+        return self._table(None).name_at(pool, target)
 
     def renderer_of(self, pool: str) -> Renderer | None:
         """The renderer for a pool; its endpoints serve one base model, so they share one."""
@@ -116,12 +138,23 @@ class Catalog:
 
     @property
     def empty(self) -> bool:
-        """No endpoint has told its models yet, so no name can be called unknown."""
-        return not self._pools
+        """Neither an endpoint nor discovery has told any model yet, so no name can be called unknown."""
+        return not self._served and not self._rules
 
     def models(self) -> list[str]:
         """Every model that can be asked for."""
-        return served_models(self._pools)
+        return self._table(None).names()
+
+    def models_by_pool(self) -> dict[str, list[str]]:
+        """The same, pool by pool."""
+        found = {pool: list(models) for pool, models in self._served.items()}
+        for pool in self._configured:
+            found.setdefault(pool, [])
+        verdicts = self._table(None).verdicts
+        for rule in self._rules:
+            if verdicts[rule.name].accepted and rule.model_name not in found[rule.pool]:
+                found[rule.pool].append(rule.model_name)
+        return found
 
     def models_answer(self) -> Immediate:
         """The answer to ``GET /v1/models``: the union over all pools."""
@@ -136,13 +169,31 @@ class Catalog:
         return {"id": model, "object": "model", "created": self._started, "owned_by": "treeline"}
 
     def _rebuild(self) -> None:
-        pools: dict[str, dict[str, None]] = {}
+        pools: dict[str, dict[str, None]] = {pool: {} for pool in self._configured}
         self._by_pool = {}
+        self._open_pools = set()
         for pool, models, fingerprint in self._endpoints.values():
             pools.setdefault(pool, {}).update(dict.fromkeys(models))
+            if not models:
+                self._open_pools.add(pool)
             if fingerprint is not None and (renderer := self._renderers.get(fingerprint)) is not None:
                 self._by_pool.setdefault(pool, renderer)
-        self._pools = {pool: tuple(models) for pool, models in pools.items()}
+        told = {pool: tuple(models or self._configured.get(pool, ())) for pool, models in pools.items()}
+        self._served = {pool: models for pool, models in told.items() if models or pool in self._open_pools}
+        self._tables = {}
+
+    def _table(self, pool: str | None) -> ModelTable:
+        """Names to targets, of all pools or of one. Made when it is first asked for: changes come in bursts."""
+        table = self._tables.get(pool)
+        if table is None:
+            known = dict.fromkeys((*self._configured, *self._served), "here")
+            if pool is None:
+                table = ModelTable(self._served, self._rules, known)
+            else:
+                rules = [rule for rule in self._rules if rule.pool == pool]
+                table = ModelTable({pool: self._served.get(pool, ())}, rules, {pool: "here"})
+            self._tables[pool] = table
+        return table
 
 
 def _json(body: object) -> Immediate:

@@ -48,21 +48,26 @@ def to_message(request: pb.ProcessingRequest) -> Message:
     kind = _KINDS.get(field or "")
     if kind is None:
         raise UnknownMessage(f"ext_proc message of unknown kind {field!r}")
-    subset, served = _metadata(request) if request.HasField("metadata_context") else (None, None)
+    subset, pool, served = _metadata(request) if request.HasField("metadata_context") else _NO_METADATA
     if kind is Kind.REQUEST_BODY or kind is Kind.RESPONSE_BODY:
         body = getattr(request, field)
-        return Message(kind, body.end_of_stream, data=body.body, subset=subset)
+        return Message(kind, body.end_of_stream, data=body.body, subset=subset, pool=pool)
     if kind is Kind.REQUEST_HEADERS or kind is Kind.RESPONSE_HEADERS:
         part = getattr(request, field)
         headers = {h.key: h.raw_value.decode("latin-1") or h.value for h in part.headers.headers}
-        return Message(kind, part.end_of_stream, headers=headers, subset=subset, served=served)
-    return Message(kind, subset=subset)
+        return Message(kind, part.end_of_stream, headers=headers, subset=subset, pool=pool, served=served)
+    return Message(kind, subset=subset, pool=pool)
 
 
-def _metadata(request: pb.ProcessingRequest) -> tuple[frozenset[str] | None, str | None]:
-    """``(subset hint, served endpoint)`` as far as this message carries them."""
+_Metadata = tuple[frozenset[str] | None, str | None, str | None]
+_NO_METADATA: _Metadata = (None, None, None)
+
+
+def _metadata(request: pb.ProcessingRequest) -> _Metadata:
+    """``(subset hint, pool, served endpoint)`` as far as this message carries them."""
     metadata = request.metadata_context.filter_metadata
     subset: frozenset[str] | None = None
+    pool: str | None = None
     served: str | None = None
     if names.LB_SUBSET in metadata:
         hint = metadata[names.LB_SUBSET].fields
@@ -72,14 +77,16 @@ def _metadata(request: pb.ProcessingRequest) -> tuple[frozenset[str] | None, str
         chosen = metadata[names.LB].fields
         if names.SERVED in chosen:
             served = chosen[names.SERVED].string_value or None
-    return subset, served
+        if names.POOL_METADATA in chosen:
+            pool = chosen[names.POOL_METADATA].string_value or None
+    return subset, pool, served
 
 
 def to_response(action: Reply | Immediate) -> bytes:
     """A serialized ``ProcessingResponse``."""
     if isinstance(action, Immediate):
         return _immediate(action)
-    if action.destination is not None and action.content_length is None:
+    if action.destination is not None and action.content_length is None and action.body is None:
         return _with_destination(action.kind, action.destination)
     if action.destination is None and action.chunk is None:
         return _PLAIN[action.kind]
@@ -121,6 +128,8 @@ def _build(reply: Reply) -> pb.ProcessingResponse:
         common.clear_route_cache = True
     if reply.content_length is not None:
         common.header_mutation.set_headers.append(_header("content-length", b"%d" % reply.content_length))
+    if reply.body is not None:
+        common.body_mutation.body = reply.body
     if reply.chunk is not None:
         streamed = common.body_mutation.streamed_response
         streamed.body = reply.chunk

@@ -27,7 +27,8 @@ class NoEndpoints(PickError):
 
 
 class Saturated(PickError):
-    """Endpoints are ready, but each would take too long. 429; `retry_after_s` is a guess from the queues."""
+    """Endpoints are ready, but the queue of each is too long for a request that may be shed. 429; `retry_after_s` is a
+    guess from the queues."""
 
     status = 429
     reason = "rejected-saturated"
@@ -51,7 +52,8 @@ class EndpointSpec:
     """One endpoint as discovery knows it.
 
     `address` is `ip:port` of its HTTP server, IPv6 in brackets. `models` are the names that it serves, empty for any.
-    `uid` changes when the process behind the name does (pod UID and restart count).
+    `uid` changes when the process behind the name does (pod UID and restart count). `ready` and `draining` are what
+    discovery says besides the engine itself. `vouched`: discovery's word is enough where the engine has no probes.
     """
 
     name: str
@@ -59,6 +61,14 @@ class EndpointSpec:
     pool: str = "default"
     models: tuple[str, ...] = ()
     uid: str = ""
+    ready: bool = True
+    draining: bool = False
+    vouched: bool = False
+
+    @property
+    def identity(self) -> tuple[str, str, str, str, bool]:
+        """What makes it this endpoint and no other; the rest may change while it lives."""
+        return (self.name, self.address, self.pool, self.uid, self.vouched)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +77,7 @@ class PickRequest:
 
     `key` is its prefix key (`treeline_wire.keys`), None if it has none (no tokenizer, no text): then only load counts.
     `prompt_tokens_estimate` counts the whole prompt. `subset` limits the choice to these addresses: `ip:port`, or a
-    bare IP for all its ports. `pool` limits it to one pool.
+    bare IP for all its ports. `pool` limits it to one pool. `sheddable`: refuse it rather than let it queue for long.
     """
 
     request_id: str
@@ -77,6 +87,7 @@ class PickRequest:
     prompt_tokens_estimate: int = 0
     subset: frozenset[str] | None = None
     pool: str | None = None
+    sheddable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

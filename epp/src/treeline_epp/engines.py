@@ -37,6 +37,8 @@ class EngineState(enum.StrEnum):
     UNKNOWN = "unknown"
     STARTING = "starting"
     READY = "ready"
+    UNREADY = "unready"
+    """It answers, but discovery does not call it ready."""
     DRAINING = "draining"
     """It was ready and now answers 503: it finishes what it has and takes nothing new."""
     DOWN = "down"
@@ -99,10 +101,12 @@ class EngineClient:
         self._host = split_address(address)[0]
         self._probe = "/ready"
 
-    async def ready(self) -> bool:
-        """Whether it takes requests. Raises ``httpx.HTTPError`` when it cannot be reached."""
+    async def ready(self) -> bool | None:
+        """Whether it takes requests; ``None`` if it has no probe. Raises ``httpx.HTTPError`` if out of reach."""
         response = await self._http.get(self._base + self._probe, timeout=_PROBE_TIMEOUT_S)
-        if response.status_code == 404 and self._probe == "/ready":
+        if response.status_code == 404:
+            if self._probe == "/health":
+                return None
             self._probe = "/health"
             return await self.ready()
         return response.status_code == 200
@@ -218,18 +222,25 @@ class EngineWatcher:
 
     async def _ask(self) -> tuple[EngineState, EngineInfo | None]:
         """``(state, information)``; what is known stays known while the engine cannot be asked."""
+        vouched = EngineState.READY, self.info or EngineInfo()
         try:
             ready = await self._client.ready()
             self._strikes = 0
             if ready:
                 return EngineState.READY, await self._client.info()
+            if ready is None and self.spec.vouched:
+                return vouched
         except httpx.TimeoutException:
             self._strikes += 1
             busy = self.state is EngineState.READY and self._strikes < _STRIKES
             return (self.state if busy else EngineState.DOWN), self.info
-        except (httpx.HTTPError, OSError):
-            return EngineState.DOWN, self.info
+        except (httpx.HTTPError, OSError) as error:
+            # Something answers, in a protocol that is not ours.
+            strange = isinstance(error, httpx.RemoteProtocolError)
+            return vouched if self.spec.vouched and strange else (EngineState.DOWN, self.info)
         except EngineError as error:
+            if self.spec.vouched:
+                return vouched
             log.warning("endpoint %s: %s", self.spec.name, error)
             return (self.state if self.state is EngineState.READY else EngineState.STARTING), self.info
         was_serving = self.state in (EngineState.READY, EngineState.DRAINING)

@@ -15,7 +15,7 @@ request body mode        decided at                                        desti
 any, no body             the headers                                       the headers reply
 =======================  ================================================  ==========================================
 
-In full duplex the collected body is then returned unchanged in chunks that stay below the proxy's limit. A proxy may
+In full duplex the collected body is then returned in chunks that stay below the proxy's limit. A proxy may
 deliver the end of a long body twice: whatever follows the first end of stream is ignored. A stream may start at the
 response headers (a reply made by the proxy itself).
 """
@@ -139,8 +139,9 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     """A message of the proxy.
 
     ``headers`` (lower-case names) on the two headers kinds, ``data`` on the two body kinds. ``subset`` is the set of
-    endpoints (``ip:port`` or ``ip``) to which the proxy limits the choice; ``None`` when it does not. ``served``, on
-    response headers, is the ``ip:port`` that answered; ``None`` when the proxy does not tell.
+    endpoints (``ip:port`` or ``ip``) to which the proxy limits the choice; ``None`` when it does not. ``pool`` is the
+    one that the proxy has chosen, if it has. ``served``, on response headers, is the ``ip:port`` that answered;
+    ``None`` when the proxy does not tell.
     """
 
     kind: Kind
@@ -148,6 +149,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     headers: Mapping[str, str] = {}
     data: bytes = b""
     subset: frozenset[str] | None = None
+    pool: str | None = None
     served: str | None = None
 
 
@@ -155,14 +157,15 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     """An answer to a message of the same kind: "go on", plus what is set here.
 
     ``destination`` is the value for the destination header and for dynamic metadata. ``chunk`` is a body chunk in full
-    duplex (``None``: the body is left as it is), ``end_of_stream`` belongs to it. ``content_length`` is set where the
-    proxy dropped the header and the length is known.
+    duplex (``None``: the body is left as it is), ``end_of_stream`` belongs to it. ``body`` replaces a buffered body.
+    ``content_length`` is set where the proxy dropped the header, or it has changed, and the length is known.
     """
 
     kind: Kind
     destination: str | None = None
     chunk: bytes | None = None
     end_of_stream: bool = False
+    body: bytes | None = None
     content_length: int | None = None
 
 
@@ -181,6 +184,7 @@ class Decide(msgspec.Struct, frozen=True, gc=False):
     headers: Mapping[str, str]
     body: bytes | None
     subset: frozenset[str] | None
+    pool: str | None = None
 
 
 Action = Reply | Immediate | Decide
@@ -209,6 +213,7 @@ class Exchange:
         self._body_limit = body_limit
         self._headers: Mapping[str, str] = {}
         self._subset: frozenset[str] | None = None
+        self._pool: str | None = None
         self._chunks: list[bytes] = []
         self._collected = 0
         self._waiting = Kind.REQUEST_HEADERS
@@ -228,6 +233,8 @@ class Exchange:
         self._advance(message.kind)
         if message.subset is not None:
             self._subset = message.subset
+        if message.pool is not None:
+            self._pool = message.pool
         match message.kind:
             case Kind.REQUEST_HEADERS:
                 return self._on_request_headers(message)
@@ -240,17 +247,23 @@ class Exchange:
                     self.response_phase = ResponsePhase.DONE
                 return self._on_response(response, message)
 
-    def answer(self, destination: str) -> list[Action]:
-        """The endpoint list (``ip:port,ip:port``) was chosen: the replies that the proxy has been waiting for."""
+    def answer(self, destination: str, body: bytes | None = None) -> list[Action]:
+        """The endpoint list (``ip:port,ip:port``) was chosen: the replies that the proxy has been waiting for.
+
+        ``body`` replaces the request's, which the :class:`Decide` must have shown.
+        """
         if self.request_phase is not _DECIDING:
             raise RuntimeError(f"answer() without a Decide: the exchange is {self.request_phase.value}")
         self.request_phase = _DONE if self._ended or self._trailers_pending else _FORWARDING
         if self._waiting is not Kind.REQUEST_HEADERS:
-            return [Reply(self._waiting, destination=destination)]
+            if body is None:
+                return [Reply(self._waiting, destination=destination)]
+            length = len(body) if "content-length" in self._headers else None
+            return [Reply(self._waiting, destination=destination, body=body, content_length=length)]
         if not self._chunks:
             replies: list[Action] = [Reply(Kind.REQUEST_HEADERS, destination=destination)]
         else:
-            body = self._join()
+            body = self._join() if body is None else body
             self._chunks.clear()
             length = None if self._trailers_pending else len(body)
             replies = [Reply(Kind.REQUEST_HEADERS, destination=destination, content_length=length)]
@@ -295,7 +308,7 @@ class Exchange:
     def _decide(self, waiting: Kind, body: bytes | None) -> list[Action]:
         self.request_phase = _DECIDING
         self._waiting = waiting
-        return [Decide(self._headers, body, self._subset)]
+        return [Decide(self._headers, body, self._subset, self._pool)]
 
     def _join(self) -> bytes:
         return self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)

@@ -49,14 +49,19 @@ class Member:
         )
         self.follows = False  # has a publisher whose state counts for readiness
         self.reports_draining = False
+        self.ready, self.draining = spec.ready, spec.draining  # as discovery says; may change while it lives
         self.tasks: list[asyncio.Task[None]] = []
         self.follower: asyncio.Task[None] | None = None
 
     @property
     def state(self) -> EngineState:
-        """The engine's state as the watcher sees it, or draining as soon as its load report says so."""
-        ready = self.watcher.state is EngineState.READY
-        return EngineState.DRAINING if ready and self.reports_draining else self.watcher.state
+        """The engine's state as the watcher sees it; draining as soon as its load report or discovery says so."""
+        state = self.watcher.state
+        if state is not EngineState.READY:
+            return state
+        if self.draining or self.reports_draining:
+            return EngineState.DRAINING
+        return EngineState.READY if self.ready else EngineState.UNREADY
 
 
 class Fleet:
@@ -154,14 +159,15 @@ class Fleet:
         """Make the members equal the list."""
         wanted = {spec.name: spec for spec in specs}
         for name, member in list(self._members.items()):
-            if wanted.get(name) != member.spec:
+            spec = wanted.get(name)
+            if spec is None or spec.identity != member.spec.identity:
                 await self._remove(name)
         for name, spec in wanted.items():
-            if name not in self._members:
-                self._add(spec)
+            member = self._members.get(name) or self._add(spec)
+            member.ready, member.draining = spec.ready, spec.draining
         self._announce()
 
-    def _add(self, spec: EndpointSpec) -> None:
+    def _add(self, spec: EndpointSpec) -> Member:
         client = EngineClient(self._http, spec.address)
 
         async def report(state: EngineState, info: EngineInfo | None) -> None:
@@ -170,6 +176,7 @@ class Fleet:
         member = Member(spec, EngineWatcher(spec, client, report))
         self._members[spec.name] = member
         member.tasks.append(self._spawn(member.watcher.run, f"watch {spec.name}"))
+        return member
 
     async def _remove(self, name: str) -> None:
         member = self._members.pop(name)
@@ -349,6 +356,26 @@ class Fleet:
         yield "gauge", "eds_pending", "Envoys that have not acknowledged the newest list.", {}, eds.pending()
         yield "counter", "eds_acks", "Acknowledged endpoint lists.", {}, eds.acks
         yield "counter", "eds_rejections", "Endpoint lists that an Envoy rejected.", {}, eds.rejections
+
+    def listing(self) -> dict[str, object]:
+        """Pools with their models and endpoints, as the operator reads them: what could be picked now."""
+        endpoints: dict[str, list[dict[str, object]]] = {}
+        for name, member in sorted(self._members.items()):
+            known = self._picker.endpoints.get(name)
+            endpoints.setdefault(member.spec.pool, []).append(
+                {
+                    "name": name,
+                    "address": member.spec.address,
+                    "ready": known is not None and known.eligible,
+                    "draining": member.state is EngineState.DRAINING or member.draining,
+                }
+            )
+        models = self._catalog.models_by_pool()
+        pools = {
+            pool: {"models": models.get(pool, []), "endpoints": endpoints.get(pool, [])}
+            for pool in dict.fromkeys([*models, *endpoints])
+        }
+        return {"synced": self._discovered.is_set(), "pools": pools}
 
     def describe(self) -> list[dict[str, object]]:
         """The members, for the debug page."""

@@ -1,150 +1,46 @@
-"""The picker's process: its flags, its servers, its beginning and its end."""
+"""The picker's process: its servers, its beginning and its end."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import contextlib
 import gc
 import json
 import logging
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import grpc
 import httpx
 import uvloop
-from treeline_wire import ports
 from treeline_wire.security import CurveKeys, KeyFileError
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
 
 from treeline_epp.admin import Admin, Handler, Page
 from treeline_epp.catalog import Catalog
-from treeline_epp.discovery import DiscoveryError, discover, parse_file, parse_flag, unique
+from treeline_epp.discovery import DiscoveryError, discover, parse_file
 from treeline_epp.eds import Eds
 from treeline_epp.endpoint import EndpointSpec
 from treeline_epp.fleet import Fleet
 from treeline_epp.health import Health
 from treeline_epp.metrics import Metrics
+from treeline_epp.options import Options, options_of
 from treeline_epp.picker import Picker, PickerConfig
 from treeline_epp.routing import Router
 from treeline_epp.server import ExtProc, server_options
+from treeline_epp.tls import TlsError, credentials
+
+if TYPE_CHECKING:
+    from treeline_epp.kube.source import KubernetesSource
 
 log = logging.getLogger("treeline_epp")
-
-POLICIES = ("treeline", "round_robin", "random")
 
 
 class StartError(Exception):
     """The picker cannot start; the message says why and what to do."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """The picker's settings; each is a flag of the same name, explained in ``--help``."""
-
-    host: str
-    grpc_port: int
-    grpc_health_port: int
-    metrics_port: int
-    endpoint: tuple[EndpointSpec, ...]
-    endpoints_file: Path | None
-    policy: str
-    tokenizer: Path | None
-    max_body_bytes: int
-    curve_dir: Path | None
-    drain_timeout: float
-    enable_debug_endpoints: bool
-    log_level: str
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    p = argparse.ArgumentParser(
-        prog="treeline pick",
-        description="Treeline's endpoint picker. A proxy asks it over ext_proc where each request goes; it answers "
-        "from what every endpoint has cached and how busy it is. Endpoints are engines with an OpenAI-compatible "
-        "server; those of Treeline push all they know, others are routed by history.",
-        epilog="Example: treeline pick --endpoint a=127.0.0.1:8000 --endpoint b=127.0.0.1:8001",
-    )
-    p.add_argument(
-        "--host", default="127.0.0.1", help="address of all ports of this process (default %(default)s)"
-    )
-    p.add_argument("--grpc-port", type=int, default=ports.EXT_PROC, help="ext_proc (default %(default)s)")
-    p.add_argument(
-        "--grpc-health-port", type=int, default=ports.EDS, help="EDS and gRPC health (default %(default)s)"
-    )
-    p.add_argument(
-        "--metrics-port",
-        type=int,
-        default=ports.METRICS,
-        help="/metrics, /ready, /live (default %(default)s)",
-    )
-    p.add_argument(
-        "--endpoint", action="append", default=[], metavar="NAME=HOST:PORT", help="an engine; may be repeated"
-    )
-    p.add_argument(
-        "--endpoints-file",
-        type=Path,
-        metavar="FILE",
-        help="YAML or JSON: `endpoints: [{name, address, pool?}]`; watched, replace it by renaming",
-    )
-    p.add_argument(
-        "--policy", choices=POLICIES, default="treeline", help="how to choose (default %(default)s)"
-    )
-    p.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="model directory whose tokenizer and chat template are used for every endpoint; by default each engine "
-        "is asked for its own",
-    )
-    p.add_argument(
-        "--max-body-bytes",
-        type=int,
-        default=32 * 1024 * 1024,
-        help="larger request bodies are answered 413 (default %(default)s)",
-    )
-    p.add_argument(
-        "--curve-dir", type=Path, metavar="DIR", help="CURVE key pair for engines that publish with keys"
-    )
-    p.add_argument(
-        "--drain-timeout",
-        type=float,
-        default=5.0,
-        metavar="SECONDS",
-        help="how long open streams may go on after SIGTERM (default %(default)s)",
-    )
-    p.add_argument(
-        "--enable-debug-endpoints",
-        action="store_true",
-        help="serve /debug/endpoints and /debug/tree on the metrics port",
-    )
-    p.add_argument(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default="info",
-        help="debug logs one line for every decision, without prompt text (default %(default)s)",
-    )
-    return p
-
-
-def options_of(argv: Sequence[str]) -> Options:
-    """Parse a command line; exits with status 2 and a message where it is wrong."""
-    p = parser()
-    values = vars(p.parse_args(argv))
-    try:
-        values["endpoint"] = unique(parse_flag(text) for text in values["endpoint"])
-    except DiscoveryError as error:
-        p.error(str(error))
-    if not values["endpoint"] and values["endpoints_file"] is None:
-        p.error("no endpoints: give --endpoint NAME=HOST:PORT or --endpoints-file FILE")
-    if values["max_body_bytes"] < 1024:
-        p.error("--max-body-bytes must be at least 1024")
-    return Options(**values)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -170,20 +66,26 @@ async def _until_signal(options: Options) -> None:
 
 async def serve(options: Options, stopping: asyncio.Event) -> None:
     """The picker's whole life, until ``stopping`` is set. Raises :class:`StartError`."""
+    for flag in options.ignored:
+        log.warning("flag %s of other endpoint pickers is ignored", flag)
     curve, bundle = _read_secrets_and_tokenizer(options)
     metrics, catalog, health, eds = Metrics(), Catalog(), Health(), Eds()
-    picker = Picker(PickerConfig(policy=options.policy, seed=time.time_ns() & 0xFFFF_FFFF))
-    # Only loopback and cluster addresses are asked; a proxy from the environment would be in the way.
-    async with httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_connections=None)) as http:
+    seed = time.time_ns() & 0xFFFF_FFFF
+    picker = Picker(PickerConfig(policy=options.policy, max_ttft_s=options.max_ttft_seconds, seed=seed))
+    async with contextlib.AsyncExitStack() as stack:
+        # Only loopback and cluster addresses are asked; a proxy from the environment would be in the way.
+        http = httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_connections=None))
+        await stack.enter_async_context(http)
         fleet = Fleet(picker, catalog, eds, http, curve=curve, bundle=bundle, on_gone=metrics.forget)
         metrics.observe(fleet.samples)
+        kube = await _kubernetes(options, catalog, metrics, stack)
         router = Router(picker, catalog, metrics, on_trouble=fleet.kick)
-        admin = Admin(_pages(options, metrics, health, fleet, picker))
+        admin = Admin(_pages(options, metrics, health, fleet, picker, kube))
         ext_proc, control = _servers(options, router, health, eds)
         tasks: list[asyncio.Task[object]] = []
         try:
             await _listen(options, admin, ext_proc, control)
-            following = asyncio.create_task(fleet.run(discover(options.endpoint, options.endpoints_file)))
+            following = asyncio.create_task(fleet.run(_source(options, kube)))
             waiting = asyncio.create_task(stopping.wait())
             tasks += [following, waiting, asyncio.create_task(_open(fleet, health, metrics, picker))]
             await asyncio.wait((following, waiting), return_when=asyncio.FIRST_COMPLETED)
@@ -200,6 +102,37 @@ async def serve(options: Options, stopping: asyncio.Event) -> None:
             await asyncio.gather(*tasks, return_exceptions=True)
             await control.stop(None)
             await admin.stop()
+
+
+def _source(options: Options, kube: KubernetesSource | None) -> AsyncIterator[tuple[EndpointSpec, ...]]:
+    return discover(options.endpoint, options.endpoints_file) if kube is None else kube.specs()
+
+
+async def _kubernetes(
+    options: Options, catalog: Catalog, metrics: Metrics, stack: contextlib.AsyncExitStack
+) -> KubernetesSource | None:
+    """The source that follows Kubernetes, if that is asked for. Raises :class:`StartError`."""
+    if not options.kubernetes:
+        return None
+    from treeline_epp.kube.client import KubeClient, NoCluster
+    from treeline_epp.kube.source import KubernetesSource, Scope
+
+    client = KubeClient(options.kubeconfig, options.context)
+    try:
+        await client.open()
+    except NoCluster as error:
+        raise StartError(str(error)) from error
+    scope = Scope(
+        options.pool_namespace,
+        gateway=options.gateway,
+        pool=options.pool_name,
+        group=options.pool_group,
+        selector=options.endpoint_selector,
+        ports=options.endpoint_target_ports,
+    )
+    source = await stack.enter_async_context(KubernetesSource(scope, client, catalog.set_pools))
+    metrics.observe(source.samples)
+    return source
 
 
 async def _open(fleet: Fleet, health: Health, metrics: Metrics, picker: Picker) -> None:
@@ -223,6 +156,8 @@ def _servers(
     limits = server_options(options.max_body_bytes)
     ext_proc, control = grpc.aio.server(options=limits), grpc.aio.server(options=limits)
     ext_proc.add_generic_rpc_handlers((ExtProc(router, options.max_body_bytes).handler(),))
+    if options.health_checking:
+        ext_proc.add_generic_rpc_handlers((health.handler(),))
     control.add_generic_rpc_handlers((eds.handler(), health.handler()))
     return ext_proc, control
 
@@ -234,11 +169,16 @@ async def _listen(
     host = f"[{options.host}]" if ":" in options.host else options.host
     try:
         port, flag = options.grpc_port, "--grpc-port"
-        ext_proc.add_insecure_port(f"{host}:{port}")
+        if options.secure_serving:
+            ext_proc.add_secure_port(f"{host}:{port}", credentials(options.cert_path))
+        else:
+            ext_proc.add_insecure_port(f"{host}:{port}")
         port, flag = options.grpc_health_port, "--grpc-health-port"
         control.add_insecure_port(f"{host}:{port}")
         port, flag = options.metrics_port, "--metrics-port"
         await admin.start(options.host, port)
+    except TlsError as error:
+        raise StartError(str(error)) from error
     except (RuntimeError, OSError) as error:
         raise StartError(
             f"cannot listen on {options.host}:{port}: is another process using that port? Choose another with {flag}"
@@ -259,10 +199,18 @@ def _read_secrets_and_tokenizer(options: Options) -> tuple[CurveKeys | None, Tok
 
 
 def _pages(
-    options: Options, metrics: Metrics, health: Health, fleet: Fleet, picker: Picker
+    options: Options,
+    metrics: Metrics,
+    health: Health,
+    fleet: Fleet,
+    picker: Picker,
+    kube: KubernetesSource | None,
 ) -> Mapping[str, Handler]:
+    def detail() -> dict[str, object]:
+        return {} if kube is None else {"kubernetes": kube.describe()}
+
     def ready(_query: Mapping[str, str]) -> Page:
-        return Page({"ready": health.ready}, 200 if health.ready else 503)
+        return Page({"ready": health.ready, **detail()}, 200 if health.ready else 503)
 
     pages: dict[str, Handler] = {
         "/metrics": lambda _query: Page(
@@ -270,6 +218,7 @@ def _pages(
         ),
         "/ready": ready,
         "/live": lambda _query: Page({"live": True}),
+        "/endpoints": lambda _query: Page({**fleet.listing(), "detail": detail()}),
     }
     if options.enable_debug_endpoints:
         pages["/debug/endpoints"] = lambda _query: Page({"endpoints": fleet.describe()})

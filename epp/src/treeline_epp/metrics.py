@@ -57,6 +57,7 @@ class Metrics:
         self.reported_prompt_tokens = counter(
             "reported_prompt_tokens", "Prompt tokens that runtimes reported."
         )
+        self.rewritten = counter("rewritten", "Requests sent on under another model name.")
         self.protocol_errors = counter("protocol_errors", "ext_proc streams that broke the protocol.")
         self.defects = counter("defects", "Requests on which the picker itself failed.")
         self.pick_seconds = Histogram(

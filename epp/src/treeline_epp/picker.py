@@ -37,11 +37,11 @@ CAPACITY_SLACK = 1.1
 
 @dataclass(frozen=True, slots=True)
 class PickerConfig:
-    """`max_ttft_s`: a request that no endpoint can start sooner is refused (429). `fallbacks`: destinations after the
-    first. `seed` makes ties reproducible."""
+    """`max_ttft_s`: an endpoint is saturated when a request would wait longer than this for its turn; its own prefill,
+    however long, is no queue. `fallbacks`: destinations after the first. `seed` makes ties reproducible."""
 
     policy: str = "treeline"
-    max_ttft_s: float = 120.0
+    max_ttft_s: float = 30.0
     fallbacks: int = 1
     seed: int = 0
 
@@ -223,13 +223,12 @@ class Picker:
     def pick(self, request: PickRequest, now: float) -> Decision:
         """Decide. Changes nothing but the policy's own state; call `reserve` next.
 
-        Raises NoEndpoints (503) or Saturated (429).
+        Raises NoEndpoints (503), or Saturated (429) for a sheddable request: others go to the best of full endpoints.
         """
         eligible = self._eligible(request)
         scored = [score(candidate, now) for candidate in self._candidates(request, eligible, now)]
-        if all(s.ttft_s > self.config.max_ttft_s for s in scored):
-            soonest = min(s.ttft_s for s in scored)
-            raise Saturated(f"no endpoint can start within {self.config.max_ttft_s:g} s", soonest)
+        if request.sheddable:
+            self._shed(scored)
         ranked = self._policy.rank(scored)
         best = ranked[0]
         return Decision(
@@ -244,6 +243,19 @@ class Picker:
             policy=self._policy.name,
             ranked=tuple(ranked),
         )
+
+    def _shed(self, scored: Sequence[Scored]) -> None:
+        limit, soonest = self.config.max_ttft_s, min(s.wait_s for s in scored)
+        if soonest > limit:
+            raise Saturated(
+                f"every endpoint has more than {limit:g} s of work waiting, and requests for this model are sheddable",
+                soonest - limit,
+            )
+
+    def has_ready(self, pool: str, model: str) -> bool:
+        """Could a request for this model be served by this pool now? O(endpoints)."""
+        asked = PickRequest("", model=model, pool=pool)
+        return any(e.eligible and e.serves(asked) for e in self.endpoints.values())
 
     def reserve(self, decision: Decision, now: float) -> Lease:
         """Open the lease of a decision; the endpoint is at once expected to hold the prompt. O(prompt bytes).

@@ -74,6 +74,11 @@ class Scored(Struct, frozen=True):
     evict_s: float = 0.0
 
     @property
+    def wait_s(self) -> float:
+        """Until its own prefill begins: what others cost it, and not its own length."""
+        return self.queue_s + self.slots_s + self.full_s
+
+    @property
     def terms(self) -> dict[str, float]:
         """All of it by name, for explanations."""
         candidate = self.candidate

@@ -7,13 +7,13 @@ wrong with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 from treeline_wire import headers as names
 from treeline_wire.chat import TemplateError
-from treeline_wire.models import ModelNotFound
+from treeline_wire.models import ModelNotFound, ModelTarget
 from treeline_wire.prompt import PromptError, namespace_of, prompt_of_completion
 
 from treeline_epp.catalog import Catalog, Renderer
@@ -26,14 +26,25 @@ _decode = msgspec.json.Decoder().decode
 
 
 class Parsed(msgspec.Struct, frozen=True, gc=False):
-    """A request that can be routed. ``renderer`` made its key, and learns from the runtime's count of tokens."""
+    """A request that can be routed. ``renderer`` made its key, and learns from the runtime's count of tokens.
+    ``rewrite`` is the model's name in the pool, where it is another one than the body says."""
 
     pick: PickRequest
     renderer: Renderer | None = None
+    rewrite: str | None = None
 
 
-def parse(decide: Decide, catalog: Catalog) -> Parsed | Refusal | Immediate:
-    """Read one request. :class:`Immediate` is an answer that needs no endpoint (the list of models)."""
+Ready = Callable[[str, str], bool]
+"""From a pool and a model's name there to: could it be served now?"""
+
+
+def parse(
+    decide: Decide, catalog: Catalog, *, draw: float = 0.0, ready: Ready = lambda _pool, _model: True
+) -> Parsed | Refusal | Immediate:
+    """Read one request. :class:`Immediate` is an answer that needs no endpoint (the list of models).
+
+    ``draw`` in [0, 1) chooses among a model's weighted targets; ``ready`` is asked when it has pools to fall back on.
+    """
     path = decide.headers.get(":path", "").partition("?")[0].rstrip("/")
     request_id = decide.headers.get(names.REQUEST_ID, "")
     if decide.headers.get(":method") == "GET" and (answer := _models(path, catalog)) is not None:
@@ -42,9 +53,10 @@ def parse(decide: Decide, catalog: Catalog) -> Parsed | Refusal | Immediate:
         if decide.body is not None and path.endswith(_WITH_PROMPT):
             return bad_request("The request has no body.", code="invalid_json")
         # No body (a probe, a page), or a proxy that does not show it: any ready endpoint.
-        return Parsed(PickRequest(request_id, subset=decide.subset))
+        return Parsed(PickRequest(request_id, subset=decide.subset, pool=decide.pool))
+    resolver = _Resolver(catalog, decide.pool, draw, ready)
     if not path.endswith(_WITH_PROMPT):
-        return _other(decide, decide.body, request_id, catalog)
+        return _other(decide, decide.body, request_id, resolver)
     try:
         body = _decode(decide.body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -54,29 +66,65 @@ def parse(decide: Decide, catalog: Catalog) -> Parsed | Refusal | Immediate:
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         return bad_request("`model` must be a string.", param="model")
-    pool = None
-    if (
-        not catalog.empty
-    ):  # while no endpoint has spoken, there is none to route to either: the picker says so
+    target: ModelTarget | None = None
+    # While no endpoint has spoken, there is none to route to either: the picker says so.
+    if not catalog.empty:
         try:
-            target = catalog.resolve(model)
+            target = resolver.resolve(model)
         except ModelNotFound:
             if model is None:
                 return bad_request("`model` is required: more than one model is served.", param="model")
             return model_not_found(model)
-        pool, model = target.pool, target.target
-    renderer = catalog.renderer_of(pool) if pool is not None else None
+    renderer = catalog.renderer_of(target.pool) if target is not None else None
     namespace, key, tokens = _prompt(path, body, len(decide.body), renderer)
-    pick = PickRequest(
+    pick = _pick(decide, request_id, model, target, tokens, namespace, key)
+    return Parsed(pick, renderer if key is not None else None, _rewrite(model, target))
+
+
+class _Resolver(msgspec.Struct, frozen=True, gc=False):
+    """How this request's model becomes a pool and a name there."""
+
+    catalog: Catalog
+    only_pool: str | None
+    draw: float
+    ready: Ready
+
+    def resolve(self, model: str | None) -> ModelTarget:
+        """Raises ``ModelNotFound``."""
+        target = self.catalog.resolve(model, self.draw, self.only_pool)
+        if target.fallback_pools and not self.ready(target.pool, target.target):
+            for pool in target.fallback_pools:
+                name = self.catalog.name_at(pool, target.target)
+                if self.ready(pool, name):
+                    return msgspec.structs.replace(target, pool=pool, target=name)
+        return target
+
+
+def _pick(
+    decide: Decide,
+    request_id: str,
+    model: str | None,
+    target: ModelTarget | None,
+    tokens: int,
+    namespace: str | None = None,
+    key: bytes | None = None,
+) -> PickRequest:
+    return PickRequest(
         request_id,
-        model=model,
+        model=model if target is None else target.target or None,
         namespace=namespace,
         key=key,
         prompt_tokens_estimate=tokens,
         subset=decide.subset,
-        pool=pool,
+        pool=decide.pool if target is None else target.pool,
+        sheddable=target is not None and target.criticality == "Sheddable",
     )
-    return Parsed(pick, renderer if key is not None else None)
+
+
+def _rewrite(model: str | None, target: ModelTarget | None) -> str | None:
+    if model is None or target is None or target.target in ("", model):
+        return None
+    return target.target
 
 
 def parse_subset(value: object) -> frozenset[str] | None:
@@ -107,20 +155,19 @@ def _models(path: str, catalog: Catalog) -> Immediate | Refusal | None:
     return None
 
 
-def _other(decide: Decide, body: bytes, request_id: str, catalog: Catalog) -> Parsed | Refusal:
+def _other(decide: Decide, body: bytes, request_id: str, resolver: _Resolver) -> Parsed | Refusal:
     """A path that has no prompt that we know: its model still picks the pool, if it names one that is served."""
-    pool = model = None
+    model: str | None = None
+    target: ModelTarget | None = None
     try:
-        named = _just_model(body).model
-        target = None if named is None else catalog.resolve(named)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ModelNotFound):
-        target = None
-    if target is not None:
-        pool, model = target.pool, target.target
+        model = _just_model(body).model
+        target = None if model is None else resolver.resolve(model)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        pass
+    except ModelNotFound:
+        model = None
     tokens = len(body) // _CHARS_PER_TOKEN
-    return Parsed(
-        PickRequest(request_id, model=model, prompt_tokens_estimate=tokens, subset=decide.subset, pool=pool)
-    )
+    return Parsed(_pick(decide, request_id, model, target, tokens), rewrite=_rewrite(model, target))
 
 
 class _JustModel(msgspec.Struct):

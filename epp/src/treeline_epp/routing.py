@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Callable, Mapping
 
@@ -16,19 +17,31 @@ from treeline_epp.metrics import Metrics
 from treeline_epp.picker import Lease, Picker
 from treeline_epp.refusal import Refusal
 from treeline_epp.request import Parsed, parse
+from treeline_epp.rewrite import with_model
 
 log = logging.getLogger(__name__)
 
 
 class Route:
-    """A routed request. :meth:`settle` it at its response headers, and :meth:`close` it in a ``finally``."""
+    """A routed request. :meth:`settle` it at its response headers, and :meth:`close` it in a ``finally``.
 
-    __slots__ = ("_lease", "_renderer", "_router", "decision")
+    ``body`` is to be sent instead of the client's: the same with another model name.
+    """
 
-    def __init__(self, router: Router, decision: Decision, lease: Lease, renderer: Renderer | None) -> None:
+    __slots__ = ("_lease", "_renderer", "_router", "body", "decision")
+
+    def __init__(
+        self,
+        router: Router,
+        decision: Decision,
+        lease: Lease,
+        renderer: Renderer | None,
+        body: bytes | None = None,
+    ) -> None:
         self._router = router
         self._lease = lease
         self._renderer = renderer
+        self.body = body
         self.decision = decision
 
     @property
@@ -72,7 +85,8 @@ class Route:
 
 
 class Router:
-    """Makes routes. ``on_trouble(name)`` is called when an endpoint seems to have failed a request."""
+    """Makes routes. ``on_trouble(name)`` is called when an endpoint seems to have failed a request; ``draw()`` in
+    [0, 1) chooses among weighted targets."""
 
     def __init__(
         self,
@@ -82,12 +96,14 @@ class Router:
         *,
         on_trouble: Callable[[str], None] = lambda _name: None,
         clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
     ) -> None:
         self.picker = picker
         self.catalog = catalog
         self.metrics = metrics
         self.on_trouble = on_trouble
         self.clock = clock
+        self.draw = draw
 
     def route(self, decide: Decide) -> Route | Refusal | Immediate:
         """Where the request goes, or what the client is told instead. Never raises."""
@@ -106,7 +122,7 @@ class Router:
         return result
 
     def _route(self, decide: Decide) -> Route | Refusal | Immediate:
-        parsed = parse(decide, self.catalog)
+        parsed = parse(decide, self.catalog, draw=self.draw(), ready=self.picker.has_ready)
         if not isinstance(parsed, Parsed):
             return parsed
         now = self.clock()
@@ -115,7 +131,11 @@ class Router:
         self.metrics.decided(decision.endpoint.name)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("decision", extra={"fields": decision.explain()})
-        return Route(self, decision, lease, parsed.renderer)
+        body = None
+        if parsed.rewrite is not None and decide.body:
+            body = with_model(decide.body, parsed.rewrite)
+            self.metrics.rewritten.inc()
+        return Route(self, decision, lease, parsed.renderer, body)
 
 
 def _outcome(headers: Mapping[str, str]) -> Outcome:

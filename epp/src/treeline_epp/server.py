@@ -62,7 +62,7 @@ class Stream:
         result = self._router.route(decide)
         if isinstance(result, Route):
             self._route = result
-            return exchange.answer(result.destination)
+            return exchange.answer(result.destination, result.body)
         return exchange.refuse(result) if isinstance(result, Refusal) else exchange.respond(result)
 
 

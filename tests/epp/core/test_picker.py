@@ -136,9 +136,18 @@ def test_saturation_is_an_answer() -> None:
             name, TreelineLoad(prefill_tokens_per_s=RATE, waiting_uncached_tokens=200_000), now=1.0
         )
     with pytest.raises(Saturated) as caught:
-        picker.pick(ask(prompt_tokens_estimate=100), now=1.0)
+        picker.pick(ask(prompt_tokens_estimate=100, sheddable=True), now=1.0)
     assert (caught.value.status, caught.value.reason) == (429, "rejected-saturated")
-    assert caught.value.retry_after_s == pytest.approx(20, abs=0.1)
+    assert caught.value.retry_after_s == pytest.approx(10, abs=0.1), "until the queue is within the limit"
+    picker.on_load("e1", TreelineLoad(prefill_tokens_per_s=RATE, waiting_uncached_tokens=150_000), now=1.0)
+    decision = picker.pick(ask(prompt_tokens_estimate=100), now=1.0)
+    assert decision.endpoint.name == "e1", "what must not be shed goes to the least loaded"
+
+
+def test_a_long_prompt_is_no_queue() -> None:
+    picker = make(2, max_ttft_s=10.0)
+    decision = picker.pick(ask(prompt_tokens_estimate=int(60 * RATE), sheddable=True), now=1.0)
+    assert decision.predicted_ttft_s > 10.0
 
 
 # Endpoints come and go

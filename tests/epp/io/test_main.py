@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from support.envoy import free_ports
 from support.epp_io import running_picker
-from treeline_epp.main import StartError, main, options_of
+from treeline_epp.main import StartError, main
+from treeline_epp.options import options_of
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,119 @@
+"""The one place that speaks to the API server: GETs and watches over ``kubernetes.aio``, errors as one type."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import msgspec
+from kubernetes.aio.client.api_client import ApiClient
+from kubernetes.aio.client.configuration import Configuration
+from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
+
+from treeline_epp.kube.mirror import SILENCE_S, Failure, Request
+
+_CONNECT_S = 5.0
+_LIST_S = 30.0
+_NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError, ssl.SSLError, ConfigException)
+
+
+class NoCluster(Exception):
+    """There is no way to an API server; the message says what was tried."""
+
+
+class KubeClient:
+    """An API server and our identity there, from a kubeconfig or from the pod's own service account.
+
+    Credentials are read again when the server no longer takes them.
+    """
+
+    def __init__(
+        self, kubeconfig: Path | None = None, context: str | None = None, *, silence_s: float = SILENCE_S
+    ) -> None:
+        self._kubeconfig = kubeconfig
+        self._context = context
+        self._silence_s = silence_s
+        self._api: ApiClient | None = None
+
+    async def open(self) -> None:
+        """Read the credentials. Raises :class:`NoCluster`."""
+        configuration = Configuration()
+        try:
+            if self._kubeconfig is None and os.environ.get("KUBERNETES_SERVICE_HOST"):
+                load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+            else:
+                await load_kube_config(  # type: ignore[no-untyped-call]
+                    config_file=None if self._kubeconfig is None else str(self._kubeconfig),
+                    context=self._context,
+                    client_configuration=configuration,
+                    persist_config=False,
+                )
+            self._api = ApiClient(configuration)
+        except (ConfigException, OSError, ValueError, KeyError, TypeError) as error:
+            where = self._kubeconfig or "the service account of this pod, or the default kubeconfig"
+            raise NoCluster(f"no Kubernetes credentials from {where}: {error}") from error
+
+    async def close(self) -> None:
+        """Give all connections back."""
+        if self._api is not None:
+            await self._api.close()  # type: ignore[no-untyped-call]
+            self._api = None
+
+    async def get(self, request: Request) -> bytes:
+        """The whole answer. Raises :class:`Failure`."""
+        limits = aiohttp.ClientTimeout(total=_LIST_S, sock_connect=_CONNECT_S)
+        async with self._send(request, limits) as response:
+            return await response.read()
+
+    @contextlib.asynccontextmanager
+    async def watch(self, request: Request) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The answer as it comes, in pieces of any length. Raises :class:`Failure`, also when it falls silent."""
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._silence_s)
+        async with self._send(request, limits) as response:
+            yield response.content.iter_any()
+
+    @contextlib.asynccontextmanager
+    async def _send(
+        self, request: Request, limits: aiohttp.ClientTimeout
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        if self._api is None:
+            await self.open()
+        api = self._api
+        assert api is not None
+        try:
+            method, url, headers, body, form = await api.param_serialize(
+                "GET",
+                request.path,
+                query_params=list(request.query.items()),
+                header_params={"Accept": "application/json"},
+                auth_settings=["BearerToken"],
+            )
+            answer = await api.call_api(method, url, headers, body, form, _request_timeout=limits)
+            async with answer.response as response:
+                if response.status != 200:
+                    raise await self._refused(response)
+                yield response
+        except _NO_ANSWER as error:
+            raise Failure(0, str(error) or type(error).__name__) from error
+
+    async def _refused(self, response: aiohttp.ClientResponse) -> Failure:
+        if response.status == 401:
+            await self.close()  # a token was rotated: the next request reads it again
+        try:
+            message = msgspec.json.decode(await response.read(), type=_Status).message
+        except (msgspec.MsgspecError, UnicodeDecodeError, aiohttp.ClientError, TimeoutError):
+            message = ""
+        retry_after = response.headers.get("retry-after", "")
+        return Failure(
+            response.status,
+            message or response.reason or "no reason given",
+            min(60.0, float(retry_after)) if retry_after.isdecimal() else 0.0,
+        )
+
+
+class _Status(msgspec.Struct):
+    message: str = ""

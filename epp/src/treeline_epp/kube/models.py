@@ -1,0 +1,32 @@
+"""From InferenceModels to the rules by which wire's pure function resolves names. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+from treeline_wire.models import Criticality, ModelRule
+
+from treeline_epp.kube import objects
+
+
+def read_model(data: msgspec.Raw) -> ModelRule:
+    """An InferenceModel from its JSON. Raises ``msgspec.MsgspecError``."""
+    found = _model(data)
+    meta, spec = found.metadata, found.spec
+    return ModelRule(
+        name=meta.name,
+        model_name=spec.model_name,
+        pool=spec.pool_ref.name,
+        criticality=_CRITICALITY.get(spec.criticality or "", "Standard"),
+        targets=tuple((target.name, target.weight) for target in spec.target_models or ()),
+        fallback_pools=tuple(ref.name for ref in spec.fallback_pools or ()),
+        created=meta.creation_timestamp or "",
+        uid=meta.uid,
+    )
+
+
+_CRITICALITY: dict[str, Criticality] = {
+    "Critical": "Critical",
+    "Standard": "Standard",
+    "Sheddable": "Sheddable",
+}
+_model = msgspec.json.Decoder(objects.Model).decode

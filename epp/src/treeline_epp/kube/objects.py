@@ -1,0 +1,138 @@
+"""What the picker reads of Kubernetes objects: typed fragments, everything else is skipped while decoding."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Metadata(msgspec.Struct, rename="camel"):
+    """The part of ``metadata`` that matters here."""
+
+    name: str
+    uid: str = ""
+    resource_version: str = ""
+    creation_timestamp: str | None = None
+    deletion_timestamp: str | None = None
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+
+
+class Condition(msgspec.Struct):
+    """One entry of ``status.conditions``."""
+
+    type: str
+    status: str
+
+
+class ContainerStatus(msgspec.Struct, rename="camel"):
+    """One entry of ``status.containerStatuses``."""
+
+    name: str
+    restart_count: int = 0
+
+
+class PodStatus(msgspec.Struct, rename="camel"):
+    """The part of a pod's status that matters here."""
+
+    phase: str = ""
+    pod_ip: str | None = msgspec.field(default=None, name="podIP")
+    conditions: list[Condition] | None = None
+    container_statuses: list[ContainerStatus] | None = None
+
+
+class Pod(msgspec.Struct):
+    """A pod; of its spec nothing is needed, ports come from the pool."""
+
+    metadata: Metadata
+    status: PodStatus = msgspec.field(default_factory=PodStatus)
+
+
+class _GatewayRef(msgspec.Struct):
+    name: str = "treeline"
+
+
+class _ModelSource(msgspec.Struct):
+    uri: str = ""
+    name: str | None = None
+
+
+class _Engine(msgspec.Struct):
+    port: int = 8000
+
+
+class OwnPoolSpec(msgspec.Struct):
+    """``spec`` of an InferencePool of treeline.dev."""
+
+    model: _ModelSource = msgspec.field(default_factory=_ModelSource)
+    engine: _Engine = msgspec.field(default_factory=_Engine)
+    gateway: _GatewayRef = msgspec.field(default_factory=_GatewayRef)
+
+
+class OwnPool(msgspec.Struct):
+    """An InferencePool of treeline.dev/v1alpha1."""
+
+    metadata: Metadata
+    spec: OwnPoolSpec
+
+
+class _LabelSelector(msgspec.Struct, rename="camel"):
+    match_labels: dict[str, str] | None = None
+
+
+class _TargetPort(msgspec.Struct):
+    number: int
+
+
+class UpstreamPoolSpec(msgspec.Struct, rename="camel"):
+    """``spec`` of an InferencePool of inference.networking.k8s.io/v1."""
+
+    selector: _LabelSelector = msgspec.field(default_factory=_LabelSelector)
+    target_ports: list[_TargetPort] = []
+
+
+class UpstreamPool(msgspec.Struct):
+    """An InferencePool of inference.networking.k8s.io/v1."""
+
+    metadata: Metadata
+    spec: UpstreamPoolSpec
+
+
+class OldPoolSpec(msgspec.Struct, rename="camel"):
+    """``spec`` of an InferencePool of inference.networking.x-k8s.io/v1alpha2."""
+
+    selector: dict[str, str] = {}
+    target_port_number: int = 0
+
+
+class OldPool(msgspec.Struct):
+    """An InferencePool of inference.networking.x-k8s.io/v1alpha2."""
+
+    metadata: Metadata
+    spec: OldPoolSpec
+
+
+class _Ref(msgspec.Struct):
+    name: str
+    group: str = ""
+
+
+class _Target(msgspec.Struct):
+    name: str
+    weight: int | None = None
+
+
+class ModelSpec(msgspec.Struct, rename="camel"):
+    """``spec`` of an InferenceModel, ours or the upstream one that ours grew from."""
+
+    model_name: str
+    pool_ref: _Ref
+    criticality: str | None = None
+    target_models: list[_Target] | None = None
+    fallback_pools: list[_Ref] | None = None
+
+
+class Model(msgspec.Struct):
+    """An InferenceModel of treeline.dev/v1alpha1 or inference.networking.x-k8s.io/v1alpha2."""
+
+    metadata: Metadata
+    spec: ModelSpec

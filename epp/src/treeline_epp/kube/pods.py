@@ -1,0 +1,116 @@
+"""From pods to endpoints. Pure.
+
+A pod is an endpoint when it belongs to a pool, has an address and has not ended; its Ready condition, its deletion
+and its labels say how far it may be used. A container that restarts is another process, so its count is in the uid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+from treeline_wire import labels
+
+from treeline_epp.endpoint import EndpointSpec, normal_ip
+from treeline_epp.kube import objects
+from treeline_epp.kube.pools import Pool
+
+RUNTIME_CONTAINER = "runtime"
+ACTIVE_PORTS = ("inference.networking.k8s.io/active-ports", "llm-d.ai/active-ports")
+"""Annotations that restrict a pod's ports to those that are in use; the first that is there counts."""
+_OTHER_ROLES = frozenset({"prefill", "decode"})
+_ENDED = frozenset({"Succeeded", "Failed"})
+
+
+class Pod(msgspec.Struct, frozen=True):
+    """A pod, reduced to what decides about its endpoints. ``active_ports`` is ``None`` where all are active."""
+
+    name: str
+    uid: str
+    labels: Mapping[str, str]
+    ip: str | None = None
+    ready: bool = False
+    ended: bool = False
+    terminating: bool = False
+    restarts: int = 0
+    active_ports: frozenset[int] | None = None
+    created: str = ""
+
+    @property
+    def draining(self) -> bool:
+        """It finishes what it has: it is being deleted, or its label says that it serves no more."""
+        return self.terminating or self.labels.get(labels.SERVING) == "false"
+
+
+def read_pod(data: msgspec.Raw) -> Pod:
+    """A pod from its JSON. Raises ``msgspec.MsgspecError``."""
+    found = _pod(data)
+    meta, status = found.metadata, found.status
+    return Pod(
+        meta.name,
+        meta.uid,
+        meta.labels or {},
+        ip=normal_ip(status.pod_ip) if status.pod_ip else None,
+        ready=any(c.type == "Ready" and c.status == "True" for c in status.conditions or ()),
+        ended=status.phase in _ENDED,
+        terminating=meta.deletion_timestamp is not None,
+        restarts=_restarts(status.container_statuses or ()),
+        active_ports=_active_ports(meta.annotations or {}),
+        created=meta.creation_timestamp or "",
+    )
+
+
+def endpoints(pools: Iterable[Pool], pods: Iterable[Pod]) -> tuple[EndpointSpec, ...]:
+    """Every endpoint of every pool, by name. No name and no address occurs twice.
+
+    Of two pods with one address the newer has it: the older one has ended, and its object is not gone yet.
+    """
+    known = list(pools)
+    by_label = {pool.selector[labels.POOL]: pool for pool in known if _is_own(pool)}
+    others = [pool for pool in known if not _is_own(pool)]
+    by_address: dict[str, EndpointSpec] = {}
+    for pod in sorted(pods, key=lambda pod: (pod.created, pod.name)):
+        if pod.ip is None or pod.ended or pod.labels.get(labels.ROLE) in _OTHER_ROLES:
+            continue
+        pool = by_label.get(pod.labels.get(labels.POOL, ""))
+        if pool is None:
+            pool = next((other for other in others if other.matches(pod.labels)), None)
+        if pool is not None:
+            by_address.update((spec.address, spec) for spec in _of_pod(pool, pod))
+    return tuple(sorted(by_address.values(), key=lambda spec: spec.name))
+
+
+def _is_own(pool: Pool) -> bool:
+    return pool.selector.keys() == {labels.POOL}
+
+
+def _of_pod(pool: Pool, pod: Pod) -> Iterable[EndpointSpec]:
+    host = f"[{pod.ip}]" if ":" in (pod.ip or "") else pod.ip
+    for rank, port in enumerate(pool.ports):
+        if pod.active_ports is None or port in pod.active_ports:
+            yield EndpointSpec(
+                f"{pod.name}-rank-{rank}" if pool.ranks else pod.name,
+                f"{host}:{port}",
+                pool=pool.name,
+                uid=f"{pod.uid}:{pod.restarts}",
+                ready=pod.ready,
+                draining=pod.draining,
+                vouched=pool.vouched,
+            )
+
+
+def _restarts(statuses: Iterable[objects.ContainerStatus]) -> int:
+    """Of the container that serves, where it has our name; of all together otherwise."""
+    counts = {status.name: status.restart_count for status in statuses}
+    return counts.get(RUNTIME_CONTAINER, sum(counts.values()))
+
+
+def _active_ports(annotations: Mapping[str, str]) -> frozenset[int] | None:
+    for name in ACTIVE_PORTS:
+        if name in annotations:
+            words = (word.strip() for word in annotations[name].split(","))
+            return frozenset(int(word) for word in words if word.isascii() and word.isdecimal())
+    return None
+
+
+_pod = msgspec.json.Decoder(objects.Pod).decode

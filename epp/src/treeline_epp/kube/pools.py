@@ -1,0 +1,96 @@
+"""From InferencePools, of three API groups, to what the picker needs to know of a pool. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+from treeline_wire import labels
+
+from treeline_epp.kube.objects import OldPool, OwnPool, UpstreamPool
+
+OWN_GROUP = "treeline.dev"
+UPSTREAM_GROUP = "inference.networking.k8s.io"
+OLD_GROUP = "inference.networking.x-k8s.io"
+VERSIONS = {OWN_GROUP: "v1alpha1", UPSTREAM_GROUP: "v1", OLD_GROUP: "v1alpha2"}
+"""The version that is read of each group's InferencePool."""
+
+
+class Pool(msgspec.Struct, frozen=True):
+    """A pool: which pods are its own, and on which ports they serve.
+
+    ``ranks``: every port is an endpoint of its own, named ``<pod>-rank-<i>``, as other endpoint pickers name them.
+    ``models`` are the names that it is configured to serve; empty where the object does not say. ``vouched``: that a
+    pod is Ready is enough, its engine may be one that answers none of our questions.
+    """
+
+    name: str
+    selector: Mapping[str, str]
+    ports: tuple[int, ...]
+    models: tuple[str, ...] = ()
+    gateway: str = ""
+    ranks: bool = False
+    vouched: bool = False
+    created: str = ""
+
+    def matches(self, pod_labels: Mapping[str, str]) -> bool:
+        """Are these the labels of one of its pods? An empty selector has none."""
+        wanted = self.selector.items()
+        return bool(wanted) and all(pod_labels.get(key) == value for key, value in wanted)
+
+
+def own_pool(data: msgspec.Raw) -> Pool:
+    """An InferencePool of treeline.dev. Raises ``msgspec.MsgspecError``."""
+    found = _own(data)
+    spec, meta = found.spec, found.metadata
+    return Pool(
+        meta.name,
+        {labels.POOL: meta.name},
+        (spec.engine.port,),
+        models=(_served_name(spec.model.name, spec.model.uri),),
+        gateway=spec.gateway.name,
+        created=meta.creation_timestamp or "",
+    )
+
+
+def upstream_pool(data: msgspec.Raw) -> Pool:
+    """An InferencePool of inference.networking.k8s.io. Raises ``msgspec.MsgspecError``."""
+    found = _upstream(data)
+    ports = tuple(dict.fromkeys(port.number for port in found.spec.target_ports))
+    return _foreign(found.metadata.name, found.spec.selector.match_labels or {}, ports)
+
+
+def old_pool(data: msgspec.Raw) -> Pool:
+    """An InferencePool of inference.networking.x-k8s.io. Raises ``msgspec.MsgspecError``."""
+    found = _old(data)
+    port = found.spec.target_port_number
+    return _foreign(found.metadata.name, found.spec.selector, (port,) if port else ())
+
+
+def selected_pods(selector: Mapping[str, str], ports: Iterable[int]) -> Pool:
+    """A pool without an object: pods of a selector that a flag gives."""
+    return _foreign("default", dict(selector), tuple(dict.fromkeys(ports)))
+
+
+def in_order(pools: Iterable[Pool]) -> list[Pool]:
+    """The oldest first, since a name that two pools serve is the older one's."""
+    return sorted(pools, key=lambda pool: (pool.created, pool.name))
+
+
+def _foreign(name: str, selector: Mapping[str, str], ports: tuple[int, ...]) -> Pool:
+    return Pool(name, selector, ports, ranks=True, vouched=True)
+
+
+def _served_name(name: str | None, uri: str) -> str:
+    """The name that a pool's engines serve: the one given, else the last part of the uri without its revision."""
+    if name:
+        return name
+    scheme, _, rest = uri.rpartition("://")
+    if scheme == "hf":
+        rest = rest.partition("@")[0]
+    return rest.rstrip("/").rpartition("/")[2]
+
+
+_own = msgspec.json.Decoder(OwnPool).decode
+_upstream = msgspec.json.Decoder(UpstreamPool).decode
+_old = msgspec.json.Decoder(OldPool).decode
