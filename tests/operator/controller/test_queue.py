@@ -9,7 +9,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.virtual_loop import run
-
 from treeline_operator.controller.queue import Backoff, Outcome, Queue, Schedule
 from treeline_operator.world import Key
 

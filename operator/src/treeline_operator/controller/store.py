@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
+from treeline_wire import labels
+
 from treeline_operator import names
 from treeline_operator.world import Observed, Ref
-from treeline_wire import labels
 
 API_VERSION: Final = "treeline.dev/v1alpha1"
 POOL: Final = "InferencePool"
@@ -20,7 +21,7 @@ _TOMBSTONES: Final = 4096
 
 
 class Place(NamedTuple):
-    """Where an object belongs: the names that its labels (or a pool's own settings) carry, empty where there are none."""
+    """Where an object belongs: the names that its labels (or a pool's own settings) carry, empty without them."""
 
     pool: str = ""
     gateway: str = ""
@@ -141,6 +142,15 @@ class Store:
         self._tell(Change(ref, before, None, frozenset((place,))))
         return True
 
+    def doom(self, ref: Ref, uid: str, stamp: str) -> None:
+        """We asked for the deletion of the object: until the watch says so, its copy says that it is under way."""
+        observed = self._objects.get(ref)
+        if observed is None or observed.uid != uid:
+            return
+        obj = observed.object
+        obj["metadata"].setdefault("deletionTimestamp", stamp)
+        self._objects[ref] = Observed.of(obj)
+
     def retain(self, api_version: str, kind: str, namespace: str, uids: set[str], version: str) -> int:
         """A list at ``version`` has ended and had just these ``uids``: drop what else is known of the kind.
 
@@ -200,5 +210,5 @@ def _newer(candidate: Observed, known: Observed) -> bool:
 
 
 def _after(version: str, other: str) -> bool:
-    """Whether a resource version is later than another: they are comparable integers wherever Kubernetes runs on etcd."""
+    """Whether a resource version is later than another: they are integers that grow, wherever etcd keeps them."""
     return version.isdigit() and other.isdigit() and int(version) > int(other)

@@ -1,0 +1,107 @@
+"""What Prometheus can read of the operator."""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from treeline_operator.controller.queue import Outcome
+from treeline_operator.world import Key, Ref
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class Metrics(Collector):
+    """The operator's metrics, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        own: dict[str, Any] = {"namespace": "treeline_operator", "registry": self.registry}
+        self._reconciles = Counter("reconciles", "Reconciliations that ended.", ("kind", "result"), **own)
+        self._ran = Histogram("reconcile_seconds", "How long one took.", ("kind",), buckets=_SECONDS, **own)
+        self._waited = Histogram(
+            "queue_wait_seconds",
+            "How long a key was ready before it ran.",
+            ("kind",),
+            buckets=_SECONDS,
+            **own,
+        )
+        self._retries = Counter("retries", "Reconciliations that failed and come again.", ("kind",), **own)
+        self._writes = Counter("writes", "Writes to the API server.", ("verb", "kind"), **own)
+        self._drift = Counter("drift_corrected", "Objects that somebody else had changed.", ("kind",), **own)
+        self._dropped = Counter("events_dropped", "Events that were not written.", ("why",), **own)
+        self._leader = Gauge("is_leader", "1 in the replica that acts.", **own)
+        self._conditions: dict[Ref, list[tuple[str, str, str]]] = {}
+        self.depth: Callable[[], int] = lambda: 0
+        self.oldest: Callable[[], float] = lambda: 0.0
+        self.watch_ages: Callable[[], Mapping[str, float]] = dict
+        self.objects: Callable[[], int] = lambda: 0
+        self.registry.register(self)
+
+    def finished(self, key: Key, outcome: Outcome, waited_s: float, ran_s: float) -> None:
+        """A reconciliation ended."""
+        self._reconciles.labels(key.kind, outcome.result).inc()
+        self._ran.labels(key.kind).observe(ran_s)
+        self._waited.labels(key.kind).observe(waited_s)
+
+    def retried(self, key: Key) -> None:
+        """A reconciliation failed and comes again."""
+        self._retries.labels(key.kind).inc()
+
+    def wrote(self, verb: str, kind: str) -> None:
+        """One write was done."""
+        self._writes.labels(verb, kind).inc()
+
+    def drifted(self, kind: str) -> None:
+        """An object that somebody else had changed was set right."""
+        self._drift.labels(kind).inc()
+
+    def dropped(self, why: str) -> None:
+        """An Event was not written."""
+        self._dropped.labels(why).inc()
+
+    def leads(self, leader: bool) -> None:
+        """Whether this replica acts."""
+        self._leader.set(leader)
+
+    def conditions(self, ref: Ref, conditions: Iterable[Mapping[str, Any]]) -> None:
+        """What the status of one of our objects says now; nothing if the object is gone."""
+        said = [(c["type"], c["status"], c["reason"]) for c in conditions]
+        if said:
+            self._conditions[ref] = said
+        else:
+            self._conditions.pop(ref, None)
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """What is read at the moment of the scrape."""
+        yield GaugeMetricFamily("treeline_operator_queue_depth", "Keys that wait for a worker.", self.depth())
+        yield GaugeMetricFamily(
+            "treeline_operator_queue_oldest_seconds", "Age of the oldest key.", self.oldest()
+        )
+        yield GaugeMetricFamily("treeline_operator_objects", "Objects in memory.", self.objects())
+        ages = GaugeMetricFamily(
+            "treeline_operator_watch_age_seconds",
+            "Since the API server last said anything of a kind.",
+            labels=["kind"],
+        )
+        for kind, age in self.watch_ages().items():
+            ages.add_metric([kind], age)
+        yield ages
+        conditions = GaugeMetricFamily(
+            "treeline_operator_conditions",
+            "Conditions of our objects.",
+            labels=["kind", "type", "status", "reason"],
+        )
+        tally = Tally((ref.kind, *said) for ref, all_said in self._conditions.items() for said in all_said)
+        for labels, count in sorted(tally.items()):
+            conditions.add_metric(labels, count)
+        yield conditions
+
+    def text(self) -> bytes:
+        """The page that Prometheus reads."""
+        return generate_latest(self.registry)

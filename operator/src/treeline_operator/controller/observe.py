@@ -1,0 +1,163 @@
+"""From the store to what the planner and the status see: immutable worlds, and which keys a change concerns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Final
+
+from pydantic import ValidationError
+
+from treeline_operator.api.model import InferenceModel
+from treeline_operator.api.parts import Resource
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.controller.store import API_VERSION, MODEL, POOL, Change, Store
+from treeline_operator.world import GatewayWorld, Key, Observed, PickerView, Platform, PoolWorld, Ref
+
+log = logging.getLogger(__name__)
+
+_KINDS: Final[dict[str, type[Resource]]] = {POOL: InferencePool, MODEL: InferenceModel}
+
+
+@dataclass(slots=True)
+class Observer:
+    """Builds worlds. Typed objects are kept while their version is current: a gateway looks at all its pools."""
+
+    store: Store
+    platform: Platform
+    pickers: dict[tuple[str, str], PickerView] = field(default_factory=dict)
+    """What each gateway's picker said last; filled by the picker probe."""
+    _typed: dict[Ref, tuple[str, Resource | str]] = field(default_factory=dict)
+
+    def pool(self, namespace: str, name: str) -> InferencePool | str | None:
+        """The pool; a text where it does not fit our types; None where it is not there."""
+        observed = self.store.get(Ref(API_VERSION, POOL, namespace, name))
+        if observed is None:
+            return None
+        typed = self._parse(observed)
+        return typed if isinstance(typed, str | InferencePool) else None
+
+    def models(self, namespace: str) -> tuple[InferenceModel, ...]:
+        """The namespace's InferenceModels, oldest first."""
+        found = (self._parse(observed) for observed in self.store.of_kind(API_VERSION, MODEL, namespace))
+        return tuple(sorted((m for m in found if isinstance(m, InferenceModel)), key=_age))
+
+    def pools(self, namespace: str) -> tuple[InferencePool, ...]:
+        """The namespace's pools, oldest first."""
+        return self._pools(self.store.of_kind(API_VERSION, POOL, namespace))
+
+    def gateway_world(self, namespace: str, name: str, now: datetime) -> GatewayWorld:
+        """A gateway; with no pools if none names it any more."""
+        children, pods = _apart(self.store.gateway_children(namespace, name))
+        return GatewayWorld(
+            namespace=namespace,
+            name=name,
+            pools=self._pools(self.store.gateway_pools(namespace, name)),
+            children=children,
+            pods=pods,
+            platform=self.platform,
+            now=now,
+        )
+
+    def pool_world(self, pool: InferencePool, now: datetime) -> PoolWorld:
+        """A pool and what its plan depends on."""
+        namespace, gateway = pool.namespace, pool.spec.gateway.name
+        children, pods = _apart(self.store.pool_children(namespace, pool.name))
+        return PoolWorld(
+            pool=pool,
+            children=children,
+            pods=pods,
+            gateway=self.gateway_world(namespace, gateway, now),
+            models=self.models(namespace),
+            picker=self.pickers.get((namespace, gateway)),
+            platform=self.platform,
+            now=now,
+        )
+
+    def all_keys(self) -> Iterator[Key]:
+        """Everything that there is to reconcile."""
+        for ref, _ in self.store.pools():
+            yield Key("pool", ref.namespace, ref.name)
+        for namespace, gateway in self.store.gateways():
+            yield Key("gateway", namespace, gateway)
+        for namespace in self.store.namespaces_of(MODEL):
+            yield Key("models", namespace)
+
+    def forget(self, change: Change) -> None:
+        """Drop the typed object of one that is gone."""
+        if change.after is None:
+            self._typed.pop(change.ref, None)
+
+    def _pools(self, observed: Iterable[Observed]) -> tuple[InferencePool, ...]:
+        found = (self._parse(o) for o in observed)
+        return tuple(sorted((p for p in found if isinstance(p, InferencePool)), key=_age))
+
+    def _parse(self, observed: Observed) -> Resource | str:
+        version, typed = self._typed.get(observed.ref, ("", ""))
+        if version != observed.resource_version:
+            try:
+                typed = _KINDS[observed.ref.kind].from_object(observed.object)
+            except ValidationError as exc:
+                typed = explain(exc)
+                log.warning("%s %s/%s does not fit: %s", observed.ref.kind, *observed.ref[2:], typed)
+            self._typed[observed.ref] = (observed.resource_version, typed)
+        return typed
+
+
+def explain(exc: ValidationError) -> str:
+    """What is wrong, field by field, in one line."""
+    problems = (
+        f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in exc.errors(include_url=False)
+    )
+    return "; ".join(problems)
+
+
+def concerned(change: Change, store: Store) -> set[Key]:
+    """The keys whose plan or status may differ after the change."""
+    ref = change.ref
+    if ref.api_version == API_VERSION and ref.kind == MODEL:
+        return {Key("models", ref.namespace), *_pools_of_model(change)}
+    if ref.api_version == API_VERSION and ref.kind == POOL:
+        keys = {Key("pool", ref.namespace, ref.name)}
+        if _intent(change.before) != _intent(change.after):
+            keys |= {Key("gateway", ref.namespace, place.gateway) for place in change.places}
+            keys.add(Key("models", ref.namespace))
+        return keys
+    keys = set()
+    for place in change.places:
+        if place.pool:
+            keys.add(Key("pool", ref.namespace, place.pool))
+        elif place.gateway:
+            keys.add(Key("gateway", ref.namespace, place.gateway))
+            members = store.gateway_pools(ref.namespace, place.gateway)
+            keys |= {Key("pool", ref.namespace, member.ref.name) for member in members}
+    return keys
+
+
+def _pools_of_model(change: Change) -> Iterator[Key]:
+    for observed in (change.before, change.after):
+        spec = observed.object.get("spec") or {} if observed is not None else {}
+        if name := (spec.get("poolRef") or {}).get("name"):
+            yield Key("pool", change.ref.namespace, name)
+
+
+def _intent(observed: Observed | None) -> object:
+    """What of one of our objects somebody wants, without its status."""
+    if observed is None:
+        return None
+    meta = observed.object["metadata"]
+    fields = ("uid", "generation", "labels", "annotations", "deletionTimestamp")
+    return [meta.get(name) for name in fields]
+
+
+def _apart(found: list[Observed]) -> tuple[tuple[Observed, ...], tuple[Observed, ...]]:
+    """Children, and pods."""
+    pods = tuple(o for o in found if o.ref.kind == "Pod")
+    return tuple(o for o in found if o.ref.kind != "Pod"), pods
+
+
+def _age(resource: Resource) -> tuple[str, str]:
+    created = resource.metadata.creation_timestamp
+    return (created.isoformat() if created else "9999", resource.name)

@@ -1,0 +1,211 @@
+"""Asks every gateway's pickers what they list, more often while somebody waits for a change."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import aiohttp
+import msgspec
+from treeline_wire import ports
+
+from treeline_operator import names
+from treeline_operator.controller.observe import Observer
+from treeline_operator.controller.queue import Backoff, Outcome, Queue
+from treeline_operator.world import Key, PickerEndpoint, PickerView
+
+log = logging.getLogger(__name__)
+
+_MAX_ANSWER: Final = 32 << 20
+_PATIENCE: Final = 3
+
+
+class _Endpoint(msgspec.Struct):
+    name: str
+    address: str
+    ready: bool = False
+    draining: bool = False
+
+
+class _Pool(msgspec.Struct):
+    models: list[str] = []
+    endpoints: list[_Endpoint] = []
+
+
+class _Answer(msgspec.Struct):
+    synced: bool = False
+    pools: dict[str, _Pool] = {}
+
+
+_decode = msgspec.json.Decoder(_Answer).decode
+
+
+class Asker(Protocol):
+    """How a picker is asked."""
+
+    async def ask(self, address: str) -> bytes:
+        """The body of its list of endpoints. Raises OSError where there is none to be had."""
+
+
+@dataclass(slots=True)
+class HttpAsker:
+    """Asks over HTTP, at the picker's port for metrics and status."""
+
+    session: aiohttp.ClientSession
+    port: int = ports.METRICS
+    timeout_s: float = 3.0
+
+    async def ask(self, address: str) -> bytes:
+        host = f"[{address}]" if ":" in address else address
+        timeout = aiohttp.ClientTimeout(total=self.timeout_s)
+        try:
+            async with self.session.get(f"http://{host}:{self.port}/endpoints", timeout=timeout) as answer:
+                if answer.status != 200:
+                    raise ConnectionError(f"the picker at {address} answered {answer.status}")
+                body = await answer.content.read(_MAX_ANSWER)
+                if not answer.content.at_eof():
+                    raise ConnectionError(f"the picker at {address} answered more than {_MAX_ANSWER} bytes")
+                return body
+        except (aiohttp.ClientError, TimeoutError) as exc:
+            raise ConnectionError(f"the picker at {address}: {exc or type(exc).__name__}") from exc
+
+
+def merge(views: Iterable[PickerView]) -> PickerView | None:
+    """What all pickers of a gateway agree on: Envoy may ask any of them."""
+    all_views = list(views)
+    if not all_views:
+        return None
+    first, *others = all_views
+    pools = {}
+    for pool, endpoints in first.pools.items():
+        listed = [{e.name: e for e in other.pools.get(pool, ())} for other in others]
+        pools[pool] = tuple(
+            PickerEndpoint(
+                name=e.name,
+                address=e.address,
+                ready=e.ready and all(names_[e.name].ready for names_ in listed),
+                draining=e.draining or any(names_[e.name].draining for names_ in listed),
+            )
+            for e in endpoints
+            if all(e.name in names_ for names_ in listed)
+        )
+    models = {
+        pool: tuple(m for m in served if all(m in other.models.get(pool, ()) for other in others))
+        for pool, served in first.models.items()
+    }
+    return PickerView(all(view.synced for view in all_views), pools, models)
+
+
+@dataclass(slots=True)
+class PickerProbe:
+    """Keeps ``observer.pickers`` filled, and tells of the pools whose list has changed."""
+
+    observer: Observer
+    asker: Asker
+    changed: Callable[[Key], None]
+    calm_s: float = 10.0
+    hurried_s: float = 1.0
+    _waiting: dict[tuple[str, str], set[str]] = field(default_factory=dict)
+    _failures: dict[tuple[str, str], int] = field(default_factory=dict)
+    _queue: Queue = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._queue = Queue(
+            self._probe, gauges=_Silent(), concurrency=16, backoff=Backoff(self.hurried_s, self.calm_s)
+        )
+
+    def wait(self, namespace: str, gateway: str, pool: str, waits: bool) -> None:
+        """Whether a pool waits for its gateway's picker to say something new."""
+        key = (namespace, gateway)
+        pools = self._waiting.setdefault(key, set())
+        begins = waits and not pools
+        (pools.add if waits else pools.discard)(pool)
+        if not pools:
+            del self._waiting[key]
+        if begins:
+            self._queue.add(Key("gateway", namespace, gateway))
+
+    def look(self, namespace: str, gateway: str) -> None:
+        """Ask soon; afterwards it is asked for as long as it has pods."""
+        self._queue.add(Key("gateway", namespace, gateway))
+
+    async def run(self) -> None:
+        """Until :meth:`stop`."""
+        await self._queue.run()
+
+    async def stop(self) -> None:
+        """Ask no more."""
+        await self._queue.stop(0.0)
+
+    async def _probe(self, key: Key) -> Outcome:
+        gateway = (key.namespace, key.name)
+        addresses = self._addresses(key)
+        if not addresses:
+            self._failures.pop(gateway, None)
+            self._set(gateway, None)
+            return Outcome("none")  # a change of its pods brings it back
+        delay = self.hurried_s if gateway in self._waiting else self.calm_s
+        try:
+            answers = await asyncio.gather(*(self.asker.ask(address) for address in addresses))
+            view = merge(_view(_decode(answer)) for answer in answers)
+        except (OSError, msgspec.MsgspecError) as exc:
+            failures = self._failures[gateway] = self._failures.get(gateway, 0) + 1
+            log.log(logging.INFO if failures == _PATIENCE else logging.DEBUG, "%s", exc)
+            if failures >= _PATIENCE:
+                self._set(gateway, None)
+            return Outcome("unreachable", after_s=delay)
+        self._failures.pop(gateway, None)
+        self._set(gateway, view)
+        return Outcome(after_s=delay)
+
+    def _addresses(self, key: Key) -> list[str]:
+        found = []
+        for observed in self.observer.store.gateway_children(key.namespace, key.name):
+            if observed.ref.kind != "Pod":
+                continue
+            pod = observed.object
+            meta: dict[str, Any] = pod["metadata"]
+            status = pod.get("status") or {}
+            picks = (meta.get("labels") or {}).get(names.COMPONENT) == "epp"
+            ready = any(
+                c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ()
+            )
+            if picks and ready and not meta.get("deletionTimestamp") and status.get("podIP"):
+                found.append(status["podIP"])
+        return found
+
+    def _set(self, gateway: tuple[str, str], view: PickerView | None) -> None:
+        before = self.observer.pickers.get(gateway)
+        if view is None:
+            self.observer.pickers.pop(gateway, None)
+        else:
+            self.observer.pickers[gateway] = view
+        for pool in self.observer.store.gateway_pools(*gateway):
+            if _of(before, pool.ref.name) != _of(view, pool.ref.name):
+                self.changed(Key("pool", pool.ref.namespace, pool.ref.name))
+
+
+class _Silent:
+    def finished(self, key: Key, outcome: Outcome, waited_s: float, ran_s: float) -> None:
+        pass
+
+    def retried(self, key: Key) -> None:
+        pass
+
+
+def _view(answer: _Answer) -> PickerView:
+    return PickerView(
+        synced=answer.synced,
+        pools={
+            pool: tuple(PickerEndpoint(e.name, e.address, e.ready, e.draining) for e in said.endpoints)
+            for pool, said in answer.pools.items()
+        },
+        models={pool: tuple(said.models) for pool, said in answer.pools.items()},
+    )
+
+
+def _of(view: PickerView | None, pool: str) -> object:
+    return None if view is None else (view.synced, view.pools.get(pool), view.models.get(pool))

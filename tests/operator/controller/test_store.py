@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from treeline_operator.controller.observe import concerned
+from treeline_operator.controller.store import API_VERSION, Change, Store
+from treeline_operator.world import Key, Ref
+
+
+def child(
+    name: str, version: int, uid: str = "", pool: str = "", gateway: str = "g", **more: Any
+) -> dict[str, Any]:
+    marks = {"treeline.dev/gateway": gateway} | ({"treeline.dev/pool": pool} if pool else {})
+    meta = {"name": name, "namespace": "n", "uid": uid or f"uid-{name}", "resourceVersion": str(version)}
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {**meta, "labels": marks}, **more}
+
+
+def pool(
+    name: str, version: int, gateway: str | None = None, generation: int = 1, **more: Any
+) -> dict[str, Any]:
+    spec: dict[str, Any] = {"model": {"uri": "builtin://tiny"}}
+    if gateway:
+        spec["gateway"] = {"name": gateway}
+    meta = {"name": name, "namespace": "n", "uid": f"uid-{name}", "resourceVersion": str(version)}
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "InferencePool",
+        "metadata": {**meta, "generation": generation},
+        "spec": spec,
+        **more,
+    }
+
+
+def ref(name: str) -> Ref:
+    return Ref("apps/v1", "Deployment", "n", name)
+
+
+def heard(store: Store) -> list[Change]:
+    changes: list[Change] = []
+    store.listeners.append(changes.append)
+    return changes
+
+
+def test_an_object_is_found_by_kind_pool_and_gateway() -> None:
+    store = Store()
+    store.put(child("d1", 1, pool="p"))
+    store.put(child("d2", 2))
+    store.put(pool("p", 3))
+    store.put(pool("q", 4, "other"))
+    assert [o.ref.name for o in store.pool_children("n", "p")] == ["d1"]
+    assert [o.ref.name for o in store.gateway_children("n", "g")] == ["d2"]
+    assert [o.ref.name for o in store.gateway_pools("n", "treeline")] == ["p"]
+    assert store.gateways() == {("n", "g"), ("n", "treeline"), ("n", "other")}
+    assert [o.ref.name for o in store.of_kind("apps/v1", "Deployment", "n")] == ["d1", "d2"]
+
+
+def test_managed_fields_are_not_kept() -> None:
+    store = Store()
+    obj = child("d", 1)
+    obj["metadata"]["managedFields"] = [{"manager": "x" * 1000}]
+    store.put(obj)
+    found = store.get(ref("d"))
+    assert found is not None
+    assert b"managedFields" not in found.body
+    assert "managedFields" in obj["metadata"], "the caller's object is left alone"
+
+
+def test_an_older_version_never_wins() -> None:
+    store = Store()
+    assert store.put(child("d", 10, spec={"replicas": 2}))
+    changes = heard(store)
+    assert not store.put(child("d", 9, spec={"replicas": 1}))
+    assert not store.put(child("d", 10, spec={"replicas": 1}))
+    assert store.put(child("d", 11, spec={"replicas": 3}))
+    assert [c.after is not None and c.after.resource_version for c in changes] == ["11"]
+
+
+def test_the_answer_to_a_write_does_not_raise_the_dead() -> None:
+    store = Store()
+    store.put(child("d", 10))
+    assert store.remove(ref("d"), "uid-d")
+    assert not store.put(child("d", 11)), (
+        "the answer to our apply came after the watch had told of the deletion"
+    )
+    assert store.put(child("d", 12, uid="another"))
+    assert not store.remove(ref("d"), "uid-d"), "a late event about the former object of that name"
+    assert store.get(ref("d")) is not None
+
+
+def test_a_list_drops_what_it_does_not_name_but_not_what_we_made_since() -> None:
+    store = Store()
+    for name, version in (("a", 5), ("b", 6), ("c", 20)):
+        store.put(child(name, version))
+    store.put(pool("p", 7))
+    assert store.retain("apps/v1", "Deployment", "", {"uid-a"}, "10") == 1
+    assert [o.ref.name for o in store.of_kind("apps/v1", "Deployment", "n")] == ["a", "c"]
+    assert len(store) == 3
+
+
+def test_a_doomed_object_says_so_until_the_watch_does() -> None:
+    store = Store()
+    store.put(child("d", 5))
+    store.doom(ref("d"), "uid-d", "2026-11-01T00:00:00Z")
+    found = store.get(ref("d"))
+    assert found is not None
+    assert found.object["metadata"]["deletionTimestamp"] == "2026-11-01T00:00:00Z"
+    store.doom(ref("d"), "another", "x")
+    store.doom(ref("e"), "uid-e", "x")
+    assert store.put(child("d", 6))
+
+
+def keys_of(change: Change, store: Store) -> set[tuple[str, str]]:
+    return {(key.kind, key.name) for key in concerned(change, store)}
+
+
+def test_a_pools_new_spec_concerns_its_gateways_old_and_new() -> None:
+    store = Store()
+    changes = heard(store)
+    store.put(pool("p", 1, "old"))
+    store.put(pool("p", 2, "new", generation=2))
+    store.put(pool("p", 3, "new", generation=2, status={"replicas": 1}))
+    store.remove(Ref(API_VERSION, "InferencePool", "n", "p"), "uid-p")
+    assert [keys_of(c, store) for c in changes] == [
+        {("pool", "p"), ("gateway", "old"), ("models", "")},
+        {("pool", "p"), ("gateway", "old"), ("gateway", "new"), ("models", "")},
+        {("pool", "p")},
+        {("pool", "p"), ("gateway", "new"), ("models", "")},
+    ]
+
+
+def test_a_child_concerns_its_pool_and_a_gateways_child_all_members() -> None:
+    store = Store()
+    for name in ("p", "q"):
+        store.put(pool(name, 1, "g"))
+    changes = heard(store)
+    store.put(child("d1", 5, pool="p"))
+    store.put(child("d2", 6))
+    store.put(child("d1", 7, pool="q"))
+    store.put(child("d3", 8, gateway=""))
+    assert [keys_of(c, store) for c in changes] == [
+        {("pool", "p")},
+        {("gateway", "g"), ("pool", "p"), ("pool", "q")},
+        {("pool", "p"), ("pool", "q")},
+        set(),
+    ]
+
+
+def test_a_model_concerns_its_namespace_and_the_pools_that_it_names() -> None:
+    store = Store()
+    changes = heard(store)
+    model = {
+        "apiVersion": API_VERSION,
+        "kind": "InferenceModel",
+        "metadata": {"name": "m", "namespace": "n", "uid": "u", "resourceVersion": "1"},
+        "spec": {"modelName": "x", "poolRef": {"name": "p"}},
+    }
+    store.put(model)
+    moved = {**model, "spec": {"modelName": "x", "poolRef": {"name": "q"}}}
+    store.put({**moved, "metadata": {**model["metadata"], "resourceVersion": "2"}})
+    assert concerned(changes[0], store) == {Key("models", "n"), Key("pool", "n", "p")}
+    assert concerned(changes[1], store) == {Key("models", "n"), Key("pool", "n", "p"), Key("pool", "n", "q")}
+
+
+NAMES = ["a", "b", "c"]
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """The watch and the answers to our writes tell the same history, each in its own order; the store must converge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version = 0
+        self.incarnation = 0
+        self.cluster: dict[str, dict[str, Any]] = {}
+        self.log: list[tuple[str, dict[str, Any]]] = []
+        self.answers: list[dict[str, Any]] = []
+        self.store = Store()
+
+    @rule(name=st.sampled_from(NAMES), pool_name=st.sampled_from(["", "p", "q"]))
+    def write(self, name: str, pool_name: str) -> None:
+        self.version += 1
+        uid = self.cluster[name]["metadata"]["uid"] if name in self.cluster else ""
+        if not uid:
+            self.incarnation += 1
+            uid = f"{name}-{self.incarnation}"
+        self.cluster[name] = child(name, self.version, uid=uid, pool=pool_name)
+        self.log.append(("MODIFIED", self.cluster[name]))
+        self.answers.append(self.cluster[name])
+
+    @rule(name=st.sampled_from(NAMES))
+    def delete(self, name: str) -> None:
+        if name in self.cluster:
+            self.version += 1
+            gone = self.cluster.pop(name)
+            self.log.append(("DELETED", gone))
+
+    @rule(data=st.data())
+    def answer(self, data: st.DataObject) -> None:
+        if self.answers:
+            index = data.draw(st.integers(0, len(self.answers) - 1))
+            self.store.put(self.answers.pop(index))
+
+    @rule(count=st.integers(1, 5))
+    def watch(self, count: int) -> None:
+        for kind, obj in self.log[:count]:
+            if kind == "DELETED":
+                self.store.remove(ref(obj["metadata"]["name"]), obj["metadata"]["uid"])
+            else:
+                self.store.put(obj)
+        del self.log[:count]
+
+    @rule()
+    def relist(self) -> None:
+        for obj in self.cluster.values():
+            self.store.put(obj)
+        uids = {obj["metadata"]["uid"] for obj in self.cluster.values()}
+        self.store.retain("apps/v1", "Deployment", "", uids, str(self.version))
+        self.log.clear()
+
+    @invariant()
+    def maps_agree(self) -> None:
+        for place, found in (
+            ("p", self.store.pool_children("n", "p")),
+            ("q", self.store.pool_children("n", "q")),
+        ):
+            assert all(o.object["metadata"]["labels"]["treeline.dev/pool"] == place for o in found)
+        by_place = sum(len(self.store.pool_children("n", p)) for p in ("p", "q"))
+        assert by_place + len(self.store.gateway_children("n", "g")) == len(self.store)
+
+    def teardown(self) -> None:
+        for obj in self.answers:
+            self.store.put(obj)
+        self.watch(len(self.log))
+        known = {o.ref.name: o.resource_version for o in self.store.of_kind("apps/v1", "Deployment", "n")}
+        assert known == {name: obj["metadata"]["resourceVersion"] for name, obj in self.cluster.items()}
+
+
+StoreMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
+)
+TestStore = StoreMachine.TestCase
