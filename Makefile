@@ -1,13 +1,13 @@
 # Everything a person does here, by one word. `make help` lists the words; each does its own set-up in .venv.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format bench fuzz model lock clean
+.PHONY: help setup run test check format control-plane generate bench fuzz model lock clean
 
 PY := .venv/bin/python
 MYPY_ROOMS := wire/src runtime/src epp/src operator/src lang/src bench/src cli/src
 
 help: ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup:
 	@scripts/setup.sh
@@ -23,6 +23,12 @@ check: setup ## Lint, format, types, import rule, dead code
 
 format: setup ## Let ruff format and mend what it can
 	@.venv/bin/ruff format . && .venv/bin/ruff check --fix .
+
+control-plane: setup ## Build etcd, the Kubernetes control plane and helm for the operator's tests (Go 1.26; minutes, once)
+	@scripts/control_plane.sh >/dev/null
+
+generate: setup ## Write anew what is made from the code: CRDs, chart parts, plain manifests, reference pages, the code map
+	@scripts/generate.sh
 
 bench: setup ## The benchmarks: tables, plots and JSON in bench/results (ARGS="tree picker routing" for some of them)
 	@$(PY) -m treeline_bench $(ARGS)
