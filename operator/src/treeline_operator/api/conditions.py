@@ -61,6 +61,7 @@ class Reason(StrEnum):
     WEIGHTS_MISSING = "WeightsMissing"
     DOWNLOAD_FAILED = "DownloadFailed"
     MODEL_TOO_LARGE = "ModelTooLarge"
+    MODEL_NOT_SERVED = "ModelNotServed"
     # The picker
     PICKER_SYNCED = "PickerSynced"
     PICKER_NOT_READY = "PickerNotReady"
@@ -237,6 +238,11 @@ INFO: Final[dict[Reason, ReasonInfo]] = {
         False,
         "The model does not fit into the memory or the volume.",
         "Take a larger accelerator or more of them, more memory or cache.size, or a smaller model.",
+    ),
+    _R.MODEL_NOT_SERVED: ReasonInfo(
+        False,
+        "The pods answer to other model names than the pool's.",
+        "Set model.name to a name that the engine serves, or tell the engine the name by engine.args.",
     ),
     _R.PICKER_SYNCED: ReasonInfo(True, "The picker is ready and lists the pool's pods."),
     _R.PICKER_NOT_READY: ReasonInfo(

@@ -45,7 +45,7 @@ def picker(world: PoolWorld, ready: Collection[str]) -> Finding:
     listed = revisions.routable(world.picker, world.pool.name) or frozenset()
     missing = sorted(set(ready) - listed)
     if missing:
-        text = f"{deployment} would choose {len(ready) - len(missing)} of {len(ready)} ready pods, but not {few(missing)}"
+        text = f"{deployment} would choose {len(ready) - len(missing)} of {len(ready)} ready pods, not {few(missing)}"
         return Finding(kind, "False", Reason.ENDPOINTS_MISSING, text)
     text = f"{deployment} would choose every ready pod ({len(ready)})" if ready else f"{deployment} is ready"
     return Finding(kind, "True", Reason.PICKER_SYNCED, text)
