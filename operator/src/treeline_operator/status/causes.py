@@ -70,7 +70,8 @@ _MOUNT_EVENTS: Final = ("FailedMount", "FailedAttachVolume", "FailedMapVolume")
 _BACK_OFF: Final = re.compile(r'^Back-off pulling image "[^"]*"(: )?')
 _PULL_PREFIX: Final = re.compile(r"^(ErrImagePull|ImagePullBackOff): ")
 _PREEMPTION: Final = re.compile(r"\s*preemption: .*$", re.DOTALL)
-_REFUSED_POD: Final = re.compile(r'^(error creating: )?pods "[^"]*" is forbidden: ', re.IGNORECASE)
+_REFUSED_POD: Final = re.compile(r'^(error creating: )?pods? "[^"]*" is (forbidden: )?', re.IGNORECASE)
+"""Names of pods that cannot be made differ at every try."""
 _ABSENT: Final = re.compile(r'(secret|configmap) "([^"]+)" not found')
 _ESCAPES: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f]")
 _DEVICE_MEMORY: Final = re.compile(r"CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED")
@@ -341,7 +342,7 @@ def _creation_reason(text: str) -> Reason:
         return Reason.QUOTA_EXCEEDED
     if re.search(r'serviceaccount "[^"]+" not found', text):
         return Reason.CONFIG_ERROR
-    if "is invalid" in text or "Invalid value" in text:
+    if text.startswith("invalid") or "Invalid value" in text:
         return Reason.TEMPLATE_INVALID
     return Reason.POD_REJECTED
 

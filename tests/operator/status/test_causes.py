@@ -1,0 +1,141 @@
+"""Why pods are not ready: one row for each kind of trouble, with statuses as kubelets and schedulers write them."""
+
+from __future__ import annotations
+
+import pytest
+from support.operator_status import deployment, event, observed, pod, pool, ready
+from support.operator_trouble import (
+    BACK_OFF,
+    CREATING,
+    POD,
+    REJECTIONS,
+    RUNNING,
+    TROUBLES,
+    ended,
+    init,
+    runtime,
+    unscheduled,
+)
+from treeline_operator.api.conditions import Reason
+from treeline_operator.status.causes import dig, percent, size
+from treeline_operator.status.pool import refusal
+
+POOL = pool()
+
+
+@pytest.mark.parametrize(("status", "events", "reason", "text"), TROUBLES.values(), ids=TROUBLES)
+def test_the_cause_is_found(status, events, reason, text):
+    """Among other pods, with events of others around."""
+    noise = event("tiny-7", "FailedMount", 'secret "other" not found')
+    pods = [pod(POOL, "tiny-0", **ready()).object, pod(POOL, POD, **status).object]
+    causes = dig(pods, (), [one.object for one in (noise, *events)])
+    assert [cause.reason for cause in causes] == [reason]
+    assert causes[0].detail.startswith("1 of 2 pods (tiny-1): ")
+    assert text in causes[0].detail
+    assert causes[0].pods == (POD,)
+    assert causes[0].message.endswith(reason.fix)
+
+
+@pytest.mark.parametrize(
+    ("told", "text"),
+    [
+        (None, "the weights are being downloaded"),
+        ((3 << 30, 16 << 30), "18 % of 16.0 GiB are there"),
+        ((700, 0), "700 B of the weights are there"),
+    ],
+)
+def test_a_download_tells_how_far_it_is(told, text):
+    pods = [pod(POOL, POD, **init(RUNNING)).object]
+    causes = dig(pods, progress={} if told is None else {POD: told})
+    assert text in causes[0].detail
+
+
+def test_pods_that_are_ready_or_end_have_no_cause():
+    gone = pod(POOL, "a", deleting=True, **runtime(BACK_OFF)).object
+    done = pod(POOL, "b", phase="Succeeded").object
+    assert dig([pod(POOL, "c", **ready()).object, gone, done]) == []
+
+
+def test_the_most_useful_cause_comes_first_and_says_how_many_pods_have_it():
+    pods = [pod(POOL, f"p-{n}", **unscheduled("3 Insufficient nvidia.com/gpu")).object for n in range(5)]
+    pods.append(
+        pod(POOL, "p-5", **runtime(BACK_OFF, restartCount=1, lastState=ended(1, message="boom"))).object
+    )
+    pods.append(pod(POOL, "p-6", **init(RUNNING)).object)
+    crash, capacity, download = dig(reversed(pods))
+    assert (crash.reason, crash.pods) == (Reason.CRASH_LOOPING, ("p-5",))
+    assert capacity.detail == "5 of 7 pods (p-0, p-1, p-2 and 2 more): 3 Insufficient nvidia.com/gpu"
+    assert download.reason is Reason.WEIGHTS_DOWNLOADING
+
+
+def test_the_same_trouble_in_other_words_is_told_in_those_of_most_pods():
+    words = ["one", "two", "two"]
+    pods = [
+        pod(POOL, f"p-{n}", **runtime(BACK_OFF, restartCount=1, lastState=ended(1, message=text))).object
+        for n, text in enumerate(words)
+    ]
+    assert "last words: two" in dig(pods)[0].detail
+
+
+def test_a_long_last_line_is_cut():
+    status = runtime(BACK_OFF, restartCount=1, lastState=ended(1, message="x" * 5000))
+    assert len(dig([pod(POOL, POD, **status).object])[0].detail) < 500
+
+
+@pytest.mark.parametrize(("reason", "message"), REJECTIONS.items(), ids=REJECTIONS)
+def test_pods_that_cannot_be_made(reason, message):
+    """From the Deployment's condition, or from events while the condition is not there yet."""
+    failed = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": message}
+    told = deployment("tiny-ab12", 2, 0, conditions=[failed]).object
+    (cause,) = dig([], [told])
+    assert cause.reason is reason
+    assert cause.detail.startswith("Deployment tiny-ab12 cannot make pods: ")
+    assert "x7k2p" not in cause.detail, "a name that is another at every try would never come to rest"
+    status = {"replicas": 0}
+    silent = observed("Deployment", "tiny-ab12", "apps/v1", spec={"replicas": 2}, status=status).object
+    about = event("tiny-ab12-6d5f", "FailedCreate", f"Error creating: {message}", kind="ReplicaSet").object
+    other = event("tiny-cd34-6d5f", "FailedCreate", "Error creating: other", kind="ReplicaSet").object
+    assert dig([], [silent], [other, about])[0].reason is reason
+    assert dig([], [silent], [other]) == []
+
+
+def test_events_of_the_newer_api_are_read_too():
+    about = {"kind": "Pod", "name": POD, "namespace": "shop", "uid": f"uid-{POD}"}
+    newer = {
+        "reason": "FailedMount",
+        "note": "timed out",
+        "regarding": about,
+        "eventTime": "2026-11-20T11:59:00Z",
+    }
+    assert dig([pod(POOL, POD, **runtime(CREATING)).object], (), [newer])[0].reason is Reason.VOLUME_NOT_READY
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "message", "reason"),
+    [
+        (403, "PersistentVolumeClaim", "exceeded quota: storage", Reason.QUOTA_EXCEEDED),
+        (
+            422,
+            "Deployment",
+            "spec.template.spec.containers[0].image: Required value",
+            Reason.TEMPLATE_INVALID,
+        ),
+        (422, "Deployment", "ValidatingAdmissionPolicy 'x' denied request: no hostPath", Reason.POD_REJECTED),
+        (403, "Role", "is attempting to grant RBAC permissions not currently held", Reason.RECONCILE_FAILED),
+        (500, "Deployment", "etcdserver: request timed out", Reason.RECONCILE_FAILED),
+    ],
+)
+def test_refused_writes(code, kind, message, reason):
+    cause = refusal(code, kind, message)
+    assert (cause.reason, cause.detail) == (reason, message)
+
+
+def test_figures_for_people():
+    assert [size(n) for n in (0, 1023, 1024, 5 << 20, 3 << 40)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "5.0 MiB",
+        "3072.0 GiB",
+    ]
+    assert [percent(*pair) for pair in ((0, 0), (1, 3), (999, 1000), (7, 7), (9, 7))] == [0, 33, 99, 100, 100]

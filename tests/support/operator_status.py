@@ -1,0 +1,190 @@
+"""Worlds for tests of the operator's status: a pool that serves, and how to change it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from treeline_operator import names
+from treeline_operator.api.model import InferenceModel
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.plan.revision import target
+from treeline_operator.world import GatewayWorld, Observed, PickerEndpoint, PickerView, Platform, PoolWorld
+from treeline_wire import labels
+
+NOW = datetime(2026, 11, 20, 12, 0, 0, tzinfo=UTC)
+LATER = NOW + timedelta(minutes=5)
+_uids = itertools.count(1)
+
+
+def pool(
+    name: str = "tiny", /, *, generation: int = 3, created: str = "2026-11-01T00:00:00Z", **spec: Any
+) -> InferencePool:
+    """A pool of the builtin model; keywords are fields of its spec, in camelCase."""
+    meta = {"name": name, "namespace": "shop", "uid": f"uid-{name}", "generation": generation}
+    return InferencePool.from_object(
+        {
+            "apiVersion": "treeline.dev/v1alpha1",
+            "kind": "InferencePool",
+            "metadata": {**meta, "creationTimestamp": created},
+            "spec": {"model": {"uri": "builtin://tiny"}, **spec},
+        },
+        strict=True,
+    )
+
+
+def model(
+    name: str, /, *, model_name: str = "chat", created: str = "2026-11-01T00:00:00Z", **spec: Any
+) -> InferenceModel:
+    """An InferenceModel of pool tiny; keywords are fields of its spec, in camelCase."""
+    meta = {"name": name, "namespace": "shop", "uid": f"uid-{name}", "generation": 2}
+    return InferenceModel.from_object(
+        {
+            "apiVersion": "treeline.dev/v1alpha1",
+            "kind": "InferenceModel",
+            "metadata": {**meta, "creationTimestamp": created},
+            "spec": {"modelName": model_name, "poolRef": {"name": "tiny"}, **spec},
+        },
+        strict=True,
+    )
+
+
+def observed(kind: str, name: str, api_version: str = "v1", **fields: Any) -> Observed:
+    """An object of namespace shop. ``meta`` is added to its metadata."""
+    meta = {"name": name, "namespace": "shop", "uid": f"uid-{name}", "resourceVersion": "7", "generation": 1}
+    meta |= fields.pop("meta", {})
+    return Observed.of({"apiVersion": api_version, "kind": kind, "metadata": meta, **fields})
+
+
+def deployment(name: str, replicas: int, ready: int, *, conditions: Any = (), meta: Any = None) -> Observed:
+    """A Deployment whose controller has seen it."""
+    status = {
+        "observedGeneration": 1,
+        "replicas": replicas,
+        "readyReplicas": ready,
+        "conditions": list(conditions),
+    }
+    return observed(
+        "Deployment", name, "apps/v1", meta=meta or {}, spec={"replicas": replicas}, status=status
+    )
+
+
+def revision(of: InferencePool, replicas: int, ready: int, *, conditions: Any = ()) -> Observed:
+    """The Deployment of the pool's current revision."""
+    wanted = target(of, (), Platform())
+    meta = {
+        "labels": {labels.POOL: of.name, names.REVISION: wanted.name, names.MANAGED_BY: names.MANAGER},
+        "annotations": {names.INPUTS: wanted.inputs, names.TEMPLATE_VERSION: "1"},
+        "creationTimestamp": "2026-11-20T11:00:00Z",
+        "ownerReferences": [of.owner_reference(controller=True)],
+    }
+    return deployment(
+        names.deployment(of.name, wanted.name), replicas, ready, conditions=conditions, meta=meta
+    )
+
+
+def pod(
+    of: InferencePool,
+    name: str,
+    *,
+    revision: str = "",
+    serving: str = "true",
+    deleting: bool = False,
+    **status: Any,
+) -> Observed:
+    """A pod of the pool; keywords are fields of its status. Without any it is one that nobody has looked at."""
+    marks = {
+        labels.POOL: of.name,
+        labels.SERVING: serving,
+        names.COMPONENT: "runtime",
+        names.REVISION: revision or target(of, (), Platform()).name,
+    }
+    meta: dict[str, Any] = {"labels": marks, "uid": f"uid-{name}"}
+    if deleting:
+        meta["deletionTimestamp"] = "2026-11-20T11:59:00Z"
+    return observed("Pod", name, meta=meta, status=status)
+
+
+def ready(number: int = 1) -> dict[str, Any]:
+    """The status of a pod that is ready."""
+    return {
+        "phase": "Running",
+        "podIP": f"10.0.0.{number}",
+        "conditions": [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": "True"}],
+        "containerStatuses": [container("runtime", {"running": {}}, ready=True)],
+    }
+
+
+def container(name: str, state: Any, **fields: Any) -> dict[str, Any]:
+    """The status of one container."""
+    return {
+        "name": name,
+        "image": "registry.example/runtime:1",
+        "ready": False,
+        "restartCount": 0,
+        "state": state,
+        **fields,
+    }
+
+
+def event(
+    about: str, reason: str, message: str, *, kind: str = "Pod", last: str = "2026-11-20T11:59:00Z"
+) -> Observed:
+    """A Warning event (core/v1)."""
+    return observed(
+        "Event",
+        f"event-{next(_uids)}",
+        type="Warning",
+        reason=reason,
+        message=message,
+        involvedObject={"kind": kind, "name": about, "namespace": "shop", "uid": f"uid-{about}"},
+        lastTimestamp=last,
+    )
+
+
+def gateway_children(
+    name: str = "treeline", *, epp: int = 1, edge: int = 1, service: Any = None
+) -> tuple[Observed, ...]:
+    """Picker and Envoy with so many ready pods, and the Service in front."""
+    front = observed("Service", names.url_service(name), status=service or {})
+    return (deployment(names.epp(name), 1, epp), deployment(names.edge(name), 1, edge), front)
+
+
+def view(
+    of: InferencePool, *pods: str, models: tuple[str, ...] = ("tiny",), synced: bool = True
+) -> PickerView:
+    """A picker that would choose these pods."""
+    listed = tuple(PickerEndpoint(name, f"10.0.0.{n}:8000", True) for n, name in enumerate(pods, start=1))
+    return PickerView(synced, {of.name: listed}, {of.name: models})
+
+
+def world(of: InferencePool | None = None, **changes: Any) -> PoolWorld:
+    """A pool that serves with all the pods it asks for; keywords replace parts of this world, or of its gateway.
+
+    ``others`` are the pools that share the gateway, ``gateway_parts`` its children and ``gateway_pods`` its pods.
+    """
+    mine = of if of is not None else pool()
+    count = mine.spec.replicas
+    platform = changes.pop("platform", Platform())
+    gateway = GatewayWorld(
+        namespace="shop",
+        name=mine.spec.gateway.name,
+        pools=(mine, *changes.pop("others", ())),
+        children=changes.pop("gateway_parts", gateway_children(mine.spec.gateway.name)),
+        pods=changes.pop("gateway_pods", ()),
+        platform=platform,
+        now=NOW,
+    )
+    whole = PoolWorld(
+        pool=mine,
+        children=(revision(mine, count, count),),
+        pods=tuple(pod(mine, f"{mine.name}-{n}", **ready(n)) for n in range(1, count + 1)),
+        gateway=gateway,
+        models=(),
+        picker=view(mine, *(f"{mine.name}-{n}" for n in range(1, count + 1))),
+        platform=platform,
+        now=NOW,
+    )
+    return dataclasses.replace(whole, **changes)

@@ -1,0 +1,263 @@
+"""Pods in every kind of trouble, with statuses as kubelets and schedulers write them, and the reason that each has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from treeline_operator.api.conditions import Reason
+
+from support.operator_status import container, event
+
+POD = "tiny-1"
+
+
+def unscheduled(message, reason="Unschedulable"):
+    return {
+        "phase": "Pending",
+        "conditions": [{"type": "PodScheduled", "status": "False", "reason": reason, "message": message}],
+    }
+
+
+def runtime(state, **fields):
+    return {"phase": "Pending", "containerStatuses": [container("runtime", state, **fields)]}
+
+
+def init(state, **fields):
+    waits = container("runtime", {"waiting": {"reason": "PodInitializing"}})
+    return {
+        "phase": "Pending",
+        "initContainerStatuses": [container("model", state, **fields)],
+        "containerStatuses": [waits],
+    }
+
+
+def ended(code, reason="Error", message=""):
+    return {"terminated": {"exitCode": code, "reason": reason, "message": message}}
+
+
+BACK_OFF = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s restarting failed container"}}
+RUNNING = {"running": {"startedAt": "2026-11-20T11:58:00Z"}}
+CREATING = {"waiting": {"reason": "ContainerCreating"}}
+NOT_FOUND = "failed to pull and unpack image: registry.example/runtime:1: not found"
+TRACEBACK = (
+    'Traceback (most recent call last):\n  File "x.py", line 3\nValueError: bad \x1b[31mpage\x1b[0m size\n\n'
+)
+PULL = f'Failed to pull image "registry.example/runtime:1": {NOT_FOUND}'
+
+TROUBLES: dict[str, tuple[dict[str, Any], list[Any], Reason, str]] = {
+    "no GPU": (
+        unscheduled(
+            "0/3 nodes are available: 3 Insufficient nvidia.com/gpu. preemption: 0/3 nodes are available: "
+            "3 No preemption victims found for incoming pod."
+        ),
+        [],
+        Reason.INSUFFICIENT_CAPACITY,
+        "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
+    ),
+    "unbound claim": (
+        unscheduled("0/3 nodes are available: pod has unbound immediate PersistentVolumeClaims."),
+        [],
+        Reason.VOLUME_NOT_READY,
+        "unbound immediate PersistentVolumeClaims",
+    ),
+    "absent claim": (
+        unscheduled('0/3 nodes are available: persistentvolumeclaim "weights" not found.'),
+        [],
+        Reason.VOLUME_NOT_READY,
+        '"weights" not found',
+    ),
+    "gate": (
+        unscheduled("Scheduling is blocked due to non-empty scheduling gates", "SchedulingGated"),
+        [],
+        Reason.PODS_STARTING,
+        "scheduling gate",
+    ),
+    "evicted": (
+        {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."},
+        [],
+        Reason.INSUFFICIENT_CAPACITY,
+        "Evicted: The node was low on resource: memory.",
+    ),
+    "image, first": (
+        runtime({"waiting": {"reason": "ErrImagePull", "message": NOT_FOUND}}),
+        [],
+        Reason.IMAGE_PULL_FAILING,
+        f"image registry.example/runtime:1 of container runtime: {NOT_FOUND}",
+    ),
+    "image, back-off": (
+        runtime(
+            {
+                "waiting": {
+                    "reason": "ImagePullBackOff",
+                    "message": f'Back-off pulling image "registry.example/runtime:1": ErrImagePull: {NOT_FOUND}',
+                }
+            }
+        ),
+        [],
+        Reason.IMAGE_PULL_FAILING,
+        f"image registry.example/runtime:1 of container runtime: {NOT_FOUND}",
+    ),
+    "image, back-off of an old kubelet": (
+        runtime(
+            {
+                "waiting": {
+                    "reason": "ImagePullBackOff",
+                    "message": 'Back-off pulling image "registry.example/runtime:1"',
+                }
+            }
+        ),
+        [event(POD, "Failed", "Error: ImagePullBackOff"), event(POD, "Failed", PULL)],
+        Reason.IMAGE_PULL_FAILING,
+        f"image registry.example/runtime:1 of container runtime: {NOT_FOUND}",
+    ),
+    "image, nothing said": (
+        runtime({"waiting": {"reason": "ImagePullBackOff"}}),
+        [],
+        Reason.IMAGE_PULL_FAILING,
+        "it cannot be pulled",
+    ),
+    "crash": (
+        runtime(BACK_OFF, restartCount=4, lastState=ended(1, message=TRACEBACK)),
+        [],
+        Reason.CRASH_LOOPING,
+        "container runtime ended with exit code 1 (4 restarts); its last words: ValueError: bad page size",
+    ),
+    "crash, silent": (
+        runtime(BACK_OFF, restartCount=1, lastState=ended(2)),
+        [],
+        Reason.CRASH_LOOPING,
+        "exit code 2 (1 restart); it said nothing",
+    ),
+    "crash, between two ends": (
+        runtime(RUNNING, restartCount=2, started=False, lastState=ended(1, message="boom")),
+        [],
+        Reason.CRASH_LOOPING,
+        "its last words: boom",
+    ),
+    "crash, just now": (runtime(ended(3, message="boom")), [], Reason.CRASH_LOOPING, "exit code 3"),
+    "killed for memory": (
+        runtime(BACK_OFF, restartCount=2, lastState=ended(137, "OOMKilled")),
+        [],
+        Reason.OUT_OF_MEMORY,
+        "more memory than its limit (2 restarts)",
+    ),
+    "device memory": (
+        runtime(
+            BACK_OFF,
+            restartCount=2,
+            lastState=ended(1, message="torch.OutOfMemoryError: CUDA out of memory. 2 GiB"),
+        ),
+        [],
+        Reason.MODEL_TOO_LARGE,
+        "CUDA out of memory",
+    ),
+    "liveness": (
+        runtime(RUNNING, restartCount=2, lastState=ended(137)),
+        [event(POD, "Unhealthy", "Liveness probe failed: HTTP probe failed with statuscode: 500")],
+        Reason.PROBE_FAILING,
+        "container runtime was restarted (2 restarts): Liveness probe failed: HTTP probe failed with statuscode: 500",
+    ),
+    "readiness": (
+        runtime(RUNNING, started=True),
+        [
+            event(POD, "Unhealthy", "Readiness probe failed: an older one", last="2026-11-20T11:00:00Z"),
+            event(POD, "Unhealthy", "Readiness probe failed: HTTP probe failed with statuscode: 503"),
+        ],
+        Reason.PROBE_FAILING,
+        "container runtime runs, but: Readiness probe failed: HTTP probe failed with statuscode: 503",
+    ),
+    "not ready yet": (runtime(RUNNING, started=True), [], Reason.PODS_STARTING, "runs and is not ready yet"),
+    "loading": (
+        runtime(RUNNING, started=False),
+        [event(POD, "Unhealthy", "Startup probe failed: connection refused")],
+        Reason.MODEL_LOADING,
+        "has not passed its start-up probe yet",
+    ),
+    "downloading": (init(RUNNING), [], Reason.WEIGHTS_DOWNLOADING, "the weights are being downloaded"),
+    "download failed": (
+        init(
+            BACK_OFF,
+            restartCount=3,
+            lastState=ended(1, message="DownloadFailed: org/name is gated and there is no token"),
+        ),
+        [],
+        Reason.DOWNLOAD_FAILED,
+        "container model: org/name is gated and there is no token",
+    ),
+    "too large for the volume": (
+        init(ended(1, message="ModelTooLarge: 16.1 GiB are needed, 10.0 GiB are free")),
+        [],
+        Reason.MODEL_TOO_LARGE,
+        "16.1 GiB are needed",
+    ),
+    "no weights": (
+        init(ended(1, message="fetching\nWeightsMissing: org/name has no *.safetensors")),
+        [],
+        Reason.WEIGHTS_MISSING,
+        "org/name has no *.safetensors",
+    ),
+    "absent token": (
+        init({"waiting": {"reason": "CreateContainerConfigError", "message": 'secret "hf-token" not found'}}),
+        [],
+        Reason.CONFIG_ERROR,
+        'container model: secret "hf-token" not found',
+    ),
+    "bad command": (
+        runtime(
+            {
+                "waiting": {
+                    "reason": "RunContainerError",
+                    "message": 'exec: "serve": executable file not found in $PATH',
+                }
+            }
+        ),
+        [],
+        Reason.CONFIG_ERROR,
+        'exec: "serve": executable file not found',
+    ),
+    "absent keys": (
+        runtime(CREATING),
+        [
+            event(
+                POD,
+                "FailedMount",
+                'MountVolume.SetUp failed for volume "keys" : secret "treeline-kv-keys" not found',
+            )
+        ],
+        Reason.KEY_SECRET_MISSING,
+        'secret "treeline-kv-keys" not found',
+    ),
+    "mount": (
+        runtime(CREATING),
+        [
+            event(
+                POD,
+                "FailedAttachVolume",
+                'Multi-Attach error for volume "pvc-1" Volume is already used by pod(s) tiny-9',
+            )
+        ],
+        Reason.VOLUME_NOT_READY,
+        "Multi-Attach error",
+    ),
+    "sandbox": (
+        runtime(CREATING),
+        [event(POD, "FailedCreatePodSandBox", "plugin type=bridge failed: no IP addresses available")],
+        Reason.PODS_STARTING,
+        "no IP addresses available",
+    ),
+    "nobody has looked": ({}, [], Reason.PODS_STARTING, "starts"),
+}
+
+REJECTIONS: dict[Reason, str] = {
+    Reason.QUOTA_EXCEEDED: (
+        'pods "tiny-ab12-x7k2p" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=1, '
+        "used: requests.nvidia.com/gpu=4, limited: requests.nvidia.com/gpu=4"
+    ),
+    Reason.POD_REJECTED: (
+        'pods "tiny-ab12-x7k2p" is forbidden: violates PodSecurity "restricted:latest": hostNetwork'
+    ),
+    Reason.TEMPLATE_INVALID: 'Pod "tiny-ab12-x7k2p" is invalid: spec.containers[0].image: Required value',
+    Reason.CONFIG_ERROR: (
+        'pods "tiny-ab12-x7k2p" is forbidden: service account shop/tiny: serviceaccount "tiny" not found'
+    ),
+}
