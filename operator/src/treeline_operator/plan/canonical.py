@@ -89,15 +89,18 @@ def is_unset(key: str, value: object) -> bool:
     return value == 0 and key in _ZERO_IS_UNSET
 
 
-def canonical(value: Any, path: tuple[str, ...] = ()) -> Any:
-    """The same data with quantities as plain numbers in text, and without what the API server leaves out."""
+def canonical(value: Any, path: tuple[str, ...] = (), *, keep_unset: bool = False) -> Any:
+    """The same data with quantities as plain numbers in text, and without what the API server leaves out.
+
+    ``keep_unset`` is for patches, where nothing (a null) is an instruction.
+    """
     if isinstance(value, dict):
         if path and path[-1] in STRING_MAPS:
-            return {k: v for k, v in value.items() if v is not None}
-        inner = {k: canonical(v, (*path, k)) for k, v in value.items()}
-        return {k: v for k, v in inner.items() if not is_unset(k, v)}
+            return {k: v for k, v in value.items() if keep_unset or v is not None}
+        inner = {k: canonical(v, (*path, k), keep_unset=keep_unset) for k, v in value.items()}
+        return inner if keep_unset else {k: v for k, v in inner.items() if not is_unset(k, v)}
     if isinstance(value, list | tuple):
-        return [canonical(item, path) for item in value]
+        return [canonical(item, path, keep_unset=keep_unset) for item in value]
     if is_quantity(path):
         number = quantity(value)
         if number is not None:

@@ -1,0 +1,175 @@
+"""Where a pool's weights lie in a pod and how they get there: volumes, the claim that keeps them, the download."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from treeline_operator.api.pool import InferencePool, Source
+from treeline_operator.plan.canonical import quantity
+from treeline_operator.plan.pods import DOWNLOAD
+from treeline_operator.world import Observed
+
+BUILTIN_ROOT: Final = "/opt/treeline/models"
+"""Where the runtime image has the models that come with it."""
+DOWNLOADS: Final = "/models"
+CLAIMS: Final = "/mnt/models"
+_VOLUME: Final = "models"
+_UNSAFE: Final = re.compile(r"[^\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Paths of everything that an engine reads, and what must be in the pod for them to be there.
+
+    ``fetches`` are arguments of ``treeline_runtime.fetch``: what is downloaded and to where.
+    """
+
+    model: str
+    tokenizer: str | None
+    adapters: dict[str, str]
+    volumes: tuple[dict[str, Any], ...]
+    mounts: tuple[dict[str, Any], ...]
+    fetches: tuple[str, ...]
+
+
+def files(pool: InferencePool) -> Files:
+    """Lay out a pool's model, tokenizer and adapters."""
+    spec = pool.spec
+    weights = [spec.model.uri, *(adapter.uri for adapter in spec.engine.adapters)]
+    sources = {uri: Source.parse(uri) for uri in weights}
+    fetches = [
+        arg
+        for uri, source in sources.items()
+        if source.scheme == "hf"
+        for arg in ("--uri", uri, "--to", path(source))
+    ]
+    tokenizer = spec.model.tokenizer
+    if tokenizer and tokenizer not in sources:
+        sources[tokenizer] = Source.parse(tokenizer)
+        if sources[tokenizer].scheme == "hf":
+            fetches += ["--tokenizer-uri", tokenizer, "--tokenizer-to", path(sources[tokenizer])]
+    volumes: list[dict[str, Any]] = []
+    mounts: list[dict[str, Any]] = []
+    for number, claim in enumerate(sorted({s.root for s in sources.values() if s.scheme == "pvc"})):
+        name = f"claim-{number}"
+        volumes.append({"name": name, "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
+        mounts.append({"name": name, "mountPath": f"{CLAIMS}/{claim}", "readOnly": True})
+    if fetches:
+        volumes.append({"name": _VOLUME, **_downloads_volume(pool)})
+        mounts.append({"name": _VOLUME, "mountPath": DOWNLOADS, "readOnly": True})
+    return Files(
+        model=path(sources[spec.model.uri]),
+        tokenizer=path(sources[tokenizer]) if tokenizer else None,
+        adapters={adapter.name: path(sources[adapter.uri]) for adapter in spec.engine.adapters},
+        volumes=tuple(volumes),
+        mounts=tuple(mounts),
+        fetches=tuple(fetches),
+    )
+
+
+def path(source: Source) -> str:
+    """Where a source lies in the pod."""
+    match source.scheme:
+        case "builtin":
+            return f"{BUILTIN_ROOT}/{source.root}"
+        case "path":
+            return source.root
+        case "pvc":
+            return f"{CLAIMS}/{source.root}/{source.path}".rstrip("/")
+    folder = f"{source.root}@{source.revision}" if source.revision else source.root
+    return f"{DOWNLOADS}/{_UNSAFE.sub('--', folder)}"
+
+
+def _downloads_volume(pool: InferencePool) -> dict[str, Any]:
+    cache = pool.spec.model.cache
+    if cache is None:
+        return {"emptyDir": {}}
+    return {"persistentVolumeClaim": {"claimName": cache.claim_name or claim_name(pool.name)}}
+
+
+def init_container(pool: InferencePool, found: Files, image: str, pull_policy: str) -> dict[str, Any] | None:
+    """The container that downloads, None if there is nothing to download. Only it ever sees the token."""
+    if not found.fetches:
+        return None
+    model = pool.spec.model
+    env: list[dict[str, Any]] = [
+        {"name": "HOME", "value": "/tmp"},
+        {"name": "HF_HOME", "value": "/tmp/hf"},
+        {"name": "HF_HUB_DISABLE_TELEMETRY", "value": "1"},
+        {"name": "HF_HUB_DISABLE_PROGRESS_BARS", "value": "1"},
+        # Chunks are kept for a second download, which never happens here.
+        {"name": "HF_XET_CHUNK_CACHE_SIZE_BYTES", "value": "0"},
+    ]
+    if model.token_secret_ref is not None:
+        reference = {"name": model.token_secret_ref.name, "key": model.token_secret_ref.key}
+        env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}})
+    container: dict[str, Any] = {
+        "name": DOWNLOAD,
+        "image": image,
+        "imagePullPolicy": pull_policy,
+        "command": ["python", "-m", "treeline_runtime.fetch"],
+        "args": list(found.fetches),
+        "env": env,
+        "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}},
+        "terminationMessagePolicy": "File",
+        "volumeMounts": [{"name": _VOLUME, "mountPath": DOWNLOADS}, {"name": "tmp", "mountPath": "/tmp"}],
+    }
+    if model.cache is None and model.size is not None:
+        container["resources"]["requests"]["ephemeral-storage"] = model.size
+    return container
+
+
+def claim_name(pool: str) -> str:
+    """The claim that is made for a pool's downloads."""
+    return f"{pool}-models"
+
+
+def claim(pool: InferencePool, observed: Observed | None, meta: dict[str, Any]) -> dict[str, Any] | None:
+    """The claim that the pool's cache asks for; None if it asks for none of its own.
+
+    What a claim cannot change any more (class, access modes, a smaller size) stays as it is.
+    """
+    cache = pool.spec.model.cache
+    if cache is None or cache.claim_name is not None or cache.size is None or not files(pool).fetches:
+        return None
+    size, modes, storage_class = cache.size, list(cache.access_modes), cache.storage_class_name
+    if observed is not None:
+        there = observed.object["spec"]
+        held = there.get("resources", {}).get("requests", {}).get("storage", "0")
+        size = max(size, held, key=lambda text: quantity(text) or 0)
+        modes = list(there.get("accessModes", ()))
+        storage_class = there.get("storageClassName") if storage_class else None
+    spec: dict[str, Any] = {
+        "accessModes": modes or ["ReadWriteOnce"],
+        "resources": {"requests": {"storage": size}},
+    }
+    if storage_class:
+        spec["storageClassName"] = storage_class
+    return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": meta, "spec": spec}
+
+
+def claim_notes(pool: InferencePool, observed: Observed | None) -> Iterable[str]:
+    """What somebody should know about the pool's cache."""
+    cache = pool.spec.model.cache
+    if cache is None or cache.claim_name is not None:
+        return
+    modes = cache.access_modes or ("ReadWriteOnce",)
+    name = claim_name(pool.name)
+    if pool.spec.replicas > 1 and "ReadWriteMany" not in modes:
+        yield (
+            f"claim {name} can be mounted on one node only, so all {pool.spec.replicas} pods must share it; "
+            "set model.cache.accessModes to [ReadWriteMany] to use more nodes"
+        )
+    if observed is None:
+        return
+    there = observed.object["spec"]
+    if sorted(there.get("accessModes", ())) != sorted(modes):
+        yield f"claim {name} keeps its access modes {there.get('accessModes')}; delete it to have it made anew"
+    if cache.storage_class_name and there.get("storageClassName") != cache.storage_class_name:
+        yield f"claim {name} keeps its class {there.get('storageClassName')}; delete it to have it made anew"
+    held = there.get("resources", {}).get("requests", {}).get("storage", "0")
+    if cache.size is not None and (quantity(held) or 0) > (quantity(cache.size) or 0):
+        yield f"claim {name} keeps its size {held}: claims cannot shrink"

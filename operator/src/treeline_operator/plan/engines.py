@@ -1,0 +1,274 @@
+"""How each engine is started: its command line from the pool's settings, its environment, ports and probes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from treeline_wire import ports as wire
+
+from treeline_operator.api.pool import EngineType, InferencePool
+from treeline_operator.plan.canonical import quantity
+from treeline_operator.plan.download import Files
+from treeline_operator.world import Images
+
+KEYS_DIR: Final = "/var/run/treeline/keys"
+DEFAULT_IMAGES: Final[Mapping[str, str]] = {
+    "sglang": "lmsysorg/sglang:v0.5.23",
+    "vllm": "vllm/vllm-openai:v0.33.0",
+}
+"""The releases whose command lines and events this module was written for."""
+
+FLAGS: Final[Mapping[EngineType, Mapping[str, str]]] = {
+    "treeline": {
+        "dtype": "--dtype",
+        "threads": "--threads",
+        "context_length": "--context-length",
+        "page_size": "--page-size",
+        "max_total_tokens": "--max-total-tokens",
+        "memory_fraction": "--mem-fraction",
+        "max_running_requests": "--max-running-requests",
+        "max_queued_requests": "--max-queued-requests",
+        "chunked_prefill_size": "--chunked-prefill-size",
+        "schedule_policy": "--schedule-policy",
+        "eviction_policy": "--eviction-policy",
+    },
+    "sglang": {
+        "dtype": "--dtype",
+        "context_length": "--context-length",
+        "page_size": "--page-size",
+        "max_total_tokens": "--max-total-tokens",
+        "memory_fraction": "--mem-fraction-static",
+        "max_running_requests": "--max-running-requests",
+        "max_queued_requests": "--max-queued-requests",
+        "chunked_prefill_size": "--chunked-prefill-size",
+        "schedule_policy": "--schedule-policy",
+        "eviction_policy": "--radix-eviction-policy",
+        "tensor_parallel": "--tp-size",
+        "data_parallel": "--dp-size",
+    },
+    "vllm": {
+        "dtype": "--dtype",
+        "context_length": "--max-model-len",
+        "page_size": "--block-size",
+        "memory_fraction": "--gpu-memory-utilization",
+        "max_running_requests": "--max-num-seqs",
+        "chunked_prefill_size": "--max-num-batched-tokens",
+        "schedule_policy": "--scheduling-policy",
+        "tensor_parallel": "--tensor-parallel-size",
+        "data_parallel": "--data-parallel-size",
+    },
+    "custom": {},
+}
+"""Setting of ``spec.engine`` → the engine's flag. A setting that is not here has no meaning for the engine."""
+
+SHORTEST_START_S: Final = 120
+UNKNOWN_START_S: Final = 1800
+START_S_PER_GIB: Final = 20
+"""A network disk at 50 MiB/s; the download has its own container and does not count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What an engine's container is, apart from what all have in common.
+
+    ``drains`` tells whether the engine finishes its requests when it is asked to stop.
+    """
+
+    image: str
+    command: tuple[str, ...]
+    args: tuple[str, ...]
+    env: tuple[tuple[str, str], ...]
+    ports: tuple[tuple[str, int], ...]
+    probes: dict[str, dict[str, Any]]
+    drains: bool
+    keys: bool
+    """Whether it reads the key pair that its KV sockets are secured with."""
+    shared_memory: bool
+    fixed_user: bool
+    """Whether the image runs as any user that we name."""
+
+
+def launch(pool: InferencePool, files: Files, images: Images) -> Launch:
+    """How the pool's engine is started. ``images`` are used where the pool names none."""
+    match pool.spec.engine.type:
+        case "treeline":
+            return _treeline(pool, files, images)
+        case "sglang":
+            return _sglang(pool, files)
+        case "vllm":
+            return _vllm(pool, files)
+        case "custom":
+            return _custom(pool, files)
+
+
+def start_seconds(pool: InferencePool) -> int:
+    """How long a start may take once the weights are on disk."""
+    model = pool.spec.model
+    if model.size is None:
+        return SHORTEST_START_S if model.source.scheme == "builtin" else UNKNOWN_START_S
+    gib = (quantity(model.size) or 0) / 2**30
+    return max(SHORTEST_START_S, math.ceil(gib * START_S_PER_GIB))
+
+
+def _settings(pool: InferencePool) -> list[str]:
+    """The flags of all settings that differ from the engine's own defaults."""
+    engine = pool.spec.engine
+    args = []
+    for setting, flag in FLAGS[engine.type].items():
+        value = getattr(engine, setting)
+        parallel = setting in ("tensor_parallel", "data_parallel")
+        if value is not None and not (parallel and value == 1):
+            args += [flag, f"{value:g}" if isinstance(value, float) else str(value)]
+    return args
+
+
+def _treeline(pool: InferencePool, files: Files, images: Images) -> Launch:
+    spec = pool.spec
+    gpu = spec.accelerator.is_gpu
+    args = ["--model", files.model, "--served-model-name", spec.model.served_name]
+    args += ["--host", "0.0.0.0", "--port", str(spec.engine.port), "--device", "cuda" if gpu else "cpu"]
+    args += _settings(pool)
+    threads = None if gpu or spec.engine.threads else _cpu_limit(pool)
+    if threads is not None:
+        args += ["--threads", str(threads)]
+    args += ["--curve-dir", KEYS_DIR, "--start-timeout", str(start_seconds(pool))]
+    # The kubelet's preStop sleep is the time in which the picker learns that the pod goes.
+    args += ["--pre-stop", "0", "--drain-timeout", str(spec.drain.timeout_seconds)]
+    return Launch(
+        image=spec.engine.image or (images.runtime_cuda if gpu else images.runtime),
+        command=spec.engine.command or ("python", "-m", "treeline_runtime"),
+        args=(*args, *spec.engine.args),
+        env=(("HF_HUB_OFFLINE", "1"),),
+        ports=(*_kv_ports(spec.engine.port), ("load", wire.LOAD)),
+        probes=_probes(pool, _http("/ready"), _http("/live"), period=2),
+        drains=True,
+        keys=True,
+        shared_memory=False,
+        fixed_user=True,
+    )
+
+
+def _sglang(pool: InferencePool, files: Files) -> Launch:
+    spec = pool.spec
+    events = {
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{wire.EVENTS}",
+        "replay_endpoint": f"tcp://*:{wire.REPLAY}",
+    }
+    args = ["--model-path", files.model, "--served-model-name", spec.model.served_name]
+    args += ["--host", "0.0.0.0", "--port", str(spec.engine.port)]
+    args += ["--tokenizer-path", files.tokenizer] if files.tokenizer else []
+    args += [] if spec.accelerator.is_gpu else ["--device", "cpu"]
+    args += _settings(pool)
+    if spec.engine.page_size is None:
+        # Its own default may be one token a page: an event for every token.
+        args += ["--page-size", "16"]
+    if files.adapters:
+        args += ["--lora-paths", *(f"{name}={path}" for name, path in files.adapters.items())]
+    args += ["--enable-metrics", "--enable-cache-report", "--kv-events-config", _compact(events)]
+    args += ["--load-publish-endpoint", f"tcp://*:{wire.LOAD}"]
+    return Launch(
+        image=spec.engine.image or DEFAULT_IMAGES["sglang"],
+        command=spec.engine.command or ("python3", "-m", "sglang.launch_server"),
+        args=(*args, *spec.engine.args),
+        env=(("HF_HUB_OFFLINE", "1"),),
+        ports=(*_kv_ports(spec.engine.port), ("load", wire.LOAD)),
+        # Its health check may generate a token: not for every second.
+        probes=_probes(pool, _http("/health"), _http("/health"), period=5, live_period=30),
+        drains=True,
+        keys=False,
+        shared_memory=True,
+        fixed_user=True,
+    )
+
+
+def _vllm(pool: InferencePool, files: Files) -> Launch:
+    spec = pool.spec
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{wire.EVENTS}",
+        "replay_endpoint": f"tcp://*:{wire.REPLAY}",
+    }
+    args = [files.model, "--served-model-name", spec.model.served_name]
+    args += ["--host", "0.0.0.0", "--port", str(spec.engine.port)]
+    args += ["--tokenizer", files.tokenizer] if files.tokenizer else []
+    args += _settings(pool)
+    if files.adapters:
+        args += ["--enable-lora", "--lora-modules"]
+        args += [f"{name}={path}" for name, path in files.adapters.items()]
+    args += ["--enable-prompt-tokens-details", "--kv-events-config", _compact(events)]
+    args += ["--shutdown-timeout", str(spec.drain.timeout_seconds)]
+    return Launch(
+        image=spec.engine.image or DEFAULT_IMAGES["vllm"],
+        command=spec.engine.command or ("vllm", "serve"),
+        args=(*args, *spec.engine.args),
+        # Block hashes start from this seed: the same in every pod, so that equal prefixes have equal hashes.
+        env=(("HF_HUB_OFFLINE", "1"), ("PYTHONHASHSEED", "0"), ("VLLM_NO_USAGE_STATS", "1")),
+        ports=_kv_ports(spec.engine.port),
+        probes=_probes(pool, _http("/health"), _http("/health"), period=5),
+        drains=True,
+        keys=False,
+        shared_memory=True,
+        fixed_user=True,
+    )
+
+
+def _custom(pool: InferencePool, files: Files) -> Launch:
+    spec = pool.spec
+    tcp = {"tcpSocket": {"port": "http"}}
+    return Launch(
+        image=spec.engine.image or "",
+        command=spec.engine.command,
+        args=spec.engine.args,
+        env=(
+            ("TREELINE_MODEL", files.model),
+            ("TREELINE_MODEL_NAME", spec.model.served_name),
+            ("TREELINE_PORT", str(spec.engine.port)),
+        ),
+        ports=(("http", spec.engine.port),),
+        probes=_probes(pool, tcp, tcp, period=5),
+        drains=False,
+        keys=False,
+        shared_memory=spec.accelerator.is_gpu,
+        fixed_user=False,
+    )
+
+
+def _kv_ports(http: int) -> tuple[tuple[str, int], ...]:
+    return ("http", http), ("kv-events", wire.EVENTS), ("kv-replay", wire.REPLAY)
+
+
+def _http(path: str) -> dict[str, Any]:
+    return {"httpGet": {"path": path, "port": "http"}}
+
+
+def _probes(
+    pool: InferencePool, ready: dict[str, Any], live: dict[str, Any], *, period: int, live_period: int = 10
+) -> dict[str, dict[str, Any]]:
+    return {
+        "startupProbe": {
+            **ready,
+            "periodSeconds": period,
+            "timeoutSeconds": 5,
+            "failureThreshold": math.ceil(start_seconds(pool) / period),
+        },
+        "readinessProbe": {**ready, "periodSeconds": period, "timeoutSeconds": 5, "failureThreshold": 2},
+        "livenessProbe": {**live, "periodSeconds": live_period, "timeoutSeconds": 10, "failureThreshold": 6},
+    }
+
+
+def _cpu_limit(pool: InferencePool) -> int | None:
+    """Whole cores that the pool limits a pod to: more threads than that only wait for each other."""
+    resources = pool.spec.engine.resources
+    limit = resources.limits.get("cpu") if resources else None
+    cores = quantity(limit) if limit is not None else None
+    return max(1, int(cores)) if cores is not None else None
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))

@@ -1,0 +1,331 @@
+"""The plan of a pool: what its children should be, which of them differ, and in which order that is mended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from treeline_wire import labels
+
+from treeline_operator import names
+from treeline_operator.actions import Action, Apply, Delete, Plan, Scale
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.plan import pods as reading
+from treeline_operator.plan.diff import applying, differences, prune
+from treeline_operator.plan.download import claim, claim_name, claim_notes, files
+from treeline_operator.plan.network import download_policy, pods_policy
+from treeline_operator.plan.revision import Existing, Target, existing, outdated, routable, target
+from treeline_operator.plan.rollout import Policy, Revision, Step, next_step
+from treeline_operator.plan.routes import http_route, missing_apis, upstream_pool
+from treeline_operator.plan.runtime import deployment, images_of, selector, template_problem
+from treeline_operator.plan.scaling import autoscaler
+from treeline_operator.plan.sharing import Shared, share
+from treeline_operator.world import Observed, PoolWorld, Ref
+
+POD_MONITOR: Final = "monitoring.coreos.com/v1/PodMonitor"
+_REPLICAS: Final = "spec.replicas"
+_PICKER_RECHECK_S: Final = 5.0
+
+
+def plan_pool(world: PoolWorld) -> Plan:
+    """What remains to be done for a pool, and why. Nothing while it is being deleted: its children go with it."""
+    if world.pool.deleting:
+        return Plan(notes=("the pool is being deleted; its children are garbage-collected",))
+    return _Planner(world).plan()
+
+
+@dataclass(slots=True)
+class _Planner:
+    """One run over one world; it only gathers."""
+
+    world: PoolWorld
+    notes: list[str] = field(default_factory=list)
+    wanted: list[Ref] = field(default_factory=list)
+    recheck_s: float | None = None
+
+    def plan(self) -> Plan:
+        pool = self.pool
+        there = existing(self.world)
+        aim = target(pool, there, self.world.platform)
+        problem = template_problem(pool)
+        asked = pool.spec.rollout.template_version or 0
+        if asked > self.world.platform.template_version:
+            self.notes.append(
+                f"rollout.templateVersion asks for {asked}, this operator has {self.world.platform.template_version}"
+            )
+        if problem:
+            self.notes.append(f"{problem}; the pods stay as they are")
+        step = self._step(there, aim) if not problem else Step({one.name: one.replicas for one in there})
+        first = [*self._network(self._wants_download(there, aim, step)), *self._claim()]
+        pods = [*self._services(), *self._revisions(there, aim, step)]
+        rest = [*self._routes(), *self._scaling()]
+        return Plan(
+            (*first, *pods, *rest, *self._deletes(there, aim)),
+            recheck_s=self.recheck_s,
+            notes=tuple(self.notes),
+        )
+
+    @property
+    def pool(self) -> InferencePool:
+        return self.world.pool
+
+    # ---- revisions ------------------------------------------------------------------------------------------
+
+    def _step(self, there: tuple[Existing, ...], aim: Target) -> Step:
+        rollout = self.pool.spec.rollout
+        policy = Policy(rollout.strategy, rollout.max_surge, rollout.max_unavailable, rollout.paused)
+        olds = [one.measured(None) for one in there if one.name != aim.name]
+        step = next_step(self.pool.spec.replicas, policy, self._measured(aim, bool(olds)), olds)
+        if step.waiting:
+            self.notes.append(("InsufficientCapacity: " if step.insufficient_capacity else "") + step.waiting)
+        return step
+
+    def _measured(self, aim: Target, rolling: bool) -> Revision:
+        """The target's numbers. While it replaces another, only pods that the picker would choose count as ready."""
+        if aim.existing is None:
+            return Revision(aim.name, 0)
+        seen = aim.existing.measured(None)
+        if not rolling:
+            return seen
+        chosen = aim.existing.measured(routable(self.world.picker, self.pool.name))
+        if chosen.ready < seen.ready:
+            self.recheck_s = _PICKER_RECHECK_S
+            self.notes.append(
+                f"the picker knows {chosen.ready} of {seen.ready} ready pods of revision {aim.name}"
+            )
+        return chosen
+
+    def _revisions(self, there: tuple[Existing, ...], aim: Target, step: Step) -> Iterator[Action]:
+        if aim.name in step.replicas:
+            yield from self._target(aim, step.replicas[aim.name])
+        for one in there:
+            self.wanted.append(one.observed.ref)
+            replicas = step.replicas.get(one.name, 0)
+            if one.name != aim.name and one.replicas != replicas:
+                why = (
+                    f"revision {aim.name} replaces it"
+                    if self.pool.spec.replicas
+                    else "the pool is scaled to 0"
+                )
+                yield Scale(one.observed.ref, one.observed.uid, replicas, why)
+
+    def _target(self, aim: Target, replicas: int) -> Iterator[Action]:
+        meta = self._meta(names.deployment(self.pool.name, aim.name))
+        images = self.world.platform.images
+        if aim.existing is None:
+            made = deployment(self.pool, aim, replicas, meta, images)
+            self.wanted.append(_ref(made))
+            write = self._write(made, f"revision {aim.name} of the spec", apart=(_REPLICAS,))
+            if write is not None:
+                yield write
+            return
+        there = aim.existing
+        repair = self._repair(aim, replicas, meta) if self._is_rendered_here(aim) else None
+        if repair is not None:
+            yield repair
+        elif there.replicas != replicas:
+            yield Scale(
+                there.observed.ref, there.observed.uid, replicas, self._why_scaled(there.replicas, replicas)
+            )
+
+    def _is_rendered_here(self, aim: Target) -> bool:
+        if aim.template_version == self.world.platform.template_version:
+            return True
+        self.notes.append(
+            f"revision {aim.name} keeps its pod template of version {aim.template_version}; "
+            f"rollout.templateVersion: {self.world.platform.template_version} asks for the newest"
+        )
+        return False
+
+    def _repair(self, aim: Target, replicas: int, meta: dict[str, Any]) -> Apply | None:
+        """The write that undoes what somebody did to a revision. A template that we would make otherwise today, for
+        whatever reason, is left alone: editing it would replace the pods."""
+        assert aim.existing is not None
+        there, ours = aim.existing.observed, self.world.platform.images
+        for images in (ours, images_of(aim.existing, ours)):
+            made = deployment(self.pool, aim, replicas, meta, images)
+            write = applying(made, there, f"revision {aim.name}", apart=(_REPLICAS,))
+            if write is None or write.drift:
+                return write
+        if not _marked(aim.existing):
+            differing = differences(made, there.object)
+            if not any(path.startswith("spec.template") for path in differing):
+                return write
+        self.notes.append(f"revision {aim.name} would be made otherwise today; it is left as it was made")
+        return None
+
+    def _why_scaled(self, before: int, after: int) -> str:
+        wanted = self.pool.spec.replicas
+        return (
+            f"{wanted} replicas wanted" if after == wanted else f"{before} → {after} of {wanted} in a rollout"
+        )
+
+    # ---- the other children ---------------------------------------------------------------------------------
+
+    def _wants_download(self, there: tuple[Existing, ...], aim: Target, step: Step) -> bool:
+        """Whether some pod, there already or about to be made, has yet to download."""
+        pods = {one.name: one.pods for one in there}
+        fetching = {one.name: one.downloads for one in there}
+        fetching[aim.name] = fetching.get(aim.name, False) or bool(files(self.pool).fetches)
+        return any(
+            fetching[name] and sum(reading.has_model(pod) for pod in pods.get(name, ())) < replicas
+            for name, replicas in step.replicas.items()
+        )
+
+    def _network(self, downloading: bool) -> Iterator[Action]:
+        shared = self._shared()
+        parents = self._parents(shared) if shared.mode == "gateway-api" else ()
+        meta = self._meta(f"{self.pool.name}-pods")
+        yield from self._apply(pods_policy(self.pool, parents, meta), "who may reach the pods")
+        if downloading:
+            policy = download_policy(self.pool, self._meta(f"{self.pool.name}-download"))
+            yield from self._apply(policy, "a pod has yet to download the model")
+
+    def _claim(self) -> Iterator[Action]:
+        meta = self._meta(claim_name(self.pool.name))
+        there = self._there("", "PersistentVolumeClaim", meta["name"])
+        made = claim(self.pool, there, meta)
+        if made is not None:
+            self.notes.extend(claim_notes(self.pool, there))
+            yield from self._apply(made, "keeps the downloaded model")
+
+    def _services(self) -> Iterator[Action]:
+        pool, match = self.pool, selector(self.pool.name)
+        service = {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": self._meta(f"{pool.name}-pods"),
+            "spec": {
+                "clusterIP": "None",
+                "selector": {**match, labels.SERVING: "true"},
+                "ports": [
+                    {"name": "http", "port": pool.spec.engine.port, "targetPort": "http", "protocol": "TCP"}
+                ],
+            },
+        }
+        yield from self._apply(service, "names for the pods")
+        budget = {
+            "apiVersion": "policy/v1",
+            "kind": "PodDisruptionBudget",
+            "metadata": self._meta(pool.name),
+            "spec": {
+                # Never more than one at a time, but always one: a budget that forbids all keeps nodes from draining.
+                "maxUnavailable": 1,
+                "unhealthyPodEvictionPolicy": "AlwaysAllow",
+                "selector": {"matchLabels": match},
+            },
+        }
+        yield from self._apply(budget, "how many pods may be evicted at once")
+        if POD_MONITOR in self.world.platform.apis:
+            monitor = {
+                "apiVersion": "monitoring.coreos.com/v1",
+                "kind": "PodMonitor",
+                "metadata": self._meta(pool.name),
+                "spec": {
+                    "selector": {"matchLabels": match},
+                    "podMetricsEndpoints": [{"port": "http", "path": "/metrics"}],
+                },
+            }
+            yield from self._apply(monitor, "metrics of the pods")
+
+    def _routes(self) -> Iterator[Action]:
+        shared = self._shared()
+        if shared.mode != "gateway-api":
+            return
+        missing = missing_apis(self.world.platform)
+        if missing:
+            self.notes.extend(missing)
+            return
+        pool, own = self.pool, self.pool.spec.gateway
+        mirror = upstream_pool(pool, shared.picker.failure_mode, self._meta(names.upstream_pool(pool.name)))
+        yield from self._apply(mirror, "the pool as Gateways know it")
+        hostnames = own.hostnames or shared.owner.spec.gateway.hostnames
+        by_model = shared.owner.name != pool.name
+        meta = self._meta(pool.name)
+        route = http_route(pool, self._parents(shared), hostnames, meta, by_model=by_model)
+        yield from self._apply(route, "from the Gateways to the pool")
+
+    def _scaling(self) -> Iterator[Action]:
+        made, missing = autoscaler(self.pool, self.world.platform, self._meta(self.pool.name))
+        if missing:
+            self.notes.append(missing)
+        if made is not None:
+            yield from self._apply(made, "owns the pool's replicas")
+
+    def _deletes(self, there: tuple[Existing, ...], aim: Target) -> Iterator[Delete]:
+        gone = {one.observed.ref for one in outdated(there, aim.name)}
+        for one in outdated(there, aim.name):
+            yield Delete(one.observed.ref, one.observed.uid, "an old revision without pods")
+        yield from prune(self.world.children, self.wanted, self.pool.metadata.uid, kept=gone)
+
+    # ---- helpers --------------------------------------------------------------------------------------------
+
+    def _shared(self) -> Shared:
+        others = [pool for pool in self.world.gateway.pools if pool.name != self.pool.name]
+        return share([*others, self.pool]).of(self.pool)
+
+    def _parents(self, shared: Shared) -> Any:
+        return self.pool.spec.gateway.parent_refs or shared.owner.spec.gateway.parent_refs
+
+    def _meta(self, name: str) -> dict[str, Any]:
+        pool = self.pool
+        own = {
+            names.MANAGED_BY: names.MANAGER,
+            names.GATEWAY: pool.spec.gateway.name,
+            labels.POOL: pool.name,
+            names.COMPONENT: "runtime",
+        }
+        return {
+            "name": name,
+            "namespace": pool.namespace,
+            "labels": own,
+            "ownerReferences": [pool.owner_reference(controller=True)],
+        }
+
+    def _apply(self, made: dict[str, Any], why: str) -> Iterator[Apply]:
+        self.wanted.append(_ref(made))
+        write = self._write(made, why)
+        if write is not None:
+            yield write
+
+    def _write(self, made: dict[str, Any], why: str, apart: tuple[str, ...] = ()) -> Apply | None:
+        ref = _ref(made)
+        there = self._there(ref.api_version.rpartition("/")[0], ref.kind, ref.name)
+        other = _other_controller(there, self.pool.metadata.uid)
+        if other:
+            self.notes.append(f"{ref.kind} {ref.name} belongs to {other}; it is left alone")
+            return None
+        if there is not None and there.object["metadata"].get("deletionTimestamp"):
+            self.notes.append(f"{ref.kind} {ref.name} is being deleted; it is made anew when it has gone")
+            return None
+        return applying(made, there, why, apart=apart)
+
+    def _there(self, group: str, kind: str, name: str) -> Observed | None:
+        for child in self.world.children:
+            if (child.ref.api_version.rpartition("/")[0], child.ref.kind, child.ref.name) == (
+                group,
+                kind,
+                name,
+            ):
+                return child
+        return None
+
+
+def _ref(made: dict[str, Any]) -> Ref:
+    meta = made["metadata"]
+    return Ref(made["apiVersion"], made["kind"], meta["namespace"], meta["name"])
+
+
+def _other_controller(there: Observed | None, uid: str) -> str:
+    if there is None:
+        return ""
+    for owner in there.object["metadata"].get("ownerReferences", ()):
+        if owner.get("controller") and owner["uid"] != uid:
+            return f"{owner['kind']} {owner['name']} ({owner['uid']})"
+    return ""
+
+
+def _marked(there: Existing) -> bool:
+    """Whether the revision still says what was applied; where not, somebody removed that too."""
+    return names.APPLIED in (there.object["metadata"].get("annotations") or {})

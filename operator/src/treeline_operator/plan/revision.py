@@ -1,0 +1,171 @@
+"""Which revisions a pool has and which it should have: a Deployment each, named by what its pods are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+from treeline_operator import names
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.plan import pods as reading
+from treeline_operator.plan.canonical import canonical
+from treeline_operator.plan.diff import is_ours
+from treeline_operator.plan.rollout import Revision
+from treeline_operator.world import Observed, PickerView, Platform, PoolWorld
+
+KEPT_HISTORY: Final = 1
+"""Old revisions without pods that stay, so that going back costs nothing but the pods."""
+
+
+def inputs(pool: InferencePool) -> str:
+    """Hash of everything in the spec that the pods are made from.
+
+    Fields that have their default are left out: a field that a later version of the API adds changes no hash.
+    """
+    spec = pool.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude_none=True)
+    model = {**spec["model"]}
+    if "cache" in model:
+        # Size and class of the claim are the claim's business; the pods only mount it.
+        model["cache"] = model["cache"].get("claimName", "own")
+    made_from = {
+        "model": model,
+        "accelerator": spec.get("accelerator"),
+        "engine": spec.get("engine"),
+        "drain": spec.get("drain"),
+        "roles": spec.get("roles"),
+        "gateway": pool.spec.gateway.name,
+    }
+    patch = canonical(pool.spec.template, keep_unset=True) if pool.spec.template else {}
+    return names.digest([canonical(made_from), patch])
+
+
+@dataclass(frozen=True, slots=True)
+class Existing:
+    """A revision that is there: its Deployment, decoded, and its pods that are not on their way out."""
+
+    name: str
+    observed: Observed
+    object: dict[str, Any]
+    pods: tuple[dict[str, Any], ...]
+
+    @property
+    def inputs(self) -> str:
+        """Empty where somebody removed the annotation."""
+        return str(self._annotations.get(names.INPUTS, ""))
+
+    @property
+    def template_version(self) -> int:
+        """Of the generator that made its pods; 0 where somebody removed the annotation."""
+        text = str(self._annotations.get(names.TEMPLATE_VERSION, ""))
+        return int(text) if text.isdigit() else 0
+
+    @property
+    def replicas(self) -> int:
+        return int(self.object["spec"].get("replicas", 1))
+
+    @property
+    def created(self) -> datetime:
+        return datetime.fromisoformat(
+            self.object["metadata"].get("creationTimestamp", "1970-01-01T00:00:00Z")
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether neither pods are there nor more will come."""
+        status = self.object.get("status", {})
+        current = status.get("observedGeneration", 0) >= self.object["metadata"].get("generation", 0)
+        return self.replicas == 0 and current and not status.get("replicas") and not self.pods
+
+    @property
+    def downloads(self) -> bool:
+        """Whether its pods fetch the model before they start."""
+        pod = self.object["spec"]["template"]["spec"]
+        return any(container["name"] == reading.DOWNLOAD for container in pod.get("initContainers", ()))
+
+    def measured(self, picker: Collection[str] | None) -> Revision:
+        """The numbers that a rollout is decided by. ``picker`` are the pods that it would choose, None if unknown."""
+        ready = [pod for pod in self.pods if reading.is_ready(pod)]
+        if picker is not None:
+            ready = [pod for pod in ready if pod["metadata"]["name"] in picker]
+        refused = max(0, self.replicas - len(self.pods)) if self._is_refused else 0
+        return Revision(
+            self.name,
+            self.replicas,
+            ready=len(ready),
+            unschedulable=refused + sum(reading.is_unschedulable(pod) for pod in self.pods),
+            failing=sum(reading.is_failing(pod) for pod in self.pods),
+        )
+
+    @property
+    def _is_refused(self) -> bool:
+        """Whether the API server refuses its pods: a quota, a policy."""
+        conditions = self.object.get("status", {}).get("conditions", ())
+        return any(c["type"] == "ReplicaFailure" and c["status"] == "True" for c in conditions)
+
+    @property
+    def _annotations(self) -> dict[str, Any]:
+        return dict(self.object["metadata"].get("annotations") or {})
+
+
+def existing(world: PoolWorld) -> tuple[Existing, ...]:
+    """The revisions that are there, oldest first; those that are being deleted are not."""
+    by_revision: dict[str, list[dict[str, Any]]] = {}
+    for observed in world.pods:
+        pod = observed.object
+        if not reading.is_leaving(pod):
+            by_revision.setdefault(pod["metadata"].get("labels", {}).get(names.REVISION, ""), []).append(pod)
+    found = []
+    for child in world.children:
+        if child.ref.kind == "Deployment":
+            obj = child.object
+            if is_ours(obj["metadata"], world.pool.metadata.uid):
+                # The name is what nobody can change; labels and annotations are repaired from it.
+                revision = child.ref.name.removeprefix(f"{world.pool.name}-")
+                found.append(Existing(revision, child, obj, tuple(by_revision.get(revision, ()))))
+    return tuple(sorted(found, key=lambda one: (one.created, one.name)))
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The revision that the pool should have: one that is there, or one to be made."""
+
+    name: str
+    inputs: str
+    template_version: int
+    existing: Existing | None
+
+
+def target(pool: InferencePool, there: Iterable[Existing], platform: Platform) -> Target:
+    """A revision of the same inputs is kept whatever version made it, unless a newer one is asked for."""
+    wanted = inputs(pool)
+    asked = min(pool.spec.rollout.template_version or 0, platform.template_version)
+    named = {revision_name(wanted, version): version for version in range(1, platform.template_version + 1)}
+    found: list[Target] = []
+    for one in there:
+        version = one.template_version or named.get(one.name, 0)
+        if (one.name in named or one.inputs == wanted) and version >= asked:
+            found.append(Target(one.name, wanted, version, one))
+    if found:
+        return max(found, key=lambda one: one.template_version)
+    newest = platform.template_version
+    return Target(revision_name(wanted, newest), wanted, newest, None)
+
+
+def revision_name(made_from: str, template_version: int) -> str:
+    """The name of the revision that a version of the generator makes from these inputs."""
+    return names.digest([made_from, template_version])
+
+
+def routable(picker: PickerView | None, pool: str) -> frozenset[str] | None:
+    """Names of the pods that the picker would choose; None while it does not say, or knows nothing of the pool yet."""
+    if picker is None or not picker.synced or pool not in picker.pools:
+        return None
+    return frozenset(e.name for e in picker.pools[pool] if e.ready and not e.draining)
+
+
+def outdated(there: Sequence[Existing], keep: str) -> tuple[Existing, ...]:
+    """Old revisions that may be deleted: without pods, and older than the history that stays."""
+    empty = [one for one in there if one.name != keep and one.is_empty]
+    return tuple(empty[: max(0, len(empty) - KEPT_HISTORY)])

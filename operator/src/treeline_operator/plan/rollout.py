@@ -1,0 +1,154 @@
+"""How many pods each revision of a pool has next: a pure function of what is wanted and of what serves now.
+
+Theory. Every revision is a Deployment; a rollout moves replicas from the old ones to the target. Each call looks at the
+numbers as they are and says what they should be now, so that a restart, a lost answer or a change of mind half-way
+(A→B→A: the target becomes an old one and an old one the target) need no memory. Three rules make it safe:
+
+1. Old pods are replaced, never merely removed: their number may fall to ``floor`` less the target's ready pods, where
+   ``floor`` is the desired number, or less by ``maxUnavailable`` only where that is what makes room (no capacity for a
+   surge, or strategy Replace). A Deployment that is scaled down gives up pods that are not ready first, so a revision
+   of ``spec`` replicas keeps ``min(ready, spec)``.
+2. Replicas above what is there are given out only as far as the limit (desired + maxSurge) leaves room.
+3. A target that fails gets nothing more and takes nothing: room goes to the old pods, and they shrink only as far as
+   ready pods of the target have replaced them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Strategy = Literal["SurgeIfCapacity", "Replace"]
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """One revision as it is: ``replicas`` asked for, and of its pods how many are ready, cannot be placed, or fail."""
+
+    name: str
+    replicas: int
+    ready: int = 0
+    unschedulable: int = 0
+    failing: int = 0
+
+    @property
+    def serving(self) -> int:
+        """The ready pods that its replicas allow it to keep."""
+        return min(self.ready, self.replicas)
+
+    @property
+    def useless(self) -> int:
+        """Replicas that do not serve and will not by waiting alone."""
+        return min(self.unschedulable + self.failing, self.replicas - self.serving)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How a change may reach the pods."""
+
+    strategy: Strategy = "SurgeIfCapacity"
+    max_surge: int = 1
+    max_unavailable: int = 0
+    paused: bool = False
+
+    @property
+    def surge(self) -> int:
+        """Pods above the desired number; one where neither surge nor absence is allowed: nothing could ever move."""
+        if self.strategy == "Replace":
+            return 0
+        return self.max_surge if self.max_surge or self.max_unavailable else 1
+
+    @property
+    def absent(self) -> int:
+        """Pods below the desired number."""
+        return max(1, self.max_unavailable) if self.strategy == "Replace" else self.max_unavailable
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Replicas by name of the revision (none where it is not named); ``waiting`` says why the rollout does not go on by itself, if so."""
+
+    replicas: dict[str, int]
+    waiting: str = ""
+    insufficient_capacity: bool = False
+
+
+def next_step(desired: int, policy: Policy, target: Revision, olds: Sequence[Revision]) -> Step:
+    """What every revision's replicas should be now."""
+    olds = [old for old in olds if old.replicas > 0]
+    if desired == 0:
+        return Step(_all({}, target, olds))
+    if not olds:
+        return Step({target.name: desired})
+    if policy.paused:
+        return _paused(desired, policy, target, olds)
+    limit = desired + policy.surge
+    settled = min(target.serving, desired)
+    if target.failing:
+        return _failing(desired, limit, settled, target, olds)
+    return _moving(desired, limit, settled, policy, target, olds)
+
+
+def _moving(
+    desired: int, limit: int, settled: int, policy: Policy, target: Revision, olds: Sequence[Revision]
+) -> Step:
+    blocked = policy.strategy == "SurgeIfCapacity" and target.unschedulable > 0
+    gives_room = blocked or policy.surge == 0
+    floor = max(0, desired - policy.absent) if gives_room else desired
+    there = sum(old.replicas for old in olds)
+    useful = there - sum(old.useless for old in olds)
+    keep = min(there, max(0, floor - settled), useful)
+    replicas = _all(_allot(keep, olds), target, olds)
+    replicas[target.name] = _grown(target, desired, limit - keep)
+    stuck = blocked and keep == there
+    reason = (
+        f"no node has room for {target.unschedulable} pod(s) of revision {target.name}; "
+        f"the old ones serve on, since no more than {policy.absent} may be missing"
+    )
+    return Step(replicas, reason if stuck else "", stuck)
+
+
+def _failing(desired: int, limit: int, settled: int, target: Revision, olds: Sequence[Revision]) -> Step:
+    there = sum(old.replicas for old in olds)
+    hold = desired - settled
+    room = max(0, limit - there - target.replicas)
+    keep = min(hold, there + room)
+    grows = max(olds, key=lambda old: (old.serving, old.name))
+    replicas = _all(_allot(min(keep, there), olds), target, olds)
+    replicas[grows.name] += max(0, keep - there)
+    replicas[target.name] = min(desired, target.replicas)
+    return Step(replicas, f"{target.failing} pod(s) of revision {target.name} fail; the old ones serve on")
+
+
+def _paused(desired: int, policy: Policy, target: Revision, olds: Sequence[Revision]) -> Step:
+    """Nothing moves between revisions; a change of the desired number alone is followed."""
+    everybody = [*olds, target] if target.replicas else list(olds)
+    there = sum(revision.replicas for revision in everybody)
+    allowed = desired + policy.surge if len(everybody) > 1 else desired
+    replicas = _all(_allot(min(there, allowed), everybody), target, everybody)
+    if there < desired:
+        grows = max(everybody, key=lambda revision: (revision.serving, revision.name))
+        replicas[grows.name] += desired - there
+    return Step(replicas, "rollout.paused: old and new pods stay as they are")
+
+
+def _grown(target: Revision, desired: int, room: int) -> int:
+    """The target never shrinks but to the desired number."""
+    return min(desired, max(room, target.replicas))
+
+
+def _allot(keep: int, revisions: Sequence[Revision]) -> dict[str, int]:
+    """Share out ``keep`` replicas: ready pods first, those of the revision that serves most first of all."""
+    given = dict.fromkeys((revision.name for revision in revisions), 0)
+    ordered = sorted(revisions, key=lambda revision: (-revision.serving, revision.name))
+    for wanted in ("serving", "replicas"):
+        for revision in ordered:
+            more = min(keep, getattr(revision, wanted) - given[revision.name])
+            given[revision.name] += more
+            keep -= more
+    return given
+
+
+def _all(given: dict[str, int], target: Revision, olds: Sequence[Revision]) -> dict[str, int]:
+    return {revision.name: given.get(revision.name, 0) for revision in (*olds, target)}

@@ -1,0 +1,100 @@
+"""Where a pod's template goes beyond the restricted Pod Security Standard, in words for its status."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+_VOLUME_TYPES: Final = frozenset(
+    {
+        "configMap",
+        "csi",
+        "downwardAPI",
+        "emptyDir",
+        "ephemeral",
+        "persistentVolumeClaim",
+        "projected",
+        "secret",
+        "image",
+    }
+)
+_SYSCTLS: Final = frozenset(
+    {
+        "kernel.shm_rmid_forced",
+        "net.ipv4.ip_local_port_range",
+        "net.ipv4.ip_local_reserved_ports",
+        "net.ipv4.ip_unprivileged_port_start",
+        "net.ipv4.ping_group_range",
+        "net.ipv4.tcp_fin_timeout",
+        "net.ipv4.tcp_keepalive_intvl",
+        "net.ipv4.tcp_keepalive_probes",
+        "net.ipv4.tcp_keepalive_time",
+        "net.ipv4.tcp_rmem",
+        "net.ipv4.tcp_syncookies",
+        "net.ipv4.tcp_wmem",
+    }
+)
+_SECCOMP: Final = ("RuntimeDefault", "Localhost")
+
+
+def exceptions(pod_spec: dict[str, Any]) -> tuple[str, ...]:
+    """Every way in which pods of this spec are less confined than the operator makes them, in a fixed order."""
+    return (*_of_pod(pod_spec), *_of_volumes(pod_spec), *_of_containers(pod_spec))
+
+
+def _of_pod(spec: dict[str, Any]) -> Iterator[str]:
+    for field in ("hostNetwork", "hostPID", "hostIPC"):
+        if spec.get(field):
+            yield f"{field} is on"
+    if spec.get("automountServiceAccountToken") is not False:
+        yield "the service account's token is mounted"
+    for sysctl in (spec.get("securityContext") or {}).get("sysctls", ()):
+        if sysctl["name"] not in _SYSCTLS:
+            yield f"sysctl {sysctl['name']} is set"
+
+
+def _of_volumes(spec: dict[str, Any]) -> Iterator[str]:
+    for volume in spec.get("volumes", ()):
+        for kind in sorted(volume.keys() - {"name"} - _VOLUME_TYPES):
+            yield f"volume {volume['name']} is a {kind}"
+
+
+def _of_containers(spec: dict[str, Any]) -> Iterator[str]:
+    pod = spec.get("securityContext") or {}
+    for container in (*spec.get("initContainers", ()), *spec.get("containers", ())):
+        own = container.get("securityContext") or {}
+        for found in (*_of_user(pod, own), *_of_confinement(pod, own)):
+            yield f"container {container['name']}: {found}"
+        for port in container.get("ports", ()):
+            if port.get("hostPort"):
+                yield f"container {container['name']}: host port {port['hostPort']}"
+
+
+def _of_user(pod: dict[str, Any], own: dict[str, Any]) -> Iterator[str]:
+    if own.get("runAsNonRoot", pod.get("runAsNonRoot")) is not True:
+        yield "may run as root"
+    if own.get("runAsUser", pod.get("runAsUser")) == 0:
+        yield "runs as root"
+
+
+def _of_confinement(pod: dict[str, Any], own: dict[str, Any]) -> Iterator[str]:
+    if own.get("privileged"):
+        yield "privileged"
+    if own.get("allowPrivilegeEscalation") is not False:
+        yield "may gain privileges"
+    if own.get("readOnlyRootFilesystem") is not True:
+        yield "root filesystem is writable"
+    capabilities = own.get("capabilities") or {}
+    if "ALL" not in capabilities.get("drop", ()):
+        yield "keeps the default capabilities"
+    added = [name for name in capabilities.get("add", ()) if name != "NET_BIND_SERVICE"]
+    if added:
+        yield f"adds the capabilities {', '.join(added)}"
+    if own.get("procMount", "Default") != "Default":
+        yield f"procMount is {own['procMount']}"
+    seccomp = (own.get("seccompProfile") or pod.get("seccompProfile") or {}).get("type")
+    if seccomp not in _SECCOMP:
+        yield f"seccomp profile is {seccomp or 'unset'}"
+    for profile in (own.get("appArmorProfile"), pod.get("appArmorProfile")):
+        if profile and profile.get("type") == "Unconfined":
+            yield "AppArmor is off"

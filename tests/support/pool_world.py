@@ -1,0 +1,242 @@
+"""A tiny cluster for plans of pools: an API server with defaults, deployments that make pods, pods that live."""
+
+from __future__ import annotations
+
+import copy
+from datetime import UTC, datetime
+from typing import Any
+
+from treeline_operator import names
+from treeline_operator.actions import Apply, Delete, Plan, Scale
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.plan.pool import plan_pool
+from treeline_operator.world import GatewayWorld, Observed, PickerView, Platform, PoolWorld, Ref
+
+NOW = datetime(2026, 11, 1, tzinfo=UTC)
+EVERY_API = frozenset(
+    {
+        "gateway.networking.k8s.io/v1/HTTPRoute",
+        "inference.networking.k8s.io/v1/InferencePool",
+        "monitoring.coreos.com/v1/PodMonitor",
+        "keda.sh/v1alpha1/ScaledObject",
+    }
+)
+
+
+def a_pool(
+    name: str = "tiny", *, uid: str = "pool-uid", metadata: dict[str, Any] | None = None, **spec: Any
+) -> InferencePool:
+    """An InferencePool of the spec given in the words of its YAML."""
+    spec.setdefault("model", {"uri": "builtin://tiny"})
+    meta = {
+        "name": name,
+        "namespace": "serving",
+        "uid": uid,
+        "generation": 1,
+        "creationTimestamp": NOW.isoformat(),
+    }
+    return InferencePool.from_object(
+        {
+            "apiVersion": "treeline.dev/v1alpha1",
+            "kind": "InferencePool",
+            "metadata": {**meta, **(metadata or {})},
+            "spec": spec,
+        },
+        strict=True,
+    )
+
+
+class SimCluster:
+    """What is there. ``capacity`` is the number of pods that find a node."""
+
+    def __init__(self, platform: Platform | None = None, capacity: int = 1000) -> None:
+        self.platform = platform or Platform()
+        self.capacity = capacity
+        self.objects: dict[Ref, dict[str, Any]] = {}
+        self.pods: dict[str, dict[str, Any]] = {}
+        self.picker: PickerView | None = None
+        self.others: tuple[InferencePool, ...] = ()
+        self._serial = 0
+
+    # ---- the planner's side ---------------------------------------------------------------------------------
+
+    def world(self, pool: InferencePool) -> PoolWorld:
+        children = tuple(Observed.of(obj) for obj in self.objects.values())
+        pods = tuple(Observed.of(pod) for pod in self.pods.values())
+        gateway = GatewayWorld(
+            pool.namespace, pool.spec.gateway.name, (*self.others, pool), (), (), self.platform, NOW
+        )
+        return PoolWorld(pool, children, pods, gateway, (), self.picker, self.platform, NOW)
+
+    def plan(self, pool: InferencePool) -> Plan:
+        return plan_pool(self.world(pool))
+
+    def do(self, plan: Plan) -> None:
+        for action in plan.actions:
+            match action:
+                case Apply():
+                    self._apply(action)
+                case Scale(ref, uid, replicas):
+                    assert self.objects[ref]["metadata"]["uid"] == uid
+                    self.objects[ref]["spec"]["replicas"] = replicas
+                    self._touched(self.objects[ref])
+                case Delete(ref, uid):
+                    assert self.objects[ref]["metadata"]["uid"] == uid
+                    del self.objects[ref]
+
+    def converge(self, pool: InferencePool, rounds: int = 40) -> int:
+        """Plan, do and let the pods become ready until nothing remains; the number of rounds."""
+        for done in range(rounds):
+            plan = self.plan(pool)
+            before = copy.deepcopy(self.pods)
+            self.do(plan)
+            self.controllers()
+            self.make_ready()
+            if not plan.actions and before == self.pods:
+                return done
+        raise AssertionError(f"no end after {rounds} rounds: {self.plan(pool).actions}")
+
+    def deployments(self) -> dict[str, dict[str, Any]]:
+        return {ref.name: obj for ref, obj in self.objects.items() if ref.kind == "Deployment"}
+
+    def get(self, kind: str, name: str) -> dict[str, Any]:
+        return next(obj for ref, obj in self.objects.items() if (ref.kind, ref.name) == (kind, name))
+
+    # ---- the cluster's side ---------------------------------------------------------------------------------
+
+    def controllers(self) -> None:
+        """What the deployment controller and the scheduler do next."""
+        for name, obj in self.deployments().items():
+            labels = obj["spec"]["template"]["metadata"]["labels"]
+            mine = [
+                p
+                for p in self.pods.values()
+                if p["metadata"]["labels"][names.REVISION] == labels[names.REVISION]
+            ]
+            wanted = obj["spec"]["replicas"]
+            # Pods that are not ready go first.
+            mine.sort(key=lambda pod: (not _ready(pod), pod["metadata"]["name"]))
+            for extra in mine[wanted:]:
+                del self.pods[extra["metadata"]["name"]]
+            for _ in range(wanted - len(mine)):
+                self._serial += 1
+                pod_name = f"{name}-{self._serial}"
+                self.pods[pod_name] = {
+                    "apiVersion": "v1",
+                    "kind": "Pod",
+                    "metadata": {
+                        "name": pod_name,
+                        "namespace": "serving",
+                        "uid": pod_name,
+                        "labels": dict(labels),
+                    },
+                    "spec": obj["spec"]["template"]["spec"],
+                    "status": {"phase": "Pending", "conditions": []},
+                }
+            obj["status"] = {"observedGeneration": obj["metadata"]["generation"], "replicas": wanted}
+        self.schedule()
+
+    def schedule(self) -> None:
+        """Give pods a node while there is room; tell the others that there is none."""
+        placed = sum(1 for pod in self.pods.values() if _placed(pod))
+        for pod in self.pods.values():
+            if not _placed(pod):
+                if placed < self.capacity:
+                    placed += 1
+                    pod["status"]["conditions"] = [{"type": "PodScheduled", "status": "True"}]
+                else:
+                    pod["status"]["conditions"] = [
+                        {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+                    ]
+
+    def make_ready(self, pod_name: str | None = None) -> None:
+        """Let a pod, or all, finish its download and pass its probes."""
+        for name, pod in self.pods.items():
+            if pod_name in (None, name) and _placed(pod) and not _ready(pod):
+                status = pod["status"]
+                status.update(phase="Running", containerStatuses=[{"name": "runtime", "ready": True}])
+                status["initContainerStatuses"] = [
+                    {"name": c["name"], "ready": True, "state": {"terminated": {"exitCode": 0}}}
+                    for c in pod["spec"].get("initContainers", ())
+                ]
+                status["conditions"].append({"type": "Ready", "status": "True"})
+
+    def crash(self, pod_name: str) -> None:
+        pod = self.pods[pod_name]
+        waiting = {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "restartCount": 3, "ready": False}
+        pod["status"]["containerStatuses"] = [{"name": "runtime", **waiting}]
+        pod["status"]["conditions"] = [c for c in pod["status"]["conditions"] if c["type"] != "Ready"]
+
+    def ready(self) -> int:
+        return sum(1 for pod in self.pods.values() if _ready(pod))
+
+    def _apply(self, action: Apply) -> None:
+        old = self.objects.get(action.ref)
+        made = copy.deepcopy(action.object)
+        if old is not None:
+            made["metadata"] = {**old["metadata"], **made["metadata"]}
+            if action.ref.kind == "Deployment":
+                assert old["spec"]["selector"] == made["spec"]["selector"]
+        self._serial += 1
+        meta = made["metadata"]
+        meta.setdefault("uid", f"uid-{self._serial}")
+        meta.setdefault(
+            "creationTimestamp", f"2026-11-01T00:{self._serial // 60 % 60:02}:{self._serial % 60:02}Z"
+        )
+        self.objects[action.ref] = defaulted(made)
+        self._touched(self.objects[action.ref])
+
+    def _touched(self, obj: dict[str, Any]) -> None:
+        self._serial += 1
+        meta = obj["metadata"]
+        meta["resourceVersion"] = str(self._serial)
+        meta["generation"] = meta.get("generation", 0) + 1
+        meta["managedFields"] = [{"manager": "somebody"}]
+
+
+def defaulted(obj: dict[str, Any]) -> dict[str, Any]:
+    """What the API server makes of an object: defaults, other spellings of quantities, empty things left out."""
+    obj = _respelled(obj)
+    spec = obj.get("spec", {})
+    if obj["kind"] == "Deployment":
+        pod = spec["template"]["spec"]
+        pod.update(dnsPolicy="ClusterFirst", restartPolicy="Always", schedulerName="default-scheduler")
+        for container in (*pod.get("initContainers", ()), *pod["containers"]):
+            container.setdefault("terminationMessagePath", "/dev/termination-log")
+            container.setdefault("terminationMessagePolicy", "File")
+            container.setdefault("imagePullPolicy", "IfNotPresent")
+            container.setdefault("resources", {})
+            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                if probe in container:
+                    container[probe].setdefault("successThreshold", 1)
+                    container[probe].get("httpGet", {}).setdefault("scheme", "HTTP")
+        obj["metadata"].setdefault("annotations", {})["deployment.kubernetes.io/revision"] = "1"
+        pod["containers"].append({"name": "injected", "image": "sidecar"})
+    elif obj["kind"] == "Service":
+        spec.update(
+            clusterIPs=["None"], internalTrafficPolicy="Cluster", type="ClusterIP", sessionAffinity="None"
+        )
+    elif obj["kind"] == "PersistentVolumeClaim":
+        spec.setdefault("storageClassName", "standard")
+        spec.update(volumeMode="Filesystem", volumeName="pv-1")
+    obj["metadata"].setdefault("labels", {})["team"] = "somebody"
+    return obj
+
+
+def _respelled(value: Any, key: str = "", parent: str = "") -> Any:
+    if isinstance(value, dict):
+        made = {k: _respelled(v, k, key) for k, v in value.items()}
+        return {k: v for k, v in made.items() if v is not None and v != [] and v != ""}
+    if isinstance(value, list):
+        return [_respelled(item, key, parent) for item in value]
+    if parent in ("requests", "limits"):
+        return {"1024Mi": "1Gi", "0.5": "500m", "1000m": "1"}.get(str(value), str(value))
+    return value
+
+
+def _ready(pod: dict[str, Any]) -> bool:
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"]["conditions"])
+
+
+def _placed(pod: dict[str, Any]) -> bool:
+    return any(c["type"] == "PodScheduled" and c["status"] == "True" for c in pod["status"]["conditions"])
