@@ -1,8 +1,8 @@
 """What the operator may do in a cluster: each right by feature, with its reason; the chart's Roles are made from it.
 
-``python -m treeline_operator.rbac`` writes ``charts/treeline/files/rbac.yaml``, which the chart renders. Two places: what
-is done in every watched namespace (``WATCHED``), and what is done in the operator's own (``OWN``). No right to read
-Secrets is declared, and none may be: tokens and keys are mounted by reference.
+``python -m treeline_operator.rbac`` writes ``charts/treeline/files/rbac.yaml``, which the chart renders. Two places:
+what is done in every watched namespace (``WATCHED``), and what is done in the operator's own (``OWN``). No right to
+read Secrets is declared, and none may be: tokens and keys are mounted by reference.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from typing import Any, Final
 
 import yaml
 
-READ: Final = ("get", "list", "watch")
+WATCH: Final = ("list", "watch")
 APPLY: Final = ("create", "patch")
 """Server-side apply is a PATCH; the API server asks for ``create`` too where it makes the object."""
+CHILD: Final = (*WATCH, *APPLY, "delete")
+"""A kind of which the operator makes objects, looks after them and removes them."""
+READ: Final = ("get", *WATCH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,48 +78,42 @@ WATCHED: Final = (
     Feature(
         "resources",
         (
-            Need("treeline.dev", ("inferencepools", "inferencemodels"), READ, "what users ask for"),
+            Need("treeline.dev", ("inferencepools", "inferencemodels"), WATCH, "what users ask for"),
             Need(
                 "treeline.dev",
                 ("inferencepools/status", "inferencemodels/status"),
                 ("patch",),
                 "what came of it",
             ),
-            Need(
-                "treeline.dev",
-                ("inferencepools/finalizers",),
-                ("update",),
-                "ownerReferences that block the owner's deletion, where the API server checks them",
-                asked=False,
-            ),
         ),
     ),
     Feature(
         "workloads",
         (
-            Need("apps", ("deployments",), (*READ, *APPLY, "delete"), "runtimes, pickers and Envoys"),
-            Need("", ("pods",), READ, "readiness and the causes of its absence"),
+            Need("apps", ("deployments",), CHILD, "runtimes, pickers and Envoys"),
+            Need("", ("pods",), WATCH, "readiness and the causes of its absence"),
             Need("", ("pods/log",), ("get",), "the last line of a crash, the progress of a download"),
-            Need("", ("services",), (*READ, *APPLY, "delete"), "one URL a gateway, and the picker's address"),
-            Need("", ("serviceaccounts",), (*READ, *APPLY, "delete"), "an identity for each picker"),
+            Need("", ("services",), CHILD, "one URL a gateway, and the picker's address"),
+            Need("", ("serviceaccounts",), CHILD, "an identity for each picker and Envoy"),
+            Need("", ("configmaps",), CHILD, "Envoy's configuration, the gateway's anchor"),
+            Need("", ("secrets",), ("create",), "a key pair for KV sockets; no Secret is ever read"),
+        ),
+    ),
+    Feature(
+        "model-cache",
+        (
             Need(
-                "", ("configmaps",), (*READ, *APPLY, "delete"), "Envoy's configuration; the gateway's anchor"
+                "",
+                ("persistentvolumeclaims",),
+                (*WATCH, *APPLY),
+                "the weights; never deleted by the operator",
             ),
-            Need(
-                "", ("persistentvolumeclaims",), (*READ, *APPLY, "delete"), "the cache of a model's weights"
-            ),
-            Need("", ("secrets",), ("create",), "a key pair for KV sockets; Secrets are never read"),
         ),
     ),
     Feature(
         "picker-role",
         (
-            Need(
-                "rbac.authorization.k8s.io",
-                ("roles", "rolebindings"),
-                (*READ, *APPLY, "delete"),
-                "a picker's",
-            ),
+            Need("rbac.authorization.k8s.io", ("roles", "rolebindings"), CHILD, "what a picker may see"),
             *(
                 Need(need.group, need.resources, need.verbs, f"granted to pickers: {need.why}", asked=False)
                 for need in PICKER
@@ -124,61 +121,39 @@ WATCHED: Final = (
         ),
     ),
     Feature(
-        "disruption",
-        (Need("policy", ("poddisruptionbudgets",), (*READ, *APPLY, "delete"), "evictions one at a time"),),
+        "ownership",
+        (
+            Need(
+                "treeline.dev",
+                ("inferencepools/finalizers",),
+                ("update",),
+                "ownerReferences that block their owner's deletion, on API servers that check who may write them",
+                asked=False,
+            ),
+            Need(
+                "", ("configmaps/finalizers",), ("update",), "the same for the gateway's anchor", asked=False
+            ),
+        ),
     ),
+    Feature("disruption", (Need("policy", ("poddisruptionbudgets",), CHILD, "evictions one at a time"),)),
     Feature(
         "network",
-        (
-            Need(
-                "networking.k8s.io",
-                ("networkpolicies",),
-                (*READ, *APPLY, "delete"),
-                "default deny, and the paths that requests take",
-            ),
-        ),
+        (Need("networking.k8s.io", ("networkpolicies",), CHILD, "default deny, and the paths of requests"),),
     ),
-    Feature(
-        "events",
-        (
-            Need("", ("events",), ("create", "patch"), "what the operator did and saw"),
-            Need("", ("events",), ("list", "watch"), "why a pod cannot start"),
-        ),
-    ),
-    Feature(
-        "hpa",
-        (
-            Need(
-                "autoscaling",
-                ("horizontalpodautoscalers",),
-                (*READ, *APPLY, "delete"),
-                "autoscaling.type HPA",
-            ),
-        ),
-    ),
-    Feature(
-        "keda",
-        (Need("keda.sh", ("scaledobjects",), (*READ, *APPLY, "delete"), "autoscaling.type KEDA"),),
-        value="keda",
-    ),
+    Feature("events", (Need("", ("events",), ("create",), "what the operator did and saw"),)),
+    Feature("hpa", (Need("autoscaling", ("horizontalpodautoscalers",), CHILD, "autoscaling.type HPA"),)),
+    Feature("keda", (Need("keda.sh", ("scaledobjects",), CHILD, "autoscaling.type KEDA"),), value="keda"),
     Feature(
         "gateway-api",
         (
-            Need(
-                "gateway.networking.k8s.io", ("httproutes",), (*READ, *APPLY, "delete"), "gateway.parentRefs"
-            ),
-            Need(
-                "inference.networking.k8s.io",
-                ("inferencepools",),
-                (*READ, *APPLY, "delete"),
-                "the upstream pool that a route leads to",
-            ),
+            Need("gateway.networking.k8s.io", ("httproutes",), CHILD, "gateway.parentRefs"),
+            Need("inference.networking.k8s.io", ("inferencepools",), CHILD, "what a route leads to"),
         ),
         value="gatewayApi",
     ),
     Feature(
         "prometheus",
-        (Need("monitoring.coreos.com", ("podmonitors",), (*READ, *APPLY, "delete"), "metrics of the pods"),),
+        (Need("monitoring.coreos.com", ("podmonitors",), CHILD, "metrics of a pool's pods"),),
         value="prometheus",
     ),
 )

