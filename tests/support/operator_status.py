@@ -11,7 +11,16 @@ from treeline_operator import names
 from treeline_operator.api.model import InferenceModel
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.revision import target
-from treeline_operator.world import GatewayWorld, Observed, PickerEndpoint, PickerView, Platform, PoolWorld
+from treeline_operator.plan.runtime import deployment as rendered
+from treeline_operator.world import (
+    GatewayWorld,
+    Images,
+    Observed,
+    PickerEndpoint,
+    PickerView,
+    Platform,
+    PoolWorld,
+)
 from treeline_wire import labels
 
 NOW = datetime(2026, 11, 20, 12, 0, 0, tzinfo=UTC)
@@ -58,31 +67,36 @@ def observed(kind: str, name: str, api_version: str = "v1", **fields: Any) -> Ob
     return Observed.of({"apiVersion": api_version, "kind": kind, "metadata": meta, **fields})
 
 
-def deployment(name: str, replicas: int, ready: int, *, conditions: Any = (), meta: Any = None) -> Observed:
+def deployment(name: str, replicas: int, ready: int, *, conditions: Any = ()) -> Observed:
     """A Deployment whose controller has seen it."""
-    status = {
+    status = _deployed(replicas, ready, conditions)
+    return observed("Deployment", name, "apps/v1", spec={"replicas": replicas}, status=status)
+
+
+def revision(of: InferencePool, replicas: int, ready: int, *, conditions: Any = ()) -> Observed:
+    """The Deployment of the pool's current revision, as the planner makes it."""
+    wanted = target(of, (), Platform())
+    name = names.deployment(of.name, wanted.name)
+    meta = {
+        "name": name,
+        "namespace": "shop",
+        "uid": f"uid-{name}",
+        "generation": 1,
+        "labels": {labels.POOL: of.name, names.MANAGED_BY: names.MANAGER},
+        "creationTimestamp": "2026-11-20T11:00:00Z",
+        "ownerReferences": [of.owner_reference(controller=True)],
+    }
+    made = rendered(of, wanted, replicas, meta, Images())
+    return Observed.of({**made, "status": _deployed(replicas, ready, conditions)})
+
+
+def _deployed(replicas: int, ready: int, conditions: Any) -> dict[str, Any]:
+    return {
         "observedGeneration": 1,
         "replicas": replicas,
         "readyReplicas": ready,
         "conditions": list(conditions),
     }
-    return observed(
-        "Deployment", name, "apps/v1", meta=meta or {}, spec={"replicas": replicas}, status=status
-    )
-
-
-def revision(of: InferencePool, replicas: int, ready: int, *, conditions: Any = ()) -> Observed:
-    """The Deployment of the pool's current revision."""
-    wanted = target(of, (), Platform())
-    meta = {
-        "labels": {labels.POOL: of.name, names.REVISION: wanted.name, names.MANAGED_BY: names.MANAGER},
-        "annotations": {names.INPUTS: wanted.inputs, names.TEMPLATE_VERSION: "1"},
-        "creationTimestamp": "2026-11-20T11:00:00Z",
-        "ownerReferences": [of.owner_reference(controller=True)],
-    }
-    return deployment(
-        names.deployment(of.name, wanted.name), replicas, ready, conditions=conditions, meta=meta
-    )
 
 
 def pod(

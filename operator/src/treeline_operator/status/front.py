@@ -7,18 +7,18 @@ from typing import Any, Final
 
 from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason
-from treeline_operator.api.pool import InferencePool, ParentRef
+from treeline_operator.api.pool import ParentRef
 from treeline_operator.plan import revision as revisions
+from treeline_operator.plan.anchored import find
+from treeline_operator.plan.gateway import gateway_children, gateway_url
+from treeline_operator.plan.routes import ROUTE, UPSTREAM
+from treeline_operator.plan.scaling import KEDA
 from treeline_operator.plan.sharing import Shared
 from treeline_operator.status.causes import dig
 from treeline_operator.status.conditions import Finding
-from treeline_operator.world import GatewayWorld, Observed, PoolWorld
+from treeline_operator.world import Observed, PoolWorld
 
-_ROUTE_APIS: Final = (
-    ("gateway.networking.k8s.io/v1/HTTPRoute", Reason.GATEWAY_API_MISSING),
-    ("inference.networking.k8s.io/v1/InferencePool", Reason.INFERENCE_EXTENSION_MISSING),
-)
-_SCALED_OBJECT: Final = "keda.sh/v1alpha1/ScaledObject"
+_ROUTE_APIS: Final = ((ROUTE, Reason.GATEWAY_API_MISSING), (UPSTREAM, Reason.INFERENCE_EXTENSION_MISSING))
 _ABSENT_METRICS: Final = ("could not find the requested resource", "metrics API", "metrics.k8s.io")
 _UNSUPPORTED: Final = frozenset(
     ("NotSupportedByParent", "NotSupportedByGateway", "UnsupportedValue", "InvalidKind")
@@ -54,7 +54,7 @@ def picker(world: PoolWorld, ready: Collection[str]) -> Finding:
 def gateway(world: PoolWorld, shared: Shared) -> Finding:
     """Whether the pool's gateway takes requests."""
     kind = ConditionType.GATEWAY_READY
-    trouble = _standalone(world, shared) if shared.mode == "standalone" else _gateway_api(world)
+    trouble = _standalone(world, shared) if shared.mode == "standalone" else _gateway_api(world, shared)
     if trouble is not None:
         return trouble
     conflicts = shared.conflicts.get(world.pool.name, ())
@@ -66,7 +66,7 @@ def gateway(world: PoolWorld, shared: Shared) -> Finding:
     where = (
         f"gateway {shared.name}"
         if shared.mode == "standalone"
-        else few(map(_parent_name, parents(world.pool)))
+        else few(map(_parent_name, parents(world, shared)))
     )
     return Finding(kind, "True", Reason.GATEWAY_SERVING, f"{where} is ready")
 
@@ -76,7 +76,7 @@ def route(world: PoolWorld, shared: Shared) -> Finding | None:
     if shared.mode == "standalone" or _missing_api(world) is not None:
         return None
     kind = ConditionType.ROUTE_ACCEPTED
-    found = list(_judgements(world))
+    found = list(_judgements(world, shared))
     refused = [
         (who, condition)
         for who, condition in found
@@ -95,7 +95,7 @@ def route(world: PoolWorld, shared: Shared) -> Finding | None:
     if waiting or not found:
         text = f"not judged yet: {few(waiting)}" if waiting else "the HTTPRoute is not there yet"
         return Finding(kind, "Unknown", Reason.ROUTE_PENDING, text)
-    accepted = few(map(_parent_name, parents(world.pool)))
+    accepted = few(map(_parent_name, parents(world, shared)))
     return Finding(kind, "True", Reason.ROUTE_ACCEPTED, f"accepted by {accepted}")
 
 
@@ -104,7 +104,7 @@ def scaling(world: PoolWorld) -> Finding | None:
     kind, auto = ConditionType.SCALING_ACTIVE, world.pool.spec.autoscaling
     if auto.type == "None":
         return None
-    if auto.type == "KEDA" and _SCALED_OBJECT not in world.platform.apis:
+    if auto.type == "KEDA" and KEDA not in world.platform.apis:
         return Finding(
             kind, "False", Reason.KEDA_MISSING, "there is no ScaledObject of keda.sh/v1alpha1 in the cluster"
         )
@@ -136,20 +136,13 @@ def scaling(world: PoolWorld) -> Finding | None:
 
 def url(world: PoolWorld, shared: Shared) -> str:
     """Where clients ask for the pool's model; empty where it cannot be known."""
-    if shared.mode == "gateway-api":
-        hosts = [host for host in world.pool.spec.gateway.hostnames if not host.startswith("*")]
-        secure = any(ref.port == 443 for ref in parents(world.pool))
-        return f"{'https' if secure else 'http'}://{hosts[0]}" if hosts else ""
-    edge = shared.edge
-    scheme, usual = ("https", 443) if edge.tls else ("http", 80)
-    host = f"{names.url_service(shared.name)}.{world.pool.namespace}.svc"
-    host = _address(_child(world.gateway, "Service", names.url_service(shared.name))) or host
-    return f"{scheme}://{host}" + ("" if edge.port == usual else f":{edge.port}")
+    own = world.pool if shared.mode == "standalone" or world.pool.spec.gateway.hostnames else None
+    return gateway_url(world.gateway, own) or ""
 
 
-def parents(pool: InferencePool) -> tuple[ParentRef, ...]:
-    """The Gateways that the pool names."""
-    return pool.spec.gateway.parent_refs
+def parents(world: PoolWorld, shared: Shared) -> tuple[ParentRef, ...]:
+    """The Gateways that the pool is attached to."""
+    return world.pool.spec.gateway.parent_refs or shared.owner.spec.gateway.parent_refs
 
 
 def few(items: Iterable[str]) -> str:
@@ -163,9 +156,10 @@ def _component(
     world: PoolWorld, kind: ConditionType, name: str, component: str, not_ready: Reason
 ) -> Finding | None:
     """What keeps a Deployment of the gateway from having a ready pod; None if it has one."""
-    deployment = _child(world.gateway, "Deployment", name)
-    if deployment is None:
+    found = find(world.gateway.children, "Deployment", name)
+    if found is None:
         return Finding(kind, "False", Reason.PENDING, f"Deployment {name} is not there yet")
+    deployment = found.object
     if (deployment.get("status") or {}).get("readyReplicas"):
         return None
     pods = [pod for pod in _objects(world.gateway.pods) if _labels(pod).get(names.COMPONENT) == component]
@@ -185,21 +179,22 @@ def _standalone(world: PoolWorld, shared: Shared) -> Finding | None:
     trouble = _component(world, kind, names.edge(shared.name), "edge", Reason.GATEWAY_NOT_READY)
     if trouble is not None:
         return trouble
-    service = _child(world.gateway, "Service", service_name)
+    service = gateway_children(world.gateway).service
     if service is None:
         return Finding(kind, "False", Reason.PENDING, f"Service {service_name} is not there yet")
-    if shared.edge.service_type == "LoadBalancer" and not _address(service):
+    balancer = (service.object.get("status") or {}).get("loadBalancer") or {}
+    if shared.edge.service_type == "LoadBalancer" and not balancer.get("ingress"):
         inside = f"{service_name}.{world.pool.namespace}.svc"
         text = f"Service {service_name} waits for an address from outside; inside the cluster {inside} serves"
         return Finding(kind, "False", Reason.ADDRESS_PENDING, text)
     return None
 
 
-def _gateway_api(world: PoolWorld) -> Finding | None:
+def _gateway_api(world: PoolWorld, shared: Shared) -> Finding | None:
     kind, missing = ConditionType.GATEWAY_READY, _missing_api(world)
     if missing is not None:
         return Finding(kind, "False", missing[1], f"the cluster does not have {missing[0]}")
-    silent = [who for who, condition in _judgements(world) if condition is None]
+    silent = [who for who, condition in _judgements(world, shared) if condition is None]
     there = any(child.ref.kind == "HTTPRoute" for child in world.children)
     if silent or not there:
         text = f"not heard of yet: {few(silent)}" if silent else "the HTTPRoute is not there yet"
@@ -211,11 +206,11 @@ def _missing_api(world: PoolWorld) -> tuple[str, Reason] | None:
     return next(((api, reason) for api, reason in _ROUTE_APIS if api not in world.platform.apis), None)
 
 
-def _judgements(world: PoolWorld) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
+def _judgements(world: PoolWorld, shared: Shared) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
     """What each parent says: of the HTTPRoute, one condition or None by parent; of the upstream pool where it does."""
     for obj in _objects(child for child in world.children if child.ref.kind == "HTTPRoute"):
         told = (obj.get("status") or {}).get("parents") or ()
-        for ref in parents(world.pool):
+        for ref in parents(world, shared):
             own = [
                 entry for entry in told if _is_about(entry.get("parentRef") or {}, ref, world.pool.namespace)
             ]
@@ -259,19 +254,6 @@ def _is_upstream(child: Observed) -> bool:
 def _parent_name(ref: ParentRef) -> str:
     place = f"{ref.namespace}/{ref.name}" if ref.namespace else ref.name
     return f"{ref.kind} {place}" + (f" ({ref.section_name})" if ref.section_name else "")
-
-
-def _address(service: Mapping[str, Any] | None) -> str:
-    if service is None:
-        return ""
-    for ingress in ((service.get("status") or {}).get("loadBalancer") or {}).get("ingress") or ():
-        host = str(ingress.get("hostname") or ingress.get("ip") or "")
-        return f"[{host}]" if ":" in host else host
-    return ""
-
-
-def _child(world: GatewayWorld, kind: str, name: str) -> dict[str, Any] | None:
-    return next((c.object for c in world.children if c.ref.kind == kind and c.ref.name == name), None)
 
 
 def _objects(observed: Iterable[Observed]) -> list[dict[str, Any]]:

@@ -15,6 +15,8 @@ from treeline_operator.api.conditions import ConditionType, Reason, Status
 from treeline_operator.api.pool import DownloadStatus, EndpointStatus, PoolStatus
 from treeline_operator.plan import pods as reading
 from treeline_operator.plan import revision as revisions
+from treeline_operator.plan import runtime
+from treeline_operator.plan.security import exceptions
 from treeline_operator.plan.sharing import Shared, share
 from treeline_operator.status import front
 from treeline_operator.status.causes import Cause, Json, Progress, dig, percent
@@ -22,7 +24,6 @@ from treeline_operator.status.conditions import Finding, build
 from treeline_operator.world import PoolWorld
 
 MAX_ENDPOINTS: Final = 50
-COMPONENT: Final = "runtime"
 
 _ABOUT_THE_MODEL: Final = frozenset(
     (
@@ -92,7 +93,7 @@ def refusal(code: int, kind: str, message: str) -> Cause:
 
 def selector(pool: str) -> str:
     """The labels of a pool's pods, as the scale subresource has them."""
-    return f"{names.COMPONENT}={COMPONENT},{labels.POOL}={pool}"
+    return ",".join(f"{key}={value}" for key, value in sorted(runtime.selector(pool).items()))
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class _Seen:
     @cached_property
     def active(self) -> list[dict[str, Any]]:
         """Those that do not drain."""
-        return [pod for pod in self.live if _label(pod, labels.SERVING) != "false"]
+        return [pod for pod in self.live if _label(pod, labels.SERVING) == "true"]
 
     @cached_property
     def current(self) -> list[dict[str, Any]]:
@@ -176,8 +177,7 @@ def _findings(seen: _Seen) -> list[Finding]:
     if (route := front.route(world, shared)) is not None:
         needed.append(route)
     found = [_ready(seen, needed), _progressing(seen, picker), *needed]
-    if (scaling := front.scaling(world)) is not None:
-        found.append(scaling)
+    found.extend(finding for finding in (front.scaling(world), _security(seen)) if finding is not None)
     return found
 
 
@@ -206,6 +206,8 @@ def _workloads(seen: _Seen) -> Finding:
     kind, desired, ready = ConditionType.WORKLOADS_READY, seen.desired, len(seen.ready)
     if seen.target.existing is None and seen.refused is not None:
         return Finding(kind, "False", seen.refused.reason, seen.refused.detail)
+    if seen.target.existing is None and (problem := runtime.template_problem(seen.world.pool)):
+        return Finding(kind, "False", Reason.TEMPLATE_INVALID, problem + _meanwhile(seen))
     if seen.target.existing is None:
         name = names.deployment(seen.world.pool.name, seen.target.name)
         return Finding(kind, "False", Reason.PENDING, f"Deployment {name} is not there yet{_meanwhile(seen)}")
@@ -287,6 +289,17 @@ def _progressing(seen: _Seen, picker: Finding) -> Finding:
     return Finding(kind, "False", Reason.ROLLOUT_COMPLETE, state)
 
 
+def _security(seen: _Seen) -> Finding | None:
+    """Where the pods go beyond what the operator would make by itself; None where they do not."""
+    if seen.target.existing is None:
+        return None
+    found = exceptions(seen.target.existing.object["spec"]["template"]["spec"])
+    if not found:
+        return None
+    text = f"spec.template makes pods less confined: {front.few(found)}"
+    return Finding(ConditionType.SECURITY_EXCEPTIONS, "True", Reason.POD_SECURITY_EXCEPTION, text)
+
+
 def _overdue(seen: _Seen) -> bool:
     """Whether the Deployment's controller has given up waiting for the current revision."""
     status = (seen.target.existing.object.get("status") or {}) if seen.target.existing is not None else {}
@@ -305,7 +318,7 @@ def _endpoints(seen: _Seen) -> list[EndpointStatus]:
         if not host:
             continue
         name, ready = str(pod["metadata"]["name"]), reading.is_ready(pod)
-        serving = ready and _label(pod, labels.SERVING) != "false" and (listed is None or name in listed)
+        serving = ready and _label(pod, labels.SERVING) == "true" and (listed is None or name in listed)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         found.append(EndpointStatus(name=name, address=address, ready=ready, serving=serving))
     return found[:MAX_ENDPOINTS]
