@@ -48,22 +48,29 @@ def _check(folder: Path, model: str, needs_weights: bool) -> None:
 
 def _download(repo: str, revision: str | None) -> Path:
     # imported here: it takes a second, and a folder needs none of it
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
 
     logger.info("looking for %s on the Hugging Face Hub", repo)
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=FILES, ignore_patterns=IGNORED))
-    except errors.GatedRepoError:
-        problem = "is gated: accept its terms on the Hub and set HF_TOKEN"
-    except errors.RepositoryNotFoundError:
-        problem = "is not on the Hub, or is private: check the name, or set HF_TOKEN"
-    except errors.RevisionNotFoundError:
-        problem = f"has no revision {revision!r}"
-    except errors.LocalEntryNotFoundError as error:
-        problem = f"is not a folder here, is not downloaded yet, and the Hub cannot be reached: {_first_line(error)}"
     except Exception as error:  # the library lets errors of several HTTP clients through
-        problem = f"could not be downloaded: {type(error).__name__}: {_first_line(error)}"
-    raise ModelNotFound(f"--model: {repo} {problem}")
+        raise ModelNotFound(f"--model: {repo} {hub_problem(error, revision)}") from None
+
+
+def hub_problem(error: BaseException, revision: str | None) -> str:
+    """What the Hub's library could not do with a repository, and what helps."""
+    from huggingface_hub import errors
+
+    match error:
+        case errors.GatedRepoError():
+            return "is gated: accept its terms on the Hub and set HF_TOKEN"
+        case errors.RepositoryNotFoundError():
+            return "is not on the Hub, or is private: check the name, or set HF_TOKEN"
+        case errors.RevisionNotFoundError():
+            return f"has no revision {revision!r}"
+        case errors.LocalEntryNotFoundError():
+            return f"is not a folder here, is not downloaded yet, and the Hub cannot be reached: {_first_line(error)}"
+    return f"could not be downloaded: {type(error).__name__}: {_first_line(error)}"
 
 
 def _first_line(error: BaseException) -> str:

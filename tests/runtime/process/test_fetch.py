@@ -1,0 +1,216 @@
+"""The download in a pod: what is asked of the Hub, what is left on disk, what is said on the way and in the end."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+from treeline_runtime import fetch
+from treeline_runtime.fetch import MARKER, Progress, Wanted, main
+
+FILES = {"config.json": b"{}", "model.safetensors": b"w" * 5000}
+
+
+class Hub:
+    """Stands in for `snapshot_download`: `files` are what the repository has."""
+
+    def __init__(self, files: dict[str, bytes] | None = None) -> None:
+        self.files = FILES if files is None else files
+        self.asked: list[dict[str, Any]] = []
+        self.downloads = 0
+        self.during: Callable[[], None] = lambda: None
+        self.error: Exception | None = None
+
+    def __call__(self, repo: str, *, dry_run: bool = False, **options: Any) -> Any:
+        self.asked.append({"repo": repo, "dry_run": dry_run, **options})
+        if self.error is not None:
+            raise self.error
+        if dry_run:
+            return [
+                SimpleNamespace(filename=name, file_size=len(data), commit_hash="c0ffee")
+                for name, data in self.files.items()
+            ]
+        self.downloads += 1
+        folder = Path(options["local_dir"])
+        (folder / ".cache").mkdir(parents=True, exist_ok=True)
+        for name, data in self.files.items():
+            (folder / name).write_bytes(data)
+            self.during()
+        return str(folder)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    hub = Hub()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    return hub
+
+
+def run(to: Path, *more: str, uri: str = "hf://org/name@v1") -> int:
+    log = str(to.parent / "termination-log")
+    return main(["--uri", uri, "--to", str(to), "--termination-log", log, *more])
+
+
+def test_a_model_is_downloaded_once_and_found_by_the_next_pod(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = tmp_path / "org--name@v1"
+    assert run(to) == 0
+    assert (to / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    assert json.loads((to / MARKER).read_text())["commit"] == "c0ffee"
+    assert not (to / ".cache").exists()
+    assert not (tmp_path / "org--name@v1.partial").exists()
+    first, second = hub.asked
+    assert (first["repo"], first["revision"], first["dry_run"]) == ("org/name", "v1", True)
+    assert second["revision"] == "c0ffee"  # the same files that were looked at
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == {"bytes_done": 0, "bytes_total": 5002}
+    assert lines[-1] == {"bytes_done": 5002, "bytes_total": 5002}
+
+    hub.error = RuntimeError("nobody may ask")
+    assert run(to) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["bytes_done"] == last["bytes_total"]
+
+
+def test_progress_grows_and_counts_all_folders(hub: Hub, tmp_path: Path) -> None:
+    out = io.StringIO()
+    progress = Progress(out)
+    seen = threading.Event()
+    hub.during = lambda: (seen.wait(0.05), None)[1]
+    for name in ("one", "two"):
+        fetch.fetch(Wanted.parse("hf://org/" + name, str(tmp_path / name)), progress, every_s=0.01)
+    states = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert states[-1] == {"bytes_done": 10004, "bytes_total": 10004}
+    done = [state["bytes_done"] for state in states]
+    assert done == sorted(done)
+    assert len(set(done)) > 2
+
+
+def test_pods_that_share_a_volume_download_once(hub: Hub, tmp_path: Path) -> None:
+    began, go = threading.Event(), threading.Event()
+
+    def during() -> None:
+        began.set()
+        assert go.wait(10)
+
+    hub.during = during
+    results: list[int] = []
+    threads = [threading.Thread(target=lambda: results.append(run(tmp_path / "m"))) for _ in range(2)]
+    threads[0].start()
+    assert began.wait(10)
+    threads[1].start()
+    go.set()
+    for thread in threads:
+        thread.join(10)
+    assert results == [0, 0]
+    assert hub.downloads == 1
+
+
+def test_another_revision_in_the_same_folder_is_downloaded_anew(hub: Hub, tmp_path: Path) -> None:
+    assert run(tmp_path / "m") == 0
+    assert run(tmp_path / "m", uri="hf://org/name@v2") == 0
+    assert hub.downloads == 2
+    assert json.loads((tmp_path / "m" / MARKER).read_text())["revision"] == "v2"
+
+
+def test_a_folder_that_is_not_complete_is_made_so(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "model.safetensors").write_bytes(b"half")
+    (tmp_path / "m" / MARKER).write_text("{")
+    assert run(tmp_path / "m") == 0
+    assert (tmp_path / "m" / "model.safetensors").stat().st_size == 5000
+
+
+def test_the_tokenizer_alone_comes_without_weights(hub: Hub, tmp_path: Path) -> None:
+    more = ["--tokenizer-uri", "hf://org/words", "--tokenizer-to", str(tmp_path / "words")]
+    assert run(tmp_path / "m", *more) == 0
+    assert "*.safetensors" in hub.asked[0]["allow_patterns"]
+    assert "*.safetensors" not in hub.asked[-1]["allow_patterns"]
+
+
+def _error(kind: type[Exception], status: int | None = None) -> Exception:
+    made = kind.__new__(kind)  # these classes want a response to be constructed
+    made.args = ("no\nmore",)
+    if status is not None:
+        made.response = SimpleNamespace(status_code=status)  # type: ignore[attr-defined]
+    return made
+
+
+def _while_looking(cause: Exception) -> Exception:
+    made = errors.DryRunError("cannot look")
+    made.__cause__ = cause
+    return made
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (_while_looking(_error(errors.GatedRepoError, 401)), "DownloadFailed: 401 org/name is gated: accept"),
+        (_error(errors.RepositoryNotFoundError, 404), "DownloadFailed: 404 org/name is not on the Hub"),
+        (_error(errors.RevisionNotFoundError), "DownloadFailed: org/name has no revision 'v1'"),
+        (
+            _while_looking(RuntimeError("no route")),
+            "DownloadFailed: org/name could not be downloaded: RuntimeError: no",
+        ),
+        (OSError(28, "No space left on device"), "DownloadFailed: cannot write"),
+    ],
+)
+def test_a_failure_ends_with_one_line_and_its_reason(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception, line: str
+) -> None:
+    hub.error = error
+    assert run(tmp_path / "m") == 1
+    said = (tmp_path / "termination-log").read_text()
+    assert said.startswith(line)
+    assert "\n" not in said
+    assert capsys.readouterr().err.splitlines()[-1] == said
+
+
+def test_a_model_that_does_not_fit_is_refused_before_the_download(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    assert run(tmp_path / "m") == 1
+    assert (
+        (tmp_path / "termination-log").read_text().startswith("ModelTooLarge: needs 0.0 GiB, 0.0 GiB free in")
+    )
+    assert hub.downloads == 0
+
+
+def test_a_repository_without_weights_is_refused(hub: Hub, tmp_path: Path) -> None:
+    hub.files = {"config.json": b"{}", "pytorch_model.bin": b"x"}
+    assert run(tmp_path / "m") == 1
+    assert (
+        (tmp_path / "termination-log").read_text().startswith("WeightsMissing: org/name has no *.safetensors")
+    )
+
+
+def test_a_download_that_ends_short_is_a_failure(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(repo: str, *, dry_run: bool = False, **options: Any) -> Any:
+        if dry_run:
+            return hub(repo, dry_run=True, **options)
+        hub.files = {"config.json": b"{}"}
+        return hub(repo, **options)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", short)
+    assert run(tmp_path / "m") == 1
+    assert "2 of 5002 bytes arrived" in (tmp_path / "termination-log").read_text()
+    assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize("uri", ["org/name", "hf://name", "hf://org/name/more", "s3://org/name"])
+def test_what_is_no_model_of_the_hub_is_said_so(uri: str, tmp_path: Path) -> None:
+    assert run(tmp_path / "m", uri=uri) == 1
+    assert "is no model of the Hub" in (tmp_path / "termination-log").read_text()
