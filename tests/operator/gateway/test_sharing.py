@@ -8,22 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treeline_operator.api.pool import InferencePool
+from support.gateway_cluster import pool
 from treeline_operator.plan.sharing import share
-
-
-def pool(name: str, *, created: int | None = 0, deleting: bool = False, **spec: Any) -> InferencePool:
-    """A pool; ``created`` is a day of the month less one."""
-    meta: dict[str, Any] = {"name": name, "namespace": "ns", "uid": f"uid-{name}"}
-    if created is not None:
-        meta["creationTimestamp"] = f"2026-11-{created + 1:02}T00:00:00Z"
-    if deleting:
-        meta["deletionTimestamp"] = "2026-11-29T00:00:00Z"
-    body = {"model": {"uri": "builtin://tiny"}, **spec}
-    return InferencePool.from_object(
-        {"apiVersion": "treeline.dev/v1alpha1", "kind": "InferencePool", "metadata": meta, "spec": body},
-        strict=True,
-    )
 
 
 def picker(**settings: Any) -> dict[str, Any]:

@@ -1,0 +1,230 @@
+"""What the picker's and Envoy's objects have in common: owner, labels, pod security, grace, and when they roll."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from treeline_operator import names
+from treeline_operator.api.parts import Resources
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.plan.sharing import Shared
+from treeline_operator.world import GatewayWorld, Observed, Platform
+
+Component = Literal["epp", "edge"]
+
+IMAGE: Final = "treeline.dev/image"
+"""The image that a Deployment's pods were given, so that a new default of the operator does not roll them."""
+USER: Final = 65532
+"""User and group of our containers. The group may read mounted keys, which are closed to everybody else."""
+SECRET_MODE: Final = 0o440
+LINGER_S: Final = 5
+"""How long a pod that is told to end goes on as before: the cluster needs a moment to hear of it."""
+_STEP_S: Final = 60
+_MARGIN_S: Final = 25
+"""Of the grace period, beyond lingering and draining: for the end itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What every object of a gateway is built from."""
+
+    namespace: str
+    gateway: str
+    pools: tuple[InferencePool, ...]
+    shared: Shared
+    platform: Platform
+    owner_uid: str
+    """The anchor's."""
+
+    @classmethod
+    def of(cls, world: GatewayWorld, shared: Shared, owner_uid: str) -> Ground:
+        return cls(world.namespace, world.name, world.pools, shared, world.platform, owner_uid)
+
+    def labels(self, component: Component | None = None) -> dict[str, str]:
+        """The labels of an object; with a component also the selector of its pods."""
+        found = {names.MANAGED_BY: names.MANAGER, names.GATEWAY: self.gateway}
+        return found | {names.COMPONENT: component} if component else found
+
+    def pods(self, component: Component) -> dict[str, str]:
+        """The label selector of a component's pods; it never changes, a Deployment's may not."""
+        return {names.GATEWAY: self.gateway, names.COMPONENT: component}
+
+    def meta(
+        self, name: str, component: Component | None = None, annotations: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """Metadata of an object that goes when the anchor goes.
+
+        (It does not block the anchor's deletion: that would take a right on ConfigMaps' finalizers, for nothing.)
+        """
+        owner = {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "name": names.anchor(self.gateway),
+            "uid": self.owner_uid,
+            "controller": True,
+        }
+        meta: dict[str, Any] = {
+            "name": name,
+            "namespace": self.namespace,
+            "labels": self.labels(component),
+            "ownerReferences": [owner],
+        }
+        return meta | {"annotations": dict(annotations)} if annotations else meta
+
+    @property
+    def drain_s(self) -> int:
+        """How long open requests may take to end: the longest of the pools, in whole minutes, so that a pool which
+        joins seldom changes it (that would roll the pods)."""
+        longest = max(pool.spec.drain.timeout_seconds for pool in self.pools)
+        return _STEP_S * math.ceil(longest / _STEP_S)
+
+    @property
+    def grace_s(self) -> int:
+        """Seconds from a pod's deletion until it is killed."""
+        return LINGER_S + self.drain_s + _MARGIN_S
+
+    @property
+    def asked_version(self) -> int:
+        """The version of the template generator that some pool asks for at least; 0 if none does."""
+        asked = max(pool.spec.rollout.template_version or 0 for pool in self.pools)
+        return min(asked, self.platform.template_version)
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """How a Deployment is to be made: with which image, or not at all because it is ``kept`` as it is."""
+
+    image: str
+    kept: Observed | None = None
+
+
+def making(
+    ground: Ground, observed: Observed | None, inputs: str, own_image: str | None, default: str
+) -> Making:
+    """The rule of template versions: an operator upgrade rolls no pods.
+
+    While the inputs are those of the Deployment that is there, it is left alone if another version of the generator
+    made it (and no pool asks for a newer one), and its image is the one it was made with. Anything else is rendered
+    anew by this version.
+    """
+    fresh = own_image or default
+    if observed is None:
+        return Making(fresh)
+    annotations: Mapping[str, str] = observed.object["metadata"].get("annotations") or {}
+    text = annotations.get(names.TEMPLATE_VERSION, "")
+    version = int(text) if text.isdigit() else 0
+    if annotations.get(names.INPUTS) != inputs or not version or version < ground.asked_version:
+        return Making(fresh)
+    if version != ground.platform.template_version:
+        return Making(fresh, kept=observed)
+    return Making(own_image or annotations.get(IMAGE) or default)
+
+
+def deployment(
+    ground: Ground,
+    component: Component,
+    name: str,
+    *,
+    replicas: int,
+    image: str,
+    inputs: str,
+    container: dict[str, Any],
+    pod: dict[str, Any],
+    labels: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """A Deployment of one restricted container; ``container`` and ``pod`` say what is particular to it."""
+    annotations = {
+        names.INPUTS: inputs,
+        names.TEMPLATE_VERSION: str(ground.platform.template_version),
+        IMAGE: image,
+    }
+    apart = {
+        "labelSelector": {"matchLabels": ground.pods(component)},
+        "topologyKey": "kubernetes.io/hostname",
+    }
+    spec = {
+        "serviceAccountName": name,
+        "terminationGracePeriodSeconds": ground.grace_s,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "affinity": {
+            "podAntiAffinity": {
+                "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": apart}]
+            }
+        },
+        **pod,
+        "containers": [
+            {
+                "name": component,
+                "image": image,
+                "imagePullPolicy": ground.platform.images.pull_policy,
+                "securityContext": {
+                    "allowPrivilegeEscalation": False,
+                    "readOnlyRootFilesystem": True,
+                    "capabilities": {"drop": ["ALL"]},
+                },
+                **container,
+            }
+        ],
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": ground.meta(name, component, annotations),
+        "spec": {
+            "replicas": replicas,
+            "revisionHistoryLimit": 2,
+            "selector": {"matchLabels": ground.pods(component)},
+            # A new pod serves before an old one goes, also where there is one.
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "template": {
+                "metadata": {"labels": {**ground.labels(component), **(labels or {})}},
+                "spec": spec,
+            },
+        },
+    }
+
+
+def disruption_budget(ground: Ground, component: Component, name: str) -> dict[str, Any]:
+    """One pod at a time may be evicted, and those that do not work always: a node can be emptied whatever happens."""
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": ground.meta(name, component),
+        "spec": {
+            "maxUnavailable": 1,
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            "selector": {"matchLabels": ground.pods(component)},
+        },
+    }
+
+
+def service_account(ground: Ground, component: Component, name: str) -> dict[str, Any]:
+    """An identity whose token is mounted only where a pod says so itself."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": ground.meta(name, component),
+        "automountServiceAccountToken": False,
+    }
+
+
+def resources(asked: Resources | None, default: Mapping[str, str]) -> dict[str, Any]:
+    """A container's resources: those asked for as they are, or requests that are enough to begin with."""
+    if asked is None:
+        return {"requests": dict(default)}
+    found = {"requests": dict(asked.requests), "limits": dict(asked.limits)}
+    return {name: values for name, values in found.items() if values}
+
+
+def find(children: Iterable[Observed], kind: str, name: str) -> Observed | None:
+    """A child by kind and name."""
+    return next((child for child in children if (child.ref.kind, child.ref.name) == (kind, name)), None)

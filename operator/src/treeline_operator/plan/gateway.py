@@ -1,0 +1,289 @@
+"""The plan of a gateway: what all pools that share it need once, from its anchor to the URL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+from treeline_operator import names
+from treeline_operator.actions import Action, CreateKeys, Delete, Plan, Scale
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.plan import edge, epp, gateway_network
+from treeline_operator.plan.anchored import Ground, Making, find, making
+from treeline_operator.plan.diff import applying, prune
+from treeline_operator.plan.sharing import Shared, share
+from treeline_operator.world import GatewayWorld, Observed, Ref
+
+_GOING_S: Final = 2.0
+_STUCK_S: Final = 30.0
+"""How long a pod may wait for its volumes before the key pair is made again, should it be missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayChildren:
+    """The children of a gateway that its status is read from; None for what is not there."""
+
+    anchor: Observed | None
+    epp: Observed | None
+    """The picker's Deployment."""
+    edge: Observed | None
+    """Envoy's Deployment; with Gateway API there is none."""
+    service: Observed | None
+    """The Service behind the URL; with Gateway API there is none."""
+
+
+def gateway_children(world: GatewayWorld) -> GatewayChildren:
+    """What is there of a gateway."""
+    return GatewayChildren(
+        anchor=find(world.children, "ConfigMap", names.anchor(world.name)),
+        epp=find(world.children, "Deployment", names.epp(world.name)),
+        edge=find(world.children, "Deployment", names.edge(world.name)),
+        service=find(world.children, "Service", names.url_service(world.name)),
+    )
+
+
+def shared(world: GatewayWorld) -> Shared | None:
+    """Who shares the gateway and whose settings hold; None when no pool names it."""
+    return share(world.pools).gateways.get(world.name)
+
+
+def gateway_url(world: GatewayWorld, pool: InferencePool | None = None) -> str | None:
+    """Where clients reach the gateway: the load balancer's address once it has one, else the Service's name.
+
+    With Gateway API it is the first host name of ``pool`` (without one, of the first pool that has any), and None where
+    none is given: the Gateway's address is not ours to know.
+    """
+    found = shared(world)
+    if found is None:
+        return None
+    if found.mode == "gateway-api":
+        return _route_url((pool,) if pool is not None else found.members)
+    settings = found.edge
+    scheme, usual = ("https", 443) if settings.tls else ("http", 80)
+    service = gateway_children(world).service
+    host = f"{names.url_service(world.name)}.{world.namespace}.svc"
+    if settings.service_type == "LoadBalancer" and service is not None:
+        host = _balancer_host(service) or host
+    return f"{scheme}://{host}" if settings.port == usual else f"{scheme}://{host}:{settings.port}"
+
+
+def _route_url(pools: Sequence[InferencePool]) -> str | None:
+    for pool in pools:
+        gateway = pool.spec.gateway
+        for host in gateway.hostnames:
+            if not host.startswith("*"):
+                secure = any(
+                    parent.port == 443 or "https" in (parent.section_name or "")
+                    for parent in gateway.parent_refs
+                )
+                return f"{'https' if secure else 'http'}://{host}"
+    return None
+
+
+def _balancer_host(service: Observed) -> str | None:
+    balancer = service.object.get("status", {}).get("loadBalancer", {})
+    for address in balancer.get("ingress") or ():
+        host: str = address.get("hostname") or address.get("ip") or ""
+        if host:
+            return f"[{host}]" if ":" in host else host
+    return None
+
+
+def plan_gateway(world: GatewayWorld) -> Plan:
+    """The writes that bring a gateway from what is there to what its pools ask for.
+
+    First the anchor alone: everything else is owned by it, so its uid must be known. When the last pool is deleted
+    there is nothing to do, the anchor goes with its last owner and takes the rest along; when the last pool went to
+    another gateway, the anchor is deleted.
+    """
+    found = shared(world)
+    observed = gateway_children(world).anchor
+    if found is None:
+        return _abandoned(world, observed)
+    if found.leaving:
+        return Plan(notes=("every pool is being deleted; the gateway goes with the last one",))
+    first = applying(anchor(world, found), observed, f"pools of gateway {world.name}: {_listed(found)}")
+    if observed is None:
+        return Plan((first,) if first else ())
+    if _is_going(observed):
+        return Plan(
+            recheck_s=_GOING_S, notes=("the anchor is being deleted; it is made anew when it is gone",)
+        )
+    planning = _Planning(world, Ground.of(world, found, observed.uid))
+    planning.everything()
+    actions = (*([first] if first else ()), *planning.actions, *planning.prunes())
+    return Plan(actions, planning.recheck_s, tuple(planning.notes))
+
+
+def _abandoned(world: GatewayWorld, observed: Observed | None) -> Plan:
+    if observed is None or _is_going(observed):
+        return Plan()
+    why = f"no pool names gateway {world.name} any more; everything of it goes with this"
+    return Plan((Delete(observed.ref, observed.uid, why),))
+
+
+def _is_going(observed: Observed) -> bool:
+    return "deletionTimestamp" in observed.object["metadata"]
+
+
+def anchor(world: GatewayWorld, found: Shared) -> dict[str, Any]:
+    """The ConfigMap that everything else belongs to, and that belongs to all pools: it goes with the last of them,
+    whether an operator runs or not."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": names.anchor(world.name),
+            "namespace": world.namespace,
+            "labels": {names.MANAGED_BY: names.MANAGER, names.GATEWAY: world.name},
+            "ownerReferences": [pool.owner_reference(controller=False) for pool in found.members],
+        },
+        "data": {"owner": found.owner.name, "pools": "".join(f"{pool.name}\n" for pool in found.members)},
+    }
+
+
+def _listed(found: Shared) -> str:
+    return ", ".join(pool.name for pool in found.members)
+
+
+class _Planning:
+    """One pass: collects the actions, and what must not be pruned."""
+
+    def __init__(self, world: GatewayWorld, ground: Ground) -> None:
+        self.actions: list[Action] = []
+        self.notes: list[str] = []
+        self.recheck_s: float | None = None
+        self._world = world
+        self._ground = ground
+        self._wanted = [Ref("v1", "ConfigMap", world.namespace, names.anchor(world.name))]
+
+    def everything(self) -> None:
+        """In the order in which it is needed: who may talk, who somebody is, keys, picker, Envoy."""
+        ground = self._ground
+        for policy in gateway_network.policies(ground):
+            self._apply(policy, "only the paths that are needed")
+        for thing in epp.identity(ground):
+            self._apply(thing, "what the picker may see")
+        self._keys()
+        self._apply(epp.service(ground), "the picker's address")
+        self._picker()
+        if ground.shared.mode == "standalone":
+            self._apply(edge.identity(ground), "an identity without rights for Envoy")
+            self._apply(edge.service(ground), "the URL")
+            self._envoy()
+        for pool, conflicts in sorted(ground.shared.conflicts.items()):
+            self.notes += [f"pool {pool}: {conflict}" for conflict in conflicts]
+
+    def prunes(self) -> tuple[Action, ...]:
+        """What an earlier plan wanted and this one does not."""
+        return prune(self._world.children, self._wanted, self._ground.owner_uid)
+
+    def _apply(self, desired: dict[str, Any], why: str) -> None:
+        meta = desired["metadata"]
+        ref = Ref(desired["apiVersion"], desired["kind"], meta["namespace"], meta["name"])
+        self._wanted.append(ref)
+        action = applying(desired, find(self._world.children, ref.kind, ref.name), why)
+        if action is not None:
+            self.actions.append(action)
+
+    def _keys(self) -> None:
+        """The key pair must be there before the first pod that mounts it; nobody can be asked whether it is."""
+        deployment = gateway_children(self._world).epp
+        if deployment is None:
+            self.actions.append(CreateKeys(epp.keys(self._ground), "keys for the runtimes' KV sockets"))
+            return
+        now, selector = self._world.now, self._ground.pods("epp").items()
+        pickers = [pod.object for pod in self._world.pods]
+        waiting = [
+            waited
+            for pod in pickers
+            if selector <= pod["metadata"].get("labels", {}).items()
+            and (waited := volumes_awaited(pod, now)) is not None
+        ]
+        if not waiting:
+            return
+        if max(waiting) >= _STUCK_S:
+            why = "a pod waits for its volumes; should the keys be missing, they are made again"
+            self.actions.append(CreateKeys(epp.keys(self._ground), why))
+        self.recheck_s = _STUCK_S
+
+    def _picker(self) -> None:
+        ground = self._ground
+        observed = gateway_children(self._world).epp
+        images, settings = ground.platform.images, ground.shared.picker
+        made = making(ground, observed, epp.inputs(ground), settings.image, images.epp)
+        if not self._kept(made, settings.replicas, "the picker"):
+            self._apply(epp.workload(ground, made), "the picker")
+        self._apply(epp.budget(ground), "evictions of pickers one at a time")
+
+    def _envoy(self) -> None:
+        ground, children = self._ground, self._world.children
+        observed = gateway_children(self._world).edge
+        images, settings = ground.platform.images, ground.shared.edge
+        made = making(ground, observed, edge.inputs(ground), settings.image, images.edge)
+        if made.kept and _mounted(made.kept) and find(children, "ConfigMap", _mounted(made.kept)) is None:
+            # Its configuration is gone, and this version cannot write that of another.
+            made = Making(settings.image or images.edge)
+        if not self._kept(made, settings.replicas, "Envoy"):
+            config = edge.config_map(ground)
+            self._apply(config, "Envoy's configuration")
+            self._apply(edge.workload(ground, made, config), "Envoy")
+        self._apply(edge.budget(ground), "evictions of Envoys one at a time")
+        self._keep_mounted(observed)
+
+    def _kept(self, made: Making, replicas: int, what: str) -> bool:
+        """Whether the Deployment is left as another version made it; only its number of pods is followed."""
+        if made.kept is None:
+            return False
+        obj = made.kept.object
+        version = obj["metadata"]["annotations"][names.TEMPLATE_VERSION]
+        self.notes.append(
+            f"{what} stays as template version {version} made it; rollout.templateVersion: "
+            f"{self._ground.platform.template_version} of a pool rolls it"
+        )
+        self._wanted.append(made.kept.ref)
+        if obj["spec"].get("replicas", 1) != replicas:
+            self.actions.append(Scale(made.kept.ref, made.kept.uid, replicas, f"replicas of {what}"))
+        return True
+
+    def _keep_mounted(self, deployment: Observed | None) -> None:
+        """Configurations that pods may still start with stay until the rollout that ends them is over."""
+        if deployment is None:
+            return
+        used = {pod.object["metadata"].get("labels", {}).get(names.REVISION) for pod in self._world.pods}
+        rolled_out = _is_rolled_out(deployment.object)
+        for child in self._world.children:
+            if child.ref.kind == "ConfigMap":
+                revision = child.object["metadata"].get("labels", {}).get(names.REVISION)
+                if revision and (
+                    not rolled_out or revision in used or child.ref.name == _mounted(deployment)
+                ):
+                    self._wanted.append(child.ref)
+
+
+def volumes_awaited(pod: dict[str, Any], now: datetime) -> float | None:
+    """For how many seconds a pod that has its node has waited to have its volumes; None if it does not wait."""
+    conditions = {c["type"]: c for c in pod.get("status", {}).get("conditions", ())}
+    placed, begun = conditions.get("PodScheduled", {}), conditions.get("PodReadyToStartContainers", {})
+    if placed.get("status") != "True" or begun.get("status") != "False":
+        return None
+    since = datetime.fromisoformat(placed.get("lastTransitionTime") or pod["metadata"]["creationTimestamp"])
+    return max(0.0, (now - since) / timedelta(seconds=1))
+
+
+def _mounted(deployment: Observed) -> str:
+    """The name of the configuration that a Deployment's pods mount."""
+    pod = deployment.object["spec"]["template"]["spec"]
+    configs = (volume.get("configMap", {}).get("name", "") for volume in pod.get("volumes", ()))
+    return next(filter(None, configs), "")
+
+
+def _is_rolled_out(deployment: dict[str, Any]) -> bool:
+    status, replicas = deployment.get("status", {}), deployment["spec"].get("replicas", 1)
+    return bool(
+        status.get("observedGeneration", 0) >= deployment["metadata"].get("generation", 0)
+        and status.get("updatedReplicas", 0) == status.get("replicas", 0) == replicas
+        and not status.get("unavailableReplicas")
+    )

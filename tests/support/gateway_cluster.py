@@ -1,0 +1,167 @@
+"""Pools, and a small make-believe API server with Deployments and garbage collection, for the gateway's plan."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from datetime import UTC, datetime
+from typing import Any
+
+from treeline_operator.actions import Action, Apply, CreateKeys, Delete, Plan, Scale
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.plan.gateway import plan_gateway
+from treeline_operator.world import GatewayWorld, Observed, Platform, Ref
+
+NOW = datetime(2026, 11, 28, 12, tzinfo=UTC)
+GATEWAY = "treeline.dev/gateway"
+POOL = "treeline.dev/pool"
+
+
+def pool(name: str, *, created: int | None = 0, deleting: bool = False, **spec: Any) -> InferencePool:
+    """A pool; ``created`` is a day of the month less one."""
+    meta: dict[str, Any] = {"name": name, "namespace": "ns", "uid": f"uid-{name}"}
+    if created is not None:
+        meta["creationTimestamp"] = f"2026-11-{created + 1:02}T00:00:00Z"
+    if deleting:
+        meta["deletionTimestamp"] = "2026-11-29T00:00:00Z"
+    body = {"model": {"uri": "builtin://tiny"}, **spec}
+    return InferencePool.from_object(
+        {"apiVersion": "treeline.dev/v1alpha1", "kind": "InferencePool", "metadata": meta, "spec": body},
+        strict=True,
+    )
+
+
+def merged(base: Any, over: Any) -> Any:
+    """``over`` laid over ``base``; lists are replaced."""
+    if isinstance(base, dict) and isinstance(over, dict):
+        return {**base, **{k: merged(base.get(k), v) for k, v in over.items()}}
+    return copy.deepcopy(over)
+
+
+class Cluster:
+    """Holds objects by reference. Fields that an earlier apply set and a later one does not are gone, others stay."""
+
+    def __init__(self) -> None:
+        self.objects: dict[Ref, dict[str, Any]] = {}
+        self.secrets: list[str] = []
+        self._ours: dict[Ref, dict[str, Any]] = {}
+        self._uids = itertools.count(1)
+
+    def do(self, actions: tuple[Action, ...]) -> None:
+        """What the API server would make of a plan's actions."""
+        for action in actions:
+            match action:
+                case Apply(object=desired, ref=ref):
+                    self._apply(ref, desired)
+                case CreateKeys(ref=ref):
+                    self.secrets.append(ref.name)
+                case Scale(ref=ref, uid=uid, replicas=replicas):
+                    assert self.objects[ref]["metadata"]["uid"] == uid
+                    self.objects[ref]["spec"]["replicas"] = replicas
+                    self.objects[ref]["metadata"]["generation"] += 1
+                case Delete(ref=ref, uid=uid):
+                    assert self.objects[ref]["metadata"]["uid"] == uid
+                    del self.objects[ref]
+
+    def _apply(self, ref: Ref, desired: dict[str, Any]) -> None:
+        there = self.objects.get(ref)
+        if there is None:
+            there = {"metadata": {"uid": f"uid-{next(self._uids)}", "generation": 0}}
+        immutable = there.get("immutable") and there.get("data") != desired.get("data")
+        assert not immutable, f"{ref.name} is immutable"
+        kept = _without(there, self._ours.get(ref, {}))
+        new = merged(kept, desired)
+        if new.get("spec") != there.get("spec"):
+            new["metadata"]["generation"] += 1
+        self.objects[ref], self._ours[ref] = new, copy.deepcopy(desired)
+
+    def collect(self, living: set[str]) -> None:
+        """Garbage collection: what has owners none of whom is there any more goes. ``living`` are the pools' uids."""
+        while True:
+            uids = living | {obj["metadata"]["uid"] for obj in self.objects.values()}
+            gone = [
+                ref
+                for ref, obj in self.objects.items()
+                if (owners := obj["metadata"].get("ownerReferences"))
+                and not any(owner["uid"] in uids for owner in owners)
+            ]
+            if not gone:
+                return
+            for ref in gone:
+                del self.objects[ref]
+
+    def roll_out(self) -> None:
+        """Every Deployment gets its pods at once, of its newest template alone."""
+        for ref in [ref for ref in self.objects if ref.kind == "Pod"]:
+            del self.objects[ref]
+        for ref, obj in list(self.objects.items()):
+            if ref.kind == "Deployment":
+                count = obj["spec"]["replicas"]
+                obj["status"] = {
+                    "observedGeneration": obj["metadata"]["generation"],
+                    **dict.fromkeys(("replicas", "updatedReplicas", "readyReplicas"), count),
+                }
+                for index in range(count):
+                    self.add_pod(obj, f"{ref.name}-{index}")
+
+    def add_pod(self, deployment: dict[str, Any], name: str) -> None:
+        """A pod of a Deployment's template as it is now."""
+        template = copy.deepcopy(deployment["spec"]["template"])
+        meta = {**template["metadata"], "name": name, "namespace": "ns", "uid": f"uid-{next(self._uids)}"}
+        body = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": template["spec"], "status": {}}
+        self.objects[Ref("v1", "Pod", "ns", name)] = body
+
+    def world(
+        self, *pools: InferencePool, platform: Platform | None = None, name: str = "treeline"
+    ) -> GatewayWorld:
+        """What an operator would see."""
+        ours = [
+            Observed.of(obj)
+            for obj in self.objects.values()
+            if obj["metadata"].get("labels", {}).get(GATEWAY) == name
+            and POOL not in obj["metadata"]["labels"]
+        ]
+        members = tuple(pool for pool in pools if pool.spec.gateway.name == name)
+        return GatewayWorld(
+            "ns",
+            name,
+            members,
+            tuple(one for one in ours if one.ref.kind != "Pod"),
+            tuple(one for one in ours if one.ref.kind == "Pod"),
+            platform or Platform(),
+            NOW,
+        )
+
+    def converge(
+        self, *pools: InferencePool, platform: Platform | None = None, rounds: int = 6
+    ) -> list[Plan]:
+        """Plan and do until nothing is left to do; returns the plans that had actions."""
+        plans: list[Plan] = []
+        for _ in range(rounds):
+            plan = plan_gateway(self.world(*pools, platform=platform))
+            if not plan.actions:
+                return plans
+            plans.append(plan)
+            self.do(plan.actions)
+            self.collect({pool.metadata.uid for pool in pools})
+            self.roll_out()
+        raise AssertionError(f"still not there: {[action.why for action in plan.actions]}")
+
+    def get(self, kind: str, name: str) -> dict[str, Any]:
+        """An object by kind and name."""
+        (found,) = [obj for ref, obj in self.objects.items() if (ref.kind, ref.name) == (kind, name)]
+        return found
+
+    def names(self, kind: str) -> list[str]:
+        """The names of all objects of a kind."""
+        return sorted(ref.name for ref in self.objects if ref.kind == kind)
+
+
+def _without(there: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for key, value in there.items():
+        if key not in ours:
+            kept[key] = value
+        elif isinstance(value, dict) and isinstance(ours[key], dict):
+            kept[key] = _without(value, ours[key])
+    return kept
