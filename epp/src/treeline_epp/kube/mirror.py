@@ -207,8 +207,8 @@ class Mirror(Generic[T]):
             return Request(self.resource.path, query, watch=True)
         if self._in_pages:
             query["limit"] = str(PAGE)
-            if self._page:
-                query["continue"] = self._page
+        if self._page:
+            query["continue"] = self._page
         return Request(self.resource.path, query, watch=False)
 
     # --- being answered -----------------------------------------------------------------------------------------------

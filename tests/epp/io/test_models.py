@@ -1,0 +1,236 @@
+"""Names of models: rules, weights, criticality, fallbacks and a pool that the proxy has fixed, up to the reply."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from treeline_epp.catalog import Catalog
+from treeline_epp.endpoint import EndpointSpec
+from treeline_epp.metrics import Metrics
+from treeline_epp.picker import Picker, PickerConfig
+from treeline_epp.routing import Router
+from treeline_epp.server import Stream
+from treeline_wire import headers as names
+from treeline_wire.load import TreelineLoad
+from treeline_wire.models import ModelNotFound, ModelRule
+
+MODES = processing_mode_pb2.ProcessingMode
+RATE = 1000.0
+
+
+class Bench:
+    """Two pools: ``a`` serves a1 and a2, ``b`` serves b1."""
+
+    def __init__(self, *rules: ModelRule, pools: dict[str, tuple[str, ...]] | None = None) -> None:
+        self.picker = Picker(PickerConfig(max_ttft_s=10.0))
+        self.catalog = Catalog()
+        self.draws = [0.0]
+        self.metrics = Metrics()
+        self.router = Router(
+            self.picker, self.catalog, self.metrics, clock=lambda: 1.0, draw=lambda: self.draws.pop(0)
+        )
+        self.catalog.set_pools(pools or {"a": ("a1",), "b": ("b1",)}, rules)
+        self.add("a-0", "a", "10.0.0.1:8000", ("a1", "a2"))
+        self.add("b-0", "b", "10.0.0.2:8000", ("b1",))
+
+    def add(self, name: str, pool: str, address: str, models: tuple[str, ...]) -> None:
+        self.picker.add_endpoint(EndpointSpec(name, address, pool=pool, models=models))
+        self.catalog.set_endpoint(name, pool, models, None)
+
+    def wait(self, name: str, seconds: float) -> None:
+        """Let an endpoint have so much work before it."""
+        load = TreelineLoad(prefill_tokens_per_s=RATE, waiting_uncached_tokens=int(seconds * RATE))
+        self.picker.on_load(name, load, 1.0)
+
+    def ask(
+        self, model: str | None, *, duplex: bool = False, pool: str | None = None, length: bool = True
+    ) -> Any:
+        """One request: the address and the body that arrives there, or the refusal."""
+        self.draws = self.draws or [0.0]
+        stream = Stream(self.router, 1 << 20)
+        fields = {"prompt": "hello", **({} if model is None else {"model": model})}
+        data = json.dumps(fields).encode()
+        head = pb.ProcessingRequest()
+        head.protocol_config.request_body_mode = MODES.FULL_DUPLEX_STREAMED if duplex else MODES.BUFFERED
+        sent = {":path": "/v1/completions", ":method": "POST"}
+        if length:
+            sent["content-length"] = str(len(data))
+        for key, value in sent.items():
+            head.request_headers.headers.headers.add(key=key, raw_value=value.encode())
+        if pool is not None:
+            head.metadata_context.filter_metadata[names.LB].fields[names.POOL_METADATA].string_value = pool
+        replies = [pb.ProcessingResponse.FromString(r) for r in stream.step(head)]
+        body = pb.ProcessingRequest(request_body=pb.HttpBody(body=data, end_of_stream=True))
+        replies += [pb.ProcessingResponse.FromString(r) for r in stream.step(body)]
+        stream.close()
+        if replies[-1].WhichOneof("response") == "immediate_response":
+            return replies[-1].immediate_response
+        return Routed(replies, data, sent.get("content-length"))
+
+
+class Routed:
+    """What a proxy makes of the replies."""
+
+    def __init__(self, replies: list[pb.ProcessingResponse], body: bytes, length: str | None) -> None:
+        self.body, self.length = body, length
+        self.address = ""
+        for reply in replies:
+            part = getattr(reply, reply.WhichOneof("response")).response
+            for option in part.header_mutation.set_headers:
+                if option.header.key == names.DESTINATION:
+                    self.address = option.header.raw_value.decode().split(",")[0]
+                elif option.header.key == "content-length":
+                    self.length = option.header.raw_value.decode()
+            mutation = part.body_mutation
+            if mutation.WhichOneof("mutation") == "body":
+                self.body = mutation.body
+            elif mutation.WhichOneof("mutation") == "streamed_response":
+                self.body = mutation.streamed_response.body
+
+    @property
+    def model(self) -> Any:
+        return json.loads(self.body).get("model")
+
+
+def rule(name: str, pool: str, **fields: Any) -> ModelRule:
+    return ModelRule(f"rule-{name}", name, pool, **fields)
+
+
+def test_engines_names_need_no_rule_and_no_rewriting() -> None:
+    bench = Bench()
+    routed = bench.ask("a2")
+    assert (routed.address, routed.body) == ("10.0.0.1:8000", b'{"prompt": "hello", "model": "a2"}')
+    assert bench.ask("b1").address == "10.0.0.2:8000"
+    assert bench.ask("nobody").status.code == 404
+    assert bench.ask(None).status.code == 400
+
+
+@pytest.mark.parametrize("duplex", [False, True])
+def test_weighted_targets_share_as_they_weigh_and_only_the_name_changes(duplex: bool) -> None:
+    bench = Bench(rule("chat", "a", targets=(("a1", 3), ("a2", 1))))
+    seen: Counter[str] = Counter()
+    for step in range(8):
+        bench.draws = [step / 8]
+        routed = bench.ask("chat", duplex=duplex)
+        seen[routed.model] += 1
+        assert routed.address == "10.0.0.1:8000"
+        assert routed.body.startswith(b'{"prompt": "hello", "model": "a')
+        assert int(routed.length) == len(routed.body)
+    assert seen == {"a1": 6, "a2": 2}
+    assert bench.metrics.registry.get_sample_value("treeline_epp_rewritten_total") == 8
+
+
+def test_an_unknown_length_stays_unknown() -> None:
+    bench = Bench(rule("chat", "a", targets=(("a1", None),)))
+    assert bench.ask("chat", length=False).length is None
+
+
+def test_an_alias_of_a_pool_with_one_model_is_rewritten() -> None:
+    bench = Bench(rule("gpt", "b"))
+    routed = bench.ask("gpt")
+    assert (routed.address, routed.model) == ("10.0.0.2:8000", "b1")
+
+
+def test_a_sheddable_request_is_refused_when_all_it_may_use_is_saturated_and_others_go_on() -> None:
+    bench = Bench(
+        rule("batch", "a", targets=(("a1", None),), criticality="Sheddable"),
+        rule("chat", "a", targets=(("a1", None),)),
+        rule("vital", "a", targets=(("a1", None),), criticality="Critical"),
+    )
+    bench.add("a-1", "a", "10.0.0.3:8000", ("a1",))
+    bench.wait("a-0", 20.0)
+    bench.wait("a-1", 5.0)
+    assert bench.ask("batch").address == "10.0.0.3:8000"
+    bench.wait("a-1", 15.0)
+    refused = bench.ask("batch")
+    assert refused.status.code == 429
+    told = {h.header.key: h.header.raw_value for h in refused.headers.set_headers}
+    assert told["retry-after"] == b"5"
+    assert told["x-llm-d-request-dropped-reason"] == b"rejected-saturated"
+    assert json.loads(refused.body)["error"]["type"] == "rate_limit_error"
+    for name in ("chat", "vital", "a1"):
+        assert bench.ask(name).address == "10.0.0.3:8000", "the least loaded"
+
+
+def test_a_pool_without_a_ready_endpoint_is_replaced_by_its_fallbacks_in_order() -> None:
+    bench = Bench(
+        rule("chat", "a", targets=(("a2", None),), fallback_pools=("gone", "c", "b")),
+        pools={"a": ("a1",), "b": ("b1",), "c": ("c1",)},
+    )
+    assert bench.ask("chat").address == "10.0.0.1:8000"
+    bench.picker.set_ready("a-0", False)
+    routed = bench.ask("chat")
+    assert (routed.address, routed.model) == ("10.0.0.2:8000", "b1"), "under its name there"
+    bench.add("c-0", "c", "10.0.0.3:8000", ("a2", "c1"))
+    assert (bench.ask("chat").address, bench.ask("chat").model) == ("10.0.0.3:8000", "a2")
+    for name in ("b-0", "c-0"):
+        bench.picker.set_ready(name, False)
+    assert bench.ask("chat").status.code == 503
+    bench.picker.set_ready("a-0", True)
+    assert bench.ask("chat").address == "10.0.0.1:8000"
+
+
+def test_a_saturated_pool_is_not_left_for_a_fallback() -> None:
+    bench = Bench(rule("batch", "a", criticality="Sheddable", targets=(("a1", 1),), fallback_pools=("b",)))
+    bench.wait("a-0", 20.0)
+    assert bench.ask("batch").status.code == 429
+
+
+def test_the_proxy_may_fix_the_pool() -> None:
+    bench = Bench(rule("chat", "a", targets=(("a1", None),), fallback_pools=("b",)))
+    bench.add("b-1", "b", "10.0.0.4:8000", ("a1",))
+    assert bench.ask("a1").address == "10.0.0.1:8000", "the older pool has the name"
+    assert bench.ask("a1", pool="b").address == "10.0.0.4:8000"
+    assert bench.ask("chat", pool="a").address == "10.0.0.1:8000"
+    assert bench.ask("chat", pool="b").status.code == 404
+    bench.picker.set_ready("a-0", False)
+    assert bench.ask("chat", pool="a").status.code == 503, "a fixed pool has no fallback"
+    assert bench.ask(None, pool="a").status.code == 400
+
+
+def test_a_configured_pool_without_endpoints_is_known_but_not_ready() -> None:
+    bench = Bench(rule("alias", "c"), pools={"a": ("a1",), "c": ("c1",)})
+    assert bench.ask("c1").status.code == 503
+    assert bench.ask("alias").status.code == 503
+    assert bench.ask("d1").status.code == 404
+    bench.add("c-0", "c", "10.0.0.3:8000", ("other",))
+    assert bench.ask("c1").status.code == 404, "what engines say goes before what is configured"
+    assert bench.ask("alias").model == "other"
+
+
+def test_rules_come_and_go_while_it_runs() -> None:
+    bench = Bench()
+    assert bench.ask("chat").status.code == 404
+    older = rule("chat", "b", created="2026-01-01T00:00:00Z")
+    newer = ModelRule("other", "chat", "a", targets=(("a1", None),), created="2026-01-02T00:00:00Z")
+    pools = {"a": ("a1",), "b": ("b1",)}
+    bench.catalog.set_pools(pools, (newer, older))
+    assert bench.ask("chat").model == "b1"
+    bench.catalog.set_pools(pools, (newer,))
+    assert bench.ask("chat").model == "a1"
+    bench.catalog.set_pools(pools, ())
+    assert bench.ask("chat").status.code == 404
+
+
+def test_the_list_of_models_is_what_can_be_asked_for() -> None:
+    bench = Bench(rule("chat", "a", targets=(("a1", None),)), rule("lost", "nowhere"))
+    assert bench.catalog.models() == ["a1", "a2", "b1", "chat"]
+    assert bench.catalog.models_by_pool() == {"a": ["a1", "a2", "chat"], "b": ["b1"]}
+
+
+def test_engines_that_name_no_models_take_any() -> None:
+    catalog = Catalog()
+    catalog.set_pools({"p": ()}, ())
+    assert catalog.empty
+    catalog.set_endpoint("e", "p", (), None)
+    assert catalog.resolve("anything").pool == "p"
+    assert catalog.resolve(None).pool == "p"
+    catalog.set_endpoint("f", "q", ("known",), None)
+    assert (catalog.resolve("known").pool, catalog.resolve("other").pool) == ("q", "p")
+    with pytest.raises(ModelNotFound):
+        catalog.resolve("other", pool="q")

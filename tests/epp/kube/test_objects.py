@@ -1,0 +1,224 @@
+"""From Kubernetes objects to pools, rules and endpoints: pure functions over JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.kube_api import own_model, own_pool, pod
+from treeline_epp.endpoint import EndpointSpec
+from treeline_epp.kube import pools
+from treeline_epp.kube.models import read_model
+from treeline_epp.kube.pods import endpoints, read_pod
+from treeline_epp.kube.pools import Pool
+
+
+def raw(obj: dict[str, Any]) -> msgspec.Raw:
+    return msgspec.Raw(json.dumps(obj).encode())
+
+
+def pool(name: str = "a", **spec: Any) -> Pool:
+    return pools.own_pool(raw(own_pool(name, **spec)))
+
+
+def found(*pods: dict[str, Any], of: tuple[Pool, ...] | None = None) -> tuple[EndpointSpec, ...]:
+    return endpoints((pool(),) if of is None else of, [read_pod(raw(item)) for item in pods])
+
+
+def test_a_ready_pod_of_a_pool_is_an_endpoint() -> None:
+    (spec,) = found(pod("p", uid="u", restarts=2))
+    assert spec == EndpointSpec("p", "10.0.0.1:8000", pool="a", uid="u:2")
+    (spec,) = found(pod("p", ip="fd00:0::1"), of=(pool(port=9000),))
+    assert spec.address == "[fd00::1]:9000"
+
+
+def test_pods_of_other_pools_without_an_address_or_ended_are_none() -> None:
+    ended = pod("e")
+    ended["status"]["phase"] = "Failed"
+    assert (
+        found(
+            pod("x", labels={}),
+            pod("y", labels={"treeline.dev/pool": "b"}),
+            pod("z", ip=None),
+            ended,
+            pod("r", labels={"treeline.dev/pool": "a", "treeline.dev/role": "prefill"}),
+            pod("s", labels={"treeline.dev/pool": "a", "treeline.dev/role": "decode"}),
+        )
+        == ()
+    )
+
+
+def test_readiness_deletion_and_the_serving_label_say_how_far_a_pod_may_be_used() -> None:
+    serving = {"treeline.dev/pool": "a", "treeline.dev/serving": "false", "treeline.dev/role": "both"}
+    specs = found(
+        pod("a", ip="10.0.0.1"),
+        pod("b", ip="10.0.0.2", ready=False),
+        pod("c", ip="10.0.0.3", deletionTimestamp="2026-01-01T00:00:00Z"),
+        pod("d", ip="10.0.0.4", labels=serving),
+    )
+    assert [(s.name, s.ready, s.draining) for s in specs] == [
+        ("a", True, False),
+        ("b", False, False),
+        ("c", True, True),
+        ("d", True, True),
+    ]
+
+
+def test_a_restart_of_the_runtime_is_another_process_and_of_a_sidecar_is_not() -> None:
+    item = pod("p", uid="u", restarts=1)
+    item["status"]["containerStatuses"].append({"name": "sidecar", "restartCount": 9})
+    assert found(item)[0].uid == "u:1"
+    item["status"]["containerStatuses"] = [{"name": "x", "restartCount": 2}, {"name": "y", "restartCount": 3}]
+    assert found(item)[0].uid == "u:5"
+    del item["status"]["containerStatuses"]
+    assert found(item)[0].uid == "u:0"
+
+
+def test_of_two_pods_with_one_address_the_newer_has_it() -> None:
+    old = pod("z", creationTimestamp="2026-01-01T00:00:00Z")
+    new = pod("a", creationTimestamp="2026-01-02T00:00:00Z")
+    assert [spec.name for spec in found(old, new)] == ["a"]
+    assert [spec.name for spec in found(new, old)] == ["a"]
+
+
+UPSTREAM = {
+    "metadata": {"name": "up"},
+    "spec": {
+        "selector": {"matchLabels": {"app": "vllm", "env": "x"}},
+        "targetPorts": [{"number": 3000}, {"number": 3002}],
+    },
+}
+OLD = {"metadata": {"name": "old"}, "spec": {"selector": {"app": "vllm"}, "targetPortNumber": 8000}}
+
+
+def test_upstream_pools_have_an_endpoint_for_each_port() -> None:
+    made = pools.upstream_pool(raw(UPSTREAM))
+    labels = {"app": "vllm", "env": "x", "more": "y"}
+    specs = found(pod("p", labels=labels), pod("q", labels={"app": "vllm"}), of=(made,))
+    assert [(s.name, s.address, s.pool, s.vouched) for s in specs] == [
+        ("p-rank-0", "10.0.0.1:3000", "up", True),
+        ("p-rank-1", "10.0.0.1:3002", "up", True),
+    ]
+    made = pools.old_pool(raw(OLD))
+    assert [(s.name, s.address) for s in found(pod("p", labels=labels), of=(made,))] == [
+        ("p-rank-0", "10.0.0.1:8000")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("annotations", "ports"),
+    [
+        ({}, [3000, 3002]),
+        ({"inference.networking.k8s.io/active-ports": "3002"}, [3002]),
+        ({"inference.networking.k8s.io/active-ports": " 3000 , 3002,9"}, [3000, 3002]),
+        ({"inference.networking.k8s.io/active-ports": ""}, []),
+        ({"inference.networking.k8s.io/active-ports": "x,-1,３０００"}, []),
+        ({"llm-d.ai/active-ports": "3000"}, [3000]),
+        ({"inference.networking.k8s.io/active-ports": "3002", "llm-d.ai/active-ports": "3000"}, [3002]),
+    ],
+)
+def test_the_annotation_names_the_ports_in_use(annotations: dict[str, str], ports: list[int]) -> None:
+    item = pod("p", labels={"app": "vllm", "env": "x"}, annotations=annotations)
+    specs = found(item, of=(pools.upstream_pool(raw(UPSTREAM)),))
+    assert [int(spec.address.rpartition(":")[2]) for spec in specs] == ports
+    assert all(spec.name == f"p-rank-{0 if spec.address.endswith('3000') else 1}" for spec in specs)
+
+
+def test_a_pool_without_a_selector_has_no_pods() -> None:
+    made = pools.upstream_pool(raw({"metadata": {"name": "x"}, "spec": {"targetPorts": [{"number": 1}]}}))
+    assert found(pod("p", labels={"app": "vllm"}), of=(made,)) == ()
+    assert [
+        s.name for s in found(pod("p", labels={"a": "b"}), of=(pools.selected_pods({"a": "b"}, [1, 1]),))
+    ] == ["p-rank-0"]
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ({"uri": "builtin://tiny"}, "tiny"),
+        ({"uri": "hf://org/Llama-3@main"}, "Llama-3"),
+        ({"uri": "pvc://claim/some/model/"}, "model"),
+        ({"uri": "pvc://claim"}, "claim"),
+        ({"uri": "path:///models/x@y"}, "x@y"),
+        ({"uri": "hf://org/name", "name": "mine"}, "mine"),
+    ],
+)
+def test_our_pools_serve_the_name_given_or_the_last_part_of_the_uri(model: dict[str, str], name: str) -> None:
+    obj = own_pool("a")
+    obj["spec"]["model"] = model
+    assert pools.own_pool(raw(obj)).models == (name,)
+
+
+def test_a_served_name_is_the_operators() -> None:
+    api = pytest.importorskip("treeline_operator.api.pool")
+    for uri in (
+        "builtin://tiny",
+        "hf://o/n@r",
+        "hf://o/n",
+        "pvc://c/p/q/",
+        "pvc://c",
+        "path:///m/x",
+        "path:///m@1/",
+    ):
+        obj = own_pool("a")
+        obj["spec"]["model"] = {"uri": uri}
+        assert pools.own_pool(raw(obj)).models == (api.ModelSource(uri=uri).served_name,), uri
+
+
+def test_pools_without_the_defaults_of_the_schema_get_them_here() -> None:
+    made = pools.own_pool(raw({"metadata": {"name": "a"}, "spec": {"model": {"uri": "builtin://tiny"}}}))
+    assert (made.gateway, made.ports) == ("treeline", (8000,))
+
+
+def test_models_become_rules() -> None:
+    obj = own_model(
+        "m",
+        "a",
+        model="chat",
+        criticality="Sheddable",
+        targetModels=[{"name": "x", "weight": 9}, {"name": "y", "weight": 1}],
+        fallbackPools=[{"name": "b"}],
+    )
+    rule = read_model(raw(obj))
+    assert (rule.name, rule.model_name, rule.pool, rule.criticality) == ("m", "chat", "a", "Sheddable")
+    assert (rule.targets, rule.fallback_pools) == ((("x", 9), ("y", 1)), ("b",))
+    assert rule.created == "2026-01-01T00:00:00Z"
+    upstream = {
+        "metadata": {"name": "m"},
+        "spec": {"modelName": "chat", "poolRef": {"group": "g", "kind": "InferencePool", "name": "a"}},
+    }
+    assert read_model(raw(upstream)).criticality == "Standard"
+
+
+PODS = st.builds(
+    lambda name, ip, ready, pool, gone, ports: pod(
+        name,
+        ip=ip,
+        ready=ready,
+        labels={"treeline.dev/pool": pool, "app": "vllm", "env": "x"},
+        creationTimestamp=f"2026-01-0{len(name)}T00:00:00Z",
+        **({"deletionTimestamp": "2026-01-01T00:00:00Z"} if gone else {}),
+        annotations={"llm-d.ai/active-ports": ports} if ports else {},
+    ),
+    st.sampled_from(["p", "q", "pp", "p-rank-0"]),
+    st.sampled_from([None, "10.0.0.1", "10.0.0.2", "fd00::1", "nonsense"]),
+    st.booleans(),
+    st.sampled_from(["a", "b", "other"]),
+    st.booleans(),
+    st.sampled_from(["", "3000", "1,2"]),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(PODS, max_size=8, unique_by=lambda item: item["metadata"]["name"]), st.booleans())
+def test_no_name_and_no_address_occurs_twice(items: list[dict[str, Any]], upstream: bool) -> None:
+    of = (pools.upstream_pool(raw(UPSTREAM)),) if upstream else (pool("a"), pool("b", port=9000))
+    specs = found(*items, of=of)
+    assert len({spec.name for spec in specs}) == len(specs)
+    assert len({spec.address for spec in specs}) == len(specs)
+    assert list(specs) == sorted(specs, key=lambda spec: spec.name)
+    assert specs == found(*reversed(items), of=of)

@@ -1,0 +1,304 @@
+"""The whole picker on a fake API server: what it lists, what it says of itself, and what stays when the server goes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.envoy import free_ports, running_envoy
+from support.epp_io import FakeEngine, RunningPicker, engines, running_picker, until
+from support.kube_api import MODELS, PODS, POOLS, FakeApi, fake_api, own_model, own_pool, pod
+from treeline_operator.envoy import EnvoyConfig
+
+NS = "team"
+PODS_OF, POOLS_OF, MODELS_OF = PODS.format(NS), POOLS.format(NS), MODELS.format(NS)
+UPSTREAM_OF = f"/apis/inference.networking.k8s.io/v1/namespaces/{NS}/inferencepools"
+LOCAL = {"ip": "127.0.0.1"}
+
+
+@dataclass
+class Cluster:
+    """A fake API server and engines that its pods stand for; pool ``p<i>`` has pod ``pod-<i>`` on engine i's port."""
+
+    api: FakeApi
+    engines: list[FakeEngine]
+    folder: Path
+
+    def put(self, path: str, obj: dict[str, Any]) -> None:
+        self.api.change(path, lambda c: c.put(obj))
+
+    def delete(self, path: str, name: str) -> None:
+        self.api.change(path, lambda c: c.delete(name))
+
+    def put_pod(self, i: int, **fields: Any) -> None:
+        labels = {"treeline.dev/pool": f"p{i}", "app": "x", **fields.pop("labels", {})}
+        self.put(PODS_OF, pod(f"pod-{i}", labels=labels, **{**LOCAL, **fields}))
+
+    def flags(self, *more: str) -> tuple[str, ...]:
+        which = more or ("--gateway", "treeline")
+        return ("--kubeconfig", str(self.api.kubeconfig(self.folder)), "--pool-namespace", NS, *which)
+
+
+@contextlib.asynccontextmanager
+async def cluster(folder: Path, count: int = 2) -> AsyncIterator[Cluster]:
+    async with fake_api() as api, engines(count) as fakes:
+        made = Cluster(api, fakes, folder)
+        api.collection(MODELS_OF)
+        for i, fake in enumerate(fakes):
+            fake.models = (f"m{i}",)
+            made.put(POOLS_OF, own_pool(f"p{i}", port=fake.port, model=f"m{i}"))
+            made.put_pod(i)
+        yield made
+
+
+async def listing(picker: RunningPicker) -> dict[str, Any]:
+    return dict((await picker.get("/endpoints")).json())
+
+
+async def endpoint(picker: RunningPicker, name: str) -> dict[str, Any] | None:
+    pools = (await listing(picker))["pools"].values()
+    return next((e for pool in pools for e in pool["endpoints"] if e["name"] == name), None)
+
+
+async def ready_is(picker: RunningPicker, name: str, **fields: Any) -> None:
+    """Wait until an endpoint is listed so; without fields, until it is not listed."""
+
+    async def so() -> bool:
+        found = await endpoint(picker, name)
+        return found is None if not fields else found is not None and fields.items() <= found.items()
+
+    await until(so, f"{name} is {fields or 'gone'}")
+
+
+async def test_endpoints_and_models_are_listed_as_the_operator_reads_them(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as it:
+        it.put(POOLS_OF, own_pool("elsewhere", gateway="other"))
+        it.put(MODELS_OF, own_model("chat", "p0"))
+        async with running_picker(*it.flags()) as picker:
+            await ready_is(picker, "pod-0", ready=True)
+            await ready_is(picker, "pod-1", ready=True)
+            page = await listing(picker)
+            assert page["synced"] is True
+            assert page["pools"] == {
+                f"p{i}": {
+                    "models": [f"m{i}", *(["chat"] if i == 0 else [])],
+                    "endpoints": [
+                        {
+                            "name": f"pod-{i}",
+                            "address": it.engines[i].address,
+                            "ready": True,
+                            "draining": False,
+                        }
+                    ],
+                }
+                for i in range(2)
+            }
+            kinds = page["detail"]["kubernetes"]["kinds"]
+            assert set(kinds) == {"pods", "inferencepools.treeline.dev", "inferencemodels.treeline.dev"}
+            assert all(
+                kind["synced"] and kind["watching"] and kind["error"] is None for kind in kinds.values()
+            )
+            ready = (await picker.get("/ready")).json()
+            assert (ready["ready"], ready["kubernetes"]["stale"]) == (True, [])
+            metrics = await picker.metrics()
+            assert metrics['treeline_epp_kube_watching{kind="pods"}'] == 1
+            assert metrics['treeline_epp_kube_lists_total{kind="pods"}'] == 1
+            assert 0 <= metrics['treeline_epp_kube_watch_age_seconds{kind="pods"}'] < 10
+
+
+async def test_pods_come_drain_and_go(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as it, running_picker(*it.flags()) as picker:
+        await ready_is(picker, "pod-0", ready=True, draining=False)
+        it.put_pod(0, labels={"treeline.dev/serving": "false"})
+        await ready_is(picker, "pod-0", ready=False, draining=True)
+        it.put_pod(0)
+        await ready_is(picker, "pod-0", ready=True, draining=False)
+        it.put_pod(0, ready=False)
+        await ready_is(picker, "pod-0", ready=False, draining=False)
+        it.put_pod(0)
+        await ready_is(picker, "pod-0", ready=True)
+        it.put_pod(0, deletionTimestamp="2026-01-01T00:00:00Z")
+        await ready_is(picker, "pod-0", ready=False, draining=True)
+        it.delete(PODS_OF, "pod-0")
+        await ready_is(picker, "pod-0")
+        assert (await listing(picker))["pools"]["p0"] == {"models": ["m0"], "endpoints": []}
+        it.delete(POOLS_OF, "p1")
+        await ready_is(picker, "pod-1")
+
+
+async def test_a_label_does_not_make_a_picker_forget_and_a_restart_does(tmp_path: Path) -> None:
+    async with cluster(tmp_path, 1) as it, running_picker(*it.flags()) as picker:
+        await ready_is(picker, "pod-0", ready=True)
+        asked = len(it.engines[0].seen)
+        it.put_pod(0, ready=False)
+        await ready_is(picker, "pod-0", ready=False)
+        described = (await picker.get("/debug/endpoints")).json()["endpoints"]
+        assert [(e["state"], e["models"]) for e in described] == [("unready", ["m0"])]
+        it.put_pod(0, restarts=1)
+        await ready_is(picker, "pod-0", ready=True)
+        assert len(it.engines[0].seen) > asked
+
+
+async def test_a_lost_server_changes_nothing_and_is_told(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as it, running_picker(*it.flags()) as picker:
+        await ready_is(picker, "pod-0", ready=True)
+        before = (await listing(picker))["pools"]
+        await it.api.stop()
+
+        async def stale() -> list[str]:
+            return list((await picker.get("/ready")).json()["kubernetes"]["stale"])
+
+        kinds = ["inferencemodels.treeline.dev", "inferencepools.treeline.dev", "pods"]
+        await until(lambda: _equal(stale(), kinds), "all kinds are stale")
+        answer = await picker.get("/ready")
+        assert answer.status_code == 200, "it serves with what it knows"
+        told = answer.json()["kubernetes"]["kinds"]["pods"]
+        assert told["synced"]
+        assert told["error"].startswith("unreachable")
+        assert (await listing(picker))["pools"] == before
+        metrics = await picker.metrics()
+        assert metrics['treeline_epp_kube_watching{kind="pods"}'] == 0
+        assert metrics['treeline_epp_kube_errors_total{kind="pods",reason="unreachable"}'] >= 1
+        it.delete(PODS_OF, "pod-1")
+        for collection in it.api.collections.values():
+            collection.compact()
+        await it.api.start()
+        await ready_is(picker, "pod-1")
+        await until(lambda: _equal(stale(), []), "all kinds are followed again")
+        assert (await picker.metrics())['treeline_epp_kube_lists_total{kind="pods"}'] == 2
+
+
+async def _equal(value: Any, expected: object) -> bool:
+    return bool(await value == expected)
+
+
+@pytest.mark.parametrize("status", [403, 404])
+async def test_without_inferencemodels_it_serves_what_engines_serve(tmp_path: Path, status: int) -> None:
+    async with cluster(tmp_path, 1) as it:
+        it.api.refuse[MODELS_OF] = status
+        async with running_picker(*it.flags()) as picker:
+            await ready_is(picker, "pod-0", ready=True)
+            detail = (await picker.get("/ready")).json()["kubernetes"]
+            assert detail["stale"] == ["inferencemodels.treeline.dev"]
+            reason = {403: "forbidden", 404: "not_found"}[status]
+            assert detail["kinds"]["inferencemodels.treeline.dev"]["error"].startswith(reason)
+
+
+async def test_without_pods_it_is_not_ready_until_they_may_be_read(tmp_path: Path) -> None:
+    async with cluster(tmp_path, 1) as it:
+        it.api.refuse[PODS_OF] = 403
+        async with running_picker(*it.flags(), ready=False) as picker:
+
+            async def told() -> Any:
+                return (await picker.get("/ready")).json()["kubernetes"]["kinds"]["pods"]["error"]
+
+            await until(told, "it says what is wrong")
+            assert (await told()).startswith("forbidden")
+            answer = await picker.get("/ready")
+            assert answer.status_code == 503
+            assert (await listing(picker))["synced"] is False
+            it.api.refuse.clear()
+            await ready_is(picker, "pod-0", ready=True)
+            await until(lambda: _status(picker), "it is ready")
+
+
+async def _status(picker: RunningPicker) -> bool:
+    return (await picker.get("/ready")).status_code == 200
+
+
+def upstream(port: int, **labels: str) -> dict[str, Any]:
+    return {
+        "metadata": {"name": "up"},
+        "spec": {"selector": {"matchLabels": labels or {"app": "x"}}, "targetPorts": [{"number": port}]},
+    }
+
+
+async def test_an_upstream_pool_is_followed_through_changes_of_selector_and_port(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as it:
+        it.api.collection(UPSTREAM_OF)
+        first, second = it.engines
+        # An engine that answers nothing we know: that its pod is Ready must do.
+        first.missing = {"/ready", "/health", "/v1/models"}
+        it.put_pod(1, ip="127.0.0.9")
+        async with running_picker(
+            *it.flags("--pool-name", "up", "--secure-serving=false"), ready=False
+        ) as picker:
+
+            async def waiting() -> bool:
+                kinds = (await picker.get("/ready")).json()["kubernetes"]["kinds"]
+                return "waiting for InferencePool up" in (kinds["pods"]["error"] or "")
+
+            await until(waiting, "it says that it waits for its pool")
+            it.put(UPSTREAM_OF, upstream(first.port))
+            await ready_is(picker, "pod-0-rank-0", ready=True, address=first.address)
+            await ready_is(picker, "pod-1-rank-0", ready=False)
+            it.put(UPSTREAM_OF, upstream(second.port, **{"treeline.dev/pool": "p1"}))
+            await ready_is(picker, "pod-0-rank-0")
+            it.put_pod(1)
+            await ready_is(picker, "pod-1-rank-0", ready=True, address=second.address)
+            it.put_pod(1, annotations={"inference.networking.k8s.io/active-ports": "1"})
+            await ready_is(picker, "pod-1-rank-0")
+            it.put_pod(1)
+            await ready_is(picker, "pod-1-rank-0", ready=True)
+            it.delete(UPSTREAM_OF, "up")
+            await ready_is(picker, "pod-1-rank-0")
+            assert (await picker.get("/ready")).status_code == 200
+
+
+async def test_pods_of_a_selector_need_no_pool(tmp_path: Path) -> None:
+    async with cluster(tmp_path, 1) as it:
+        flags = ("--endpoint-selector", "app=x", "--endpoint-target-ports", str(it.engines[0].port))
+        async with running_picker(*it.flags(*flags)) as picker:
+            await ready_is(picker, "pod-0-rank-0", ready=True)
+            assert set(it.api.lists) == {PODS_OF}
+
+
+async def test_through_envoy_weights_share_names_are_rewritten_and_a_fallback_serves(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as it:
+        first, second = it.engines
+        first.models = ("m0", "m0-new")
+        targets = [{"name": "m0", "weight": 1}, {"name": "m0-new", "weight": 1}]
+        it.put(MODELS_OF, own_model("chat", "p0", targetModels=targets, fallbackPools=[{"name": "p1"}]))
+        async with running_picker(*it.flags()) as picker:
+            await ready_is(picker, "pod-0", ready=True)
+            await ready_is(picker, "pod-1", ready=True)
+            listen, admin = free_ports(2)
+            config = EnvoyConfig(
+                listen_port=listen,
+                admin_port=admin,
+                ext_proc_port=picker.options.grpc_port,
+                eds_port=picker.options.grpc_health_port,
+                access_log=str(tmp_path / "access.log"),
+            )
+            async with (
+                running_envoy(config, tmp_path) as envoy,
+                httpx.AsyncClient(base_url=envoy.url, timeout=20) as http,
+            ):
+                for i in range(24):
+                    body = {"prompt": f"p{i}", "n": 1.0, "model": "chat"}
+                    answer = await http.post("/v1/completions", json=body)
+                    assert answer.status_code == 200, answer.text
+                sent = [json.loads(seen.body) for seen in first.served]
+                seen = Counter(body["model"] for body in sent)
+                assert set(seen) == {"m0", "m0-new"}
+                assert sum(seen.values()) == 24
+                assert all(int(s.headers["content-length"]) == len(s.body) for s in first.served)
+                assert [body["prompt"] for body in sent] == [f"p{i}" for i in range(24)]
+                it.delete(PODS_OF, "pod-0")
+                await ready_is(picker, "pod-0")
+                answer = await http.post("/v1/completions", json={"model": "chat", "prompt": "x"})
+                assert answer.status_code == 200, answer.text
+                assert json.loads(second.served[-1].body) == {"model": "m1", "prompt": "x"}
+                assert (
+                    await http.post("/v1/completions", json={"model": "m0", "prompt": "x"})
+                ).status_code == 503
+                assert (
+                    await http.post("/v1/completions", json={"model": "no", "prompt": "x"})
+                ).status_code == 404

@@ -1,0 +1,208 @@
+"""The reflector against a server that misbehaves over real connections."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.epp_io import until
+from support.kube_api import FakeApi, fake_api
+from treeline_epp.kube import mirror as mirror_module
+from treeline_epp.kube.client import KubeClient, NoCluster
+from treeline_epp.kube.mirror import Mirror, Resource
+from treeline_epp.kube.reflector import Reflector
+
+PATH = "/api/v1/namespaces/ns/pods"
+
+
+class _Object(msgspec.Struct):
+    value: int
+
+
+def read(data: msgspec.Raw) -> int:
+    return _decode(data).value
+
+
+_decode = msgspec.json.Decoder(_Object).decode
+
+
+class Following:
+    """A reflector on a fake server, and how often it said that something changed."""
+
+    def __init__(self, api: FakeApi, client: KubeClient, *, optional: bool = False) -> None:
+        self.api = api
+        self.changes = 0
+        self.mirror = Mirror(Resource("pods", "v1", "ns", optional=optional), read)
+        self.reflector = Reflector(client, self.mirror, self.changed)
+
+    def changed(self) -> None:
+        self.changes += 1
+
+    def put(self, name: str, value: int) -> None:
+        self.api.change(PATH, lambda c: c.put({"metadata": {"name": name}, "value": value}))
+
+    async def holds(self, **objects: int) -> None:
+        await until(lambda: self.mirror.objects == objects, f"{objects}", state=lambda: self.mirror.__dict__)
+
+    async def watches(self) -> None:
+        await until(lambda: self.mirror.watching and self.api.open[PATH] == 1, "a watch is open")
+
+
+@contextlib.asynccontextmanager
+async def following(
+    folder: Path,
+    *,
+    silence_s: float = 30.0,
+    optional: bool = False,
+    token: str | None = None,
+    refuse: int | None = None,
+) -> AsyncIterator[Following]:
+    async with fake_api() as api:
+        api.collection(PATH).put({"metadata": {"name": "a"}, "value": 1})
+        api.refuse = {} if refuse is None else {PATH: refuse}
+        api.token = token
+        client = KubeClient(api.kubeconfig(folder), silence_s=silence_s)
+        made = Following(api, client, optional=optional)
+        made.reflector.start()
+        try:
+            yield made
+        finally:
+            await made.reflector.stop()
+            await client.close()
+
+
+async def test_it_follows(tmp_path: Path) -> None:
+    async with following(tmp_path) as it:
+        await it.holds(a=1)
+        await it.watches()
+        before = it.changes
+        it.put("b", 2)
+        await it.holds(a=1, b=2)
+        it.api.change(PATH, lambda c: c.delete("a"))
+        await it.holds(b=2)
+        assert it.changes > before
+        assert it.api.lists[PATH] == 1
+
+
+async def test_long_lists_come_in_pages(tmp_path: Path) -> None:
+    async with following(tmp_path, refuse=503) as it:
+        for i in range(250):
+            it.put(f"n{i}", i)
+        it.api.refuse.clear()
+        await until(lambda: len(it.mirror.objects) == 251, "all objects")
+        assert it.mirror.lists == 1
+        assert it.api.lists[PATH] >= 3
+
+
+async def test_a_cut_watch_goes_on_where_it_was(tmp_path: Path) -> None:
+    async with following(tmp_path) as it:
+        for value in range(2, 5):
+            await it.watches()
+            it.api.drop()
+            await until(lambda: not it.mirror.watching, "the loss is noticed")
+            it.put("a", value)
+            await it.holds(a=value)
+        assert it.api.lists[PATH] == 1
+        assert it.mirror.errors["unreachable"] == 3
+
+
+async def test_a_version_that_is_too_old_leads_to_a_new_list(tmp_path: Path) -> None:
+    async with following(tmp_path) as it:
+        await it.watches()
+        it.api.refuse_watch = {PATH: 410}
+        it.api.drop()
+        it.api.change(PATH, lambda c: c.delete("a"))
+        it.api.change(PATH, lambda c: c.compact())
+        await it.holds()
+        it.api.refuse_watch.clear()
+        await it.watches()
+        assert it.api.lists[PATH] > 1
+        assert it.mirror.errors["expired"] >= 1
+        it.put("z", 26)
+        await it.holds(z=26)
+
+
+async def test_a_server_that_comes_back_is_followed_again_and_the_state_stays_meanwhile(
+    tmp_path: Path,
+) -> None:
+    async with following(tmp_path) as it:
+        await it.watches()
+        await it.api.stop()
+        await until(lambda: it.mirror.errors["unreachable"] >= 2, "it has tried")
+        assert it.mirror.objects == {"a": 1}
+        assert not it.mirror.watching
+        it.put("b", 2)
+        await it.api.start()
+        await it.holds(a=1, b=2)
+        await it.watches()
+        assert it.mirror.error is None
+        assert it.api.lists[PATH] == 1
+
+
+async def test_a_watch_that_falls_silent_is_given_up(tmp_path: Path) -> None:
+    async with following(tmp_path, silence_s=0.2) as it:
+        await it.watches()
+        it.api.stall = True
+        it.put("b", 2)
+        await until(lambda: it.api.watches[PATH] >= 2, "another watch")
+        it.api.stall = False
+        await it.holds(a=1, b=2)
+
+
+async def test_an_optional_kind_that_is_refused_is_settled_and_a_required_one_is_not(tmp_path: Path) -> None:
+    for status in (403, 404):
+        async with following(tmp_path, optional=True, refuse=status) as it:
+            await until(lambda: it.mirror.settled, "it is known to be missing")
+            assert not it.mirror.synced
+            assert it.changes == 1
+    async with following(tmp_path, refuse=403) as it:
+        await until(lambda: it.mirror.errors["forbidden"] >= 2, "it has tried")
+        assert not it.mirror.settled
+        it.api.refuse.clear()
+        await it.holds(a=1)
+
+
+async def test_a_busy_server_is_asked_again_when_it_says(tmp_path: Path) -> None:
+    async with following(tmp_path, refuse=429) as it:
+        it.api.retry_after = "1"
+        await until(lambda: it.mirror.errors["throttled"] >= 1, "it has tried")
+        it.api.refuse.clear()
+        await it.holds(a=1)
+
+
+async def test_a_rotated_token_is_read_again(tmp_path: Path) -> None:
+    async with following(tmp_path, token="one") as it:
+        await it.watches()
+        it.api.token = "two"
+        it.api.drop()
+        await until(lambda: it.mirror.errors["unauthorized"] >= 1, "the old token is refused")
+        it.api.kubeconfig(tmp_path)
+        it.put("a", 2)
+        await it.holds(a=2)
+
+
+async def test_a_defect_does_not_end_the_following(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mirror_module, "BACKOFF_S", (0.01, 0.02))
+    async with following(tmp_path) as it:
+        await it.watches()
+        feed = it.mirror.feed
+        with caplog.at_level(logging.CRITICAL):
+            monkeypatch.setattr(it.mirror, "feed", lambda *_: 1 / 0)
+            it.put("b", 2)
+            await until(lambda: it.mirror.errors["malformed"] >= 1, "the defect is counted")
+            monkeypatch.setattr(it.mirror, "feed", feed)
+            await it.holds(a=1, b=2)
+
+
+async def test_without_credentials_there_is_no_cluster(tmp_path: Path) -> None:
+    with pytest.raises(NoCluster, match="no Kubernetes credentials"):
+        await KubeClient(tmp_path / "missing").open()
+    (tmp_path / "bad").write_text("current-context: x\n")
+    with pytest.raises(NoCluster):
+        await KubeClient(tmp_path / "bad").open()
