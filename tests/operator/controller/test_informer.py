@@ -33,7 +33,7 @@ def bookmark(version: int) -> bytes:
 
 
 class Script:
-    """An API server that plays its part line by line. A list of names is a list; a watch is what it says, in seconds."""
+    """An API server that plays its part. A list is a version and objects; a watch is lines, and seconds of silence."""
 
     def __init__(self, *acts: Any) -> None:
         self.acts = list(acts)

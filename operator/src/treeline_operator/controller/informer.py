@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -49,6 +49,7 @@ class Timing:
     watch_s: tuple[float, float] = (300.0, 600.0)
     backoff_s: tuple[float, float] = (0.25, 20.0)
     absent_s: float = 60.0
+    patience_s: float = 5.0
 
 
 class _ListMeta(msgspec.Struct):
@@ -130,6 +131,7 @@ class Reflector:
 
     async def _list(self) -> str:
         uids: set[str] = set()
+        self._store.begin_list(self.watched.api_version, self.watched.kind, self.namespace)
         query = {"limit": str(_PAGE), **self._selector()}
         while True:
             page = _decode_page(await self._reader.page(self._path, query))
@@ -179,7 +181,7 @@ class Reflector:
                 ref = Ref(
                     self.watched.api_version, self.watched.kind, meta.get("namespace", ""), meta["name"]
                 )
-                self._store.remove(ref, meta["uid"])
+                self._store.remove(ref, meta["uid"], meta["resourceVersion"])
                 self._version = meta["resourceVersion"]
             case "BOOKMARK":
                 self._version = msgspec.json.decode(line.object, type=_Bookmark).metadata.resourceVersion
@@ -252,16 +254,25 @@ class Informer:
         """Begin to list and watch the kinds that are always there."""
         self._begin(KINDS)
 
-    async def set_optional(self, apis: Iterable[str]) -> None:
-        """Watch exactly those optional kinds that are among ``apis``; returns when the new ones are listed."""
-        wanted = {watched for watched in OPTIONAL if watched.api in set(apis)}
+    async def set_optional(self, apis: Iterable[str]) -> frozenset[str]:
+        """Watch exactly those optional kinds that are among ``apis``.
+
+        Returns ``apis`` without what cannot be read, be it that it may not: nothing is to be built on it.
+        """
+        offered = frozenset(apis)
+        wanted = {watched for watched in OPTIONAL if watched.api in offered}
         for key in [key for key in self._tasks if key[0] in OPTIONAL and key[0] not in wanted]:
             self._tasks.pop(key).cancel()
             del self._reflectors[key]
             watched, namespace = key
             self.store.retain(watched.api_version, watched.kind, namespace, set(), "")
         self._begin(wanted)
-        await self.synced()
+        new = [reflector for (watched, _), reflector in self._reflectors.items() if watched in wanted]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.timing.patience_s):
+                for reflector in new:
+                    await reflector.synced.wait()
+        return offered - {reflector.watched.api for reflector in new if not reflector.synced.is_set()}
 
     async def synced(self) -> None:
         """Returns when every kind has been listed."""

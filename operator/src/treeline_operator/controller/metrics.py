@@ -32,7 +32,15 @@ class Metrics(Collector):
             **own,
         )
         self._retries = Counter("retries", "Reconciliations that failed and come again.", ("kind",), **own)
-        self._writes = Counter("writes", "Writes to the API server.", ("verb", "kind"), **own)
+        self._requests = Counter(
+            "api_requests",
+            "Requests to the API server; code 0 is no answer.",
+            ("verb", "resource", "code"),
+            **own,
+        )
+        self._request_seconds = Histogram(
+            "api_request_seconds", "How long requests took.", ("verb",), buckets=_SECONDS, **own
+        )
         self._drift = Counter("drift_corrected", "Objects that somebody else had changed.", ("kind",), **own)
         self._dropped = Counter("events_dropped", "Events that were not written.", ("why",), **own)
         self._leader = Gauge("is_leader", "1 in the replica that acts.", **own)
@@ -53,9 +61,10 @@ class Metrics(Collector):
         """A reconciliation failed and comes again."""
         self._retries.labels(key.kind).inc()
 
-    def wrote(self, verb: str, kind: str) -> None:
-        """One write was done."""
-        self._writes.labels(verb, kind).inc()
+    def requested(self, verb: str, resource: str, code: int, seconds: float) -> None:
+        """One request to the API server was answered, or was not."""
+        self._requests.labels(verb, resource, str(code)).inc()
+        self._request_seconds.labels(verb).observe(seconds)
 
     def drifted(self, kind: str) -> None:
         """An object that somebody else had changed was set right."""

@@ -14,7 +14,7 @@ from treeline_wire import ports
 
 from treeline_operator import names
 from treeline_operator.controller.observe import Observer
-from treeline_operator.controller.queue import Backoff, Outcome, Queue
+from treeline_operator.controller.queue import Backoff, Outcome, Queue, Uncounted
 from treeline_operator.world import Key, PickerEndpoint, PickerView
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class PickerProbe:
 
     def __post_init__(self) -> None:
         self._queue = Queue(
-            self._probe, gauges=_Silent(), concurrency=16, backoff=Backoff(self.hurried_s, self.calm_s)
+            self._probe, gauges=Uncounted(), concurrency=16, backoff=Backoff(self.hurried_s, self.calm_s)
         )
 
     def wait(self, namespace: str, gateway: str, pool: str, waits: bool) -> None:
@@ -186,14 +186,6 @@ class PickerProbe:
         for pool in self.observer.store.gateway_pools(*gateway):
             if _of(before, pool.ref.name) != _of(view, pool.ref.name):
                 self.changed(Key("pool", pool.ref.namespace, pool.ref.name))
-
-
-class _Silent:
-    def finished(self, key: Key, outcome: Outcome, waited_s: float, ran_s: float) -> None:
-        pass
-
-    def retried(self, key: Key) -> None:
-        pass
 
 
 def _view(answer: _Answer) -> PickerView:

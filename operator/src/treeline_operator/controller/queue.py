@@ -160,6 +160,16 @@ class Gauges(Protocol):
         """One failed and will be tried again."""
 
 
+class Uncounted:
+    """Counts nothing."""
+
+    def finished(self, key: Key, outcome: Outcome, waited_s: float, ran_s: float) -> None:
+        """Nothing."""
+
+    def retried(self, key: Key) -> None:
+        """Nothing."""
+
+
 class Queue:
     """Runs ``reconcile`` for the keys that are added, some at once, one at a time for each key.
 

@@ -49,8 +49,8 @@ def place_of(obj: dict[str, Any]) -> Place:
 class Store:
     """Objects by reference, by kind and namespace, by pool, and by gateway.
 
-    Everything that changes it is told to ``listeners``. An older version than the known one never wins, nor does an
-    object that is known to be deleted: answers to our own writes and the watch arrive in any order.
+    Everything that changes it is told to ``listeners``. An older version than the known one never wins, nor does one
+    from before the object went: answers to our own writes and the watch arrive in any order.
     """
 
     listeners: list[Callable[[Change], None]] = field(default_factory=list)
@@ -59,7 +59,8 @@ class Store:
     _by_kind: dict[tuple[str, str, str], dict[Ref, None]] = field(default_factory=dict)
     _by_pool: dict[tuple[str, str], dict[Ref, None]] = field(default_factory=dict)
     _by_gateway: dict[tuple[str, str], dict[Ref, None]] = field(default_factory=dict)
-    _dead: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    _dead: OrderedDict[str, str] = field(default_factory=OrderedDict)
+    _listed: dict[tuple[str, str, str], str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -111,10 +112,16 @@ class Store:
         """Take in a decoded object; returns whether that was news. Its ``managedFields`` are dropped."""
         observed = Observed.of(obj)
         before = self._objects.get(observed.ref)
-        if observed.uid in self._dead or (before is not None and not _newer(observed, before)):
+        if before is None and _after(self._listed_at(observed.ref), observed.resource_version):
+            return False  # a later list did not have it any more
+        if before is not None and not _newer(observed, before):
             return False
+        if (died := self._dead.get(observed.uid)) is not None:
+            if not _after(observed.resource_version, died):
+                return False
+            del self._dead[observed.uid]  # it had only lost the label by which we watch
         if before is not None and before.uid != observed.uid:
-            self._bury(before.uid)
+            self._bury(before.uid, observed.resource_version)
         place = place_of(obj)
         old_place = self._places.get(observed.ref)
         if old_place is not None and old_place != place:
@@ -129,9 +136,9 @@ class Store:
             )
         return True
 
-    def remove(self, ref: Ref, uid: str) -> bool:
-        """The object with this uid is gone; returns whether it was known."""
-        self._bury(uid)
+    def remove(self, ref: Ref, uid: str, version: str) -> bool:
+        """The object with this uid is gone since ``version``; returns whether it was known."""
+        self._bury(uid, version)
         before = self._objects.get(ref)
         if before is None or before.uid != uid:
             return False
@@ -151,11 +158,17 @@ class Store:
         obj["metadata"].setdefault("deletionTimestamp", stamp)
         self._objects[ref] = Observed.of(obj)
 
+    def begin_list(self, api_version: str, kind: str, namespace: str) -> None:
+        """A list of the kind begins: what it will name is news, however old."""
+        self._listed.pop((api_version, kind, namespace), None)
+
     def retain(self, api_version: str, kind: str, namespace: str, uids: set[str], version: str) -> int:
         """A list at ``version`` has ended and had just these ``uids``: drop what else is known of the kind.
 
         An empty ``namespace`` means all. What is newer than the list stays: we made it after the list was taken.
         """
+        if version:
+            self._listed[api_version, kind, namespace] = version
         spaces = (
             [namespace] if namespace else [ns for v, k, ns in self._by_kind if (v, k) == (api_version, kind)]
         )
@@ -167,11 +180,14 @@ class Store:
             and not _after(observed.resource_version, version)
         ]
         for observed in gone:
-            self.remove(observed.ref, observed.uid)
+            self.remove(observed.ref, observed.uid, version or observed.resource_version)
         return len(gone)
 
     def _of(self, refs: Iterable[Ref] | None) -> list[Observed]:
         return [self._objects[ref] for ref in sorted(refs or ())]
+
+    def _listed_at(self, ref: Ref) -> str:
+        return self._listed.get((*ref[:2], "")) or self._listed.get((*ref[:2], ref.namespace), "")
 
     def _tell(self, change: Change) -> None:
         for listener in self.listeners:
@@ -198,8 +214,8 @@ class Store:
         elif place.gateway:
             yield self._by_gateway, (ref.namespace, place.gateway)
 
-    def _bury(self, uid: str) -> None:
-        self._dead[uid] = None
+    def _bury(self, uid: str, version: str) -> None:
+        self._dead[uid] = version
         if len(self._dead) > _TOMBSTONES:
             self._dead.popitem(last=False)
 
@@ -211,4 +227,7 @@ def _newer(candidate: Observed, known: Observed) -> bool:
 
 def _after(version: str, other: str) -> bool:
     """Whether a resource version is later than another: they are integers that grow, wherever etcd keeps them."""
-    return version.isdigit() and other.isdigit() and int(version) > int(other)
+    try:
+        return int(version) > int(other)
+    except ValueError:
+        return False

@@ -1,0 +1,122 @@
+"""How far pods are with the download of their model: the last line that each download has logged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from treeline_operator.controller.queue import Backoff, Outcome, Queue, Uncounted
+from treeline_operator.controller.store import Store
+from treeline_operator.kube.errors import KubeError
+from treeline_operator.plan.pods import DOWNLOAD
+from treeline_operator.world import Key, Observed
+
+log = logging.getLogger(__name__)
+
+_EVERY_S: Final = 5.0
+_STEP: Final = 256 << 20
+
+
+class Logs(Protocol):
+    """The one read that this needs."""
+
+    async def logs(self, namespace: str, pod: str, container: str, *, tail_lines: int) -> str:
+        """The end of a container's log. Raises KubeError."""
+
+
+class _Line(msgspec.Struct):
+    """What ``treeline_runtime.fetch`` logs as it goes, one JSON object a line."""
+
+    bytesDone: int
+    bytesTotal: int = 0
+
+
+_decode = msgspec.json.Decoder(_Line).decode
+
+
+@dataclass(slots=True)
+class Downloads:
+    """Follows the downloads of the pools that it is told of, and tells which pools are further than before."""
+
+    store: Store
+    source: Logs
+    changed: Callable[[Key], None]
+    _progress: dict[Key, dict[str, tuple[int, int]]] = field(default_factory=dict)
+    _queue: Queue = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._queue = Queue(self._look, gauges=Uncounted(), concurrency=4, backoff=Backoff(_EVERY_S, 60.0))
+
+    def progress(self, key: Key) -> Mapping[str, tuple[int, int]]:
+        """Pod → bytes done and bytes in all (0: not known), of the pool's downloads that run."""
+        return self._progress.get(key, {})
+
+    def see(self, key: Key, pods: Iterable[Observed]) -> None:
+        """These are the pool's pods: if one of them downloads, follow it."""
+        if any(_downloads(pod) for pod in pods):
+            self._queue.add_after(key, _EVERY_S if key in self._progress else 0.0)
+        else:
+            self._progress.pop(key, None)
+
+    async def run(self) -> None:
+        """Until :meth:`stop`."""
+        await self._queue.run()
+
+    async def stop(self) -> None:
+        """Follow nothing more."""
+        await self._queue.stop(0.0)
+
+    async def _look(self, key: Key) -> Outcome:
+        found: dict[str, tuple[int, int]] = {}
+        before = self._progress.get(key, {})
+        pods = [pod for pod in self.store.pool_children(key.namespace, key.name) if _downloads(pod)]
+        for pod in pods:
+            name = pod.ref.name
+            try:
+                text = await self.source.logs(key.namespace, name, DOWNLOAD, tail_lines=5)
+            except KubeError as exc:
+                log.debug("no log of the download in %s: %s", name, exc)
+                text = ""
+            now = parse(text) or before.get(name)
+            if now is not None:
+                found[name] = before[name] if name in before and _alike(before[name], now) else now
+        if not pods:
+            self._progress.pop(key, None)
+            return Outcome("none")
+        self._progress[key] = found
+        if found != before:
+            self.changed(key)
+        return Outcome(after_s=_EVERY_S)
+
+
+def parse(text: str) -> tuple[int, int] | None:
+    """Bytes done and in all of the last line that tells them."""
+    for line in reversed(text.splitlines()):
+        try:
+            said = _decode(line)
+        except msgspec.MsgspecError:
+            continue
+        return said.bytesDone, said.bytesTotal
+    return None
+
+
+def _alike(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two measurements are the same to a reader: a status is not written for every megabyte."""
+    if one[1] != other[1]:
+        return False
+    step = one[1] // 100 if one[1] else _STEP
+    return step > 0 and one[0] // step == other[0] // step and other[0] < (other[1] or other[0] + 1)
+
+
+def _downloads(pod: Observed) -> bool:
+    if pod.ref.kind != "Pod" or b'"initContainerStatuses"' not in pod.body:
+        return False
+    status: dict[str, Any] = pod.object.get("status") or {}
+    return any(
+        container["name"] == DOWNLOAD and (container.get("state") or {}).get("running") is not None
+        for container in status.get("initContainerStatuses") or ()
+    )

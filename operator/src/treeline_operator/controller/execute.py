@@ -1,0 +1,131 @@
+"""Carries out a plan: each action as one request, answers into the store, refusals gathered."""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Protocol
+
+import zmq
+from treeline_wire.security import PUBLIC_FILE, SECRET_FILE
+
+from treeline_operator.actions import Action, Apply, CreateKeys, Delete, Plan, Scale
+from treeline_operator.api.conditions import Reason
+from treeline_operator.controller.store import Store
+from treeline_operator.kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, KubeError, NotFound
+from treeline_operator.status.conditions import timestamp
+from treeline_operator.world import Ref
+
+log = logging.getLogger(__name__)
+
+Object = dict[str, Any]
+
+
+class Writer(Protocol):
+    """The requests that plans are made of. All raise KubeError."""
+
+    async def apply(self, obj: Object) -> Object:
+        """Server-side apply."""
+
+    async def create(self, obj: Object) -> Object:
+        """POST."""
+
+    async def scale(self, ref: Ref, uid: str, replicas: int) -> Object:
+        """Set ``spec.replicas``."""
+
+    async def delete(self, ref: Ref, *, uid: str) -> None:
+        """Delete exactly this object."""
+
+    async def get(self, ref: Ref) -> Object:
+        """The object as it is."""
+
+
+@dataclass(slots=True)
+class Done:
+    """What came of a plan. ``refused`` are the API server's refusals, each with the kind that it is about."""
+
+    written: dict[Reason, list[str]] = field(default_factory=dict)
+    drifted: list[tuple[Ref, tuple[str, ...]]] = field(default_factory=list)
+    refused: list[tuple[Ref, Invalid | Forbidden]] = field(default_factory=list)
+    stale: bool = False
+    """Something was not as it was observed to be: plan again from what is there now."""
+
+    def note(self, reason: Reason, ref: Ref, more: str = "") -> None:
+        """One write was done."""
+        self.written.setdefault(reason, []).append(f"{ref.kind} {ref.name}{more}")
+
+
+@dataclass(slots=True)
+class Executor:
+    """Does what plans say, in their order."""
+
+    writer: Writer
+    store: Store
+    clock: Callable[[], datetime]
+
+    async def carry_out(self, plan: Plan) -> Done:
+        """Do all of a plan. A refusal does not keep the other objects from being applied, but nothing is scaled or
+        deleted behind one: what should have replaced it may not be there. Other KubeErrors end it.
+        """
+        done = Done()
+        for action in plan.actions:
+            if (done.refused or done.stale) and isinstance(action, Scale | Delete):
+                continue
+            try:
+                await self._do(action, done)
+            except (Conflict, NotFound) as exc:
+                log.info("not as observed: %s", exc)
+                await self._observe_anew(action, exc)
+                done.stale = True
+            except (Invalid, Forbidden) as exc:
+                log.warning("refused: %s", exc, extra={"object": action.ref, "why": action.why})
+                done.refused.append((action.ref, exc))
+        return done
+
+    async def _do(self, action: Action, done: Done) -> None:
+        log.debug("%s %s: %s", type(action).__name__, action.ref, action.why)
+        match action:
+            case Apply():
+                known = self.store.get(action.ref) is not None
+                self.store.put(await self.writer.apply(action.object))
+                if action.drift:
+                    done.drifted.append((action.ref, action.drift))
+                else:
+                    done.note(Reason.APPLIED if known else Reason.CREATED, action.ref)
+            case CreateKeys():
+                try:
+                    await self.writer.create(with_keys(action.object))
+                    done.note(Reason.CREATED, action.ref)
+                except AlreadyExists:
+                    log.debug("%s is there already", action.ref)
+            case Scale():
+                self.store.put(await self.writer.scale(action.ref, action.uid, action.replicas))
+                done.note(Reason.SCALED, action.ref, f" to {action.replicas}")
+            case Delete():
+                await self.writer.delete(action.ref, uid=action.uid)
+                self.store.doom(action.ref, action.uid, timestamp(self.clock()))
+                done.note(Reason.DELETED, action.ref)
+
+    async def _observe_anew(self, action: Action, exc: KubeError) -> None:
+        """Look at the one object that was not as we thought. The Secret with the keys is never read."""
+        known = self.store.get(action.ref)
+        if isinstance(action, CreateKeys):
+            return
+        if isinstance(exc, Conflict):
+            try:
+                self.store.put(await self.writer.get(action.ref))
+                return
+            except NotFound:
+                pass
+        if known is not None and not isinstance(action, Apply):
+            self.store.remove(action.ref, known.uid, known.resource_version)
+
+
+def with_keys(secret: Object) -> Object:
+    """The Secret with a fresh key pair, as ``treeline_wire.security`` reads it."""
+    public, private = zmq.curve_keypair()
+    data = {PUBLIC_FILE: public, SECRET_FILE: private}
+    return {**secret, "data": {name: base64.b64encode(key + b"\n").decode() for name, key in data.items()}}

@@ -1,0 +1,205 @@
+"""Brings one key to where it should be: observe, plan, carry out, tell; level-triggered, so it may run at any time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Final, Literal, Protocol
+
+from treeline_operator.actions import Plan
+from treeline_operator.api.conditions import ConditionType, Reason
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.controller.downloads import Downloads
+from treeline_operator.controller.execute import Done, Executor
+from treeline_operator.controller.metrics import Metrics
+from treeline_operator.controller.observe import Observer
+from treeline_operator.controller.picker_probe import PickerProbe
+from treeline_operator.controller.queue import Outcome
+from treeline_operator.controller.recorder import Recorder
+from treeline_operator.controller.store import API_VERSION, MODEL, POOL
+from treeline_operator.kube.errors import Conflict, KubeError, LostLease, NotFound
+from treeline_operator.plan.gateway import plan_gateway
+from treeline_operator.plan.pool import plan_pool
+from treeline_operator.plan.sharing import share
+from treeline_operator.status.causes import Cause
+from treeline_operator.status.conditions import same_status
+from treeline_operator.status.events import transitions
+from treeline_operator.status.models import model_statuses
+from treeline_operator.status.pool import not_understood, pool_status, refusal
+from treeline_operator.world import Key, Ref
+
+log = logging.getLogger(__name__)
+
+_REFUSED_AGAIN_S: Final = 30.0
+_PATHS: Final = 5
+
+
+class StatusWriter(Protocol):
+    """The one request that statuses need."""
+
+    async def apply_status(self, obj: dict[str, Any]) -> dict[str, Any]:
+        """Server-side apply of a status. Raises KubeError."""
+
+
+@dataclass(slots=True)
+class Reconciler:
+    """One :meth:`reconcile` for all kinds of keys. What a gateway's plan was refused is told by its pools."""
+
+    observer: Observer
+    executor: Executor
+    statuses: StatusWriter
+    recorder: Recorder
+    metrics: Metrics
+    probe: PickerProbe
+    downloads: Downloads
+    clock: Callable[[], datetime]
+    changed: Callable[[Key], None]
+    _refused: dict[Key, Cause] = field(default_factory=dict)
+
+    async def reconcile(self, key: Key) -> Outcome:
+        """What the queue runs. LostLease is the only exception that is no defect."""
+        try:
+            match key.kind:
+                case "pool":
+                    return await self._pool(key)
+                case "gateway":
+                    return await self._gateway(key)
+                case "models":
+                    return await self._models(key)
+        except LostLease:
+            raise
+        except (Conflict, NotFound) as exc:
+            log.info("not as observed: %s", exc, extra=_about(key))
+            return Outcome("conflict", retry=True)
+        except KubeError as exc:
+            log.warning("%s", exc, extra=_about(key))
+            return Outcome("unavailable", retry=True)
+
+    # ---- pools ------------------------------------------------------------------------------------------------
+
+    async def _pool(self, key: Key) -> Outcome:
+        pool = self.observer.pool(key.namespace, key.name)
+        if pool is None:
+            self.metrics.conditions(Ref(API_VERSION, POOL, key.namespace, key.name), ())
+            self._refused.pop(key, None)
+            self.downloads.see(key, ())
+            return Outcome("gone")
+        if isinstance(pool, str):
+            return await self._not_understood(key, pool)
+        world = self.observer.pool_world(pool, self.clock())
+        self.downloads.see(key, world.pods)
+        plan = plan_pool(world)
+        done = await self._carry_out(key, plan, pool)
+        after = self.observer.pool_world(pool, self.clock())
+        refused = self._refused.get(key) or self._refused.get(
+            key._replace(kind="gateway", name=pool.spec.gateway.name)
+        )
+        status = pool_status(after, self.downloads.progress(key), refused)
+        if not pool.deleting:
+            await self._tell(
+                pool.kind, pool.namespace, pool.name, pool.metadata.uid, dict(pool.status), dict(status)
+            )
+        self.probe.wait(
+            pool.namespace, pool.spec.gateway.name, pool.name, _waits(status) and not pool.deleting
+        )
+        return _outcome(plan, done)
+
+    async def _not_understood(self, key: Key, problem: str) -> Outcome:
+        observed = self.observer.store.get(Ref(API_VERSION, POOL, key.namespace, key.name))
+        if observed is None:
+            return Outcome("gone")
+        obj = observed.object
+        status = not_understood(obj, problem, self.clock())
+        await self._tell(POOL, key.namespace, key.name, observed.uid, obj.get("status") or {}, status)
+        return Outcome("invalid")
+
+    # ---- gateways ---------------------------------------------------------------------------------------------
+
+    async def _gateway(self, key: Key) -> Outcome:
+        world = self.observer.gateway_world(key.namespace, key.name, self.clock())
+        self.probe.look(key.namespace, key.name)
+        plan = plan_gateway(world)
+        owner = share(world.pools).gateways[key.name].owner if world.pools else None
+        before = self._refused.get(key)
+        done = await self._carry_out(key, plan, owner)
+        if self._refused.get(key) != before:
+            for pool in world.pools:
+                self.changed(Key("pool", pool.namespace, pool.name))
+        return _outcome(plan, done) if world.pools or world.children else Outcome("gone")
+
+    # ---- models -----------------------------------------------------------------------------------------------
+
+    async def _models(self, key: Key) -> Outcome:
+        models = self.observer.models(key.namespace)
+        for name, status in model_statuses(models, self.observer.pools(key.namespace), self.clock()).items():
+            model = next(m for m in models if m.name == name)
+            await self._tell(MODEL, key.namespace, name, model.metadata.uid, dict(model.status), dict(status))
+        return Outcome()
+
+    # ---- what all do ------------------------------------------------------------------------------------------
+
+    async def _carry_out(self, key: Key, plan: Plan, subject: InferencePool | None) -> Done:
+        for note in plan.notes:
+            log.debug("%s", note, extra=_about(key))
+        done = await self.executor.carry_out(plan)
+        if done.refused:
+            ref, exc = done.refused[0]
+            self._refused[key] = refusal(exc.code, ref.kind, str(exc))
+        elif not done.stale:
+            self._refused.pop(key, None)
+        for reason, what in done.written.items():
+            log.info("%s %s", reason, ", ".join(what), extra=_about(key))
+            self._event(subject, "Normal", reason, f"{reason} {', '.join(what)}")
+        for ref, paths in done.drifted:
+            self.metrics.drifted(ref.kind)
+            named = ", ".join(paths[:_PATHS]) + (
+                f" and {len(paths) - _PATHS} more" if len(paths) > _PATHS else ""
+            )
+            text = f"{ref.kind} {ref.name} was changed by somebody else and is set right: {named}"
+            log.info("%s", text, extra=_about(key))
+            self._event(subject, "Normal", Reason.DRIFT_CORRECTED, text)
+        return done
+
+    def _event(
+        self, subject: InferencePool | None, type_: Literal["Normal", "Warning"], reason: Reason, text: str
+    ) -> None:
+        if subject is not None:
+            ref = Ref(API_VERSION, POOL, subject.namespace, subject.name)
+            self.recorder.tell(ref, subject.metadata.uid, type_, reason, text)
+
+    async def _tell(
+        self, kind: str, namespace: str, name: str, uid: str, before: dict[str, Any], status: dict[str, Any]
+    ) -> None:
+        """Write a status if it says something new, and Events for what is new in it."""
+        ref = Ref(API_VERSION, kind, namespace, name)
+        self.metrics.conditions(ref, status.get("conditions", ()))
+        if same_status(before, status):
+            return
+        meta = {"name": name, "namespace": namespace, "uid": uid}
+        answer = await self.statuses.apply_status(
+            {"apiVersion": API_VERSION, "kind": kind, "metadata": meta, "status": status}
+        )
+        # Nobody else's plan depends on a status, and ours has just been made from it.
+        self.observer.store.put(answer, tell=False)
+        for note in transitions(before, status):
+            self.recorder.tell(ref, uid, note.type, note.reason, note.message)
+
+
+def _outcome(plan: Plan, done: Done) -> Outcome:
+    if done.stale:
+        return Outcome("conflict", retry=True)
+    if done.refused:
+        return Outcome("refused", retry=True, after_s=_REFUSED_AGAIN_S)
+    return Outcome("changed" if plan.actions else "ok", after_s=plan.recheck_s)
+
+
+def _waits(status: Any) -> bool:
+    """Whether somebody waits for the picker: all is not well yet, or pods come and go."""
+    told = {condition["type"]: condition["status"] for condition in status.get("conditions", ())}
+    return told.get(ConditionType.READY) != "True" or told.get(ConditionType.PROGRESSING) == "True"
+
+
+def _about(key: Key) -> dict[str, str]:
+    return {"kind": key.kind, "namespace": key.namespace, "name_": key.name}

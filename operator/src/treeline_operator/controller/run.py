@@ -1,0 +1,275 @@
+"""The operator as a process: pages first, then the lease, then the watches and the work; and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Coroutine
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+
+from treeline_operator.controller.downloads import Downloads
+from treeline_operator.controller.execute import Executor
+from treeline_operator.controller.health import Pages, Vitals
+from treeline_operator.controller.informer import Informer, Timing
+from treeline_operator.controller.metrics import Metrics
+from treeline_operator.controller.observe import Observer, concerned
+from treeline_operator.controller.picker_probe import HttpAsker, PickerProbe
+from treeline_operator.controller.queue import Queue
+from treeline_operator.controller.reconciler import Reconciler
+from treeline_operator.controller.recorder import Recorder
+from treeline_operator.controller.store import Change, Store
+from treeline_operator.kube.client import Cluster
+from treeline_operator.kube.discovery import Discovery
+from treeline_operator.kube.errors import KubeError, LostLease
+from treeline_operator.kube.lease import Elector, Terms
+from treeline_operator.kube.streams import Streams
+from treeline_operator.world import Images, Key, Platform
+
+log = logging.getLogger(__name__)
+
+_DISCOVERY_S: Final = 30.0
+_CROWD: Final = 20
+_CROWD_SPACING_S: Final = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The operator's settings; each is a flag, explained in ``treeline operate --help``."""
+
+    identity: str
+    namespaces: tuple[str, ...] = ()
+    leader_elect: bool = True
+    lease_name: str = "treeline-operator"
+    lease_namespace: str = "treeline-system"
+    terms: Terms = field(default_factory=Terms)
+    host: str = "0.0.0.0"
+    health_port: int = 8081
+    metrics_port: int = 9090
+    images: Images = field(default_factory=Images)
+    resync_s: float = 300.0
+    workers: int = 8
+    cluster_domain: str = "cluster.local"
+    picker_probe: bool = True
+    picker_port: int = 9090
+    kubeconfig: Path | None = None
+    context: str | None = None
+    shutdown_s: float = 10.0
+    timing: Timing = field(default_factory=Timing)
+
+
+class Operator:
+    """One replica. ``phase`` and ``pages`` may be looked at from outside, for tests and benchmarks."""
+
+    def __init__(self, options: Options, cluster: Cluster, metrics: Metrics, vitals: Vitals) -> None:
+        self.options = options
+        self.store = Store()
+        self.metrics = metrics
+        self.vitals = vitals
+        self._cluster = cluster
+        self._streams = Streams(cluster)
+        self._discovery = Discovery(cluster)
+        platform = Platform(
+            images=options.images,
+            cluster_domain=options.cluster_domain,
+            operator_namespace=options.lease_namespace,
+        )
+        self.observer = Observer(self.store, platform)
+        self.informer = Informer(self._streams, self.store, options.namespaces or ("",), options.timing)
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=32))
+        self._recorder = Recorder(cluster, metrics, options.identity, _clock)
+        self._downloads = Downloads(self.store, cluster, self.enqueue)
+        self._probe = PickerProbe(self.observer, HttpAsker(self._session, options.picker_port), self.enqueue)
+        reconciler = Reconciler(
+            observer=self.observer,
+            executor=Executor(cluster, self.store, _clock),
+            statuses=cluster,
+            recorder=self._recorder,
+            metrics=metrics,
+            probe=self._probe,
+            downloads=self._downloads,
+            clock=_clock,
+            changed=self.enqueue,
+        )
+        self.queue = Queue(
+            reconciler.reconcile, gauges=metrics, concurrency=options.workers, fatal=(LostLease,)
+        )
+        self.store.listeners += [self.observer.forget, self._changed]
+        metrics.depth, metrics.oldest, metrics.objects = (
+            self.queue.depth,
+            self.queue.oldest,
+            self.store.__len__,
+        )
+        metrics.watch_ages = vitals.watch_ages = self.informer.ages
+        vitals.oldest_key, vitals.troubles = self.queue.oldest, self.informer.troubles
+
+    def enqueue(self, key: Key) -> None:
+        """Look at a key as soon as possible."""
+        self.queue.add(key)
+
+    async def sync(self) -> None:
+        """Begin to watch; returns when all that is there is known."""
+        self.vitals.phase = "syncing"
+        self.informer.start()
+        await self._discover()
+        await self.informer.synced()
+        self.vitals.phase = "leading"
+        log.info("synced", extra={"objects": len(self.store), "apis": sorted(self.observer.platform.apis)})
+
+    async def work(self) -> None:
+        """Reconcile; ends only by an exception: LostLease, or a defect."""
+        async with asyncio.TaskGroup() as group:
+            for coroutine in (
+                self.queue.run(),
+                self.informer.watch(),
+                self._recorder.run(),
+                self._downloads.run(),
+                self._resync(),
+                self._rediscover(),
+                *([self._probe.run()] if self.options.picker_probe else []),
+            ):
+                group.create_task(coroutine)
+
+    async def finish(self) -> None:
+        """Let what runs end, for a while, and write the last Events; nothing new is begun."""
+        cancelled = await self.queue.stop(self.options.shutdown_s)
+        if cancelled:
+            log.warning("%d reconciliations were cut off", cancelled)
+        await self._recorder.flush(1.0)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._probe.stop()
+        await self._downloads.stop()
+        await self.informer.stop()
+        await self._session.close()
+        await self._streams.close()
+
+    def _changed(self, change: Change) -> None:
+        keys = concerned(change, self.store)
+        for number, key in enumerate(sorted(keys)):
+            # What concerns a crowd is spread out, so that a single pool's change is not behind hundreds of others.
+            if len(keys) > _CROWD and key.kind == "pool":
+                self.queue.add_after(key, number * _CROWD_SPACING_S)
+            else:
+                self.queue.add(key)
+
+    async def _resync(self) -> None:
+        period = self.options.resync_s
+        while True:
+            for key in list(self.observer.all_keys()):
+                self.queue.add_after(key, random.uniform(0.5, 1.0) * period)
+            await asyncio.sleep(period)
+
+    async def _discover(self) -> None:
+        while True:
+            try:
+                found = await self._discovery.refresh()
+                break
+            except KubeError as exc:
+                log.warning("discovery: %s", exc)
+                await asyncio.sleep(2.0)
+        usable = await self.informer.set_optional(found)
+        platform = self.observer.platform
+        if usable != platform.apis:
+            self.observer.platform = replace(platform, apis=usable)
+            if platform.apis:
+                log.info(
+                    "optional APIs: +%s -%s", sorted(usable - platform.apis), sorted(platform.apis - usable)
+                )
+            for key in list(self.observer.all_keys()):
+                self.enqueue(key)
+
+    async def _rediscover(self) -> None:
+        while True:
+            await asyncio.sleep(_DISCOVERY_S)
+            await self._discover()
+
+
+async def operate(options: Options, stop: asyncio.Event) -> int:
+    """Run one replica until ``stop`` is set (0), or the lease or something else is lost (1).
+
+    Raises PortInUse, and what the configuration of the client raises.
+    """
+    metrics, vitals = Metrics(), Vitals()
+    async with AsyncExitStack() as stack:
+        pages = await Pages(vitals, metrics).open(options.host, options.health_port, options.metrics_port)
+        stack.push_async_callback(pages.close)
+        cluster = await Cluster.from_config(options.kubeconfig, options.context, on_request=metrics.requested)
+        stack.push_async_callback(cluster.close)
+        elector = None
+        if options.leader_elect:
+            elector = Elector(
+                cluster, options.lease_namespace, options.lease_name, options.identity, options.terms
+            )
+            cluster.deadline = elector.valid_until
+            vitals.phase = "standby"
+            if not await _unless(stop, elector.acquire()):
+                return 0
+            stack.push_async_callback(elector.release)
+        metrics.leads(True)
+        log.info("leading", extra={"identity": options.identity})
+        operator = Operator(options, cluster, metrics, vitals)
+        stack.push_async_callback(operator.close)
+        return await _lead(operator, elector, stop)
+
+
+async def _lead(operator: Operator, elector: Elector | None, stop: asyncio.Event) -> int:
+    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(_sync_and_work(operator), name="operator")]
+    if elector is not None:
+        tasks.append(asyncio.create_task(elector.hold(), name="lease"))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        ended = [task for task in tasks if task.done()]
+        if not ended:
+            log.info("stopping")
+            operator.vitals.phase = "stopping"
+            await operator.finish()
+            return 0
+        for task in ended:
+            _explain(task.exception())
+        return 1
+    finally:
+        operator.metrics.leads(False)
+        for task in (stopping, *tasks):
+            task.cancel()
+        await asyncio.gather(stopping, *tasks, return_exceptions=True)
+
+
+async def _sync_and_work(operator: Operator) -> None:
+    await operator.sync()
+    await operator.work()
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None] | Awaitable[None]) -> bool:
+    """Whether the work came to its end before ``stop``."""
+    task, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
+    await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
+    finished = task.done()
+    for one in (task, stopping):
+        one.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    return finished
+
+
+def _explain(exc: BaseException | None) -> None:
+    """Say why the process ends, the innermost reasons first."""
+    if isinstance(exc, BaseExceptionGroup):
+        for inner in exc.exceptions:
+            _explain(inner)
+    elif isinstance(exc, LostLease):
+        log.error("%s; another replica may lead now, so this one ends", exc)
+    elif exc is not None:
+        log.error("ended unexpectedly", exc_info=exc)
+
+
+def _clock() -> datetime:
+    return datetime.now(UTC)
