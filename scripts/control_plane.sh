@@ -2,6 +2,7 @@
 # Build the programs of a real Kubernetes control plane from their Go modules, once, and print the folder of each.
 #   scripts/control_plane.sh [--check] [NAME…]    NAME is a folder of e2e/cluster/components (default: all)
 #   --check               build nothing: exit 3 when something is missing
+#   GO_FALLBACKS="GO…"    where to look for Go besides the PATH
 #   TREELINE_CACHE=DIR    where they are kept (default ~/.cache/treeline): DIR/bin/NAME-VERSION-HASH/
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -67,7 +68,7 @@ folder_of() { # NAME VERSION: a changed wrapper is another folder
 
 find_go() {
   local go found
-  for go in go "$PWD/.venv/bin/go" /usr/local/go/bin/go; do
+  for go in go ${GO_FALLBACKS-"$PWD/.venv/bin/go" /usr/local/go/bin/go}; do
     found=$(GOTOOLCHAIN=local "$go" env GOVERSION 2>/dev/null) || continue
     [[ $found =~ ^go1\.([0-9]+) ]] && [ "${BASH_REMATCH[1]}" -ge $go_minor ] && { echo "$go"; return; }
   done

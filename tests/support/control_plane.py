@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ import httpx
 import psutil
 import pytest
 
-from support.pki import Authority, context_of, die_with_parent
+from support.children import die_with_parent
+from support.pki import Authority, context_of
 from support.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +56,9 @@ AUDIT_POLICY = {
         {"level": "Metadata"},
     ],
 }
+
+_STARTER = ThreadPoolExecutor(1, "starter")
+"""The thread that starts processes, because they end with it: it lasts as long as this process does."""
 
 
 class Missing(Exception):
@@ -213,7 +218,7 @@ class ControlPlane:
     def kubectl(
         self, *args: str, kubeconfig: Path | None = None, stdin: str | None = None, check: bool = True
     ) -> str:
-        """kubectl's standard output; a failure fails with what it said, unless not ``check``ed."""
+        """What kubectl printed; a failure fails with what it said, or returns that where it is not ``check``ed."""
         command = [str(self._bin / "kubectl"), "--kubeconfig", str(kubeconfig or self.admin), *args]
         environment = {
             **os.environ,
@@ -225,7 +230,7 @@ class ControlPlane:
         )
         if check and done.returncode:
             raise AssertionError(f"kubectl {' '.join(args)}: {done.stderr.strip()}")
-        return done.stdout if done.returncode == 0 else done.stderr
+        return done.stdout if done.returncode == 0 else done.stdout + done.stderr
 
     def install_crds(self, *folders_or_files: Path) -> list[str]:
         """Apply CustomResourceDefinitions (default: ours, ``crds/*.yaml``), wait until they serve; their names."""
@@ -263,7 +268,7 @@ class ControlPlane:
         """
         lines = (self.folder / "audit.log").read_bytes().splitlines()
         events = [json.loads(line) for line in lines if line.endswith(b"}")]
-        return [e for e in events if user is None or e["user"]["username"] == user]
+        return [e for e in events if user is None or e["user"].get("username") == user]
 
     # Within
 
@@ -367,14 +372,15 @@ class ControlPlane:
 
     def _spawn(self, name: str, command: list[str]) -> None:
         with (self.folder / f"{name}.log").open("ab") as log:
-            self._processes[name] = subprocess.Popen(
+            self._processes[name] = _STARTER.submit(
+                subprocess.Popen,
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
                 preexec_fn=die_with_parent,
-            )
+            ).result()
 
     def _await_ready(self) -> None:
         process = self._processes["apiserver"]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import ipaddress
-import signal
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +13,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    """For a child before its exec: the kernel kills it when the thread that started it ends, however it ends."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Issued(NamedTuple):

@@ -1,0 +1,100 @@
+"""The tests' own control plane: it collects garbage, knows identities, dies with us, and says how it is built."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from support.control_plane import BUILD, ROOT, ControlPlane
+
+CHILD = """
+import subprocess, sys
+sys.path.insert(0, {tests!r})
+from support.children import die_with_parent
+child = subprocess.Popen(["sleep", "60"], preexec_fn=die_with_parent)
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def configmap(name: str) -> dict[str, object]:
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}}
+
+
+def test_identities_have_the_rights_that_they_are_given(control_plane: ControlPlane, namespace: str) -> None:
+    alice = control_plane.kubeconfig("alice", ("developers",))
+    asked = ("auth", "can-i", "list", "pods", "-n", namespace)
+    assert control_plane.kubectl(*asked, kubeconfig=alice, check=False) == "no\n"
+    grant = ("create", "rolebinding", "viewers", "--clusterrole=view", "--group=developers", "-n", namespace)
+    control_plane.kubectl(*grant)
+    assert control_plane.kubectl(*asked, kubeconfig=alice) == "yes\n"
+    asked_by_alice = {event["requestURI"].rpartition("/")[2] for event in control_plane.audit_events("alice")}
+    assert "selfsubjectaccessreviews" in asked_by_alice
+    with pytest.raises(AssertionError, match="cannot create"):
+        control_plane.kubectl("create", "configmap", "x", "-n", namespace, kubeconfig=alice)
+
+
+def test_what_is_owned_goes_with_its_owner(control_plane: ControlPlane, namespace: str) -> None:
+    path = f"/api/v1/namespaces/{namespace}/configmaps"
+    owner = control_plane.request("POST", path, configmap("owner"))
+    reference = {"apiVersion": "v1", "kind": "ConfigMap", "name": "owner", "uid": owner["metadata"]["uid"]}
+    owned = {"metadata": {"name": "owned", "ownerReferences": [reference]}}
+    control_plane.request("POST", path, owned)
+    control_plane.request("DELETE", f"{path}/owner")
+    deadline = time.monotonic() + 20
+    while "owned" in control_plane.kubectl("get", "configmaps", "-n", namespace, "-o", "name"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_nothing_outlives_the_process_that_started_it() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", CHILD.format(tests=str(ROOT / "tests"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    assert child.is_running()
+    parent.send_signal(signal.SIGKILL)
+    parent.wait(10)
+    gone, _ = psutil.wait_procs([child], 5)
+    assert gone or child.status() == psutil.STATUS_ZOMBIE
+
+
+def run_build(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(ROOT / BUILD), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def test_what_is_missing_is_told_with_the_command_that_builds_it(tmp_path: Path) -> None:
+    done = run_build("--check", "etcd", TREELINE_CACHE=str(tmp_path))
+    assert (done.returncode, done.stdout) == (3, "")
+    assert f"run {BUILD} etcd" in done.stderr
+    done = run_build("nothing")
+    assert done.returncode == 1
+    assert "no component 'nothing': there are etcd, helm, kubernetes" in done.stderr
+
+
+def test_without_go_it_says_how_to_get_it(tmp_path: Path) -> None:
+    for name in ("go", "gofmt"):
+        fake = tmp_path / name
+        fake.write_text("#!/bin/sh\necho go1.19.8\n")
+        fake.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = run_build("etcd", TREELINE_CACHE=str(tmp_path / "cache"), PATH=path, GO_FALLBACKS="")
+    assert done.returncode == 1
+    assert "no Go 1.26 or later here (found go1.19.8): install it with" in done.stderr
+    assert not list((tmp_path / "cache" / "bin").glob("etcd*"))
