@@ -12,14 +12,23 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from support.envoy import ENVOY, self_signed
 from support.gateway_cluster import Cluster, pool
+from treeline_epp.options import options_of as picker_options
 from treeline_operator import names, rbac
 from treeline_operator.actions import Apply, CreateKeys, Delete, Scale
 from treeline_operator.api.pool import InferencePool
+from treeline_operator.envoy.edge import options_of as launcher_options
 from treeline_operator.envoy.keys import credentials, discovery_json
 from treeline_operator.plan import edge
+from treeline_operator.plan.anchored import Ground
 from treeline_operator.plan.gateway import gateway_children, gateway_url, plan_gateway
+from treeline_operator.plan.network import pods_policy
+from treeline_operator.plan.revision import Target
+from treeline_operator.plan.runtime import deployment
+from treeline_operator.plan.sharing import share
 from treeline_operator.world import Images, Platform
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -234,6 +243,43 @@ def test_everything_may_take_as_long_as_the_slowest_pool() -> None:
     assert container(cluster, "treeline-epp")["lifecycle"]["preStop"]["sleep"]["seconds"] == 5
 
 
+@given(st.lists(st.integers(1, 3600), min_size=1, max_size=4))
+def test_no_pod_of_a_pool_gets_longer_to_end_than_those_in_front_of_it(drains: list[int]) -> None:
+    pools = [pool(f"p{i}", drain={"timeoutSeconds": s}) for i, s in enumerate(drains)]
+    ground = Ground.of(Cluster().world(*pools), share(pools).gateways["treeline"], "uid")
+    for p in pools:
+        template = deployment(p, Target("r", "", 1, None), 1, {"labels": {}}, Images())["spec"]["template"]
+        assert template["spec"]["terminationGracePeriodSeconds"] <= ground.grace_s
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_picker_and_launcher_understand_what_they_are_told(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TREELINE_ENVOY", str(ENVOY))
+    cluster = converged(pool("a", **CASES[case]))
+    told = container(cluster, "treeline-epp")
+    assert told["command"] == ["treeline", "pick"]
+    options = picker_options(told["args"])
+    assert (options.gateway, options.pool_namespace, options.host) == ("treeline", "ns", "0.0.0.0")
+    assert options.curve_dir == Path(told["volumeMounts"][0]["mountPath"])
+    assert options.secure_serving is options.health_checking is (case == "attached")
+    if case == "full":
+        assert (options.policy, options.max_ttft_seconds, options.max_body_bytes) == (
+            "round_robin",
+            2.5,
+            1 << 20,
+        )
+    if case != "attached":
+        told = container(cluster, "treeline-edge")
+        assert told["command"] == ["python", "-m", "treeline_operator.envoy"]
+        launcher = launcher_options(told["args"])
+        assert launcher.drain_timeout == options.drain_timeout
+        mounts = {Path(mount["mountPath"]) for mount in told["volumeMounts"]}
+        assert launcher.config.parent in mounts
+        assert launcher.keys_dir is None or launcher.keys_dir in mounts
+
+
 # --- Envoy ------------------------------------------------------------------------------------------------------------
 
 
@@ -358,6 +404,17 @@ def test_all_is_denied_but_the_paths_that_are_needed() -> None:
     to_pods, to_api, dns = picker["egress"]
     assert numbers(to_pods) == [8000, 30000, (5557, 5560), (5657, 5660), (5757, 5760)]
     assert (numbers(to_api), numbers(dns)) == ([443, 6443], [53, 53])
+    # What goes out at this end is let in at the other.
+    for p in (pool("a"), pool("b", created=1, **FULL)):
+        ours = pods_policy(p, (), {})["spec"]["ingress"]
+        let_in = {rule["from"][0]["podSelector"]["matchLabels"].get(names.COMPONENT): rule for rule in ours}
+        assert set(numbers(let_in["edge"])) <= set(numbers(envoy["egress"][1]))
+        reached = {port[0] if isinstance(port, tuple) else port for port in numbers(to_pods)}
+        assert {port[0] if isinstance(port, tuple) else port for port in numbers(let_in["epp"])} <= reached
+        template = deployment(p, Target("r", "", 1, None), 1, {"labels": {}}, Images())["spec"]["template"]
+        assert (
+            to_pods["to"][0]["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+        )
     for name, policy in (("edge", envoy), ("epp", picker)):
         template = cluster.get("Deployment", f"treeline-{name}")["spec"]["template"]["metadata"]["labels"]
         assert policy["podSelector"]["matchLabels"].items() <= template.items()

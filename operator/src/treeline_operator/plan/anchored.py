@@ -147,6 +147,7 @@ def deployment(
     }
     spec = {
         "serviceAccountName": name,
+        "enableServiceLinks": False,
         "terminationGracePeriodSeconds": ground.grace_s,
         "securityContext": {
             "runAsNonRoot": True,

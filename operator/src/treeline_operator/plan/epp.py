@@ -157,8 +157,10 @@ def arguments(ground: Ground) -> list[str]:
     if parameters.max_body_bytes is not None:
         flags["--max-body-bytes"] = parameters.max_body_bytes
     words = ["--kubernetes", *(f"{flag}={value}" for flag, value in flags.items())]
-    # A Gateway speaks TLS to an endpoint picker; our own Envoy does not.
-    return [*words, "--secure-serving"] if ground.shared.mode == "gateway-api" else words
+    if ground.shared.mode == "gateway-api":
+        # A Gateway speaks TLS to an endpoint picker and may ask for its health there; our own Envoy does neither.
+        words += ["--secure-serving", "--health-checking"]
+    return words
 
 
 def budget(ground: Ground) -> dict[str, Any]:
