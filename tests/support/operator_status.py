@@ -191,9 +191,10 @@ def world(of: InferencePool | None = None, **changes: Any) -> PoolWorld:
         platform=platform,
         now=NOW,
     )
+    children = changes.pop("children") if "children" in changes else (revision(mine, count, count),)
     whole = PoolWorld(
         pool=mine,
-        children=(revision(mine, count, count),),
+        children=children,
         pods=tuple(pod(mine, f"{mine.name}-{n}", **ready(n)) for n in range(1, count + 1)),
         gateway=gateway,
         models=(),

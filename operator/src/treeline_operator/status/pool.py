@@ -198,7 +198,7 @@ def _ready(seen: _Seen, needed: list[Finding]) -> Finding:
     url = front.url(seen.world, seen.shared)
     where = f" at {url}" if url else ""
     notes = [finding.detail for finding in needed if not finding.reason.info.good]
-    text = "; ".join([f"{_pods(len(seen.ready))} serve {pool.spec.model.served_name}{where}", *notes])
+    text = "; ".join([f"{pool.spec.model.served_name} is served by {_pods(len(seen.ready))}{where}", *notes])
     return Finding(kind, "True", Reason.SERVING, text)
 
 
@@ -228,7 +228,7 @@ def _workloads(seen: _Seen) -> Finding:
 
 
 def _meanwhile(seen: _Seen) -> str:
-    return f"; meanwhile {_pods(seen.old_ready)} of older revisions serve" if seen.old_ready else ""
+    return f"; meanwhile served by {_pods(seen.old_ready)} of older revisions" if seen.old_ready else ""
 
 
 def _model(seen: _Seen) -> Finding:
@@ -241,7 +241,7 @@ def _model(seen: _Seen) -> Finding:
         if served and name not in served:
             text = f"the pods serve {front.few(served)}, not {name}"
             return Finding(kind, "False", Reason.MODEL_NOT_SERVED, text)
-        return Finding(kind, "True", Reason.MODEL_LOADED, f"{_pods(len(seen.ready))} have loaded {name}")
+        return Finding(kind, "True", Reason.MODEL_LOADED, f"{name} is loaded by {_pods(len(seen.ready))}")
     if seen.desired == 0:
         return Finding(kind, "Unknown", Reason.SCALED_TO_ZERO, "no pod loads the model")
     cause = next((cause for cause in seen.causes if cause.reason in _ABOUT_THE_MODEL), None)
@@ -249,7 +249,7 @@ def _model(seen: _Seen) -> Finding:
         return Finding(kind, "Unknown", Reason.PODS_STARTING, f"no pod has begun to load {model.uri}")
     detail = cause.detail
     if cause.reason is Reason.WEIGHTS_DOWNLOADING and (download := _download(seen)) is not None:
-        detail = f"{_pods(len(cause.pods))} download {model.uri}: {download['percent']} %"
+        detail = f"{download['percent']} % of {model.uri} are there, downloaded by {_pods(len(cause.pods))}"
     return Finding(
         kind, "False", cause.reason, f"{model.uri}: {detail}" if model.uri not in detail else detail
     )
@@ -264,28 +264,28 @@ def _progressing(seen: _Seen, picker: Finding) -> Finding:
     )
     state = f"revision {revision}: {ready} of {desired} pods are ready"
     if seen.world.pool.deleting:
-        return Finding(kind, "True", Reason.DELETING, f"{_pods(len(seen.live) + seen.draining)} are left")
+        return Finding(kind, "True", Reason.DELETING, f"left: {_pods(len(seen.world.pods))}")
     if seen.refused is not None:
         return Finding(kind, "False", seen.refused.reason, seen.refused.detail)
     if seen.old and seen.world.pool.spec.rollout.paused:
         return Finding(
-            kind, "False", Reason.PAUSED, f"{state}, and {_pods(len(seen.old))} of older revisions stay"
+            kind, "False", Reason.PAUSED, f"{state}; kept of older revisions: {_pods(len(seen.old))}"
         )
     settled = seen.observed and ready >= desired and len(seen.current) == desired
     if not settled and _overdue(seen):
         return Finding(kind, "False", Reason.ROLLOUT_STALLED, state)
     if seen.old:
-        text = f"{state}, and {_pods(len(seen.old))} of older revisions are left"
+        text = f"{state}; left of older revisions: {_pods(len(seen.old))}"
         return Finding(kind, "True", Reason.ROLLING_OUT, text)
     if not settled:
         moving = len(seen.current) != desired
-        return Finding(kind, "True", Reason.SCALING if moving else Reason.ROLLING_OUT, state)
+        return Finding(kind, "True", Reason.SCALING if moving else Reason.PODS_STARTING, state)
     if seen.draining:
-        return Finding(kind, "True", Reason.DRAINING, f"{_pods(seen.draining)} finish their requests")
+        return Finding(kind, "True", Reason.DRAINING, f"finishing their requests: {_pods(seen.draining)}")
     if desired == 0:
         return Finding(kind, "False", Reason.SCALED_TO_ZERO, "no pods are asked for")
     if picker.reason is Reason.ENDPOINTS_MISSING:
-        return Finding(kind, "True", Reason.ROLLING_OUT, f"{state}; {picker.detail}")
+        return Finding(kind, "True", picker.reason, f"{state}; {picker.detail}")
     return Finding(kind, "False", Reason.ROLLOUT_COMPLETE, state)
 
 

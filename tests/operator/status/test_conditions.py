@@ -1,0 +1,101 @@
+"""Conditions over time: generations, transition times, order; and the page that explains their words."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.operator_status import NOW
+from treeline_operator.api.conditions import INFO, POLARITY, SUMMARY, ConditionType, Reason
+from treeline_operator.status.conditions import Finding, build, same_status, timestamp
+from treeline_operator.status.page import page
+
+ROOT = Path(__file__).resolve().parents[3]
+
+findings = st.lists(
+    st.builds(
+        Finding,
+        st.sampled_from(ConditionType),
+        st.sampled_from(["True", "False", "Unknown"]),
+        st.sampled_from(Reason),
+        st.sampled_from(["one", "two. ", "  three"]),
+    ),
+    unique_by=lambda finding: finding.type,
+)
+steps = st.lists(st.tuples(findings, st.integers(1, 5), st.integers(-30, 60)), min_size=1, max_size=6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps)
+def test_through_all_changes_times_move_only_forward_and_only_when_a_status_turns(course):
+    previous, now = [], NOW
+    for found, generation, seconds in course:
+        now += timedelta(seconds=seconds)  # clocks of two operators differ
+        told = build(found, generation, previous, now)
+        assert {one["observedGeneration"] for one in told} <= {generation}
+        assert [one["type"] for one in told] == [k for k in ConditionType if k in {f.type for f in found}]
+        before = {one["type"]: one for one in previous}
+        for one in told:
+            was = before.get(one["type"])
+            if was is None:
+                assert one["lastTransitionTime"] == timestamp(now)
+            elif was["status"] == one["status"]:
+                assert one["lastTransitionTime"] == was["lastTransitionTime"]
+            else:
+                assert one["lastTransitionTime"] == max(was["lastTransitionTime"], timestamp(now))
+        assert build(reversed(found), generation, told, now + timedelta(hours=1)) == told
+        previous = told
+
+
+@settings(max_examples=50, deadline=None)
+@given(findings, st.randoms(use_true_random=False))
+def test_sameness_sees_through_order_times_and_empty_fields(found, shuffler):
+    told = build(found, 1, (), NOW)
+    mixed = [{**one, "lastTransitionTime": "2020-01-01T00:00:00Z"} for one in told]
+    shuffler.shuffle(mixed)
+    assert same_status(
+        {"conditions": told, "replicas": 0}, {"replicas": 0, "conditions": mixed, "url": "", "endpoints": []}
+    )
+    for place, one in enumerate(mixed):
+        for key, value in (
+            ("status", "Other"),
+            ("reason", "Other"),
+            ("message", "Other"),
+            ("observedGeneration", 2),
+        ):
+            other = [*mixed[:place], {**one, key: value}, *mixed[place + 1 :]]
+            assert not same_status({"conditions": told}, {"conditions": other})
+
+
+def test_sameness_sees_every_figure():
+    assert not same_status({"replicas": 0}, {})
+    assert not same_status({"endpoints": [{"name": "a"}]}, {"endpoints": [{"name": "b"}]})
+    assert same_status({}, {"conditions": []})
+
+
+def test_a_message_says_what_is_so_and_then_what_to_do():
+    finding = Finding(ConditionType.READY, "False", Reason.QUOTA_EXCEEDED, "exceeded quota: gpus.")
+    assert finding.message == "exceeded quota: gpus. Raise the ResourceQuota or lower replicas or resources."
+    assert not finding.well
+    assert Finding(ConditionType.PROGRESSING, "False", Reason.ROLLOUT_COMPLETE, "done").well
+
+
+def test_every_word_is_explained_and_what_is_bad_has_a_fix():
+    assert set(INFO) == set(Reason)
+    assert set(POLARITY) == set(SUMMARY) == set(ConditionType)
+    for reason in Reason:
+        assert re.fullmatch(r"([A-Z][a-z]+)+", reason)
+        assert reason.info.summary.endswith(".")
+        if reason.info.good is False:
+            assert reason.fix.endswith("."), reason
+
+
+def test_the_page_has_a_line_for_every_reason_with_its_fix_and_is_the_one_that_is_generated():
+    text = (ROOT / "docs" / "reasons.md").read_text()
+    for reason in Reason:
+        (line,) = re.findall(rf"^\| `{reason}` \| (?!True|False).*$", text, re.MULTILINE)
+        assert reason.fix in line
+    assert text == page(), "run `python -m treeline_operator.status.page > docs/reasons.md`"

@@ -1,0 +1,80 @@
+"""Events: what somebody would want to hear of, once, and silence otherwise."""
+
+from __future__ import annotations
+
+import pytest
+from support.operator_status import NOW, pod, pool, view, world
+from support.operator_trouble import RUNNING, TROUBLES, init, runtime
+from treeline_operator.api.conditions import ConditionType, Reason
+from treeline_operator.status.conditions import Finding, build
+from treeline_operator.status.events import transitions
+from treeline_operator.status.pool import pool_status
+
+SERVING = pool_status(world())
+STARTING = pool_status(world(pods=(pod(pool(), "tiny-1", **runtime(RUNNING, started=False)),)))
+LOADING = pool_status(world(pods=(pod(pool(), "tiny-1", **init(RUNNING)),), picker=view(pool())))
+
+
+def status(*findings):
+    return {"conditions": build(findings, 1, (), NOW)}
+
+
+def reasons(old, new):
+    return [note.reason for note in transitions(old, new)]
+
+
+def test_nothing_is_said_of_a_status_that_stays_nor_of_other_words():
+    other = {"conditions": [{**one, "message": "in other words"} for one in SERVING["conditions"]]}
+    assert transitions(SERVING, SERVING) == transitions(SERVING, other) == []
+
+
+def test_the_way_to_serving_is_told_in_few_words():
+    assert reasons({}, STARTING) == []
+    assert reasons(STARTING, LOADING) == [Reason.WEIGHTS_DOWNLOADING]
+    assert reasons(LOADING, SERVING) == [Reason.ROLLOUT_COMPLETE, Reason.MODEL_LOADED, Reason.SERVING]
+    assert all(note.type == "Normal" for note in transitions(LOADING, SERVING))
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+def test_what_needs_somebody_is_a_warning_said_once(name):
+    found, events, reason, text = TROUBLES[name]
+    if reason.info.good is not False or ("phase" in found and found["phase"] == "Failed"):
+        return
+    bad = pool_status(
+        world(pods=(pod(pool(), "tiny-1", **found),), events=tuple(events), picker=view(pool()))
+    )
+    notes = [note for note in transitions(STARTING, bad) if note.type == "Warning"]
+    assert [note.reason for note in notes] == [reason]
+    assert text in notes[0].message
+    assert reason.fix in notes[0].message
+
+
+def test_recovery_is_told():
+    bad = status(Finding(ConditionType.GATEWAY_READY, "False", Reason.GATEWAY_NOT_READY, "no"))
+    good = status(Finding(ConditionType.GATEWAY_READY, "True", Reason.GATEWAY_SERVING, "yes"))
+    assert reasons(bad, good) == [Reason.GATEWAY_SERVING]
+    assert reasons({}, good) == []
+    assert reasons(good, {}) == []
+
+
+def test_a_conflict_warns_though_the_gateway_is_ready():
+    told = status(Finding(ConditionType.GATEWAY_READY, "True", Reason.GATEWAY_CONFLICT, "policy"))
+    assert [(note.type, note.reason) for note in transitions(SERVING, told)] == [
+        ("Warning", Reason.GATEWAY_CONFLICT)
+    ]
+
+
+def test_a_reason_that_was_there_is_not_told_again_when_ready_takes_it_up():
+    sick = Finding(ConditionType.GATEWAY_READY, "False", Reason.GATEWAY_NOT_READY, "no")
+    missing = Finding(ConditionType.READY, "False", Reason.WEIGHTS_MISSING, "none")
+    taken_up = Finding(ConditionType.READY, "False", Reason.GATEWAY_NOT_READY, "no")
+    assert reasons(status(sick, missing), status(sick, taken_up)) == []
+
+
+def test_models_are_told_of_both_ways():
+    yes = status(Finding(ConditionType.ACCEPTED, "True", Reason.ACCEPTED, "yes"))
+    no = status(Finding(ConditionType.ACCEPTED, "False", Reason.MODEL_NAME_IN_USE, "no"))
+    assert reasons({}, yes) == reasons(no, yes) == [Reason.ACCEPTED]
+    assert [(note.type, note.reason) for note in transitions(yes, no)] == [
+        ("Warning", Reason.MODEL_NAME_IN_USE)
+    ]
