@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from support.children import die_with_parent
@@ -157,10 +156,6 @@ class ControlPlane:
     def resume(self, name: str) -> None:
         """Let a paused process go on."""
         self._processes[name].send_signal(signal.SIGCONT)
-
-    def rss_mb(self, name: str) -> float:
-        """Resident memory of a process."""
-        return float(psutil.Process(self._processes[name].pid).memory_info().rss) / 2**20
 
     def log(self, name: str, lines: int = 40) -> str:
         """The end of a process's log."""

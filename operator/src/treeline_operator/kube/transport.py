@@ -1,7 +1,8 @@
 """Requests to an API server by ``kubernetes.aio``: credentials, retries, typed errors, the guard of writes.
 
 Of that package only configuration, credentials and the HTTP session are used, never a model or a generated API: objects
-are plain dicts. Importing it with aiohttp costs 57 MB RSS, kopf alone 62 MB, both together 63 MB (Python 3.11).
+are plain dicts. Importing this module costs 36 MB RSS (aiohttp), with what the first connection imports 62 MB; kopf
+alone costs 61 MB, and both together 65 MB (Python 3.11, x86-64).
 """
 
 from __future__ import annotations
@@ -120,7 +121,6 @@ class Connection:
     ) -> None:
         from kubernetes.aio.client.rest import RESTClientObject
 
-        configuration.connection_pool_maxsize = MAX_CONNECTIONS
         self.configuration = configuration
         self.deadline = deadline
         self.on_request = on_request
@@ -139,7 +139,7 @@ class Connection:
         from kubernetes.aio.client.configuration import Configuration
 
         load: Any = config  # untyped
-        configuration = Configuration()
+        configuration = Configuration(connection_pool_maxsize=MAX_CONNECTIONS)
         file = str(kubeconfig or os.environ.get("KUBECONFIG") or "")
         if not file and not context and SERVICE_ACCOUNT.exists() and "KUBERNETES_SERVICE_HOST" in os.environ:
             load.load_incluster_config(client_configuration=configuration)
