@@ -2,7 +2,7 @@
 
 import pytest
 from treeline_wire import headers, labels, ports
-from treeline_wire.models import ModelNotFound, ModelTarget, resolve_model, served_models
+from treeline_wire.models import ModelNotFound, ModelTable, ModelTarget
 from treeline_wire.openai_errors import error_body
 
 
@@ -33,21 +33,22 @@ def test_labels() -> None:
 
 def test_the_model_picks_the_pool() -> None:
     pools = {"small": ["a", "b"], "large": ["c", "b"]}
-    assert resolve_model("c", pools) == ModelTarget("large", "c")
-    assert resolve_model("b", pools) == ModelTarget("small", "b"), "the first pool that serves it"
-    assert served_models(pools) == ["a", "b", "c"]
+    table = ModelTable(pools)
+    assert table.resolve("c") == ModelTarget("large", "c")
+    assert table.resolve("b") == ModelTarget("small", "b"), "the first pool that serves it"
+    assert table.names() == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("pools", [{}, {"p": []}, {"p": ["a", "b"]}, {"p": ["a"], "q": ["a"]}])
 def test_an_unknown_model_is_not_found(pools: dict[str, list[str]]) -> None:
     for name in ("x", None):
         with pytest.raises(ModelNotFound) as caught:
-            resolve_model(name, pools)
+            ModelTable(pools).resolve(name)
         assert caught.value.name == name
 
 
 def test_no_model_is_needed_where_there_is_only_one() -> None:
-    assert resolve_model(None, {"p": ["a"], "q": []}) == ModelTarget("p", "a")
+    assert ModelTable({"p": ["a"], "q": []}).resolve(None) == ModelTarget("p", "a")
 
 
 def test_errors_have_openais_shape() -> None:

@@ -148,20 +148,6 @@ class ModelTable:
         raise ModelNotFound(None)
 
 
-def resolve_model(name: str | None, pools: Mapping[str, Iterable[str]]) -> ModelTarget:
-    """Pick the pool for `name`, the `model` of a request's body, by what engines serve alone.
-
-    `pools` maps a pool's name to the models that it serves. The first pool that serves the model wins. A request
-    without a model is served only where there is nothing to choose: one model in all. Raises `ModelNotFound`.
-    """
-    return ModelTable(pools).resolve(name)
-
-
-def served_models(pools: Mapping[str, Iterable[str]]) -> list[str]:
-    """All models that can be asked for by what engines serve, each once, in the pools' order."""
-    return ModelTable(pools).names()
-
-
 def _draw(targets: tuple[tuple[str, int | None], ...], random: float) -> str:
     """The target at the point `random` of the targets laid end to end, each as long as its weight (1 where none)."""
     point = random * sum(weight or 1 for _, weight in targets)
