@@ -31,8 +31,8 @@ class Logs(Protocol):
 class _Line(msgspec.Struct):
     """What ``treeline_runtime.fetch`` logs as it goes, one JSON object a line."""
 
-    bytesDone: int
-    bytesTotal: int = 0
+    bytes_done: int
+    bytes_total: int = 0
 
 
 _decode = msgspec.json.Decoder(_Line).decode
@@ -100,7 +100,7 @@ def parse(text: str) -> tuple[int, int] | None:
             said = _decode(line)
         except msgspec.MsgspecError:
             continue
-        return said.bytesDone, said.bytesTotal
+        return said.bytes_done, said.bytes_total
     return None
 
 

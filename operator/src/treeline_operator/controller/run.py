@@ -79,6 +79,7 @@ class Operator:
             images=options.images,
             cluster_domain=options.cluster_domain,
             operator_namespace=options.lease_namespace,
+            picker_probe=options.picker_probe,
         )
         self.observer = Observer(self.store, platform)
         self.informer = Informer(self._streams, self.store, options.namespaces or ("",), options.timing)

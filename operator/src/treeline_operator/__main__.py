@@ -1,0 +1,7 @@
+"""`python -m treeline_operator`: the operator without the other rooms."""
+
+import sys
+
+from treeline_operator.operate import main
+
+sys.exit(main())

@@ -1,0 +1,207 @@
+"""The command line of the operator: `treeline operate`, and `treeline operate plan` which asks no cluster."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from treeline_operator.controller.logs import LEVELS, set_up
+from treeline_operator.world import Images
+
+log = logging.getLogger("treeline_operator")
+
+_DEFAULT_NAMESPACE: Final = "treeline-system"
+_EXAMPLES: Final = """\
+what it needs: the CRDs of treeline.dev and the rights that the Helm chart grants. Without --kubeconfig it uses
+$KUBECONFIG, the pod's ServiceAccount, or ~/.kube/config, in this order.
+
+examples:
+  treeline operate                                   all namespaces, one of several replicas
+  treeline operate --namespace ml --namespace dev    two namespaces; Roles are enough
+  treeline operate --no-leader-elect --log-format text --log-level debug --kubeconfig ~/.kube/config
+  treeline operate plan -f pool.yaml                 what it would make of a file; no cluster is asked
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of the running operator."""
+    p = argparse.ArgumentParser(
+        prog="treeline operate",
+        usage="treeline operate [OPTIONS]\n       treeline operate plan -f FILE... [OPTIONS]",
+        description="Treeline's operator: makes InferencePools and InferenceModels into running pods, pickers and "
+        "gateways, and says in their status how far that is.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    default = Images()
+    scope = p.add_argument_group("scope")
+    scope.add_argument(
+        "--namespace",
+        action="append",
+        default=[],
+        metavar="NS",
+        help="look after this one only; may be repeated",
+    )
+    scope.add_argument("--kubeconfig", type=Path, help="connect by this file")
+    scope.add_argument("--context", help="the context of the kubeconfig, instead of its current one")
+    lead = p.add_argument_group("leader election")
+    lead.add_argument(
+        "--leader-elect",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="act only while holding the Lease; without it there must be one replica (default: yes)",
+    )
+    lead.add_argument("--lease-name", default="treeline-operator", help="default: %(default)s")
+    lead.add_argument(
+        "--lease-namespace",
+        default=os.environ.get("POD_NAMESPACE", _DEFAULT_NAMESPACE),
+        metavar="NS",
+        help=f"the operator's own namespace (default: $POD_NAMESPACE, else {_DEFAULT_NAMESPACE})",
+    )
+    for name, seconds, text in (
+        ("duration", 15.0, "others take over after so many seconds without a renewal"),
+        ("renew", 10.0, "we give up after so many seconds without a renewal"),
+        ("retry", 2.0, "seconds between tries"),
+    ):
+        lead.add_argument(
+            f"--lease-{name}-seconds",
+            type=_seconds,
+            default=seconds,
+            metavar="S",
+            help=f"{text} (%(default)g)",
+        )
+    pages = p.add_argument_group("pages")
+    pages.add_argument("--host", default="0.0.0.0", help="address of both ports (default: %(default)s)")
+    pages.add_argument(
+        "--health-port", type=_port, default=8081, metavar="P", help="/healthz and /readyz (%(default)s)"
+    )
+    pages.add_argument("--metrics-port", type=_port, default=9090, metavar="P", help="/metrics (%(default)s)")
+    images = p.add_argument_group("images, where a pool names none")
+    images.add_argument(
+        "--image-runtime", default=default.runtime, metavar="IMAGE", help="on CPUs (%(default)s)"
+    )
+    images.add_argument(
+        "--image-runtime-cuda",
+        default=default.runtime_cuda,
+        metavar="IMAGE",
+        help="on NVIDIA devices (%(default)s)",
+    )
+    images.add_argument("--image-epp", default=default.epp, metavar="IMAGE", help="the picker (%(default)s)")
+    images.add_argument("--image-edge", default=default.edge, metavar="IMAGE", help="Envoy (%(default)s)")
+    images.add_argument(
+        "--image-pull-policy",
+        choices=("Always", "IfNotPresent", "Never"),
+        default=default.pull_policy,
+        help="default: %(default)s",
+    )
+    work = p.add_argument_group("work")
+    work.add_argument(
+        "--resync-seconds",
+        type=_seconds,
+        default=300.0,
+        metavar="S",
+        help="look at everything so often (%(default)g)",
+    )
+    work.add_argument(
+        "--workers", type=int, default=8, metavar="N", help="reconciliations at once (%(default)s)"
+    )
+    work.add_argument(
+        "--cluster-domain", default="cluster.local", help="of the cluster's DNS (default: %(default)s)"
+    )
+    work.add_argument(
+        "--picker-probe",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="ask the pickers which pods they list; without it pools are Ready without that proof (default: yes)",
+    )
+    out = p.add_argument_group("logs")
+    out.add_argument("--log-level", choices=LEVELS, default="info", help="default: %(default)s")
+    out.add_argument("--log-format", choices=("json", "text"), default="json", help="default: %(default)s")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the operator or one of its subcommands; the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["plan"]:
+        from treeline_operator.offline import main as plan
+
+        return plan(argv[1:])
+    given = parser().parse_args(argv)
+    set_up(given.log_level, given.log_format)
+    return asyncio.run(_serve(given))
+
+
+async def _serve(given: argparse.Namespace) -> int:
+    from treeline_operator.controller.health import PortInUse
+    from treeline_operator.controller.run import Options, operate
+    from treeline_operator.kube.errors import KubeError
+    from treeline_operator.kube.lease import Terms
+
+    try:
+        terms = Terms(given.lease_duration_seconds, given.lease_renew_seconds, given.lease_retry_seconds)
+    except ValueError as exc:
+        log.error("%s", exc)
+        return 2
+    options = Options(
+        identity=f"{os.environ.get('POD_NAME') or socket.gethostname()}_{uuid.uuid4().hex[:8]}",
+        namespaces=tuple(dict.fromkeys(given.namespace)),
+        leader_elect=given.leader_elect,
+        lease_name=given.lease_name,
+        lease_namespace=given.lease_namespace,
+        terms=terms,
+        host=given.host,
+        health_port=given.health_port,
+        metrics_port=given.metrics_port,
+        images=Images(
+            given.image_runtime,
+            given.image_runtime_cuda,
+            given.image_epp,
+            given.image_edge,
+            given.image_pull_policy,
+        ),
+        resync_s=given.resync_seconds,
+        workers=given.workers,
+        cluster_domain=given.cluster_domain,
+        picker_probe=given.picker_probe,
+        kubeconfig=given.kubeconfig,
+        context=given.context,
+    )
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, _signalled, stop, number)
+    try:
+        return await operate(options, stop)
+    except (PortInUse, KubeError) as exc:
+        log.error("%s", exc)
+    return 1
+
+
+def _signalled(stop: asyncio.Event, number: signal.Signals) -> None:
+    """The first asks for an orderly end, the second gets an immediate one."""
+    if stop.is_set():
+        os._exit(128 + number)
+    stop.set()
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 65536:
+        raise argparse.ArgumentTypeError(f"{text} is no port")
+    return value
