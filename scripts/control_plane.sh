@@ -93,14 +93,15 @@ build() { # NAME VERSION FOLDER
   say "built $name $version in $((SECONDS - start)) s: $folder"
 }
 
+mapfile -t all < <(cd "$components" && dirname */go.mod)
 work=
 trap '[ -z "$work" ] || rm -rf "$work"' EXIT
 check=
 [ "${1:-}" != --check ] || { check=1; shift; }
-[ $# -gt 0 ] || set -- $(ls $components)
+[ $# -gt 0 ] || set -- "${all[@]}"
 
 for name in "$@"; do
-  [ -f "$components/$name/go.mod" ] || die "no component '$name': there are $(ls -m $components)"
+  [ -f "$components/$name/go.mod" ] || die "no component '$name': there are ${all[*]}"
   version=$(version_of "$name")
   [ -n "$version" ] || die "$components/$name/go.mod requires no $(module_of "$name")"
   folder=$(folder_of "$name" "$version")

@@ -85,7 +85,7 @@ def test_what_is_missing_is_told_with_the_command_that_builds_it(tmp_path: Path)
     assert f"run {BUILD} etcd" in done.stderr
     done = run_build("nothing")
     assert done.returncode == 1
-    assert "no component 'nothing': there are etcd, helm, kubernetes" in done.stderr
+    assert "no component 'nothing': there are etcd helm kubernetes" in done.stderr
 
 
 def test_without_go_it_says_how_to_get_it(tmp_path: Path) -> None:
