@@ -16,6 +16,40 @@ NOW = datetime(2026, 11, 28, 12, tzinfo=UTC)
 GATEWAY = "treeline.dev/gateway"
 POOL = "treeline.dev/pool"
 
+PLAIN: dict[str, Any] = {}
+FULL: dict[str, Any] = {
+    "endpointPicker": {
+        "policy": "round_robin",
+        "parameters": {"maxTtftSeconds": 2.5, "maxBodyBytes": 1048576},
+        "failureMode": "FailClose",
+        "replicas": 2,
+        "resources": {"requests": {"cpu": "1"}, "limits": {"memory": "4Gi"}},
+        "image": "example.com/epp:1",
+    },
+    "gateway": {
+        "standalone": {
+            "serviceType": "LoadBalancer",
+            "port": 443,
+            "replicas": 3,
+            "resources": {"limits": {"cpu": "2500m", "memory": "1Gi"}},
+            "image": "example.com/edge:1",
+            "annotations": {"cloud.example/type": "nlb"},
+            "apiKeysSecretRef": {"name": "clients"},
+            "tls": {"secretRef": {"name": "certificate"}},
+        }
+    },
+    "engine": {"type": "sglang", "image": "example.com/sglang:1", "port": 30000, "dataParallel": 4},
+    "drain": {"timeoutSeconds": 90},
+}
+ATTACHED: dict[str, Any] = {
+    "gateway": {
+        "parentRefs": [{"name": "inference", "namespace": "infra", "sectionName": "https"}, {"name": "own"}],
+        "hostnames": ["*.example.com", "models.example.com"],
+    }
+}
+CASES = {"plain": PLAIN, "full": FULL, "attached": ATTACHED}
+"""Specs, but for the model: nothing said, everything said, a Gateway that exists."""
+
 
 def pool(name: str, *, created: int | None = 0, deleting: bool = False, **spec: Any) -> InferencePool:
     """A pool; ``created`` is a day of the month less one."""

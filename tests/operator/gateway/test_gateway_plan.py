@@ -15,7 +15,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from support.envoy import ENVOY, self_signed
-from support.gateway_cluster import Cluster, pool
+from support.gateway_cluster import ATTACHED, CASES, FULL, Cluster, pool
 from treeline_epp.options import options_of as picker_options
 from treeline_operator import names, rbac
 from treeline_operator.actions import Apply, CreateKeys, Delete, Scale
@@ -32,39 +32,6 @@ from treeline_operator.plan.sharing import share
 from treeline_operator.world import Images, Platform
 
 GOLDEN = Path(__file__).parent / "golden"
-
-PLAIN: dict[str, Any] = {}
-FULL: dict[str, Any] = {
-    "endpointPicker": {
-        "policy": "round_robin",
-        "parameters": {"maxTtftSeconds": 2.5, "maxBodyBytes": 1048576},
-        "failureMode": "FailClose",
-        "replicas": 2,
-        "resources": {"requests": {"cpu": "1"}, "limits": {"memory": "4Gi"}},
-        "image": "example.com/epp:1",
-    },
-    "gateway": {
-        "standalone": {
-            "serviceType": "LoadBalancer",
-            "port": 443,
-            "replicas": 3,
-            "resources": {"limits": {"cpu": "2500m", "memory": "1Gi"}},
-            "image": "example.com/edge:1",
-            "annotations": {"cloud.example/type": "nlb"},
-            "apiKeysSecretRef": {"name": "clients"},
-            "tls": {"secretRef": {"name": "certificate"}},
-        }
-    },
-    "engine": {"type": "sglang", "image": "example.com/sglang:1", "port": 30000, "dataParallel": 4},
-    "drain": {"timeoutSeconds": 90},
-}
-ATTACHED: dict[str, Any] = {
-    "gateway": {
-        "parentRefs": [{"name": "inference", "namespace": "infra", "sectionName": "https"}, {"name": "own"}],
-        "hostnames": ["*.example.com", "models.example.com"],
-    }
-}
-CASES = {"plain": PLAIN, "full": FULL, "attached": ATTACHED}
 
 
 def converged(*pools: InferencePool) -> Cluster:
