@@ -116,6 +116,7 @@ class Catalog:
         self._configured = pools
         self._rules = tuple(rules)
         self._rebuild()
+        self._table(None)  # in discovery's time, which is rationed, and not in that of the next request
 
     def resolve(self, model: str | None, draw: float = 0.0, pool: str | None = None) -> ModelTarget:
         """Where a request for a model goes. ``draw`` in [0, 1) chooses among weighted targets; ``pool`` is the only one

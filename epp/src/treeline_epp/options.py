@@ -24,6 +24,7 @@ _IGNORED = {
     "--zap-stacktrace-level": None,
     "--zap-time-encoding": None,
     "-v": None,
+    "--v": None,
     "--tracing": "?",
     "--enable-pprof": "?",
     "--enable-cert-reload": "?",

@@ -40,7 +40,7 @@ SILENCE_S = 75.0
 """A watch that brings nothing for so long is dead: servers send a bookmark every minute."""
 OUTAGE_S = 60.0
 """After an outage this long the state is listed anew."""
-BACKOFF_S = (0.2, 15.0)
+BACKOFF_S = (0.2, 10.0)
 """First and longest pause after a failure."""
 SLOW_S = 60.0
 """Pause before an optional kind that is forbidden or not installed is tried again."""

@@ -1,0 +1,89 @@
+"""The command line: sources of endpoints, flags of other pickers, and what is refused with which words."""
+
+from __future__ import annotations
+
+import pytest
+from treeline_epp.options import Options, options_of
+
+
+@pytest.fixture(autouse=True)
+def _outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KUBERNETES_SERVICE_HOST", "NAMESPACE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        options_of(argv)
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def scope(options: Options) -> tuple[object, ...]:
+    return (options.gateway, options.pool_group, options.pool_name, options.pool_namespace)
+
+
+def test_without_kubernetes_it_binds_to_loopback_in_plain_text() -> None:
+    options = options_of(["--endpoint", "a=127.0.0.1:1"])
+    assert (options.kubernetes, options.host, options.secure_serving) == (False, "127.0.0.1", False)
+
+
+def test_a_gateway_is_one_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = options_of(["--kubernetes", "--gateway", "g"])
+    assert scope(options) == ("g", "treeline.dev", "", "default")
+    assert (options.kubernetes, options.secure_serving) == (True, False)
+    assert options_of(["--gateway=g", "--secure-serving"]).secure_serving
+    monkeypatch.setenv("NAMESPACE", "team")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    options = options_of(["--gateway", "g"])
+    assert (options.pool_namespace, options.host) == ("team", "0.0.0.0")
+    assert options_of(["--gateway", "g", "--pool-namespace", "x"]).pool_namespace == "x"
+
+
+def test_the_command_line_of_the_reference_picker_works_as_it_is() -> None:
+    words = "--pool-name p --pool-namespace ns --zap-encoder json --grpc-port 9002 --grpc-health-port 9003"
+    options = options_of(words.split())
+    assert scope(options) == ("", "inference.networking.k8s.io", "p", "ns")
+    assert options.secure_serving, "gateways speak TLS to such pickers"
+    assert options.ignored == ("--zap-encoder",)
+    words = (
+        "--pool-name=p --pool-group=inference.networking.x-k8s.io --secure-serving=false --health-checking=true "
+        "--zap-devel --zap-log-level=info --zap-stacktrace-level error --zap-time-encoding iso8601 -v=4 --v 5 "
+        "--tracing=false --enable-pprof=false --metrics-endpoint-auth=false --metrics-port=9090"
+    )
+    options = options_of(words.split())
+    assert options.pool_group == "inference.networking.x-k8s.io"
+    assert (options.secure_serving, options.health_checking) == (False, True)
+    assert len(options.ignored) == 9
+    assert not options_of(["--pool-name", "p", "--pool-group", "treeline.dev"]).secure_serving
+    options = options_of(["--endpoint-selector", "app=vllm,env=prod", "--endpoint-target-ports", "3000,3001"])
+    assert (options.endpoint_selector, options.endpoint_target_ports) == (
+        {"app": "vllm", "env": "prod"},
+        (3000, 3001),
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", "no endpoints"),
+        ("--kubernetes", "--kubernetes needs --gateway NAME"),
+        ("--gateway g --pool-name p", "--gateway and --pool-name: give one of them"),
+        ("--gateway g --endpoint a=127.0.0.1:1", "do not go together"),
+        ("--endpoint-selector a=b", "needs --endpoint-target-ports"),
+        ("--endpoint-selector a --endpoint-target-ports 1", "not of the form key=value"),
+        ("--endpoint-selector a=b --endpoint-target-ports 0", "not a list of one to eight ports"),
+        (
+            "--endpoint-selector a=b --endpoint-target-ports 1,2,3,4,5,6,7,8,9",
+            "not a list of one to eight ports",
+        ),
+        ("--pool-name p --pool-group other", "invalid choice"),
+        ("--gateway g --secure-serving=perhaps", "neither true nor false"),
+        ("--gateway g --secure-serving=false --cert-path x", "--cert-path needs --secure-serving"),
+        ("--gateway g --max-ttft-seconds 0", "--max-ttft-seconds must be more than 0"),
+        ("--gateway g --max-ttft-seconds nan", "--max-ttft-seconds must be more than 0"),
+        ("--gateway g --config-file x", "unrecognized arguments: --config-file"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str], words: str, told: str) -> None:
+    assert told in refused(capsys, *words.split())

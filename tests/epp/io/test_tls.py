@@ -1,0 +1,74 @@
+"""TLS on the ext_proc port: made at start, from files, and read again when they change."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+from pathlib import Path
+
+import grpc
+import pytest
+from support.epp_io import engines, running_picker
+from support.epp_kube import asked
+from treeline_epp.health import SERVING, HealthCheckRequest, HealthCheckResponse
+from treeline_epp.main import main
+from treeline_epp.server import SERVICE
+from treeline_epp.tls import TlsError, credentials, self_signed
+
+
+def write(folder: Path, pair: tuple[bytes, bytes], stamp: int) -> None:
+    """As a mounted Secret, with a time of its own."""
+    for name, data in zip(("tls.key", "tls.crt"), pair, strict=True):
+        (folder / name).write_bytes(data)
+        os.utime(folder / name, (stamp, stamp))
+
+
+def served(port: int) -> bytes:
+    return ssl.get_server_certificate(("127.0.0.1", port)).encode()
+
+
+async def test_a_certificate_from_files_is_used_and_replaced_while_it_serves(tmp_path: Path) -> None:
+    first, second = self_signed(), self_signed()
+    write(tmp_path, first, 1)
+    async with engines(1) as (engine,):
+        flags = ("--endpoint", f"e0={engine.address}", "--secure-serving", "--cert-path", str(tmp_path))
+        async with running_picker(*flags) as picker:
+            assert await asked(picker, "tiny", secure=first[1]) == engine.address
+            write(tmp_path, (second[0], first[1]), 2)
+            assert await asked(picker, "tiny", secure=first[1]) == engine.address, (
+                "a bad pair changes nothing"
+            )
+            write(tmp_path, second, 3)
+            assert await asked(picker, "tiny", secure=second[1]) == engine.address
+
+
+async def test_without_files_one_is_made_and_health_is_served_there_if_asked_for() -> None:
+    async with engines(1) as (engine,):
+        flags = ("--endpoint", f"e0={engine.address}", "--secure-serving", "--health-checking")
+        async with running_picker(*flags) as picker:
+            port = picker.options.grpc_port
+            certificate = await asyncio.to_thread(served, port)
+            assert await asked(picker, "tiny", secure=certificate) == engine.address
+            options = (("grpc.ssl_target_name_override", "localhost"),)
+            trusted = grpc.ssl_channel_credentials(certificate)
+            async with grpc.aio.secure_channel(f"127.0.0.1:{port}", trusted, options) as channel:
+                check = channel.unary_unary(
+                    "/grpc.health.v1.Health/Check",
+                    request_serializer=HealthCheckRequest.SerializeToString,
+                    response_deserializer=HealthCheckResponse.FromString,
+                )
+                for name in ("", "liveness", "readiness", "inference-extension", SERVICE):
+                    assert (await check(HealthCheckRequest(service=name))).status == SERVING
+
+
+def test_files_that_cannot_be_used_are_told(tmp_path: Path) -> None:
+    with pytest.raises(TlsError, match=r"tls\.key"):
+        credentials(tmp_path)
+    write(tmp_path, (self_signed()[0], self_signed()[1]), 1)
+    with pytest.raises(TlsError, match="not the key"):
+        credentials(tmp_path)
+    write(tmp_path, (b"nonsense", b"nonsense"), 2)
+    with pytest.raises(TlsError):
+        credentials(tmp_path)
+    assert main(["--endpoint", "a=127.0.0.1:1", "--secure-serving", "--cert-path", str(tmp_path)]) == 1

@@ -1,0 +1,199 @@
+"""The picker on a real API server: objects made and changed through the API, restarts of the server, rights."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from support.control_plane import ControlPlane
+from support.epp_io import FakeEngine, engines, running_picker, until
+from support.epp_kube import Cluster, asked, burst_of_models, crd, listed, listed_so, models
+from support.kube_api import MODELS, PODS, POOLS
+from treeline_operator.rbac import PICKER
+
+UPSTREAM = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
+OLD = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferencepools"
+OLD_MODELS = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferencemodels"
+CONSISTENT_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def plane(control_plane: ControlPlane) -> Iterator[ControlPlane]:
+    """The shared control plane with the upstream kinds."""
+    base = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    made = [
+        crd("inference.networking.k8s.io", "v1", "InferencePool", "inferencepools"),
+        crd("inference.networking.x-k8s.io", "v1alpha2", "InferencePool", "inferencepools"),
+        crd("inference.networking.x-k8s.io", "v1alpha2", "InferenceModel", "inferencemodels"),
+    ]
+    from support.control_plane import ROOT  # TEMP
+
+    if not (ROOT / "crds").is_dir():
+        made.append(crd("treeline.dev", "v1alpha1", "InferencePool", "inferencepools"))
+        made.append(crd("treeline.dev", "v1alpha1", "InferenceModel", "inferencemodels"))
+    for obj in made:
+        control_plane.request("POST", base, obj)
+    yield control_plane
+    for obj in made:
+        control_plane.request("DELETE", f"{base}/{obj['metadata']['name']}")
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    plane: ControlPlane, namespace: str, count: int = 1
+) -> AsyncIterator[tuple[Cluster, list[FakeEngine]]]:
+    """Pools ``p<i>`` of one pod each, ``pod-<i>``, which is engine ``i`` with model ``m<i>``."""
+    cluster = Cluster(plane, namespace)
+    async with engines(count) as fakes:
+        for i, fake in enumerate(fakes):
+            fake.models = (f"m{i}",)
+            await cluster.create_pool(f"p{i}", fake.port, model=f"m{i}")
+            await cluster.create_pod(f"pod-{i}", {"treeline.dev/pool": f"p{i}", "app": "x"})
+        yield cluster, fakes
+
+
+async def test_pods_and_models_live(plane: ControlPlane, namespace: str) -> None:
+    async with serving(plane, namespace, 2) as (cluster, fakes), running_picker(*cluster.flags()) as picker:
+        await listed_so(picker, "pod-0", ready=True, address=fakes[0].address)
+        assert await asked(picker, "m0") == fakes[0].address
+        assert await asked(picker, "chat") == 404
+
+        await cluster.create_model("chat", "p0")
+        await until(lambda: _is(asked(picker, "chat"), fakes[0].address), "the model is known")
+        await cluster.merge(MODELS, "chat", {"spec": {"poolRef": {"name": "p1"}}})
+        await until(lambda: _is(asked(picker, "chat"), fakes[1].address), "it has moved")
+        await cluster.delete(MODELS, "chat")
+        await until(lambda: _is(asked(picker, "chat"), 404), "it is gone")
+
+        await cluster.merge(PODS, "pod-1", {"metadata": {"labels": {"treeline.dev/serving": "false"}}})
+        await listed_so(picker, "pod-1", ready=False, draining=True)
+        assert await asked(picker, "m1") == 503
+        await cluster.merge(PODS, "pod-1", {"metadata": {"labels": {"treeline.dev/serving": "true"}}})
+        await listed_so(picker, "pod-1", ready=True)
+        await cluster.set_status("pod-1", ready=False)
+        await listed_so(picker, "pod-1", ready=False, draining=False)
+        await cluster.set_status("pod-1", restarts=1)
+        await listed_so(picker, "pod-1", ready=True)
+
+        await cluster.delete(PODS, "pod-0")
+        await listed_so(picker, "pod-0", ready=False, draining=True)
+        await cluster.delete(PODS, "pod-0", gracePeriodSeconds=0)
+        await listed_so(picker, "pod-0")
+        await cluster.delete(POOLS, "p1")
+        await listed_so(picker, "pod-1")
+        assert (await picker.get("/ready")).json()["kubernetes"]["stale"] == []
+
+
+async def _is(value: AsyncIterator[object] | object, expected: object) -> bool:
+    return bool(await value == expected)  # type: ignore[misc]
+
+
+async def test_a_restart_of_the_api_server_is_not_felt(plane: ControlPlane, namespace: str) -> None:
+    async with serving(plane, namespace) as (cluster, fakes), running_picker(*cluster.flags()) as picker:
+        await listed_so(picker, "pod-0", ready=True)
+        before = await listed(picker)
+        restarting = asyncio.create_task(asyncio.to_thread(plane.restart_apiserver))
+        stale = 0
+        while not restarting.done():
+            assert await asked(picker, "m0") == fakes[0].address
+            assert await listed(picker) == before
+            answer = await picker.get("/ready")
+            assert answer.status_code == 200
+            stale = max(stale, len(answer.json()["kubernetes"]["stale"]))
+            await asyncio.sleep(0.05)
+        await restarting
+        assert stale == 3, "it says that nothing is followed"
+
+        async def followed() -> bool:
+            return (await picker.get("/ready")).json()["kubernetes"]["stale"] == []
+
+        await until(followed, "all kinds are followed again", 20.0)
+        await cluster.create_model("chat", "p0")
+        await until(lambda: _is(asked(picker, "chat"), fakes[0].address), "changes arrive again")
+
+
+async def test_an_api_server_that_hangs_is_not_felt(plane: ControlPlane, namespace: str) -> None:
+    async with serving(plane, namespace) as (cluster, fakes), running_picker(*cluster.flags()) as picker:
+        await listed_so(picker, "pod-0", ready=True)
+        plane.pause("apiserver")
+        try:
+            for _ in range(5):
+                assert await asked(picker, "m0") == fakes[0].address
+        finally:
+            plane.resume("apiserver")
+        await cluster.create_model("chat", "p0")
+        await until(lambda: _is(asked(picker, "chat"), fakes[0].address), "changes arrive")
+
+
+async def test_a_burst_of_changed_models_is_known_soon(plane: ControlPlane, namespace: str) -> None:
+    async with serving(plane, namespace) as (cluster, _), running_picker(*cluster.flags()) as picker:
+        _, seconds = await burst_of_models(cluster, picker, "p0", count=50, changes=200)
+        assert seconds < CONSISTENT_S
+        assert len(await models(picker, "p0")) == 51
+        metrics = await picker.metrics()
+        assert metrics["treeline_epp_kube_pass_seconds_total"] < 1.0, "bursts are taken together"
+
+
+@pytest.mark.parametrize("models_allowed", [True, False])
+async def test_the_role_that_the_operator_grants_is_enough_and_models_are_optional(
+    plane: ControlPlane, namespace: str, models_allowed: bool
+) -> None:
+    async with serving(plane, namespace) as (cluster, fakes):
+        await cluster.create_model("chat", "p0")
+        rules = [need.rule() for need in PICKER]
+        if not models_allowed:
+            for rule in rules:
+                rule["resources"] = [r for r in rule["resources"] if r != "inferencemodels"]
+        user = f"picker-{namespace}"
+        await cluster.grant(user, rules)
+        async with running_picker(*cluster.flags(user=user)) as picker:
+            await listed_so(picker, "pod-0", ready=True)
+            assert await asked(picker, "m0") == fakes[0].address
+            assert await asked(picker, "chat") == (fakes[0].address if models_allowed else 404)
+            detail = (await picker.get("/ready")).json()["kubernetes"]
+            assert detail["stale"] == ([] if models_allowed else ["inferencemodels.treeline.dev"])
+        used = {
+            (e["objectRef"]["resource"], e["verb"], e["responseStatus"]["code"])
+            for e in plane.audit_events(user)
+        }
+        assert {verb for _, verb, _ in used} == {"list", "watch"}
+        refused = {resource for resource, _, code in used if code == 403}
+        assert refused == (set() if models_allowed else {"inferencemodels"})
+        assert {resource for resource, _, _ in used} == {"pods", "inferencepools", "inferencemodels"}
+
+
+@pytest.mark.parametrize("old", [False, True])
+async def test_upstream_pools_of_both_groups(plane: ControlPlane, namespace: str, old: bool) -> None:
+    cluster = Cluster(plane, namespace)
+    group = "inference.networking.x-k8s.io" if old else "inference.networking.k8s.io"
+    async with engines(1) as (engine,):
+        await cluster.create_pod("pod", {"app": "vllm"})
+        await cluster.create_pod("stranger", {"app": "other"}, ip="127.0.0.2")
+        if old:
+            spec = {"selector": {"app": "vllm"}, "targetPortNumber": engine.port}
+            model = {"modelName": "chat", "poolRef": {"name": "up"}, "criticality": "Critical"}
+            obj = {
+                "apiVersion": f"{group}/v1alpha2",
+                "kind": "InferenceModel",
+                "metadata": {"name": "m"},
+                "spec": model,
+            }
+            await cluster.create(OLD_MODELS, obj)
+        else:
+            spec = {"selector": {"matchLabels": {"app": "vllm"}}, "targetPorts": [{"number": engine.port}]}
+        version = "v1alpha2" if old else "v1"
+        obj = {
+            "apiVersion": f"{group}/{version}",
+            "kind": "InferencePool",
+            "metadata": {"name": "up"},
+            "spec": spec,
+        }
+        await cluster.create(OLD if old else UPSTREAM, obj)
+        flags = cluster.flags("--pool-name", "up", "--pool-group", group, "--secure-serving=false")
+        async with running_picker(*flags) as picker:
+            await listed_so(picker, "pod-rank-0", ready=True, address=engine.address)
+            assert set(await listed(picker)) == {"pod-rank-0"}
+            assert await asked(picker, "tiny") == engine.address
+            assert await asked(picker, "chat") == (engine.address if old else 404)

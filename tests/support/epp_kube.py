@@ -1,0 +1,217 @@
+"""Pods, pools and models on a real API server, and a proxy's side of one request, for tests of the picker there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from treeline_epp.server import SERVICE
+from treeline_wire import headers as names
+
+from support.control_plane import ControlPlane
+from support.epp_io import RunningPicker, until
+from support.kube_api import MODELS, PODS, POOLS, own_model, own_pool
+
+RBAC = "/apis/rbac.authorization.k8s.io/v1"
+APPLY = "application/merge-patch+json"
+
+
+def crd(group: str, version: str, kind: str, plural: str) -> dict[str, Any]:
+    """A CustomResourceDefinition that takes whatever it is given."""
+    anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    schema = {"type": "object", "properties": {"spec": anything, "status": anything}}
+    metadata: dict[str, Any] = {"name": f"{plural}.{group}"}
+    if group.endswith("k8s.io"):
+        metadata["annotations"] = {"api-approved.kubernetes.io": "unapproved, for tests"}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": metadata,
+        "spec": {
+            "group": group,
+            "scope": "Namespaced",
+            "names": {"kind": kind, "plural": plural, "singular": kind.lower(), "listKind": f"{kind}List"},
+            "versions": [
+                {"name": version, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+            ],
+        },
+    }
+
+
+@dataclass
+class Cluster:
+    """A namespace of a real API server. All requests are made in threads: the picker runs in the test's loop."""
+
+    plane: ControlPlane
+    namespace: str
+
+    async def request(self, method: str, path: str, body: Any = None, **options: Any) -> Any:
+        return await asyncio.to_thread(self.plane.request, method, path, body, **options)
+
+    async def create(self, collection: str, obj: dict[str, Any]) -> Any:
+        """Create an object; the API server sets its times."""
+        meta = {k: v for k, v in obj["metadata"].items() if k != "creationTimestamp"}
+        return await self.request("POST", collection.format(self.namespace), {**obj, "metadata": meta})
+
+    async def delete(self, collection: str, name: str, **options: Any) -> None:
+        await self.request("DELETE", f"{collection.format(self.namespace)}/{name}", options or None)
+
+    async def merge(self, collection: str, name: str, patch: dict[str, Any], sub: str = "") -> None:
+        path = f"{collection.format(self.namespace)}/{name}{sub}"
+        await self.request("PATCH", path, patch, content_type=APPLY)
+
+    async def create_pool(self, name: str, port: int, **fields: Any) -> None:
+        await self.create(POOLS, own_pool(name, port=port, **fields))
+
+    async def create_model(self, name: str, pool: str, **spec: Any) -> None:
+        await self.create(MODELS, own_model(name, pool, **spec))
+
+    async def create_pod(self, name: str, labels: dict[str, str], *, ip: str = "127.0.0.1") -> None:
+        """A pod on a node that is not there, running and ready by our word."""
+        spec = {
+            "nodeName": "nowhere",
+            "automountServiceAccountToken": False,
+            "containers": [{"name": "runtime", "image": "none"}],
+        }
+        obj = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec}
+        await self.request("POST", PODS.format(self.namespace), obj)
+        await self.set_status(name, ip=ip)
+
+    async def set_status(
+        self, name: str, *, ip: str = "127.0.0.1", ready: bool = True, restarts: int = 0
+    ) -> None:
+        """What a kubelet would say."""
+        container = {
+            "name": "runtime",
+            "image": "none",
+            "imageID": "",
+            "ready": ready,
+            "restartCount": restarts,
+        }
+        status = {
+            "phase": "Running",
+            "podIP": ip,
+            "podIPs": [{"ip": ip}],
+            "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
+            "containerStatuses": [container],
+        }
+        await self.merge(PODS, name, {"status": status}, "/status")
+
+    async def grant(self, user: str, rules: Sequence[dict[str, Any]]) -> None:
+        """A Role with these rules, bound to a user."""
+        base = f"{RBAC}/namespaces/{self.namespace}"
+        meta = {"name": user}
+        await self.request("POST", f"{base}/roles", {"metadata": meta, "rules": list(rules)})
+        ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": user}
+        subject = {"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": user}
+        body = {"metadata": meta, "roleRef": ref, "subjects": [subject]}
+        await self.request("POST", f"{base}/rolebindings", body)
+
+    def flags(self, *which: str, user: str = "") -> tuple[str, ...]:
+        config = self.plane.kubeconfig(user) if user else self.plane.admin
+        which = which or ("--gateway", "treeline")
+        return ("--kubeconfig", str(config), "--pool-namespace", self.namespace, *which)
+
+
+async def listed(picker: RunningPicker) -> dict[str, dict[str, Any]]:
+    """The picker's endpoints by name."""
+    pools = (await picker.get("/endpoints")).json()["pools"]
+    return {endpoint["name"]: endpoint for pool in pools.values() for endpoint in pool["endpoints"]}
+
+
+async def listed_so(picker: RunningPicker, name: str, **fields: Any) -> None:
+    """Wait until an endpoint is listed so; without fields, until it is not listed."""
+
+    async def so() -> bool:
+        found = (await listed(picker)).get(name)
+        return found is None if not fields else found is not None and fields.items() <= found.items()
+
+    await until(so, f"{name} is {fields or 'gone'}")
+
+
+async def models(picker: RunningPicker, pool: str) -> set[str]:
+    """The names that can be asked for at a pool."""
+    pools = (await picker.get("/endpoints")).json()["pools"]
+    return set(pools.get(pool, {"models": ()})["models"])
+
+
+async def asked(picker: RunningPicker, model: str, *, secure: bytes | None = None) -> str | int:
+    """One request as a proxy makes it: the first destination, or the status of the refusal.
+
+    ``secure`` is the certificate to trust, for a picker that serves TLS.
+    """
+    mode = processing_mode_pb2.ProcessingMode.BUFFERED
+    head = pb.ProcessingRequest()
+    head.protocol_config.request_body_mode = mode
+    for key, value in ((":path", "/v1/completions"), (":method", "POST")):
+        head.request_headers.headers.headers.add(key=key, raw_value=value.encode())
+    data = json.dumps({"model": model, "prompt": "hello"}).encode()
+    body = pb.ProcessingRequest(request_body=pb.HttpBody(body=data, end_of_stream=True))
+    address = f"127.0.0.1:{picker.options.grpc_port}"
+    if secure is None:
+        channel = grpc.aio.insecure_channel(address)
+    else:
+        options = (("grpc.ssl_target_name_override", "localhost"),)
+        channel = grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(secure), options)
+    async with channel:
+        call = channel.stream_stream(
+            f"/{SERVICE}/Process",
+            request_serializer=pb.ProcessingRequest.SerializeToString,
+            response_deserializer=pb.ProcessingResponse.FromString,
+        )()
+        await call.write(head)
+        reply = await call.read()
+        await call.write(body)
+        reply = await call.read()
+        call.cancel()
+    if reply.WhichOneof("response") == "immediate_response":
+        return int(reply.immediate_response.status.code)
+    (option,) = reply.request_body.response.header_mutation.set_headers
+    assert option.header.key == names.DESTINATION
+    return str(option.header.raw_value.decode().split(",")[0])
+
+
+async def burst_of_models(
+    cluster: Cluster, picker: RunningPicker, pool: str, *, count: int, changes: int, threads: int = 8
+) -> tuple[float, float]:
+    """Change ``count`` InferenceModels ``changes`` times in all, as fast as the server takes it.
+
+    Returns ``(changes per second, seconds from the last answer until the picker knows them all)``. The models are
+    made first, and every change gives one another name.
+    """
+    with ThreadPoolExecutor(threads) as pool_of_threads:
+        loop = asyncio.get_running_loop()
+        path = MODELS.format(cluster.namespace)
+
+        def create(i: int) -> None:
+            obj = own_model(f"m{i}", pool, model=f"m{i}-0")
+            del obj["metadata"]["creationTimestamp"]
+            cluster.plane.request("POST", path, obj)
+
+        def rename(step: int) -> None:
+            i, version = step % count, step // count + 1
+            patch = {"spec": {"modelName": f"m{i}-{version}"}}
+            cluster.plane.request("PATCH", f"{path}/m{i}", patch, content_type=APPLY)
+
+        await asyncio.gather(*(loop.run_in_executor(pool_of_threads, create, i) for i in range(count)))
+        began = time.perf_counter()
+        for first in range(0, changes, count):  # one model's changes keep their order
+            steps = range(first, min(changes, first + count))
+            await asyncio.gather(*(loop.run_in_executor(pool_of_threads, rename, step) for step in steps))
+        rate = changes / (time.perf_counter() - began)
+    expected = {f"m{i}-{(changes - 1 - i) // count + 1}" for i in range(count)}
+    ended = time.perf_counter()
+
+    async def consistent() -> bool:
+        return expected <= await models(picker, pool)
+
+    await until(consistent, "all models are known", 30.0)
+    return rate, time.perf_counter() - ended
