@@ -110,16 +110,20 @@ def listener(config: EnvoyConfig) -> Listener:
 def _tls(tls: Tls | None) -> TransportSocket | None:
     if tls is None:
         return None
-    context = CommonTlsContext(alpn_protocols=["h2", "http/1.1"])
+    fixed, watched = [], []
     if tls.discovery_file is None:
         certificate = TlsCertificate(
             certificate_chain=DataSource(filename=tls.certificate_file),
             private_key=DataSource(filename=tls.key_file),
         )
-        context.tls_certificates = [certificate]
+        fixed.append(certificate)
     else:
-        found = SdsSecretConfig(name=CERTIFICATE, sds_config=_watched(tls.discovery_file))
-        context.tls_certificate_sds_secret_configs = [found]
+        watched.append(SdsSecretConfig(name=CERTIFICATE, sds_config=_watched(tls.discovery_file)))
+    context = CommonTlsContext(
+        tls_certificates=fixed,
+        tls_certificate_sds_secret_configs=watched,
+        alpn_protocols=["h2", "http/1.1"],
+    )
     return TransportSocket(
         name="envoy.transport_sockets.tls",
         typed_config=Any.pack(DownstreamTlsContext(common_tls_context=context)),
