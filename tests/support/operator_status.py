@@ -8,10 +8,13 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from treeline_operator import names
+from treeline_operator.api.conditions import POLARITY, ConditionType, Reason
 from treeline_operator.api.model import InferenceModel
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.revision import target
 from treeline_operator.plan.runtime import deployment as rendered
+from treeline_operator.status.conditions import same_status
+from treeline_operator.status.pool import pool_status
 from treeline_operator.world import (
     GatewayWorld,
     Images,
@@ -203,3 +206,45 @@ def world(of: InferencePool | None = None, **changes: Any) -> PoolWorld:
         now=NOW,
     )
     return dataclasses.replace(whole, **changes)
+
+
+def conditions(status: Any) -> dict[str, Any]:
+    """The conditions of a status by type."""
+    return {condition["type"]: condition for condition in status["conditions"]}
+
+
+def check_whole(seen: PoolWorld, progress: Any = None) -> None:
+    """What holds of every status whatever the world is like."""
+    kinds = ConditionType
+    status = pool_status(seen, progress)
+    generation = seen.pool.metadata.generation
+    told = conditions(status)
+    assert len(told) == len(status["conditions"])
+    assert status["observedGeneration"] == generation
+    assert {condition["observedGeneration"] for condition in status["conditions"]} == {generation}
+    assert [condition["type"] for condition in status["conditions"]] == sorted(
+        told, key=list(ConditionType).index
+    )
+    assert all(Reason(condition["reason"]) for condition in status["conditions"])
+    assert all(
+        "  " not in condition["message"] and ".." not in condition["message"] for condition in told.values()
+    )
+    needed = {kinds.WORKLOADS_READY, kinds.MODEL_READY, kinds.ENDPOINT_PICKER_READY, kinds.GATEWAY_READY}
+    assert needed <= set(told)
+    needed |= {kinds.ROUTE_ACCEPTED} & set(told)
+    well = all(told[kind]["status"] == "True" for kind in needed)
+    pods_there = status["readyReplicas"] > 0 and seen.pool.spec.replicas > 0
+    assert (told[kinds.READY]["status"] == "True") == (well and pods_there and not seen.pool.deleting)
+    if well and told[kinds.PROGRESSING]["reason"] == Reason.ROLLOUT_COMPLETE:
+        assert told[kinds.PROGRESSING]["status"] == POLARITY[kinds.PROGRESSING]
+    again = pool_status(with_status(seen, status), progress)
+    assert again == status, "a status that is computed from itself is the same, transition times too"
+    assert same_status(again, status)
+
+
+def with_status(seen: PoolWorld, status: Any, now: datetime = LATER) -> PoolWorld:
+    """The same world, later, with a status."""
+    mine = seen.pool.model_copy(update={"status": status})
+    members = tuple(mine if other.name == mine.name else other for other in seen.gateway.pools)
+    gateway = dataclasses.replace(seen.gateway, pools=members, now=now)
+    return dataclasses.replace(seen, pool=mine, gateway=gateway, now=now)

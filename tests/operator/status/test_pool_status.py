@@ -7,6 +7,8 @@ import dataclasses
 import pytest
 from support.operator_status import (
     LATER,
+    check_whole,
+    conditions,
     container,
     deployment,
     event,
@@ -17,14 +19,14 @@ from support.operator_status import (
     ready,
     revision,
     view,
+    with_status,
     world,
 )
 from support.operator_trouble import POD, REJECTIONS, RUNNING, TROUBLES, init
 from treeline_operator import names
-from treeline_operator.api.conditions import POLARITY, ConditionType, Reason
+from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.plan.routes import ROUTE, UPSTREAM
 from treeline_operator.status.causes import Cause
-from treeline_operator.status.conditions import same_status
 from treeline_operator.status.pool import MAX_ENDPOINTS, not_understood, pool_status
 from treeline_operator.world import Platform
 
@@ -34,10 +36,6 @@ BOTH_APIS = Platform(apis=frozenset((ROUTE, UPSTREAM)))
 HPA = {"type": "HPA", "maxReplicas": 4, "hpa": {"metrics": [{"type": "Resource"}]}}
 KEDA = {"type": "KEDA", "minReplicas": 0, "maxReplicas": 4, "keda": {"triggers": [{"type": "cron"}]}}
 WITH_KEDA = Platform(apis=frozenset(("keda.sh/v1alpha1/ScaledObject",)))
-
-
-def conditions(status):
-    return {condition["type"]: condition for condition in status["conditions"]}
 
 
 def pods_of(mine, count, **last):
@@ -544,7 +542,7 @@ def test_a_state_has_its_name(seen, kind, status, reason, text):
     assert (condition["status"], condition["reason"]) == (status, reason), condition["message"]
     assert text in condition["message"]
     assert condition["message"].endswith(reason.fix)
-    check_whole(seen)
+    check_whole(seen, PROGRESS)
 
 
 @pytest.mark.parametrize("name", TROUBLES)
@@ -558,7 +556,7 @@ def test_what_keeps_a_pod_from_being_ready_is_what_the_pool_says(name):
         assert (told[kind]["status"], told[kind]["reason"]) == ("False", reason)
         assert text in told[kind]["message"]
         assert told[kind]["message"].startswith("1 of 2 pods are ready")
-    check_whole(seen)
+    check_whole(seen, PROGRESS)
 
 
 @pytest.mark.parametrize("reason", REJECTIONS)
@@ -566,43 +564,7 @@ def test_pods_that_cannot_be_made_are_told_of(reason):
     failed = said("ReplicaFailure", "True", "FailedCreate", REJECTIONS[reason])
     seen = world(children=(revision(pool(), 1, 0, conditions=[failed]),), pods=(), picker=view(pool()))
     assert conditions(pool_status(seen))[T.READY]["reason"] == reason
-    check_whole(seen)
-
-
-def check_whole(seen):
-    """What holds of every status whatever the world is like."""
-    status = pool_status(seen, PROGRESS)
-    generation = seen.pool.metadata.generation
-    told = conditions(status)
-    assert len(told) == len(status["conditions"])
-    assert status["observedGeneration"] == generation
-    assert {condition["observedGeneration"] for condition in status["conditions"]} == {generation}
-    assert [condition["type"] for condition in status["conditions"]] == sorted(
-        told, key=list(ConditionType).index
-    )
-    assert all(Reason(condition["reason"]) for condition in status["conditions"])
-    assert all(
-        "  " not in condition["message"] and ".." not in condition["message"] for condition in told.values()
-    )
-    needed = {T.WORKLOADS_READY, T.MODEL_READY, T.ENDPOINT_PICKER_READY, T.GATEWAY_READY}
-    assert needed <= set(told)
-    needed |= {T.ROUTE_ACCEPTED} & set(told)
-    well = all(told[kind]["status"] == "True" for kind in needed)
-    pods_there = status["readyReplicas"] > 0 and seen.pool.spec.replicas > 0
-    assert (told[T.READY]["status"] == "True") == (well and pods_there and not seen.pool.deleting)
-    if well and told[T.PROGRESSING]["reason"] == Reason.ROLLOUT_COMPLETE:
-        assert told[T.PROGRESSING]["status"] == POLARITY[T.PROGRESSING]
-    again = pool_status(with_status(seen, status), PROGRESS)
-    assert again == status, "a status that is computed from itself is the same, transition times too"
-    assert same_status(again, status)
-
-
-def with_status(seen, status, now=LATER):
-    """The same world, later, with a status."""
-    mine = seen.pool.model_copy(update={"status": status})
-    members = tuple(mine if other.name == mine.name else other for other in seen.gateway.pools)
-    gateway = dataclasses.replace(seen.gateway, pools=members, now=now)
-    return dataclasses.replace(seen, pool=mine, gateway=gateway, now=now)
+    check_whole(seen, PROGRESS)
 
 
 def test_the_figures_of_a_pool_that_serves():

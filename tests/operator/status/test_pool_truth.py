@@ -1,0 +1,93 @@
+"""Ready is the truth: in worlds put together at random it is True exactly when a request would succeed."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.operator_status import (
+    check_whole,
+    conditions,
+    gateway_children,
+    pod,
+    pool,
+    ready,
+    revision,
+    view,
+    world,
+)
+from support.operator_trouble import TROUBLES
+from treeline_operator.api.conditions import ConditionType
+from treeline_operator.status.pool import pool_status
+from treeline_operator.world import PoolWorld
+
+
+class Drawn(NamedTuple):
+    """A pod: ready or in trouble, of which revision, in rotation, draining or ending, listed or not."""
+
+    trouble: str
+    current: bool
+    serving: bool
+    deleting: bool
+    listed: bool
+
+    @property
+    def counts(self) -> bool:
+        return not self.trouble and self.current and self.serving and not self.deleting
+
+
+class Case(NamedTuple):
+    world: PoolWorld
+    ready: bool
+
+
+often = st.sampled_from([True, True, True, False])
+drawn_pods = st.lists(
+    st.builds(
+        Drawn,
+        st.sampled_from([""] * len(TROUBLES) + list(TROUBLES)),
+        often,
+        often,
+        st.sampled_from([False] * 5 + [True]),
+        often,
+    ),
+    max_size=4,
+)
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    replicas = draw(st.integers(0, 3))
+    mine = pool(replicas=replicas, rollout={"paused": draw(st.booleans())})
+    drawn = draw(drawn_pods)
+    pods, events, listed = [], [], []
+    for number, one in enumerate(drawn):
+        name = f"tiny-{number}"
+        status, about, *_ = TROUBLES[one.trouble] if one.trouble else (ready(number), [])
+        marks: dict[str, Any] = {"revision": "" if one.current else "before", "deleting": one.deleting}
+        pods.append(pod(mine, name, serving="true" if one.serving else "false", **marks, **status))
+        events.extend(about)
+        if one.listed:
+            listed.append(name)
+    synced, epp, edge = draw(often), draw(often), draw(often)
+    usable = [f"tiny-{number}" for number, one in enumerate(drawn) if one.counts]
+    there = draw(often)
+    seen = world(
+        mine,
+        children=(revision(mine, replicas, len(usable)),) if there else (),
+        pods=tuple(pods),
+        events=tuple(events),
+        picker=view(mine, *listed, synced=synced),
+        gateway_parts=gateway_children(epp=int(epp), edge=int(edge)),
+    )
+    served = there and 0 < replicas <= len(usable) and set(usable) <= set(listed)
+    return Case(seen, served and synced and epp and edge)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_ready_exactly_when_a_request_would_succeed(case):
+    told = conditions(pool_status(case.world))[ConditionType.READY]
+    assert (told["status"] == "True") == case.ready, told
+    check_whole(case.world)
