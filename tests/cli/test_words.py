@@ -49,6 +49,27 @@ def test_the_version_of_what_it_stands_on_is_printed_when_asked(capsys):
     assert "grpcio 1." in capsys.readouterr().out
 
 
+def test_the_operator_plans_a_file_without_torch_or_the_picker(tmp_path):
+    """Its image has neither of the other rooms."""
+    file = tmp_path / "pool.yaml"
+    file.write_text(
+        "{apiVersion: treeline.dev/v1alpha1, kind: InferencePool, metadata: {name: a}, spec: {model: {uri: 'builtin://tiny'}}}"
+    )
+    program = (
+        "import sys; from treeline.main import main; status = main(sys.argv[1:]);"
+        "sys.exit(status or any(name in sys.modules for name in ('torch', 'treeline_epp', 'treeline_runtime')))"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", program, "operate", "plan", "-f", str(file), "-o", "json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert '"kind": "Deployment"' in answer.stdout
+
+
 def test_the_picker_does_not_load_torch():
     """Its image has none; nor may the command that starts it."""
     program = "import sys, treeline.main, treeline_epp.main; sys.exit('torch' in sys.modules)"

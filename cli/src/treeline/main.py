@@ -37,6 +37,12 @@ def _pick(argv: Sequence[str]) -> int:
     return pick(list(argv))
 
 
+def _operate(argv: Sequence[str]) -> int:
+    from treeline_operator.operate import main as operate
+
+    return operate(list(argv))
+
+
 def _doctor(argv: Sequence[str]) -> int:
     from treeline.doctor import main as doctor
 
@@ -53,6 +59,7 @@ WORDS = {
     "up": Word("serve a model on this machine: Envoy, the endpoint picker and some runtimes", _up),
     "serve": Word("run one runtime: an OpenAI-compatible server for one model", _serve),
     "pick": Word("run the endpoint picker that Envoy asks where each request goes", _pick),
+    "operate": Word("run the Kubernetes operator, or show what it would do: operate plan", _operate),
     "doctor": Word("what this machine can run, and what is missing", _doctor),
     "version": Word("the version of Treeline and of what it stands on", _version),
 }
