@@ -63,7 +63,7 @@ command_of() { # the words before the options
   case $tool in
     docker) if [ -n "$platform" ] || [ -n "$push" ]; then echo docker buildx build; else echo docker build; fi ;;
     podman) echo podman build ;;
-    buildah) echo buildah build --format docker ;;
+    buildah) echo buildah build --format docker --layers ;; # torch keeps its own
   esac
 }
 

@@ -1,0 +1,134 @@
+"""Writes an SBOM for each image, dist/sbom/IMAGE.cdx.json: CycloneDX, from the metadata of the packages installed here.
+
+`python scripts/sbom.py [IMAGE…]`; images are those of scripts/image_requirements.py, the runtime's as runtime-cpu and
+runtime-cuda. cyclonedx-py describes the whole environment once; each image's file keeps what that image installs. The
+lock file makes the versions those of the images. The base image's packages are not in it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import image_requirements as images
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = ROOT / "dist" / "sbom"
+TOOL = "cyclonedx-bom==7.5.0"
+
+OWN = {
+    "operator": ("treeline-wire", "treeline-operator", "treeline"),
+    "epp": ("treeline-wire", "treeline-epp", "treeline"),
+    "edge": ("treeline-operator",),
+    "runtime-cpu": ("treeline-wire", "treeline-runtime", "treeline"),
+    "runtime-cuda": ("treeline-wire", "treeline-runtime", "treeline"),
+}
+"""Image → our own distributions in it, as its Dockerfile installs them."""
+
+
+def environment() -> dict[str, Any]:
+    """CycloneDX of everything that is installed here."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "sbom.json"
+        command = [
+            str(ROOT / ".venv" / "bin" / "uv"),
+            "tool",
+            "run",
+            "--quiet",
+            "--from",
+            TOOL,
+            "cyclonedx-py",
+        ]
+        command += [
+            "environment",
+            "--output-reproducible",
+            "--spec-version",
+            "1.6",
+            "--output-format",
+            "JSON",
+        ]
+        subprocess.run([*command, "--output-file", str(target), sys.executable], check=True)
+        document: dict[str, Any] = json.loads(target.read_text())
+        return document
+
+
+def contents(image: str) -> set[str]:
+    """The names of all distributions in an image."""
+    pins = images.locked()
+    room = image.split("-")[0]
+    names = images.closure(images.direct(room), pins)
+    if image == "runtime-cuda":
+        names |= unlocked({"torch"}, pins)
+    return {*names, *OWN[image]}
+
+
+def unlocked(names: set[str], pins: dict[str, str]) -> set[str]:
+    """What these packages need and pin themselves, beyond the lock file: torch's CUDA libraries."""
+    found: set[str] = set()
+    todo = [Requirement(name) for name in names]
+    while todo:
+        requirement = todo.pop()
+        for need in images.needs(requirement.name, frozenset(requirement.extras)):
+            name = canonicalize_name(need.name)
+            if name not in pins and name not in found:
+                found.add(name)
+                todo.append(need)
+    return found
+
+
+def part(document: dict[str, Any], image: str, names: set[str]) -> dict[str, Any]:
+    """The part of a document that describes these distributions, as the SBOM of an image."""
+    components = [_plain(c) for c in document["components"] if canonicalize_name(c["name"]) in names]
+    missing = names - {canonicalize_name(c["name"]) for c in components}
+    if missing:
+        raise SystemExit(f"not installed here, so not described: {', '.join(sorted(missing))}")
+    kept = {c["bom-ref"] for c in components}
+    dependencies = [
+        {**d, "dependsOn": [ref for ref in d.get("dependsOn", ()) if ref in kept]}
+        for d in document["dependencies"]
+        if d["ref"] in kept
+    ]
+    subject = {
+        "bom-ref": f"image:{image}",
+        "type": "container",
+        "name": f"treeline-{image}",
+        "version": version("treeline"),
+    }
+    own = [c["bom-ref"] for c in components if canonicalize_name(c["name"]) in OWN[image]]
+    return {
+        **document,
+        "metadata": {**document["metadata"], "component": subject},
+        "components": components,
+        "dependencies": [*dependencies, {"ref": subject["bom-ref"], "dependsOn": own}],
+    }
+
+
+def _plain(component: dict[str, Any]) -> dict[str, Any]:
+    """Without where an editable room lies on this machine."""
+    kept = [r for r in component.get("externalReferences", ()) if not r["url"].startswith("file:")]
+    return {key: value for key, value in {**component, "externalReferences": kept}.items() if value != []}
+
+
+def main() -> int:
+    chosen = sys.argv[1:] or list(OWN)
+    if unknown := set(chosen) - set(OWN):
+        raise SystemExit(f"no image {', '.join(sorted(unknown))}; there are: {', '.join(OWN)}")
+    document = environment()
+    TARGET.mkdir(parents=True, exist_ok=True)
+    for image in chosen:
+        target = TARGET / f"{image}.cdx.json"
+        made = part(document, image, contents(image))
+        target.write_text(json.dumps(made, indent=1) + "\n")
+        sys.stdout.write(f"{target.relative_to(ROOT)}: {len(made['components'])} components\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

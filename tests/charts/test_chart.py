@@ -1,0 +1,221 @@
+"""The chart renders what it is meant to, and refuses what it does not know."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from support import helm
+from treeline_operator import operate
+from treeline_operator.world import Platform
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "charts" / "treeline"
+GOLDEN = Path(__file__).parent / "golden"
+MONITORS = ("monitoring.coreos.com/v1/PodMonitor", "monitoring.coreos.com/v1/ServiceMonitor")
+
+RENDERS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "namespaced": ("--set", "scope.namespaces={team-a,team-b}"),
+    "everything": (
+        "--values",
+        str(Path(__file__).parent / "everything.yaml"),
+        *(word for api in MONITORS for word in ("--api-versions", api)),
+    ),
+    "nothing": (
+        "--set",
+        "crds.install=false,policies.install=false,rbac.create=false,serviceAccount.create=false",
+        "--set",
+        "serviceAccount.name=given,podDisruptionBudget.enabled=false,networkPolicy.enabled=false,metrics.service=false",
+    ),
+}
+
+GENERATED = ("CustomResourceDefinition", "ValidatingAdmissionPolicy")
+"""Kinds with long specs that are generated and tested elsewhere: their goldens show that they are there."""
+
+
+def shown(item: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in item.items() if k != "spec"} if item["kind"] in GENERATED else item
+
+
+def of_kind(items: list[dict[str, Any]], *kinds: str) -> list[dict[str, Any]]:
+    return [item for item in items if item["kind"] in kinds]
+
+
+@pytest.mark.parametrize("case", RENDERS)
+def test_renders_are_what_somebody_has_read(case):
+    text = yaml.safe_dump_all(
+        map(shown, helm.render(*RENDERS[case])), sort_keys=False, width=120, default_flow_style=None
+    )
+    path = GOLDEN / f"{case}.yaml"
+    if os.environ.get("TREELINE_UPDATE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text(), "set TREELINE_UPDATE_GOLDEN=1 to accept, then look at the difference"
+
+
+@pytest.mark.parametrize("case", RENDERS)
+def test_lint_has_nothing_to_say(case):
+    options = [word for word in RENDERS[case] if word != "--api-versions" and word not in MONITORS]
+    done = helm.run("lint", "--strict", str(CHART), *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[WARNING]" not in done.stdout
+
+
+def test_the_custom_resources_stay_behind_unless_told_otherwise():
+    def crds(*options: str) -> dict[str, str | None]:
+        found = of_kind(helm.render(*options), "CustomResourceDefinition")
+        policy = "helm.sh/resource-policy"
+        return {i["metadata"]["name"]: i["metadata"].get("annotations", {}).get(policy) for i in found}
+
+    names = ("inferencemodels.treeline.dev", "inferencepools.treeline.dev")
+    assert crds() == dict.fromkeys(names, "keep")
+    assert crds("--set", "crds.keep=false") == dict.fromkeys(names)
+    assert crds("--set", "crds.install=false") == {}
+
+
+def test_policies_can_be_left_out():
+    kinds = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
+    assert of_kind(helm.render(), *kinds)
+    assert of_kind(helm.render("--set", "policies.install=false"), *kinds) == []
+
+
+def test_a_namespaced_install_has_nothing_that_the_whole_cluster_sees_but_what_describes_kinds():
+    items = helm.render(*RENDERS["namespaced"])
+    assert of_kind(items, "ClusterRole", "ClusterRoleBinding") == []
+    roles = {item["metadata"]["namespace"]: item for item in of_kind(items, "Role")}
+    assert set(roles) == {"team-a", "team-b", "treeline-system"}
+    everywhere = of_kind(helm.render(), "ClusterRole")
+    (cluster_role,) = [item for item in everywhere if item["metadata"]["name"].endswith("-operator")]
+    assert roles["team-a"]["rules"] == roles["team-b"]["rules"] == cluster_role["rules"]
+
+
+def test_only_the_features_that_are_asked_for_get_rights():
+    off = ("--set", "rbac.gatewayApi=false,rbac.keda=false,rbac.prometheus=false")
+    (role,) = [
+        item
+        for item in of_kind(helm.render(*off), "ClusterRole")
+        if item["metadata"]["name"].endswith("-operator")
+    ]
+    written = {g for rule in role["rules"] if "create" in rule["verbs"] for g in rule["apiGroups"]}
+    assert not {g for g in written if g.startswith(("gateway.", "inference.", "keda.", "monitoring."))}
+
+
+def test_pickers_know_the_operator_by_its_pods_labels():
+    (deployment,) = of_kind(helm.render("--set", "nameOverride=x", release="y"), "Deployment")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert set(Platform().operator_labels) <= set(labels.items())
+
+
+def test_the_lease_that_is_held_is_the_lease_that_is_granted():
+    items = helm.render("--set", "operator.leaseName=our-lease")
+    (role,) = of_kind(items, "Role")
+    (deployment,) = of_kind(items, "Deployment")
+    assert [rule.get("resourceNames") for rule in role["rules"]] == [None, ["our-lease"]]
+    assert "--lease-name=our-lease" in deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
+@pytest.mark.parametrize("case", RENDERS)
+def test_the_operator_understands_the_arguments_that_the_chart_gives(case):
+    (deployment,) = of_kind(helm.render(*RENDERS[case]), "Deployment")
+    word, *flags = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert word == "operate"
+    given = operate.parser().parse_args(flags)
+    assert given.leader_elect
+    assert given.namespace == (["team-a", "team-b"] if case == "namespaced" else [])
+    ports = deployment["spec"]["template"]["spec"]["containers"][0]["ports"]
+    assert {port["containerPort"] for port in ports} == {given.health_port, given.metrics_port}
+
+
+def test_a_digest_wins_over_a_tag_and_the_registry_comes_first():
+    digest = "sha256:" + "0" * 64
+    options = f"images.registry=r.example:5000/team/,images.epp.tag=x,images.epp.digest={digest}"
+    (deployment,) = of_kind(helm.render("--set", options), "Deployment")
+    args = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert f"--image-epp=r.example:5000/team/treeline-epp@{digest}" in args
+    assert "--image-runtime-cuda=r.example:5000/team/treeline-runtime:0.1.0-cuda" in args
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("operator.replica=3", "'replica' not allowed"),
+        ("crd.install=false", "'crd' not allowed"),
+        ("scope.namespace=a", "'namespace' not allowed"),
+        ("images.pullPolicy=Sometimes", "pullPolicy"),
+        ("images.epp.digest=sha256:abc", "digest"),
+        ("operator.replicas=two", "replicas"),
+        ("scope.namespaces={Bad_Name}", "namespaces"),
+    ],
+)
+def test_a_mistyped_value_is_refused_by_name(value, said):
+    done = helm.run("template", "t", str(CHART), "--set", value)
+    assert done.returncode != 0
+    assert said in done.stderr
+
+
+def test_the_schema_knows_every_value_and_no_other():
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    jsonschema.Draft7Validator.check_schema(schema)
+    jsonschema.validate(values, schema)
+
+    def compare(known: dict[str, Any], given: Any, path: str) -> None:
+        known = schema["definitions"][known["$ref"].rsplit("/", 1)[1]] if "$ref" in known else known
+        if "properties" not in known:
+            return
+        assert known.get("additionalProperties") is False, path
+        assert set(known["properties"]) - {"global"} == set(given), path
+        for key, value in given.items():
+            compare(known["properties"][key], value, f"{path}.{key}")
+
+    compare(schema, values, "values")
+
+
+def test_notes_say_what_is_missing_and_what_comes_next():
+    def notes(*options: str) -> str:
+        done = helm.run("install", "treeline", str(CHART), "--dry-run=client", "--namespace", "ai", *options)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.partition("NOTES:")[2]
+
+    told = notes()
+    assert "[none] KEDA" in told
+    assert "[none] Gateway API:" in told
+    assert "kubectl -n ai rollout status deployment/treeline-operator" in told
+    sample = yaml.safe_load(told.partition("<<'EOF'\n")[2].partition("EOF\n")[0])
+    assert sample["kind"] == "InferencePool"
+    assert "[MISS] custom resources" in notes("--set", "crds.install=false")
+    assert "deletes every pool" in notes("--set", "crds.keep=false")
+
+
+@pytest.mark.parametrize("script", ["chart_readme", "install_manifest"])
+def test_generated_files_are_current(script):
+    helm.run("version")  # where there is none the test is skipped
+    done = subprocess.run([sys.executable, ROOT / "scripts" / f"{script}.py", "--check"], check=False)
+    assert done.returncode == 0, f"run: python scripts/{script}.py"
+
+
+def test_the_plain_install_is_the_chart_in_a_namespace_of_its_own():
+    items = list(yaml.safe_load_all((ROOT / "manifests" / "install.yaml").read_text()))
+    namespace, *rest = items
+    assert namespace["kind"] == "Namespace"
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    name = namespace["metadata"]["name"]
+    assert {item["metadata"].get("namespace", name) for item in rest} == {name}
+    chart = helm.render(namespace=name)
+    assert {(i["kind"], i["metadata"]["name"]) for i in rest} == {
+        (i["kind"], i["metadata"]["name"]) for i in chart
+    }
+
+
+def test_versions_are_those_of_the_rooms():
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert f'version = "{chart["appVersion"]}"' in (ROOT / "operator" / "pyproject.toml").read_text()
+    assert f":{chart['appVersion']}\n" in chart["annotations"]["artifacthub.io/images"]

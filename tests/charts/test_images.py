@@ -1,0 +1,205 @@
+"""What the images are made of: small, pinned, not root; and the packages that their code imports are in them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+IMAGES = ROOT / "images"
+DOCKERFILES = sorted(IMAGES.glob("*.Dockerfile"))
+ROOMS = {
+    "operator": ("treeline_wire", "treeline_operator"),
+    "epp": ("treeline_wire", "treeline_epp"),
+    "edge": ("treeline_operator.envoy",),
+    "runtime": ("treeline_wire", "treeline_runtime"),
+}
+"""Image → the packages of ours that run in it."""
+
+ELSEWHERE = {"operator": {"envoy"}}
+"""What is imported by a module that the image has and does not run: Envoy's launcher is the edge's."""
+
+
+def instructions(path: Path) -> list[tuple[str, str]]:
+    """The Dockerfile's instructions, continued lines joined, comments left out."""
+    lines = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
+    return [(word, rest) for word, _, rest in (line.partition(" ") for line in joined.splitlines()) if word]
+
+
+def packages(name: str) -> dict[str, str]:
+    lines = (IMAGES / "requirements" / f"{name}.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def image_of(path: Path) -> str:
+    return path.name.removesuffix(".Dockerfile")
+
+
+def test_every_room_that_runs_in_a_cluster_has_an_image():
+    assert {image_of(path) for path in DOCKERFILES} == set(ROOMS)
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=image_of)
+def test_a_dockerfile_keeps_the_rules(path):
+    found = instructions(path)
+    words = [word for word, _ in found]
+    stages = [rest for word, rest in found if word == "FROM"]
+    assert len(stages) > 1, "what builds is not shipped"
+    assert {stage.split(" AS ")[0] for stage in stages} == {"${BASE_IMAGE}"}
+    base = dict(rest.split("=", 1) for word, rest in found if word == "ARG" and "=" in rest)["BASE_IMAGE"]
+    assert re.search(r":\d+\.\d+\.\d+-", base), "pinned to a release"
+    assert "ADD" not in words, "ADD fetches and unpacks; COPY says what it does"
+    final = found[max(i for i, word in enumerate(words) if word == "FROM") :]
+    users = [rest for word, rest in final if word == "USER"]
+    assert [re.fullmatch(r"[1-9]\d*:[1-9]\d*", user) is not None for user in users] == [True]
+    assert [rest for word, rest in final if word == "RUN" and not rest.startswith("echo ")] == []
+    assert [rest for word, rest in final if word == "ENTRYPOINT" and not rest.startswith("[")] == []
+    for key in ("title", "description", "version", "revision", "licenses"):
+        assert f"org.opencontainers.image.{key}=" in dict(final)["LABEL"]
+    for word, rest in found:
+        assert not re.search(r"\b(curl|wget|git clone|apt-get|:latest)\b", rest), f"{word} {rest}"
+        assert word != "ENV" or "NVIDIA_VISIBLE_DEVICES" not in rest
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=image_of)
+def test_packages_are_installed_from_exact_lists_alone(path):
+    for _, rest in (i for i in instructions(path) if i[0] == "RUN"):
+        for command in re.findall(r"\binstall\b(?: \S+)*?(?= &&|$)", rest):
+            words = command.split()[1:]
+            assert "-r" in words or "--no-index" in words, command
+            assert "--no-deps" in words or words[-1] == "torch.txt", command
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=image_of)
+def test_what_is_copied_is_there_and_not_ignored(path):
+    allowed = [
+        line.removeprefix("!")
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    ]
+    for _, rest in (i for i in instructions(path) if i[0] == "COPY" and "--from" not in i[1]):
+        for source in rest.split()[:-1]:
+            assert (ROOT / source).exists(), source
+            assert source.split("/")[0] in allowed
+
+
+def test_the_lists_of_packages_are_those_of_the_lock_file():
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "image_requirements.py", "--check"], check=False
+    )
+    assert done.returncode == 0, "run: python scripts/image_requirements.py"
+
+
+def test_only_the_runtime_has_torch():
+    assert packages("torch").keys() == {"torch"}
+    listed = {name for image in ROOMS for name in packages(image)}
+    assert not {name for name in listed if name.startswith(("torch", "nvidia", "triton", "pytest"))}
+
+
+def source_of(module: str) -> Path | None:
+    """The file of one of our modules; None for a name that is no module."""
+    name = module.replace(".", "/")
+    found = [path for path in (f"{name}.py", f"{name}/__init__.py") for path in ROOT.glob(f"*/src/{path}")]
+    return found[0] if found else None
+
+
+def imported_by(packages_of_ours: tuple[str, ...]) -> set[str]:
+    """Top names of all that these packages, and what of ours they import, import from others."""
+    todo = []
+    for package in packages_of_ours:
+        init = source_of(package)
+        assert init is not None
+        todo += sorted(init.parent.rglob("*.py"))
+    seen, others = set(todo), set()
+    while todo:
+        for node in ast.walk(ast.parse(todo.pop().read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            else:
+                continue
+            others |= {name.partition(".")[0] for name in names}
+            more = {source_of(name) for name in names if name.startswith("treeline")} - {None} - seen
+            seen |= more
+            todo += more
+    return {name for name in others if not name.startswith("treeline")}
+
+
+@pytest.mark.parametrize("image", ROOMS)
+def test_an_image_has_every_package_that_its_code_imports(image):
+    has = {*packages(image), *(packages("torch") if image == "runtime" else ())}
+    providers = packages_distributions()
+    missing = {
+        name
+        for name in imported_by(ROOMS[image]) - set(sys.stdlib_module_names) - ELSEWHERE.get(image, set())
+        if not {canonicalize_name(provider) for provider in providers[name]} & has
+    }
+    assert missing == set()
+
+
+def test_the_script_says_what_it_would_run():
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        script = [ROOT / "scripts" / "images.sh", "--dry-run", *words]
+        return subprocess.run(script, capture_output=True, text=True, check=False)
+
+    version = tomllib.loads((ROOT / "operator" / "pyproject.toml").read_text())["project"]["version"]
+    plain = run("--tool", "podman").stdout.splitlines()
+    assert [re.search(r"--tag (\S+)", line)[1] for line in plain] == [
+        f"treeline-operator:{version}",
+        f"treeline-epp:{version}",
+        f"treeline-edge:{version}",
+        f"treeline-runtime:{version}-cpu",
+    ]
+    (several,) = run(
+        "--tool", "docker", "--push", "--platform", "linux/amd64,linux/arm64", "epp"
+    ).stdout.splitlines()
+    assert several.startswith("docker buildx build --file images/epp.Dockerfile")
+    assert "--push" in several
+    pushed = run(
+        "--tool", "buildah", "--push", "--registry", "r.example/t/", "--tag", "x", "runtime-cuda"
+    ).stdout
+    assert "buildah push r.example/t/treeline-runtime:x-cuda" in pushed
+    assert "ACCELERATOR=cuda" in pushed
+    assert "BASE_IMAGE=mine" in run("--tool", "buildah", "--base", "mine", "edge").stdout
+    for wrong in (("nope",), ("--nope",), ("--tool", "nope"), ("--tag",)):
+        refused = run(*wrong)
+        assert refused.returncode == 1
+        assert refused.stderr.startswith("images: ")
+
+
+def test_an_sbom_keeps_what_an_image_has_and_says_where_nothing_lies(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import sbom
+
+    def component(name: str) -> dict[str, object]:
+        return {"bom-ref": name, "name": name, "externalReferences": [{"url": f"file:///somewhere/{name}"}]}
+
+    document = {
+        "metadata": {"tools": []},
+        "components": [component(name) for name in ("treeline_operator", "PyYAML", "torch")],
+        "dependencies": [{"ref": "treeline_operator", "dependsOn": ["PyYAML", "torch"]}, {"ref": "torch"}],
+    }
+    made = sbom.part(document, "edge", {"treeline-operator", "pyyaml"})
+    assert [c["name"] for c in made["components"]] == ["treeline_operator", "PyYAML"]
+    assert "file:" not in str(made)
+    assert made["dependencies"] == [
+        {"ref": "treeline_operator", "dependsOn": ["PyYAML"]},
+        {"ref": "image:edge", "dependsOn": ["treeline_operator"]},
+    ]
+    with pytest.raises(SystemExit, match="zmq"):
+        sbom.part(document, "edge", {"zmq"})
+    assert set(sbom.OWN) == {"operator", "epp", "edge", "runtime-cpu", "runtime-cuda"}
+    assert "nvidia-cublas" in {
+        n.removesuffix("-cu12").removesuffix("-cu13") for n in sbom.contents("runtime-cuda")
+    }
+    assert "torch" not in sbom.contents("epp")

@@ -1,0 +1,135 @@
+"""A real API server takes what the chart and the samples send to it, and the rights are enough for pickers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support import helm
+from support.control_plane import ControlPlane
+from treeline_operator import rbac
+from treeline_operator.api.model import InferenceModel
+from treeline_operator.api.pool import InferencePool
+
+ROOT = Path(__file__).parents[2]
+SAMPLES = sorted((ROOT / "manifests" / "samples").glob("*.yaml"))
+KINDS = {"InferencePool": InferencePool, "InferenceModel": InferenceModel}
+
+
+@pytest.fixture(scope="module")
+def restricted(control_plane: ControlPlane) -> Iterator[str]:
+    """A namespace that admits restricted pods only, and the two that a namespaced install looks after."""
+    label = {
+        "pod-security.kubernetes.io/enforce": "restricted",
+        "pod-security.kubernetes.io/warn": "restricted",
+    }
+    namespaces = ("charts-system", "team-a", "team-b")
+    for name in namespaces:
+        body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": label}}
+        control_plane.request("POST", "/api/v1/namespaces", body)
+    yield namespaces[0]
+    for name in namespaces:
+        control_plane.request("DELETE", f"/api/v1/namespaces/{name}")
+
+
+def try_out(plane: ControlPlane, items: list[dict[str, Any]], *options: str) -> str:
+    """What kubectl says of a server-side dry run of these objects; it fails where one of them is refused."""
+    text = "---\n".join(json.dumps(item) + "\n" for item in items)
+    apply = (
+        "apply",
+        "--server-side",
+        "--force-conflicts",
+        "--dry-run=server",
+        "--validate=strict",
+        "-f",
+        "-",
+    )
+    return plane.kubectl(*apply, *options, stdin=text)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--set", "scope.namespaces={team-a,team-b}"),
+        ("--values", str(Path(__file__).parent / "everything.yaml")),
+    ],
+    ids=["default", "namespaced", "everything"],
+)
+def test_every_rendered_object_is_taken(control_plane, restricted, options):
+    items = helm.render(*options, namespace=restricted)
+    said = try_out(control_plane, items)
+    assert len(said.splitlines()) == len(items)
+
+
+def test_the_plain_install_is_taken(control_plane, restricted):
+    items = list(yaml.safe_load_all((ROOT / "manifests" / "install.yaml").read_text()))
+    # in a dry run its own namespace is not there for the rest
+    moved = [
+        {**i, "metadata": {**i["metadata"], "namespace": restricted}} if "namespace" in i["metadata"] else i
+        for i in items
+    ]
+    try_out(control_plane, moved)
+
+
+def test_the_operators_pods_are_admitted_where_only_restricted_pods_are(control_plane, restricted):
+    (deployment,) = (i for i in helm.render(namespace=restricted) if i["kind"] == "Deployment")
+    template = deployment["spec"]["template"]
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "pod-test"}}
+    control_plane.request("POST", f"/api/v1/namespaces/{restricted}/serviceaccounts", account)
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {**template["metadata"], "name": "operator"},
+        "spec": {**template["spec"], "serviceAccountName": "pod-test"},
+    }
+    control_plane.request("POST", f"/api/v1/namespaces/{restricted}/pods?dryRun=All", pod)
+
+
+def test_the_operator_may_give_pickers_their_rights_and_may_not_read_secrets(control_plane, restricted):
+    """The API server lets nobody grant more than he has: checked with the rights of a namespaced install."""
+    mine = ("Role", "RoleBinding", "ServiceAccount")
+    items = [
+        i
+        for i in helm.render("--set", "scope.namespaces={team-a}", namespace=restricted)
+        if i["kind"] in mine
+    ]
+    control_plane.kubectl("apply", "-f", "-", stdin="---\n".join(json.dumps(i) + "\n" for i in items))
+    operator = control_plane.service_account(restricted, "treeline-operator")
+    role = {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "Role",
+        "metadata": {"name": "picker", "namespace": "team-a"},
+        "rules": [need.rule() for need in rbac.PICKER],
+    }
+    apply = ("apply", "--server-side", "--dry-run=server", "--validate=false", "-f", "-")
+    control_plane.kubectl(*apply, kubeconfig=operator, stdin=json.dumps(role))
+    role["rules"].append({"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]})
+    refused = control_plane.kubectl(*apply, kubeconfig=operator, stdin=json.dumps(role), check=False)
+    assert "attempting to grant RBAC permissions not currently held" in refused
+    for verb in ("get", "list", "watch"):
+        answer = control_plane.kubectl(
+            "auth", "can-i", verb, "secrets", "--namespace=team-a", kubeconfig=operator, check=False
+        )
+        assert not answer.startswith("yes")
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.stem)
+def test_a_sample_is_taken_by_the_api_server(control_plane, namespace, sample):
+    items = list(yaml.safe_load_all(sample.read_text()))
+    said = try_out(control_plane, items, "--namespace", namespace)
+    assert len(said.splitlines()) == len(items)
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.stem)
+def test_a_sample_is_what_the_operator_understands(sample):
+    text = sample.read_text()
+    head = text.split("apiVersion", 1)[0]
+    assert "# Needs:" in head
+    assert f"kubectl apply -f manifests/samples/{sample.name}" in head
+    for item in yaml.safe_load_all(text):
+        KINDS[item["kind"]].from_object(item, strict=True)

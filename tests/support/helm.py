@@ -1,0 +1,41 @@
+"""The helm that the project builds, for tests that render the chart."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from support.control_plane import Missing, programs
+
+CHART = Path(__file__).parents[2] / "charts" / "treeline"
+
+
+@cache
+def _program() -> Path | Missing:
+    try:
+        return programs("helm")["helm"] / "helm"
+    except Missing as missing:
+        return missing
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run helm. Where it is not built the test is skipped and says how to; with the variable CI set it fails."""
+    program = _program()
+    if isinstance(program, Missing):
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(str(program))
+    return subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+def render(
+    *options: str, namespace: str = "treeline-system", release: str = "treeline"
+) -> list[dict[str, Any]]:
+    """The chart's objects; a failure fails with what helm said."""
+    done = run("template", release, str(CHART), "--namespace", namespace, *options)
+    assert done.returncode == 0, done.stderr
+    return [item for item in yaml.safe_load_all(done.stdout) if item]
