@@ -97,7 +97,7 @@ async def test_it_is_accepted_its_pods_are_let_in_and_it_rests(
 
         async def let_in(wanted: dict[str, int] = wanted, ours: InferencePool = ours) -> bool:
             pods = (await observed(cluster, namespace, ours)).pods
-            there = {name: 0 for name in wanted}
+            there = dict.fromkeys(wanted, 0)
             for pod in pods:
                 there[f"treeline-{pod.object['metadata']['labels']['treeline.dev/component']}"] += 1
             return all(there[name] >= count for name, count in wanted.items())
