@@ -136,7 +136,7 @@ INFO: Final[dict[Reason, ReasonInfo]] = {
     _R.RECONCILE_FAILED: ReasonInfo(
         False,
         "The API server refuses something that the operator writes; the message quotes it.",
-        "Correct what the message names (a quota, a policy, a right of the operator); the operator tries again by itself.",
+        "Correct what the message names (a quota, a policy, a right); the operator tries again by itself.",
     ),
     _R.DELETING: ReasonInfo(
         None, "The object is being deleted.", "Wait for the pods to drain; drain.timeoutSeconds bounds it."
@@ -178,7 +178,7 @@ INFO: Final[dict[Reason, ReasonInfo]] = {
     _R.PROBE_FAILING: ReasonInfo(
         False,
         "A container runs but its probe fails.",
-        "See the pod's log; set model.size if the model needs longer to load, and engine.port if the server listens elsewhere.",
+        "See the pod's log; set model.size if loading takes longer, engine.port if the server listens elsewhere.",
     ),
     _R.CONFIG_ERROR: ReasonInfo(
         False,
@@ -232,7 +232,7 @@ INFO: Final[dict[Reason, ReasonInfo]] = {
     _R.DOWNLOAD_FAILED: ReasonInfo(
         False,
         "The download of the weights fails; the message says why.",
-        "Correct model.uri or model.tokenSecretRef (gated models need a token with access), or allow egress to the source.",
+        "Correct model.uri or model.tokenSecretRef (gated models need a token), or allow egress to the source.",
     ),
     _R.MODEL_TOO_LARGE: ReasonInfo(
         False,
@@ -248,7 +248,7 @@ INFO: Final[dict[Reason, ReasonInfo]] = {
     _R.PICKER_NOT_READY: ReasonInfo(
         False,
         "No pod of the picker is ready.",
-        "See the picker's pods (`kubectl get pods -l treeline.dev/component=epp`); with FailOpen requests are served meanwhile.",
+        "See its pods (`kubectl get pods -l treeline.dev/component=epp`); with FailOpen requests are served meanwhile.",
     ),
     _R.PICKER_NOT_SYNCED: ReasonInfo(
         None,
@@ -289,7 +289,7 @@ INFO: Final[dict[Reason, ReasonInfo]] = {
     _R.ADDRESS_PENDING: ReasonInfo(
         None,
         "The load balancer has no address yet.",
-        "Wait; if it stays, the cluster has no load balancers: set gateway.standalone.serviceType to ClusterIP or NodePort.",
+        "Wait; a cluster without load balancers needs gateway.standalone.serviceType ClusterIP or NodePort.",
     ),
     _R.ROUTE_ACCEPTED: ReasonInfo(True, "Every parent accepts the route."),
     _R.ROUTE_PENDING: ReasonInfo(

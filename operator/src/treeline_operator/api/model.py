@@ -7,7 +7,18 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints
 from typing_extensions import TypedDict
 
-from treeline_operator.api.parts import Condition, NamedRef, ObjectMeta, Part, Resource
+from treeline_operator.api.parts import (
+    BY_TYPE,
+    DOCUMENTED,
+    LIST_MAP,
+    Condition,
+    NamedRef,
+    ObjectMeta,
+    Part,
+    Resource,
+)
+from treeline_operator.api.rules import Rule
+from treeline_operator.names import MAX_NAME
 
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^\S+$")]
 
@@ -24,30 +35,61 @@ class TargetModel(Part):
 class ModelSpec(Part):
     """What the model is to be."""
 
+    RULES = (
+        Rule(
+            "!has(self.targetModels) || self.targetModels.all(t, has(t.weight))"
+            " || self.targetModels.all(t, !has(t.weight))",
+            "some targets have a weight and some have none: give every target a weight, or none",
+            lambda m: len({target.weight is None for target in m.target_models}) <= 1,
+            field=".targetModels",
+        ),
+        Rule(
+            "!has(self.fallbackPools) || self.fallbackPools.all(p, p.name != self.poolRef.name)",
+            "the pool is its own fallback: remove it from fallbackPools",
+            lambda m: all(pool.name != m.pool_ref.name for pool in m.fallback_pools),
+            field=".fallbackPools",
+        ),
+    )
+
     model_name: ModelName
     """Name that clients ask for in `model`. Unique in the namespace's gateway; of two the oldest holds it."""
     pool_ref: NamedRef
     """The InferencePool that serves it."""
     criticality: Literal["Critical", "Standard", "Sheddable"] = "Standard"
     """A Sheddable request is refused with 429 when every endpoint that it may use is saturated."""
-    target_models: Annotated[tuple[TargetModel, ...], Field(max_length=10)] = ()
+    target_models: Annotated[tuple[TargetModel, ...], Field(max_length=10, json_schema_extra=LIST_MAP)] = ()
     """What answers; absent means the pool's model of the same name."""
-    fallback_pools: Annotated[tuple[NamedRef, ...], Field(max_length=5)] = ()
+    fallback_pools: Annotated[tuple[NamedRef, ...], Field(max_length=5, json_schema_extra=LIST_MAP)] = ()
     """Pools that serve the name, in this order, when the pool has no usable endpoint."""
 
 
+@DOCUMENTED
 class ModelStatus(TypedDict, total=False):
     """What the model is."""
 
     observedGeneration: int
-    conditions: list[Condition]
+    """The generation of the spec that the status is about."""
+    conditions: Annotated[list[Condition], Field(max_length=16, json_schema_extra=BY_TYPE)]
+    """What holds of the model."""
     conflictingModel: str
+    """The InferenceModel that has the name."""
 
 
 class InferenceModel(Resource):
     """A name that clients may ask for, served by a pool."""
 
+    RULES = (
+        Rule(
+            f"self.metadata.name.size() <= {MAX_NAME}",
+            f"the name of the object is too long: use {MAX_NAME} characters or fewer; modelName may have 256",
+            lambda m: len(m.name) <= MAX_NAME,
+            field=".metadata.name",
+        ),
+    )
+
     kind: Literal["InferenceModel"] = "InferenceModel"
     metadata: ObjectMeta
     spec: ModelSpec
+    """What the model is to be."""
     status: ModelStatus = Field(default_factory=ModelStatus)
+    """What the model is, written by the operator."""

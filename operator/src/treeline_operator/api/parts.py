@@ -7,17 +7,21 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints, WithJsonSchema, with_config
 from pydantic.alias_generators import to_camel
 from typing_extensions import TypedDict
+
+from treeline_operator.api.rules import Rule, Ruled
 
 GROUP: Final = "treeline.dev"
 VERSION: Final = "v1alpha1"
 API_VERSION: Final = f"{GROUP}/{VERSION}"
 
 QUANTITY_PATTERN: Final = (
-    r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?[0-9]+))?$"
+    r"^\+?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?[0-9]+))?$"
 )
+SHORT_NAME_PATTERN: Final = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
+"""A name from which names of Services are made: it starts with a letter."""
 DNS_LABEL_PATTERN: Final = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 DNS_NAME_PATTERN: Final = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 
@@ -45,15 +49,33 @@ def _quantity_text(value: Any) -> Any:
 
 
 Quantity = Annotated[
-    str, BeforeValidator(_quantity_text), StringConstraints(pattern=QUANTITY_PATTERN, max_length=64)
+    str,
+    BeforeValidator(_quantity_text),
+    StringConstraints(pattern=QUANTITY_PATTERN, max_length=64),
+    WithJsonSchema(
+        {
+            "x-kubernetes-int-or-string": True,
+            "anyOf": [{"type": "integer"}, {"type": "string"}],
+            "pattern": QUANTITY_PATTERN,
+            "maxLength": 64,
+            "minimum": 0,
+        }
+    ),
 ]
-"""A Kubernetes quantity as written; ``quantity`` gives its value."""
+"""A Kubernetes quantity as written, none below zero; ``quantity`` gives its value."""
+
+LIST_MAP: Final[dict[str, Any]] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
+"""Schema of a list whose items are told apart by their names."""
+BY_TYPE: Final[dict[str, Any]] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
+SET: Final[dict[str, Any]] = {"x-kubernetes-list-type": "set"}
+FOREIGN: Final[dict[str, Any]] = {"x-kubernetes-preserve-unknown-fields": True}
+"""Schema of a fragment that belongs to another API and is kept as it is."""
 
 DnsLabel = Annotated[str, StringConstraints(pattern=DNS_LABEL_PATTERN, min_length=1, max_length=63)]
 DnsName = Annotated[str, StringConstraints(pattern=DNS_NAME_PATTERN, min_length=1, max_length=253)]
 
 
-class Part(BaseModel):
+class Part(Ruled):
     """The base of everything in a spec: immutable, camelCase outside, snake_case inside, no unknown fields."""
 
     model_config = ConfigDict(
@@ -81,12 +103,12 @@ class ObjectMeta(Part):
     annotations: dict[str, str] = Field(default_factory=dict)
 
 
-class Resource(BaseModel):
+class Resource(Ruled):
     """The base of our kinds."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    api_version: Literal["treeline.dev/v1alpha1"] = Field(API_VERSION, alias="apiVersion")
+    api_version: Literal["treeline.dev/v1alpha1"] = Field(default="treeline.dev/v1alpha1", alias="apiVersion")
     kind: str
     metadata: ObjectMeta
 
@@ -149,6 +171,29 @@ class Resources(Part):
 class Toleration(Part):
     """A taint that the pods accept, as in a PodSpec."""
 
+    RULES = (
+        Rule(
+            "has(self.key) || self.operator == 'Exists'",
+            "a toleration without a key tolerates every taint: set operator to Exists, or name the key",
+            lambda t: t.key is not None or t.operator == "Exists",
+            field=".operator",
+        ),
+        Rule(
+            "!has(self.value) || self.operator == 'Equal'",
+            "operator Exists does not look at the value: remove value, or set operator to Equal",
+            lambda t: t.value is None or t.operator == "Equal",
+            field=".value",
+            reason="FieldValueForbidden",
+        ),
+        Rule(
+            "!has(self.tolerationSeconds) || (has(self.effect) && self.effect == 'NoExecute')",
+            "tolerationSeconds has a meaning for effect NoExecute only: set the effect, or remove tolerationSeconds",
+            lambda t: t.toleration_seconds is None or t.effect == "NoExecute",
+            field=".tolerationSeconds",
+            reason="FieldValueForbidden",
+        ),
+    )
+
     key: Annotated[str, Field(max_length=316)] | None = None
     """Key of the taint; absent means every key."""
     operator: Literal["Exists", "Equal"] = "Equal"
@@ -161,12 +206,23 @@ class Toleration(Part):
     """How long a NoExecute taint is borne; absent means for ever."""
 
 
+DOCUMENTED: Final = with_config(ConfigDict(use_attribute_docstrings=True))
+"""Makes a TypedDict's docstrings its schema's descriptions."""
+
+
+@DOCUMENTED
 class Condition(TypedDict):
-    """One condition of a status, as `metav1.Condition`."""
+    """One condition, as `metav1.Condition`."""
 
     type: Annotated[str, StringConstraints(max_length=316)]
+    """What is judged."""
     status: Literal["True", "False", "Unknown"]
+    """The judgement."""
     reason: Annotated[str, StringConstraints(max_length=1024)]
+    """Why, as one word; docs/operations.md lists them."""
     message: Annotated[str, StringConstraints(max_length=32768)]
-    lastTransitionTime: str
+    """Why, in words, with what to do."""
+    lastTransitionTime: Annotated[str, Field(json_schema_extra={"format": "date-time"})]
+    """When the status changed last."""
     observedGeneration: int
+    """The generation that was judged."""

@@ -1,0 +1,214 @@
+"""Owns what runs in a pod: the accelerator, the engine, and which setting means something to which engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Final, Literal
+
+from pydantic import Field, StringConstraints
+from pydantic.alias_generators import to_snake
+from treeline_wire import ports
+
+from treeline_operator.api.parts import LIST_MAP, DnsName, Part, Resources, Toleration
+from treeline_operator.api.rules import Rule
+from treeline_operator.api.source import Uri
+
+Text = Annotated[str, StringConstraints(max_length=1024)]
+Image = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"^\S+$")]
+EngineType = Literal["treeline", "sglang", "vllm", "custom"]
+RESOURCE_NAME: Final = "nvidia.com/gpu"
+
+SETTINGS: Final[Mapping[str, tuple[EngineType, ...]]] = {
+    "contextLength": ("treeline", "sglang", "vllm"),
+    "memoryFraction": ("treeline", "sglang", "vllm"),
+    "pageSize": ("treeline", "sglang", "vllm"),
+    "maxRunningRequests": ("treeline", "sglang", "vllm"),
+    "maxQueuedRequests": ("treeline", "sglang"),
+    "chunkedPrefillSize": ("treeline", "sglang", "vllm"),
+    "maxTotalTokens": ("treeline", "sglang"),
+    "dtype": ("treeline", "sglang", "vllm"),
+    "threads": ("treeline",),
+    "evictionPolicy": ("treeline", "sglang"),
+    "schedulePolicy": ("treeline", "sglang", "vllm"),
+}
+"""Setting → the engines that have it. For the others it is refused, since it would be ignored."""
+
+
+KV_PORTS: Final = frozenset({ports.EVENTS, ports.REPLAY, ports.LOAD})
+
+
+def _setting_rule(setting: str, engines: tuple[EngineType, ...]) -> Rule:
+    attribute = to_snake(setting)
+    return Rule(
+        f"!has(self.{setting}) || self.type in {list(engines)}",
+        f"{setting} is a setting of {' and '.join(engines)}: remove it, or pass the engine's own flag in args",
+        lambda e: getattr(e, attribute) is None or e.type in engines,
+        field=f".{setting}",
+        reason="FieldValueForbidden",
+    )
+
+
+_NVIDIA_ONLY: Final = "has a meaning for type nvidia only: remove it, or set type to nvidia"
+
+
+class Accelerator(Part):
+    """What a pod computes on."""
+
+    RULES = (
+        Rule(
+            "self.type == 'nvidia' || self.count == 1",
+            f"count {_NVIDIA_ONLY}; CPUs are asked for by engine.resources",
+            lambda a: a.is_gpu or a.count == 1,
+            field=".count",
+            reason="FieldValueForbidden",
+        ),
+        Rule(
+            "self.type == 'nvidia' || !has(self.class)",
+            f"class {_NVIDIA_ONLY}; choose nodes by template.spec.nodeSelector",
+            lambda a: a.is_gpu or a.class_ is None,
+            field=".class",
+            reason="FieldValueForbidden",
+        ),
+        Rule(
+            f"self.type == 'nvidia' || self.resourceName == '{RESOURCE_NAME}'",
+            f"resourceName {_NVIDIA_ONLY}",
+            lambda a: a.is_gpu or a.resource_name == RESOURCE_NAME,
+            field=".resourceName",
+            reason="FieldValueForbidden",
+        ),
+        Rule(
+            "self.type == 'nvidia' || !has(self.tolerations) || self.tolerations.size() == 0",
+            f"tolerations {_NVIDIA_ONLY}; for other taints there is template.spec.tolerations",
+            lambda a: a.is_gpu or not a.tolerations,
+            field=".tolerations",
+            reason="FieldValueForbidden",
+        ),
+    )
+
+    type: Literal["cpu", "nvidia"] = "cpu"
+    """Kind of device."""
+    count: Annotated[int, Field(ge=1, le=16)] = 1
+    """Devices per pod. For type nvidia."""
+    class_: Annotated[str, StringConstraints(min_length=1, max_length=63)] | None = Field(
+        default=None, alias="class"
+    )
+    """Product of the device: value of the node label `nvidia.com/gpu.product`. For type nvidia."""
+    runtime_class_name: DnsName | None = None
+    """RuntimeClass of the pods, where the device needs one."""
+    resource_name: Annotated[
+        str, StringConstraints(max_length=253, pattern=r"^[a-z0-9.-]+/[A-Za-z0-9_.-]+$")
+    ] = RESOURCE_NAME
+    """Extended resource by which the device is asked for. For type nvidia."""
+    tolerations: Annotated[tuple[Toleration, ...], Field(max_length=16)] = ()
+    """Taints of the nodes that have the device. For type nvidia."""
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.type != "cpu"
+
+
+class Adapter(Part):
+    """A LoRA adapter."""
+
+    name: Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^\S+$")]
+    """Name under which clients ask for the adapter."""
+    uri: Uri
+    """Where the adapter's weights are."""
+
+
+class Engine(Part):
+    """The server in the pods and its settings. A setting that the engine does not have is refused."""
+
+    RULES = (
+        *(_setting_rule(setting, engines) for setting, engines in SETTINGS.items()),
+        Rule(
+            "self.type != 'custom' || has(self.image)",
+            "engine custom has no image of its own: set engine.image",
+            lambda e: e.type != "custom" or e.image is not None,
+            field=".image",
+            reason="FieldValueRequired",
+        ),
+        Rule(
+            "self.type != 'treeline' || self.tensorParallel == 1",
+            "engine treeline computes on one device: remove tensorParallel, or use engine sglang or vllm",
+            lambda e: e.type != "treeline" or e.tensor_parallel == 1,
+            field=".tensorParallel",
+            reason="FieldValueForbidden",
+        ),
+        Rule(
+            "self.type != 'treeline' || self.dataParallel == 1",
+            "engine treeline runs one copy of the model in a pod: remove dataParallel and raise replicas",
+            lambda e: e.type != "treeline" or e.data_parallel == 1,
+            field=".dataParallel",
+            reason="FieldValueForbidden",
+        ),
+        Rule(
+            "self.type != 'treeline' || !has(self.adapters) || self.adapters.size() == 0",
+            "engine treeline cannot load adapters: remove adapters, or use engine sglang or vllm",
+            lambda e: e.type != "treeline" or not e.adapters,
+            field=".adapters",
+            reason="FieldValueForbidden",
+        ),
+        Rule(
+            "self.type != 'custom' || (self.tensorParallel == 1 && self.dataParallel == 1)",
+            "the flags of a custom engine are not known: remove tensorParallel and dataParallel and use args",
+            lambda e: e.type != "custom" or (e.tensor_parallel == 1 and e.data_parallel == 1),
+            reason="FieldValueForbidden",
+        ),
+        Rule(
+            "self.type != 'custom' || !has(self.adapters) || self.adapters.size() == 0",
+            "the flags of a custom engine are not known: remove adapters and use args",
+            lambda e: e.type != "custom" or not e.adapters,
+            field=".adapters",
+            reason="FieldValueForbidden",
+        ),
+        Rule(
+            f"self.type == 'custom' || !(self.port in {sorted(KV_PORTS)})",
+            f"ports {', '.join(map(str, sorted(KV_PORTS)))} are those of cache events and load reports: choose another",
+            lambda e: e.type == "custom" or e.port not in KV_PORTS,
+            field=".port",
+        ),
+    )
+
+    type: EngineType = "treeline"
+    """Which server runs."""
+    image: Image | None = None
+    """Image of the runtime container; absent means the operator's default for the engine. `custom` needs one."""
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    """When the image is pulled."""
+    command: Annotated[tuple[Text, ...], Field(max_length=64)] = ()
+    """Replaces the image's entry point."""
+    args: Annotated[tuple[Text, ...], Field(max_length=128)] = ()
+    """Arguments that follow those made from the settings."""
+    port: Annotated[int, Field(ge=1024, le=65535)] = 8000
+    """Port of the OpenAI API in the pod."""
+    context_length: Annotated[int, Field(ge=1)] | None = None
+    """Longest prompt and answer together, in tokens."""
+    memory_fraction: Annotated[float, Field(ge=0.05, le=0.99)] | None = None
+    """Part of the device's memory for weights and KV cache."""
+    page_size: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Tokens per page of the KV cache."""
+    tensor_parallel: Annotated[int, Field(ge=1, le=16)] = 1
+    """Devices over which each layer is split. For engines sglang and vllm."""
+    data_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Copies of the model in one pod. For engines sglang and vllm."""
+    max_running_requests: Annotated[int, Field(ge=1)] | None = None
+    """Requests that are computed at once."""
+    max_queued_requests: Annotated[int, Field(ge=0)] | None = None
+    """Requests that may wait; one more is refused."""
+    chunked_prefill_size: Annotated[int, Field(ge=1)] | None = None
+    """Most tokens of prompt in one step."""
+    max_total_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Tokens that the KV cache holds."""
+    dtype: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]+$", max_length=32)] | None = None
+    """Number format of weights and activations, in the engine's words."""
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Threads of computation."""
+    eviction_policy: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_-]+$", max_length=32)] | None = None
+    """Which pages leave the prefix cache first, in the engine's words."""
+    schedule_policy: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_-]+$", max_length=32)] | None = None
+    """Which waiting request is next, in the engine's words."""
+    adapters: Annotated[tuple[Adapter, ...], Field(max_length=64, json_schema_extra=LIST_MAP)] = ()
+    """LoRA adapters that are served beside the model. For engines sglang and vllm."""
+    resources: Resources | None = None
+    """Resources of the runtime container."""

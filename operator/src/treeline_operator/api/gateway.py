@@ -1,0 +1,149 @@
+"""Owns what the pools of a gateway share: the picker, our own Envoy, the parents of Gateway API."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
+
+from treeline_operator.api.engine import Image, Text
+from treeline_operator.api.parts import (
+    DNS_NAME_PATTERN,
+    SET,
+    SHORT_NAME_PATTERN,
+    DnsLabel,
+    DnsName,
+    NamedRef,
+    Part,
+    Resources,
+)
+from treeline_operator.api.rules import Rule
+from treeline_operator.names import MAX_NAME
+
+
+class PickerParameters(Part):
+    """Parameters of the picker."""
+
+    max_ttft_seconds: Annotated[float, Field(gt=0, le=3600)] | None = None
+    """An endpoint counts as saturated when a request would wait longer than this for its turn."""
+    max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] | None = None
+    """Longest request body; a longer one is answered 413."""
+
+
+class EndpointPicker(Part):
+    """The picker, which chooses the pod for every request. Shared by the pools of a gateway."""
+
+    policy: Literal["treeline", "round_robin", "random"] = "treeline"
+    """How a pod is chosen: by cached prefix and load, in turn, or by chance."""
+    parameters: PickerParameters = Field(default_factory=PickerParameters)
+    """Parameters of the picker."""
+    failure_mode: Literal["FailOpen", "FailClose"] = "FailOpen"
+    """Without a picker: FailOpen sends requests to any ready pod, FailClose refuses them."""
+    replicas: Annotated[int, Field(ge=1, le=10)] = 1
+    """Pickers. Each builds its own view of the caches."""
+    resources: Resources | None = None
+    """Resources of the picker's container."""
+    image: Image | None = None
+    """Image of the picker; absent means the operator's default."""
+
+
+class Tls(Part):
+    """TLS towards the clients."""
+
+    secret_ref: NamedRef
+    """Secret of type kubernetes.io/tls. The operator never reads it; Envoy mounts it."""
+
+
+class Standalone(Part):
+    """The Envoy that the operator runs. Shared by the pools of a gateway."""
+
+    service_type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
+    """Type of the Service in front of Envoy."""
+    port: Annotated[int, Field(ge=1, le=65535)] = 80
+    """Port of the Service."""
+    replicas: Annotated[int, Field(ge=1, le=20)] = 1
+    """Envoys."""
+    resources: Resources | None = None
+    """Resources of Envoy's container."""
+    image: Image | None = None
+    """Image of Envoy; absent means the operator's default."""
+    annotations: Annotated[dict[str, Text], Field(max_length=32)] = Field(default_factory=dict)
+    """Annotations of the Service, for the cloud's load balancer."""
+    api_keys_secret_ref: NamedRef | None = None
+    """Secret with an API key per client: its keys are the clients' names, its values the API keys. Absent means that
+    anybody who reaches the Service is served."""
+    tls: Tls | None = None
+    """TLS towards the clients; absent means plain HTTP."""
+
+
+class ParentRef(Part):
+    """A Gateway (Gateway API) whose listeners serve the pool."""
+
+    group: Annotated[str, StringConstraints(max_length=253)] = "gateway.networking.k8s.io"
+    """API group of the parent."""
+    kind: Annotated[str, StringConstraints(min_length=1, max_length=63)] = "Gateway"
+    """Kind of the parent."""
+    namespace: DnsLabel | None = None
+    """Namespace of the parent; absent means the pool's."""
+    name: DnsName
+    """Name of the parent."""
+    section_name: DnsName | None = None
+    """One listener of the parent; absent means all."""
+    port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port of the parent's listeners; absent means all."""
+
+
+Hostname = Annotated[
+    str,
+    StringConstraints(pattern=r"^(\*\.)?" + DNS_NAME_PATTERN[1:], min_length=1, max_length=253),
+]
+
+
+class Gateway(Part):
+    """How clients reach the pool: an Envoy of our own, or a Gateway that exists."""
+
+    RULES = (
+        Rule(
+            "!has(self.standalone) || !has(self.parentRefs) || self.parentRefs.size() == 0",
+            "parentRefs means that your Gateway serves the pool and no Envoy of ours runs:"
+            " remove standalone, or remove parentRefs",
+            lambda g: g.standalone is None or not g.parent_refs,
+            reason="FieldValueForbidden",
+        ),
+        Rule(
+            "!has(self.hostnames) || self.hostnames.size() == 0"
+            " || (has(self.parentRefs) && self.parentRefs.size() > 0)",
+            "host names are matched by a Gateway; our own Envoy serves every name: remove hostnames, or set parentRefs",
+            lambda g: not g.hostnames or bool(g.parent_refs),
+            field=".hostnames",
+            reason="FieldValueForbidden",
+        ),
+        Rule(
+            "!has(self.parentRefs) || self.parentRefs.all(a, self.parentRefs.exists_one(b, a == b))",
+            "a parent is named twice: remove one of them",
+            lambda g: all(g.parent_refs.count(parent) == 1 for parent in g.parent_refs),
+            field=".parentRefs",
+            reason="FieldValueDuplicate",
+        ),
+    )
+
+    name: Annotated[str, StringConstraints(pattern=SHORT_NAME_PATTERN, min_length=1, max_length=MAX_NAME)] = (
+        "treeline"
+    )
+    """Pools of a namespace with the same gateway name share a picker and a URL. Where their settings conflict, those of
+    the oldest pool hold."""
+    standalone: Standalone | None = None
+    """Settings of our own Envoy. Not with parentRefs."""
+    parent_refs: Annotated[tuple[ParentRef, ...], Field(max_length=16)] = ()
+    """Gateways (Gateway API) to attach to, instead of an Envoy of our own."""
+    hostnames: Annotated[tuple[Hostname, ...], Field(max_length=16, json_schema_extra=SET)] = ()
+    """Host names of the HTTPRoute. Only with parentRefs."""
+
+    @property
+    def mode(self) -> Literal["standalone", "gateway-api"]:
+        return "gateway-api" if self.parent_refs else "standalone"
+
+    @property
+    def edge(self) -> Standalone:
+        """The settings of our own Envoy, where it is used; the defaults if nothing is said of it."""
+        return self.standalone or Standalone()

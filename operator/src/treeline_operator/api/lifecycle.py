@@ -1,0 +1,169 @@
+"""Owns how many pods there are and how they change: autoscaling, drain, rollout, roles."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, WithJsonSchema
+
+from treeline_operator.api.parts import FOREIGN, Part
+from treeline_operator.api.rules import Rule
+
+Foreign = Annotated[dict[str, Any], WithJsonSchema({"type": "object", **FOREIGN})]
+"""An object of another API, kept as it is."""
+
+
+class Hpa(Part):
+    """A HorizontalPodAutoscaler (autoscaling/v2) that owns the replicas."""
+
+    metrics: Annotated[tuple[Foreign, ...], Field(min_length=1, max_length=16)]
+    """Metrics, each an autoscaling/v2 MetricSpec."""
+    behavior: Foreign | None = None
+    """How fast it scales: an autoscaling/v2 HorizontalPodAutoscalerBehavior."""
+
+
+class Keda(Part):
+    """A KEDA ScaledObject that owns the replicas."""
+
+    triggers: Annotated[tuple[Foreign, ...], Field(min_length=1, max_length=16)]
+    """Triggers, each a trigger of a keda.sh/v1alpha1 ScaledObject."""
+    polling_interval: Annotated[int, Field(ge=1)] | None = None
+    """Seconds between looks at the triggers."""
+    cooldown_period: Annotated[int, Field(ge=0)] | None = None
+    """Seconds after the last active trigger until the pool goes to zero."""
+
+
+class Autoscaling(Part):
+    """Who owns the replicas."""
+
+    RULES = (
+        Rule(
+            "self.type != 'None' || (!has(self.minReplicas) && !has(self.maxReplicas))",
+            "type None follows spec.replicas: remove minReplicas and maxReplicas, or set type to HPA or KEDA",
+            lambda a: a.type != "None" or (a.min_replicas is None and a.max_replicas is None),
+            reason="FieldValueForbidden",
+        ),
+        Rule(
+            "self.type == 'HPA' || !has(self.hpa)",
+            "hpa has a meaning for type HPA only: remove it, or set type to HPA",
+            lambda a: a.type == "HPA" or a.hpa is None,
+            field=".hpa",
+            reason="FieldValueForbidden",
+        ),
+        Rule(
+            "self.type == 'KEDA' || !has(self.keda)",
+            "keda has a meaning for type KEDA only: remove it, or set type to KEDA",
+            lambda a: a.type == "KEDA" or a.keda is None,
+            field=".keda",
+            reason="FieldValueForbidden",
+        ),
+        Rule(
+            "self.type != 'HPA' || has(self.hpa)",
+            "type HPA needs to know by what to scale: set hpa.metrics",
+            lambda a: a.type != "HPA" or a.hpa is not None,
+            field=".hpa",
+            reason="FieldValueRequired",
+        ),
+        Rule(
+            "self.type != 'KEDA' || has(self.keda)",
+            "type KEDA needs to know by what to scale: set keda.triggers",
+            lambda a: a.type != "KEDA" or a.keda is not None,
+            field=".keda",
+            reason="FieldValueRequired",
+        ),
+        Rule(
+            "self.type == 'None' || has(self.maxReplicas)",
+            "an autoscaler needs an upper bound: set maxReplicas",
+            lambda a: a.type == "None" or a.max_replicas is not None,
+            field=".maxReplicas",
+            reason="FieldValueRequired",
+        ),
+        Rule(
+            "!has(self.minReplicas) || !has(self.maxReplicas) || self.minReplicas <= self.maxReplicas",
+            "minReplicas is more than maxReplicas: lower the one or raise the other",
+            lambda a: a.min_replicas is None or a.max_replicas is None or a.min_replicas <= a.max_replicas,
+            field=".minReplicas",
+        ),
+        Rule(
+            "self.type != 'HPA' || !has(self.minReplicas) || self.minReplicas > 0",
+            "a HorizontalPodAutoscaler cannot wake a pool from zero: set minReplicas to 1 or more, or use type KEDA",
+            lambda a: a.type != "HPA" or a.min_replicas is None or a.min_replicas > 0,
+            field=".minReplicas",
+        ),
+    )
+
+    type: Literal["None", "HPA", "KEDA"] = "None"
+    """None: you, by spec.replicas. HPA and KEDA: an object that the operator makes and that sets spec.replicas."""
+    min_replicas: Annotated[int, Field(ge=0, le=1000)] | None = None
+    """Fewest replicas; absent means 1. Zero needs KEDA."""
+    max_replicas: Annotated[int, Field(ge=1, le=1000)] | None = None
+    """Most replicas."""
+    hpa: Hpa | None = None
+    """Settings of type HPA."""
+    keda: Keda | None = None
+    """Settings of type KEDA."""
+
+
+class Drain(Part):
+    """How a pod ends."""
+
+    timeout_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
+    """Longest time that running requests get to end. Grace period, preStop and timeouts follow from it."""
+
+
+class Rollout(Part):
+    """How a change reaches the pods."""
+
+    RULES = (
+        Rule(
+            "self.maxSurge > 0 || self.maxUnavailable > 0",
+            "with neither a pod more nor a pod less nothing can be replaced: raise maxSurge or maxUnavailable",
+            lambda r: r.max_surge > 0 or r.max_unavailable > 0,
+        ),
+        Rule(
+            "self.strategy != 'Replace' || self.maxSurge <= 1",
+            "strategy Replace starts no pod above replicas: remove maxSurge, or use strategy SurgeIfCapacity",
+            lambda r: r.strategy != "Replace" or r.max_surge <= 1,
+            field=".maxSurge",
+            reason="FieldValueForbidden",
+        ),
+    )
+
+    strategy: Literal["SurgeIfCapacity", "Replace"] = "SurgeIfCapacity"
+    """SurgeIfCapacity starts new pods beside the old ones; where there is no room it takes as many old pods away as
+    maxUnavailable allows. Replace takes old pods away first, one or maxUnavailable at a time."""
+    max_surge: Annotated[int, Field(ge=0, le=1000)] = 1
+    """Pods above replicas while rolling. For strategy SurgeIfCapacity."""
+    max_unavailable: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Pods below replicas while rolling."""
+    paused: bool = False
+    """Keep old and new pods as they are."""
+    template_version: Annotated[int, Field(ge=1)] | None = None
+    """Use at least this version of the operator's pod template. An operator upgrade rolls no pods until this is
+    raised."""
+
+
+class Role(Part):
+    """One role of a pool that separates prefill from decode."""
+
+    RULES = (
+        Rule(
+            "self.name == 'both'",
+            "the runtime cannot pass a prefill's cache to a decode yet: use role both, or remove roles",
+            lambda r: r.name == "both",
+            field=".name",
+            reason="FieldValueForbidden",
+        ),
+        Rule(
+            "self.name != 'both' || !has(self.replicas)",
+            "the pods of role both are counted by spec.replicas: remove replicas here",
+            lambda r: r.name != "both" or r.replicas is None,
+            field=".replicas",
+            reason="FieldValueForbidden",
+        ),
+    )
+
+    name: Literal["both", "prefill", "decode"]
+    """What the pods of this role do."""
+    replicas: Annotated[int, Field(ge=0, le=1000)] | None = None
+    """Pods of this role."""

@@ -1,0 +1,177 @@
+"""Owns where a model comes from: URIs, caches, tokens."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final, Literal, NamedTuple
+
+from pydantic import AfterValidator, Field, StringConstraints
+
+from treeline_operator.api.parts import SET, DnsName, KeyRef, Part, Quantity, quantity
+from treeline_operator.api.rules import KEYWORD, Rule
+
+Scheme = Literal["hf", "pvc", "path", "builtin"]
+
+_FORMS: Final[tuple[tuple[str, str, str], ...]] = (
+    (
+        "hf://",
+        r"^hf://[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*(@[A-Za-z0-9_./-]+)?$",
+        "hf:// needs an organisation and a name: write hf://org/name or hf://org/name@revision",
+    ),
+    (
+        "pvc://",
+        r"^pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/[^/]+)*$",
+        "pvc:// needs the name of a claim and a path in it: write pvc://claim/path",
+    ),
+    ("path://", r"^path://(/[^/]+)+$", "path:// needs an absolute directory: write path:///models/name"),
+    (
+        "builtin://",
+        r"^builtin://[a-z0-9][-a-z0-9]*$",
+        "builtin:// needs a model of the image: write builtin://tiny",
+    ),
+)
+_SCHEMES: Final = "write hf://org/name, pvc://claim/path, path:///directory or builtin://tiny"
+
+
+def _check_uri(uri: str) -> str:
+    for scheme, form, message in _FORMS:
+        if uri.startswith(scheme):
+            if not re.match(form, uri):
+                raise ValueError(message)
+            if ".." in uri.split("/"):
+                raise ValueError("a model URI must not lead upwards: remove '..'")
+            return uri
+    raise ValueError(f"{uri!r} is no model URI: {_SCHEMES}")
+
+
+_URI_RULES: Final = [
+    {"rule": "self.matches('^(hf|pvc|path|builtin)://.')", "message": f"no model URI: {_SCHEMES}"},
+    *(
+        {"rule": f"!self.startsWith('{scheme}') || self.matches('{form}')", "message": message}
+        for scheme, form, message in _FORMS
+    ),
+    {"rule": "!self.matches('/[.][.](/|$)')", "message": "a model URI must not lead upwards: remove '..'"},
+]
+
+Uri = Annotated[
+    str,
+    StringConstraints(min_length=1, max_length=512),
+    AfterValidator(_check_uri),
+    Field(json_schema_extra={KEYWORD: _URI_RULES}),
+]
+
+
+class Source(NamedTuple):
+    """A model URI taken apart.
+
+    ``root`` is the repository, claim, directory or built-in name, ``path`` what is in it.
+    """
+
+    scheme: Scheme
+    root: str
+    path: str = ""
+    revision: str = ""
+
+    @classmethod
+    def parse(cls, uri: str) -> Source:
+        """Raises ValueError."""
+        scheme, separator, rest = uri.partition("://")
+        match scheme if separator and rest else "":
+            case "hf":
+                repository, _, revision = rest.partition("@")
+                return cls("hf", repository, revision=revision)
+            case "pvc":
+                claim, _, path = rest.partition("/")
+                return cls("pvc", claim, path.strip("/"))
+            case "path":
+                return cls("path", rest)
+            case "builtin":
+                return cls("builtin", rest)
+        raise ValueError(f"{uri!r} is no model URI; write hf://, pvc://, path:// or builtin://")
+
+    @property
+    def last(self) -> str:
+        """The last part, by which the model is called where no name is given."""
+        return (self.path or self.root).rstrip("/").rsplit("/", 1)[-1]
+
+
+class Cache(Part):
+    """Where downloaded weights stay between pods: a claim that exists, or one that is made for the pool."""
+
+    RULES = (
+        Rule(
+            "has(self.claimName) != has(self.size)",
+            "name a claim that exists with claimName, or have one made with size: set exactly one of them",
+            lambda c: (c.claim_name is None) != (c.size is None),
+        ),
+        Rule(
+            "!has(self.claimName) || (!has(self.storageClassName) && !has(self.accessModes))",
+            "storageClassName and accessModes are those of a claim to make: remove them, or set size for claimName",
+            lambda c: c.claim_name is None or (c.storage_class_name is None and not c.access_modes),
+            field=".claimName",
+            reason="FieldValueForbidden",
+        ),
+    )
+
+    claim_name: DnsName | None = None
+    """A PersistentVolumeClaim of this namespace that exists. It is never deleted with the pool."""
+    size: Quantity | None = None
+    """Size of the claim to make. It belongs to the pool and goes with it."""
+    storage_class_name: DnsName | None = None
+    """Storage class of the claim to make; absent means the cluster's default."""
+    access_modes: Annotated[
+        tuple[Literal["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"], ...],
+        Field(min_length=1, max_length=4, json_schema_extra=SET),
+    ] = ()
+    """Access modes of the claim to make; absent means ReadWriteOnce.
+
+    Replicas on several nodes need ReadWriteMany."""
+
+
+class ModelSource(Part):
+    """The model that the pool serves."""
+
+    RULES = (
+        Rule(
+            "!has(self.tokenSecretRef) || self.uri.startsWith('hf://')"
+            " || (has(self.tokenizer) && self.tokenizer.startsWith('hf://'))",
+            "a token is sent to Hugging Face only: remove tokenSecretRef, or use an hf:// uri",
+            lambda m: m.token_secret_ref is None or m.downloads,
+            field=".tokenSecretRef",
+            reason="FieldValueForbidden",
+        ),
+        Rule(
+            "!has(self.size) || !has(self.cache) || !has(self.cache.size)"
+            " || quantity(string(self.cache.size)).compareTo(quantity(string(self.size))) >= 0",
+            "the weights do not fit into the cache: raise cache.size to model.size or more",
+            lambda m: not (m.size and m.cache and m.cache.size) or quantity(m.cache.size) >= quantity(m.size),
+            field=".cache.size",
+        ),
+    )
+
+    uri: Uri
+    """Where the weights are: `hf://org/name[@revision]`, `pvc://claim/path`, `builtin://tiny`, or `path:///directory`
+    in the image or in a volume of the template."""
+    name: Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^\S+$")] | None = None
+    """Name under which clients ask for the model; absent means the last part of the uri."""
+    tokenizer: Uri | None = None
+    """Where the tokenizer is, if not with the weights. For engines sglang and vllm."""
+    token_secret_ref: KeyRef | None = None
+    """Secret with the Hugging Face token, for gated models. The kubelet hands it to the download, to nobody else."""
+    cache: Cache | None = None
+    """Volume that keeps the downloaded weights; absent means that every pod downloads anew into an emptyDir."""
+    size: Quantity | None = None
+    """Size of the weights, for example `16Gi`. It sets how long a start may take and how much disk a pod asks for."""
+
+    @property
+    def source(self) -> Source:
+        return Source.parse(self.uri)
+
+    @property
+    def downloads(self) -> bool:
+        """Whether the weights or the tokenizer come from Hugging Face."""
+        return any(uri.startswith("hf://") for uri in (self.uri, self.tokenizer or ""))
+
+    @property
+    def served_name(self) -> str:
+        return self.name or self.source.last
