@@ -18,7 +18,9 @@ import yaml
 WATCH: Final = ("list", "watch")
 APPLY: Final = ("create", "patch")
 """Server-side apply is a PATCH; the API server asks for ``create`` too where it makes the object."""
-CHILD: Final = (*WATCH, *APPLY, "delete")
+ON_CONFLICT: Final = "get"
+"""Used after a write alone that found another state than was observed; the only verb whose absence seldom shows."""
+CHILD: Final = (ON_CONFLICT, *WATCH, *APPLY, "delete")
 """A kind of which the operator makes objects, looks after them and removes them."""
 READ: Final = ("get", *WATCH)
 
@@ -105,7 +107,7 @@ WATCHED: Final = (
             Need(
                 "",
                 ("persistentvolumeclaims",),
-                (*WATCH, *APPLY),
+                (ON_CONFLICT, *WATCH, *APPLY),
                 "the weights; never deleted by the operator",
             ),
         ),
