@@ -219,7 +219,7 @@ class Condition(TypedDict):
     status: Literal["True", "False", "Unknown"]
     """The judgement."""
     reason: Annotated[str, StringConstraints(max_length=1024)]
-    """Why, as one word; docs/operations.md lists them."""
+    """Why, as one word; docs/reasons.md lists them."""
     message: Annotated[str, StringConstraints(max_length=32768)]
     """Why, in words, with what to do."""
     lastTransitionTime: Annotated[str, Field(json_schema_extra={"format": "date-time"})]
