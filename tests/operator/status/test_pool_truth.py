@@ -42,24 +42,26 @@ class Case(NamedTuple):
     ready: bool
 
 
-often = st.sampled_from([True, True, True, False])
+often = st.sampled_from([True] * 9 + [False])
+seldom = often.map(lambda drawn: not drawn)
 drawn_pods = st.lists(
     st.builds(
         Drawn,
-        st.sampled_from([""] * len(TROUBLES) + list(TROUBLES)),
+        st.one_of(*[st.just("")] * 5, st.sampled_from(list(TROUBLES))),
         often,
         often,
-        st.sampled_from([False] * 5 + [True]),
+        seldom,
         often,
     ),
+    min_size=1,
     max_size=4,
 )
 
 
 @st.composite
 def cases(draw: Any) -> Case:
-    replicas = draw(st.integers(0, 3))
-    mine = pool(replicas=replicas, rollout={"paused": draw(st.booleans())})
+    replicas = draw(st.sampled_from([1, 1, 2, 2, 3, 0]))
+    mine = pool(replicas=replicas, rollout={"paused": draw(seldom)})
     drawn = draw(drawn_pods)
     pods, events, listed = [], [], []
     for number, one in enumerate(drawn):
@@ -85,7 +87,7 @@ def cases(draw: Any) -> Case:
     return Case(seen, served and synced and epp and edge)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(cases())
 def test_ready_exactly_when_a_request_would_succeed(case):
     told = conditions(pool_status(case.world))[ConditionType.READY]
