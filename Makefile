@@ -1,7 +1,7 @@
 # Everything a person does here, by one word. `make help` lists the words; each does its own set-up in .venv.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format control-plane generate bench fuzz model lock clean
+.PHONY: help setup run test check format control-plane generate images sbom bench fuzz model lock clean
 
 PY := .venv/bin/python
 MYPY_ROOMS := wire/src runtime/src epp/src operator/src lang/src bench/src cli/src
@@ -29,6 +29,12 @@ control-plane: setup ## Build etcd, the Kubernetes control plane and helm for th
 
 generate: setup ## Write anew what is made from the code: CRDs, chart parts, plain manifests, reference pages, the code map
 	@scripts/generate.sh
+
+images: ## Build the container images with docker, podman or buildah (ARGS="--registry R --push runtime-cuda")
+	@scripts/images.sh $(ARGS)
+
+sbom: setup ## An SBOM for each image in dist/sbom (ARGS="epp" for one of them)
+	@$(PY) scripts/sbom.py $(ARGS)
 
 bench: setup ## The benchmarks: tables, plots and JSON in bench/results (ARGS="tree picker routing" for some of them)
 	@$(PY) -m treeline_bench $(ARGS)
