@@ -1,0 +1,482 @@
+"""Plans of pools against a small cluster: they converge, repair, roll, keep and delete what they should."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.pool_world import EVERY_API, NOW, SimCluster, a_pool
+from treeline_operator import names
+from treeline_operator.actions import Apply, Delete, Plan, Scale
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.world import Images, PickerEndpoint, PickerView, Platform
+
+HF = {"model": {"uri": "hf://org/name"}}
+
+
+def kinds(plan: Plan) -> list[str]:
+    return [f"{type(action).__name__} {action.ref.kind} {action.ref.name}" for action in plan.actions]
+
+
+def settled(pool: InferencePool, **options: Any) -> SimCluster:
+    cluster = SimCluster(**options)
+    cluster.converge(pool)
+    return cluster
+
+
+SPECS: dict[str, dict[str, Any]] = {
+    "plain": {"replicas": 3},
+    "download": {**HF, "replicas": 2},
+    "cache": {"model": {"uri": "hf://org/name", "cache": {"size": "1024Mi"}, "size": "1Gi"}},
+    "resources": {
+        "engine": {"resources": {"requests": {"cpu": "0.5", "memory": "1024Mi"}, "limits": {"cpu": 2}}}
+    },
+    "gpu": {"accelerator": {"type": "nvidia", "count": 2}, "engine": {"type": "sglang", "tensorParallel": 2}},
+    "vllm": {**HF, "accelerator": {"type": "nvidia"}, "engine": {"type": "vllm"}},
+    "custom": {
+        "engine": {"type": "custom", "image": "x:1"},
+        "template": {"spec": {"nodeSelector": {"a": "b"}}},
+    },
+    "routes": {"gateway": {"parentRefs": [{"name": "front"}]}},
+    "zero": {"replicas": 0},
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_plan_converges_and_then_nothing_remains(name: str) -> None:
+    pool = a_pool(**SPECS[name])
+    cluster = SimCluster(Platform(apis=EVERY_API))
+    assert cluster.converge(pool) <= 4
+    assert cluster.plan(pool).actions == ()
+    assert cluster.ready() == pool.spec.replicas
+
+
+def test_policies_and_claims_come_before_pods() -> None:
+    plan = SimCluster().plan(a_pool(model={"uri": "hf://org/name", "cache": {"size": "5Gi"}}))
+    assert kinds(plan)[:3] == [
+        "Apply NetworkPolicy tiny-pods",
+        "Apply NetworkPolicy tiny-download",
+        "Apply PersistentVolumeClaim tiny-models",
+    ]
+    assert kinds(plan)[-1].startswith("Apply Deployment tiny-")
+
+
+def test_quantities_and_defaults_written_otherwise_make_no_new_revision() -> None:
+    def of(cpu: Any, memory: str) -> InferencePool:
+        return a_pool(engine={"resources": {"requests": {"cpu": cpu, "memory": memory}}})
+
+    cluster = settled(of("0.2", "1Gi"))
+    for same in (of("200m", "1024Mi"), of(0.2, "1073741824")):
+        assert cluster.plan(same).actions == ()
+    spelled_out = a_pool(
+        engine={"type": "treeline", "port": 8000, "resources": {"requests": {"cpu": "0.2", "memory": "1Gi"}}},
+        drain={"timeoutSeconds": 60},
+        accelerator={"type": "cpu"},
+    )
+    assert cluster.plan(spelled_out).actions == ()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"engine": {"contextLength": 512}},
+        {"drain": {"timeoutSeconds": 30}},
+        {"model": {"uri": "builtin://tiny", "name": "other"}},
+        {"template": {"spec": {"containers": [{"name": "runtime", "livenessProbe": None}]}}},
+        {"gateway": {"name": "other"}},
+    ],
+)
+def test_what_the_pods_are_made_from_makes_a_new_revision(change: dict[str, Any]) -> None:
+    cluster = settled(a_pool())
+    assert any(kind.startswith("Apply Deployment") for kind in kinds(cluster.plan(a_pool(**change))))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rollout": {"strategy": "Replace", "maxSurge": 3}},
+        {"endpointPicker": {"policy": "random"}},
+        {"gateway": {"standalone": {"port": 8080}}},
+    ],
+)
+def test_what_they_are_not_made_from_touches_no_pod(change: dict[str, Any]) -> None:
+    cluster = settled(a_pool())
+    assert cluster.plan(a_pool(**change)).actions == ()
+
+
+def test_scaling_is_a_scale_and_nothing_else() -> None:
+    cluster = settled(a_pool(replicas=2))
+    (action,) = cluster.plan(a_pool(replicas=5)).actions
+    assert isinstance(action, Scale)
+    assert (action.replicas, action.why) == (5, "5 replicas wanted")
+
+
+# ---- rollouts -----------------------------------------------------------------------------------------------
+
+
+def test_a_revert_takes_the_old_revision_up_again() -> None:
+    first, second = a_pool(replicas=2), a_pool(replicas=2, engine={"contextLength": 512})
+    cluster = settled(first)
+    (before,) = cluster.deployments()
+    cluster.converge(second)
+    assert before in cluster.deployments()
+    kept = copy.deepcopy(cluster.deployments()[before]["spec"]["template"])
+    plan = cluster.plan(first)
+    assert [type(action) for action in plan.actions] == [Scale]
+    cluster.converge(first)
+    assert cluster.deployments()[before]["spec"]["template"] == kept
+    assert cluster.deployments()[before]["spec"]["replicas"] == 2
+
+
+def test_history_is_bounded() -> None:
+    cluster = settled(a_pool())
+    for length in (100, 200, 300, 400):
+        cluster.converge(a_pool(engine={"contextLength": length}))
+    assert len(cluster.deployments()) == 2
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(
+    story=st.lists(st.sampled_from(["flip", "ready", "ready", "crash", "up", "down"]), max_size=14),
+    capacity=st.integers(3, 6),
+)
+def test_every_story_serves_on_and_ends_well(story: list[str], capacity: int) -> None:
+    """The whole planner over the simulated cluster; `test_pool_rollout` tells many more of these of its core."""
+    specs = [a_pool(replicas=3), a_pool(replicas=3, engine={"contextLength": 512})]
+    cluster, replicas, wanted, crashes = settled(specs[0]), 3, 0, 0
+    cluster.capacity = capacity
+    for event in story:
+        if event == "flip":
+            wanted = 1 - wanted
+        elif event == "ready":
+            cluster.make_ready()
+        elif event == "crash" and (
+            name := next((n for n, p in cluster.pods.items() if not _is_ready(p)), None)
+        ):
+            cluster.crash(name)
+            crashes += 1
+        elif event in ("up", "down"):
+            replicas = 4 if event == "up" else 2
+        pool = _with_replicas(specs[wanted], replicas)
+        floor = min(cluster.ready(), replicas)
+        cluster.do(cluster.plan(pool))
+        cluster.controllers()
+        assert cluster.ready() >= floor
+    cluster.capacity = 100
+    for pod in cluster.pods.values():
+        pod["status"].pop("containerStatuses", None)
+    pool = _with_replicas(specs[wanted], replicas)
+    cluster.converge(pool)
+    assert cluster.ready() == replicas
+    revisions = {pod["metadata"]["labels"][names.REVISION] for pod in cluster.pods.values()}
+    assert len(revisions) == 1
+
+
+def _is_ready(pod: dict[str, Any]) -> bool:
+    return any(c["type"] == "Ready" for c in pod["status"]["conditions"])
+
+
+def _with_replicas(pool: InferencePool, replicas: int) -> InferencePool:
+    return pool.model_copy(update={"spec": pool.spec.model_copy(update={"replicas": replicas})})
+
+
+def test_no_room_for_a_surge_is_told() -> None:
+    cluster = settled(a_pool(replicas=2))
+    cluster.capacity = 2
+    changed = a_pool(replicas=2, engine={"contextLength": 512})
+    cluster.do(cluster.plan(changed))
+    cluster.controllers()
+    plan = cluster.plan(changed)
+    assert plan.actions == ()
+    assert any(note.startswith("InsufficientCapacity: no node has room for 1 pod(s)") for note in plan.notes)
+
+
+def test_pods_that_a_quota_refuses_count_as_without_a_place() -> None:
+    cluster = settled(a_pool(replicas=2))
+    changed = a_pool(replicas=2, engine={"contextLength": 512}, rollout={"maxUnavailable": 1})
+    cluster.do(cluster.plan(changed))
+    new = max(cluster.deployments().values(), key=lambda obj: int(obj["metadata"]["resourceVersion"]))
+    new["status"] = {"conditions": [{"type": "ReplicaFailure", "status": "True"}]}
+    assert "Scale" in kinds(cluster.plan(changed))[-1]
+
+
+def test_old_pods_stay_until_the_picker_knows_the_new_ones() -> None:
+    cluster = settled(a_pool())
+    changed = a_pool(engine={"contextLength": 512})
+    cluster.do(cluster.plan(changed))
+    cluster.controllers()
+    old, new = sorted(cluster.pods, key=lambda name: int(name.rsplit("-", 1)[1]))
+    cluster.make_ready()
+    cluster.picker = PickerView(True, {"tiny": (PickerEndpoint(old, "10.0.0.1:8000", ready=True),)})
+    plan = cluster.plan(changed)
+    assert plan.actions == ()
+    assert plan.recheck_s is not None
+    assert any("the picker knows 0 of 1 ready pods" in note for note in plan.notes)
+    listed = (*cluster.picker.pools["tiny"], PickerEndpoint(new, "10.0.0.2:8000", ready=True))
+    cluster.picker = PickerView(True, {"tiny": listed})
+    (action,) = cluster.plan(changed).actions
+    assert isinstance(action, Scale)
+    assert action.replicas == 0
+
+
+def test_paused_keeps_everything() -> None:
+    cluster = settled(a_pool(replicas=2))
+    plan = cluster.plan(a_pool(replicas=2, engine={"contextLength": 512}, rollout={"paused": True}))
+    assert kinds(plan)[0].startswith("Apply Deployment")
+    assert [action.object["spec"]["replicas"] for action in plan.actions if isinstance(action, Apply)] == [0]
+    assert any("rollout.paused" in note for note in plan.notes)
+
+
+# ---- upgrades of the operator -------------------------------------------------------------------------------
+
+
+def test_an_upgrade_rolls_no_pods_until_it_is_asked_to() -> None:
+    cluster = settled(a_pool(replicas=2))
+    (before,) = cluster.deployments()
+    cluster.platform = replace(
+        cluster.platform, template_version=2, images=Images(runtime="treeline-runtime:next")
+    )
+    plan = cluster.plan(a_pool(replicas=2))
+    assert plan.actions == ()
+    assert any("rollout.templateVersion: 2 asks for the newest" in note for note in plan.notes)
+    assert [type(a) for a in cluster.plan(a_pool(replicas=3)).actions] == [Scale]
+
+    asked = a_pool(replicas=2, rollout={"templateVersion": 2})
+    cluster.converge(asked)
+    (serving,) = [obj for obj in cluster.deployments().values() if obj["spec"]["replicas"]]
+    assert serving["metadata"]["name"] != before
+    assert serving["metadata"]["annotations"][names.TEMPLATE_VERSION] == "2"
+    # Asked no more: what is there stays.
+    assert cluster.plan(a_pool(replicas=2)).actions == ()
+
+
+def test_other_default_images_alone_touch_no_revision_and_drift_is_still_mended() -> None:
+    cluster = settled(a_pool())
+    cluster.platform = replace(
+        cluster.platform, images=Images(runtime="treeline-runtime:next", pull_policy="Always")
+    )
+    assert cluster.plan(a_pool()).actions == ()
+    (deployment,) = cluster.deployments().values()
+    _runtime(deployment)["args"][1] = "/elsewhere"
+    (action,) = cluster.plan(a_pool()).actions
+    assert isinstance(action, Apply)
+    assert action.drift == ("spec.template.spec.containers[runtime].args[1]",)
+    assert _runtime(action.object)["image"] == "treeline-runtime:cpu"
+
+
+def test_more_than_this_operator_has_is_told() -> None:
+    plan = SimCluster().plan(a_pool(rollout={"templateVersion": 7}))
+    assert any("asks for 7, this operator has 1" in note for note in plan.notes)
+
+
+def test_lost_annotations_start_no_rollout() -> None:
+    cluster = settled(a_pool(replicas=2))
+    (deployment,) = cluster.deployments().values()
+    deployment["metadata"]["annotations"] = {}
+    deployment["metadata"]["labels"].pop(names.REVISION)
+    plan = cluster.plan(a_pool(replicas=2))
+    assert kinds(plan) == [f"Apply Deployment {deployment['metadata']['name']}"]
+    cluster.do(plan)
+    assert cluster.plan(a_pool(replicas=2)).actions == ()
+
+    deployment = next(iter(cluster.deployments().values()))
+    deployment["metadata"]["annotations"] = {}
+    _runtime(deployment)["image"] = "of-a-former-operator"
+    (action,) = cluster.plan(a_pool(replicas=2)).actions
+    assert isinstance(action, Apply)
+    assert _runtime(action.object)["image"] == "of-a-former-operator"
+    _runtime(deployment)["args"] = ["of-a-former-operator"]
+    plan = cluster.plan(a_pool(replicas=2))
+    assert plan.actions == ()
+    assert any("left as it was made" in note for note in plan.notes)
+
+
+def _runtime(deployment: dict[str, Any]) -> dict[str, Any]:
+    containers = deployment["spec"]["template"]["spec"]["containers"]
+    found: dict[str, Any] = next(c for c in containers if c["name"] == "runtime")
+    return found
+
+
+# ---- drift, other owners, deletion --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "path", "value", "drift"),
+    [
+        ("Service", "tiny-pods", ("spec", "clusterIP"), "10.0.0.1", "spec.clusterIP"),
+        ("NetworkPolicy", "tiny-pods", ("spec", "egress"), [{}], "spec.egress[0].to"),
+        ("PodDisruptionBudget", "tiny", ("spec", "maxUnavailable"), 0, "spec.maxUnavailable"),
+    ],
+)
+def test_drift_is_mended_and_told(
+    kind: str, name: str, path: tuple[str, str], value: Any, drift: str
+) -> None:
+    cluster = settled(a_pool())
+    cluster.get(kind, name)[path[0]][path[1]] = value
+    (action,) = cluster.plan(a_pool()).actions
+    assert isinstance(action, Apply)
+    assert drift in action.drift
+
+
+def test_replicas_that_somebody_set_are_set_back() -> None:
+    cluster = settled(a_pool(replicas=2))
+    next(iter(cluster.deployments().values()))["spec"]["replicas"] = 9
+    (action,) = cluster.plan(a_pool(replicas=2)).actions
+    assert isinstance(action, Scale)
+
+
+def test_an_object_of_another_owner_is_left_alone() -> None:
+    cluster = settled(a_pool())
+    service = cluster.get("Service", "tiny-pods")
+    service["metadata"]["ownerReferences"][0].update(uid="somebody", name="theirs")
+    service["spec"]["ports"] = []
+    plan = cluster.plan(a_pool())
+    assert plan.actions == ()
+    assert any("Service tiny-pods belongs to InferencePool theirs" in note for note in plan.notes)
+
+
+def test_an_object_that_is_being_deleted_is_waited_for() -> None:
+    cluster = settled(a_pool())
+    cluster.get("Service", "tiny-pods")["metadata"]["deletionTimestamp"] = NOW.isoformat()
+    plan = cluster.plan(a_pool())
+    assert plan.actions == ()
+    assert any("is being deleted" in note for note in plan.notes)
+
+
+def test_a_pool_that_is_being_deleted_is_left_to_the_garbage_collector() -> None:
+    pool = a_pool(**HF, replicas=2)
+    cluster = settled(pool)
+    going = a_pool(**HF, replicas=2, metadata={"deletionTimestamp": NOW.isoformat()})
+    assert cluster.plan(going).actions == ()
+    # Everything goes with it: each child has the pool as its controller.
+    for obj in cluster.objects.values():
+        (owner,) = obj["metadata"]["ownerReferences"]
+        assert (owner["uid"], owner["controller"]) == ("pool-uid", True)
+
+
+def test_what_is_wanted_no_more_is_deleted_but_downloads_are_kept() -> None:
+    scaled = {
+        "type": "HPA",
+        "maxReplicas": 3,
+        "hpa": {
+            "metrics": [{"type": "Resource", "resource": {"name": "cpu", "target": {"type": "Utilization"}}}]
+        },
+    }
+    cached = {"uri": "hf://org/name", "cache": {"size": "5Gi"}}
+    cluster = settled(a_pool(autoscaling=scaled, model=cached))
+    plan = cluster.plan(a_pool(model={"uri": "hf://org/name"}))
+    assert [k for k in kinds(plan) if "Delete" in k] == ["Delete HorizontalPodAutoscaler tiny"]
+    cluster.converge(a_pool())
+    assert cluster.get("PersistentVolumeClaim", "tiny-models")
+
+
+# ---- downloads ----------------------------------------------------------------------------------------------
+
+
+def test_the_way_out_is_open_only_while_something_is_downloaded() -> None:
+    pool = a_pool(**HF, replicas=2)
+    cluster = SimCluster()
+
+    def is_open() -> bool:
+        return any(ref.name == "tiny-download" for ref in cluster.objects)
+
+    cluster.do(cluster.plan(pool))
+    cluster.controllers()
+    assert is_open()
+    cluster.make_ready(next(iter(cluster.pods)))
+    cluster.do(cluster.plan(pool))
+    assert is_open()
+    cluster.make_ready()
+    plan = cluster.plan(pool)
+    assert kinds(plan) == ["Delete NetworkPolicy tiny-download"]
+    cluster.do(plan)
+    plan = cluster.plan(a_pool(**HF, replicas=3))
+    assert kinds(plan)[0] == "Apply NetworkPolicy tiny-download"
+
+
+def test_a_claim_only_grows_and_keeps_what_cannot_change() -> None:
+    def of(**cache: Any) -> InferencePool:
+        return a_pool(model={"uri": "hf://org/name", "cache": cache})
+
+    cluster = settled(of(size="5Gi"))
+    (grown,) = cluster.plan(of(size="10Gi")).actions
+    assert isinstance(grown, Apply)
+    assert grown.object["spec"]["resources"]["requests"]["storage"] == "10Gi"
+    smaller = cluster.plan(of(size="1Gi", accessModes=["ReadWriteMany"], storageClassName="fast"))
+    assert all(not isinstance(a, Delete) for a in smaller.actions)
+    for action in smaller.actions:
+        assert isinstance(action, Apply)
+        assert action.object["spec"]["accessModes"] == ["ReadWriteOnce"]
+        assert action.object["spec"]["resources"]["requests"]["storage"] == "5Gi"
+    assert {note.split(" keeps its ")[1].split()[0] for note in smaller.notes if "keeps" in note} == {
+        "access",
+        "class",
+        "size",
+    }
+
+
+def test_a_claim_of_one_node_for_many_pods_is_told() -> None:
+    plan = SimCluster().plan(a_pool(replicas=2, model={"uri": "hf://org/name", "cache": {"size": "5Gi"}}))
+    assert any("can be mounted on one node only" in note for note in plan.notes)
+
+
+def test_a_claim_that_exists_is_used_and_never_made() -> None:
+    plan = SimCluster().plan(a_pool(model={"uri": "hf://org/name", "cache": {"claimName": "theirs"}}))
+    assert not any("PersistentVolumeClaim" in kind for kind in kinds(plan))
+    pod = plan.actions[-1].object["spec"]["template"]["spec"]  # type: ignore[union-attr]
+    assert {"name": "models", "persistentVolumeClaim": {"claimName": "theirs"}} in pod["volumes"]
+
+
+# ---- optional APIs ------------------------------------------------------------------------------------------
+
+
+def test_absent_apis_are_told_and_used_when_they_appear() -> None:
+    pool = a_pool(
+        gateway={"parentRefs": [{"name": "front"}]},
+        autoscaling={"type": "KEDA", "maxReplicas": 3, "keda": {"triggers": [{"type": "cpu"}]}},
+    )
+    cluster = SimCluster()
+    plan = cluster.plan(pool)
+    assert any("no Gateway API" in note for note in plan.notes)
+    assert any("Inference Extension" in note for note in plan.notes)
+    assert any("install KEDA" in note for note in plan.notes)
+    cluster.do(plan)
+    cluster.platform = Platform(apis=EVERY_API)
+    assert {action.ref.kind for action in cluster.plan(pool).actions} == {
+        "PodMonitor",
+        "InferencePool",
+        "HTTPRoute",
+        "ScaledObject",
+    }
+
+
+def test_of_several_pools_behind_a_gateway_the_oldest_takes_what_names_no_other() -> None:
+    gateway = {"parentRefs": [{"name": "front"}], "hostnames": ["llm.example.com"]}
+    older = a_pool("older", uid="older-uid", gateway=gateway, endpointPicker={"failureMode": "FailClose"})
+    young = {"creationTimestamp": "2026-11-02T00:00:00Z"}
+    younger = a_pool("younger", metadata=young, gateway={"parentRefs": [{"name": "front"}]})
+    cluster = SimCluster(Platform(apis=EVERY_API))
+    cluster.others = (older,)
+    cluster.do(cluster.plan(younger))
+    route = cluster.get("HTTPRoute", "younger")["spec"]
+    (match,) = route["rules"][0]["matches"]
+    assert match["headers"] == [{"type": "Exact", "name": "X-Gateway-Model-Name", "value": "tiny"}]
+    assert route["hostnames"] == ["llm.example.com"]
+    mirror = cluster.get("InferencePool", "younger-gie")["spec"]
+    assert mirror["endpointPickerRef"]["failureMode"] == "FailClose"
+
+
+def test_a_pool_that_disagrees_on_the_kind_of_gateway_follows_the_oldest() -> None:
+    older = a_pool("older", uid="older-uid")
+    younger = a_pool(
+        "younger",
+        metadata={"creationTimestamp": "2026-11-02T00:00:00Z"},
+        gateway={"parentRefs": [{"name": "front"}]},
+    )
+    cluster = SimCluster(Platform(apis=EVERY_API))
+    cluster.others = (older,)
+    assert not any("HTTPRoute" in kind for kind in kinds(cluster.plan(younger)))

@@ -1,0 +1,287 @@
+"""How replicas move between revisions: exact steps, and what holds at every step of any story."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from treeline_operator.plan.rollout import Policy, Revision, Step, next_step
+
+SURGE = Policy()
+REPLACE = Policy("Replace")
+
+
+def step(desired: int, policy: Policy, target: Revision, *olds: Revision) -> dict[str, int]:
+    return next_step(desired, policy, target, olds).replicas
+
+
+def rev(name: str, replicas: int, ready: int | None = None, **more: int) -> Revision:
+    return Revision(name, replicas, replicas if ready is None else ready, **more)
+
+
+def test_a_first_revision_gets_all_replicas_at_once() -> None:
+    assert step(3, SURGE, rev("a", 0)) == {"a": 3}
+    assert step(3, REPLACE, rev("a", 0)) == {"a": 3}
+
+
+def test_a_surge_adds_before_it_takes() -> None:
+    assert step(3, SURGE, rev("b", 0), rev("a", 3)) == {"a": 3, "b": 1}
+    assert step(3, SURGE, rev("b", 1, 0), rev("a", 3)) == {"a": 3, "b": 1}
+    assert step(3, SURGE, rev("b", 1), rev("a", 3)) == {"a": 2, "b": 2}
+    assert step(3, SURGE, rev("b", 3), rev("a", 1)) == {"a": 0, "b": 3}
+
+
+def test_replacing_takes_one_before_it_adds() -> None:
+    assert step(3, REPLACE, rev("b", 0), rev("a", 3)) == {"a": 2, "b": 1}
+    assert step(3, REPLACE, rev("b", 1, 0), rev("a", 2)) == {"a": 2, "b": 1}
+    assert step(3, REPLACE, rev("b", 1), rev("a", 2)) == {"a": 1, "b": 2}
+    assert step(1, REPLACE, rev("b", 0), rev("a", 1)) == {"a": 0, "b": 1}
+
+
+def test_a_surge_without_a_place_waits_if_nothing_may_be_missing() -> None:
+    waits = next_step(2, SURGE, rev("b", 1, 0, unschedulable=1), [rev("a", 2)])
+    assert waits.replicas == {"a": 2, "b": 1}
+    assert waits.insufficient_capacity
+    assert "no node has room for 1 pod(s) of revision b" in waits.waiting
+
+
+def test_a_surge_without_a_place_replaces_as_far_as_pods_may_be_missing() -> None:
+    policy = Policy(max_unavailable=1)
+    took = next_step(3, policy, rev("b", 1, 0, unschedulable=1), [rev("a", 3)])
+    assert took.replicas == {"a": 2, "b": 2}
+    assert not took.insufficient_capacity
+    # The freed place is taken by one of the two; nothing more goes.
+    assert step(3, policy, rev("b", 2, 0, unschedulable=1), rev("a", 2)) == {"a": 2, "b": 2}
+    # With room it would not have taken any.
+    assert step(3, policy, rev("b", 1, 0), rev("a", 3)) == {"a": 3, "b": 1}
+
+
+def test_a_failing_revision_takes_no_ready_pod() -> None:
+    for policy in (SURGE, REPLACE, Policy(max_unavailable=2)):
+        stays = next_step(3, policy, rev("b", 1, 0, failing=1), [rev("a", 3)])
+        assert stays.replicas == {"a": 3, "b": 1}
+        assert "fail" in stays.waiting
+
+
+def test_a_scale_up_while_the_new_revision_fails_goes_to_the_old_one() -> None:
+    assert step(5, SURGE, rev("b", 1, 0, failing=1), rev("a", 3)) == {"a": 5, "b": 1}
+
+
+def test_a_revert_gives_the_old_revision_its_pods_back() -> None:
+    # a → b half-way, now a is wanted again; b's ready pod serves until a's does.
+    assert step(3, SURGE, rev("a", 2), rev("b", 2, 1)) == {"b": 1, "a": 3}
+    assert step(3, SURGE, rev("a", 3), rev("b", 1)) == {"b": 0, "a": 3}
+
+
+def test_failing_pods_of_an_old_revision_make_room_at_once() -> None:
+    assert step(3, SURGE, rev("b", 0), rev("a", 3, 1, failing=2)) == {"a": 1, "b": 3}
+
+
+def test_old_pods_that_are_only_not_ready_for_a_moment_stay() -> None:
+    assert step(3, SURGE, rev("b", 1, 0), rev("a", 3, 0)) == {"a": 3, "b": 1}
+
+
+def test_zero_is_zero_at_once() -> None:
+    assert step(0, SURGE, rev("b", 2), rev("a", 2)) == {"a": 0, "b": 0}
+
+
+def test_a_scale_down_during_a_rollout_keeps_what_serves() -> None:
+    assert step(1, SURGE, rev("b", 1, 0), rev("a", 3)) == {"a": 1, "b": 1}
+    assert step(2, SURGE, rev("b", 4, 1), rev("a", 1)) == {"a": 1, "b": 2}
+
+
+def test_several_old_revisions_give_up_what_does_not_serve_first() -> None:
+    assert step(3, SURGE, rev("c", 1, 1), rev("a", 1, 1), rev("b", 2, 1)) == {"a": 1, "b": 1, "c": 2}
+
+
+def test_paused_keeps_old_and_new_pods_and_follows_the_number() -> None:
+    paused = Policy(paused=True)
+    assert step(3, paused, rev("b", 0), rev("a", 3)) == {"a": 3, "b": 0}
+    assert step(3, paused, rev("b", 2), rev("a", 2)) == {"a": 2, "b": 2}
+    assert step(5, paused, rev("b", 1, 0), rev("a", 3)) == {"a": 4, "b": 1}
+    assert step(1, paused, rev("b", 0), rev("a", 3)) == {"a": 1, "b": 0}
+    assert step(0, paused, rev("b", 1), rev("a", 3)) == {"a": 0, "b": 0}
+    assert step(2, paused, rev("b", 0)) == {"b": 2}
+
+
+def test_no_surge_and_nothing_missing_still_moves() -> None:
+    assert step(2, Policy(max_surge=0), rev("b", 0), rev("a", 2)) == {"a": 2, "b": 1}
+
+
+@pytest.mark.parametrize(
+    "policy", [SURGE, REPLACE, Policy(max_surge=3), Policy(max_surge=0, max_unavailable=2)]
+)
+def test_what_has_converged_stays(policy: Policy) -> None:
+    assert step(4, policy, rev("a", 4), rev("b", 0)) == {"a": 4}
+
+
+@dataclass
+class Pods:
+    """Pods of one revision: each starting, ready, pending (no place) or failing."""
+
+    states: list[str] = field(default_factory=list)
+    replicas: int = 0
+
+    def count(self, state: str) -> int:
+        return self.states.count(state)
+
+
+class RolloutStory(RuleBasedStateMachine):
+    """A pool whose spec flips between revisions while its pods start, fail, find no place and come back."""
+
+    @initialize(
+        desired=st.integers(1, 6),
+        strategy=st.sampled_from(["SurgeIfCapacity", "SurgeIfCapacity", "Replace"]),
+        surge=st.integers(0, 2),
+        missing=st.sampled_from([0, 0, 1, 2]),
+        spare=st.integers(0, 3),
+    )
+    def begin(self, desired: int, strategy: str, surge: int, missing: int, spare: int) -> None:
+        self.desired = desired
+        self.policy = Policy(strategy, surge, missing)  # type: ignore[arg-type]
+        self.capacity = desired + spare
+        self.bad: set[str] = set()
+        self.target = "a"
+        self.revisions: dict[str, Pods] = {name: Pods() for name in "abc"}
+        self.served_enough = False
+        self.end_well()
+
+    # ---- what happens; the planner looks after each ---------------------------------------------------------
+
+    @rule(other=st.sampled_from([1, 2]))
+    def flip(self, other: int) -> None:
+        self.target = "abc"[("abc".index(self.target) + other) % 3]
+        self.move()
+
+    @rule()
+    def flip_to_a_bad_one(self) -> None:
+        self.flip(1)
+        self.bad |= {self.target}
+        self.proceed(all_pods=True)
+        self.move()
+
+    @rule(desired=st.integers(0, 6))
+    def scale(self, desired: int) -> None:
+        self.desired = desired
+        self.served_enough = self.serving() >= self.floor()
+        self.move()
+
+    @rule(name=st.sampled_from("abc"))
+    def break_or_mend(self, name: str) -> None:
+        self.bad ^= {name}
+
+    @rule(paused=st.booleans())
+    def pause(self, paused: bool) -> None:
+        old = self.policy
+        self.policy = Policy(old.strategy, old.max_surge, old.max_unavailable, paused=paused)
+        self.move()
+
+    @rule()
+    def one_pod_flaps(self) -> None:
+        """Not the planner's doing: what served enough before may not do so now."""
+        for pods in self.revisions.values():
+            if "ready" in pods.states:
+                pods.states[pods.states.index("ready")] = "starting"
+                break
+        self.served_enough = self.serving() >= self.floor()
+        self.move()
+
+    @rule(spare=st.integers(0, 3))
+    def nodes_come_and_go(self, spare: int) -> None:
+        self.capacity = self.desired + spare
+
+    @rule()
+    def one_pod_proceeds(self) -> None:
+        self.proceed(all_pods=False)
+        self.move()
+
+    @rule()
+    def all_pods_proceed(self) -> None:
+        self.proceed(all_pods=True)
+        self.move()
+
+    def teardown(self) -> None:
+        """Left alone with good pods and room for one more, if none may be missing, all ends with the target alone."""
+        if not hasattr(self, "revisions"):
+            return
+        self.pause(paused=False)
+        self.bad = set()
+        self.capacity = max(self.capacity, self.desired + (self.policy.absent == 0))
+        self.end_well()
+
+    # ---- what always holds ----------------------------------------------------------------------------------
+
+    @invariant()
+    def never_under_serves(self) -> None:
+        if hasattr(self, "revisions") and self.served_enough:
+            assert self.serving() >= self.floor()
+
+    def move(self) -> None:
+        before = self.serving()
+        bad = self.revisions[self.target].count("failing") > 0 and not self.policy.paused
+        self.apply(self.plan())
+        assert self.serving() >= min(before, self.floor()), "ready pods were taken away"
+        assert not bad or self.serving() >= min(before, self.desired), "ready pods went for failing ones"
+        self.served_enough = self.served_enough or self.serving() >= self.floor()
+
+    def end_well(self) -> None:
+        for _ in range(40):
+            self.move()
+            self.proceed(all_pods=True)
+        there = {name: pods.replicas for name, pods in self.revisions.items() if pods.replicas}
+        assert there == ({self.target: self.desired} if self.desired else {})
+        assert self.serving() == self.desired
+        self.served_enough = True
+
+    # ---- the simulated cluster ------------------------------------------------------------------------------
+
+    def floor(self) -> int:
+        return max(0, self.desired - self.policy.absent)
+
+    def serving(self) -> int:
+        return sum(pods.count("ready") for pods in self.revisions.values())
+
+    def plan(self) -> Step:
+        seen = {
+            name: Revision(
+                name, pods.replicas, pods.count("ready"), pods.count("pending"), pods.count("failing")
+            )
+            for name, pods in self.revisions.items()
+        }
+        olds = [revision for name, revision in seen.items() if name != self.target]
+        return next_step(self.desired, self.policy, seen[self.target], olds)
+
+    def apply(self, plan: Step) -> None:
+        before = sum(pods.replicas for pods in self.revisions.values())
+        for name, pods in self.revisions.items():
+            pods.replicas = plan.replicas.get(name, 0)
+            # A ReplicaSet gives up pods without a place first, then those that are not ready.
+            pods.states.sort(key=["ready", "failing", "starting", "pending"].index)
+            del pods.states[pods.replicas :]
+            pods.states += ["pending"] * (pods.replicas - len(pods.states))
+        after = sum(pods.replicas for pods in self.revisions.values())
+        assert after <= max(before, self.desired + self.policy.surge), "more pods than the surge allows"
+        assert all(count >= 0 for count in plan.replicas.values())
+
+    def proceed(self, *, all_pods: bool) -> None:
+        placed = sum(len(pods.states) - pods.count("pending") for pods in self.revisions.values())
+        for name, pods in self.revisions.items():
+            for index, state in enumerate(pods.states):
+                if state == "pending" and placed < self.capacity:
+                    placed += 1
+                    pods.states[index] = "starting"
+                elif state == "starting" or (state == "failing" and name not in self.bad):
+                    pods.states[index] = "failing" if name in self.bad else "ready"
+                else:
+                    continue
+                if not all_pods:
+                    return
+
+
+TestRolloutStory = RolloutStory.TestCase
+TestRolloutStory.settings = settings(
+    max_examples=150, stateful_step_count=25, deadline=None, derandomize=True, database=None
+)
