@@ -106,7 +106,8 @@ class _Seen:
 
     @cached_property
     def shared(self) -> Shared:
-        return share(self.world.gateway.pools).of(self.world.pool)
+        others = (pool for pool in self.world.gateway.pools if pool.name != self.world.pool.name)
+        return share([*others, self.world.pool]).of(self.world.pool)
 
     @cached_property
     def target(self) -> revisions.Target:
