@@ -15,6 +15,7 @@ from treeline_epp.kube import pools
 from treeline_epp.kube.models import read_model
 from treeline_epp.kube.pods import endpoints, read_pod
 from treeline_epp.kube.pools import Pool
+from treeline_operator.api.pool import ModelSource
 
 
 def raw(obj: dict[str, Any]) -> msgspec.Raw:
@@ -154,19 +155,11 @@ def test_our_pools_serve_the_name_given_or_the_last_part_of_the_uri(model: dict[
 
 
 def test_a_served_name_is_the_operators() -> None:
-    api = pytest.importorskip("treeline_operator.api.pool")
-    for uri in (
-        "builtin://tiny",
-        "hf://o/n@r",
-        "hf://o/n",
-        "pvc://c/p/q/",
-        "pvc://c",
-        "path:///m/x",
-        "path:///m@1/",
-    ):
+    uris = ("builtin://tiny", "hf://o/n@r", "hf://o/n", "pvc://c/p/q", "path:///m/x", "path:///m@1")
+    for uri in uris:
         obj = own_pool("a")
         obj["spec"]["model"] = {"uri": uri}
-        assert pools.own_pool(raw(obj)).models == (api.ModelSource(uri=uri).served_name,), uri
+        assert pools.own_pool(raw(obj)).models == (ModelSource(uri=uri).served_name,), uri
 
 
 def test_pools_without_the_defaults_of_the_schema_get_them_here() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -177,6 +178,26 @@ async def test_a_lost_server_changes_nothing_and_is_told(tmp_path: Path) -> None
 
 async def _equal(value: Any, expected: object) -> bool:
     return bool(await value == expected)
+
+
+async def test_a_thousand_changes_in_a_moment_are_known_within_two_seconds(tmp_path: Path) -> None:
+    async with cluster(tmp_path, 1) as it:
+        for i in range(500):
+            it.put(MODELS_OF, own_model(f"r{i}", "p0", model=f"r{i}-0"))
+        async with running_picker(*it.flags()) as picker:
+            for version in (1, 2):
+                for i in range(500):
+                    it.put(MODELS_OF, own_model(f"r{i}", "p0", model=f"r{i}-{version}"))
+            began = time.perf_counter()
+            expected = {"m0", *(f"r{i}-2" for i in range(500))}
+
+            async def known() -> bool:
+                return set((await listing(picker))["pools"]["p0"]["models"]) == expected
+
+            await until(known, "all models are known")
+            assert time.perf_counter() - began < 2.0
+            metrics = await picker.metrics()
+            assert metrics["treeline_epp_kube_passes_total"] < 50, "bursts are taken together"
 
 
 @pytest.mark.parametrize("status", [403, 404])

@@ -151,8 +151,8 @@ _status = msgspec.json.Decoder(_Status).decode
 class Mirror(Generic[T]):
     """See the module. ``read`` turns an object's JSON into what is kept; it raises ``msgspec.MsgspecError``.
 
-    ``objects`` is never changed in place by a list, only replaced; watch events change it. An object that cannot be
-    read leaves what was known of it as it was.
+    ``objects`` is never changed in place by a list, only replaced; watch events change it. ``revision`` counts its
+    changes. An object that cannot be read leaves what was known of it as it was.
     """
 
     def __init__(
@@ -162,6 +162,7 @@ class Mirror(Generic[T]):
         self.objects: dict[str, T] = {}
         self.synced = False
         self.watching = False
+        self.revision = 0
         self.lists = 0
         self.events = 0
         self.errors: Counter[str] = Counter()
@@ -237,6 +238,7 @@ class Mirror(Generic[T]):
         self.synced = True
         self._unavailable = False
         self.lists += 1
+        self.revision += changed
         return changed
 
     def on_open(self, now: float) -> None:
@@ -260,6 +262,7 @@ class Mirror(Generic[T]):
         for line in lines:
             if line.strip():
                 changed |= self._on_event(line)
+        self.revision += changed
         return changed
 
     def on_end(self, now: float) -> float:

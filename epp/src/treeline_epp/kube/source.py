@@ -86,7 +86,9 @@ class KubernetesSource:
         self._models: Reflector[ModelRule] | None = None
         self._pods: Reflector[Pod] | None = None
         self._next_pods: Reflector[Pod] | None = None
-        self._told: tuple[tuple[tuple[str, Sequence[str]], ...], list[ModelRule]] | None = None
+        self._told: tuple[object, ...] | None = None
+        self._specs: tuple[EndpointSpec, ...] = ()
+        self._specs_of: tuple[object, ...] | None = None
         self.passes = 0
         self.pass_seconds = 0.0
 
@@ -138,12 +140,17 @@ class KubernetesSource:
             return None
         if self._models is not None and not self._models.mirror.settled:
             return None
-        names = tuple((pool.name, pool.models) for pool in pools)
-        rules = [] if self._models is None else list(self._models.mirror.objects.values())
-        if self._told != (names, rules):
-            self._told = (names, rules)
-            self._on_models(dict(names), rules)
-        return endpoints(pools, self._pods.mirror.objects.values())
+        models = None if self._models is None else self._models.mirror
+        told = (pools, None if models is None else models.revision)
+        if self._told != told:
+            self._told = told
+            rules = () if models is None else tuple(models.objects.values())
+            self._on_models({pool.name: pool.models for pool in pools}, rules)
+        pods = self._pods.mirror
+        if self._specs_of != (pools, pods, pods.revision):
+            self._specs_of = (pools, pods, pods.revision)
+            self._specs = endpoints(pools, pods.objects.values())
+        return self._specs
 
     def _current_pools(self) -> list[Pool] | None:
         """Our pools, oldest first. ``None`` before they were listed, or before the one that was named exists."""
