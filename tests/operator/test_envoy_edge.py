@@ -214,13 +214,13 @@ async def test_a_drain_keeps_a_running_stream_alive_and_turns_readiness_off(tmp_
 
             await edge.until(leaving, "readiness is off")
             # New connections are served for the linger time: the cluster may not have heard yet.
-            async with httpx.AsyncClient(trust_env=False) as newcomer:
+            async with httpx.AsyncClient(verify=False, trust_env=False) as newcomer:
                 answered = await newcomer.get(f"{edge.url}/v1/models")
                 assert answered.status_code == 200
                 assert answered.headers.get("connection") == "close"
 
             async def closed() -> bool:
-                async with httpx.AsyncClient(trust_env=False) as newcomer:
+                async with httpx.AsyncClient(verify=False, trust_env=False) as newcomer:
                     try:
                         await newcomer.get(f"{edge.url}/v1/models")
                     except httpx.TransportError:

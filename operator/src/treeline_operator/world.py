@@ -111,7 +111,8 @@ class PickerView:
 class GatewayWorld:
     """A gateway name of a namespace, all pools that share it (oldest first), and what exists of it.
 
-    ``children`` carry the gateway's label and no pool's; ``pods`` are those of the picker and of Envoy.
+    ``children`` carry the gateway's label and no pool's; ``pods`` are those of the picker and of Envoy. ``unreadable``
+    are pools that name the gateway and do not fit our types (written under a newer CRD): they still hold it.
     """
 
     namespace: str
@@ -121,6 +122,7 @@ class GatewayWorld:
     pods: tuple[Observed, ...]
     platform: Platform
     now: datetime
+    unreadable: tuple[Observed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

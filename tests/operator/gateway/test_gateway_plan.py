@@ -29,7 +29,7 @@ from treeline_operator.plan.network import pods_policy
 from treeline_operator.plan.revision import Target
 from treeline_operator.plan.runtime import deployment
 from treeline_operator.plan.sharing import share
-from treeline_operator.world import Images, Platform
+from treeline_operator.world import Images, Observed, Platform
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -446,6 +446,21 @@ def test_a_gateway_that_the_last_pool_left_for_another_is_taken_down() -> None:
     cluster.do((gone,))
     cluster.collect({"uid-a"})
     assert {ref.kind for ref in cluster.objects} <= {"Pod"}
+
+
+def test_a_pool_that_cannot_be_read_holds_the_gateway() -> None:
+    cluster, p = converged(pool("a")), pool("a")
+    meta = {"name": "strange", "namespace": "ns", "uid": "uid-strange"}
+    strange = Observed.of({"apiVersion": "treeline.dev/v1alpha1", "kind": "InferencePool", "metadata": meta})
+    held = dataclasses.replace(cluster.world(), unreadable=(strange,))
+    assert plan_gateway(held).actions == ()
+    assert plan_gateway(held).notes == ("pool strange cannot be read; the gateway stays as it is",)
+    shared = dataclasses.replace(cluster.world(p), unreadable=(strange,))
+    (anchor,) = plan_gateway(shared).actions
+    assert isinstance(anchor, Apply)
+    assert [o["uid"] for o in anchor.object["metadata"]["ownerReferences"]] == ["uid-a", "uid-strange"]
+    cluster.do((anchor,))
+    assert plan_gateway(dataclasses.replace(cluster.world(p), unreadable=(strange,))).actions == ()
 
 
 def test_the_oldest_pool_decides_and_the_plan_says_whom_it_overrules() -> None:

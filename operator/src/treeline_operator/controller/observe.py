@@ -51,14 +51,16 @@ class Observer:
     def gateway_world(self, namespace: str, name: str, now: datetime) -> GatewayWorld:
         """A gateway; with no pools if none names it any more."""
         children, pods = _apart(self.store.gateway_children(namespace, name))
+        members = self.store.gateway_pools(namespace, name)
         return GatewayWorld(
             namespace=namespace,
             name=name,
-            pools=self._pools(self.store.gateway_pools(namespace, name)),
+            pools=self._pools(members),
             children=children,
             pods=pods,
             platform=self.platform,
             now=now,
+            unreadable=tuple(o for o in members if isinstance(self._parse(o), str)),
         )
 
     def pool_world(self, pool: InferencePool, now: datetime) -> PoolWorld:

@@ -118,6 +118,9 @@ def plan_gateway(world: GatewayWorld) -> Plan:
 
 
 def _abandoned(world: GatewayWorld, observed: Observed | None) -> Plan:
+    if world.unreadable:
+        held = ", ".join(sorted(pool.ref.name for pool in world.unreadable))
+        return Plan(notes=(f"pool {held} cannot be read; the gateway stays as it is",))
     if observed is None or _is_going(observed):
         return Plan()
     why = f"no pool names gateway {world.name} any more; everything of it goes with this"
@@ -138,9 +141,21 @@ def anchor(world: GatewayWorld, found: Shared) -> dict[str, Any]:
             "name": names.anchor(world.name),
             "namespace": world.namespace,
             "labels": {names.MANAGED_BY: names.MANAGER, names.GATEWAY: world.name},
-            "ownerReferences": [pool.owner_reference(controller=False) for pool in found.members],
+            "ownerReferences": [
+                *(pool.owner_reference(controller=False) for pool in found.members),
+                *(_reference(pool) for pool in sorted(world.unreadable, key=lambda pool: pool.ref.name)),
+            ],
         },
         "data": {"owner": found.owner.name, "pools": "".join(f"{pool.name}\n" for pool in found.members)},
+    }
+
+
+def _reference(pool: Observed) -> dict[str, Any]:
+    return {
+        "apiVersion": pool.ref.api_version,
+        "kind": pool.ref.kind,
+        "name": pool.ref.name,
+        "uid": pool.uid,
     }
 
 
