@@ -29,5 +29,6 @@ COPY --from=build /opt/treeline/venv /opt/treeline/venv
 ENV PATH=/opt/treeline/venv/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /tmp
 USER 65532:65532
-EXPOSE 8080
+# Requests, health.
+EXPOSE 8080 8081
 ENTRYPOINT ["python", "-m", "treeline_operator.envoy"]

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -135,10 +136,15 @@ def imported_by(packages_of_ours: tuple[str, ...]) -> set[str]:
     return {name for name in others if not name.startswith("treeline")}
 
 
+@pytest.fixture(scope="module")
+def providers() -> Mapping[str, list[str]]:
+    """Top name → the distributions that bring it."""
+    return packages_distributions()
+
+
 @pytest.mark.parametrize("image", ROOMS)
-def test_an_image_has_every_package_that_its_code_imports(image):
+def test_an_image_has_every_package_that_its_code_imports(image, providers):
     has = {*packages(image), *(packages("torch") if image == "runtime" else ())}
-    providers = packages_distributions()
     missing = {
         name
         for name in imported_by(ROOMS[image]) - set(sys.stdlib_module_names) - ELSEWHERE.get(image, set())

@@ -14,6 +14,7 @@ from support.control_plane import ControlPlane
 from treeline_operator import rbac
 from treeline_operator.api.model import InferenceModel
 from treeline_operator.api.pool import InferencePool
+from treeline_operator.api.rules import violations
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = sorted((ROOT / "manifests" / "samples").glob("*.yaml"))
@@ -132,4 +133,4 @@ def test_a_sample_is_what_the_operator_understands(sample):
     assert "# Needs:" in head
     assert f"kubectl apply -f manifests/samples/{sample.name}" in head
     for item in yaml.safe_load_all(text):
-        KINDS[item["kind"]].from_object(item, strict=True)
+        assert list(violations(KINDS[item["kind"]].from_object(item, strict=True))) == []
