@@ -28,9 +28,10 @@ def crd(group: str, version: str, kind: str, plural: str) -> dict[str, Any]:
     """A CustomResourceDefinition that takes whatever it is given."""
     anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     schema = {"type": "object", "properties": {"spec": anything, "status": anything}}
-    metadata: dict[str, Any] = {"name": f"{plural}.{group}"}
-    if group.endswith("k8s.io"):
-        metadata["annotations"] = {"api-approved.kubernetes.io": "unapproved, for tests"}
+    metadata = {
+        "name": f"{plural}.{group}",
+        "annotations": {"api-approved.kubernetes.io": "unapproved, for tests"},
+    }
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",

@@ -28,11 +28,6 @@ def plane(control_plane: ControlPlane) -> Iterator[ControlPlane]:
         crd("inference.networking.x-k8s.io", "v1alpha2", "InferencePool", "inferencepools"),
         crd("inference.networking.x-k8s.io", "v1alpha2", "InferenceModel", "inferencemodels"),
     ]
-    from support.control_plane import ROOT  # TEMP
-
-    if not (ROOT / "crds").is_dir():
-        made.append(crd("treeline.dev", "v1alpha1", "InferencePool", "inferencepools"))
-        made.append(crd("treeline.dev", "v1alpha1", "InferenceModel", "inferencemodels"))
     for obj in made:
         control_plane.request("POST", base, obj)
     yield control_plane
