@@ -151,3 +151,43 @@ async def test_an_engine_without_models_is_not_ready(http: httpx.AsyncClient, en
         del engine.documents["/v1/models"]
         await until(lambda: told[-1] is EngineState.READY, "ready")
         assert watcher.probed.is_set()
+
+
+async def state_of(http: httpx.AsyncClient, address: str, *, vouched: bool) -> EngineState:
+    """What a watcher believes after its first look."""
+
+    async def report(_state: EngineState, _info: EngineInfo | None) -> None:
+        pass
+
+    spec = EndpointSpec("e", address, vouched=vouched)
+    watcher = EngineWatcher(spec, EngineClient(http, address), report)
+    watching = asyncio.create_task(watcher.run())
+    await asyncio.wait_for(watcher.probed.wait(), 5)
+    watching.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
+    return watcher.state
+
+
+async def test_where_discovery_vouches_any_server_is_ready_that_answers_at_all(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    async def babble(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\x00\x00\x12\x04 not HTTP/1.1\r\n")
+        await writer.drain()
+        writer.close()
+
+    engine.missing = {"/ready", "/health"}
+    assert await state_of(http, engine.address, vouched=True) is EngineState.READY
+    assert await state_of(http, engine.address, vouched=False) is EngineState.STARTING
+    engine.missing = set()
+    engine.documents["/v1/models"] = b"echo"
+    assert await state_of(http, engine.address, vouched=True) is EngineState.READY
+    assert await state_of(http, engine.address, vouched=False) is EngineState.STARTING
+    async with await asyncio.start_server(babble, "127.0.0.1", 0) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert await state_of(http, address, vouched=True) is EngineState.READY
+        assert await state_of(http, address, vouched=False) is EngineState.DOWN
+    assert await state_of(http, address, vouched=True) is EngineState.DOWN
+    engine.ready = False
+    assert await state_of(http, engine.address, vouched=True) is EngineState.STARTING
