@@ -1,0 +1,10 @@
+"""A real Kubernetes control plane of our own, for benchmarks and tests: etcd, kube-apiserver, controller manager.
+
+There is no scheduler and no kubelet: pods exist, nobody runs them.
+"""
+
+from treeline_bench.control_plane.flags import CONTROLLERS
+from treeline_bench.control_plane.plane import ControlPlane, ControlPlaneFailed
+from treeline_bench.control_plane.programs import BUILD, Missing, programs
+
+__all__ = ["BUILD", "CONTROLLERS", "ControlPlane", "ControlPlaneFailed", "Missing", "programs"]
