@@ -9,6 +9,7 @@ from typing import Any
 from treeline_operator import names
 from treeline_operator.actions import Apply, Delete, Plan, Scale
 from treeline_operator.api.pool import InferencePool
+from treeline_operator.api.rules import violations
 from treeline_operator.plan.pool import plan_pool
 from treeline_operator.world import GatewayWorld, Observed, PickerView, Platform, PoolWorld, Ref
 
@@ -27,7 +28,8 @@ def a_pool(
     name: str = "tiny", *, uid: str = "pool-uid", metadata: dict[str, Any] | None = None, **spec: Any
 ) -> InferencePool:
     """An InferencePool of the spec given in the words of its YAML."""
-    spec.setdefault("model", {"uri": "builtin://tiny"})
+    own = spec.get("engine", {}).get("type", "treeline") == "treeline"
+    spec.setdefault("model", {"uri": "builtin://tiny" if own else "path:///weights/tiny"})
     meta = {
         "name": name,
         "namespace": "serving",
@@ -35,7 +37,7 @@ def a_pool(
         "generation": 1,
         "creationTimestamp": NOW.isoformat(),
     }
-    return InferencePool.from_object(
+    pool = InferencePool.from_object(
         {
             "apiVersion": "treeline.dev/v1alpha1",
             "kind": "InferencePool",
@@ -44,6 +46,8 @@ def a_pool(
         },
         strict=True,
     )
+    assert not list(violations(pool)), "the API server would refuse it"
+    return pool
 
 
 class SimCluster:

@@ -233,7 +233,8 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m treeline_runtime.fetch", description=__doc__)
     parser.add_argument(
         "--uri", action="append", default=[], help="hf://org/name[@revision]; may be repeated"
@@ -255,7 +256,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fetch everything that is asked for; the exit status."""
-    args = _parse(argv)
+    args = parse(argv)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(message)s")
     progress = Progress(sys.stdout)
     began = time.monotonic()

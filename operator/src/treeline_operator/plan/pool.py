@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -10,6 +10,7 @@ from treeline_wire import labels
 
 from treeline_operator import names
 from treeline_operator.actions import Action, Apply, Delete, Plan, Scale
+from treeline_operator.api.gateway import ParentRef
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan import pods as reading
 from treeline_operator.plan.diff import applying, differences, prune
@@ -20,7 +21,6 @@ from treeline_operator.plan.rollout import Policy, Revision, Step, next_step
 from treeline_operator.plan.routes import http_route, missing_apis, upstream_pool
 from treeline_operator.plan.runtime import deployment, images_of, selector, template_problem
 from treeline_operator.plan.scaling import autoscaler
-from treeline_operator.plan.sharing import Shared, share
 from treeline_operator.world import Observed, PoolWorld, Ref
 
 POD_MONITOR: Final = "monitoring.coreos.com/v1/PodMonitor"
@@ -174,10 +174,8 @@ class _Planner:
         )
 
     def _network(self, downloading: bool) -> Iterator[Action]:
-        shared = self._shared()
-        parents = self._parents(shared) if shared.mode == "gateway-api" else ()
         meta = self._meta(f"{self.pool.name}-pods")
-        yield from self._apply(pods_policy(self.pool, parents, meta), "who may reach the pods")
+        yield from self._apply(pods_policy(self.pool, self._parents(), meta), "who may reach the pods")
         if downloading:
             policy = download_policy(self.pool, self._meta(f"{self.pool.name}-download"))
             yield from self._apply(policy, "a pod has yet to download the model")
@@ -230,20 +228,19 @@ class _Planner:
             yield from self._apply(monitor, "metrics of the pods")
 
     def _routes(self) -> Iterator[Action]:
-        shared = self._shared()
-        if shared.mode != "gateway-api":
+        parents, owner = self._parents(), self._owner()
+        if not parents:
             return
         missing = missing_apis(self.world.platform)
         if missing:
             self.notes.extend(missing)
             return
-        pool, own = self.pool, self.pool.spec.gateway
-        mirror = upstream_pool(pool, shared.picker.failure_mode, self._meta(names.upstream_pool(pool.name)))
+        pool, failure_mode = self.pool, owner.spec.endpoint_picker.failure_mode
+        mirror = upstream_pool(pool, failure_mode, self._meta(names.upstream_pool(pool.name)))
         yield from self._apply(mirror, "the pool as Gateways know it")
-        hostnames = own.hostnames or shared.owner.spec.gateway.hostnames
-        by_model = shared.owner.name != pool.name
-        meta = self._meta(pool.name)
-        route = http_route(pool, self._parents(shared), hostnames, meta, by_model=by_model)
+        hostnames = pool.spec.gateway.hostnames or owner.spec.gateway.hostnames
+        by_model = owner.name != pool.name
+        route = http_route(pool, parents, hostnames, self._meta(pool.name), by_model=by_model)
         yield from self._apply(route, "from the Gateways to the pool")
 
     def _scaling(self) -> Iterator[Action]:
@@ -261,12 +258,14 @@ class _Planner:
 
     # ---- helpers --------------------------------------------------------------------------------------------
 
-    def _shared(self) -> Shared:
-        others = [pool for pool in self.world.gateway.pools if pool.name != self.pool.name]
-        return share([*others, self.pool]).of(self.pool)
+    def _owner(self) -> InferencePool:
+        """The pool whose settings of the gateway hold: the oldest (the pools of a gateway are in this order)."""
+        return next((pool for pool in self.world.gateway.pools if not pool.deleting), self.pool)
 
-    def _parents(self, shared: Shared) -> Any:
-        return self.pool.spec.gateway.parent_refs or shared.owner.spec.gateway.parent_refs
+    def _parents(self) -> Sequence[ParentRef]:
+        """The Gateways that the pool attaches to; none where the gateway is an Envoy of our own."""
+        owners = self._owner().spec.gateway.parent_refs
+        return (self.pool.spec.gateway.parent_refs or owners) if owners else ()
 
     def _meta(self, name: str) -> dict[str, Any]:
         pool = self.pool

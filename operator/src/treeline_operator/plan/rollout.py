@@ -67,7 +67,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Replicas by name of the revision (none where it is not named); ``waiting`` says why the rollout does not go on by itself, if so."""
+    """Replicas by name of the revision, none where it is not named. ``waiting`` says why a rollout stands, if it does."""
 
     replicas: dict[str, int]
     waiting: str = ""

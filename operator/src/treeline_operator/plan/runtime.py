@@ -79,6 +79,8 @@ def pod_template(pool: InferencePool, revision: str, images: Images) -> dict[str
 
 def template_problem(pool: InferencePool) -> str:
     """What is wrong with the user's fragment, as far as can be told without the API server; empty if nothing is."""
+    if not pool.spec.template:
+        return ""
     try:
         pod_template(pool, "", Images())
     except TemplateInvalid as problem:

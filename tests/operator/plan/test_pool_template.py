@@ -1,0 +1,306 @@
+"""Pod templates: the user's fragment over ours, what it cannot change, command lines that the engines take, drains."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic.alias_generators import to_snake
+from support.pool_world import SimCluster, a_pool
+from treeline_operator.api.engine import SETTINGS
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.plan.download import files
+from treeline_operator.plan.engines import FLAGS, start_seconds
+from treeline_operator.plan.merge import TemplateInvalid, merged
+from treeline_operator.plan.runtime import pod_template, template_problem
+from treeline_operator.plan.security import exceptions
+from treeline_operator.world import Images
+from treeline_runtime import fetch
+from treeline_runtime.args import parse_args
+
+
+def template(**spec: Any) -> dict[str, Any]:
+    return pod_template(a_pool(**spec), "abc", Images())
+
+
+def runtime(**spec: Any) -> dict[str, Any]:
+    containers = template(**spec)["spec"]["containers"]
+    found: dict[str, Any] = next(c for c in containers if c["name"] == "runtime")
+    return found
+
+
+def patched(**container: Any) -> dict[str, Any]:
+    return runtime(template={"spec": {"containers": [{"name": "runtime", **container}]}})
+
+
+# ---- the fragment -------------------------------------------------------------------------------------------
+
+
+def test_lists_are_merged_by_name() -> None:
+    made = patched(
+        env=[
+            {"name": "MINE", "value": "1"},
+            {"name": "HF_HOME", "valueFrom": {"fieldRef": {"fieldPath": "x"}}},
+        ],
+        volumeMounts=[{"name": "big", "mountPath": "/tmp"}],
+    )
+    env = {item["name"]: item for item in made["env"]}
+    assert env["MINE"] == {"name": "MINE", "value": "1"}
+    assert env["HF_HOME"] == {"name": "HF_HOME", "valueFrom": {"fieldRef": {"fieldPath": "x"}}}
+    assert env["HOME"]["value"] == "/tmp"
+    assert [m["name"] for m in made["volumeMounts"]] == ["big", "kv-keys"]
+
+
+def test_maps_are_merged_and_a_null_takes_away() -> None:
+    made = template(
+        template={
+            "metadata": {"annotations": {"a": "b"}},
+            "spec": {
+                "securityContext": {"runAsUser": None, "fsGroup": 7},
+                "nodeSelector": {"disk": "fast"},
+                "containers": [
+                    {"name": "runtime", "resources": {"limits": {"memory": "4Gi"}}},
+                    {"name": "more"},
+                ],
+            },
+        }
+    )
+    assert made["metadata"]["annotations"] == {"a": "b"}
+    security = made["spec"]["securityContext"]
+    assert "runAsUser" not in security
+    assert (security["fsGroup"], security["runAsNonRoot"]) == (7, True)
+    first, second = made["spec"]["containers"]
+    assert first["resources"] == {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "4Gi"}}
+    assert second == {"name": "more"}
+
+
+def test_a_probe_has_one_handler() -> None:
+    made = patched(livenessProbe={"exec": {"command": ["true"]}}, readinessProbe={"periodSeconds": 9})
+    assert made["livenessProbe"]["exec"] == {"command": ["true"]}
+    assert "httpGet" not in made["livenessProbe"]
+    assert made["livenessProbe"]["failureThreshold"] == 6
+    assert made["readinessProbe"]["httpGet"]["path"] == "/ready"
+    assert made["readinessProbe"]["periodSeconds"] == 9
+
+
+def test_tolerations_are_added() -> None:
+    theirs = {"key": "spot", "operator": "Exists"}
+    made = template(accelerator={"type": "nvidia"}, template={"spec": {"tolerations": [theirs]}})
+    assert [t["key"] for t in made["spec"]["tolerations"]] == ["nvidia.com/gpu", "spot"]
+
+
+def test_labels_ports_and_the_time_to_drain_stay_ours() -> None:
+    made = template(
+        template={
+            "metadata": {"labels": {"team": "x"}},
+            "spec": {
+                "terminationGracePeriodSeconds": 1,
+                "containers": [
+                    {
+                        "name": "runtime",
+                        "ports": [
+                            {"name": "http", "containerPort": 1},
+                            {"name": "other", "containerPort": 5557},
+                            {"name": "debug", "containerPort": 9999},
+                        ],
+                    }
+                ],
+            },
+        }
+    )
+    assert made["metadata"]["labels"]["team"] == "x"
+    assert made["metadata"]["labels"]["treeline.dev/serving"] == "true"
+    assert made["spec"]["terminationGracePeriodSeconds"] == 80
+    ports = {p["name"]: p["containerPort"] for p in made["spec"]["containers"][0]["ports"]}
+    assert ports == {"http": 8000, "kv-events": 5557, "kv-replay": 5657, "load": 5757, "debug": 9999}
+    longer = template(template={"spec": {"terminationGracePeriodSeconds": 900}})
+    assert longer["spec"]["terminationGracePeriodSeconds"] == 900
+
+
+@pytest.mark.parametrize(
+    ("fragment", "problem"),
+    [
+        ({"spec": {"containers": "none"}}, "containers must be a list"),
+        ({"spec": {"containers": [{"image": "x"}]}}, "every item of containers needs a name"),
+        ({"spec": {"securityContext": [1]}}, "securityContext must be a map"),
+        ({"specs": {}}, "specs is not part of a pod template"),
+    ],
+)
+def test_a_fragment_of_the_wrong_shape_leaves_the_pods_as_they_are(
+    fragment: dict[str, Any], problem: str
+) -> None:
+    pool = a_pool(template=fragment)
+    assert problem in template_problem(pool)
+    cluster = SimCluster()
+    cluster.converge(a_pool())
+    plan = cluster.plan(pool)
+    assert plan.actions == ()
+    assert any(problem in note for note in plan.notes)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 9) | st.sampled_from(["a", "tmp", "runtime"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["name", "env", "containers", "volumes", "spec", "a"]), inner, max_size=3
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(JSON)
+def test_any_fragment_is_merged_or_refused(fragment: Any) -> None:
+    ours = pod_template(a_pool(), "abc", Images())["spec"]
+    try:
+        made = merged(ours, {"containers": [{"name": "runtime", "env": fragment}], "volumes": fragment})
+    except TemplateInvalid:
+        return
+    assert merged(made, {}) == made
+
+
+# ---- engines ------------------------------------------------------------------------------------------------
+
+ENGINES: list[dict[str, Any]] = [
+    {},
+    {"contextLength": 512, "pageSize": 32, "maxTotalTokens": 9000, "threads": 2, "dtype": "float32"},
+    {"memoryFraction": 0.5, "maxRunningRequests": 8, "maxQueuedRequests": 9, "chunkedPrefillSize": 256},
+    {"schedulePolicy": "lpm", "evictionPolicy": "lfu", "args": ["--log-level", "debug"]},
+    {"resources": {"limits": {"cpu": "2500m"}}},
+]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_our_runtime_takes_the_command_line(engine: dict[str, Any]) -> None:
+    args = parse_args(runtime(engine=engine, drain={"timeoutSeconds": 33})["args"])
+    assert args.model == "/opt/treeline/models/tiny"
+    assert args.served_model_name == "tiny"
+    assert args.drain_timeout == 33
+    assert args.curve_dir == "/var/run/treeline/keys"
+    if "resources" in engine:
+        assert args.threads == 2
+
+
+def test_the_download_takes_its_command_line() -> None:
+    pool = a_pool(
+        model={"uri": "hf://org/name@v1", "tokenizer": "hf://org/words"},
+        accelerator={"type": "nvidia"},
+        engine={"type": "vllm", "adapters": [{"name": "a", "uri": "hf://org/adapter"}]},
+    )
+    (init,) = pod_template(pool, "abc", Images())["spec"]["initContainers"]
+    assert init["command"] == ["python", "-m", fetch.__name__]
+    parsed = fetch.parse(init["args"])
+    assert parsed.uri == ["hf://org/name@v1", "hf://org/adapter"]
+    assert parsed.tokenizer_uri == "hf://org/words"
+    assert parsed.to[0] == files(pool).model == "/models/org--name--v1"
+
+
+def test_every_setting_that_the_api_takes_reaches_the_engine() -> None:
+    for setting, engines in SETTINGS.items():
+        for engine, flags in FLAGS.items():
+            assert (engine in engines) == (to_snake(setting) in flags), (setting, engine)
+
+
+def test_events_are_configured_as_each_engine_wants_them() -> None:
+    for engine in ("sglang", "vllm"):
+        args = runtime(accelerator={"type": "nvidia"}, engine={"type": engine})["args"]
+        config = json.loads(args[args.index("--kv-events-config") + 1])
+        assert config["publisher"] == "zmq"
+        assert (config["endpoint"], config["replay_endpoint"]) == ("tcp://*:5557", "tcp://*:5657")
+        assert config.get("enable_kv_cache_events", False) is (engine == "vllm")
+
+
+def test_the_users_command_and_arguments_hold() -> None:
+    made = runtime(engine={"command": ["numactl", "serve"], "args": ["--more"]})
+    assert made["command"] == ["numactl", "serve"]
+    assert made["args"][-1] == "--more"
+
+
+def test_the_token_is_in_the_download_only() -> None:
+    made = template(model={"uri": "hf://org/name", "tokenSecretRef": {"name": "hf", "key": "t"}})
+    assert json.dumps(made["spec"]["containers"]).count("HF_TOKEN") == 0
+    (init,) = made["spec"]["initContainers"]
+    assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "t"}}} in init["env"]
+
+
+# ---- how long things take -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [1, 4, 60, 3600])
+@pytest.mark.parametrize("engine", ["treeline", "sglang", "vllm", "custom"])
+def test_the_grace_period_holds_everything_that_happens_in_it(seconds: int, engine: str) -> None:
+    spec: dict[str, Any] = {"type": engine, "image": "x"}
+    made = template(accelerator={"type": "nvidia"}, engine=spec, drain={"timeoutSeconds": seconds})["spec"]
+    (container,) = made["containers"]
+    notice = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    after = 0 if engine == "custom" else seconds
+    assert notice >= (seconds if engine == "custom" else 1)
+    assert made["terminationGracePeriodSeconds"] >= notice + after + 5
+
+
+def _sized(size: str | None, uri: str = "hf://org/name") -> InferencePool:
+    return a_pool(model={"uri": uri} | ({"size": size} if size else {}))
+
+
+def test_a_start_may_take_as_long_as_the_weights_need() -> None:
+    assert start_seconds(_sized("1Gi")) == 120
+    assert start_seconds(_sized("16Gi")) == 320
+    assert start_seconds(_sized("140Gi")) == 2800
+    assert start_seconds(_sized(None)) == 1800
+    assert start_seconds(_sized(None, "builtin://tiny")) == 120
+    probe = pod_template(_sized("16Gi"), "abc", Images())["spec"]["containers"][0]["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == 320
+
+
+# ---- security -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "found"),
+    [
+        ({"hostNetwork": True}, "hostNetwork is on"),
+        ({"hostIPC": True}, "hostIPC is on"),
+        ({"automountServiceAccountToken": True}, "the service account's token is mounted"),
+        (
+            {"securityContext": {"sysctls": [{"name": "kernel.msgmax", "value": "1"}]}},
+            "sysctl kernel.msgmax is set",
+        ),
+        ({"volumes": [{"name": "ib", "hostPath": {"path": "/dev"}}]}, "volume ib is a hostPath"),
+        ({"securityContext": {"runAsNonRoot": False}}, "container runtime: may run as root"),
+        ({"securityContext": {"seccompProfile": None}}, "container runtime: seccomp profile is unset"),
+        (
+            {"securityContext": {"appArmorProfile": {"type": "Unconfined"}}},
+            "container runtime: AppArmor is off",
+        ),
+    ],
+)
+def test_an_exception_of_the_pod_is_found(spec: dict[str, Any], found: str) -> None:
+    assert found in exceptions(template(template={"spec": spec})["spec"])
+
+
+@pytest.mark.parametrize(
+    ("security", "found"),
+    [
+        ({"privileged": True}, "privileged"),
+        ({"runAsUser": 0}, "runs as root"),
+        ({"allowPrivilegeEscalation": True}, "may gain privileges"),
+        ({"readOnlyRootFilesystem": False}, "root filesystem is writable"),
+        ({"capabilities": {"drop": []}}, "keeps the default capabilities"),
+        ({"capabilities": {"add": ["IPC_LOCK", "NET_BIND_SERVICE"]}}, "adds the capabilities IPC_LOCK"),
+        ({"procMount": "Unmasked"}, "procMount is Unmasked"),
+    ],
+)
+def test_an_exception_of_a_container_is_found(security: dict[str, Any], found: str) -> None:
+    fragment = {"spec": {"containers": [{"name": "runtime", "securityContext": security}]}}
+    assert exceptions(template(template=fragment)["spec"]) == (f"container runtime: {found}",)
+
+
+def test_a_host_port_is_an_exception() -> None:
+    ports = [{"name": "debug", "containerPort": 9, "hostPort": 9}]
+    fragment = {"spec": {"containers": [{"name": "runtime", "ports": ports}]}}
+    assert exceptions(template(template=fragment)["spec"]) == ("container runtime: host port 9",)
