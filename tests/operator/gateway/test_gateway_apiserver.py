@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from support.control_plane import ROOT, ControlPlane
+from support.control_plane import ControlPlane
 from support.epp_io import until
 from support.gateway_cluster import CASES, NOW, pool
 from treeline_operator.actions import Apply, CreateKeys, Delete, Plan
@@ -76,7 +76,7 @@ async def test_it_is_accepted_its_pods_are_let_in_and_it_rests(
     path = f"/api/v1/namespaces/{namespace}"
     merge = {"content_type": "application/merge-patch+json"}
     control_plane.request("PATCH", path, {"metadata": {"labels": labels}}, **merge)
-    uid = await _a_pool(cluster, namespace) if (ROOT / "crds").is_dir() else "nobody"
+    uid = await _a_pool(cluster, namespace)
     for case in ("plain", "full", "attached", "plain"):
         ours = owned(uid, namespace, **CASES[case])
 
