@@ -6,7 +6,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from treeline_operator import names
 from treeline_operator.plan.canonical import canonical, quantity
@@ -37,6 +37,7 @@ def test_what_is_no_quantity_is_left_as_it_is(text: object) -> None:
     assert canonical({"requests": {"cpu": text or "x"}}) == {"requests": {"cpu": text or "x"}}
 
 
+@settings(deadline=None, derandomize=True, database=None)
 @given(st.decimals(min_value=0, max_value=10**12, places=3))
 def test_quantities_keep_their_value(number: Decimal) -> None:
     shown = canonical({"limits": {"memory": str(number)}})["limits"]["memory"]

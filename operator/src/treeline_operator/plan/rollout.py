@@ -67,7 +67,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Replicas by name of the revision, none where it is not named. ``waiting`` says why a rollout stands, if it does."""
+    """Replicas by name of the revision, none where it is not named. ``waiting`` says why a rollout stands still."""
 
     replicas: dict[str, int]
     waiting: str = ""
