@@ -45,7 +45,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "cached": {
         "model": {
             "uri": "hf://org/name",
-            "size": "16Gi",
+            "size": "1Gi",
             "cache": {"size": "1024Mi"},
             "tokenSecretRef": {"name": "t"},
         },
