@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -34,6 +37,7 @@ log = logging.getLogger(__name__)
 
 _REFUSED_AGAIN_S: Final = 30.0
 _PATHS: Final = 5
+_ENVOY: Final = "treeline_operator.envoy.document"
 
 
 class StatusWriter(Protocol):
@@ -120,6 +124,7 @@ class Reconciler:
     async def _gateway(self, key: Key) -> Outcome:
         world = self.observer.gateway_world(key.namespace, key.name, self.clock())
         self.probe.look(key.namespace, key.name)
+        await _load_envoy()
         plan = plan_gateway(world)
         owner = share(world.pools).gateways[key.name].owner if world.pools else None
         before = self._refused.get(key)
@@ -185,6 +190,15 @@ class Reconciler:
         self.observer.store.put(answer, tell=False)
         for note in transitions(before, status):
             self.recorder.tell(ref, uid, note.type, note.reason, note.message)
+
+
+async def _load_envoy() -> None:
+    """Load what renders Envoy's configuration beside the event loop: it takes a second or two, and 30 MB.
+
+    So it is not loaded before there is a gateway, and not in the middle of a plan.
+    """
+    if _ENVOY not in sys.modules:
+        await asyncio.to_thread(importlib.import_module, _ENVOY)
 
 
 def _outcome(plan: Plan, done: Done) -> Outcome:

@@ -1,0 +1,450 @@
+"""The whole operator against a real API server and its controllers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from aiohttp import web
+from support.kube_proxy import KubeProxy, status
+from support.operator_run import DEPLOYMENTS, MODELS, POOLS, Room, condition, operator
+from support.ports import free_ports
+
+LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
+SERVICES = "/api/v1/namespaces/{}/services"
+PODS = "/api/v1/namespaces/{}/pods"
+CHILDREN = (
+    DEPLOYMENTS,
+    SERVICES,
+    "/api/v1/namespaces/{}/configmaps",
+    "/api/v1/namespaces/{}/serviceaccounts",
+    "/apis/policy/v1/namespaces/{}/poddisruptionbudgets",
+    "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",
+    "/apis/rbac.authorization.k8s.io/v1/namespaces/{}/roles",
+)
+
+
+async def runtime(room: Room, pool: str = "a") -> Any:
+    """The Deployment of a pool's revision."""
+    for deployment in await room.items(DEPLOYMENTS):
+        if deployment["metadata"]["labels"].get("treeline.dev/pool") == pool:
+            return deployment
+    return None
+
+
+async def settled(room: Room, pool: str = "a") -> Any:
+    """Wait until the children are there and the status says so."""
+
+    async def look() -> Any:
+        found, deployment = await room.pool(pool), await runtime(room, pool)
+        edge = await room.get(f"{DEPLOYMENTS}/treeline-edge")
+        told = condition(found, "Ready").get("observedGeneration") == found["metadata"]["generation"]
+        return found if deployment and edge and told else None
+
+    return await room.until(look, f"the children of pool {pool}")
+
+
+async def versions(room: Room) -> dict[str, str]:
+    """Generation of every child that has one; its resourceVersion else."""
+    found = {}
+    for path in CHILDREN:
+        for obj in await room.items(path):
+            meta = obj["metadata"]
+            found[f"{path.rpartition('/')[2]}/{meta['name']}"] = str(
+                meta.get("generation") or meta["resourceVersion"]
+            )
+    return found
+
+
+async def events(room: Room, reason: str) -> list[str]:
+    return [e["message"] for e in await room.items("/api/v1/namespaces/{}/events") if e["reason"] == reason]
+
+
+async def test_a_converged_world_is_written_to_no_more_however_often_it_is_looked_at(
+    room: Room, tmp_path: Path
+) -> None:
+    async with KubeProxy(room.plane.admin, tmp_path) as proxy:
+        async with operator(proxy.kubeconfig, room.namespace, resync_s=0.3, leader_elect=False):
+            await room.create_pool("a")
+            await room.request("POST", MODELS.format(room.namespace), model("chat", "a"))
+            await settled(room)
+            await room.until(lambda: told_of_model(room, "chat"), "the status of the model")
+            await quiet(proxy)
+            before, count = await versions(room), proxy.writes.total()
+            watched = dict(proxy.watches)
+            await asyncio.sleep(1.5)  # five resyncs, in which nothing may be written
+            assert proxy.writes.total() == count, proxy.writes
+            assert await versions(room) == before
+            assert dict(proxy.watches) == watched
+        # Another operator finds everything as it should be, too.
+        count = proxy.writes.total()
+        async with operator(proxy.kubeconfig, room.namespace, resync_s=0.3, leader_elect=False):
+            await room.until(
+                lambda: proxy.watches["deployments"] > watched["deployments"], "the second operator"
+            )
+            await asyncio.sleep(1.0)
+        assert proxy.writes.total() == count, proxy.writes
+        assert ("secrets", "GET") not in proxy.watches
+
+
+def model(name: str, pool: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "treeline.dev/v1alpha1",
+        "kind": "InferenceModel",
+        "metadata": {"name": name},
+        "spec": {"modelName": name, "poolRef": {"name": pool}, "targetModels": [{"name": "tiny"}]},
+    }
+
+
+async def told_of_model(room: Room, name: str) -> bool:
+    return condition(await room.get(f"{MODELS}/{name}"), "Accepted").get("status") == "True"
+
+
+async def quiet(proxy: KubeProxy) -> None:
+    """Wait until nothing was written for half a second."""
+    last, since = -1, time.monotonic()
+    while time.monotonic() - since < 0.5:
+        if proxy.writes.total() != last:
+            last, since = proxy.writes.total(), time.monotonic()
+        await asyncio.sleep(0.05)
+
+
+async def test_from_a_pool_to_a_url_and_back_to_nothing(room: Room) -> None:
+    """Pods, played by the test, become ready; the picker, played too, lists them; the pool is Ready, and then goes."""
+    listed: dict[str, Any] = {"synced": True, "pools": {}}
+    app = web.Application()
+    app.router.add_get("/endpoints", lambda _: web.json_response(listed))
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    port = runner.addresses[0][1]
+    try:
+        async with operator(room.plane.admin, room.namespace, picker_port=port):
+            await room.create_pool("a", replicas=2)
+            await settled(room)
+            pods = await room.until(lambda: pods_of(room, 4), "four pods")
+            for pod in pods:
+                await ready(room, pod)
+            pool = await room.until(
+                lambda: reason(room, "a", "Ready", "EndpointsMissing"), "the picker's list to be missed"
+            )
+            runtimes = [
+                pod["metadata"]["name"] for pod in pods if "treeline.dev/pool" in pod["metadata"]["labels"]
+            ]
+            listed["pools"] = {
+                "a": {
+                    "models": ["tiny"],
+                    "endpoints": [
+                        {"name": name, "address": "127.0.0.1:8000", "ready": True} for name in runtimes
+                    ],
+                }
+            }
+            pool = await room.until(lambda: reason(room, "a", "Ready", "Serving"), "the pool to be Ready")
+            assert condition(pool, "Ready")["status"] == "True"
+            assert pool["status"]["readyReplicas"] == 2
+            assert [e["serving"] for e in pool["status"]["endpoints"]] == [True, True]
+            assert pool["status"]["url"] == f"http://treeline-gateway.{room.namespace}.svc"
+            await room.request("DELETE", f"{POOLS.format(room.namespace)}/a")
+            await room.until(lambda: nothing_left(room), "the garbage collector to take the children", 30.0)
+    finally:
+        await runner.cleanup()
+
+
+async def pods_of(room: Room, count: int) -> list[Any]:
+    found = await room.items(PODS)
+    return found if len(found) == count else []
+
+
+async def ready(room: Room, pod: Any) -> None:
+    """What the kubelet would say of a pod that runs well."""
+    name = pod["metadata"]["name"]
+    running = {"state": {"running": {"startedAt": "2026-11-01T00:00:00Z"}}, "ready": True, "started": True}
+    status_ = {
+        "phase": "Running",
+        "podIP": "127.0.0.1",
+        "podIPs": [{"ip": "127.0.0.1"}],
+        "conditions": [
+            {"type": kind, "status": "True"} for kind in ("PodScheduled", "ContainersReady", "Ready")
+        ],
+        "containerStatuses": [
+            {"name": c["name"], "image": c["image"], "imageID": "", "restartCount": 0, **running}
+            for c in pod["spec"]["containers"]
+        ],
+    }
+    await room.patch(f"{PODS}/{name}/status", {"status": status_}, kind="strategic-merge", manager="kubelet")
+
+
+async def reason(room: Room, pool: str, kind: str, wanted: str) -> Any:
+    found = await room.pool(pool)
+    return found if condition(found, kind).get("reason") == wanted else None
+
+
+async def nothing_left(room: Room) -> bool:
+    ours = {"treeline.dev/gateway", "treeline.dev/pool"}
+    for path in (*CHILDREN, PODS, "/api/v1/namespaces/{}/secrets"):
+        if any(ours & set(obj["metadata"].get("labels", {})) for obj in await room.items(path)):
+            return False
+    return True
+
+
+async def test_what_others_own_stays_and_what_is_ours_is_set_right(room: Room) -> None:
+    async with operator(room.plane.admin, room.namespace, resync_s=1.0):
+        await room.create_pool("a")
+        await settled(room)
+        # An autoscaler sets the pool's replicas through /scale, and the Deployment follows it.
+        await room.patch(f"{POOLS}/a/scale", {"spec": {"replicas": 3}}, manager="autoscaler")
+
+        async def follows() -> bool:
+            return (await runtime(room))["spec"]["replicas"] == 3
+
+        await room.until(follows, "the Deployment to follow the autoscaler")
+        # A mesh injects a sidecar, a user labels; somebody points a port elsewhere and takes our label away.
+        sidecar = {"name": "mesh", "image": "mesh:1"}
+        await room.patch(
+            f"{DEPLOYMENTS}/treeline-epp",
+            {
+                "metadata": {"labels": {"team": "ml"}},
+                "spec": {"template": {"spec": {"containers": [sidecar]}}},
+            },
+            kind="strategic-merge",
+        )
+        await room.patch(
+            f"{DEPLOYMENTS}/treeline-edge",
+            {"metadata": {"labels": {"app.kubernetes.io/managed-by": "me"}}},
+            kind="strategic-merge",
+        )
+        ports = (await room.get(f"{SERVICES}/treeline-gateway"))["spec"]["ports"]
+        await room.patch(f"{SERVICES}/treeline-gateway", {"spec": {"ports": [{**ports[0], "targetPort": 9}]}})
+
+        async def mended() -> bool:
+            service = await room.get(f"{SERVICES}/treeline-gateway")
+            edge = await room.get(f"{DEPLOYMENTS}/treeline-edge")
+            labelled = edge["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "treeline"
+            return service["spec"]["ports"][0]["targetPort"] == ports[0]["targetPort"] and labelled
+
+        await room.until(mended, "the drift to be corrected")
+        told = await room.until(lambda: events(room, "DriftCorrected"), "an Event of it")
+        assert "Service treeline-gateway" in told[0]
+        assert "ports" in told[0]
+        epp = await room.get(f"{DEPLOYMENTS}/treeline-epp")
+        assert epp["metadata"]["labels"]["team"] == "ml"
+        assert "mesh" in [c["name"] for c in epp["spec"]["template"]["spec"]["containers"]]
+        assert (await runtime(room))["spec"]["replicas"] == 3
+
+
+async def test_a_child_that_somebody_deletes_comes_back(room: Room) -> None:
+    async with operator(room.plane.admin, room.namespace):
+        await room.create_pool("a")
+        await settled(room)
+        was = (await room.get(f"{SERVICES}/a-pods"))["metadata"]["uid"]
+        await room.request("DELETE", f"{SERVICES.format(room.namespace)}/a-pods")
+
+        async def back() -> bool:
+            service = await room.get(f"{SERVICES}/a-pods")
+            return service is not None and service["metadata"]["uid"] != was
+
+        await room.until(back, "the Service to be made anew")
+
+
+async def test_a_refusal_is_told_with_the_servers_words_and_tried_again(room: Room) -> None:
+    async with operator(room.plane.admin, room.namespace):
+        bad = {"spec": {"containers": [{"name": "runtime", "terminationMessagePolicy": "Sometimes"}]}}
+        await room.create_pool("a", template=bad)
+        pool = await room.until(
+            lambda: reason(room, "a", "Ready", "TemplateInvalid"), "the refusal to be told"
+        )
+        assert "terminationMessagePolicy" in condition(pool, "Ready")["message"]
+        assert await room.get(f"{SERVICES}/a-pods"), "the other children are there"
+        await room.patch(f"{POOLS}/a", {"spec": {"template": None}})
+        await settled(room)
+        await room.until(lambda: reason(room, "a", "Ready", "PodsStarting"), "the refusal to be forgotten")
+
+
+async def test_watches_that_are_cut_and_a_place_that_is_lost_are_recovered_from(
+    room: Room, tmp_path: Path
+) -> None:
+    """What is made or deleted while no watch is open is noticed: by resuming, and after 410 by listing anew."""
+    expired: Counter[str] = Counter()
+
+    def away(request: web.Request) -> web.Response | None:
+        reads = request.method == "GET" and "namespaces" in request.path
+        return status(503, "ServiceUnavailable") if reads else None
+
+    def lost(request: web.Request) -> web.Response | None:
+        if request.query.get("watch") != "true":
+            return None
+        expired[collection(request.path)] += 1
+        return status(410, "Expired")
+
+    async with (
+        KubeProxy(room.plane.admin, tmp_path) as proxy,
+        operator(proxy.kubeconfig, room.namespace, leader_elect=False),
+    ):
+        await room.create_pool("a")
+        await settled(room)
+        assert proxy.cut() >= 10
+        await room.create_pool("b")
+        await settled(room, "b")
+        # Nobody watches while a child goes, and when watching is possible again, its going is forgotten.
+        proxy.fault = away
+        proxy.cut()
+        await room.request("DELETE", f"{SERVICES.format(room.namespace)}/a-pods")
+        proxy.fault = lost
+        await room.until(lambda: expired["services"], "the watch of Services to be sent away")
+        proxy.fault = None
+        await room.until(
+            lambda: room.get(f"{SERVICES}/a-pods"), "the Service that went unseen to be made anew"
+        )
+
+
+async def test_a_storm_of_429_is_sat_out(room: Room, tmp_path: Path) -> None:
+    async with KubeProxy(room.plane.admin, tmp_path) as proxy:
+        seen = 0
+
+        def storm(request: web.Request) -> web.Response | None:
+            nonlocal seen
+            seen += 1
+            return status(429, "TooManyRequests", Retry_After="0") if seen % 2 else None
+
+        proxy.fault = storm
+        async with operator(proxy.kubeconfig, room.namespace, leader_elect=False):
+            await room.create_pool("a")
+            await settled(room)
+
+
+async def test_an_api_server_that_restarts_is_waited_for(room: Room) -> None:
+    async with operator(room.plane.admin, room.namespace, leader_elect=False) as running:
+        await room.create_pool("a")
+        await settled(room)
+        await asyncio.to_thread(room.plane.restart_apiserver)
+        await room.create_pool("b")
+        await settled(room, "b")
+        assert not running.done()
+
+
+async def test_a_leader_that_freezes_in_the_middle_ends_and_the_next_one_completes_its_work(
+    room: Room, tmp_path: Path
+) -> None:
+    async with KubeProxy(room.plane.admin, tmp_path) as proxy:
+
+        def freeze(request: web.Request) -> web.Response | None:
+            # The first Deployment is written, and then nothing goes through any more, the lease included.
+            if request.method == "PATCH" and "deployments" in request.path:
+                proxy.open.clear()
+            return None
+
+        proxy.fault = freeze
+        async with operator(proxy.kubeconfig, room.namespace, identity="first") as first:
+            await room.until(lambda: holder(room, "first"), "the first to lead")
+            async with operator(room.plane.admin, room.namespace, identity="second") as second:
+                await room.create_pool("a")
+                assert await asyncio.wait_for(asyncio.shield(first), 10) == 1
+                await room.until(lambda: holder(room, "second"), "the second to lead")
+                await settled(room)
+                deployments = [d["metadata"]["name"] for d in await room.items(DEPLOYMENTS)]
+                assert len(deployments) == 3, "one revision, one picker, one Envoy"
+                assert not second.done()
+
+
+async def holder(room: Room, identity: str) -> bool:
+    lease = await room.get(f"{LEASES}/treeline-operator")
+    return lease is not None and lease["spec"]["holderIdentity"].startswith(identity)
+
+
+async def test_who_loses_the_lease_ends_at_once(room: Room) -> None:
+    async with operator(room.plane.admin, room.namespace) as running:
+        await room.until(lambda: holder(room, "one"), "it to lead")
+        thief = {"spec": {"holderIdentity": "thief", "leaseDurationSeconds": 3600}}
+        await room.patch(f"{LEASES}/treeline-operator", thief)
+        assert await asyncio.wait_for(asyncio.shield(running), 5) == 1
+
+
+async def test_two_operators_at_once_agree(room: Room, tmp_path: Path) -> None:
+    """Without a lease (or in the moment when two believe to hold it) they write the same: nothing flaps."""
+    async with (
+        KubeProxy(room.plane.admin, tmp_path) as proxy,
+        operator(proxy.kubeconfig, room.namespace, leader_elect=False, resync_s=0.3),
+        operator(proxy.kubeconfig, room.namespace, leader_elect=False, resync_s=0.3, identity="two"),
+    ):
+        await room.create_pool("a")
+        await settled(room)
+        await quiet(proxy)
+        before = await versions(room)
+        await room.patch(f"{POOLS}/a", {"spec": {"replicas": 2}})
+        await room.until(lambda: room_replicas(room, 2), "the new number of replicas")
+        await quiet(proxy)
+        after = await versions(room)
+        changed = {name for name in after if after[name] != before[name]}
+        assert {name.partition("/")[0] for name in changed} == {"deployments"}
+
+
+async def room_replicas(room: Room, count: int) -> bool:
+    return (await runtime(room))["spec"]["replicas"] == count
+
+
+async def test_the_process_says_how_it_is_and_ends_in_order(room: Room) -> None:
+    """As a process of its own: pages, a standby beside it, a port that is taken, SIGTERM, the lease handed over."""
+    health, metrics, other_health, other_metrics = free_ports(4)
+    command = [
+        sys.executable,
+        "-m",
+        "treeline_operator",
+        "--kubeconfig",
+        str(room.plane.admin),
+        "--host",
+        "127.0.0.1",
+    ]
+    command += ["--namespace", room.namespace, "--lease-namespace", room.namespace, "--log-format", "json"]
+    first = await spawn(command, health, metrics)
+    try:
+        await room.until(lambda: page(health, "/readyz") == "ok: leading", "it to lead", 30.0)
+        assert page(health, "/healthz") == "ok: leading"
+        second = await spawn(command, other_health, other_metrics)
+        third = await spawn(command, health, other_metrics)
+        try:
+            await room.until(lambda: page(other_health, "/readyz") == "ok: standby", "a standby", 30.0)
+            assert "treeline_operator_is_leader 0.0" in page(other_metrics, "/metrics")
+            figures = page(metrics, "/metrics")
+            assert "treeline_operator_is_leader 1.0" in figures
+            assert 'treeline_operator_watch_age_seconds{kind="apps/v1/Deployment"}' in figures
+            _, said = await asyncio.wait_for(third.communicate(), 20)
+            assert third.returncode == 1
+            assert f"cannot listen on 127.0.0.1:{health}" in said.decode()
+            assert psutil.Process(first.pid).memory_info().rss < 90 << 20
+            first.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(first.wait(), 10) == 0
+            await room.until(lambda: page(other_health, "/readyz") == "ok: leading", "the hand-over", 10.0)
+        finally:
+            await kill(second, third)
+    finally:
+        await kill(first)
+
+
+async def spawn(command: list[str], health: int, metrics: int) -> asyncio.subprocess.Process:
+    ports = ["--health-port", str(health), "--metrics-port", str(metrics)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return await asyncio.create_subprocess_exec(
+        *command, *ports, env=environment, stderr=asyncio.subprocess.PIPE
+    )
+
+
+async def kill(*processes: asyncio.subprocess.Process) -> None:
+    for process in processes:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+def page(port: int, path: str) -> str:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}{path}", trust_env=False).text.strip()
+    except httpx.TransportError:
+        return ""

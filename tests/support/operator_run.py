@@ -1,0 +1,112 @@
+"""Operators in the test's own event loop, and waiting for what they do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from treeline_operator.controller.informer import Timing
+from treeline_operator.controller.run import Options, operate
+from treeline_operator.kube.lease import Terms
+
+from support.control_plane import ControlPlane
+
+QUICK = Timing(backoff_s=(0.05, 0.5), absent_s=1.0)
+SHORT = Terms(2.0, 1.4, 0.25)
+
+POOLS = "/apis/treeline.dev/v1alpha1/namespaces/{}/inferencepools"
+MODELS = "/apis/treeline.dev/v1alpha1/namespaces/{}/inferencemodels"
+DEPLOYMENTS = "/apis/apps/v1/namespaces/{}/deployments"
+
+
+class Room:
+    """A namespace of a control plane: requests of an administrator, that do not block the loop."""
+
+    def __init__(self, plane: ControlPlane, namespace: str) -> None:
+        self.plane = plane
+        self.namespace = namespace
+
+    async def request(self, method: str, path: str, body: Any = None, **options: Any) -> Any:
+        return await asyncio.to_thread(self.plane.request, method, path, body, **options)
+
+    async def get(self, path: str) -> Any:
+        """The decoded answer, or None for a 404."""
+        reply = await asyncio.to_thread(self.plane._http.get, path.format(self.namespace))
+        return None if reply.status_code == 404 else reply.json()
+
+    async def items(self, path: str) -> list[Any]:
+        """The objects of a collection."""
+        return list((await self.get(path))["items"])
+
+    async def create_pool(self, name: str, **spec: Any) -> Any:
+        body = {
+            "apiVersion": "treeline.dev/v1alpha1",
+            "kind": "InferencePool",
+            "metadata": {"name": name, "namespace": self.namespace},
+            "spec": {"model": {"uri": "builtin://tiny"}, **spec},
+        }
+        return await self.request("POST", POOLS.format(self.namespace), body)
+
+    async def patch(self, path: str, body: Any, manager: str = "somebody", kind: str = "merge") -> Any:
+        where = f"{path.format(self.namespace)}?fieldManager={manager}"
+        return await self.request("PATCH", where, body, content_type=f"application/{kind}-patch+json")
+
+    async def pool(self, name: str) -> Any:
+        return await self.get(f"{POOLS}/{name}")
+
+    async def until(self, condition: Callable[[], Any], what: str, seconds: float = 20.0) -> Any:
+        """The first true answer of ``condition``, which may be asynchronous."""
+        deadline = time.monotonic() + seconds
+        while True:
+            found = condition()
+            if asyncio.iscoroutine(found):
+                found = await found
+            if found:
+                return found
+            if time.monotonic() > deadline:
+                state = await asyncio.to_thread(
+                    self.plane.kubectl, "-n", self.namespace, "get", "tlpool,deploy,svc,pod,cm,events"
+                )
+                raise AssertionError(f"waited {seconds} s for {what}:\n{state}")
+            await asyncio.sleep(0.05)
+
+
+def condition(obj: Any, kind: str) -> dict[str, Any]:
+    """A condition of an object; empty if it has none of that type."""
+    for one in ((obj or {}).get("status") or {}).get("conditions", ()):
+        if one["type"] == kind:
+            return dict(one)
+    return {}
+
+
+@asynccontextmanager
+async def operator(kubeconfig: Path, namespace: str, **options: Any) -> AsyncIterator[asyncio.Task[int]]:
+    """An operator of one namespace, with its lease in it; stopped at the end if it still runs.
+
+    The task's result is the exit status.
+    """
+    stop = asyncio.Event()
+    settings: dict[str, Any] = {
+        "identity": "one",
+        "namespaces": (namespace,),
+        "lease_namespace": namespace,
+        "terms": SHORT,
+        "host": "127.0.0.1",
+        "health_port": 0,
+        "metrics_port": 0,
+        "kubeconfig": kubeconfig,
+        "timing": QUICK,
+        "shutdown_s": 2.0,
+    }
+    task = asyncio.create_task(operate(Options(**(settings | options)), stop))
+    try:
+        yield task
+    finally:
+        if not task.done():
+            stop.set()
+            await asyncio.wait([task], timeout=10)
+            task.cancel()
