@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import psutil
 from aiohttp import web
-from support.kube_proxy import KubeProxy, status
+from support.kube_proxy import KubeProxy, collection, status
 from support.operator_run import DEPLOYMENTS, MODELS, POOLS, Room, condition, operator
 from support.ports import free_ports
 
