@@ -123,7 +123,6 @@ class Gateway(Part):
             "a parent is named twice: remove one of them",
             lambda g: all(g.parent_refs.count(parent) == 1 for parent in g.parent_refs),
             field=".parentRefs",
-            reason="FieldValueDuplicate",
         ),
     )
 

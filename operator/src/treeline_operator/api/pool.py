@@ -131,7 +131,6 @@ class PoolSpec(Part):
             "an adapter has the name of the model: give it another name",
             lambda s: all(adapter.name != s.model.name for adapter in s.engine.adapters),
             field=".engine.adapters",
-            reason="FieldValueDuplicate",
         ),
         Rule(
             "self.accelerator.type != 'nvidia' || self.engine.type != 'treeline' || self.accelerator.count == 1",

@@ -1,0 +1,304 @@
+"""Every rule of the API on a real API server: what it refuses and in which words, and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from support.api_specs import Chance, document
+from support.control_plane import ControlPlane
+from treeline_operator.api import crds
+from treeline_operator.api.model import InferenceModel
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.api.rules import KEYWORD, violations
+
+pytestmark = pytest.mark.integration
+
+PLURALS = {"InferencePool": "inferencepools", "InferenceModel": "inferencemodels"}
+KINDS = {"InferencePool": InferencePool, "InferenceModel": InferenceModel}
+
+REFUSED_POOLS = [
+    ("model: {uri: s3://bucket/model}", "no model URI: write hf://org/name"),
+    ("model: {uri: hf://name}", "write hf://org/name or hf://org/name@revision"),
+    ("model: {uri: hf://org/name@}", "write hf://org/name or hf://org/name@revision"),
+    ("model: {uri: 'pvc://Claim/x'}", "write pvc://claim/path"),
+    ("model: {uri: 'pvc://claim//x'}", "write pvc://claim/path"),
+    ("model: {uri: 'path://models/x'}", "write path:///models/name"),
+    ("model: {uri: 'builtin://a/b'}", "write builtin://tiny"),
+    ("model: {uri: 'path:///models/../etc'}", "remove '..'"),
+    ("model: {uri: pvc://claim/..}", "remove '..'"),
+    ("model: {tokenSecretRef: {name: hf}}", "remove tokenSecretRef, or use an hf:// uri"),
+    ("model: {uri: hf://o/n, size: 20Gi, cache: {size: 10Gi}}", "raise cache.size to model.size"),
+    ("model: {uri: hf://o/n, cache: {}}", "set exactly one of them"),
+    ("model: {uri: hf://o/n, cache: {claimName: a, size: 1Gi}}", "set exactly one of them"),
+    ("model: {uri: hf://o/n, cache: {claimName: a, storageClassName: b}}", "set size for claimName"),
+    ("model: {uri: hf://o/n, cache: {claimName: a, accessModes: [ReadWriteOnce]}}", "set size for claimName"),
+    ("model: {cache: {size: 1Gi}}", "nothing is downloaded, so there is nothing to cache"),
+    ("{model: {uri: hf://o/n, tokenizer: hf://o/t}}", "remove model.tokenizer"),
+    ("{engine: {type: sglang}}", "builtin:// models are in the image of engine treeline"),
+    ("accelerator: {count: 2}", "count has a meaning for type nvidia only"),
+    ("accelerator: {class: H100}", "class has a meaning for type nvidia only"),
+    ("accelerator: {resourceName: amd.com/gpu}", "resourceName has a meaning for type nvidia only"),
+    ("accelerator: {tolerations: [{key: a, operator: Exists}]}", "there is template.spec.tolerations"),
+    ("accelerator: {type: nvidia, tolerations: [{value: x}]}", "set operator to Exists, or name the key"),
+    (
+        "accelerator: {type: nvidia, tolerations: [{key: a, operator: Exists, value: x}]}",
+        "remove value, or set operator to Equal",
+    ),
+    (
+        "accelerator: {type: nvidia, tolerations: [{key: a, effect: NoSchedule, tolerationSeconds: 3}]}",
+        "set the effect, or remove tolerationSeconds",
+    ),
+    ("accelerator: {type: nvidia, count: 2}", "set accelerator.count to 1 and raise replicas"),
+    (
+        "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 3}, engine: {type: vllm, tensorParallel: 2}}",
+        "set accelerator.count to a multiple of it",
+    ),
+    (
+        "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 4},"
+        " engine: {type: sglang, tensorParallel: 4, dataParallel: 2}}",
+        "set accelerator.count to tensorParallel times dataParallel",
+    ),
+    ("engine: {tensorParallel: 2}", "remove tensorParallel, or use engine sglang or vllm"),
+    ("engine: {dataParallel: 2}", "remove dataParallel and raise replicas"),
+    ("engine: {adapters: [{name: a, uri: hf://o/a}]}", "remove adapters, or use engine sglang or vllm"),
+    ("engine: {port: 5557}", "ports 5557, 5657, 5757 are those of cache events"),
+    ("{model: {uri: hf://o/n}, engine: {type: custom}}", "set engine.image"),
+    (
+        "{model: {uri: hf://o/n}, engine: {type: custom, image: i, tensorParallel: 2}}",
+        "remove tensorParallel and dataParallel and use args",
+    ),
+    (
+        "{model: {uri: hf://o/n}, engine: {type: custom, image: i, adapters: [{name: a, uri: hf://o/a}]}}",
+        "remove adapters and use args",
+    ),
+    *(
+        (
+            f"{{model: {{uri: hf://o/n}}, engine: {{type: custom, image: i, {setting}: {value}}}}}",
+            f"{setting} is a setting of",
+        )
+        for setting, value in {
+            "contextLength": 1,
+            "memoryFraction": 0.5,
+            "pageSize": 16,
+            "maxRunningRequests": 1,
+            "maxQueuedRequests": 1,
+            "chunkedPrefillSize": 1,
+            "maxTotalTokens": 1,
+            "dtype": "float16",
+            "threads": 1,
+            "evictionPolicy": "lru",
+            "schedulePolicy": "lpm",
+        }.items()
+    ),
+    ("{model: {uri: hf://o/n}, engine: {type: vllm, threads: 2}}", "threads is a setting of treeline"),
+    ("{model: {uri: hf://o/n}, engine: {type: vllm, maxTotalTokens: 2}}", "of treeline and sglang"),
+    (
+        "{model: {uri: hf://o/n, name: m}, engine: {type: vllm, adapters: [{name: m, uri: hf://o/a}]}}",
+        "an adapter has the name of the model",
+    ),
+    ("gateway: {standalone: {}, parentRefs: [{name: g}]}", "remove standalone, or remove parentRefs"),
+    ("gateway: {hostnames: [a.example]}", "remove hostnames, or set parentRefs"),
+    ("gateway: {parentRefs: [{name: g}, {name: g}]}", "a parent is named twice"),
+    ("autoscaling: {maxReplicas: 3}", "remove minReplicas and maxReplicas"),
+    ("autoscaling: {hpa: {metrics: [{type: Resource}]}}", "hpa has a meaning for type HPA only"),
+    ("autoscaling: {keda: {triggers: [{type: cron}]}}", "keda has a meaning for type KEDA only"),
+    ("autoscaling: {type: HPA, maxReplicas: 2}", "set hpa.metrics"),
+    ("autoscaling: {type: KEDA, maxReplicas: 2}", "set keda.triggers"),
+    ("autoscaling: {type: KEDA, keda: {triggers: [{type: cron}]}}", "set maxReplicas"),
+    (
+        "autoscaling: {type: KEDA, minReplicas: 3, maxReplicas: 2, keda: {triggers: [{type: cron}]}}",
+        "minReplicas is more than maxReplicas",
+    ),
+    (
+        "autoscaling: {type: HPA, minReplicas: 0, maxReplicas: 2, hpa: {metrics: [{type: Resource}]}}",
+        "set minReplicas to 1 or more, or use type KEDA",
+    ),
+    ("rollout: {maxSurge: 0}", "raise maxSurge or maxUnavailable"),
+    ("rollout: {strategy: Replace, maxSurge: 2}", "remove maxSurge, or use strategy SurgeIfCapacity"),
+    ("roles: [{name: prefill, replicas: 1}, {name: decode, replicas: 1}]", "use role both, or remove roles"),
+    ("roles: [{name: both, replicas: 2}]", "remove replicas here"),
+    ("template: {metadata: {labels: {treeline.dev/pool: x}}}", "remove them from template.metadata.labels"),
+]
+REFUSED_MODELS = [
+    ("targetModels: [{name: a, weight: 1}, {name: b}]", "give every target a weight, or none"),
+    ("fallbackPools: [{name: tiny}]", "remove it from fallbackPools"),
+]
+REFUSED_NAMES = [
+    ("InferencePool", "a" * 41, "use 40 or fewer"),
+    ("InferencePool", "1st", "a letter first"),
+    ("InferencePool", "a.b", "a letter first"),
+    ("InferencePool", "tiny-epp", "choose a name without such an end"),
+    ("InferenceModel", "a" * 41, "use 40 characters or fewer"),
+]
+REFUSED_BY_SHAPE = [
+    ("InferencePool", "replicas: 1001", "spec.replicas"),
+    ("InferencePool", "model: {uri: ''}", "spec.model.uri"),
+    ("InferencePool", "model: {size: -1}", "spec.model.size"),
+    ("InferencePool", "model: {size: big}", "spec.model.size"),
+    ("InferencePool", "engine: {type: tgi}", "spec.engine.type"),
+    ("InferencePool", "engine: {memoryFraction: 1.0}", "spec.engine.memoryFraction"),
+    ("InferencePool", "endpointPicker: {parameters: {maxTtftSeconds: 0}}", "maxTtftSeconds"),
+    ("InferencePool", "endpointPicker: {policy: best}", "spec.endpointPicker.policy"),
+    ("InferencePool", "drain: {timeoutSeconds: 0}", "spec.drain.timeoutSeconds"),
+    ("InferencePool", f"gateway: {{name: {'g' * 41}}}", "spec.gateway.name"),
+    (
+        "InferencePool",
+        "autoscaling: {type: HPA, maxReplicas: 2, hpa: {metrics: []}}",
+        "spec.autoscaling.hpa.metrics",
+    ),
+    ("InferencePool", "roles: [{name: both}, {name: both}]", "Duplicate value"),
+    ("InferencePool", "template: {spec: {containers: [{name: a}, {name: a}]}}", "Duplicate value"),
+    ("InferencePool", "template: {speck: {}}", "unknown field"),
+    ("InferencePool", "engine: {threadz: 1}", "unknown field"),
+    ("InferencePool", "gateway: {parentRefs: [{name: g}], hostnames: [a.b, a.b]}", "Duplicate value"),
+    (
+        "InferencePool",
+        "{model: {uri: hf://o/n}, engine: {type: vllm, adapters: [{name: a, uri: hf://o/a},"
+        " {name: a, uri: hf://o/b}]}}",
+        "Duplicate value",
+    ),
+    ("InferenceModel", "modelName: ''", "spec.modelName"),
+    ("InferenceModel", "modelName: a b", "spec.modelName"),
+    ("InferenceModel", f"modelName: {'a' * 257}", "spec.modelName"),
+    ("InferenceModel", "targetModels: [{name: a, weight: 0}]", "weight"),
+    ("InferenceModel", "targetModels: [{name: a}, {name: a}]", "Duplicate value"),
+    ("InferenceModel", "fallbackPools: [{name: b}, {name: b}]", "Duplicate value"),
+    ("InferenceModel", "criticality: Urgent", "spec.criticality"),
+    (
+        "InferenceModel",
+        f"targetModels: [{', '.join(f'{{name: m{i}}}' for i in range(11))}]",
+        "at most 10 items",
+    ),
+]
+ACCEPTED_POOLS = [
+    "",
+    "model: {uri: pvc://claim}",
+    "model: {uri: pvc://claim/a/b.c}",
+    "model: {uri: 'hf://Qwen/Qwen3-0.6B@refs/pr/1', tokenSecretRef: {name: hf, key: t}, size: 2Gi, cache: {size: 2Gi}}",
+    "model: {uri: hf://o/n, size: 3, cache: {claimName: weights}}",
+    "{model: {uri: path:///m, tokenizer: hf://o/t, tokenSecretRef: {name: hf}, cache: {size: 1Gi}}, engine: {type: vllm}}",
+    "engine: {threads: 2, contextLength: 8, evictionPolicy: lru, resources: {requests: {cpu: 1, memory: 1Gi}}}",
+    "{accelerator: {type: nvidia, class: H100, tolerations: [{operator: Exists}]}, drain: {timeoutSeconds: 3600}}",
+    "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 8},"
+    " engine: {type: sglang, tensorParallel: 8, dataParallel: 8, args: [--enable-dp-attention]}}",
+    "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 4},"
+    " engine: {type: vllm, tensorParallel: 2, dataParallel: 2, adapters: [{name: a, uri: pvc://c/a}]}}",
+    "{model: {uri: path:///m}, engine: {type: custom, image: 'me/mine:1', port: 5557, command: [serve], args: [x]}}",
+    "gateway: {parentRefs: [{name: g}, {name: g, sectionName: https}], hostnames: ['*.example.com']}",
+    "gateway: {name: g, standalone: {serviceType: LoadBalancer, annotations: {a.b/c: d}, apiKeysSecretRef: {name: k}}}",
+    "autoscaling: {type: HPA, maxReplicas: 4, hpa: {metrics: [{type: Resource, resource: {name: cpu}}]}}",
+    "autoscaling: {type: KEDA, minReplicas: 0, maxReplicas: 1, keda: {triggers: [{type: cron, metadata: {a: b}}]}}",
+    "rollout: {strategy: Replace, maxSurge: 0, maxUnavailable: 1, templateVersion: 3}",
+    "rollout: {maxSurge: 0, maxUnavailable: 1, paused: true}",
+    "roles: [{name: both}]",
+    "template: {metadata: {labels: {a: b}}, spec: {containers: [{name: runtime, env: [{name: A, value: b}]}], hostIPC: true}}",
+    "replicas: 0",
+]
+ACCEPTED_MODELS = [
+    "",
+    "modelName: org/name:tag",
+    "{targetModels: [{name: a, weight: 1}, {name: b, weight: 99}], fallbackPools: [{name: other}], criticality: Sheddable}",
+    "targetModels: [{name: a}]",
+]
+
+
+class Api:
+    """Dry runs of creations, with strict validation."""
+
+    def __init__(self, plane: ControlPlane, namespace: str) -> None:
+        self._http = plane.http()
+        self._namespace = namespace
+
+    def create(self, obj: dict[str, Any]) -> httpx.Response:
+        path = f"/apis/treeline.dev/v1alpha1/namespaces/{self._namespace}/{PLURALS[obj['kind']]}"
+        return self._http.post(path, params={"dryRun": "All", "fieldValidation": "Strict"}, json=obj)
+
+    def refusal(self, obj: dict[str, Any]) -> str:
+        """What the API server says; empty if it takes the object."""
+        reply = self.create(obj)
+        return "" if reply.is_success else str(reply.json()["message"])
+
+    def close(self) -> None:
+        self._http.close()
+
+
+@pytest.fixture(scope="module")
+def api(control_plane: ControlPlane) -> Iterator[Api]:
+    api = Api(control_plane, "default")
+    yield api
+    api.close()
+
+
+def broken(obj: dict[str, Any]) -> list[str]:
+    """The rules that an object breaks, as we see it without an API server."""
+    return list(violations(KINDS[obj["kind"]].from_object(obj, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        *(("InferencePool", *case) for case in REFUSED_POOLS),
+        *(("InferenceModel", *case) for case in REFUSED_MODELS),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_words_that_say_the_fix(api, kind, text, message):
+    obj = document(kind, text)
+    assert message in api.refusal(obj)
+    try:
+        ours = broken(obj)
+    except ValueError as refused:
+        ours = [str(refused)]
+    assert message in "\n".join(ours) or message.startswith("no model URI")
+
+
+@pytest.mark.parametrize(("kind", "name", "message"), REFUSED_NAMES)
+def test_names_are_bounded_so_that_derived_names_fit(api, kind, name, message):
+    obj = document(kind, "", name)
+    assert message in api.refusal(obj)
+    assert any(message in one for one in broken(obj))
+
+
+@pytest.mark.parametrize(("kind", "text", "message"), REFUSED_BY_SHAPE)
+def test_what_has_the_wrong_shape_is_refused(api, kind, text, message):
+    assert message in api.refusal(document(kind, text))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [*(("InferencePool", t) for t in ACCEPTED_POOLS), *(("InferenceModel", t) for t in ACCEPTED_MODELS)],
+)
+def test_what_makes_sense_is_taken(api, kind, text):
+    obj = document(kind, text)
+    assert api.refusal(obj) == ""
+    assert broken(obj) == []
+
+
+def test_every_rule_has_a_case_that_breaks_it():
+    def messages(schema: Any) -> Iterator[str]:
+        if isinstance(schema, dict):
+            yield from (rule["message"] for rule in schema.get(KEYWORD, ()))
+            for inner in schema.values():
+                yield from messages(inner)
+
+    tried = [case[-1] for case in (*REFUSED_POOLS, *REFUSED_MODELS, *REFUSED_NAMES)]
+    rules = {message for crd in crds.all_crds().values() for message in messages(crd["spec"]["versions"][0])}
+    assert [rule for rule in rules if not any(message in rule for message in tried)] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_api_server_and_we_judge_every_object_alike(api, kind):
+    chance = Chance(seed=5)
+    judged = {True: 0, False: 0}
+    for _ in range(250):
+        spec = chance.pool() if kind == "InferencePool" else chance.model()
+        obj = {"apiVersion": "treeline.dev/v1alpha1", "kind": kind, "metadata": {"name": "x"}, "spec": spec}
+        said, ours = api.refusal(obj), broken(obj)
+        assert bool(said) == bool(ours), f"{yaml.safe_dump(spec)}\nAPI server: {said}\nwe: {ours}"
+        for message in ours:
+            assert message.split(": ", 1)[1] in said
+        judged[not said] += 1
+    assert min(judged.values()) >= 5, judged
