@@ -119,6 +119,27 @@ def test_the_operator_may_give_pickers_their_rights_and_may_not_read_secrets(con
         assert not answer.startswith("yes")
 
 
+def test_an_apply_that_makes_an_object_needs_the_right_to_create(control_plane, namespace):
+    """Why `create` is declared beside `patch`, though no request of the operator but one is a POST."""
+    role = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": {"name": "patcher"}}
+    role["rules"] = [{"apiGroups": [""], "resources": ["configmaps"], "verbs": ["patch"]}]
+    binding = {
+        **role,
+        "kind": "RoleBinding",
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "patcher"},
+        "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": "patcher"}],
+    }
+    del binding["rules"]
+    items = "---\n".join(json.dumps(item) + "\n" for item in (role, binding))
+    control_plane.kubectl("apply", "--namespace", namespace, "-f", "-", stdin=items)
+    body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "new"}}
+    path = f"/api/v1/namespaces/{namespace}/configmaps/new?fieldManager=patcher"
+    with control_plane.http("patcher", ()) as client:
+        reply = client.patch(path, json=body, headers={"Content-Type": "application/apply-patch+yaml"})
+    assert reply.status_code == 403
+    assert "cannot create" in reply.json()["message"]
+
+
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.stem)
 def test_a_sample_is_taken_by_the_api_server(control_plane, namespace, sample):
     items = list(yaml.safe_load_all(sample.read_text()))

@@ -17,11 +17,13 @@ import yaml
 
 WATCH: Final = ("list", "watch")
 APPLY: Final = ("create", "patch")
-"""Server-side apply is a PATCH; the API server asks for ``create`` too where it makes the object."""
+"""Server-side apply is a PATCH; where that makes the object (answer 201) the API server asks for ``create`` too."""
 ON_CONFLICT: Final = "get"
 """Used after a write alone that found another state than was observed; the only verb whose absence seldom shows."""
-CHILD: Final = (ON_CONFLICT, *WATCH, *APPLY, "delete")
-"""A kind of which the operator makes objects, looks after them and removes them."""
+LASTING: Final = (ON_CONFLICT, *WATCH, *APPLY)
+"""A kind of which the operator makes objects and looks after them; they go with their owner alone."""
+CHILD: Final = (*LASTING, "delete")
+"""A kind of which it also removes objects, while their owner stays."""
 READ: Final = ("get", *WATCH)
 
 
@@ -107,7 +109,7 @@ WATCHED: Final = (
             Need(
                 "",
                 ("persistentvolumeclaims",),
-                (ON_CONFLICT, *WATCH, *APPLY),
+                LASTING,
                 "the weights; never deleted by the operator",
             ),
         ),
@@ -115,7 +117,7 @@ WATCHED: Final = (
     Feature(
         "picker-role",
         (
-            Need("rbac.authorization.k8s.io", ("roles", "rolebindings"), CHILD, "what a picker may see"),
+            Need("rbac.authorization.k8s.io", ("roles", "rolebindings"), LASTING, "what a picker may see"),
             *(
                 Need(need.group, need.resources, need.verbs, f"granted to pickers: {need.why}", asked=False)
                 for need in PICKER
@@ -155,7 +157,7 @@ WATCHED: Final = (
     ),
     Feature(
         "prometheus",
-        (Need("monitoring.coreos.com", ("podmonitors",), CHILD, "metrics of a pool's pods"),),
+        (Need("monitoring.coreos.com", ("podmonitors",), LASTING, "metrics of a pool's pods"),),
         value="prometheus",
     ),
 )
