@@ -53,7 +53,7 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(
     st.dictionaries(st.text(max_size=4) | st.sampled_from(["x", "prompt"]), JSON, max_size=4),
     st.text(max_size=6),

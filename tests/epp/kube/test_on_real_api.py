@@ -11,6 +11,7 @@ from support.control_plane import ControlPlane
 from support.epp_io import FakeEngine, engines, running_picker, until
 from support.epp_kube import Cluster, asked, burst_of_models, crd, listed, listed_so, models
 from support.kube_api import MODELS, PODS, POOLS
+from treeline_epp.kube import mirror
 from treeline_operator.rbac import PICKER
 
 UPSTREAM = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
@@ -85,7 +86,10 @@ async def _is(value: AsyncIterator[object] | object, expected: object) -> bool:
     return bool(await value == expected)  # type: ignore[misc]
 
 
-async def test_a_restart_of_the_api_server_is_not_felt(plane: ControlPlane, namespace: str) -> None:
+async def test_a_restart_of_the_api_server_is_not_felt(
+    plane: ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "BACKOFF_S", (0.2, 1.0))
     async with serving(plane, namespace) as (cluster, fakes), running_picker(*cluster.flags()) as picker:
         await listed_so(picker, "pod-0", ready=True)
         before = await listed(picker)
