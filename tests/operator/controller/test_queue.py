@@ -82,7 +82,7 @@ class ScheduleMachine(RuleBasedStateMachine):
             asked = self.owed.pop(key, None)
             self.owe(key, self.now + delay)
             if asked is not None:
-                self.owe(key, max(asked, self.now + min(delay, 1.0)) if asked <= self.now else asked)
+                self.owe(key, max(asked, self.now + min(delay, 1.0)))
         else:
             self.failures[key] = 0
             if after is not None:

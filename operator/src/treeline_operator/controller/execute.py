@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import zmq
 from treeline_wire.security import PUBLIC_FILE, SECRET_FILE
 
+from treeline_operator import names
 from treeline_operator.actions import Action, Apply, CreateKeys, Delete, Plan, Scale
 from treeline_operator.api.conditions import Reason
 from treeline_operator.controller.store import Store
@@ -45,11 +46,11 @@ class Writer(Protocol):
 
 @dataclass(slots=True)
 class Done:
-    """What came of a plan. ``refused`` are the API server's refusals, each with the kind that it is about."""
+    """What came of a plan. ``refused`` are the objects that could not be written as planned, each with the reason."""
 
     written: dict[Reason, list[str]] = field(default_factory=dict)
     drifted: list[tuple[Ref, tuple[str, ...]]] = field(default_factory=list)
-    refused: list[tuple[Ref, Invalid | Forbidden]] = field(default_factory=list)
+    refused: list[tuple[Ref, KubeError]] = field(default_factory=list)
     stale: bool = False
     """Something was not as it was observed to be: plan again from what is there now."""
 
@@ -90,6 +91,9 @@ class Executor:
         match action:
             case Apply():
                 known = self.store.get(action.ref) is not None
+                if not known and (stranger := await self._stranger(action)):
+                    done.refused.append((action.ref, stranger))
+                    return
                 self.store.put(await self.writer.apply(action.object))
                 if action.drift:
                     done.drifted.append((action.ref, action.drift))
@@ -108,6 +112,23 @@ class Executor:
                 await self.writer.delete(action.ref, uid=action.uid)
                 self.store.doom(action.ref, action.uid, timestamp(self.clock()))
                 done.note(Reason.DELETED, action.ref)
+
+    async def _stranger(self, action: Apply) -> KubeError | None:
+        """What is wrong with applying an object that we do not see: one of that name may be somebody else's.
+
+        Server-side apply would take it over. An object of ours that lost its label is ours by its owner.
+        """
+        try:
+            meta = (await self.writer.get(action.ref))["metadata"]
+        except NotFound:
+            return None
+        owners = {owner["uid"] for owner in meta.get("ownerReferences") or () if owner.get("controller")}
+        wanted = {owner["uid"] for owner in action.object["metadata"].get("ownerReferences") or ()}
+        if (meta.get("labels") or {}).get(names.MANAGED_BY) == names.MANAGER or owners & wanted:
+            return None
+        text = f"{action.ref.kind} {action.ref.name} exists and is not the operator's; rename or delete it"
+        log.warning("%s", text)
+        return KubeError(text, code=409)
 
     async def _observe_anew(self, action: Action, exc: KubeError) -> None:
         """Look at the one object that was not as we thought. The Secret with the keys is never read."""

@@ -65,10 +65,14 @@ class HttpAsker:
             async with self.session.get(f"http://{host}:{self.port}/endpoints", timeout=timeout) as answer:
                 if answer.status != 200:
                     raise ConnectionError(f"the picker at {address} answered {answer.status}")
-                body = await answer.content.read(_MAX_ANSWER)
-                if not answer.content.at_eof():
-                    raise ConnectionError(f"the picker at {address} answered more than {_MAX_ANSWER} bytes")
-                return body
+                body = bytearray()
+                async for chunk in answer.content.iter_any():
+                    body += chunk
+                    if len(body) > _MAX_ANSWER:
+                        raise ConnectionError(
+                            f"the picker at {address} answered more than {_MAX_ANSWER} bytes"
+                        )
+                return bytes(body)
         except (aiohttp.ClientError, TimeoutError) as exc:
             raise ConnectionError(f"the picker at {address}: {exc or type(exc).__name__}") from exc
 
@@ -108,7 +112,7 @@ class PickerProbe:
     changed: Callable[[Key], None]
     calm_s: float = 10.0
     hurried_s: float = 1.0
-    _waiting: dict[tuple[str, str], set[str]] = field(default_factory=dict)
+    _waiting: dict[tuple[str, str], str] = field(default_factory=dict)
     _failures: dict[tuple[str, str], int] = field(default_factory=dict)
     _queue: Queue = field(init=False)
 
@@ -119,14 +123,15 @@ class PickerProbe:
 
     def wait(self, namespace: str, gateway: str, pool: str, waits: bool) -> None:
         """Whether a pool waits for its gateway's picker to say something new."""
-        key = (namespace, gateway)
-        pools = self._waiting.setdefault(key, set())
-        begins = waits and not pools
-        (pools.add if waits else pools.discard)(pool)
-        if not pools:
-            del self._waiting[key]
-        if begins:
+        if not waits:
+            self.forget(namespace, pool)
+        elif self._waiting.get((namespace, pool)) != gateway:
+            self._waiting[namespace, pool] = gateway
             self._queue.add(Key("gateway", namespace, gateway))
+
+    def forget(self, namespace: str, pool: str) -> None:
+        """The pool waits for nothing any more."""
+        self._waiting.pop((namespace, pool), None)
 
     def look(self, namespace: str, gateway: str) -> None:
         """Ask soon; afterwards it is asked for as long as it has pods."""
@@ -147,7 +152,7 @@ class PickerProbe:
             self._failures.pop(gateway, None)
             self._set(gateway, None)
             return Outcome("none")  # a change of its pods brings it back
-        delay = self.hurried_s if gateway in self._waiting else self.calm_s
+        delay = self.hurried_s if self._is_awaited(*gateway) else self.calm_s
         try:
             answers = await asyncio.gather(*(self.asker.ask(address) for address in addresses))
             view = merge(_view(_decode(answer)) for answer in answers)
@@ -160,6 +165,9 @@ class PickerProbe:
         self._failures.pop(gateway, None)
         self._set(gateway, view)
         return Outcome(after_s=delay)
+
+    def _is_awaited(self, namespace: str, gateway: str) -> bool:
+        return any(space == namespace and of == gateway for (space, _), of in self._waiting.items())
 
     def _addresses(self, key: Key) -> list[str]:
         found = []

@@ -92,22 +92,20 @@ class Schedule:
     def done(self, key: Key, outcome: Outcome, now: float) -> float:
         """The key's run has ended; returns for how long it had waited and run."""
         run = self._running.pop(key)
-        due = [run.after] if run.after is not None else []
+        asked = now if run.dirty else run.after
+        due = [] if asked is None else [asked]
         if outcome.retry:
             failures = self._failures[key] = self._failures.get(key, 0) + 1
             delay = max(self.backoff.delay(failures, self.chance()), outcome.after_s or 0.0)
-            if run.dirty:
-                # Somebody changed something meanwhile, perhaps the cause. Not at once: our own writes look the same.
-                delay = min(delay, 1.0)
-            due.append(now + delay)
+            # What was added meanwhile may have mended the cause. Not at once: our own writes look the same.
+            due = [now + delay, *(max(at, now + min(delay, 1.0)) for at in due)]
         else:
             self._failures.pop(key, None)
             if outcome.after_s is not None:
                 due.append(now + outcome.after_s)
-            if run.dirty:
-                self._ready[key] = now
-                due.clear()
-        if due:
+        if due and min(due) <= now:
+            self._ready[key] = now
+        elif due:
             self._delay(key, min(due))
         return now - run.queued
 

@@ -86,7 +86,7 @@ class Reconciler:
     async def _pool(self, key: Key) -> Outcome:
         pool = self.observer.pool(key.namespace, key.name)
         if pool is None:
-            self.metrics.conditions(Ref(API_VERSION, POOL, key.namespace, key.name), ())
+            self.probe.forget(key.namespace, key.name)
             self._refused.pop(key, None)
             self.downloads.see(key, ())
             return Outcome("gone")
@@ -101,10 +101,9 @@ class Reconciler:
             key._replace(kind="gateway", name=pool.spec.gateway.name)
         )
         status = pool_status(after, self.downloads.progress(key), refused)
-        if not pool.deleting:
-            await self._tell(
-                pool.kind, pool.namespace, pool.name, pool.metadata.uid, dict(pool.status), dict(status)
-            )
+        await self._tell(
+            pool.kind, pool.namespace, pool.name, pool.metadata.uid, dict(pool.status), dict(status)
+        )
         self.probe.wait(
             pool.namespace, pool.spec.gateway.name, pool.name, _waits(status) and not pool.deleting
         )
@@ -183,9 +182,11 @@ class Reconciler:
         if same_status(before, status):
             return
         meta = {"name": name, "namespace": namespace, "uid": uid}
-        answer = await self.statuses.apply_status(
-            {"apiVersion": API_VERSION, "kind": kind, "metadata": meta, "status": status}
-        )
+        obj = {"apiVersion": API_VERSION, "kind": kind, "metadata": meta, "status": status}
+        try:
+            answer = await self.statuses.apply_status(obj)
+        except (Conflict, NotFound):
+            return  # it has just gone, or another one has its name; the watch will say so
         # Nobody else's plan depends on a status, and ours has just been made from it.
         self.observer.store.put(answer, tell=False)
         for note in transitions(before, status):

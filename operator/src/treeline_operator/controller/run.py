@@ -145,7 +145,8 @@ class Operator:
         await self._recorder.flush(1.0)
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Cut off what still runs, and close all connections."""
+        await self.queue.stop(0.0)
         await self._probe.stop()
         await self._downloads.stop()
         await self.informer.stop()
@@ -153,6 +154,8 @@ class Operator:
         await self._streams.close()
 
     def _changed(self, change: Change) -> None:
+        if change.after is None:
+            self.metrics.conditions(change.ref, ())
         keys = concerned(change, self.store)
         for number, key in enumerate(sorted(keys)):
             # What concerns a crowd is spread out, so that a single pool's change is not behind hundreds of others.

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import base64
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from treeline_operator.actions import Action, Apply, CreateKeys, Delete, Plan, Scale
+from treeline_operator.api.conditions import Reason
+from treeline_operator.controller.execute import Done, Executor, with_keys
+from treeline_operator.controller.store import Store
+from treeline_operator.kube.errors import (
+    AlreadyExists,
+    Conflict,
+    Forbidden,
+    Invalid,
+    KubeError,
+    LostLease,
+    NotFound,
+    Unavailable,
+)
+from treeline_operator.world import Ref
+from treeline_wire.security import CurveKeys
+
+OURS = {"app.kubernetes.io/managed-by": "treeline", "treeline.dev/pool": "p"}
+OWNER = [{"kind": "InferencePool", "name": "p", "uid": "pool", "controller": True}]
+
+
+def obj(name: str, kind: str = "Service", **meta: Any) -> dict[str, Any]:
+    version = {"Deployment": "apps/v1"}.get(kind, "v1")
+    own = {"name": name, "namespace": "n", "labels": OURS, "ownerReferences": OWNER}
+    return {"apiVersion": version, "kind": kind, "metadata": {**own, **meta}}
+
+
+class Server:
+    """Remembers what it is asked; ``faults`` are raised instead, by verb and name."""
+
+    def __init__(self, *there: dict[str, Any], **faults: KubeError) -> None:
+        self.there = {(o["kind"], o["metadata"]["name"]): o for o in there}
+        self.faults = faults
+        self.calls: list[str] = []
+        self.version = 100
+
+    def _called(self, verb: str, name: str) -> None:
+        self.calls.append(f"{verb} {name}")
+        if (fault := self.faults.get(f"{verb}_{name}")) is not None:
+            raise fault
+
+    def _kept(self, thing: dict[str, Any]) -> dict[str, Any]:
+        self.version += 1
+        meta = {
+            "uid": f"u-{thing['metadata']['name']}",
+            **thing["metadata"],
+            "resourceVersion": str(self.version),
+        }
+        return {**thing, "metadata": meta}
+
+    async def apply(self, thing: dict[str, Any]) -> dict[str, Any]:
+        self._called("apply", thing["metadata"]["name"])
+        return self._kept(thing)
+
+    async def create(self, thing: dict[str, Any]) -> dict[str, Any]:
+        self._called("create", thing["metadata"]["name"])
+        return self._kept(thing)
+
+    async def scale(self, ref: Ref, uid: str, replicas: int) -> dict[str, Any]:
+        self._called("scale", ref.name)
+        return self._kept({**obj(ref.name, ref.kind), "spec": {"replicas": replicas}})
+
+    async def delete(self, ref: Ref, *, uid: str) -> None:
+        self._called("delete", ref.name)
+
+    async def get(self, ref: Ref) -> dict[str, Any]:
+        self._called("get", ref.name)
+        if (ref.kind, ref.name) not in self.there:
+            raise NotFound("404", code=404)
+        return self._kept(self.there[ref.kind, ref.name])
+
+
+def seen(store: Store, name: str, kind: str = "Service") -> Ref:
+    """An object that was observed before."""
+    thing = obj(name, kind)
+    store.put({**thing, "metadata": {**thing["metadata"], "uid": f"u-{name}", "resourceVersion": "5"}})
+    return Ref(thing["apiVersion"], kind, "n", name)
+
+
+async def carry_out(server: Server, store: Store, *actions: Action) -> Done:
+    executor = Executor(server, store, lambda: datetime(2026, 11, 1, tzinfo=UTC))
+    return await executor.carry_out(Plan(actions))
+
+
+async def test_answers_are_known_at_once_and_told_by_reason() -> None:
+    store = Store()
+    ref = seen(store, "old")
+    runtime = seen(store, "d", "Deployment")
+    done = await carry_out(
+        Server(),
+        store,
+        Apply(obj("new"), "because"),
+        Apply(obj("old"), "because"),
+        Scale(runtime, "u-d", 3, "because"),
+        Delete(ref, "u-old", "because"),
+    )
+    assert done.written == {
+        Reason.CREATED: ["Service new"],
+        Reason.APPLIED: ["Service old"],
+        Reason.SCALED: ["Deployment d to 3"],
+        Reason.DELETED: ["Service old"],
+    }
+    scaled, deleted = store.get(runtime), store.get(ref)
+    assert scaled is not None
+    assert scaled.object["spec"]["replicas"] == 3
+    assert deleted is not None
+    assert deleted.object["metadata"]["deletionTimestamp"] == "2026-11-01T00:00:00Z"
+
+
+async def test_drift_is_told_apart_from_a_change_of_mind() -> None:
+    store = Store()
+    ref = seen(store, "s")
+    done = await carry_out(Server(), store, Apply(obj("s"), "because", drift=("spec.ports[80]",)))
+    assert done.drifted == [(ref, ("spec.ports[80]",))]
+    assert not done.written
+
+
+@pytest.mark.parametrize("fault", [Invalid("422: no", code=422), Forbidden("403: no", code=403)])
+async def test_behind_a_refusal_others_are_applied_but_nothing_is_scaled_or_deleted(fault: KubeError) -> None:
+    store = Store()
+    ref = seen(store, "old")
+    runtime = seen(store, "d", "Deployment")
+    server = Server(apply_bad=fault)
+    actions = [
+        Apply(obj("bad"), ""),
+        Scale(runtime, "u-d", 0, ""),
+        Apply(obj("good"), ""),
+        Delete(ref, "u-old", ""),
+    ]
+    done = await carry_out(server, store, *actions)
+    assert [call for call in server.calls if not call.startswith("get")] == ["apply bad", "apply good"]
+    assert [(refused.name, exc) for refused, exc in done.refused] == [("bad", fault)]
+    assert not done.stale
+
+
+async def test_an_object_of_somebody_else_is_never_taken_over() -> None:
+    stranger = {**obj("s"), "metadata": {"name": "s", "namespace": "n", "labels": {"app": "mine"}}}
+    server = Server(stranger)
+    done = await carry_out(server, Store(), Apply(obj("s"), ""))
+    assert server.calls == ["get s"]
+    assert "exists and is not the operator's" in str(done.refused[0][1])
+
+
+@pytest.mark.parametrize("meta", [{"labels": {}}, {"ownerReferences": []}])
+async def test_one_of_ours_that_we_did_not_see_is_applied(meta: dict[str, Any]) -> None:
+    server = Server(obj("s", **meta))
+    done = await carry_out(server, Store(), Apply(obj("s"), ""))
+    assert server.calls == ["get s", "apply s"]
+    assert not done.refused
+
+
+async def test_what_is_not_as_observed_is_looked_at_and_planned_anew() -> None:
+    store = Store()
+    gone, other = seen(store, "gone"), seen(store, "other")
+    there = obj("other", uid="another")
+    server = Server(there, delete_gone=NotFound("404", code=404), delete_other=Conflict("409", code=409))
+    done = await carry_out(server, store, Delete(gone, "u-gone", ""))
+    assert done.stale
+    assert store.get(gone) is None
+    done = await carry_out(server, store, Delete(other, "u-other", ""))
+    assert done.stale
+    found = store.get(other)
+    assert found is not None
+    assert found.uid == "another"
+
+
+@pytest.mark.parametrize("fault", [Unavailable("503", code=503), LostLease("too late")])
+async def test_what_no_plan_can_mend_ends_it(fault: KubeError) -> None:
+    server = Server(apply_a=fault)
+    with pytest.raises(type(fault)):
+        await carry_out(server, Store(), Apply(obj("a"), ""), Apply(obj("b"), ""))
+    assert "apply b" not in server.calls
+
+
+async def test_keys_are_made_once_and_never_read() -> None:
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "k", "namespace": "n"}}
+    server = Server(create_k=AlreadyExists("409", code=409))
+    done = await carry_out(server, Store(), CreateKeys(secret, "keys"))
+    assert server.calls == ["create k"]
+    assert done == Done()
+
+
+def test_the_keys_are_those_that_pods_mount(tmp_path: Any) -> None:
+    made = with_keys({"kind": "Secret", "metadata": {}})
+    for name, value in made["data"].items():
+        (tmp_path / name).write_bytes(base64.b64decode(value))
+        (tmp_path / name).chmod(0o600)
+    assert CurveKeys.load(tmp_path).public + b"\n" == base64.b64decode(made["data"]["public.key"])
+    assert with_keys({})["data"] != made["data"]

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+from support.virtual_loop import run
+from treeline_operator.controller.observe import Observer
+from treeline_operator.controller.picker_probe import HttpAsker, PickerProbe, merge
+from treeline_operator.controller.store import API_VERSION, Store
+from treeline_operator.world import Key, PickerEndpoint, PickerView, Platform
+
+
+def endpoint(name: str, ready: bool = True, draining: bool = False) -> PickerEndpoint:
+    return PickerEndpoint(name, f"{name}:8000", ready, draining)
+
+
+def test_pickers_must_agree() -> None:
+    one = PickerView(True, {"p": (endpoint("a"), endpoint("b"), endpoint("c"))}, {"p": ("x", "y")})
+    two = PickerView(False, {"p": (endpoint("a"), endpoint("b", ready=False, draining=True))}, {"p": ("y",)})
+    assert merge([one]) == one
+    assert merge([one, two]) == PickerView(
+        False, {"p": (endpoint("a"), endpoint("b", ready=False, draining=True))}, {"p": ("y",)}
+    )
+    assert merge([]) is None
+
+
+class Picker:
+    """Answers what it is told to, and notes when it was asked."""
+
+    def __init__(self) -> None:
+        self.answer: dict[str, Any] | None = {"synced": True, "pools": {}}
+        self.asked: list[float] = []
+
+    async def ask(self, address: str) -> bytes:
+        assert address == "10.0.0.9"
+        self.asked.append(round(asyncio.get_running_loop().time(), 2))
+        if self.answer is None:
+            raise ConnectionError("refused")
+        return msgspec.json.encode(self.answer)
+
+    def lists(self, *names: str) -> None:
+        endpoints = [{"name": name, "address": f"{name}:1", "ready": True} for name in names]
+        self.answer = {
+            "synced": True,
+            "pools": {"p": {"models": ["m"], "endpoints": endpoints}},
+            "detail": {},
+        }
+
+
+def picker_pod(version: int, ip: str = "10.0.0.9", ready: str = "True") -> dict[str, Any]:
+    marks = {"treeline.dev/gateway": "treeline", "treeline.dev/component": "epp"}
+    meta = {"name": "epp", "namespace": "n", "uid": "e", "resourceVersion": str(version), "labels": marks}
+    status = {"podIP": ip, "conditions": [{"type": "Ready", "status": ready}]}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "status": status}
+
+
+def set_up() -> tuple[Store, Observer, Picker, PickerProbe, list[Key]]:
+    store, picker, changed = Store(), Picker(), []
+    meta = {"name": "p", "namespace": "n", "uid": "p", "resourceVersion": "1"}
+    store.put({"apiVersion": API_VERSION, "kind": "InferencePool", "metadata": meta, "spec": {}})
+    observer = Observer(store, Platform())
+    return store, observer, picker, PickerProbe(observer, picker, changed.append), changed
+
+
+def test_the_picker_is_asked_seldom_unless_somebody_waits() -> None:
+    async def main() -> None:
+        store, observer, picker, probe, changed = set_up()
+        store.put(picker_pod(2))
+        task = asyncio.create_task(probe.run())
+        probe.look("n", "treeline")
+        await asyncio.sleep(35)
+        assert picker.asked == [0, 10, 20, 30]
+        picker.asked.clear()
+        probe.wait("n", "treeline", "p", True)
+        await asyncio.sleep(3.5)
+        assert picker.asked == [35, 36, 37, 38]
+        assert changed == [Key("pool", "n", "p")], "told once: that the picker answers at all"
+        picker.lists("a")
+        await asyncio.sleep(1)
+        assert changed == [Key("pool", "n", "p")] * 2
+        assert observer.pickers["n", "treeline"].pools["p"] == (PickerEndpoint("a", "a:1", True),)
+        probe.wait("n", "treeline", "p", False)
+        picker.asked.clear()
+        await asyncio.sleep(25)
+        assert len(picker.asked) <= 3
+        await probe.stop()
+        await task
+
+    run(main())
+
+
+def test_what_a_picker_said_is_forgotten_when_it_stays_silent_or_goes() -> None:
+    async def main() -> None:
+        store, observer, picker, probe, changed = set_up()
+        store.put(picker_pod(2))
+        picker.lists("a")
+        task = asyncio.create_task(probe.run())
+        probe.look("n", "treeline")
+        await asyncio.sleep(1)
+        picker.answer = None
+        await asyncio.sleep(20)
+        assert observer.pickers, "it may only be busy"
+        await asyncio.sleep(20)
+        assert not observer.pickers
+        picker.lists("a")
+        await asyncio.sleep(10)
+        assert observer.pickers
+        store.put(picker_pod(3, ready="False"))
+        probe.look("n", "treeline")
+        await asyncio.sleep(1)
+        assert not observer.pickers
+        asked = len(picker.asked)
+        await asyncio.sleep(100)
+        assert len(picker.asked) == asked, "nobody is there to be asked"
+        assert len(changed) == 4
+        await probe.stop()
+        await task
+
+    run(main())
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"pools": {"p": {"endpoints": [{"name": 3}]}}}', b"<html>"])
+def test_an_answer_that_is_none_is_no_view(body: bytes) -> None:
+    async def main() -> None:
+        store, observer, picker, probe, _ = set_up()
+        store.put(picker_pod(2))
+
+        async def ask(address: str) -> bytes:
+            return body
+
+        picker.ask = ask  # type: ignore[method-assign]
+        task = asyncio.create_task(probe.run())
+        probe.look("n", "treeline")
+        await asyncio.sleep(60)
+        assert not observer.pickers
+        await probe.stop()
+        await task
+
+    run(main())
+
+
+async def test_asking_over_http() -> None:
+    app = web.Application()
+    body = b"x" * 3_000_000
+    replies = {"/endpoints": web.Response(body=body)}
+    app.router.add_get("/endpoints", lambda request: replies[request.path])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    async with aiohttp.ClientSession() as session:
+        asker = HttpAsker(session, runner.addresses[0][1])
+        assert await asker.ask("127.0.0.1") == body
+        replies["/endpoints"] = web.Response(status=500)
+        with pytest.raises(ConnectionError, match="answered 500"):
+            await asker.ask("127.0.0.1")
+        await runner.cleanup()
+        with pytest.raises(ConnectionError, match=r"127\.0\.0\.1"):
+            await asker.ask("127.0.0.1")
