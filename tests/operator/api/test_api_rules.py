@@ -178,9 +178,9 @@ ACCEPTED_POOLS = [
     "",
     "model: {uri: pvc://claim}",
     "model: {uri: pvc://claim/a/b.c}",
-    "model: {uri: 'hf://Qwen/Qwen3-0.6B@refs/pr/1', tokenSecretRef: {name: hf, key: t}, size: 2Gi, cache: {size: 2Gi}}",
+    "model: {uri: 'hf://Qwen/Qwen3@refs/pr/1', tokenSecretRef: {name: hf, key: t}, size: 2Gi, cache: {size: 2Gi}}",
     "model: {uri: hf://o/n, size: 3, cache: {claimName: weights}}",
-    "{model: {uri: path:///m, tokenizer: hf://o/t, tokenSecretRef: {name: hf}, cache: {size: 1Gi}}, engine: {type: vllm}}",
+    "{model: {uri: path:///m, tokenizer: hf://o/t, tokenSecretRef: {name: h}, cache: {size: 1}}, engine: {type: vllm}}",
     "engine: {threads: 2, contextLength: 8, evictionPolicy: lru, resources: {requests: {cpu: 1, memory: 1Gi}}}",
     "{accelerator: {type: nvidia, class: H100, tolerations: [{operator: Exists}]}, drain: {timeoutSeconds: 3600}}",
     "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 8},"
@@ -195,13 +195,13 @@ ACCEPTED_POOLS = [
     "rollout: {strategy: Replace, maxSurge: 0, maxUnavailable: 1, templateVersion: 3}",
     "rollout: {maxSurge: 0, maxUnavailable: 1, paused: true}",
     "roles: [{name: both}]",
-    "template: {metadata: {labels: {a: b}}, spec: {containers: [{name: runtime, env: [{name: A, value: b}]}], hostIPC: true}}",
+    "template: {metadata: {labels: {a: b}}, spec: {containers: [{name: runtime, env: []}], hostIPC: true}}",
     "replicas: 0",
 ]
 ACCEPTED_MODELS = [
     "",
     "modelName: org/name:tag",
-    "{targetModels: [{name: a, weight: 1}, {name: b, weight: 99}], fallbackPools: [{name: other}], criticality: Sheddable}",
+    "{targetModels: [{name: a, weight: 1}, {name: b, weight: 99}], fallbackPools: [{name: b}], criticality: Sheddable}",
     "targetModels: [{name: a}]",
 ]
 

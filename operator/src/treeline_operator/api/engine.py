@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StrictFloat, StrictInt, StringConstraints
 from pydantic.alias_generators import to_snake
 from treeline_wire import ports
 
@@ -87,7 +87,7 @@ class Accelerator(Part):
 
     type: Literal["cpu", "nvidia"] = "cpu"
     """Kind of device."""
-    count: Annotated[int, Field(ge=1, le=16)] = 1
+    count: Annotated[StrictInt, Field(ge=1, le=16)] = 1
     """Devices per pod. For type nvidia."""
     class_: Annotated[str, StringConstraints(min_length=1, max_length=63)] | None = Field(
         default=None, alias="class"
@@ -180,29 +180,29 @@ class Engine(Part):
     """Replaces the image's entry point."""
     args: Annotated[tuple[Text, ...], Field(max_length=128)] = ()
     """Arguments that follow those made from the settings."""
-    port: Annotated[int, Field(ge=1024, le=65535)] = 8000
+    port: Annotated[StrictInt, Field(ge=1024, le=65535)] = 8000
     """Port of the OpenAI API in the pod."""
-    context_length: Annotated[int, Field(ge=1)] | None = None
+    context_length: Annotated[StrictInt, Field(ge=1)] | None = None
     """Longest prompt and answer together, in tokens."""
-    memory_fraction: Annotated[float, Field(ge=0.05, le=0.99)] | None = None
+    memory_fraction: Annotated[StrictFloat, Field(ge=0.05, le=0.99)] | None = None
     """Part of the device's memory for weights and KV cache."""
-    page_size: Annotated[int, Field(ge=1, le=1024)] | None = None
+    page_size: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
     """Tokens per page of the KV cache."""
-    tensor_parallel: Annotated[int, Field(ge=1, le=16)] = 1
+    tensor_parallel: Annotated[StrictInt, Field(ge=1, le=16)] = 1
     """Devices over which each layer is split. For engines sglang and vllm."""
-    data_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    data_parallel: Annotated[StrictInt, Field(ge=1, le=64)] = 1
     """Copies of the model in one pod. For engines sglang and vllm."""
-    max_running_requests: Annotated[int, Field(ge=1)] | None = None
+    max_running_requests: Annotated[StrictInt, Field(ge=1)] | None = None
     """Requests that are computed at once."""
-    max_queued_requests: Annotated[int, Field(ge=0)] | None = None
+    max_queued_requests: Annotated[StrictInt, Field(ge=0)] | None = None
     """Requests that may wait; one more is refused."""
-    chunked_prefill_size: Annotated[int, Field(ge=1)] | None = None
+    chunked_prefill_size: Annotated[StrictInt, Field(ge=1)] | None = None
     """Most tokens of prompt in one step."""
-    max_total_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_total_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     """Tokens that the KV cache holds."""
     dtype: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]+$", max_length=32)] | None = None
     """Number format of weights and activations, in the engine's words."""
-    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    threads: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
     """Threads of computation."""
     eviction_policy: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_-]+$", max_length=32)] | None = None
     """Which pages leave the prefix cache first, in the engine's words."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StrictFloat, StrictInt, StringConstraints
 
 from treeline_operator.api.engine import Image, Text
 from treeline_operator.api.parts import (
@@ -24,9 +24,9 @@ from treeline_operator.names import MAX_NAME
 class PickerParameters(Part):
     """Parameters of the picker."""
 
-    max_ttft_seconds: Annotated[float, Field(gt=0, le=3600)] | None = None
+    max_ttft_seconds: Annotated[StrictFloat, Field(gt=0, le=3600)] | None = None
     """An endpoint counts as saturated when a request would wait longer than this for its turn."""
-    max_body_bytes: Annotated[int, Field(ge=1024, le=1 << 30)] | None = None
+    max_body_bytes: Annotated[StrictInt, Field(ge=1024, le=1 << 30)] | None = None
     """Longest request body; a longer one is answered 413."""
 
 
@@ -39,7 +39,7 @@ class EndpointPicker(Part):
     """Parameters of the picker."""
     failure_mode: Literal["FailOpen", "FailClose"] = "FailOpen"
     """Without a picker: FailOpen sends requests to any ready pod, FailClose refuses them."""
-    replicas: Annotated[int, Field(ge=1, le=10)] = 1
+    replicas: Annotated[StrictInt, Field(ge=1, le=10)] = 1
     """Pickers. Each builds its own view of the caches."""
     resources: Resources | None = None
     """Resources of the picker's container."""
@@ -59,9 +59,9 @@ class Standalone(Part):
 
     service_type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
     """Type of the Service in front of Envoy."""
-    port: Annotated[int, Field(ge=1, le=65535)] = 80
+    port: Annotated[StrictInt, Field(ge=1, le=65535)] = 80
     """Port of the Service."""
-    replicas: Annotated[int, Field(ge=1, le=20)] = 1
+    replicas: Annotated[StrictInt, Field(ge=1, le=20)] = 1
     """Envoys."""
     resources: Resources | None = None
     """Resources of Envoy's container."""
@@ -89,7 +89,7 @@ class ParentRef(Part):
     """Name of the parent."""
     section_name: DnsName | None = None
     """One listener of the parent; absent means all."""
-    port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    port: Annotated[StrictInt, Field(ge=1, le=65535)] | None = None
     """Port of the parent's listeners; absent means all."""
 
 

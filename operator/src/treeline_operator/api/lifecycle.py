@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field, StrictBool, StrictInt, WithJsonSchema
 
 from treeline_operator.api.parts import FOREIGN, Part
 from treeline_operator.api.rules import Rule
@@ -27,9 +27,9 @@ class Keda(Part):
 
     triggers: Annotated[tuple[Foreign, ...], Field(min_length=1, max_length=16)]
     """Triggers, each a trigger of a keda.sh/v1alpha1 ScaledObject."""
-    polling_interval: Annotated[int, Field(ge=1)] | None = None
+    polling_interval: Annotated[StrictInt, Field(ge=1)] | None = None
     """Seconds between looks at the triggers."""
-    cooldown_period: Annotated[int, Field(ge=0)] | None = None
+    cooldown_period: Annotated[StrictInt, Field(ge=0)] | None = None
     """Seconds after the last active trigger until the pool goes to zero."""
 
 
@@ -94,9 +94,9 @@ class Autoscaling(Part):
 
     type: Literal["None", "HPA", "KEDA"] = "None"
     """None: you, by spec.replicas. HPA and KEDA: an object that the operator makes and that sets spec.replicas."""
-    min_replicas: Annotated[int, Field(ge=0, le=1000)] | None = None
+    min_replicas: Annotated[StrictInt, Field(ge=0, le=1000)] | None = None
     """Fewest replicas; absent means 1. Zero needs KEDA."""
-    max_replicas: Annotated[int, Field(ge=1, le=1000)] | None = None
+    max_replicas: Annotated[StrictInt, Field(ge=1, le=1000)] | None = None
     """Most replicas."""
     hpa: Hpa | None = None
     """Settings of type HPA."""
@@ -107,7 +107,7 @@ class Autoscaling(Part):
 class Drain(Part):
     """How a pod ends."""
 
-    timeout_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
+    timeout_seconds: Annotated[StrictInt, Field(ge=1, le=3600)] = 60
     """Longest time that running requests get to end. Grace period, preStop and timeouts follow from it."""
 
 
@@ -132,13 +132,13 @@ class Rollout(Part):
     strategy: Literal["SurgeIfCapacity", "Replace"] = "SurgeIfCapacity"
     """SurgeIfCapacity starts new pods beside the old ones; where there is no room it takes as many old pods away as
     maxUnavailable allows. Replace takes old pods away first, one or maxUnavailable at a time."""
-    max_surge: Annotated[int, Field(ge=0, le=1000)] = 1
+    max_surge: Annotated[StrictInt, Field(ge=0, le=1000)] = 1
     """Pods above replicas while rolling. For strategy SurgeIfCapacity."""
-    max_unavailable: Annotated[int, Field(ge=0, le=1000)] = 0
+    max_unavailable: Annotated[StrictInt, Field(ge=0, le=1000)] = 0
     """Pods below replicas while rolling."""
-    paused: bool = False
+    paused: StrictBool = False
     """Keep old and new pods as they are."""
-    template_version: Annotated[int, Field(ge=1)] | None = None
+    template_version: Annotated[StrictInt, Field(ge=1)] | None = None
     """Use at least this version of the operator's pod template. An operator upgrade rolls no pods until this is
     raised."""
 
@@ -165,5 +165,5 @@ class Role(Part):
 
     name: Literal["both", "prefill", "decode"]
     """What the pods of this role do."""
-    replicas: Annotated[int, Field(ge=0, le=1000)] | None = None
+    replicas: Annotated[StrictInt, Field(ge=0, le=1000)] | None = None
     """Pods of this role."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StrictInt, StringConstraints
 from typing_extensions import TypedDict
 
 from treeline_operator.api.parts import (
@@ -28,7 +28,7 @@ class TargetModel(Part):
 
     name: ModelName
     """Name of a model or adapter that the pool serves."""
-    weight: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    weight: Annotated[StrictInt, Field(ge=1, le=1_000_000)] | None = None
     """Share of the requests, relative to the other targets' weights. On all targets or on none."""
 
 

@@ -7,7 +7,15 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints, WithJsonSchema, with_config
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictInt,
+    StringConstraints,
+    WithJsonSchema,
+    with_config,
+)
 from pydantic.alias_generators import to_camel
 from typing_extensions import TypedDict
 
@@ -202,7 +210,7 @@ class Toleration(Part):
     """Value of the taint, with operator Equal."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
     """Effect of the taint; absent means every effect."""
-    toleration_seconds: int | None = None
+    toleration_seconds: StrictInt | None = None
     """How long a NoExecute taint is borne; absent means for ever."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, StringConstraints, WithJsonSchema
+from pydantic import Field, StrictInt, StringConstraints, WithJsonSchema
 from typing_extensions import TypedDict
 
 from treeline_operator.api.engine import SETTINGS, Accelerator, Adapter, Engine, EngineType
@@ -164,7 +164,7 @@ class PoolSpec(Part):
 
     model: ModelSource
     """The model that the pool serves."""
-    replicas: Annotated[int, Field(ge=0, le=1000)] = 1
+    replicas: Annotated[StrictInt, Field(ge=0, le=1000)] = 1
     """Pods. Also set through the scale subresource, by `kubectl scale` and autoscalers."""
     template: Annotated[dict[str, Any], WithJsonSchema(_TEMPLATE)] | None = None
     """Fragment of a PodTemplate, merged into the pods: containers by name, the engine's is `runtime`."""

@@ -105,7 +105,8 @@ class Cache(Part):
             lambda c: (c.claim_name is None) != (c.size is None),
         ),
         Rule(
-            "!has(self.claimName) || (!has(self.storageClassName) && !has(self.accessModes))",
+            "!has(self.claimName) || (!has(self.storageClassName)"
+            " && (!has(self.accessModes) || self.accessModes.size() == 0))",
             "storageClassName and accessModes are those of a claim to make: remove them, or set size for claimName",
             lambda c: c.claim_name is None or (c.storage_class_name is None and not c.access_modes),
             field=".claimName",
@@ -121,7 +122,7 @@ class Cache(Part):
     """Storage class of the claim to make; absent means the cluster's default."""
     access_modes: Annotated[
         tuple[Literal["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"], ...],
-        Field(min_length=1, max_length=4, json_schema_extra=SET),
+        Field(max_length=4, json_schema_extra=SET),
     ] = ()
     """Access modes of the claim to make; absent means ReadWriteOnce.
 

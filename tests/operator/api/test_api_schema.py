@@ -1,0 +1,266 @@
+"""The generated schemas: committed as generated, structural, documented, in agreement with the types, only growing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.api_specs import Chance
+from treeline_operator.api import crds, docs
+from treeline_operator.api.__main__ import RELEASED, documents, main, problems, schemas
+from treeline_operator.api.growth import shrinkage
+from treeline_operator.api.model import InferenceModel
+from treeline_operator.api.pool import SETTINGS, InferencePool
+from treeline_operator.plan.engines import FLAGS
+
+ROOT = Path(__file__).parents[3]
+POOL = crds.pools()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+SCHEMAS = {InferencePool: POOL, InferenceModel: schemas()["inferencemodels"]}
+
+
+def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    yield path, schema
+    for name, inner in schema.get("properties", {}).items():
+        yield from nodes(inner, f"{path}.{name}")
+    for inner in ("items", "additionalProperties"):
+        if inner in schema:
+            yield from nodes(schema[inner], f"{path}[]")
+
+
+def test_what_is_committed_is_what_is_generated_and_contains_what_was_released():
+    assert problems(ROOT) == []
+
+
+def test_check_tells_what_differs(tmp_path, capsys):
+    assert main(["--root", str(tmp_path)]) == 0
+    assert main(["--root", str(tmp_path), "--release"]) == 0
+    assert main(["--root", str(tmp_path), "--check"]) == 0
+    assert {p.relative_to(tmp_path) for p in tmp_path.rglob("*.*")} == {*documents(), RELEASED}
+    (tmp_path / "docs/api.md").write_text("old")
+    (tmp_path / "crds/inferencepools.yaml").unlink()
+    assert main(["--root", str(tmp_path), "--check"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert sorted(line.split()[0] for line in said) == ["crds/inferencepools.yaml", "docs/api.md"]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS.values(), ids=lambda schema: schema["description"])
+def test_every_field_is_structural_typed_and_explained(schema):
+    allowed = {
+        "type",
+        "description",
+        "default",
+        "enum",
+        "format",
+        "pattern",
+        "items",
+        "properties",
+        "required",
+    }
+    allowed |= {"minimum", "maximum", "exclusiveMinimum", "minLength", "maxLength", "minItems", "maxItems"}
+    allowed |= {"maxProperties", "additionalProperties", "anyOf"}
+    for path, node in nodes(schema):
+        assert {key for key in node if not key.startswith("x-kubernetes-")} <= allowed, path
+        quantity = node.get("x-kubernetes-int-or-string", False)
+        assert quantity or "type" in node, path
+        assert ("anyOf" in node) == quantity, path
+        if node.get("type") == "array" and ".spec" in path:
+            assert "maxItems" in node, f"{path}: rules over unbounded lists exceed the API server's budget"
+        last = path.rsplit(".", 1)[-1]
+        if path and "[]" not in last and not path.startswith((".metadata", ".spec.template.spec.")):
+            assert node.get("description", "").endswith("."), path
+
+
+def test_unknown_fields_are_kept_in_foreign_fragments_only():
+    kept = [path for path, node in nodes(POOL) if node.get("x-kubernetes-preserve-unknown-fields")]
+    assert kept == [
+        ".spec.template.spec",
+        *(f".spec.template.spec.{name}[]" for name in ("containers", "initContainers", "volumes")),
+        ".spec.autoscaling.hpa.metrics[]",
+        ".spec.autoscaling.hpa.behavior",
+        ".spec.autoscaling.keda.triggers[]",
+    ]
+
+
+def test_refused_settings_are_those_that_the_planner_has_no_flag_for():
+    from pydantic.alias_generators import to_snake
+
+    for setting, engines in SETTINGS.items():
+        assert {engine for engine, flags in FLAGS.items() if to_snake(setting) in flags} == set(engines), (
+            setting
+        )
+
+
+def as_json_schema(node: Any) -> Any:
+    """A structural schema in the words of JSON Schema, refusing what it does not know."""
+    if isinstance(node, list):
+        return [as_json_schema(inner) for inner in node]
+    if not isinstance(node, dict):
+        return node
+    schema = {key: as_json_schema(value) for key, value in node.items()}
+    if isinstance(node.get("exclusiveMinimum"), bool):
+        schema["exclusiveMinimum"] = schema.pop("minimum")
+    if (
+        "properties" in node
+        and isinstance(node["properties"], dict)
+        and "x-kubernetes-preserve-unknown-fields" not in node
+    ):
+        schema["additionalProperties"] = False
+    return schema
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32), kind=st.sampled_from(list(SCHEMAS)))
+def test_what_our_types_take_fits_the_schema(seed, kind):
+    chance = Chance(seed)
+    spec = chance.pool() if kind is InferencePool else chance.model()
+    obj = {
+        "apiVersion": "treeline.dev/v1alpha1",
+        "kind": kind.__name__,
+        "metadata": {"name": "x"},
+        "spec": spec,
+    }
+    typed = kind.from_object(obj, strict=True)
+    validator = jsonschema.Draft202012Validator(as_json_schema(SCHEMAS[kind]))
+    assert [error.message for error in validator.iter_errors(obj)] == []
+    written = typed.spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    assert [error.message for error in validator.iter_errors({**obj, "spec": written})] == []
+    assert kind.from_object({**obj, "spec": written}).spec == typed.spec
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32), data=st.data())
+def test_what_the_schema_refuses_our_types_refuse(seed, data):
+    spec = Chance(seed).pool()
+    obj = {
+        "apiVersion": "treeline.dev/v1alpha1",
+        "kind": "InferencePool",
+        "metadata": {"name": "x"},
+        "spec": spec,
+    }
+    leaves = list(_leaves(spec))
+    holder, key = data.draw(st.sampled_from(leaves))
+    holder[key] = data.draw(st.sampled_from([-7, 1 << 40, "", " ", "NO WAY", None, [], {"no": "way"}, True]))
+    refused = not jsonschema.Draft202012Validator(as_json_schema(POOL)).is_valid(obj)
+    if refused and holder[key] is not None:
+        # An explicit null is dropped by the API server before it looks; our types take it as left out, too.
+        with pytest.raises(ValueError, match="validation error"):
+            InferencePool.from_object(obj, strict=True)
+
+
+def _leaves(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Places of plain values, but not within fragments of other APIs, which nobody judges."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in items:
+        if key in ("template", "metrics", "triggers"):
+            continue
+        if isinstance(inner, dict | list):
+            yield from _leaves(inner)
+        else:
+            yield value, key
+
+
+# Schemas only grow
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def spec_of(schema: dict[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = schema["properties"]["spec"]["properties"]
+    return fields
+
+
+SHRINKING: dict[str, Change] = {
+    ".spec.drain: is gone": lambda s: spec_of(s).pop("drain"),
+    ".spec.replicas: type was 'integer' and is 'string'": lambda s: spec_of(s)["replicas"].update(
+        type="string"
+    ),
+    ".spec.replicas: maximum was 1000 and is 10": lambda s: spec_of(s)["replicas"].update(maximum=10),
+    ".spec.replicas: minimum was 0 and is 1": lambda s: spec_of(s)["replicas"].update(minimum=1),
+    ".spec.replicas: default was 1 and is 2": lambda s: spec_of(s)["replicas"].update(default=2),
+    ".spec.engine: is required now": lambda s: s["properties"]["spec"]["required"].append("engine"),
+    ".spec.engine.type: the value 'vllm' is gone": lambda s: spec_of(s)["engine"]["properties"]["type"][
+        "enum"
+    ].remove("vllm"),
+    ".spec.engine.dtype: only some values are allowed now": lambda s: spec_of(s)["engine"]["properties"][
+        "dtype"
+    ].update(enum=["auto"]),
+    ".spec.roles: x-kubernetes-list-type was 'map' and is 'set'": lambda s: spec_of(s)["roles"].update(
+        {"x-kubernetes-list-type": "set"}
+    ),
+    ".spec.roles: maxItems was 3 and is 2": lambda s: spec_of(s)["roles"].update(maxItems=2),
+    ".spec.roles[].name: the value 'both' is gone": lambda s: spec_of(s)["roles"]["items"]["properties"][
+        "name"
+    ]["enum"].remove("both"),
+    ".spec.model: has a new rule: be nice": lambda s: spec_of(s)["model"]["x-kubernetes-validations"].append(
+        {"rule": "false", "message": "be nice"}
+    ),
+    ".spec.template.spec: unknown fields are not kept any more": lambda s: spec_of(s)["template"][
+        "properties"
+    ]["spec"].pop("x-kubernetes-preserve-unknown-fields"),
+    ".spec.template.spec.hostname: was free and has a form now": lambda s: spec_of(s)["template"][
+        "properties"
+    ]["spec"]["properties"].update(hostname={"type": "string"}),
+    ".spec.gateway.standalone.annotations{}: maxLength was 1024 and is 9": lambda s: spec_of(s)["gateway"][
+        "properties"
+    ]["standalone"]["properties"]["annotations"]["additionalProperties"].update(maxLength=9),
+}
+GROWING: dict[str, Change] = {
+    "a field": lambda s: spec_of(s).update(extra={"type": "string"}),
+    "a default of a new field": lambda s: (
+        spec_of(s)["drain"]["properties"].update(mode={"type": "string", "default": "x"}),
+        spec_of(s)["drain"]["default"].update(mode="x"),
+    ),
+    "a value": lambda s: spec_of(s)["engine"]["properties"]["type"]["enum"].append("other"),
+    "a wider bound": lambda s: spec_of(s)["replicas"].update(maximum=5000),
+    "no bound": lambda s: spec_of(s)["replicas"].pop("maximum"),
+    "any value": lambda s: spec_of(s)["engine"]["properties"]["type"].pop("enum"),
+    "no pattern": lambda s: spec_of(s)["engine"]["properties"]["dtype"].pop("pattern"),
+    "a rule less": lambda s: spec_of(s)["engine"]["x-kubernetes-validations"].pop(),
+    "an optional field": lambda s: s["properties"]["spec"]["required"].clear(),
+    "other words": lambda s: spec_of(s)["drain"].update(description="How pods end."),
+}
+
+
+@pytest.mark.parametrize("told", SHRINKING)
+def test_a_schema_that_shrinks_is_told(told):
+    changed = copy.deepcopy(POOL)
+    SHRINKING[told](changed)
+    assert list(shrinkage(POOL, changed)) == [told]
+
+
+@pytest.mark.parametrize("what", GROWING)
+def test_a_schema_may_grow(what):
+    changed = copy.deepcopy(POOL)
+    GROWING[what](changed)
+    assert changed != POOL
+    assert list(shrinkage(POOL, changed)) == []
+
+
+# The page and the chart
+
+
+def test_the_page_has_every_field_and_every_rule():
+    page = docs.page()
+    for schema in SCHEMAS.values():
+        for path, node in nodes(schema):
+            field = path.removeprefix(".spec.").removeprefix(".status.")
+            if path.startswith((".spec.", ".status.")) and not path.endswith("[]"):
+                assert f"| `{field}` |" in page, path
+            for rule in node.get("x-kubernetes-validations", ()):
+                assert rule["message"] in page
+    for line in page.splitlines():
+        if line.startswith("|"):
+            assert line.replace("\\|", "").count("|") in (3, 4, 5, 6), line
+
+
+def test_texts_cannot_be_taken_for_a_template_of_the_chart():
+    crd = crds.pools()
+    crd["spec"]["names"]["kind"] = "{{ oops }}"
+    with pytest.raises(ValueError, match="taken for a template"):
+        crds.chart_template(crd)

@@ -1,0 +1,126 @@
+"""The typed kinds: what they read, what they make easy, and the words that the status uses."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pytest
+from pydantic import ValidationError
+from support.api_specs import document
+from treeline_operator.api.conditions import INFO, POLARITY, SUMMARY, ConditionType, Reason
+from treeline_operator.api.model import InferenceModel
+from treeline_operator.api.parts import quantity
+from treeline_operator.api.pool import InferencePool, Source
+from treeline_operator.api.rules import violations
+
+
+def pool(text: str) -> InferencePool:
+    return InferencePool.from_object(document("InferencePool", text))
+
+
+def test_an_object_of_a_newer_version_is_read_and_a_file_with_a_slip_is_not():
+    obj = document(
+        "InferencePool", "{engine: {warp: 9}, model: {shards: [1]}, roles: [{name: both, spin: left}]}"
+    )
+    obj["metadata"] |= {"managedFields": [], "creationTimestamp": "2026-11-01T10:00:00Z", "uid": "u"}
+    obj["status"] = {"replicas": 1, "mood": "good"}
+    read = InferencePool.from_object(obj)
+    assert read.metadata.creation_timestamp is not None
+    assert read.metadata.creation_timestamp.isoformat() == "2026-11-01T10:00:00+00:00"
+    assert read.status == {"replicas": 1}
+    with pytest.raises(ValidationError, match=r"engine\.warp"):
+        InferencePool.from_object(obj, strict=True)
+
+
+def test_what_cannot_be_understood_is_an_error():
+    for text in ("model: {uri: s3://bucket/x}", "engine: {type: other}", "accelerator: {type: tpu}"):
+        with pytest.raises(ValidationError):
+            pool(text)
+
+
+def test_specs_cannot_be_changed_by_accident():
+    read = pool("")
+    with pytest.raises(ValidationError, match="frozen"):
+        read.spec.replicas = 3
+
+
+@pytest.mark.parametrize(
+    ("uri", "source", "name"),
+    [
+        ("hf://org/name", Source("hf", "org/name"), "name"),
+        ("hf://org/name@v1", Source("hf", "org/name", revision="v1"), "name"),
+        ("pvc://claim/a/b", Source("pvc", "claim", "a/b"), "b"),
+        ("pvc://claim", Source("pvc", "claim"), "claim"),
+        ("path:///models/x", Source("path", "/models/x"), "x"),
+        ("builtin://tiny", Source("builtin", "tiny"), "tiny"),
+    ],
+)
+def test_uris_are_taken_apart_and_name_the_model(uri, source, name):
+    model = pool(f"model: {{uri: '{uri}'}}").spec.model
+    assert model.source == source
+    assert model.served_name == name
+    assert pool(f"model: {{uri: '{uri}', name: mine}}").spec.model.served_name == "mine"
+
+
+def test_a_text_that_is_no_uri_is_refused():
+    for uri in ("tiny", "hf://", "ftp://x"):
+        with pytest.raises(ValueError, match="is no model URI"):
+            Source.parse(uri)
+
+
+def test_the_gateway_of_a_pool_is_ours_unless_it_names_parents():
+    ours, theirs = pool("").spec.gateway, pool("gateway: {parentRefs: [{name: g}]}").spec.gateway
+    assert (ours.mode, theirs.mode) == ("standalone", "gateway-api")
+    assert (ours.edge.port, ours.edge.service_type) == (80, "ClusterIP")
+
+
+def test_owner_references_say_what_goes_with_the_owner():
+    obj = document("InferencePool", "")
+    obj["metadata"]["uid"] = "u"
+    read = InferencePool.from_object(obj)
+    plain = {"apiVersion": "treeline.dev/v1alpha1", "kind": "InferencePool", "name": "tiny", "uid": "u"}
+    assert read.owner_reference(controller=False) == plain
+    assert read.owner_reference(controller=True) == plain | {"controller": True, "blockOwnerDeletion": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("200m", "0.2"),
+        ("0.2", "0.2"),
+        ("4Gi", str(4 * 2**30)),
+        ("1k", "1000"),
+        ("1e3", "1000"),
+        ("1E3", "1000"),
+        ("1E", "1e18"),
+        ("+5", "5"),
+        (".5", "0.5"),
+        ("7n", "7e-9"),
+        ("3u", "3e-6"),
+    ],
+)
+def test_quantities_have_the_values_that_kubernetes_gives_them(text, value):
+    assert quantity(text) == Decimal(value)
+
+
+def test_what_is_no_quantity_is_refused():
+    for text in ("", "big", "1 Gi", "-1", "1Ki2", "1kk"):
+        with pytest.raises(ValueError, match="is no quantity"):
+            quantity(text)
+
+
+def test_broken_rules_are_told_with_the_path_of_what_is_to_blame():
+    told = list(violations(pool("{accelerator: {count: 2}, roles: [{name: both}, {name: decode}]}")))
+    assert [one.split(": ")[0] for one in told] == ["spec.accelerator.count", "spec.roles[1].name"]
+    model = InferenceModel.from_object(document("InferenceModel", "", "x" * 41))
+    assert next(violations(model)).startswith("metadata.name: ")
+
+
+def test_every_reason_is_explained_and_what_is_wrong_has_a_fix():
+    assert set(INFO) == set(Reason)
+    for reason in Reason:
+        assert reason.info.summary.endswith("."), reason
+        assert (reason.info.good is not False) or reason.fix.endswith("."), reason
+        assert reason.value.isalnum(), reason
+        assert reason.value[0].isupper(), reason
+    assert set(POLARITY) == set(SUMMARY) == set(ConditionType)
