@@ -61,7 +61,7 @@ def test_renders_are_what_somebody_has_read(case):
     assert text == path.read_text(), "set TREELINE_UPDATE_GOLDEN=1 to accept, then look at the difference"
 
 
-@pytest.mark.parametrize("case", RENDERS)
+@pytest.mark.parametrize("case", ["default", "everything"])
 def test_lint_has_nothing_to_say(case):
     options = [word for word in RENDERS[case] if word != "--api-versions" and word not in MONITORS]
     done = helm.run("lint", "--strict", str(CHART), *options)

@@ -52,29 +52,28 @@ def try_out(plane: ControlPlane, items: list[dict[str, Any]], *options: str) -> 
     return plane.kubectl(*apply, *options, stdin=text)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        (),
-        ("--set", "scope.namespaces={team-a,team-b}"),
-        ("--values", str(Path(__file__).parent / "everything.yaml")),
-    ],
-    ids=["default", "namespaced", "everything"],
-)
-def test_every_rendered_object_is_taken(control_plane, restricted, options):
-    items = helm.render(*options, namespace=restricted)
-    said = try_out(control_plane, items)
-    assert len(said.splitlines()) == len(items)
-
-
-def test_the_plain_install_is_taken(control_plane, restricted):
-    items = list(yaml.safe_load_all((ROOT / "manifests" / "install.yaml").read_text()))
-    # in a dry run its own namespace is not there for the rest
-    moved = [
-        {**i, "metadata": {**i["metadata"], "namespace": restricted}} if "namespace" in i["metadata"] else i
-        for i in items
+def test_every_object_of_every_render_and_of_the_plain_install_is_taken(control_plane, restricted):
+    renders = [
+        helm.render(*options, namespace=restricted)
+        for options in (
+            (),
+            ("--set", "scope.namespaces={team-a,team-b}"),
+            ("--values", str(Path(__file__).parent / "everything.yaml")),
+        )
     ]
-    try_out(control_plane, moved)
+    plain = list(yaml.safe_load_all((ROOT / "manifests" / "install.yaml").read_text()))
+    # in a dry run its own namespace is not there for the rest
+    renders.append(
+        [
+            {**i, "metadata": {**i["metadata"], "namespace": restricted}}
+            if "namespace" in i["metadata"]
+            else i
+            for i in plain
+        ]
+    )
+    different = list({json.dumps(item): item for items in renders for item in items}.values())
+    said = try_out(control_plane, different)
+    assert len(said.splitlines()) == len(different)
 
 
 def test_the_operators_pods_are_admitted_where_only_restricted_pods_are(control_plane, restricted):
@@ -112,11 +111,8 @@ def test_the_operator_may_give_pickers_their_rights_and_may_not_read_secrets(con
     role["rules"].append({"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]})
     refused = control_plane.kubectl(*apply, kubeconfig=operator, stdin=json.dumps(role), check=False)
     assert "attempting to grant RBAC permissions not currently held" in refused
-    for verb in ("get", "list", "watch"):
-        answer = control_plane.kubectl(
-            "auth", "can-i", verb, "secrets", "--namespace=team-a", kubeconfig=operator, check=False
-        )
-        assert not answer.startswith("yes")
+    may = control_plane.kubectl("auth", "can-i", "--list", "--namespace=team-a", kubeconfig=operator)
+    assert [line.split()[-1] for line in may.splitlines() if line.startswith("secrets")] == ["[create]"]
 
 
 def test_an_apply_that_makes_an_object_needs_the_right_to_create(control_plane, namespace):
