@@ -85,7 +85,7 @@ def _fields(schema: Schema, path: str) -> Iterator[tuple[str, Schema, bool]]:
 
 def _default(field: Schema) -> str:
     default = field.get("default")
-    if default is None or default == {}:
+    if default is None or isinstance(default, dict):
         return ""
     return f"`{str(default).lower() if isinstance(default, bool) else default}`"
 
@@ -98,32 +98,38 @@ def _type(field: Schema) -> str:
     kind = str(field.get("type", "any"))
     if kind == "array":
         by = field.get("x-kubernetes-list-map-keys")
-        what = f"list of {_type(field['items'])}" + (f", by {by[0]}" if by else "")
-        return what + _bounds(field, "minItems", "maxItems")
+        inner = {k: v for k, v in field["items"].items() if k not in ("minLength", "maxLength")}
+        what = f"list of {_type(inner)}" + (f", by {by[0]}" if by else "")
+        return what + _bounds(field, "minItems", "maxItems", unit=" items")
     if kind == "object":
         if isinstance(field.get("additionalProperties"), dict):
             return f"map to {_type(field['additionalProperties'])}"
         return "object of another API" if field.get("x-kubernetes-preserve-unknown-fields") else "object"
     if kind == "string":
+        if field.get("format") == "date-time":
+            return "date and time"
         return kind + _bounds(field, "minLength", "maxLength", unit=" characters")
     return kind + _bounds(field, "minimum", "maximum")
 
 
 def _bounds(field: Schema, least: str, most: str, unit: str = "") -> str:
     low, high = field.get(least), field.get(most)
-    more = f"more than {low}" if field.get("exclusiveMinimum") else f"{low} or more"
+    above = field.get("exclusiveMinimum")
     if high is None:
-        return f", {more}{unit}" if low else ""
-    if not low:
-        return f", at most {high}{unit}"
-    return f", {more}, at most {high}{unit}" if field.get("exclusiveMinimum") else f", {low} to {high}{unit}"
+        return "" if low is None else f", {low} or more{unit}"
+    if low is None or above:
+        return f", more than {low}, at most {high}{unit}" if above else f", at most {high}{unit}"
+    return f", {low} to {high}{unit}"
 
 
 def _rules(schema: Schema) -> Iterator[str]:
     yield "| Of | What the API server answers when it is broken |"
     yield "|---|---|"
-    for path, message in dict.fromkeys(_messages(schema, "")):
-        yield f"| `{path or 'the object'}` | {message} |"
+    found: dict[str, list[str]] = {}
+    for path, message in _messages(schema, ""):
+        found.setdefault(message, []).append(f"`{path}`")
+    for message, paths in found.items():
+        yield f"| {', '.join(dict.fromkeys(paths))} | {message} |"
 
 
 def _messages(schema: Schema, path: str) -> Iterator[tuple[str, str]]:

@@ -37,18 +37,23 @@ SETTINGS: Final[Mapping[str, tuple[EngineType, ...]]] = {
 KV_PORTS: Final = frozenset({ports.EVENTS, ports.REPLAY, ports.LOAD})
 
 
+def _listed(words: tuple[str, ...]) -> str:
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 def _setting_rule(setting: str, engines: tuple[EngineType, ...]) -> Rule:
     attribute = to_snake(setting)
     return Rule(
         f"!has(self.{setting}) || self.type in {list(engines)}",
-        f"{setting} is a setting of {' and '.join(engines)}: remove it, or pass the engine's own flag in args",
+        f"{setting} is a setting of {_listed(engines)}: remove it, or pass the engine's own flag in args",
         lambda e: getattr(e, attribute) is None or e.type in engines,
         field=f".{setting}",
         reason="FieldValueForbidden",
     )
 
 
-_NVIDIA_ONLY: Final = "has a meaning for type nvidia only: remove it, or set type to nvidia"
+_NVIDIA_ONLY: Final = "is for type nvidia only: remove it, or set type to nvidia"
 
 
 class Accelerator(Part):
@@ -78,7 +83,7 @@ class Accelerator(Part):
         ),
         Rule(
             "self.type == 'nvidia' || !has(self.tolerations) || self.tolerations.size() == 0",
-            f"tolerations {_NVIDIA_ONLY}; for other taints there is template.spec.tolerations",
+            "these tolerations are for type nvidia only: use template.spec.tolerations for other taints",
             lambda a: a.is_gpu or not a.tolerations,
             field=".tolerations",
             reason="FieldValueForbidden",

@@ -45,14 +45,14 @@ class Autoscaling(Part):
         ),
         Rule(
             "self.type == 'HPA' || !has(self.hpa)",
-            "hpa has a meaning for type HPA only: remove it, or set type to HPA",
+            "hpa is for type HPA only: remove it, or set type to HPA",
             lambda a: a.type == "HPA" or a.hpa is None,
             field=".hpa",
             reason="FieldValueForbidden",
         ),
         Rule(
             "self.type == 'KEDA' || !has(self.keda)",
-            "keda has a meaning for type KEDA only: remove it, or set type to KEDA",
+            "keda is for type KEDA only: remove it, or set type to KEDA",
             lambda a: a.type == "KEDA" or a.keda is None,
             field=".keda",
             reason="FieldValueForbidden",

@@ -195,7 +195,7 @@ class Toleration(Part):
         ),
         Rule(
             "!has(self.tolerationSeconds) || (has(self.effect) && self.effect == 'NoExecute')",
-            "tolerationSeconds has a meaning for effect NoExecute only: set the effect, or remove tolerationSeconds",
+            "tolerationSeconds is for effect NoExecute only: set the effect, or remove tolerationSeconds",
             lambda t: t.toleration_seconds is None or t.effect == "NoExecute",
             field=".tolerationSeconds",
             reason="FieldValueForbidden",
