@@ -107,7 +107,7 @@ def main(argv: Sequence[str], out: TextIO | None = None, now: datetime | None = 
         case "diff":
             _print(out, _diffs(simulation, given.explain))
         case "yaml":
-            objects = [_clean(step.after) for step in _final(simulation) if step.after is not None]
+            objects = [_unowned(step.after) for step in _final(simulation) if step.after is not None]
             out.write(yaml.safe_dump_all(objects, sort_keys=False))
         case "json":
             out.write(msgspec.json.format(msgspec.json.encode(_report(simulation))).decode() + "\n")
@@ -314,6 +314,14 @@ def _clean(obj: Object | None) -> Object | None:
             for owner in meta["ownerReferences"]
         ]
     return {name: value for name, value in {**obj, "metadata": meta}.items() if name != "status"}
+
+
+def _unowned(obj: Object) -> Object:
+    """The object for a cluster, in which an owner without a uid would be refused."""
+    cleaned = _clean(obj) or {}
+    meta = {**cleaned["metadata"]}
+    owners = [owner for owner in meta.pop("ownerReferences", ()) if "uid" in owner]
+    return {**cleaned, "metadata": meta | ({"ownerReferences": owners} if owners else {})}
 
 
 def _print(out: TextIO, lines: Iterator[str]) -> None:

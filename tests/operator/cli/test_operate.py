@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from treeline_operator.operate import main, parser
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for word in (
+        "--namespace",
+        "--no-leader-elect",
+        "/healthz",
+        "$KUBECONFIG",
+        "treeline operate plan -f",
+        "CRDs",
+    ):
+        assert word in text, word
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--resync-seconds", "0"],
+        ["--health-port", "70000"],
+        ["--log-level", "loud"],
+        ["--lease-name"],
+        ["plann"],
+    ],
+)
+def test_a_wrong_command_line_is_refused(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+
+
+def test_a_lease_that_cannot_work_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--lease-duration-seconds", "5", "--host", "127.0.0.1", "--health-port", "0"]) == 2
+    assert "duration > renew deadline" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        argv = [
+            "--host",
+            "127.0.0.1",
+            "--health-port",
+            "0",
+            "--metrics-port",
+            str(port),
+            "--log-format",
+            "text",
+        ]
+        assert main(argv) == 1
+    text = capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{port}" in text
+    assert "choose another with --metrics-port" in text
+    assert "Traceback" not in text
+
+
+def test_without_a_cluster_it_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = ["--host", "127.0.0.1", "--health-port", "0", "--metrics-port", "0"]
+    assert main([*argv, "--kubeconfig", str(tmp_path / "none")]) == 1
+    assert "no cluster to talk to" in capsys.readouterr().err
+
+
+def test_the_defaults_are_those_that_the_documentation_names() -> None:
+    given = parser().parse_args([])
+    assert (given.health_port, given.metrics_port, given.resync_seconds) == (8081, 9090, 300.0)
+    assert given.leader_elect
+    assert given.picker_probe
+    assert given.namespace == []
