@@ -42,7 +42,10 @@ REFUSED_POOLS = [
     ("accelerator: {count: 2}", "count is for type nvidia only"),
     ("accelerator: {class: H100}", "class is for type nvidia only"),
     ("accelerator: {resourceName: amd.com/gpu}", "resourceName is for type nvidia only"),
-    ("accelerator: {tolerations: [{key: a, operator: Exists}]}", "there is template.spec.tolerations"),
+    (
+        "accelerator: {tolerations: [{key: a, operator: Exists}]}",
+        "use template.spec.tolerations for other taints",
+    ),
     ("accelerator: {type: nvidia, tolerations: [{value: x}]}", "set operator to Exists, or name the key"),
     (
         "accelerator: {type: nvidia, tolerations: [{key: a, operator: Exists, value: x}]}",
