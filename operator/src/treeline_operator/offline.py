@@ -19,6 +19,7 @@ from treeline_operator.actions import Apply
 from treeline_operator.api.model import InferenceModel
 from treeline_operator.api.parts import Resource
 from treeline_operator.api.pool import InferencePool
+from treeline_operator.api.rules import violations
 from treeline_operator.controller.observe import explain
 from treeline_operator.controller.store import API_VERSION, MODEL, POOL
 from treeline_operator.simulate import Simulation, Step
@@ -177,6 +178,8 @@ def _take_asked(simulation: Simulation, where: str, obj: Object, namespace: str)
         typed = _OURS[kind].from_object(obj, strict=True)
     except ValidationError as exc:
         raise BadInput(f"{where}: {explain(exc)}") from exc
+    if broken := list(violations(typed)):
+        raise BadInput(f"{where}: {'; '.join(broken)}")
     known = simulation.get(Ref(API_VERSION, kind, typed.namespace, typed.name))
     if known is not None:
         there = {name: known["metadata"][name] for name in _NOISE if name in known["metadata"]}

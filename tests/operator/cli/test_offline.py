@@ -149,6 +149,10 @@ def test_what_a_newer_template_would_replace_is_shown_but_not_done(
         (POOL.replace("builtin://tiny", "tiny"), "p.yaml: "),
         (POOL + "---\n" + POOL.replace("uri", "url"), "p.yaml: document 2: spec.model.uri: Field required"),
         (POOL.replace("metadata: {name: a}", "metadata: []"), "metadata"),
+        (
+            POOL.replace("spec: {", "spec: {engine: {tensorParallel: 2}, "),
+            "p.yaml: spec.engine.tensorParallel: ",
+        ),
     ],
 )
 def test_bad_input_is_refused_with_file_document_and_field(

@@ -101,10 +101,8 @@ class ScheduleMachine(RuleBasedStateMachine):
         assert all(self.schedule.failures(key) == self.failures[key] for key in KEYS)
 
 
-ScheduleMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, derandomize=True
-)
 TestSchedule = ScheduleMachine.TestCase
+TestSchedule.settings = settings(max_examples=40, stateful_step_count=40, deadline=None, derandomize=True)
 
 
 def test_backoff_doubles_to_its_cap_and_spreads_by_half() -> None:

@@ -257,7 +257,5 @@ class StoreMachine(RuleBasedStateMachine):
         assert known == there
 
 
-StoreMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, derandomize=True
-)
 TestStore = StoreMachine.TestCase
+TestStore.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)

@@ -86,10 +86,6 @@ class Store:
         pools = self._by_kind.get((API_VERSION, POOL, namespace), {})
         return self._of(ref for ref in pools if self._places[ref].gateway == gateway)
 
-    def gateway_of(self, namespace: str, pool: str) -> str:
-        """The gateway that a pool names; empty if there is no such pool."""
-        return self._places.get(Ref(API_VERSION, POOL, namespace, pool), Place()).gateway
-
     def pools(self) -> Iterator[tuple[Ref, Place]]:
         """All pools of all namespaces, and where they belong."""
         for ref, place in self._places.items():
