@@ -128,6 +128,35 @@ METRICS: dict[str, Metric] = {
     "tree.bytes_per_block": Metric(
         "B", "memory per 16-token block beyond its text", "lower", 120.0, EXPECTED
     ),
+    "operator.apply_s.p50": Metric(
+        "s", "change of a pool to its last child applied, median", "lower", headline=False
+    ),
+    "operator.apply_s.p95": Metric(
+        "s", "change of a pool to its last child applied, 95th percentile", "lower", 1.0, EXPECTED
+    ),
+    "operator.rss_mb": Metric("MB", "resident memory of the operator, so many pools", "lower"),
+    "operator.rss_mb.0": Metric("MB", "resident memory of the operator, no pools", "lower", 90.0, EXPECTED),
+    "operator.rss_mb.500": Metric(
+        "MB", "resident memory of the operator, 500 pools × 8 children", "lower", 200.0, EXPECTED
+    ),
+    "operator.idle_writes": Metric(
+        "writes",
+        "to the API server when nothing changes, 10 minutes, but for its lease",
+        "lower",
+        0.0,
+        EXPECTED,
+    ),
+    "operator.idle_reconciles": Metric("reconciles", "that were made meanwhile", "higher", headline=False),
+    "operator.converge_s": Metric(
+        "s", "so many pools from nothing to their last child", "lower", headline=False
+    ),
+    "operator.children": Metric("objects", "made for so many pools, pods aside", "lower", headline=False),
+    "epp.models_consistent_s": Metric(
+        "s", "last of 1,000 changed InferenceModels to the picker's list being true", "lower", 2.0, EXPECTED
+    ),
+    "epp.models_changes_s": Metric(
+        "changes/s", "as fast as the API server answered that burst", "higher", headline=False
+    ),
 }
 
 

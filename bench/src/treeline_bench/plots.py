@@ -67,10 +67,16 @@ def _bars(axes: Axes, labels: Sequence[str], values: Sequence[float], colours: S
     axes.margins(y=0.25)
 
 
-def _line(axes: Axes, height: float, label: str, bars: int) -> None:
-    """A reference line across the first `bars` bars: those that it is about."""
+def _line(axes: Axes, height: float, label: str, bars: int, first: int = 0) -> None:
+    """A reference line across the bars from `first` to before `bars`: those that it is about."""
     axes.hlines(
-        height, -HALF_BAR, bars - 1 + HALF_BAR, color=REFERENCE, linestyle="--", linewidth=1.6, label=label
+        height,
+        first - HALF_BAR,
+        bars - 1 + HALF_BAR,
+        color=REFERENCE,
+        linestyle="--",
+        linewidth=1.6,
+        label=label,
     )
     axes.legend(loc="upper right", frameon=False, fontsize=9)
     axes.set_ylim(top=max(axes.get_ylim()[1], height * 1.2))
@@ -127,9 +133,9 @@ def _picker(result: Result) -> Figure:
     return figure
 
 
-def _expected(axes: Axes, row: Row, label: str) -> None:
+def _expected(axes: Axes, row: Row, label: str, bars: int = 1, first: int = 0) -> None:
     if isinstance(row.reference, float | int):
-        _line(axes, row.reference, label, bars=1)
+        _line(axes, row.reference, label, bars, first)
 
 
 def _tree(result: Result) -> Figure:
@@ -157,4 +163,30 @@ def _tree(result: Result) -> Figure:
     return figure
 
 
-PLOTS: dict[str, Callable[[Result], Figure]] = {"routing": _routing, "picker": _picker, "tree": _tree}
+def _operator(result: Result) -> Figure:
+    quantiles = ("p50", "p95")
+    apply_s = [result.value(f"operator.apply_s.{quantile}") for quantile in quantiles]
+    memory = [row for row in result.rows if row.metric.startswith("operator.rss_mb.")]
+    note = f"real API server, no kubelet; all on {_size(result)}"
+    figure, axes = _figure(f"A changed pool's children are applied in {number(apply_s[1])} s", 3, note)
+    _bars(axes[0], ["median", "95th percentile"], apply_s, [OURS, OURS])
+    axes[0].set(title="Change to last child applied", ylabel="s")
+    _expected(axes[0], result.row("operator.apply_s.p95"), "expected, at most", bars=2)
+    sizes = [row.metric.rpartition(".")[2] for row in memory]
+    _bars(axes[1], [f"{size} pools" for size in sizes], [row.value for row in memory], [OURS] * len(memory))
+    axes[1].set(title="Memory of the operator", ylabel="MB resident")
+    for place, row in enumerate(memory):
+        _expected(axes[1], row, f"expected with {sizes[place]} pools, at most", first=place, bars=place + 1)
+    consistent = result.row("epp.models_consistent_s")
+    _bars(axes[2], ["1,000 changed models"], [consistent.value], [OURS])
+    axes[2].set(title="Last change to the picker's list being true", ylabel="s", xlim=(-1, 1))
+    _expected(axes[2], consistent, "expected, at most")
+    return figure
+
+
+PLOTS: dict[str, Callable[[Result], Figure]] = {
+    "routing": _routing,
+    "picker": _picker,
+    "tree": _tree,
+    "operator": _operator,
+}

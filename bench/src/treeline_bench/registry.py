@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from treeline_bench import picker, routing, tree
 from treeline_bench.context import Benchmark
+from treeline_bench.kubernetes import benchmark as operator
 
 BENCHMARKS: dict[str, Benchmark] = {
-    benchmark.name: benchmark for benchmark in (tree.BENCHMARK, picker.BENCHMARK, routing.BENCHMARK)
+    benchmark.name: benchmark
+    for benchmark in (tree.BENCHMARK, picker.BENCHMARK, routing.BENCHMARK, operator.BENCHMARK)
 }
 
 

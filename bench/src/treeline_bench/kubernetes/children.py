@@ -1,0 +1,177 @@
+"""What the operator makes of pools, as a watch of the API server tells it, and waiting for a part of it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from treeline_bench.context import BenchmarkError
+from treeline_bench.kubernetes.api import Api
+
+SELECTOR = "app.kubernetes.io%2Fmanaged-by%3Dtreeline"
+POOL_LABEL = "treeline.dev/pool"
+PATHS = {
+    "Deployment": "/apis/apps/v1/deployments",
+    "Service": "/api/v1/services",
+    "ConfigMap": "/api/v1/configmaps",
+    "Secret": "/api/v1/secrets",
+    "ServiceAccount": "/api/v1/serviceaccounts",
+    "Role": "/apis/rbac.authorization.k8s.io/v1/roles",
+    "RoleBinding": "/apis/rbac.authorization.k8s.io/v1/rolebindings",
+    "PodDisruptionBudget": "/apis/policy/v1/poddisruptionbudgets",
+    "NetworkPolicy": "/apis/networking.k8s.io/v1/networkpolicies",
+}
+"""The kinds of children, of all namespaces. Pods are none: controllers make them."""
+
+Object = dict[str, Any]
+
+
+class _Event(msgspec.Struct):
+    type: str
+    object: Object
+
+
+@dataclass(frozen=True)
+class Want:
+    """A child as it should be: its kind, and how it is told from others; ``what`` names it in an error."""
+
+    kind: str
+    what: str
+    test: Callable[[str, Object], bool]
+    """From the event's type (ADDED, MODIFIED) and the object."""
+
+
+@dataclass
+class Expected:
+    """Children that a change asks for. Raised before the change is made, so that nothing is missed."""
+
+    namespace: str
+    wants: Sequence[Want]
+    seen: list[float | None] = field(default_factory=list)
+    complete: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.seen = [None] * len(self.wants)
+
+    def look(self, kind: str, event: str, obj: Object, at: float) -> bool:
+        """Take an event into account; whether everything has been seen now."""
+        for number, want in enumerate(self.wants):
+            if self.seen[number] is None and want.kind == kind and want.test(event, obj):
+                self.seen[number] = at
+        return None not in self.seen
+
+    def missing(self) -> str:
+        return ", ".join(want.what for want, at in zip(self.wants, self.seen, strict=True) if at is None)
+
+    def last(self) -> float:
+        """When the last of them was seen."""
+        return max(at for at in self.seen if at is not None)
+
+
+class Children:
+    """All children of all pools. Its watches run in threads; times are those at which an event was read."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._lock = threading.Lock()
+        self._there: dict[tuple[str, str, str], str] = {}
+        self._waiting: list[Expected] = []
+        self._failure = ""
+        self._stopped = False
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self.last_added = 0.0
+
+    def start(self) -> None:
+        """Begin to watch."""
+        for kind, path in PATHS.items():
+            version = self._api.get(f"{path}?labelSelector={SELECTOR}")["metadata"]["resourceVersion"]
+            query = f"labelSelector={SELECTOR}&watch=1&resourceVersion={version}&timeoutSeconds=7200"
+            connection = self._api.connect(timeout_s=None)
+            connection.request("GET", f"{path}?{query}")
+            self._sockets.append(connection.sock)
+            thread = threading.Thread(target=self._watch, args=(kind, connection), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def stop(self) -> None:
+        """End the watches and their threads."""
+        self._stopped = True
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # what wakes a thread that reads; closing does not
+        for thread in self._threads:
+            thread.join(5.0)
+
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._there)
+
+    def count_by_pool(self) -> Counter[tuple[str, str]]:
+        """Children of their own, by namespace and name of the pool."""
+        with self._lock:
+            return Counter((where, pool) for (_, where, _), pool in self._there.items() if pool)
+
+    def expect(self, namespace: str, wants: Sequence[Want]) -> Expected:
+        """Begin to look for these in what happens from now on."""
+        expected = Expected(namespace, wants)
+        with self._lock:
+            self._waiting.append(expected)
+        return expected
+
+    def await_all(self, expected: Expected, timeout_s: float) -> float:
+        """When the last of them was seen. Raises BenchmarkError after ``timeout_s``, naming what is missing."""
+        if not expected.complete.wait(timeout_s):
+            self.check()
+            raise BenchmarkError(f"after {timeout_s:g} s still missing: {expected.missing()}")
+        return expected.last()
+
+    def check(self) -> None:
+        """Raises BenchmarkError when a watch has ended."""
+        if self._failure:
+            raise BenchmarkError(self._failure)
+
+    def saw(self, kind: str, event: str, obj: Object, at: float) -> None:
+        """One event of a watch."""
+        meta = obj["metadata"]
+        key = (kind, meta["namespace"], meta["name"])
+        with self._lock:
+            if event == "DELETED":
+                self._there.pop(key, None)
+                return
+            if key not in self._there:
+                self.last_added = at
+            self._there[key] = (meta.get("labels") or {}).get(POOL_LABEL, "")
+            done = [
+                each
+                for each in self._waiting
+                if each.namespace == meta["namespace"] and each.look(kind, event, obj, at)
+            ]
+            for each in done:
+                self._waiting.remove(each)
+                each.complete.set()
+
+    def _watch(self, kind: str, connection: http.client.HTTPSConnection) -> None:
+        decode = msgspec.json.Decoder(_Event).decode
+        try:
+            reply = connection.getresponse()
+            while line := reply.readline():
+                at = time.monotonic()
+                event = decode(line)
+                if event.type == "ERROR":
+                    raise BenchmarkError(str(event.object))
+                self.saw(kind, event.type, event.object, at)
+            why = "it ended"
+        except (OSError, ValueError, AttributeError, http.client.HTTPException, BenchmarkError) as error:
+            why = repr(error)
+        if not self._stopped:
+            self._failure = f"the watch of {kind} was lost: {why}"

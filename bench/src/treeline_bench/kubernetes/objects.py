@@ -1,0 +1,95 @@
+"""The pools and models of the benchmark, and where the API server keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+API_VERSION = "treeline.dev/v1alpha1"
+POOLS_PER_GATEWAY = 4
+"""A pool has 4 children of its own, a gateway 16: with 4 pools behind each gateway that makes 8 a pool."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """One InferencePool. ``rank`` 0 is the oldest of its gateway, whose settings hold for all."""
+
+    namespace: str
+    gateway: str
+    rank: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.gateway}-pool-{self.rank}"
+
+    @property
+    def path(self) -> str:
+        return f"{pools_path(self.namespace)}/{self.name}"
+
+    def manifest(self) -> dict[str, Any]:
+        return {
+            "apiVersion": API_VERSION,
+            "kind": "InferencePool",
+            "metadata": {"name": self.name, "namespace": self.namespace},
+            "spec": {"model": {"uri": "builtin://tiny"}, "replicas": 1, "gateway": {"name": self.gateway}},
+        }
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """So many namespaces with so many gateways each."""
+
+    namespaces: int
+    gateways: int
+
+    def namespace_names(self) -> list[str]:
+        return [f"bench-{number:02}" for number in range(self.namespaces)]
+
+    def pools(self) -> list[Pool]:
+        """In the order in which they are created: the oldest of every gateway first."""
+        return [
+            self.pool(place, rank)
+            for rank in range(POOLS_PER_GATEWAY)
+            for place in range(self.namespaces * self.gateways)
+        ]
+
+    def pool(self, place: int, rank: int) -> Pool:
+        """Neighbouring places are in different namespaces."""
+        place %= self.namespaces * self.gateways
+        return Pool(
+            self.namespace_names()[place % self.namespaces], f"gateway-{place // self.namespaces}", rank
+        )
+
+
+def namespace(name: str) -> dict[str, Any]:
+    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+
+
+def model(name: str, model_name: str, pool: str, where: str) -> dict[str, Any]:
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "InferenceModel",
+        "metadata": {"name": name, "namespace": where},
+        "spec": {"modelName": model_name, "poolRef": {"name": pool}},
+    }
+
+
+def pools_path(where: str) -> str:
+    return f"/apis/{API_VERSION}/namespaces/{where}/inferencepools"
+
+
+def models_path(where: str) -> str:
+    return f"/apis/{API_VERSION}/namespaces/{where}/inferencemodels"
+
+
+def numbers(value: Any) -> Iterator[int]:
+    """Every whole number in plain JSON data."""
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from numbers(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from numbers(each)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield value
