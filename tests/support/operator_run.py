@@ -85,7 +85,7 @@ def condition(obj: Any, kind: str) -> dict[str, Any]:
 
 @asynccontextmanager
 async def operator(kubeconfig: Path, namespace: str, **options: Any) -> AsyncIterator[asyncio.Task[int]]:
-    """An operator of one namespace, with its lease in it; stopped at the end if it still runs.
+    """An operator of one namespace, with its lease in it if it elects; stopped at the end if it still runs.
 
     The task's result is the exit status.
     """
@@ -94,6 +94,7 @@ async def operator(kubeconfig: Path, namespace: str, **options: Any) -> AsyncIte
         "identity": "one",
         "namespaces": (namespace,),
         "lease_namespace": namespace,
+        "leader_elect": False,
         "terms": SHORT,
         "host": "127.0.0.1",
         "health_port": 0,

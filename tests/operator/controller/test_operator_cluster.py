@@ -72,7 +72,7 @@ async def test_a_converged_world_is_written_to_no_more_however_often_it_is_looke
     room: Room, tmp_path: Path
 ) -> None:
     async with KubeProxy(room.plane.admin, tmp_path) as proxy:
-        async with operator(proxy.kubeconfig, room.namespace, resync_s=0.3, leader_elect=False):
+        async with operator(proxy.kubeconfig, room.namespace, resync_s=0.3):
             await room.create_pool("a")
             await room.request("POST", MODELS.format(room.namespace), model("chat", "a"))
             await settled(room)
@@ -86,7 +86,7 @@ async def test_a_converged_world_is_written_to_no_more_however_often_it_is_looke
             assert dict(proxy.watches) == watched
         # Another operator finds everything as it should be, too.
         count = proxy.writes.total()
-        async with operator(proxy.kubeconfig, room.namespace, resync_s=0.3, leader_elect=False):
+        async with operator(proxy.kubeconfig, room.namespace, resync_s=0.3):
             await room.until(
                 lambda: proxy.watches["deployments"] > watched["deployments"], "the second operator"
             )
@@ -286,7 +286,7 @@ async def test_watches_that_are_cut_and_a_place_that_is_lost_are_recovered_from(
 
     async with (
         KubeProxy(room.plane.admin, tmp_path) as proxy,
-        operator(proxy.kubeconfig, room.namespace, leader_elect=False),
+        operator(proxy.kubeconfig, room.namespace),
     ):
         await room.create_pool("a")
         await settled(room)
@@ -315,13 +315,13 @@ async def test_a_storm_of_429_is_sat_out(room: Room, tmp_path: Path) -> None:
             return status(429, "TooManyRequests", Retry_After="0") if seen < 80 and seen % 2 else None
 
         proxy.fault = storm
-        async with operator(proxy.kubeconfig, room.namespace, leader_elect=False):
+        async with operator(proxy.kubeconfig, room.namespace):
             await room.create_pool("a")
             await settled(room)
 
 
 async def test_an_api_server_that_restarts_is_waited_for(room: Room) -> None:
-    async with operator(room.plane.admin, room.namespace, leader_elect=False) as running:
+    async with operator(room.plane.admin, room.namespace) as running:
         await room.create_pool("a")
         await settled(room)
         await asyncio.to_thread(room.plane.restart_apiserver)
@@ -342,9 +342,11 @@ async def test_a_leader_that_freezes_in_the_middle_ends_and_the_next_one_complet
             return None
 
         proxy.fault = freeze
-        async with operator(proxy.kubeconfig, room.namespace, identity="first") as first:
+        async with operator(proxy.kubeconfig, room.namespace, identity="first", leader_elect=True) as first:
             await room.until(lambda: holder(room, "first"), "the first to lead")
-            async with operator(room.plane.admin, room.namespace, identity="second") as second:
+            async with operator(
+                room.plane.admin, room.namespace, identity="second", leader_elect=True
+            ) as second:
                 await room.create_pool("a")
                 assert await asyncio.wait_for(asyncio.shield(first), 10) == 1
                 await room.until(lambda: holder(room, "second"), "the second to lead")
@@ -360,7 +362,7 @@ async def holder(room: Room, identity: str) -> bool:
 
 
 async def test_who_loses_the_lease_ends_at_once(room: Room) -> None:
-    async with operator(room.plane.admin, room.namespace) as running:
+    async with operator(room.plane.admin, room.namespace, leader_elect=True) as running:
         await room.until(lambda: holder(room, "one"), "it to lead")
         thief = {"spec": {"holderIdentity": "thief", "leaseDurationSeconds": 3600}}
         await room.patch(f"{LEASES}/treeline-operator", thief)
@@ -371,8 +373,8 @@ async def test_two_operators_at_once_agree(room: Room, tmp_path: Path) -> None:
     """Without a lease (or in the moment when two believe to hold it) they write the same: nothing flaps."""
     async with (
         KubeProxy(room.plane.admin, tmp_path) as proxy,
-        operator(proxy.kubeconfig, room.namespace, leader_elect=False, resync_s=0.3),
-        operator(proxy.kubeconfig, room.namespace, leader_elect=False, resync_s=0.3, identity="two"),
+        operator(proxy.kubeconfig, room.namespace, resync_s=0.3),
+        operator(proxy.kubeconfig, room.namespace, resync_s=0.3, identity="two"),
     ):
         await room.create_pool("a")
         await settled(room)
@@ -392,28 +394,30 @@ async def room_replicas(room: Room, count: int) -> bool:
 
 async def test_the_process_says_how_it_is_and_ends_in_order(room: Room) -> None:
     """As a process of its own: its pages, its memory, a standby beside it, SIGTERM, the lease handed over."""
-    health, metrics, other_health, other_metrics = free_ports(4)
     command = [sys.executable, "-m", "treeline_operator", "--kubeconfig", str(room.plane.admin)]
     command += ["--namespace", room.namespace, "--lease-namespace", room.namespace, "--host", "127.0.0.1"]
-    first = await spawn(command, health, metrics)
+    command += ["--lease-retry-seconds", "0.3"]
+    ports = free_ports(4)
+    one, two = await asyncio.gather(spawn(command, *ports[:2]), spawn(command, *ports[2:]))
+    replicas = [(one, *ports[:2]), (two, *ports[2:])]
     try:
-        await room.until(lambda: page(health, "/readyz") == "ok: leading", "it to lead", 30.0)
-        assert page(health, "/healthz") == "ok: leading"
-        second = await spawn(command, other_health, other_metrics)
-        try:
-            await room.until(lambda: page(other_health, "/readyz") == "ok: standby", "a standby", 30.0)
-            assert "treeline_operator_is_leader 0.0" in page(other_metrics, "/metrics")
-            figures = page(metrics, "/metrics")
-            assert "treeline_operator_is_leader 1.0" in figures
-            assert 'treeline_operator_watch_age_seconds{kind="apps/v1/Deployment"}' in figures
-            assert psutil.Process(first.pid).memory_info().rss < 90 << 20
-            first.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(first.wait(), 10) == 0
-            await room.until(lambda: page(other_health, "/readyz") == "ok: leading", "the hand-over", 10.0)
-        finally:
-            await kill(second)
+
+        def roles() -> list[str]:
+            return [page(health, "/readyz") for _, health, _ in replicas]
+
+        await room.until(lambda: sorted(roles()) == ["ok: leading", "ok: standby"], "one to lead", 30.0)
+        leader, standby = sorted(replicas, key=lambda replica: page(replica[1], "/readyz"))
+        assert page(leader[1], "/healthz") == "ok: leading"
+        figures = page(leader[2], "/metrics")
+        assert "treeline_operator_is_leader 1.0" in figures
+        assert 'treeline_operator_watch_age_seconds{kind="apps/v1/Deployment"}' in figures
+        assert "treeline_operator_is_leader 0.0" in page(standby[2], "/metrics")
+        assert psutil.Process(leader[0].pid).memory_info().rss < 90 << 20
+        leader[0].send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(leader[0].wait(), 10) == 0
+        await room.until(lambda: page(standby[1], "/readyz") == "ok: leading", "the hand-over", 10.0)
     finally:
-        await kill(first)
+        await kill(one, two)
 
 
 async def spawn(command: list[str], health: int, metrics: int) -> asyncio.subprocess.Process:
