@@ -17,11 +17,11 @@ from pydantic import ValidationError
 
 from treeline_operator.actions import Apply
 from treeline_operator.api.model import InferenceModel
-from treeline_operator.api.parts import Resource
+from treeline_operator.api.parts import API_VERSION, Resource
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
 from treeline_operator.controller.observe import explain
-from treeline_operator.controller.store import API_VERSION, MODEL, POOL
+from treeline_operator.controller.store import MODEL, POOL
 from treeline_operator.simulate import Simulation, Step
 from treeline_operator.status.models import model_statuses
 from treeline_operator.world import Images, Platform, Ref

@@ -9,9 +9,10 @@ from datetime import datetime
 from typing import Any, Final
 
 from treeline_operator.actions import Action, Apply, CreateKeys, Delete, Plan, Scale
+from treeline_operator.api.parts import API_VERSION
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.controller.observe import Observer
-from treeline_operator.controller.store import API_VERSION, Store
+from treeline_operator.controller.store import Store
 from treeline_operator.plan.gateway import plan_gateway
 from treeline_operator.plan.pool import plan_pool
 from treeline_operator.world import Key, Observed, Platform, Ref

@@ -8,9 +8,10 @@ import msgspec
 import pytest
 from aiohttp import web
 from support.virtual_loop import run
+from treeline_operator.api.parts import API_VERSION
 from treeline_operator.controller.observe import Observer
 from treeline_operator.controller.picker_probe import HttpAsker, PickerProbe, merge
-from treeline_operator.controller.store import API_VERSION, Store
+from treeline_operator.controller.store import Store
 from treeline_operator.world import Key, PickerEndpoint, PickerView, Platform
 
 

@@ -5,8 +5,10 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from treeline_operator.api.parts import API_VERSION
+from treeline_operator.api.pool import InferencePool
 from treeline_operator.controller.observe import concerned
-from treeline_operator.controller.store import API_VERSION, Change, Store
+from treeline_operator.controller.store import Change, Store, place_of
 from treeline_operator.world import Key, Ref
 
 
@@ -55,6 +57,11 @@ def test_an_object_is_found_by_kind_pool_and_gateway() -> None:
     assert [o.ref.name for o in store.gateway_pools("n", "treeline")] == ["p"]
     assert store.gateways() == {("n", "g"), ("n", "treeline"), ("n", "other")}
     assert [o.ref.name for o in store.of_kind("apps/v1", "Deployment", "n")] == ["d1", "d2"]
+
+
+def test_a_pool_that_names_no_gateway_has_the_same_default_everywhere() -> None:
+    typed = InferencePool.from_object(pool("p", 1))
+    assert place_of(pool("p", 1)).gateway == typed.spec.gateway.name
 
 
 def test_managed_fields_are_not_kept() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from treeline_operator.controller.store import API_VERSION, MODEL, POOL
+from treeline_operator.api.parts import API_VERSION
+from treeline_operator.controller.store import MODEL, POOL
 from treeline_operator.names import MANAGED_BY, MANAGER
 
 _OURS: Final = f"{MANAGED_BY}={MANAGER}"

@@ -11,9 +11,9 @@ from typing import Final
 from pydantic import ValidationError
 
 from treeline_operator.api.model import InferenceModel
-from treeline_operator.api.parts import Resource
+from treeline_operator.api.parts import API_VERSION, Resource
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.controller.store import API_VERSION, MODEL, POOL, Change, Store
+from treeline_operator.controller.store import MODEL, POOL, Change, Store
 from treeline_operator.world import GatewayWorld, Key, Observed, PickerView, Platform, PoolWorld, Ref
 
 log = logging.getLogger(__name__)

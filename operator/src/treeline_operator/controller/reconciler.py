@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, Protocol
 
 from treeline_operator.actions import Plan
 from treeline_operator.api.conditions import ConditionType, Reason
+from treeline_operator.api.parts import API_VERSION
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.controller.downloads import Downloads
 from treeline_operator.controller.execute import Done, Executor
@@ -21,7 +22,7 @@ from treeline_operator.controller.observe import Observer
 from treeline_operator.controller.picker_probe import PickerProbe
 from treeline_operator.controller.queue import Outcome
 from treeline_operator.controller.recorder import Recorder
-from treeline_operator.controller.store import API_VERSION, MODEL, POOL
+from treeline_operator.controller.store import MODEL, POOL
 from treeline_operator.kube.errors import Conflict, KubeError, LostLease, NotFound
 from treeline_operator.plan.gateway import plan_gateway
 from treeline_operator.plan.pool import plan_pool

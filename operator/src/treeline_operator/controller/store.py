@@ -10,9 +10,9 @@ from typing import Any, Final, NamedTuple
 from treeline_wire import labels
 
 from treeline_operator import names
+from treeline_operator.api.parts import API_VERSION
 from treeline_operator.world import Observed, Ref
 
-API_VERSION: Final = "treeline.dev/v1alpha1"
 POOL: Final = "InferencePool"
 MODEL: Final = "InferenceModel"
 DEFAULT_GATEWAY: Final = "treeline"
