@@ -373,24 +373,17 @@ class Index:
                 return
         else:
             root = tree.root(None)  # not used: the parent's place is known
-            if tree.lane_of(parent) is None and tree.lane_of(hashes[0]) is None:
-                if keys is None:
-                    pod.skipped[Skip.NO_TEXT if plain else Skip.EXTRA_KEYS] += len(hashes)
-                elif len(set(hashes)) != len(hashes) or parent in hashes:
-                    pod.skipped[Skip.HASHES] += len(hashes)
-                else:
-                    scope.orphans.add(OrphanRun(bit, event, keys))
-                return
         if tree.text_bytes > self.limits.max_text_bytes or len(tree.blocks) > self.limits.max_blocks:
             pod.skipped[Skip.FULL] += len(hashes)
             return
-        self._store_placed(pod, bit, event, keys, scope, root)
-        if scope.orphans:
-            self._graft(scope, hashes)
+        stored = self._place(pod, bit, event, keys, scope, root)
+        if stored and scope.orphans:
+            self._graft(scope, hashes[:stored])
 
-    def _store_placed(
+    def _place(
         self, pod: Pod, bit: int, event: BlockStored, keys: PrefixKeys | None, scope: _Scope, root: Node
-    ) -> None:
+    ) -> int:
+        """Store an event in the tree, or keep it as an orphan. Returns how many of its blocks are in the tree."""
         hashes, tokens, width = event.block_hashes, event.token_ids, event.block_size
         tree = scope.tree
 
@@ -400,24 +393,33 @@ class Index:
             wanted = tokens if stop - start == len(hashes) else tokens[start * width : stop * width]
             return block_texts(keys.token_bytes, wanted, width)
 
+        no_text = Skip.NO_TEXT if event.extra_keys is None else Skip.EXTRA_KEYS
         try:
             stored, before = tree.store(root, event.parent_block_hash, hashes, texts, width, bit)
         except ValueError:
             pod.skipped[Skip.HASHES] += len(hashes)
-            return
+            return 0
+        except KeyError:
+            if keys is None:
+                pod.skipped[no_text] += len(hashes)
+            else:
+                scope.orphans.add(OrphanRun(bit, event, keys))
+            return 0
         if stored < len(hashes):
-            reason = Skip.NO_TEXT if event.extra_keys is None else Skip.EXTRA_KEYS
-            pod.skipped[reason] += len(hashes) - stored
+            pod.skipped[no_text] += len(hashes) - stored
         if bit == pod.staging or not stored:
-            return
+            return stored
         pod.blocks += stored - len(before)
-        pod.copies.update(before)
+        if before:
+            pod.copies.update(before)
         pod.block_size = width or pod.block_size
         if stored == len(hashes):
             pod.precise = True
-        last = tree.lane_of(hashes[stored - 1])
-        if last is not None:
-            scope.history.confirm(last, bit)
+        if scope.history.size(bit):
+            last = tree.lane_of(hashes[stored - 1])
+            if last is not None:
+                scope.history.confirm(last, bit)
+        return stored
 
     def _graft(self, scope: _Scope, stored: Iterable[int]) -> None:
         """Place the orphans that waited for `stored`, and those that waited for these, and so on."""
@@ -429,8 +431,8 @@ class Index:
             if pod is None:
                 continue
             pod.blocks -= len(run.gone)
-            self._store_placed(pod, run.owner, run.event, run.keys, scope, scope.tree.root(None))
-            ready += scope.orphans.take(run.event.block_hashes)
+            stored = self._place(pod, run.owner, run.event, run.keys, scope, scope.tree.root(None))
+            ready += scope.orphans.take(run.event.block_hashes[:stored])
             if run.gone:
                 gone.append(run)
         for run in gone:  # only now, so that their descendants found their place

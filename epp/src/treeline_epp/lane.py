@@ -12,6 +12,7 @@ an engine may drop an ancestor and keep its descendants.
 import struct
 import sys
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -28,14 +29,14 @@ NO_PARENT = bytes(8)
 KEY_MASK = (1 << 60) - 1
 
 
-def pack_hashes(hashes: list[int]) -> bytes:
+def pack_hashes(hashes: Sequence[int]) -> bytes:
     """u64 hashes as bytes, eight each. Raises struct.error if one is out of range. O(n)."""
     return struct.pack(f"<{len(hashes)}Q", *hashes)
 
 
-def pack_ends(ends: list[int]) -> bytes:
-    """Offsets as bytes, two each. O(n)."""
-    return struct.pack(f"<{len(ends)}H", *ends)
+def pack_ends(ends: Sequence[int], delta: int) -> bytes:
+    """Offsets, moved by `delta`, as bytes, two each. O(n)."""
+    return struct.pack(f"<{len(ends)}H", *[end + delta for end in ends])
 
 
 class Lane:
@@ -166,9 +167,7 @@ class Lane:
 
     def shift(self, delta: int) -> None:
         """The edge's text begins `delta` bytes earlier (later if negative): move all ends. O(n)."""
-        count = len(self)
-        ends = struct.unpack(f"<{count}H", self.ends)
-        self.ends = struct.pack(f"<{count}H", *[end + delta for end in ends])
+        self.ends = pack_ends(struct.unpack(f"<{len(self)}H", self.ends), delta)
 
     def check(self) -> None:
         """Assert what always holds of a lane in a tree."""

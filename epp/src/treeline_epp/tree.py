@@ -95,29 +95,29 @@ class Tree:
         Complexity: known blocks cost one comparison per lane, new ones O(bytes) and one dict entry each.
         """
         blocks = self.blocks
-        packed = pack_hashes(list(hashes))
+        count = len(hashes)
+        chain = (NO_PARENT if parent is None else pack_hashes((parent,))) + pack_hashes(hashes)
         keys = [block & KEY_MASK for block in hashes]
         distinct = set(keys)
-        if len(distinct) != len(keys) or (parent is not None and parent & KEY_MASK in distinct):
+        if len(distinct) != count or (parent is not None and parent & KEY_MASK in distinct):
             raise ValueError("not a chain")
         held_before: list[int] = []
         lane: Lane | None = None
         slot = -1
         if parent is not None and keys[0] not in blocks:
-            lane = self.lane_of(parent)
-            if lane is None:
+            lane = blocks.get(parent & KEY_MASK)
+            slot = lane.find(chain[:8]) if lane is not None else -1
+            if slot < 0:
                 raise KeyError(parent)
-            slot = _slot(lane, parent)
-        count = len(hashes)
         done = 0
         while done < count:
             known = blocks.get(keys[done])
             if known is not None:
                 lane = known
-                first = lane.find(packed[8 * done : 8 * done + 8])
+                first = lane.find(chain[8 * done + 8 : 8 * done + 16])
                 if first < 0:
                     break
-                same = _same_hashes(lane.chain, 8 * first + 8, packed, 8 * done) >> 3
+                same = _same_hashes(lane.chain, 8 * first + 8, chain, 8 * done + 8) >> 3
                 slot = first + same - 1
                 self._mark(lane, first, slot + 1, bit, held_before)
                 done += same
@@ -128,11 +128,12 @@ class Tree:
             pieces = texts(done, stop)
             if pieces is None or (lane is None and not pieces[0]):
                 break
-            new = _NewBlocks(keys[done:stop], packed[8 * done : 8 * stop], width, bit)
-            self._insert(root, lane, slot, pieces, new)
-            lane = blocks[keys[stop - 1]]
-            slot = lane.find(packed[8 * stop - 8 : 8 * stop])
+            run = _Run(chain[8 * done : 8 * stop + 8], keys[done:stop], width, bit)
+            self._insert(root, lane, slot, pieces, run)
             done = stop
+            if done < count:
+                lane = blocks[keys[done - 1]]
+                slot = lane.find(chain[8 * done : 8 * done + 8])
         return done, held_before
 
     def remove(self, hashes: Sequence[int], bits: int) -> int:
@@ -146,7 +147,7 @@ class Tree:
             lane, second = self.lane_of(hashes[0]), self.lane_of(hashes[1])
             if lane is not None and lane is second and _slot(lane, hashes[1]) < _slot(lane, hashes[0]):
                 hashes = hashes[::-1]
-        packed = pack_hashes(list(hashes))
+        packed = pack_hashes(hashes)
         unknown = done = 0
         count = len(hashes)
         touched: dict[Node, None] = {}
@@ -258,32 +259,25 @@ class Tree:
                 if there >= 0:
                     self._mark(other, there, there + 1, bit, held_before)
 
-    def _insert(
-        self, root: Node, lane: Lane | None, slot: int, pieces: list[bytes], new: "_NewBlocks"
-    ) -> None:
-        """Put blocks that nobody holds, with these texts, below slot `slot` of `lane` (None: below `root`).
+    def _insert(self, root: Node, lane: Lane | None, slot: int, pieces: list[bytes], run: "_Run") -> None:
+        """Put blocks with these texts, held by nobody yet, below slot `slot` of `lane` (None: below `root`).
 
-        `new` has keys, hashes, width and bit; the rest is found here.
+        `run.base` and `run.ends` are found here.
         """
         node, offset = root, 0
         if lane is not None:
             node, offset = lane.node, lane.end(slot)
-            new.base = lane.base + (slot + 1) * lane.width
-            new.parent = lane.chain[8 * slot + 8 : 8 * slot + 16]
-        ends = list(accumulate(map(len, pieces)))
+            run.base = lane.base + (slot + 1) * lane.width
+        ends = run.ends = list(accumulate(map(len, pieces)))
         placed = 0
 
         def place(node: Node, start: int, stop: int, offset: int) -> None:
             """Data bytes start … stop−1 lie in `node` from `offset` on: put the blocks that end there."""
-            nonlocal placed, new
+            nonlocal placed
             after = bisect_right(ends, stop, placed)
-            if after == placed:
-                return
-            delta = offset - start
-            here, new = new.cut(after - placed)
-            here.ends = pack_ends([end + delta for end in ends[placed:after]])
-            self._place(node, here)
-            placed = after
+            if after > placed:
+                self._place(node, run, placed, after, offset - start)
+                placed = after
 
         self._walk(node, offset, b"".join(pieces), place)
 
@@ -327,34 +321,39 @@ class Tree:
                 self.node_count += 1
             node, offset = child, 0
 
-    def _place(self, node: Node, new: "_NewBlocks") -> None:
-        """Put blocks that nobody holds into a lane of `node`: fill its holes, lengthen it, or begin another."""
+    def _place(self, node: Node, run: "_Run", first: int, stop: int, delta: int) -> None:
+        """Put blocks first … stop−1 of a run into a lane of `node`: fill its holes, lengthen it, or begin another.
+
+        In the node's text they end `delta` bytes beyond where `run.ends` says.
+        """
+        ends = pack_ends(run.ends[first:stop], delta)
         for lane in node.lanes:
-            ahead = new.base - lane.base
-            if lane.width != new.width or ahead < 0 or ahead % new.width:
+            ahead = run.base + first * run.width - lane.base
+            if lane.width != run.width or ahead < 0 or ahead % run.width:
                 continue
-            slot = ahead // new.width
+            slot = ahead // run.width
             count = len(lane)
-            if slot > count or lane.chain[8 * slot : 8 * slot + 8] != new.parent:
+            if slot > count or lane.chain[8 * slot : 8 * slot + 8] != run.chain[8 * first : 8 * first + 8]:
                 continue
             if slot < count:  # are these the holes of the same blocks?
-                same = _same_hashes(lane.chain, 8 * slot + 8, new.packed, 0) >> 3
-                same = min(same, common_prefix(lane.ends, 2 * slot, new.ends, 0) >> 1)
+                same = _same_hashes(lane.chain, 8 * slot + 8, run.chain, 8 * first + 8) >> 3
+                same = min(same, common_prefix(lane.ends, 2 * slot, ends, 0) >> 1)
                 if not same:
                     continue
-                self._mark(lane, slot, slot + same, new.bit, [])
-                new = new.cut(same)[1]
-                slot += same
-            if new.keys and slot == count and _disjoint(lane, new.packed):
-                lane.append(new.packed, new.ends, new.bit)
-                self.blocks.update(zip(new.keys, repeat(lane), strict=False))
+                self._mark(lane, slot, slot + same, run.bit, [])
+                first, slot, ends = first + same, slot + same, ends[2 * same :]
+            if first == stop:
                 break
-            if not new.keys:
+            packed = run.chain[8 * first + 8 : 8 * stop + 8]
+            if slot == count and _disjoint(lane, packed):
+                lane.append(packed, ends, run.bit)
+                self.blocks.update(zip(run.keys[first:stop], repeat(lane), strict=False))
                 break
         else:
-            lane = Lane(node, new.base, new.width, new.parent + new.packed, new.ends, new.bit)
+            base, chain = run.base + first * run.width, run.chain[8 * first : 8 * stop + 8]
+            lane = Lane(node, base, run.width, chain, ends, run.bit)
             node.lanes += (lane,)
-            self.blocks.update(zip(new.keys, repeat(lane), strict=False))
+            self.blocks.update(zip(run.keys[first:stop], repeat(lane), strict=False))
         if len(node.lanes) > 1:
             self._join_lanes(node)
 
@@ -556,42 +555,19 @@ class Tree:
         return held
 
 
-class _NewBlocks(Struct):
+class _Run(Struct):
     """A chain of blocks that nobody holds yet, on its way into the tree.
 
-    `packed` are their hashes, `keys` what `blocks` knows them by; `parent` is the hash before, `base` the tokens before
-    the first; `ends` are offsets in the edge in which they end, once that is known.
+    `chain` is the parent's hash and then each block's, `keys` what `blocks` knows them by; `base` counts the tokens
+    before the first; `ends` are offsets in the text of the run.
     """
 
+    chain: bytes
     keys: list[int]
-    packed: bytes
     width: int
     bit: int
     base: int = 0
-    parent: bytes = NO_PARENT
-    ends: bytes = b""
-
-    def cut(self, count: int) -> "tuple[_NewBlocks, _NewBlocks]":
-        """The first `count` blocks, and the others. O(n)."""
-        here = _NewBlocks(
-            self.keys[:count],
-            self.packed[: 8 * count],
-            self.width,
-            self.bit,
-            self.base,
-            self.parent,
-            self.ends[: 2 * count],
-        )
-        rest = _NewBlocks(
-            self.keys[count:],
-            self.packed[8 * count :],
-            self.width,
-            self.bit,
-            self.base + count * self.width,
-            here.packed[-8:] or self.parent,
-            self.ends[2 * count :],
-        )
-        return here, rest
+    ends: list[int] = []
 
 
 def common_prefix(text: bytes, offset: int, data: bytes, at: int) -> int:
