@@ -9,41 +9,28 @@ salt) a root in it. A pod is known to the trees as a bit. Bits are cheap, so wha
 - after a gap that could not be covered, the old bit *ages*: it still counts and still takes removals, but ends after a
   while, and only what is announced again survives.
 
-Which events count (see `Skip` for the reasons why others do not): the first full-attention group of the device tier,
-blocks whose text is known. Engines may announce a hash twice and remove each copy on its own: `Pod.copies` counts.
+Which events count (see `announced.Skip` for the reasons why others do not): the first full-attention group of the
+device tier, blocks whose text is known. Engines may announce a hash twice and remove each copy on its own:
+`Pod.copies` counts.
 """
 
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import chain
-from operator import itemgetter
 
 from msgspec import Struct
 from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from treeline_wire.keys import PrefixKeys, escape
-from treeline_wire.namespaces import join_namespace
+from treeline_wire.keys import PrefixKeys
 
+from treeline_epp.announced import Skip, block_texts, namespace_of, skip_reason
+from treeline_epp.edges import MAX_EDGE
 from treeline_epp.history import History, reach
 from treeline_epp.matching import GUARD_BYTES, Level, Walk, match, walk
 from treeline_epp.node import Node
 from treeline_epp.orphans import OrphanRun, Orphans
-from treeline_epp.tree import MAX_EDGE, Tree
-
-
-class Skip(StrEnum):
-    """Why blocks of an event are not in the tree. The values are metric labels."""
-
-    TIER = "tier"  # a tier below the device: not yet credited
-    GROUP = "group"  # a KV group that does not decide the prefix (sliding window, Mamba), or a second one
-    NO_TEXT = "no_text"  # no tokenizer, no tokens, or tokens that do not fit the blocks (masked blocks)
-    EXTRA_KEYS = "extra_keys"  # multimodal items or embeddings: the text is not all of the key
-    HASHES = "hashes"  # a hash twice in one event, or its own parent
-    NAMESPACE = "namespace"  # a first block that another namespace has
-    FULL = "full"  # the index is at its limit
-    UNKNOWN_REMOVAL = "unknown_removal"  # removed, but never seen
+from treeline_epp.tree import Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +349,7 @@ class Index:
         scope = self._scope(pod.scope)
         tree = scope.tree
         parent = event.parent_block_hash
-        namespace, plain = _namespace(event)
+        namespace, plain = namespace_of(event)
         if not plain:
             keys = None
         if parent is None:
@@ -421,9 +408,9 @@ class Index:
                 scope.history.confirm(last, bit)
         return stored
 
-    def _graft(self, scope: _Scope, stored: Iterable[int]) -> None:
-        """Place the orphans that waited for `stored`, and those that waited for these, and so on."""
-        ready = scope.orphans.take(stored)
+    def _graft(self, scope: _Scope, blocks: Sequence[int]) -> None:
+        """Place the orphans that waited for `blocks`, and those that waited for these, and so on."""
+        ready = scope.orphans.take(blocks)
         gone: list[OrphanRun] = []
         while ready:
             run = ready.pop()
@@ -461,12 +448,8 @@ class Index:
 
     def _counts(self, pod: Pod, event: BlockStored | BlockRemoved) -> bool:
         """Is this an event of the device tier and of the group that decides the prefix? Counts it if not."""
-        reason = None
-        if event.medium is not None and event.medium.upper() not in _DEVICE_TIERS:
-            reason = Skip.TIER
-        elif type(event) is BlockStored and event.kv_cache_spec_kind not in _PREFIX_KINDS:
-            reason = Skip.GROUP
-        elif event.group_idx is not None:
+        reason = skip_reason(event)
+        if reason is None and event.group_idx is not None:
             if pod.group is None and type(event) is BlockStored:
                 pod.group = event.group_idx
             if pod.group != event.group_idx:
@@ -517,49 +500,6 @@ class Index:
             if self._sweeping >> slot & 1:
                 heapq.heappush(self._free, slot)
         self._sweeping = 0
-
-
-#: Spellings of the device tier, in capitals; lower tiers are CPU, CPU_PINNED, DISK, STORAGE, EXTERNAL.
-_DEVICE_TIERS = frozenset({"GPU", "DEVICE", "HBM"})
-#: Kinds of KV groups whose blocks decide how far a prefix is cached.
-_PREFIX_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention", "unknown"})
-
-
-def block_texts(table: Sequence[bytes], tokens: Sequence[int], width: int) -> list[bytes]:
-    """The texts of blocks of `width` tokens; ids beyond the table as in `PrefixKeys.block_key`. O(tokens).
-
-    This is where most of the time of an event goes, nearly all of it cache misses: no pass over the parts more than
-    these two, and no function call for each.
-    """
-    try:
-        parts = itemgetter(*tokens)(table) if len(tokens) > 1 else (table[tokens[0]],)
-    except IndexError:
-        size = len(table)
-        parts = tuple(table[token] if token < size else escape(token) for token in tokens)
-    return list(map(b"".join, zip(*[iter(parts)] * width, strict=True)))
-
-
-def _namespace(event: BlockStored) -> tuple[str | None, bool]:
-    """The namespace of an event, and whether its tokens alone make its text.
-
-    vLLM names salts and multimodal items in `extra_keys`, one entry per block: strings are the LoRA's name, or the salt
-    (first block only); anything else is an item whose content is not in the tokens.
-    """
-    if event.extra_keys is None:
-        return event.namespace, True
-    salt = event.cache_salt
-    plain = True
-    for at, extra in enumerate(event.extra_keys):
-        for item in extra or ():
-            if item == event.lora_name:
-                continue
-            if isinstance(item, str) and at == 0 and event.parent_block_hash is None and salt is None:
-                salt = item
-            elif item != salt:
-                plain = False
-    if salt is not None and salt.startswith("\0"):
-        return salt, plain
-    return join_namespace(event.lora_name, salt), plain
 
 
 def _bits_of(pods: int) -> list[int]:

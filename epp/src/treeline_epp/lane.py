@@ -39,6 +39,26 @@ def pack_ends(ends: Sequence[int], delta: int) -> bytes:
     return struct.pack(f"<{len(ends)}H", *[end + delta for end in ends])
 
 
+def common_prefix(text: bytes, offset: int, data: bytes, at: int) -> int:
+    """How many bytes `text` from `offset` and `data` from `at` have in common. O(bytes), in O(log) steps."""
+    low, high = 0, min(len(text) - offset, len(data) - at)
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if data.startswith(text[offset + low : offset + middle], at + low):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def same_hashes(chain: bytes, offset: int, packed: bytes, at: int) -> int:
+    """Bytes of whole hashes that `chain` from `offset` and `packed` from `at` have in common. O(bytes)."""
+    size = min(len(chain) - offset, len(packed) - at)
+    if chain[offset : offset + size] == packed[at : at + size]:
+        return size
+    return common_prefix(chain, offset, packed, at) & ~7
+
+
 class Lane:
     """`node` is the edge; `base` counts the tokens before the first block, `width` those of each block.
 
@@ -80,6 +100,14 @@ class Lane:
         while at > 0 and at & 7:  # straddles two hashes: not a hit
             at = self.chain.find(packed, at + 1)
         return (at >> 3) - 1 if at > 0 else -1
+
+    def slot(self, block: int) -> int:
+        """The slot of a hash, -1 if it is not here. One scan at memory speed."""
+        return self.find(block.to_bytes(8, "little"))
+
+    def has_holes(self) -> bool:
+        """Is there a slot that no pod holds? O(runs)."""
+        return isinstance(self.sets, list) and not all(self.sets[1::2])
 
     def count_until(self, limit: int) -> int:
         """How many blocks end at or before byte `limit` of the edge. O(log n)."""
@@ -191,6 +219,16 @@ class Lane:
         assert self.runs()[0][2], "holes at the beginning"
         assert self.runs()[-1][2], "holes at the end"
         assert all(members >= 0 for _, _, members in self.runs())
+
+
+def disjoint(lane: Lane, packed: bytes, other: Lane | None = None) -> bool:
+    """Is none of these hashes in the lane already? They are held nowhere, or they are those of `other`.
+
+    Only holes can make it so, where publishers contradict each other. O(1) for lanes without holes.
+    """
+    if not lane.has_holes() and (other is None or not other.has_holes()):
+        return True
+    return not set(lane.hashes()).intersection(struct.unpack(f"<{len(packed) >> 3}Q", packed))
 
 
 def _flat(sets: int | list[int], count: int) -> list[int]:

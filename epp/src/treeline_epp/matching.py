@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from treeline_epp.lane import NO_PARENT, Lane
+from treeline_epp.lane import NO_PARENT, Lane, common_prefix
 from treeline_epp.node import Node
-from treeline_epp.tree import Tree, common_prefix
+from treeline_epp.tree import Tree
 
 #: Bytes beyond a block's end that must match, too.
 GUARD_BYTES = 8

@@ -5,7 +5,8 @@ from itertools import pairwise
 
 import pytest
 from support.epp_core import KEYS, WIDTH, Prompt
-from treeline_epp.index import Hit, Index, IndexLimits, Pod, Skip, block_texts
+from treeline_epp.announced import Skip, block_texts
+from treeline_epp.index import Hit, Index, IndexLimits, Pod
 from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 from treeline_wire.keys import escape
 
@@ -211,6 +212,21 @@ def test_trap_10_orphans_are_bounded() -> None:
         index.apply(pod, Prompt.random(seed, 9).stored(4), KEYS)
     assert index.totals()["orphan_blocks"] == 20
     assert index.totals()["orphan_blocks_dropped"] == 30
+    index.check()
+
+
+def test_trap_10_orphans_go_on_waiting_for_a_parent_that_was_announced_but_not_stored() -> None:
+    index, (pod, other) = make()
+    prompt = Prompt.random(1, 12)
+    index.apply(pod, prompt.stored(0, 4), KEYS)
+    index.apply(pod, prompt.stored(8), KEYS)
+    index.apply(other, prompt.stored(4, 8), None)
+    assert other.skipped[Skip.NO_TEXT] == 4
+    assert index.totals()["orphan_blocks"] == 4
+    assert blocks(index, pod, prompt) in (3, 4)
+    index.apply(pod, prompt.stored(4, 8), KEYS)
+    assert index.totals()["orphan_blocks"] == 0
+    assert blocks(index, pod, prompt) >= 11
     index.check()
 
 

@@ -232,13 +232,18 @@ def _signed(value: int) -> int:
 
 
 def _make_unsigned(events: list[Event]) -> None:
-    """Turn signed hashes of fresh events into u64: nobody else holds the events yet. No branch per hash."""
+    """Turn signed hashes of fresh events into u64, in place: nobody else holds the events yet."""
     for event in events:
-        if isinstance(event, AllBlocksCleared):
+        if type(event) is BlockStored:
+            parent = event.parent_block_hash
+            if parent is not None and parent < 0:
+                _set(event, "parent_block_hash", parent & _U64)
+        elif isinstance(event, AllBlocksCleared):
             continue
-        _set(event, "block_hashes", [value & _U64 for value in event.block_hashes])
-        if type(event) is BlockStored and event.parent_block_hash is not None:
-            _set(event, "parent_block_hash", event.parent_block_hash & _U64)
+        hashes = event.block_hashes
+        for i, value in enumerate(hashes):
+            if value < 0:
+                hashes[i] = value & _U64
 
 
 class _RejectedError(Exception):
