@@ -28,10 +28,13 @@ class Change:
 
 
 def change(fleet: Fleet, number: int) -> Change:
-    """The ``number``-th change: another place each, and of each gateway's pools another one for each kind."""
-    kind = KINDS[number % len(KINDS)]
-    pool = fleet.pool(number, (number + 1) % len(KINDS))
-    return _MAKERS[kind](pool, number)
+    """The ``number``-th change, of another pool each; neighbours are of different kinds, far from each other.
+
+    Of a gateway's pools each kind has its own: the picker's settings are those of the oldest.
+    """
+    turn, kind = divmod(number, len(KINDS))
+    pool = fleet.pool(turn + kind * fleet.places // len(KINDS), (kind + 1) % len(KINDS))
+    return _MAKERS[KINDS[kind]](pool, number)
 
 
 def _replicas(pool: Pool, number: int) -> Change:

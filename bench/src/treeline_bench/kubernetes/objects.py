@@ -46,17 +46,18 @@ class Fleet:
     def namespace_names(self) -> list[str]:
         return [f"bench-{number:02}" for number in range(self.namespaces)]
 
+    @property
+    def places(self) -> int:
+        """How many gateways in all."""
+        return self.namespaces * self.gateways
+
     def pools(self) -> list[Pool]:
         """In the order in which they are created: the oldest of every gateway first."""
-        return [
-            self.pool(place, rank)
-            for rank in range(POOLS_PER_GATEWAY)
-            for place in range(self.namespaces * self.gateways)
-        ]
+        return [self.pool(place, rank) for rank in range(POOLS_PER_GATEWAY) for place in range(self.places)]
 
     def pool(self, place: int, rank: int) -> Pool:
         """Neighbouring places are in different namespaces."""
-        place %= self.namespaces * self.gateways
+        place %= self.places
         return Pool(
             self.namespace_names()[place % self.namespaces], f"gateway-{place // self.namespaces}", rank
         )

@@ -24,7 +24,8 @@ PICKER = ("treeline-picker", ("system:masters",))
 OWN_NAMESPACE = "treeline-system"
 WRITES = frozenset({"create", "update", "patch", "delete", "deletecollection"})
 START_S = 60.0
-POLL_S = 0.1
+POLL_S = 0.5
+"""Between two looks at the operator's metrics: a page costs it several milliseconds."""
 
 _LINE = re.compile(r"^(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -82,7 +83,7 @@ class Operator:
             if time.monotonic() > deadline:
                 raise BenchmarkError(f"the operator is still busy after {timeout_s:g} s: {found}")
             tick()
-            time.sleep(POLL_S)
+            time.sleep(min(POLL_S, quiet_s / 4))
 
 
 @contextmanager
