@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build the programs of a real Kubernetes control plane from their Go modules, once, and print the folder of each.
+# Build the programs of a real Kubernetes cluster from their Go modules, once, and print the folder of each.
 #   scripts/control_plane.sh [--check] [NAME…]    NAME is a folder of e2e/cluster/components (default: all)
 #   --check               build nothing: exit 3 when something is missing
 #   GO_FALLBACKS="GO…"    where to look for Go besides the PATH
@@ -19,6 +19,7 @@ module_of() { # NAME: the Go module whose version is the component's
     kubernetes) echo k8s.io/kubernetes ;;
     etcd) echo go.etcd.io/etcd/server/v3 ;;
     helm) echo helm.sh/helm/v4 ;;
+    coredns) echo github.com/coredns/coredns ;;
   esac
 }
 
@@ -51,12 +52,13 @@ stamps_of() { # NAME VERSION: without a version, /version cannot be parsed and H
 usual_time() { # NAME: of a first build on two cores
   case $1 in
     kubernetes) echo "about 5 minutes" ;;
-    helm) echo "about 2 minutes" ;;
+    helm|coredns) echo "about 2 minutes" ;;
     *) echo "about half a minute" ;;
   esac
 }
 
-version_of() { # NAME
+version_of() { # NAME: pause is all ours
+  if [ "$1" = pause ]; then echo v1; return; fi
   awk -v module="$(module_of "$1")" '{sub(/^require /, "")} $1 == module {print $2; exit}' "$components/$1/go.mod"
 }
 

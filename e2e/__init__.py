@@ -1,0 +1,1 @@
+"""End-to-end tests: a cluster, and the journeys of users through it."""

@@ -1,0 +1,3 @@
+module treeline.dev/cluster/pause
+
+go 1.26.0

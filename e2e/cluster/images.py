@@ -1,0 +1,289 @@
+"""The project's images where there is no registry: built by buildah from the project's Dockerfiles, kept unpacked.
+
+The cache holds a *store*: the root folder of a containerd with every image imported. A node's containerd starts on a
+copy of it made of hard links, in a second or two, however large the images are. An image is built anew when its
+Dockerfile or a file that it copies has changed; layers that the store has already are not written again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from e2e.cluster import config, oci, sources
+from e2e.cluster.owned import Registry, until
+from e2e.cluster.place import ROOT, ClusterError, Home, cache_folder
+from e2e.cluster.progress import Progress
+
+IMAGES = {
+    "operator": "treeline-operator:{tag}",
+    "epp": "treeline-epp:{tag}",
+    "edge": "treeline-edge:{tag}",
+    "runtime-cpu": "treeline-runtime:{tag}-cpu",
+}
+"""By the names of scripts/images.sh; torch is the last to come, because it is the largest."""
+SUITE = "bookworm"
+BASE = f"localhost/treeline-e2e-base:{SUITE}"
+BASE_PACKAGES = "python3,python3-pip,python3-venv,ca-certificates"
+BUILD_ARGS = {
+    # where torch's small build has no index that can be reached, the large one serves
+    "TORCH_CPU_INDEX_URL": os.environ.get("TORCH_CPU_INDEX_URL", ""),
+    # a commit that changes no file of an image is no other image
+    "REVISION": "e2e",
+}
+NEEDED_GB = {"runtime-cpu": 35, "other": 5}
+_BLOT = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--propagation=private", "--mount-proc")
+"""Nothing that is mounted or started within outlives it."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """One of the project's images: what scripts/images.sh calls it, its name in a cluster, and what it is made of."""
+
+    word: str
+    name: str
+    made_of: str
+
+    @property
+    def in_cluster(self) -> str:
+        """The name by which a node knows what a pod calls ``name``."""
+        return f"docker.io/library/{self.name}"
+
+
+def wanted(root: Path = ROOT) -> list[Image]:
+    """The project's images as the working tree has them."""
+    chart = (root / "charts/treeline/Chart.yaml").read_text().splitlines()
+    tag = next(line.split(":")[1].strip().strip('"') for line in chart if line.startswith("appVersion:"))
+    arguments = json.dumps(BUILD_ARGS, sort_keys=True)
+    return [
+        Image(
+            word,
+            name.format(tag=tag),
+            sources.fingerprint(
+                root, root / f"images/{word.partition('-')[0]}.Dockerfile", arguments, word, tag, SUITE
+            ),
+        )
+        for word, name in IMAGES.items()
+    ]
+
+
+class Store:
+    """The images in the cache, as a containerd's root folder."""
+
+    def __init__(self, home: Home, registry: Registry, progress: Progress) -> None:
+        self._home, self._registry, self._progress = home, registry, progress
+        self._cache = cache_folder() / "e2e"
+        self.folder = self._cache / "store"
+        self._contents = self._cache / "store.json"
+        self._layout = self._cache / "layout"
+
+    def has(self) -> dict[str, str]:
+        """Name in a cluster → what it is made of."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return dict(json.loads(self._contents.read_text()))
+        return {}
+
+    def bring(self, programs: Mapping[str, Path], *, project: bool) -> None:
+        """Build and import what is missing: the images of pause and CoreDNS, and the project's own."""
+        self._cache.mkdir(parents=True, exist_ok=True)
+        with (self._cache / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._bring(programs, project=project)
+
+    def _bring(self, programs: Mapping[str, Path], *, project: bool) -> None:
+        has = self.has()
+        small = {
+            config.PAUSE_IMAGE: programs["pause"] / "pause",
+            config.COREDNS_IMAGE: programs["coredns"] / "coredns",
+        }
+        missing = {n: p for n, p in small.items() if has.get(n) != p.parent.name}
+        if missing:
+            self._fresh_layout()
+            for name, program in missing.items():
+                oci.write_program(self._layout, name, program, _architecture())
+            self._import({n: p.parent.name for n, p in missing.items()})
+        for image in wanted() if project else []:
+            if has.get(image.in_cluster) == image.made_of:
+                continue
+            with self._progress.step(f"building the image {image.name}"):
+                self._check_disk(image.word)
+                self._build(image)
+            with self._progress.step(f"importing the image {image.name}"):
+                self._export(image)
+                self._import({image.in_cluster: image.made_of})
+        shutil.rmtree(self._layout, ignore_errors=True)
+
+    def send(self, has: Mapping[str, str], nodes: list[Path]) -> dict[str, str]:
+        """Import into running nodes (their folders) what they lack of the project's images; what they have then."""
+        now = dict(has)
+        for image in wanted():
+            if now.get(image.in_cluster) != image.made_of:
+                with self._progress.step(f"sending the image {image.name} to the nodes"):
+                    self._export(image)
+                    for node in nodes:
+                        import_layout(self._layout, node / "containerd.sock")
+                now[image.in_cluster] = image.made_of
+        shutil.rmtree(self._layout, ignore_errors=True)
+        return now
+
+    def _fresh_layout(self) -> None:
+        shutil.rmtree(self._layout, ignore_errors=True)
+        self._layout.mkdir(parents=True)
+
+    def _check_disk(self, word: str) -> None:
+        needed = NEEDED_GB.get(word, NEEDED_GB["other"])
+        if (self._cache / "buildah" / f"built-{word}").exists():
+            needed = min(needed, 15)
+        free = shutil.disk_usage(self._cache).free / 1e9
+        if free < needed:
+            raise ClusterError(
+                f"building {word} needs {needed} GB in {self._cache}, {free:.0f} GB are free: "
+                "make room, or put the cache elsewhere with TREELINE_CACHE"
+            )
+
+    # Building
+
+    def _environment(self) -> dict[str, str]:
+        folder = self._cache / "buildah"
+        folder.mkdir(exist_ok=True)
+        settings = folder / "storage.conf"
+        settings.write_text(
+            f'[storage]\ndriver = "overlay"\ngraphroot = "{folder}/storage"\nrunroot = "{folder}/run"\n'
+        )
+        return {"CONTAINERS_STORAGE_CONF": str(settings)}
+
+    def _build(self, image: Image) -> None:
+        if not self._run("base-exists", ["buildah", "inspect", "--type=image", BASE], check=False):
+            self._build_base()
+        index = {"PIP_INDEX_URL": i} if (i := os.environ.get("PIP_INDEX_URL")) else {}
+        arguments = [w for k, v in {**BUILD_ARGS, **index}.items() for w in ("--build-arg", f"{k}={v}")]
+        self._run(
+            f"build-{image.word}",
+            [
+                *(
+                    str(ROOT / "scripts/images.sh"),
+                    "--tool",
+                    "buildah",
+                    "--base",
+                    BASE,
+                    *arguments,
+                    image.word,
+                ),
+                *("--", "--isolation", "chroot", "--pull-never"),
+            ],
+        )
+        (self._cache / "buildah" / f"built-{image.word}").touch()
+
+    def _build_base(self) -> None:
+        """A base image of Debian's packages. It trusts whom this machine trusts, as builds in it use this network."""
+        script = f"""
+set -e
+tree=$(mktemp -d {self._cache}/base.XXXXXX)
+trap 'rm -rf "$tree"' EXIT
+debootstrap --variant=minbase --include={BASE_PACKAGES} {SUITE} "$tree"
+cp /etc/ssl/certs/ca-certificates.crt "$tree/etc/ssl/certs/ca-certificates.crt"
+rm -rf "$tree"/var/cache/apt/archives/*.deb "$tree"/var/lib/apt/lists/*
+container=$(buildah from scratch)
+buildah add --quiet "$container" "$tree" /
+buildah commit --quiet "$container" {BASE}
+buildah rm "$container"
+"""
+        self._run("build-base", ["/bin/sh", "-c", script])
+
+    def _export(self, image: Image) -> None:
+        self._fresh_layout()
+        self._run(
+            f"export-{image.word}",
+            [
+                *("buildah", "push", "--quiet", "--disable-compression"),
+                *(f"localhost/{image.name}", f"oci:{self._layout}:{image.word}"),
+            ],
+        )
+        oci.names(self._layout, {image.word: image.in_cluster})
+
+    def _run(self, name: str, command: list[str], *, check: bool = True) -> bool:
+        process = self._registry.start(name, [*_BLOT, *command], environment=self._environment())
+        failed = process.wait() != 0
+        self._registry.end(name)
+        if failed and check:
+            raise ClusterError(f"{name} failed:\n{self._registry.log(name)}")
+        return not failed
+
+    # Importing
+
+    def _import(self, images: Mapping[str, str]) -> None:
+        contents = {n: m for n, m in self.has().items() if n not in images}
+        self._contents.write_text(json.dumps(contents))
+        with self._containerd() as socket:
+            import_layout(self._layout, socket)
+        self._contents.write_text(json.dumps({**contents, **images}, indent=1))
+
+    @contextlib.contextmanager
+    def _containerd(self) -> Iterator[Path]:
+        """A containerd on the store, for imports alone."""
+        folder = self._home.path / "store"
+        folder.mkdir(exist_ok=True)
+        settings, socket = folder / "containerd.toml", folder / "containerd.sock"
+        text = config.containerd(folder, folder / "state", "/nowhere")
+        # its root is the store itself, and there is nobody to run pods
+        text = text.replace(f'"{folder}/containerd"', f'"{self.folder}"').replace(
+            "disabled_plugins = [", 'disabled_plugins = ["io.containerd.grpc.v1.cri", '
+        )
+        settings.write_text(text)
+        self._registry.start("store", [*_BLOT, "containerd", "--config", str(settings)])
+        try:
+            until(lambda: _answers(socket), "the store's containerd", 20)
+            yield socket
+        finally:
+            self._registry.end("store")
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def copy_to(self, folder: Path) -> None:
+        """A node's own containerd root: immutable files are shared, databases are its own."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        same = os.stat(self.folder).st_dev == os.stat(folder.parent).st_dev
+        subprocess.run(["cp", "-al" if same else "-a", str(self.folder), str(folder)], check=True)
+        for database in self.folder.glob("*/*.db"):
+            copy = folder / database.relative_to(self.folder)
+            copy.unlink()
+            shutil.copy2(database, copy)
+
+
+def import_layout(layout: Path, socket: Path) -> None:
+    """Import a layout's images into a running containerd; what it has already is not sent."""
+    ctr = ["ctr", "--address", str(socket), "--namespace", "k8s.io"]
+    there = subprocess.run([*ctr, "content", "list", "--quiet"], capture_output=True, text=True, check=True)
+    receiver = subprocess.Popen(
+        [*ctr, "images", "import", "--digests=false", "-"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    assert receiver.stdin is not None
+    assert receiver.stderr is not None
+    with contextlib.suppress(BrokenPipeError), receiver.stdin:
+        oci.stream(layout, there.stdout.split(), receiver.stdin)
+    words = receiver.stderr.read().decode()
+    if receiver.wait():
+        raise ClusterError(f"importing images failed: {words.strip()}")
+
+
+def _answers(socket: Path) -> bool:
+    return (
+        socket.exists()
+        and not subprocess.run(
+            ["ctr", "--address", str(socket), "version"], capture_output=True, check=False
+        ).returncode
+    )
+
+
+def _architecture() -> str:
+    return {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())

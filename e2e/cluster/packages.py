@@ -1,0 +1,69 @@
+"""The programs of the distribution that the `local` provider needs, and getting them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from e2e.cluster.config import CNI_PLUGINS
+from e2e.cluster.place import ClusterError
+from e2e.cluster.progress import Progress
+
+COMMANDS = {
+    "containerd": "containerd",
+    "ctr": "containerd",
+    "runc": "runc",
+    "iptables": "iptables",
+    "conntrack": "conntrack",
+    "ip": "iproute2",
+    "sysctl": "procps",
+    "mount": "mount",
+    "nsenter": "util-linux",
+    "unshare": "util-linux",
+    "hostname": "hostname",
+}
+"""Command → Debian's and Ubuntu's package."""
+BUILD_COMMANDS = {"buildah": "buildah", "debootstrap": "debootstrap"}
+CNI_PACKAGE = "containernetworking-plugins"
+
+
+def cni_plugins() -> str | None:
+    """The folder with the network plugins."""
+    return next((folder for folder in CNI_PLUGINS if (Path(folder) / "ptp").exists()), None)
+
+
+def missing(*, build: bool) -> list[str]:
+    """The packages whose commands are not here."""
+    commands = {**COMMANDS, **(BUILD_COMMANDS if build else {})}
+    path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+    packages = {package for command, package in commands.items() if not shutil.which(command, path=path)}
+    return sorted(packages | ({CNI_PACKAGE} if cni_plugins() is None else set()))
+
+
+def unfit() -> str | None:
+    """Why this machine cannot have a `local` cluster at all."""
+    if sys.platform != "linux":
+        return "it needs Linux"
+    if os.geteuid() != 0:
+        return "it needs root: namespaces, mounts, control groups"
+    return None
+
+
+def require(progress: Progress, *, build: bool, install: bool) -> None:
+    """Install what is missing, or say how to. Never removes a package (another containerd stays)."""
+    if not (packages := missing(build=build)):
+        return
+    command = ["apt-get", "install", "--yes", "--no-install-recommends", "--no-remove", *packages]
+    if not install or not shutil.which("apt-get"):
+        raise ClusterError(f"missing here: {', '.join(packages)}. Install with: {' '.join(command)}")
+    with progress.step(f"installing {', '.join(packages)}"):
+        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        for words in (["apt-get", "update", "-qq"], command):
+            done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+            if done.returncode:
+                raise ClusterError(f"{' '.join(words)} failed:\n{done.stderr.strip()[-1500:]}")
+    if left := missing(build=build):
+        raise ClusterError(f"installed, yet not found: {', '.join(left)}")

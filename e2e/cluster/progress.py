@@ -1,0 +1,31 @@
+"""What `up` and `down` say while they work: a live line on a terminal, a line a step elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from rich.console import Console
+
+
+class Progress:
+    """Steps on stderr."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True, highlight=False)
+
+    @contextlib.contextmanager
+    def step(self, text: str) -> Iterator[None]:
+        """A step; its time is said when it is done."""
+        start = time.monotonic()
+        if self._console.is_terminal:
+            with self._console.status(text):
+                yield
+        else:
+            self._console.print(f"{text} …", markup=False)
+            yield
+        self._console.print(f"{text}: {time.monotonic() - start:.1f} s", markup=False)
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False)

@@ -1,0 +1,59 @@
+"""Which provider a cluster comes from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from e2e.cluster.existing import Existing
+from e2e.cluster.kind import Kind
+from e2e.cluster.local import Local
+from e2e.cluster.place import ClusterError, Home
+from e2e.cluster.progress import Progress
+
+
+class Provider(Protocol):
+    """A way to have a cluster. All but ``unfit`` raise ClusterError."""
+
+    @property
+    def name(self) -> str:
+        """The word for it."""
+
+    def unfit(self) -> str | None:
+        """Why it cannot be had here; None if it can."""
+
+    def up(self) -> Path:
+        """Have the cluster, with the project's images; the kubeconfig."""
+
+    def down(self) -> None:
+        """Have it no longer."""
+
+    def status(self) -> dict[str, Any]:
+        """At least ``provider``, ``state`` and ``kubeconfig``."""
+
+
+def every(
+    progress: Progress, *, nodes: int = 1, images: bool = True, install: bool = True
+) -> dict[str, Provider]:
+    """All providers, the first choice first."""
+    home = Home.default()
+    offered: list[Provider] = [
+        Existing(),
+        Kind(home, progress, nodes=nodes, images=images),
+        Local(home, progress, nodes=nodes, images=images, install=install),
+    ]
+    return {provider.name: provider for provider in offered}
+
+
+def choose(name: str, offered: dict[str, Provider]) -> Provider:
+    """The provider of that name; for ``auto`` the first that can be had here."""
+    if name != "auto":
+        if name not in offered:
+            raise ClusterError(f"no provider '{name}': there are auto, {', '.join(offered)}")
+        return offered[name]
+    reasons = {}
+    for provider in offered.values():
+        if (reason := provider.unfit()) is None:
+            return provider
+        reasons[provider.name] = reason
+    raise ClusterError("no cluster can be had here: " + "; ".join(f"{n}: {r}" for n, r in reasons.items()))
