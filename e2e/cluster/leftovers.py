@@ -1,0 +1,126 @@
+"""What a cluster may leave on a machine, seen before and after: `python -m e2e.cluster.leftovers save|compare FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from e2e.cluster.node import CGROUPS, KUBELET_SYSCTLS, hierarchies
+from e2e.cluster.place import Home
+
+PROGRAMS = re.compile(
+    r"containerd|runc|kubelet|kube-|etcd|coredns|buildah|debootstrap|/pause$|treeline-e2e|^(unshare|nsenter)\b"
+)
+"""Processes that could be a cluster's: other work may go on on this machine meanwhile."""
+FOLDERS = (
+    "/var/lib",
+    "/var/run",
+    "/run",
+    "/run/netns",
+    "/opt",
+    "/etc/cni",
+    "/var/log",
+    "/usr/libexec/kubernetes",
+    "/tmp",
+)
+IGNORED = re.compile(r"/tmp/(treeline-(control-plane|bench)|pytest|tmp)|\.lock$")
+
+Snapshot = dict[str, list[str]]
+
+
+def snapshot() -> Snapshot:
+    """What there is now, by kind."""
+    return {
+        "processes": _processes(),
+        "mounts": sorted(
+            line.split(" ", 4)[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()
+        ),
+        "namespaces": _namespaces(),
+        "interfaces": sorted(p.name for p in Path("/sys/class/net").iterdir()),
+        "routes": _lines("ip", "route", "show", "table", "all"),
+        "iptables": [line for tool in ("iptables-save", "ip6tables-save") for line in _rules(tool)],
+        "control groups": sorted(str(p) for h in hierarchies(CGROUPS) for p in h.iterdir() if p.is_dir()),
+        "settings": [f"{key} = {Path('/proc/sys', key).read_text().strip()}" for key in KUBELET_SYSCTLS],
+        "files": [str(Home.default().path)] * Home.default().path.exists() + _files(),
+    }
+
+
+def compare(before: Mapping[str, list[str]], after: Mapping[str, list[str]]) -> list[str]:
+    """What is there now and was not before, or the other way round but for processes: a line each. Pure."""
+    found = []
+    for kind, was in before.items():
+        now = after[kind]
+        found += [f"{kind}: left: {item}" for item in now if item not in was]
+        if kind not in ("processes", "namespaces", "files"):  # others' may have ended meanwhile
+            found += [f"{kind}: gone: {item}" for item in was if item not in now]
+    return found
+
+
+def _processes() -> list[str]:
+    found = []
+    for line in _lines("ps", "-eo", "pid=,stat=,args="):
+        pid, state, args = line.split(None, 2)
+        if (
+            "Z" not in state
+            and PROGRAMS.search(args)
+            and not re.search("treeline-(control-plane|bench)", args)
+        ):
+            found.append(f"{pid} {args[:150]}")
+    return found
+
+
+def _namespaces() -> list[str]:
+    """Namespaces of mounts, networks and processes, with the command of the first process in each."""
+    lines = _lines(
+        "lsns", "--noheadings", "--output=NS,TYPE,COMMAND", "--type=mnt", "--type=net", "--type=pid"
+    )
+    return [re.sub(r"\s+", " ", line.strip()) for line in lines]
+
+
+def _files() -> list[str]:
+    found: list[str] = []
+    for folder in map(Path, FOLDERS):
+        if folder.is_dir():
+            found += [str(p) for p in folder.iterdir() if not IGNORED.search(str(p))]
+    return sorted(found)
+
+
+def _rules(tool: str) -> list[str]:
+    if not shutil.which(tool):
+        return []
+    return [line for line in _lines(tool) if line[:1] in "-:"]
+
+
+def _lines(*command: str) -> list[str]:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return [line for line in done.stdout.splitlines() if line.strip()]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Save what there is, or say what differs from what was saved; 1 when something does."""
+    parser = argparse.ArgumentParser(prog="python -m e2e.cluster.leftovers", description=__doc__)
+    parser.add_argument("word", choices=["save", "compare"])
+    parser.add_argument("file", type=Path)
+    args = parser.parse_args(arguments)
+    if args.word == "save":
+        args.file.write_text(json.dumps(snapshot(), indent=1))
+        return 0
+    before = json.loads(args.file.read_text())
+    deadline = (
+        time.monotonic() + 5
+    )  # the machine's init reaps, and the kernel takes down namespaces, a moment later
+    while (found := compare(before, snapshot())) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    sys.stdout.write("\n".join(found) + "\n" if found else "nothing is left\n")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

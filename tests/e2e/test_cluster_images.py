@@ -1,0 +1,120 @@
+"""Images of a cluster: what they are made of, and layouts without a registry."""
+
+import hashlib
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from e2e.cluster import oci, sources
+from e2e.cluster.images import wanted
+from e2e.cluster.place import ROOT
+
+DOCKERFILE = """# COPY nothing here
+FROM base AS build
+COPY images/requirements/build.txt \\
+     images/requirements/epp.txt ./
+COPY --chown=1:1 wire wire
+FROM base
+COPY --from=build /opt /opt
+"""
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Path:
+    for name in (
+        "images/requirements/build.txt",
+        "images/requirements/epp.txt",
+        "wire/a.py",
+        "wire/__pycache__/a.pyc",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "Dockerfile").write_text(DOCKERFILE)
+    return tmp_path
+
+
+def test_what_a_dockerfile_copies_from_the_context() -> None:
+    assert sources.copied(DOCKERFILE) == [
+        "images/requirements/build.txt",
+        "images/requirements/epp.txt",
+        "wire",
+    ]
+
+
+def test_every_dockerfile_of_ours_copies_files_that_are_there() -> None:
+    for dockerfile in (ROOT / "images").glob("*.Dockerfile"):
+        paths = sources.copied(dockerfile.read_text())
+        assert "wire" in paths or "operator" in paths
+        assert all((ROOT / path).exists() for path in paths), dockerfile
+
+
+def test_an_image_is_another_when_a_file_or_an_argument_is(context: Path) -> None:
+    def made_of(*more: str) -> str:
+        return sources.fingerprint(context, context / "Dockerfile", *more)
+
+    seen = {made_of(), made_of("TAG=1")}
+    (context / "wire/a.py").write_text("changed")
+    seen.add(made_of())
+    (context / "wire/b.py").touch()
+    seen.add(made_of())
+    (context / "wire/b.py").rename(context / "wire/c.py")
+    seen.add(made_of())
+    assert len(seen) == 5
+
+
+def test_an_image_is_the_same_whatever_tests_leave_behind(context: Path) -> None:
+    before = sources.fingerprint(context, context / "Dockerfile")
+    (context / "wire/__pycache__/a.pyc").write_text("changed")
+    (context / "elsewhere.py").touch()
+    assert sources.fingerprint(context, context / "Dockerfile") == before
+
+
+def test_a_node_knows_an_image_by_the_name_that_a_pods_short_name_means() -> None:
+    names = {image.word: image.in_cluster for image in wanted()}
+    assert names["epp"].startswith("docker.io/library/treeline-epp:")
+    assert names["runtime-cpu"].endswith("-cpu")
+
+
+def test_a_layout_holds_whole_images_and_its_tar_leaves_out_what_is_there(tmp_path: Path) -> None:
+    program, layout = tmp_path / "program", tmp_path / "layout"
+    program.write_bytes(b"\x7fELF")
+    layout.mkdir()
+    oci.write_program(layout, "localhost/one:v1", program)
+    oci.write_program(layout, "localhost/two:v1", program)
+
+    members = _members(layout, [])
+    index = json.loads(members["index.json"])
+    assert [m["annotations"][oci.NAME] for m in index["manifests"]] == [
+        "localhost/one:v1",
+        "localhost/two:v1",
+    ]
+    for name, content in members.items():
+        if name.startswith("blobs/sha256/"):
+            assert hashlib.sha256(content).hexdigest() == name.rpartition("/")[2]
+    manifest = json.loads(members["blobs/" + index["manifests"][0]["digest"].replace(":", "/")])
+    layer = manifest["layers"][0]["digest"]
+    config = json.loads(members["blobs/" + manifest["config"]["digest"].replace(":", "/")])
+    assert config["rootfs"]["diff_ids"] == [layer]
+    assert config["config"] == {"Entrypoint": ["/program"], "User": "65532:65532"}
+
+    fewer = _members(layout, [layer, manifest["config"]["digest"]])
+    assert set(members) - set(fewer) == {"blobs/" + layer.replace(":", "/")}
+
+
+def test_a_builders_image_gets_a_clusters_name(tmp_path: Path) -> None:
+    entry = {"digest": "sha256:0", "annotations": {"org.opencontainers.image.ref.name": "epp"}}
+    (tmp_path / "index.json").write_text(json.dumps({"manifests": [entry]}))
+    oci.names(tmp_path, {"epp": "docker.io/library/treeline-epp:1"})
+    (entry,) = json.loads((tmp_path / "index.json").read_text())["manifests"]
+    assert entry["annotations"][oci.NAME] == "docker.io/library/treeline-epp:1"
+
+
+def _members(layout: Path, there: list[str]) -> dict[str, bytes]:
+    buffer = io.BytesIO()
+    oci.stream(layout, there, buffer)
+    buffer.seek(0)
+    with tarfile.open(fileobj=buffer) as tar:
+        return {m.name: tar.extractfile(m).read() for m in tar.getmembers()}  # type: ignore[union-attr]

@@ -1,0 +1,76 @@
+"""Processes of a cluster: written down by themselves, ended by pid and start time, and nobody else's."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from e2e.cluster.owned import Process, Registry, parse_stat, until
+from e2e.cluster.place import ClusterError, Home
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    home = Home(tmp_path)
+    home.make()
+    return Registry(home)
+
+
+def test_a_name_with_blanks_and_parentheses_does_not_confuse_the_stat() -> None:
+    fields = " ".join(str(n) for n in range(5, 53))
+    stat = parse_stat(f"42 (a) b (c) S 7 {fields}")
+    assert (stat.state, stat.parent, stat.started) == ("S", 7, 22)
+
+
+def test_a_program_is_written_down_before_it_begins(registry: Registry, tmp_path: Path) -> None:
+    started = registry.start("one", ["cat", str(tmp_path / "pids/one")])
+    started.wait(10)
+    pid, start = registry.log("one").split()
+    assert int(pid) == started.pid
+    assert registry.get("one") == Process(started.pid, int(start))
+    assert not registry.alive("one")
+
+
+def test_arguments_reach_the_program_as_they_are(registry: Registry) -> None:
+    registry.start("one", ["printf", "%s|", "a b", "*", "$HOME", ""]).wait(10)
+    assert registry.log("one") == "a b|*|$HOME||"
+
+
+def test_what_was_started_is_ended_and_forgotten(registry: Registry) -> None:
+    started = registry.start("one", ["sleep", "60"])
+    until(lambda: registry.alive("one"), "the record", 10)
+    registry.end("one")
+    assert started.wait(10) == -9
+    assert registry.names() == []
+
+
+def test_a_pid_that_is_now_somebody_elses_is_left_alone(registry: Registry, tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as other:
+        (tmp_path / "pids/one").write_text(f"{other.pid} 1\n")
+        registry.end("one")
+        assert other.poll() is None
+        other.kill()
+    assert registry.names() == []
+
+
+@pytest.mark.parametrize("record", ["", "12", "not a number"])
+def test_a_record_that_is_not_whole_names_nobody(registry: Registry, tmp_path: Path, record: str) -> None:
+    (tmp_path / "pids/one").write_text(record)
+    assert registry.get("one") is None
+    registry.end("one")
+
+
+def test_a_process_that_has_ended_can_be_ended_again() -> None:
+    with subprocess.Popen(["true"]) as done:
+        done.wait()
+    Process(done.pid, 1).end()
+    assert not Process(os.getpid(), 1).alive()
+
+
+def test_waiting_says_what_for() -> None:
+    with pytest.raises(ClusterError, match="waited 0 s for the moon"):
+        until(lambda: False, "the moon", 0)

@@ -1,0 +1,143 @@
+"""Which cluster is taken, what it is told, and what may be left of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from e2e.cluster import config, network
+from e2e.cluster.__main__ import main
+from e2e.cluster.existing import ALLOWED, Existing, allowed
+from e2e.cluster.leftovers import compare
+from e2e.cluster.network import Node
+from e2e.cluster.node import hierarchies, make_cgroups, remove_cgroups, set_up
+from e2e.cluster.place import ClusterError
+from e2e.cluster.providers import choose
+
+
+class Fake:
+    def __init__(self, name: str, reason: str | None) -> None:
+        self.name, self._reason = name, reason
+
+    def unfit(self) -> str | None:
+        return self._reason
+
+
+def test_auto_takes_the_first_that_can_be_had_and_says_why_there_is_none() -> None:
+    offered = {"a": Fake("a", "no Docker"), "b": Fake("b", None)}
+    assert choose("auto", offered).name == "b"  # type: ignore[arg-type]
+    assert choose("a", offered).name == "a"  # type: ignore[arg-type]
+    with pytest.raises(ClusterError, match="a: no Docker"):
+        choose("auto", {"a": offered["a"]})  # type: ignore[dict-item]
+    with pytest.raises(ClusterError, match="there are auto, a, b"):
+        choose("c", offered)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("context", "contexts", "may"),
+    [
+        ("dev", "dev", True),
+        ("dev", "prod, dev", True),
+        ("dev", "", False),
+        ("", "", False),
+        ("", ",", False),
+        ("production", "prod", False),
+        ("dev", "*", False),
+    ],
+)
+def test_a_context_is_allowed_by_its_whole_name(context: str, contexts: str, may: bool) -> None:
+    assert allowed(context, contexts) is may
+
+
+def test_an_existing_cluster_is_nobodys_choice_without_a_list() -> None:
+    assert ALLOWED in str(Existing({"KUBECONFIG": "/somewhere"}).unfit())
+    assert Existing({ALLOWED: "dev"}).unfit() is None
+
+
+def test_an_existing_cluster_without_a_kubeconfig_is_refused(tmp_path: Path) -> None:
+    status = Existing({ALLOWED: "dev", "KUBECONFIG": str(tmp_path / "none")}).status()
+    assert status["state"] == "refused"
+    assert "no kubeconfig" in status["why"]
+
+
+def test_a_cluster_is_kept_where_that_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CLUSTER_KEEP", "1")
+    monkeypatch.setenv("TREELINE_E2E_HOME", str(tmp_path / "foreign"))
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign/file").touch()
+    assert main(["down", "--provider", "local"]) == 0
+    # with force it is tried, and refused: the folder is not ours
+    assert main(["down", "--provider", "local", "--force"]) == 1
+    assert (tmp_path / "foreign/file").exists()
+
+
+def test_routes_that_overlap_with_the_clusters_are_told() -> None:
+    routes = [
+        {"dst": "default", "dev": "eth0"},
+        {"dst": "192.0.2.0/24", "dev": "eth0"},
+        {"dst": "10.0.0.0/8", "dev": "vpn"},
+        {"dst": "10.244.0.0/24", "dev": network.CABLE},
+        {"dst": "10.96.0.1", "dev": "vpn"},
+    ]
+    assert network.clashes(json.dumps(routes)) == ["10.0.0.0/8", "10.96.0.1"]
+    assert network.clashes("") == []
+
+
+def test_nodes_have_addresses_of_their_own() -> None:
+    nodes = [Node(n) for n in range(3)]
+    assert len({n.address for n in nodes} | {network.HOST}) == 4
+    assert not any(a.pods.overlaps(b.pods) for a in nodes for b in nodes if a != b)
+    assert network.neighbours(nodes[0], nodes[:2]) == ["ip route add 10.244.1.0/24 via 10.250.0.12"]
+    assert len(network.CABLE) <= 15
+
+
+def test_a_node_finds_everything_inside_its_own_folder() -> None:
+    assert "/work/node one" not in set_up(Path("/work/node one"), Path("/work/pki"), "node-1").replace(
+        "'/work/node one'", ""
+    )
+    written = [*config.etcd(), *config.apiserver(Node(0)), *config.kubelet_flags(Node(0))]
+    paths = [w.partition("=")[2] for w in written if w.partition("=")[2].startswith("/")]
+    assert paths
+    assert all(path.startswith(str(config.INSIDE)) for path in paths)
+
+
+def test_containerds_configuration_is_toml_whatever_the_folder_is_called() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    parsed = tomllib.loads(config.containerd(Path('/a "b"'), Path("/state"), "/plugins"))
+    assert parsed["root"] == '/a "b"/containerd'
+    cri = parsed["plugins"]["io.containerd.grpc.v1.cri"]
+    assert cri["restrict_oom_score_adj"] is True
+    assert cri["cni"] == {"bin_dir": "/plugins", "conf_dir": '/a "b"/cni'}
+
+
+def test_control_groups_are_made_below_every_hierarchy_and_go_again(tmp_path: Path) -> None:
+    for name in ("cpuset", "memory"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cgroup.procs").touch()
+    assert [h.name for h in hierarchies(tmp_path)] == ["cpuset", "memory"]
+    make_cgroups("node-1", tmp_path)
+    made = tmp_path / "memory/treeline-e2e/node-1"
+    assert made.is_dir()
+    (made / "kubepods/pod").mkdir(parents=True)
+    remove_cgroups(tmp_path)
+    assert [p.name for p in (tmp_path / "memory").iterdir()] == ["cgroup.procs"]
+
+
+def test_a_group_in_use_is_told_and_not_forced(tmp_path: Path) -> None:
+    group = tmp_path / "memory/treeline-e2e"
+    group.mkdir(parents=True)
+    (tmp_path / "memory/cgroup.procs").touch()
+    (group / "busy").touch()
+    with pytest.raises(ClusterError, match="still in use"):
+        remove_cgroups(tmp_path, patience_s=0)
+
+
+def test_what_is_left_and_what_is_gone_is_told_and_others_processes_may_end() -> None:
+    before = {"processes": ["1 etcd"], "interfaces": ["eth0"], "files": ["/run/x"]}
+    after = {"processes": ["2 kubelet"], "interfaces": ["cni0"], "files": []}
+    assert compare(before, after) == [
+        "processes: left: 2 kubelet",
+        "interfaces: left: cni0",
+        "interfaces: gone: eth0",
+    ]
+    assert compare(before, before) == []
