@@ -75,6 +75,7 @@ def apiserver(first: Node) -> list[str]:
         f"--audit-policy-file={PKI}/audit-policy.json",
         f"--audit-log-path={INSIDE}/audit.log",
         "--audit-log-maxsize=10000",
+        "--allow-privileged",
         "--profiling=false",
     ]
 

@@ -199,12 +199,16 @@ buildah rm "$container"
         self._run("build-base", ["/bin/sh", "-c", script])
 
     def _export(self, image: Image) -> None:
+        """Write it to the layout. Layers that the store has are linked there first, so that they are not written."""
         self._fresh_layout()
+        (blobs := self._layout / "blobs/sha256").mkdir(parents=True)
+        for blob in (self.folder / "io.containerd.content.v1.content/blobs/sha256").glob("*"):
+            (blobs / blob.name).hardlink_to(blob)
         self._run(
             f"export-{image.word}",
             [
-                *("buildah", "push", "--quiet", "--disable-compression"),
-                *(f"localhost/{image.name}", f"oci:{self._layout}:{image.word}"),
+                *("skopeo", "copy", "--quiet", "--dest-oci-accept-uncompressed-layers"),
+                *(f"containers-storage:localhost/{image.name}", f"oci:{self._layout}:{image.word}"),
             ],
         )
         oci.names(self._layout, {image.word: image.in_cluster})

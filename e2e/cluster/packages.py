@@ -26,7 +26,7 @@ COMMANDS = {
     "hostname": "hostname",
 }
 """Command → Debian's and Ubuntu's package."""
-BUILD_COMMANDS = {"buildah": "buildah", "debootstrap": "debootstrap"}
+BUILD_COMMANDS = {"buildah": "buildah", "skopeo": "skopeo", "debootstrap": "debootstrap"}
 CNI_PACKAGE = "containernetworking-plugins"
 
 
