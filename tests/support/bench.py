@@ -92,6 +92,14 @@ INVENTED: dict[str, list[tuple[str, float, float | None]]] = {
         ("tree.ingest_blocks_s", 360_000, None),
         ("tree.bytes_per_block", 100, None),
     ],
+    "operator": [
+        ("operator.rss_mb.0", 80, None),
+        ("operator.rss_mb.500", 150, None),
+        ("operator.apply_s.p50", 0.2, None),
+        ("operator.apply_s.p95", 0.8, None),
+        ("operator.idle_writes", 0, None),
+        ("epp.models_consistent_s", 0.2, None),
+    ],
 }
 
 

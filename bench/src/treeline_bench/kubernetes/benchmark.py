@@ -234,10 +234,15 @@ def _prepared(settings: Settings, context: Context) -> Iterator[_Run]:
         yield prepared
 
 
-def run(context: Context) -> list[Row]:
+def measure(settings: Settings, context: Context) -> list[Row]:
+    """The rows of one run of such a size."""
     context.display.phase("starting etcd, the API server and the controller manager")
-    with _prepared(QUICK if context.quick else FULL, context) as prepared:
+    with _prepared(settings, context) as prepared:
         return prepared.rows()
+
+
+def run(context: Context) -> list[Row]:
+    return measure(QUICK if context.quick else FULL, context)
 
 
 BENCHMARK = Benchmark(
