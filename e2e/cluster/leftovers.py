@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import shutil
@@ -16,9 +17,9 @@ from e2e.cluster.node import CGROUPS, KUBELET_SYSCTLS, hierarchies
 from e2e.cluster.place import Home
 
 PROGRAMS = re.compile(
-    r"containerd|runc|kubelet|kube-|etcd|coredns|buildah|debootstrap|/pause$|treeline-e2e|^(unshare|nsenter)\b"
+    r"treeline-e2e|containerd|runc|kubelet|kube-proxy|coredns|buildah|debootstrap|/pause$|^(unshare|nsenter)\b"
 )
-"""Processes that could be a cluster's: other work may go on on this machine meanwhile."""
+"""What runs only for a cluster. Control planes of other work may come and go meanwhile; ours names its folder."""
 FOLDERS = (
     "/var/lib",
     "/var/run",
@@ -28,9 +29,7 @@ FOLDERS = (
     "/etc/cni",
     "/var/log",
     "/usr/libexec/kubernetes",
-    "/tmp",
 )
-IGNORED = re.compile(r"/tmp/(treeline-(control-plane|bench)|pytest|tmp)|\.lock$")
 
 Snapshot = dict[str, list[str]]
 
@@ -64,16 +63,19 @@ def compare(before: Mapping[str, list[str]], after: Mapping[str, list[str]]) -> 
 
 
 def _processes() -> list[str]:
+    """Processes by what they run, and every process in another namespace of processes than ours."""
     found = []
     for line in _lines("ps", "-eo", "pid=,stat=,args="):
         pid, state, args = line.split(None, 2)
-        if (
-            "Z" not in state
-            and PROGRAMS.search(args)
-            and not re.search("treeline-(control-plane|bench)", args)
-        ):
+        if "Z" not in state and (PROGRAMS.search(args) or _elsewhere(pid)):
             found.append(f"{pid} {args[:150]}")
     return found
+
+
+def _elsewhere(pid: str) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/ns/pid").readlink() != Path("/proc/self/ns/pid").readlink()
+    return False  # it has ended
 
 
 def _namespaces() -> list[str]:
@@ -88,8 +90,9 @@ def _files() -> list[str]:
     found: list[str] = []
     for folder in map(Path, FOLDERS):
         if folder.is_dir():
-            found += [str(p) for p in folder.iterdir() if not IGNORED.search(str(p))]
-    return sorted(found)
+            found += [str(p) for p in folder.iterdir()]
+    # where everybody puts things, only what could be ours
+    return sorted([*found, *(str(p) for p in Path("/tmp").iterdir() if PROGRAMS.search(p.name))])
 
 
 def _rules(tool: str) -> list[str]:
