@@ -188,6 +188,7 @@ class Store:
 set -e
 tree=$(mktemp -d {self._cache}/base.XXXXXX)
 trap 'rm -rf "$tree"' EXIT
+chmod 755 "$tree"
 debootstrap --variant=minbase --include={BASE_PACKAGES} {SUITE} "$tree"
 cp /etc/ssl/certs/ca-certificates.crt "$tree/etc/ssl/certs/ca-certificates.crt"
 rm -rf "$tree"/var/cache/apt/archives/*.deb "$tree"/var/lib/apt/lists/*
