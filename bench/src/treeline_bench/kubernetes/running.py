@@ -17,7 +17,7 @@ import psutil
 
 from treeline_bench.context import BenchmarkError
 from treeline_bench.control_plane import ControlPlane
-from treeline_bench.processes import Child, child, free_ports
+from treeline_bench.processes import Child, answers, child, free_ports
 
 OPERATOR = ("treeline-operator", ("system:masters",))
 PICKER = ("treeline-picker", ("system:masters",))
@@ -96,8 +96,7 @@ def operator(plane: ControlPlane, folder: Path, *flags: str) -> Iterator[Operato
     with child("operator", argv, folder) as process:
         url = f"http://127.0.0.1:{metrics}/metrics"
         ready = f"http://127.0.0.1:{health}/readyz"
-        process.wait_ready(ready, START_S)
-        process.wait_until(lambda: leads(fetch(url).decode()), "taking the lease", START_S)
+        process.wait_until(lambda: answers(url) and leads(fetch(url).decode()), "taking the lease", START_S)
         process.wait_ready(ready, START_S)
         yield Operator(process, url)
 
