@@ -15,8 +15,7 @@ from support.control_plane import BUILD, ROOT, ControlPlane, ControlPlaneFailed
 
 CHILD = """
 import subprocess, sys
-sys.path.insert(0, {tests!r})
-from support.children import die_with_parent
+from treeline_bench.control_plane.plane import die_with_parent
 child = subprocess.Popen(["sleep", "60"], preexec_fn=die_with_parent)
 print(child.pid, flush=True)
 sys.stdin.read()
@@ -57,7 +56,7 @@ def test_what_is_owned_goes_with_its_owner(control_plane: ControlPlane, namespac
 
 def test_nothing_outlives_the_process_that_started_it() -> None:
     parent = subprocess.Popen(
-        [sys.executable, "-c", CHILD.format(tests=str(ROOT / "tests"))],
+        [sys.executable, "-c", CHILD],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -287,7 +287,7 @@ class ControlPlane:
                 stderr=log,
                 cwd=self.folder,
                 start_new_session=True,  # a Ctrl-C reaches only us, and we stop them in order
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             ).result()
 
     def _await_ready(self) -> None:
@@ -308,7 +308,7 @@ class ControlPlane:
             time.sleep(0.05)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """In a child before its exec, on Linux: the kernel kills it when the thread that started it ends."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
