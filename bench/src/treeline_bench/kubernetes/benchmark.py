@@ -131,11 +131,8 @@ class _Run:
         calls = [Call("POST", objects.pools_path(pool.namespace), pool.manifest()) for pool in self.pools]
         begun = time.monotonic()
         self.api.send_all(calls, CLIENTS)
-        running.await_quiet(
-            self.settings.quiet_s,
-            self.settings.converge_limit_s,
-            lambda: self.display.done(self.children.count()),
-        )
+        self.children.await_count(8 * size, self.settings.converge_limit_s, self.display.done)
+        running.await_quiet(self.settings.quiet_s, self.settings.converge_limit_s)
         self.children.check()
         own = self.children.count_by_pool()
         if len(own) != size or len(set(own.values())) != 1:

@@ -32,6 +32,8 @@ PATHS = {
 }
 """The kinds of children, of all namespaces. Pods are none: controllers make them."""
 
+_POLL_S = 0.05
+
 Object = dict[str, Any]
 
 
@@ -115,6 +117,16 @@ class Children:
     def count(self) -> int:
         """How many there are."""
         return len(self._there)
+
+    def await_count(self, count: int, timeout_s: float, tick: Callable[[int], None]) -> None:
+        """Until there are so many; ``tick`` hears how many there are. Raises BenchmarkError after ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        while (there := self.count()) < count:
+            self.check()
+            if time.monotonic() > deadline:
+                raise BenchmarkError(f"after {timeout_s:g} s there are {there} children of {count}")
+            tick(there)
+            time.sleep(_POLL_S)
 
     def count_by_pool(self) -> Counter[tuple[str, str]]:
         """Children of their own, by namespace and name of the pool."""

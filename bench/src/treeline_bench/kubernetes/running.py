@@ -7,7 +7,7 @@ import re
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +72,7 @@ class Operator:
         """Resident memory, in millions of bytes."""
         return float(psutil.Process(self.process.process.pid).memory_info().rss) / 1e6
 
-    def await_quiet(self, quiet_s: float, timeout_s: float, tick: Callable[[], None] = lambda: None) -> None:
+    def await_quiet(self, quiet_s: float, timeout_s: float) -> None:
         """Until nothing has waited and nothing was written for ``quiet_s``. Raises BenchmarkError."""
         deadline = time.monotonic() + timeout_s
         writes, since = -1.0, time.monotonic()
@@ -82,7 +82,6 @@ class Operator:
                 writes, since = found.writes, time.monotonic()
             if time.monotonic() > deadline:
                 raise BenchmarkError(f"the operator is still busy after {timeout_s:g} s: {found}")
-            tick()
             time.sleep(min(POLL_S, quiet_s / 4))
 
 
