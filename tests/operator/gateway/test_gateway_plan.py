@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.envoy import ENVOY, self_signed
 from support.gateway_cluster import ATTACHED, CASES, FULL, Cluster, pool
@@ -210,6 +210,7 @@ def test_everything_may_take_as_long_as_the_slowest_pool() -> None:
     assert container(cluster, "treeline-epp")["lifecycle"]["preStop"]["sleep"]["seconds"] == 5
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 3600), min_size=1, max_size=4))
 def test_no_pod_of_a_pool_gets_longer_to_end_than_those_in_front_of_it(drains: list[int]) -> None:
     pools = [pool(f"p{i}", drain={"timeoutSeconds": s}) for i, s in enumerate(drains)]

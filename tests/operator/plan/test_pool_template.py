@@ -113,7 +113,7 @@ def test_labels_ports_and_the_time_to_drain_stay_ours() -> None:
     )
     assert made["metadata"]["labels"]["team"] == "x"
     assert made["metadata"]["labels"]["treeline.dev/serving"] == "true"
-    assert made["spec"]["terminationGracePeriodSeconds"] == 80
+    assert made["spec"]["terminationGracePeriodSeconds"] == 75
     ports = {p["name"]: p["containerPort"] for p in made["spec"]["containers"][0]["ports"]}
     assert ports == {"http": 8000, "kv-events": 5557, "kv-replay": 5657, "load": 5757, "debug": 9999}
     longer = template(template={"spec": {"terminationGracePeriodSeconds": 900}})
@@ -241,6 +241,12 @@ def test_the_grace_period_holds_everything_that_happens_in_it(seconds: int, engi
     after = 0 if engine == "custom" else seconds
     assert notice >= (seconds if engine == "custom" else 1)
     assert made["terminationGracePeriodSeconds"] >= notice + after + 5
+
+
+def test_a_pod_without_requests_is_gone_in_seconds() -> None:
+    (container,) = template(drain={"timeoutSeconds": 600})["spec"]["containers"]
+    assert container["lifecycle"]["preStop"]["sleep"]["seconds"] == 5
+    assert container["args"][container["args"].index("--pre-stop") + 1] == "0"
 
 
 def _sized(size: str | None, uri: str = "hf://org/name") -> InferencePool:

@@ -1,7 +1,7 @@
 """The launcher of an edge pod: renders API keys, runs Envoy, and ends it only when its requests have ended.
 
-Its life: write the key file → start Envoy → follow the mounted Secret → a signal → readiness false and Envoy's graceful
-drain → no request left, or time is up → end Envoy. Envoy's own end is the launcher's, with status 1.
+Its life: write the key file → start Envoy → follow the mounted Secret → a signal → linger: ready, accepting → readiness
+false, the listener closed → no request left, or time is up → end Envoy. Envoy's own end is the launcher's, with status 1.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(
         prog="python -m treeline_operator.envoy",
-        description="Run Envoy as the first process of a pod. On SIGTERM or Ctrl-C the health listener's /ready turns "
-        "503, new connections are accepted for a little while longer (until nobody sends any), and Envoy ends when its "
-        "last request has ended. A second signal ends it at once. The exit status is 0 after a signal, 1 when Envoy "
+        description="Run Envoy as the first process of a pod. On SIGTERM or Ctrl-C it goes on as "
+        "before for a little while, until nobody sends new connections; then /ready of the health listener turns 503, the "
+        "listener closes, and Envoy ends when its last request has ended. A second signal ends it at once. The exit status is 0 after a signal, 1 when Envoy "
         "ended by itself, 2 for a wrong command line.",
         epilog="Example: python -m treeline_operator.envoy --config /etc/treeline/envoy/envoy.json "
         "--keys-dir /etc/treeline/api-keys --keys-file /run/treeline/api-keys.json",
@@ -100,9 +100,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--linger",
         type=float,
-        default=5.0,
+        default=10.0,
         metavar="SECONDS",
-        help="how long after the signal new connections are still accepted (default %(default)s)",
+        help="how long after the signal /ready stays 200 and new connections are accepted; in the second half of it "
+        "clients are asked to close theirs (default %(default)s)",
     )
     p.add_argument("--concurrency", type=int, metavar="N", help="Envoy's worker threads (default: one a CPU)")
     return p
@@ -181,7 +182,7 @@ async def _start(options: Options) -> asyncio.subprocess.Process:
         str(options.envoy),
         str(options.config),
         concurrency=options.concurrency,
-        drain_s=max(1, round(options.linger)),
+        drain_s=max(1, round(options.linger / 2)),
     )
     try:
         return await asyncio.create_subprocess_exec(
@@ -218,19 +219,29 @@ async def _follow(file: KeyFile, poll_s: float) -> None:
 
 
 async def drain(admin: Admin, options: Options) -> None:
-    """Say that we leave, go on serving for the linger time, then wait until no request is left or time is up."""
+    """Go on for the linger time, then refuse what is new and wait until no request is left or time is up.
+
+    A pod that ends is out of the cluster's first choice at once, whatever it says of itself: its EndpointSlice entry is
+    no longer ``ready``. But while no other pod is ready, which is so whenever the only one is deleted, proxies send new
+    connections to those that end and still pass their probe (``serving``). So ``/ready`` stays 200 and the listener
+    open until a pod in our place had time to start: a readiness that failed at the signal would leave nobody.
+    """
     started = time.monotonic()
     try:
+        # At first nothing changes: a client that we sent away would come back, as long as the cluster has not heard.
+        await asyncio.sleep(min(options.linger / 2, options.drain_timeout))
+        # Answers ask clients to close their connections, and the next ones go to a pod that stays.
+        await admin.call("POST", "/drain_listeners?graceful&skip_exit&inboundonly")
+        await asyncio.sleep(min(options.linger / 2, options.drain_timeout))
         await admin.call("POST", "/healthcheck/fail")
-        # Stops to listen after the linger time, asking clients to close their connections meanwhile.
-        await admin.call("POST", "/drain_listeners?graceful&inboundonly")
+        await admin.call("POST", "/drain_listeners?inboundonly")
         while True:
             active = await admin.active()
             spent = time.monotonic() - started
             if spent >= options.drain_timeout:
                 log.warning("ending with %d requests after %.0f s", active, spent)
                 return
-            if active == 0 and spent >= options.linger:
+            if active == 0:
                 log.info("drained in %.1f s", spent)
                 return
             await asyncio.sleep(_POLL_S)

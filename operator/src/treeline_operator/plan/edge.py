@@ -9,7 +9,6 @@ from typing import Any, Final
 from treeline_operator import envoy, names
 from treeline_operator.api.pool import Standalone
 from treeline_operator.plan.anchored import (
-    LINGER_S,
     SECRET_MODE,
     Ground,
     Making,
@@ -28,9 +27,11 @@ TLS_DIR: Final = "/etc/treeline/tls"
 KEYS_DIR: Final = "/etc/treeline/api-keys"
 RUN_DIR: Final = "/run/treeline"
 KEYS_FILE: Final = f"{RUN_DIR}/api-keys.json"
-_REQUESTS: Final = {"cpu": "200m", "memory": "128Mi"}
+_REQUESTS: Final = {"cpu": "50m", "memory": "64Mi"}
 _BODY_LIMIT: Final = 32 * 1024 * 1024
 _WORKERS: Final = 2
+_LINGER_S: Final = 10
+"""Longer than it takes until a pod in the place of the only one is ready: nobody else accepts connections meanwhile."""
 _HOST: Final = "picker.host.placeholder"
 
 
@@ -177,7 +178,7 @@ def arguments(ground: Ground) -> list[str]:
     words = [
         f"--config={CONFIG_DIR}/envoy.json",
         f"--drain-timeout={ground.drain_s}",
-        f"--linger={LINGER_S}",
+        f"--linger={_LINGER_S}",
         f"--concurrency={_workers(settings)}",
     ]
     if settings.api_keys_secret_ref is not None:

@@ -20,7 +20,7 @@ from treeline_operator.plan.anchored import (
 from treeline_operator.plan.canonical import canonical
 
 KEYS_DIR: Final = "/etc/treeline/kv-keys"
-_REQUESTS: Final = {"cpu": "500m", "memory": "512Mi"}
+_REQUESTS: Final = {"cpu": "100m", "memory": "256Mi"}
 _RBAC: Final = "rbac.authorization.k8s.io"
 
 

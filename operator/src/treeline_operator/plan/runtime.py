@@ -21,7 +21,9 @@ CONTAINER: Final = "runtime"
 COMPONENT: Final = "runtime"
 USER: Final = 65532
 _GRACE_MARGIN_S: Final = 10
-_LONGEST_NOTICE_S: Final = 10
+_LONGEST_NOTICE_S: Final = 5
+"""The picker hears of a deletion by its watch, at once; what follows EndpointSlices (a Service, a Gateway) takes a
+second or two. A pod without requests ends right after it."""
 _DEPLOY_MARGIN_S: Final = 3600
 
 
