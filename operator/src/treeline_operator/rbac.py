@@ -24,7 +24,6 @@ LASTING: Final = (ON_CONFLICT, *WATCH, *APPLY)
 """A kind of which the operator makes objects and looks after them; they go with their owner alone."""
 CHILD: Final = (*LASTING, "delete")
 """A kind of which it also removes objects, while their owner stays."""
-READ: Final = ("get", *WATCH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +70,14 @@ class Feature:
 
 
 PICKER: Final = (
-    Need("", ("pods",), READ, "the endpoints of its pools"),
-    Need("treeline.dev", ("inferencepools", "inferencemodels"), READ, "pools and models that it serves"),
-    Need("inference.networking.k8s.io", ("inferencepools",), READ, "pools of Gateway API data planes"),
-    Need("inference.networking.x-k8s.io", ("inferencepools",), READ, "the same, by their older name"),
+    Need("", ("pods",), WATCH, "the endpoints of its pools"),
+    Need("treeline.dev", ("inferencepools", "inferencemodels"), WATCH, "pools and models that it serves"),
 )
-"""What the Role of an endpoint picker grants. The operator must hold all of it: nobody may grant more than he has."""
+"""What the Role of an endpoint picker grants. The operator must hold all of it: nobody may grant more than he has.
+
+A picker of ours is told a gateway's name (``--gateway``), also behind a Gateway, and then asks for nothing else.
+Whoever runs one for an upstream InferencePool (``--pool-name``) gives it the rights to that kind himself.
+"""
 
 WATCHED: Final = (
     Feature(
@@ -133,9 +134,6 @@ WATCHED: Final = (
                 ("update",),
                 "ownerReferences that block their owner's deletion, on API servers that check who may write them",
                 asked=False,
-            ),
-            Need(
-                "", ("configmaps/finalizers",), ("update",), "the same for the gateway's anchor", asked=False
             ),
         ),
     ),

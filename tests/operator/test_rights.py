@@ -1,0 +1,260 @@
+"""Rights by the API server's audit log: nothing is refused, and nothing is granted that its feature does not use.
+
+The API server of these tests checks who may write ownerReferences that block a deletion (as OpenShift's does): the
+right to that is asked for by its admission, on behalf of whoever writes, and never by a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from support.control_plane import ControlPlane, control_plane_or_skip
+from support.epp_io import running_picker
+from support.epp_kube import crd
+from support.operator_run import DEPLOYMENTS, MODELS, POOLS, Room, condition, operator
+from support.rbac_audit import Grants, Right, Witness, refused, rules_of, used
+from treeline_operator import rbac
+from treeline_operator.kube.discovery import AGGREGATED
+from treeline_operator.plan.pods import DOWNLOAD
+
+pytestmark = pytest.mark.integration
+
+UNASKED: dict[Right, str] = {
+    ("treeline.dev", "inferencepools/finalizers", "update"): (
+        "looked for by the admission of ownerReferences; "
+        "test_children_that_block_their_pools_deletion_need_the_right_to_its_finalizers shows that it is"
+    ),
+}
+"""Everything that is granted though no request uses it, with the reason."""
+
+OPTIONAL = (
+    crd("monitoring.coreos.com", "v1", "PodMonitor", "podmonitors"),
+    crd("keda.sh", "v1alpha1", "ScaledObject", "scaledobjects"),
+    crd("gateway.networking.k8s.io", "v1", "HTTPRoute", "httproutes"),
+    crd("inference.networking.k8s.io", "v1", "InferencePool", "inferencepools"),
+)
+ALWAYS = tuple(feature for feature in rbac.WATCHED if not feature.value)
+CPU = {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 80}}
+HPA = {"type": "HPA", "maxReplicas": 3, "hpa": {"metrics": [{"type": "Resource", "resource": CPU}]}}
+KEDA = {"type": "KEDA", "maxReplicas": 3, "keda": {"triggers": [{"type": "cron", "metadata": {}}]}}
+
+
+@pytest.fixture(scope="module")
+def plane() -> Iterator[ControlPlane]:
+    """A control plane of these tests alone: its optional kinds come and go with them."""
+    strict = "--enable-admission-plugins=OwnerReferencesPermissionEnforcement"
+    plane = control_plane_or_skip(apiserver_args=(strict,))
+    plane.start(crds=True)
+    yield plane
+    plane.stop()
+
+
+@pytest.fixture
+def room(plane: ControlPlane) -> Iterator[Room]:
+    """A fresh namespace for pools, which are gone before the next test has an operator of all namespaces."""
+    room = Room(plane, fresh(plane))
+    yield room
+    plane.request("DELETE", POOLS.format(room.namespace))
+
+
+def fresh(plane: ControlPlane) -> str:
+    body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"generateName": "rights-"}}
+    return str(plane.request("POST", "/api/v1/namespaces", body)["metadata"]["name"])
+
+
+def identity(
+    room: Room, watched: tuple[rbac.Feature, ...], *, everywhere: bool = False
+) -> tuple[Witness, str]:
+    """An operator's identity with the rights that the chart gives it, and its own namespace."""
+    user, own = f"operator-{room.namespace}", fresh(room.plane)
+    grants = Grants(room.plane)
+    grants.bind(user, rules_of(watched), "" if everywhere else room.namespace)
+    grants.bind(user, rules_of(rbac.OWN), own)
+    return Witness(room.plane, user, (*watched, *rbac.OWN)), own
+
+
+@contextlib.asynccontextmanager
+async def running(room: Room, witness: Witness, own: str, **options: Any) -> AsyncIterator[None]:
+    kubeconfig = room.plane.kubeconfig(witness.user)
+    settings = {"leader_elect": True, "lease_namespace": own, **options}
+    async with operator(kubeconfig, room.namespace, **settings) as task:
+        yield
+        assert not task.done()
+
+
+def change(room: Room, pool: str, **spec: Any) -> Any:
+    return room.patch(f"{POOLS}/{pool}", {"spec": spec})
+
+
+async def said(room: Room, pool: str) -> Any:
+    """The pool, once its status is about what is asked for now."""
+
+    async def look() -> Any:
+        found = await room.pool(pool)
+        current = condition(found, "Ready").get("observedGeneration") == found["metadata"]["generation"]
+        return found if current else None
+
+    return await room.until(look, f"the status of {pool}")
+
+
+async def names_of(room: Room, path: str, prefix: str) -> list[str]:
+    names = [obj["metadata"]["name"] for obj in await room.items(path)]
+    return [name for name in names if name.startswith(prefix)]
+
+
+async def test_every_right_of_a_plain_cluster_is_used_by_the_feature_that_declares_it(room: Room) -> None:
+    """With Roles in one namespace, as a namespaced install has them, and no optional kind in the cluster."""
+    witness, own = identity(room, ALWAYS)
+    async with running(room, witness, own, namespaces=(room.namespace,)):
+        await witness.uses_all_of("leader-election")
+        await room.create_pool("a", replicas=0)
+        model = {"modelName": "chat", "poolRef": {"name": "a"}, "targetModels": [{"name": "tiny"}]}
+        await room.request(
+            "POST",
+            MODELS.format(room.namespace),
+            {"apiVersion": "treeline.dev/v1alpha1", "kind": "InferenceModel", "metadata": {"name": "chat"}}
+            | {"spec": model},
+        )
+        await said(room, "a")
+        await witness.uses_all_of("resources", "picker-role", "events")
+        await of_a_picker(room)
+
+        await witness.has_only_read("hpa", "model-cache")
+        # Old revisions go, all but one; a Gateway instead of our Envoy takes away what Envoy had.
+        for seconds in (10, 20, 30):
+            await change(room, "a", drain={"timeoutSeconds": seconds})
+            await said(room, "a")
+        await room.until(lambda: two_revisions(room), "the oldest revisions to be deleted")
+        await change(room, "a", gateway={"parentRefs": [{"name": "front"}]})
+        await witness.uses_all_of("disruption", "network")
+
+        await room.create_pool("c", model={"uri": "hf://org/name", "cache": {"size": "1Gi"}})
+        await witness.uses_all_of("model-cache")
+        await downloading(room, "c")
+        await witness.uses_all_of("workloads")
+
+        await change(room, "a", autoscaling=HPA)
+        await room.until(
+            lambda: names_of(room, "/apis/autoscaling/v2/namespaces/{}/horizontalpodautoscalers", "a"),
+            "the autoscaler",
+        )
+        await change(room, "a", autoscaling=None)
+        await witness.uses_all_of("hpa")
+    witness.conclude(UNASKED)
+
+
+async def two_revisions(room: Room) -> bool:
+    return len(await names_of(room, DEPLOYMENTS, "a-")) == 2
+
+
+async def downloading(room: Room, pool: str) -> None:
+    """Say what a kubelet would of a pod whose download runs; there is no kubelet, and so no log."""
+    pods = "/api/v1/namespaces/{}/pods"
+    (pod, *_) = await room.until(lambda: names_of(room, pods, f"{pool}-"), f"a pod of {pool}")
+    running = {"running": {"startedAt": "2026-11-01T00:00:00Z"}}
+    state = {
+        "name": DOWNLOAD,
+        "image": "",
+        "imageID": "",
+        "ready": False,
+        "restartCount": 0,
+        "state": running,
+    }
+    await room.patch(f"{pods}/{pod}/status", {"status": {"initContainerStatuses": [state]}}, "kubelet")
+
+
+async def of_a_picker(room: Room) -> None:
+    """A picker with the flags and the identity that the operator gave it uses all that its Role grants."""
+    name = "treeline-epp"
+    await room.until(lambda: room.get(f"{DEPLOYMENTS}/{name}"), "the picker's Deployment")
+    user = f"system:serviceaccount:{room.namespace}:{name}"
+    role = await room.get(f"/apis/rbac.authorization.k8s.io/v1/namespaces/{{}}/roles/{name}")
+    await asyncio.to_thread(Grants(room.plane).heard, user, role["rules"][-1], room.namespace)
+    (container,) = (await room.get(f"{DEPLOYMENTS}/{name}"))["spec"]["template"]["spec"]["containers"]
+    told = [a for a in container["args"] if not a.startswith(("--curve-dir", "--host", "--drain-timeout"))]
+    config = await asyncio.to_thread(room.plane.service_account, room.namespace, name)
+    async with running_picker(*told, "--kubeconfig", str(config)) as picker:
+        detail = (await picker.get("/ready")).json()["kubernetes"]
+        assert detail["stale"] == []
+    events = room.plane.audit_events(user)
+    assert refused(events) == []
+    granted = {
+        (group, resource, verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    assert used(events) == granted
+
+
+async def test_every_right_of_an_optional_feature_is_used_by_it(room: Room) -> None:
+    """With a ClusterRole, as an install for all namespaces has it, and every optional kind in the cluster."""
+    await asyncio.to_thread(install, room.plane)
+    witness, own = identity(room, rbac.WATCHED, everywhere=True)
+    async with running(room, witness, own, namespaces=()):
+        await room.create_pool("a", replicas=0)
+        await said(room, "a")
+        await witness.uses_all_of("prometheus")
+
+        await witness.has_only_read("keda", "gateway-api")
+        await change(room, "a", autoscaling=KEDA)
+        scaled = "/apis/keda.sh/v1alpha1/namespaces/{}/scaledobjects"
+        await room.until(lambda: names_of(room, scaled, "a"), "the ScaledObject")
+        await change(room, "a", autoscaling=None)
+        await witness.uses_all_of("keda")
+
+        await witness.has_only_read("gateway-api")
+        await change(room, "a", gateway={"parentRefs": [{"name": "front"}]})
+        routes = "/apis/gateway.networking.k8s.io/v1/namespaces/{}/httproutes"
+        await room.until(lambda: names_of(room, routes, "a"), "the route")
+        await of_a_picker(room)
+        await change(room, "a", gateway={"parentRefs": None})
+        await witness.uses_all_of("gateway-api")
+    events = witness.events()
+    assert refused(events) == []
+    assert used(events) <= rbac.granted(witness.features)
+
+
+def install(plane: ControlPlane) -> None:
+    """The optional kinds, and wait until discovery lists them."""
+    base = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    for obj in OPTIONAL:
+        plane.request("POST", base, obj)
+    wanted = {(obj["spec"]["group"], obj["spec"]["names"]["kind"]) for obj in OPTIONAL}
+    with plane.http() as http:
+        while True:
+            groups = http.get("/apis", headers={"Accept": AGGREGATED}).json()["items"]
+            listed = {
+                (group["metadata"]["name"], resource.get("responseKind", {}).get("kind"))
+                for group in groups
+                for version in group["versions"]
+                for resource in version.get("resources", ())
+            }
+            if wanted <= listed:
+                return
+
+
+async def test_children_that_block_their_pools_deletion_need_the_right_to_its_finalizers(room: Room) -> None:
+    pool = await room.create_pool("a")
+    without = tuple(feature for feature in ALWAYS if feature.name != "ownership")
+    answers = {}
+    for user, features in (("all", ALWAYS), ("without", without)):
+        name = f"{user}-{room.namespace}"
+        await asyncio.to_thread(Grants(room.plane).bind, name, rules_of(features), room.namespace)
+        owner = {"apiVersion": pool["apiVersion"], "kind": pool["kind"], "name": "a", "controller": True}
+        owner |= {"uid": pool["metadata"]["uid"], "blockOwnerDeletion": True}
+        body = {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": "a", "ownerReferences": [owner]},
+        }
+        with room.plane.http(name, ()) as http:
+            path = f"/api/v1/namespaces/{room.namespace}/configmaps?dryRun=All"
+            answers[user] = (await asyncio.to_thread(http.post, path, json=body)).json()
+    assert answers["all"]["kind"] == "ConfigMap", answers
+    assert "cannot set blockOwnerDeletion" in answers["without"]["message"]

@@ -1,0 +1,139 @@
+"""What an identity asked of an API server, by its audit log, against what the declared features let it ask."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from treeline_operator import rbac
+
+from support.control_plane import ControlPlane
+
+Right = tuple[str, str, str]
+"""(API group, resource or resource/subresource, verb), as in ``rbac.granted``."""
+
+RBAC = "/apis/rbac.authorization.k8s.io/v1"
+READS = frozenset({"list", "watch"})
+LEASE_NAME = "treeline-operator"
+
+
+def rules_of(features: Iterable[rbac.Feature]) -> list[dict[str, Any]]:
+    """The rules that the chart's Role has for these features."""
+    rules = [need.rule() for feature in features for need in feature.needs]
+    for rule in rules:
+        if "resourceNames" in rule:
+            rule["resourceNames"] = [LEASE_NAME if n == rbac.LEASE else n for n in rule["resourceNames"]]
+    return rules
+
+
+def used(events: Iterable[dict[str, Any]]) -> set[Right]:
+    """The rights that these requests needed. Discovery needs none that anybody grants."""
+    found: set[Right] = set()
+    for event in events:
+        ref = event.get("objectRef", {})
+        if "resource" not in ref:
+            continue
+        group = ref.get("apiGroup", "")
+        resource = "/".join(filter(None, (ref["resource"], ref.get("subresource"))))
+        found.add((group, resource, event["verb"]))
+        if event["verb"] == "patch" and event["responseStatus"]["code"] == 201:
+            # A server-side apply that made the object.
+            found.add((group, resource, "create"))
+    return found
+
+
+def refused(events: Iterable[dict[str, Any]]) -> list[str]:
+    """Requests that were refused for want of a right."""
+    return [
+        f"{event['verb']} {event['requestURI']}"
+        for event in events
+        if event.get("responseStatus", {}).get("code") in (401, 403)
+    ]
+
+
+def asked_for(features: Iterable[rbac.Feature]) -> set[Right]:
+    """What these features use by requests of their own."""
+    own = [rbac.Feature(f.name, tuple(need for need in f.needs if need.asked)) for f in features]
+    return rbac.granted(own)
+
+
+@dataclass
+class Witness:
+    """An identity whose requests are looked at."""
+
+    plane: ControlPlane
+    user: str
+    features: tuple[rbac.Feature, ...]
+
+    def events(self) -> list[dict[str, Any]]:
+        """Everything that it asked so far."""
+        return self.plane.audit_events(self.user)
+
+    def feature(self, name: str) -> rbac.Feature:
+        """One of its features."""
+        (found,) = (feature for feature in self.features if feature.name == name)
+        return found
+
+    async def uses_all_of(self, *names: str) -> None:
+        """Wait until everything that these features are granted has been asked for."""
+        wanted = asked_for(self.feature(name) for name in names)
+        deadline = time.monotonic() + 15.0
+        while missing := wanted - used(await asyncio.to_thread(self.events)):
+            assert time.monotonic() < deadline, f"granted to {', '.join(names)} and never used: {missing}"
+            await asyncio.sleep(0.1)
+
+    async def has_only_read(self, *names: str) -> None:
+        """Nothing but lists and watches was asked of what these features alone are about."""
+        now = used(await asyncio.to_thread(self.events))
+        theirs = {r for name in names for r in now if name in rbac.feature_of(*r) and r[2] not in READS}
+        assert theirs == set(), f"used before anybody asked for {names}"
+
+    def conclude(self, exceptions: Iterable[Right] = ()) -> None:
+        """Nothing was refused, nothing else was asked for, and nothing else was granted."""
+        events = self.events()
+        assert refused(events) == []
+        granted, asked = rbac.granted(self.features), used(events)
+        assert asked - granted == set(), "asked for, and let through by somebody else's grant"
+        assert granted - asked == set(exceptions), "granted, and never used"
+
+
+@dataclass(frozen=True)
+class Grants:
+    """Makes the grants of identities, and waits until the API server has heard of them."""
+
+    plane: ControlPlane
+
+    def bind(self, user: str, rules: Sequence[dict[str, Any]], namespace: str = "") -> None:
+        """A Role (without a namespace a ClusterRole) with these rules for a user."""
+        base, kind = (f"{RBAC}/namespaces/{namespace}", "Role") if namespace else (RBAC, "ClusterRole")
+        metadata = {"name": user}
+        plural = f"{kind.lower()}s"
+        self.plane.request("POST", f"{base}/{plural}", {"metadata": metadata, "rules": list(rules)})
+        body = {
+            "metadata": metadata,
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": user},
+            "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": user}],
+        }
+        self.plane.request("POST", f"{base}/{plural.removesuffix('s')}bindings", body)
+        self.heard(user, rules[-1], namespace)
+
+    def heard(self, user: str, rule: dict[str, Any], namespace: str = "") -> None:
+        """Wait until the API server knows of a rule of a user's."""
+        resource, _, subresource = str(rule["resources"][0]).partition("/")
+        attributes = {
+            "namespace": namespace,
+            "group": rule["apiGroups"][0],
+            "resource": resource,
+            "subresource": subresource,
+            "verb": rule["verbs"][0],
+            "name": (rule.get("resourceNames") or [""])[0],
+        }
+        review = {"spec": {"user": user, "resourceAttributes": attributes}}
+        deadline = time.monotonic() + 15.0
+        path = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+        while not self.plane.request("POST", path, review)["status"]["allowed"]:
+            assert time.monotonic() < deadline, f"{user} was not given {rule}"
+            time.sleep(0.05)
