@@ -16,9 +16,9 @@ from treeline_wire import headers
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
 
-def ask(stack: Stack, prompt: str, max_tokens: int = 2):
+def ask(stack: Stack, prompt: str, max_tokens: int = 2, model: str = "tiny"):
     return stack.http.post(
-        f"{stack.url}/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": max_tokens}
+        f"{stack.url}/v1/completions", json={"model": model, "prompt": prompt, "max_tokens": max_tokens}
     )
 
 
@@ -86,7 +86,14 @@ async def test_without_a_picker_requests_are_still_served(stack: Stack, aclient:
         await running.at_least(5)
         await in_thread(stack.end, "picker", signal.SIGKILL)
         await running.at_least(20)
+        unknown = ask(stack, "hello", model="alias")
         stack.start("picker")
         await running.at_least(5)
     assert running.errors() == []
-    until(lambda: stack.metrics(), "the picker is back")
+    assert (unknown.status_code, unknown.headers["retry-after"]) == (503, "1")
+    assert unknown.json()["error"]["code"] == "picker_unavailable", (
+        "it may be a name that only a picker knows"
+    )
+    until(
+        lambda: ask(stack, "hello", model="alias").status_code == 404, "the picker says that nobody has it", 2
+    )

@@ -18,11 +18,13 @@ def test_headers_are_lower_case_and_distinct() -> None:
     assert headers.DESTINATION == "x-gateway-destination-endpoint"
     assert headers.OBJECTIVE == "x-gateway-inference-objective"
     assert headers.OBJECTIVE_LLMD == "x-llm-d-inference-objective"
-    assert {headers.CACHED_TOKENS, headers.PROMPT_TOKENS, headers.ENDPOINT, headers.OVERLOADED} == {
+    assert {name for name in names.values() if name.startswith("x-treeline-")} == {
         "x-treeline-cached-tokens",
         "x-treeline-prompt-tokens",
         "x-treeline-endpoint",
         "x-treeline-overloaded",
+        "x-treeline-edge",
+        "x-treeline-elsewhere",
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from support.envoy import self_signed
-from support.epp_io import Plane, data_plane, engines, running_picker, until
+from support.epp_io import FakeEngine, Plane, data_plane, engines, running_picker, until
 from treeline_wire import headers as names
 
 
@@ -105,6 +105,37 @@ async def test_without_a_picker_requests_are_spread_over_the_known_endpoints(tmp
         answers = await enough(plane, 10)
         assert [a.status_code for a in answers] == [200] * 10
         assert {a.json()["engine"] for a in answers} == {"e0", "e1"}
+
+
+@pytest.mark.integration
+async def test_without_a_picker_a_name_that_one_endpoint_does_not_know_is_tried_at_another(
+    tmp_path: Path,
+) -> None:
+    async with engines() as fakes, data_plane(tmp_path, fakes) as plane:
+        picked = await plane.complete(headers={names.EDGE: "mine", names.ELSEWHERE: "true"})
+        echo = picked.json()["headers"]
+        assert (echo[names.EDGE], names.ELSEWHERE in echo) == ("true", False), (
+            "the edge's word, not the client's"
+        )
+        await plane.picker.stop()
+        first, second = fakes
+        refuse_name(first)
+        answers = await enough(plane, 4)
+        assert [(a.status_code, a.json()["engine"]) for a in answers] == [(200, "e1")] * 4
+        assert first.served, "it was asked first at least once"
+        assert all(names.DESTINATION not in seen.headers for seen in second.served[-4:])
+        assert all(seen.headers[names.EDGE] == "true" for seen in second.served[-4:])
+        refuse_name(second)
+        answer = await plane.complete()
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"]["code"] == "picker_unavailable"
+
+
+def refuse_name(engine: FakeEngine) -> None:
+    """What our runtime answers then to a name that is not its own."""
+    engine.reply_status = 503
+    engine.reply_headers = {names.ELSEWHERE: "true", "Retry-After": "1"}
+    engine.reply_body = b'{"error": {"code": "picker_unavailable"}}'
 
 
 @pytest.mark.integration

@@ -312,6 +312,9 @@ async def test_through_envoy_weights_share_names_are_rewritten_and_a_fallback_se
                 assert sum(seen.values()) == 24
                 assert all(int(s.headers["content-length"]) == len(s.body) for s in first.served)
                 assert [body["prompt"] for body in sent] == [f"p{i}" for i in range(24)]
+                first.reply_body = b'{"model": "m0", "choices": []}'
+                answer = await http.post("/v1/completions", json={"prompt": "x", "model": "chat"})
+                assert answer.content == first.reply_body, "it says which target answered; nothing is put back"
                 it.delete(PODS_OF, "pod-0")
                 await ready_is(picker, "pod-0")
                 answer = await http.post("/v1/completions", json={"model": "chat", "prompt": "x"})

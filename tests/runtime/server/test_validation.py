@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from treeline_wire import headers
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -245,6 +246,33 @@ def test_an_unknown_model_is_404(http: httpx.Client) -> None:
     refused(chat(http, model="gpt-5"), "model", status=404, code="model_not_found")
     refused(text(http, model=""), "model", status=404, code="model_not_found")
     refused(http.get("/v1/models/nope"), "model", status=404, code="model_not_found")
+
+
+def test_an_unknown_model_is_503_where_our_edge_could_ask_no_picker(http: httpx.Client) -> None:
+    """It may be the name of an InferenceModel, which only the picker knows, or of another pool's model."""
+    edge = {headers.EDGE: "true"}
+    picked = {**edge, headers.DESTINATION: "10.0.0.1:8000"}
+    body = {"model": "alias", "prompt": "hello", "max_tokens": 1}
+    chat_body = {"model": "alias", "messages": [{"role": "user", "content": "hello"}]}
+    for path, asked in (
+        (TEXT, body),
+        (CHAT, chat_body),
+        ("/tokenize", {"model": "alias", "prompt": "hello"}),
+    ):
+        answer = http.post(path, json=asked, headers=edge)
+        assert answer.status_code == 503
+        error = answer.json()["error"]
+        assert error["code"] == "picker_unavailable"
+        assert (error["type"], error["param"], "alias" in error["message"]) == (
+            "service_unavailable",
+            "model",
+            True,
+        )
+        assert answer.headers["retry-after"] == "1"
+        assert answer.headers[headers.ELSEWHERE] == "true"
+    assert http.get("/v1/models/alias", headers=edge).status_code == 503
+    refused(http.post(TEXT, json=body, headers=picked), "model", status=404, code="model_not_found")
+    assert http.post(TEXT, json={**body, "model": "random"}, headers=edge).status_code == 200
 
 
 def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(http: httpx.Client) -> None:

@@ -23,3 +23,7 @@ PROMPT_TOKENS = "x-treeline-prompt-tokens"
 ENDPOINT = "x-treeline-endpoint"
 #: A 503 with this header says "full, ask another", never "broken".
 OVERLOADED = "x-treeline-overloaded"
+#: On every request that came through our edge. No destination beside it: no picker was asked, the edge fails open.
+EDGE = "x-treeline-edge"
+#: A 503 with this header says "not served here under that name, perhaps by another endpoint".
+ELSEWHERE = "x-treeline-elsewhere"

@@ -176,17 +176,23 @@ def _edge_headers(config: EnvoyConfig) -> HeaderMutation:
         for prefix in (headers.DESTINATION, "x-treeline-", "x-envoy-")
     ]
     request.append(HeaderChange(remove="test-epp-endpoint-selection"))
+    # A runtime that sees this and no destination knows that no picker was asked, who would have known every name.
+    request.append(_set(headers.EDGE, "true"))
     hidden = [] if config.expose_cached_tokens else [headers.CACHED_TOKENS, headers.PROMPT_TOKENS]
     response = [HeaderChange(remove=name) for name in (*hidden, headers.DESTINATION, headers.SERVED)]
     if config.add_endpoint_header:
-        served = HeaderValueOption(
-            header=HeaderValue(key=headers.ENDPOINT, value="%UPSTREAM_REMOTE_ADDRESS%"),
-            append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
-        )
-        response.append(HeaderChange(append=served))
+        response.append(_set(headers.ENDPOINT, "%UPSTREAM_REMOTE_ADDRESS%"))
     else:
         response.append(HeaderChange(remove=headers.ENDPOINT))
     return HeaderMutation(mutations=Mutations(request_mutations=request, response_mutations=response))
+
+
+def _set(name: str, value: str) -> HeaderChange:
+    option = HeaderValueOption(
+        header=HeaderValue(key=name, value=value),
+        append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+    )
+    return HeaderChange(append=option)
 
 
 def _api_keys(config: EnvoyConfig) -> list[HttpFilter]:
@@ -241,7 +247,9 @@ def _routes(config: EnvoyConfig) -> RouteConfiguration:
     # the request was sent is not retried, so that a request that kills a server does not visit all of them.
     retry = RetryPolicy(
         retry_on="connect-failure,refused-stream,reset-before-request,retriable-headers",
-        retriable_headers=[HeaderMatcher(name=headers.OVERLOADED, present_match=True)],
+        retriable_headers=[
+            HeaderMatcher(name=name, present_match=True) for name in (headers.OVERLOADED, headers.ELSEWHERE)
+        ],
         num_retries=2,
         retry_host_predicate=[
             RetryPolicyRetryHostPredicate(

@@ -24,7 +24,7 @@ from treeline_runtime.server.http import (
     run_while_connected,
 )
 from treeline_runtime.server.probes import Probes
-from treeline_runtime.server.service import Service
+from treeline_runtime.server.service import Service, UnknownModel
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ class App:
             response = await self._answer(request)
         except ClientGone:
             return  # nobody is there to be answered
+        except UnknownModel as error:
+            response = error_response(error.without_picker() if request.unpicked else error)
         except ApiError as error:
             response = error_response(error)
         except Exception:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
+from treeline_wire import headers as wire_headers
 from treeline_wire.openai_errors import error_body
 
 Scope = MutableMapping[str, Any]
@@ -23,6 +24,7 @@ Header = tuple[bytes, bytes]
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 32 << 20
+_EDGE, _DESTINATION = wire_headers.EDGE.encode(), wire_headers.DESTINATION.encode()
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -97,6 +99,11 @@ class Request:
     def header(self, name: bytes) -> bytes | None:
         found: bytes | None = next((value for key, value in self.scope["headers"] if key == name), None)
         return found
+
+    @property
+    def unpicked(self) -> bool:
+        """It came through our edge, and no picker has said where it belongs: the edge fails open."""
+        return self.header(_EDGE) is not None and self.header(_DESTINATION) is None
 
     def json(self) -> dict[str, Any]:
         """The body as a JSON object. Raises ApiError 400."""

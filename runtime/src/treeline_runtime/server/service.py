@@ -114,6 +114,27 @@ def _for_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
     return msgspec.structs.replace(sampling, seed=seed)
 
 
+class UnknownModel(ApiError):
+    """404: nobody gets another model than the one that he named."""
+
+    def __init__(self, name: object) -> None:
+        message = f"The model `{name}` does not exist or you do not have access to it."
+        super().__init__(404, message, param="model", code="model_not_found")
+        self._name = name
+
+    def without_picker(self) -> ApiError:
+        """The same where no picker was asked: it may be the name of an InferenceModel, or of another pool's model."""
+        return ApiError(
+            503,
+            f"The model `{self._name}` cannot be found while the endpoint picker is away: only the names that pools "
+            "themselves serve are known then. Try again soon.",
+            type="service_unavailable",
+            param="model",
+            code="picker_unavailable",
+            headers=ELSEWHERE,
+        )
+
+
 @dataclass
 class Service:
     """What the endpoints share."""
@@ -162,14 +183,9 @@ class Service:
         return ApiError(503, message, type="overloaded_error", code="overloaded", headers=OVERLOADED)
 
     def check_model(self, name: object) -> None:
-        """Raises ApiError 404 for another model than the one served; none at all is this one."""
+        """Raises UnknownModel for another model than the one served; none at all is this one."""
         if name is not None and name != self.model_name:
-            raise ApiError(
-                404,
-                f"The model `{name}` does not exist or you do not have access to it.",
-                param="model",
-                code="model_not_found",
-            )
+            raise UnknownModel(name)
 
     def max_new_tokens(self, prompt_len: int, asked: int | None, default: int | None, param: str) -> int:
         """Output tokens for a prompt: what was asked, `default`, or the rest of the context (None).
@@ -295,4 +311,5 @@ def token_headers(prompt_tokens: int, cached_tokens: int) -> list[Header]:
 
 
 RETRY: tuple[Header, ...] = ((b"retry-after", RETRY_AFTER_S),)
+ELSEWHERE: tuple[Header, ...] = (*RETRY, (wire_headers.ELSEWHERE.encode(), b"true"))
 OVERLOADED: tuple[Header, ...] = (*RETRY, (wire_headers.OVERLOADED.encode(), b"true"))
