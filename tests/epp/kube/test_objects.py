@@ -177,6 +177,7 @@ def test_models_become_rules() -> None:
         fallbackPools=[{"name": "b"}],
     )
     rule = read_model(raw(obj))
+    assert rule is not None
     assert (rule.name, rule.model_name, rule.pool, rule.criticality) == ("m", "chat", "a", "Sheddable")
     assert (rule.targets, rule.fallback_pools) == ((("x", 9), ("y", 1)), ("b",))
     assert rule.created == "2026-01-01T00:00:00Z"
@@ -184,7 +185,11 @@ def test_models_become_rules() -> None:
         "metadata": {"name": "m"},
         "spec": {"modelName": "chat", "poolRef": {"group": "g", "kind": "InferencePool", "name": "a"}},
     }
-    assert read_model(raw(upstream)).criticality == "Standard"
+    standard = read_model(raw(upstream))
+    assert standard is not None
+    assert standard.criticality == "Standard"
+    obj["metadata"] |= {"deletionTimestamp": "2026-01-02T00:00:00Z", "finalizers": ["x.example/y"]}
+    assert read_model(raw(obj)) is None, "its name is free"
 
 
 PODS = st.builds(

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from support.envoy import free_ports, running_envoy
 from support.epp_io import FakeEngine, RunningPicker, engines, running_picker, until
+from support.epp_kube import asked, models
 from support.kube_api import MODELS, PODS, POOLS, FakeApi, fake_api, own_model, own_pool, pod
 from treeline_operator.envoy import EnvoyConfig
 
@@ -132,6 +133,31 @@ async def test_pods_come_drain_and_go(tmp_path: Path) -> None:
         assert (await listing(picker))["pools"]["p0"] == {"models": ["m0"], "endpoints": []}
         it.delete(POOLS_OF, "p1")
         await ready_is(picker, "pod-1")
+
+
+async def test_a_model_that_is_being_deleted_gives_its_name_to_the_next_oldest(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as it:
+        gone = own_model("older", "p0", model="chat")
+        gone["metadata"]["deletionTimestamp"] = "2026-01-02T00:00:00Z"
+        it.put(MODELS_OF, gone)
+        async with running_picker(*it.flags()) as picker:
+            await ready_is(picker, "pod-0", ready=True)
+            await ready_is(picker, "pod-1", ready=True)
+            assert await models(picker, "p0") == {"m0"}, "also in the first list"
+            del gone["metadata"]["deletionTimestamp"]
+            it.put(MODELS_OF, gone)
+            it.put(MODELS_OF, own_model("other", "p1", model="chat"))
+            await until(lambda: _equal(models(picker, "p0"), {"m0", "chat"}), "the older has the name")
+            assert await asked(picker, "chat") == it.engines[0].address
+            # A finalizer of somebody's keeps the object for as long as it likes.
+            gone["metadata"]["deletionTimestamp"] = "2026-01-02T00:00:00Z"
+            it.put(MODELS_OF, gone)
+            await until(lambda: _equal(models(picker, "p1"), {"m1", "chat"}), "the next one has it")
+            assert await asked(picker, "chat") == it.engines[1].address
+            it.delete(MODELS_OF, "older")
+            it.put(MODELS_OF, own_model("last", "p0", model="later"))
+            await until(lambda: _equal(models(picker, "p0"), {"m0", "later"}), "changes go on to arrive")
+            assert await asked(picker, "chat") == it.engines[1].address
 
 
 async def test_a_label_does_not_make_a_picker_forget_and_a_restart_does(tmp_path: Path) -> None:
@@ -314,7 +340,9 @@ async def test_through_envoy_weights_share_names_are_rewritten_and_a_fallback_se
                 assert [body["prompt"] for body in sent] == [f"p{i}" for i in range(24)]
                 first.reply_body = b'{"model": "m0", "choices": []}'
                 answer = await http.post("/v1/completions", json={"prompt": "x", "model": "chat"})
-                assert answer.content == first.reply_body, "it says which target answered; nothing is put back"
+                assert answer.content == first.reply_body, (
+                    "it says which target answered; nothing is put back"
+                )
                 it.delete(PODS_OF, "pod-0")
                 await ready_is(picker, "pod-0")
                 answer = await http.post("/v1/completions", json={"model": "chat", "prompt": "x"})

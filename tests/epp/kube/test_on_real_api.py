@@ -60,8 +60,10 @@ async def test_pods_and_models_live(plane: ControlPlane, namespace: str) -> None
         await until(lambda: _is(asked(picker, "chat"), fakes[0].address), "the model is known")
         await cluster.merge(MODELS, "chat", {"spec": {"poolRef": {"name": "p1"}}})
         await until(lambda: _is(asked(picker, "chat"), fakes[1].address), "it has moved")
+        await cluster.merge(MODELS, "chat", {"metadata": {"finalizers": ["tests.example/kept"]}})
         await cluster.delete(MODELS, "chat")
-        await until(lambda: _is(asked(picker, "chat"), 404), "it is gone")
+        await until(lambda: _is(asked(picker, "chat"), 404), "it is gone, though its object is not")
+        await cluster.merge(MODELS, "chat", {"metadata": {"finalizers": None}})
 
         await cluster.merge(PODS, "pod-1", {"metadata": {"labels": {"treeline.dev/serving": "false"}}})
         await listed_so(picker, "pod-1", ready=False, draining=True)

@@ -8,10 +8,15 @@ from treeline_wire.models import Criticality, ModelRule
 from treeline_epp.kube import objects
 
 
-def read_model(data: msgspec.Raw) -> ModelRule:
-    """An InferenceModel from its JSON. Raises ``msgspec.MsgspecError``."""
+def read_model(data: msgspec.Raw) -> ModelRule | None:
+    """An InferenceModel from its JSON; ``None`` when it is being deleted. Raises ``msgspec.MsgspecError``.
+
+    Whoever deletes one takes its name away at once, also where a finalizer keeps the object: the operator sees it so.
+    """
     found = _model(data)
     meta, spec = found.metadata, found.spec
+    if meta.deletion_timestamp is not None:
+        return None
     return ModelRule(
         name=meta.name,
         model_name=spec.model_name,

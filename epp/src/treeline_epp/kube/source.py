@@ -83,7 +83,7 @@ class KubernetesSource:
         self._clock = clock
         self._changed = asyncio.Event()
         self._pools: Reflector[Pool] | None = None
-        self._models: Reflector[ModelRule] | None = None
+        self._models: Reflector[ModelRule | None] | None = None
         self._pods: Reflector[Pod] | None = None
         self._next_pods: Reflector[Pod] | None = None
         self._told: tuple[object, ...] | None = None
@@ -144,7 +144,8 @@ class KubernetesSource:
         told = (pools, None if models is None else models.revision)
         if self._told != told:
             self._told = told
-            rules = () if models is None else tuple(models.objects.values())
+            known = () if models is None else models.objects.values()
+            rules = tuple(rule for rule in known if rule is not None)
             self._on_models({pool.name: pool.models for pool in pools}, rules)
         pods = self._pods.mirror
         if self._specs_of != (pools, pods, pods.revision):
