@@ -60,6 +60,7 @@ class SimCluster:
         self.pods: dict[str, dict[str, Any]] = {}
         self.picker: PickerView | None = None
         self.others: tuple[InferencePool, ...] = ()
+        self.has_keys = True
         self._serial = 0
 
     # ---- the planner's side ---------------------------------------------------------------------------------
@@ -67,8 +68,9 @@ class SimCluster:
     def world(self, pool: InferencePool) -> PoolWorld:
         children = tuple(Observed.of(obj) for obj in self.objects.values())
         pods = tuple(Observed.of(pod) for pod in self.pods.values())
+        shared = (_picker(pool),) if self.has_keys else ()
         gateway = GatewayWorld(
-            pool.namespace, pool.spec.gateway.name, (*self.others, pool), (), (), self.platform, NOW
+            pool.namespace, pool.spec.gateway.name, (*self.others, pool), shared, (), self.platform, NOW
         )
         return PoolWorld(pool, children, pods, gateway, (), self.picker, self.platform, NOW)
 
@@ -196,6 +198,12 @@ class SimCluster:
         meta["resourceVersion"] = str(self._serial)
         meta["generation"] = meta.get("generation", 0) + 1
         meta["managedFields"] = [{"manager": "somebody"}]
+
+
+def _picker(pool: InferencePool) -> Observed:
+    """The Deployment of the gateway's picker, which is made once the keys are there."""
+    meta = {"name": names.epp(pool.spec.gateway.name), "namespace": pool.namespace, "uid": "uid-epp"}
+    return Observed.of({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": meta, "spec": {}})
 
 
 def defaulted(obj: dict[str, Any]) -> dict[str, Any]:

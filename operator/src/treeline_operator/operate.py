@@ -103,6 +103,13 @@ def parser() -> argparse.ArgumentParser:
         default=default.pull_policy,
         help="default: %(default)s",
     )
+    images.add_argument(
+        "--image-pull-secret",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="Secret with a registry's credentials, in the namespace of each pool; may be repeated",
+    )
     work = p.add_argument_group("work")
     work.add_argument(
         "--resync-seconds",
@@ -168,6 +175,7 @@ async def _serve(given: argparse.Namespace) -> int:
             given.image_epp,
             given.image_edge,
             given.image_pull_policy,
+            tuple(dict.fromkeys(given.image_pull_secret)),
         ),
         resync_s=given.resync_seconds,
         workers=given.workers,

@@ -68,6 +68,8 @@ class Images:
     epp: str = "treeline-epp:latest"
     edge: str = "treeline-edge:latest"
     pull_policy: str = "IfNotPresent"
+    pull_secrets: tuple[str, ...] = ()
+    """Secrets with the registries' credentials, in the namespace of each pod. A pool's template may name others."""
 
 
 @dataclass(frozen=True, slots=True)

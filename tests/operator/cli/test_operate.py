@@ -76,3 +76,9 @@ def test_the_defaults_are_those_that_the_documentation_names() -> None:
     assert given.leader_elect
     assert given.picker_probe
     assert given.namespace == []
+    assert given.image_pull_secret == []
+
+
+def test_registry_credentials_may_be_several() -> None:
+    given = parser().parse_args(["--image-pull-secret", "a", "--image-pull-secret=b"])
+    assert given.image_pull_secret == ["a", "b"]

@@ -534,6 +534,14 @@ def test_an_operator_upgrade_rolls_nothing(platform: Platform) -> None:
         assert now["replicas"] == {"treeline-epp": 2, "treeline-edge": 4}[name]
 
 
+def test_registry_credentials_reach_picker_and_envoy() -> None:
+    cluster = Cluster()
+    cluster.converge(pool("a"), platform=Platform(images=Images(pull_secrets=("registry",))))
+    for name in ("treeline-epp", "treeline-edge"):
+        pod = cluster.get("Deployment", name)["spec"]["template"]["spec"]
+        assert pod["imagePullSecrets"] == [{"name": "registry"}]
+
+
 def test_any_pool_may_ask_for_the_newer_version() -> None:
     cluster = converged(pool("a"), pool("b", created=1))
     asking = [pool("a"), pool("b", created=1, rollout={"templateVersion": 2})]

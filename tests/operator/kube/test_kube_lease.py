@@ -61,7 +61,10 @@ async def candidates(control_plane: ControlPlane, namespace: str) -> AsyncIterat
         await cluster.close()
 
 
-async def test_of_two_one_leads_and_the_other_may_not_write(candidates: Candidates) -> None:
+async def test_of_two_one_leads_and_the_other_may_not_write(
+    candidates: Candidates, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "treeline_operator.kube.lease")
     first, second = await candidates.add("first"), await candidates.add("second")
     tasks = [asyncio.create_task(elector.acquire()) for elector in (first, second)]
     done, waiting = await asyncio.wait(tasks, timeout=5, return_when=asyncio.FIRST_COMPLETED)
@@ -78,6 +81,8 @@ async def test_of_two_one_leads_and_the_other_may_not_write(candidates: Candidat
     assert not next(iter(waiting)).done()
     assert (await candidates.lease())["holderIdentity"] == leader
     assert candidates.seen[other] == [leader]
+    said = [record.getMessage() for record in caplog.records if "standby" in record.getMessage()]
+    assert said == [f"standby: waiting for the lease treeline-operator, held by {leader}"]
     for task in (*waiting, holding):
         task.cancel()
 

@@ -65,6 +65,31 @@ def test_policies_and_claims_come_before_pods() -> None:
     assert kinds(plan)[-1].startswith("Apply Deployment tiny-")
 
 
+def test_pods_that_need_the_keys_wait_for_them_and_others_do_not() -> None:
+    cluster = SimCluster()
+    cluster.has_keys = False
+    plan = cluster.plan(a_pool())
+    assert not any(action.ref.kind == "Deployment" for action in plan.actions)
+    assert "Apply Service tiny-pods" in kinds(plan)
+    (note,) = plan.notes
+    assert "waits until gateway treeline has made its keys" in note
+    assert plan.recheck_s is None, "the gateway's children are told to its pools"
+    for engine in ({"type": "custom", "image": "x:1"}, {"type": "vllm"}, {"type": "sglang"}):
+        pool = a_pool(engine=engine, accelerator={"type": "nvidia"})
+        assert any(action.ref.kind == "Deployment" for action in cluster.plan(pool).actions)
+    cluster.has_keys = True
+    assert any(action.ref.kind == "Deployment" for action in cluster.plan(a_pool()).actions)
+
+
+def test_what_runs_goes_on_while_a_new_revision_waits_for_keys() -> None:
+    replace_one = {"strategy": "Replace", "maxUnavailable": 1}
+    cluster = settled(a_pool(replicas=2, rollout=replace_one))
+    cluster.has_keys = False
+    next_one = a_pool(replicas=2, rollout=replace_one, engine={"contextLength": 512})
+    assert not any(action.ref.kind == "Deployment" for action in cluster.plan(next_one).actions)
+    assert cluster.plan(a_pool(replicas=2, rollout=replace_one)).actions == ()
+
+
 def test_quantities_and_defaults_written_otherwise_make_no_new_revision() -> None:
     def of(cpu: Any, memory: str) -> InferencePool:
         return a_pool(engine={"resources": {"requests": {"cpu": cpu, "memory": memory}}})
@@ -255,6 +280,8 @@ def test_an_upgrade_rolls_no_pods_until_it_is_asked_to() -> None:
 
 def test_other_default_images_alone_touch_no_revision_and_drift_is_still_mended() -> None:
     cluster = settled(a_pool())
+    cluster.platform = replace(cluster.platform, images=Images(pull_secrets=("registry",)))
+    assert cluster.plan(a_pool()).actions == ()
     cluster.platform = replace(
         cluster.platform, images=Images(runtime="treeline-runtime:next", pull_policy="Always")
     )

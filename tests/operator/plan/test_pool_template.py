@@ -228,6 +228,18 @@ def test_the_token_is_in_the_download_only() -> None:
     assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "t"}}} in init["env"]
 
 
+def test_registry_credentials_reach_the_pods_and_the_fragment_may_add_some() -> None:
+    images = Images(pull_secrets=("one", "two"))
+    assert "imagePullSecrets" not in template()["spec"]
+    assert pod_template(a_pool(), "abc", images)["spec"]["imagePullSecrets"] == [
+        {"name": "one"},
+        {"name": "two"},
+    ]
+    own = a_pool(template={"spec": {"imagePullSecrets": [{"name": "three"}]}})
+    made = pod_template(own, "abc", images)["spec"]["imagePullSecrets"]
+    assert {secret["name"] for secret in made} == {"one", "two", "three"}
+
+
 # ---- how long things take -----------------------------------------------------------------------------------
 
 

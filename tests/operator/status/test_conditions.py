@@ -93,6 +93,10 @@ def test_every_word_is_explained_and_what_is_bad_has_a_fix():
             assert reason.fix.endswith("."), reason
 
 
+def test_what_is_not_simply_well_names_what_to_do():
+    assert [reason for reason in Reason if reason.info.good is not True and not reason.fix] == []
+
+
 def test_the_page_has_a_line_for_every_reason_with_its_fix_and_is_the_one_that_is_generated():
     text = (ROOT / "docs" / "reasons.md").read_text()
     for reason in Reason:

@@ -48,6 +48,7 @@ class Reason(StrEnum):
     OUT_OF_MEMORY = "OutOfMemory"
     PROBE_FAILING = "ProbeFailing"
     CONFIG_ERROR = "ConfigError"
+    KEYS_PENDING = "KeysPending"
     KEY_SECRET_MISSING = "KeySecretMissing"
     VOLUME_NOT_READY = "VolumeNotReady"
     QUOTA_EXCEEDED = "QuotaExceeded"
@@ -185,6 +186,11 @@ INFO: Final[dict[Reason, ReasonInfo]] = {
         "A container cannot be made from its configuration.",
         "Create the Secret or ConfigMap that the message names, or correct the reference to it.",
     ),
+    _R.KEYS_PENDING: ReasonInfo(
+        None,
+        "The pods are made when the gateway has made the Secret with the keys of the cache events.",
+        "Wait some seconds; if it stays, see GatewayReady and EndpointPickerReady.",
+    ),
     _R.KEY_SECRET_MISSING: ReasonInfo(
         False,
         "The Secret with the keys of the cache events is gone.",
@@ -307,7 +313,11 @@ INFO: Final[dict[Reason, ReasonInfo]] = {
         "The parent's controller does not support inference pools.",
         "Use a gateway that supports the Inference Extension, or remove gateway.parentRefs.",
     ),
-    _R.NOT_AUTOSCALED: ReasonInfo(None, "Nobody but you sets spec.replicas."),
+    _R.NOT_AUTOSCALED: ReasonInfo(
+        None,
+        "Nobody but you sets spec.replicas.",
+        "Nothing; with autoscaling.type HPA or KEDA an autoscaler does it.",
+    ),
     _R.AUTOSCALER_ACTIVE: ReasonInfo(True, "The autoscaler sets spec.replicas."),
     _R.AUTOSCALER_NOT_READY: ReasonInfo(
         False,

@@ -1,7 +1,8 @@
 """The launcher of an edge pod: renders API keys, runs Envoy, and ends it only when its requests have ended.
 
-Its life: write the key file → start Envoy → follow the mounted Secret → a signal → linger: ready, accepting → readiness
-false, the listener closed → no request left, or time is up → end Envoy. Envoy's own end is the launcher's, with status 1.
+Its life: write the key file → start Envoy → follow the mounted Secret → a signal → linger, ready and accepting →
+readiness false, the listener closed → no request left, or time is up → end Envoy. Envoy's own end is the launcher's,
+with status 1.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m treeline_operator.envoy",
         description="Run Envoy as the first process of a pod. On SIGTERM or Ctrl-C it goes on as "
-        "before for a little while, until nobody sends new connections; then /ready of the health listener turns 503, the "
-        "listener closes, and Envoy ends when its last request has ended. A second signal ends it at once. The exit status is 0 after a signal, 1 when Envoy "
-        "ended by itself, 2 for a wrong command line.",
+        "before for a little while, until nobody sends new connections; then /ready of the health port turns 503, the "
+        "listener closes, and Envoy ends when its last request has ended. A second signal ends it at once. The exit "
+        "status is 0 after a signal, 1 when Envoy ended by itself, 2 for a wrong command line.",
         epilog="Example: python -m treeline_operator.envoy --config /etc/treeline/envoy/envoy.json "
         "--keys-dir /etc/treeline/api-keys --keys-file /run/treeline/api-keys.json",
     )

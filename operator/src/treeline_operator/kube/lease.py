@@ -75,9 +75,15 @@ class Elector:
 
     async def acquire(self) -> None:
         """Return when we lead. The API server's silence or refusal is logged and waited out."""
+        waits_for = ""
         while True:
             if await self._try():
                 return
+            if self.leader != waits_for:
+                waits_for = self.leader
+                log.info(
+                    "standby: waiting for the lease %s, held by %s", self._ref.name, waits_for or "nobody"
+                )
             await asyncio.sleep(self._terms.retry_s * self._random.uniform(1, 1 + JITTER))
 
     async def hold(self) -> None:

@@ -145,7 +145,10 @@ def deployment(
         "labelSelector": {"matchLabels": ground.pods(component)},
         "topologyKey": "kubernetes.io/hostname",
     }
+    images = ground.platform.images
+    secrets = [{"name": name} for name in images.pull_secrets]
     spec = {
+        **({"imagePullSecrets": secrets} if secrets else {}),
         "serviceAccountName": name,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": ground.grace_s,
@@ -166,7 +169,7 @@ def deployment(
             {
                 "name": component,
                 "image": image,
-                "imagePullPolicy": ground.platform.images.pull_policy,
+                "imagePullPolicy": images.pull_policy,
                 "securityContext": {
                     "allowPrivilegeEscalation": False,
                     "readOnlyRootFilesystem": True,

@@ -44,6 +44,14 @@ def gateway_children(world: GatewayWorld) -> GatewayChildren:
     )
 
 
+def has_keys(world: GatewayWorld) -> bool:
+    """Whether the key pair of the KV sockets was made, as far as can be told: the Secret is never read.
+
+    The picker's Deployment is the evidence. It is written after the keys, and not before they were asked for.
+    """
+    return gateway_children(world).epp is not None
+
+
 def shared(world: GatewayWorld) -> Shared | None:
     """Who shares the gateway and whose settings hold; None when no pool names it."""
     return share(world.pools).gateways.get(world.name)

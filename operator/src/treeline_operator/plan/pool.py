@@ -15,11 +15,12 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan import pods as reading
 from treeline_operator.plan.diff import applying, differences, prune
 from treeline_operator.plan.download import claim, claim_name, claim_notes, files
+from treeline_operator.plan.gateway import has_keys
 from treeline_operator.plan.network import download_policy, pods_policy
 from treeline_operator.plan.revision import Existing, Target, existing, outdated, routable, target
 from treeline_operator.plan.rollout import Policy, Revision, Step, next_step
 from treeline_operator.plan.routes import http_route, missing_apis, upstream_pool
-from treeline_operator.plan.runtime import deployment, images_of, selector, template_problem
+from treeline_operator.plan.runtime import deployment, images_of, needs_keys, selector, template_problem
 from treeline_operator.plan.scaling import autoscaler
 from treeline_operator.world import Observed, PoolWorld, Ref
 
@@ -48,7 +49,7 @@ class _Planner:
         pool = self.pool
         there = existing(self.world)
         aim = target(pool, there, self.world.platform)
-        problem = template_problem(pool)
+        problem = template_problem(pool) or self._missing_keys(aim)
         asked = pool.spec.rollout.template_version or 0
         if asked > self.world.platform.template_version:
             self.notes.append(
@@ -69,6 +70,15 @@ class _Planner:
     @property
     def pool(self) -> InferencePool:
         return self.world.pool
+
+    def _missing_keys(self, aim: Target) -> str:
+        """Why the target's Deployment is not made yet: pods without the Secret that they mount only fail to start.
+
+        What the gateway's plan makes is told to its pools, so there is nothing to wait for here.
+        """
+        if aim.existing is not None or not needs_keys(self.pool) or has_keys(self.world.gateway):
+            return ""
+        return f"revision {aim.name} waits until gateway {self.world.gateway.name} has made its keys"
 
     # ---- revisions ------------------------------------------------------------------------------------------
 

@@ -37,6 +37,11 @@ def notice_seconds(pool: InferencePool) -> int:
     return min(_LONGEST_NOTICE_S, max(1, pool.spec.drain.timeout_seconds // 4))
 
 
+def needs_keys(pool: InferencePool) -> bool:
+    """Whether the pods mount the key pair of the KV sockets, which the gateway's plan makes."""
+    return launch(pool, files(pool), Images()).keys
+
+
 def deployment(
     pool: InferencePool, target: Target, replicas: int, meta: dict[str, Any], images: Images
 ) -> dict[str, Any]:
@@ -98,7 +103,8 @@ def images_of(there: Existing, otherwise: Images) -> Images:
     seen = fetch or _container(pod.get("containers", ()), CONTAINER)
     image = seen.get("image", otherwise.runtime)
     policy = seen.get("imagePullPolicy", otherwise.pull_policy)
-    return Images(runtime=image, runtime_cuda=image, pull_policy=policy)
+    secrets = tuple(secret["name"] for secret in pod.get("imagePullSecrets") or ())
+    return Images(runtime=image, runtime_cuda=image, pull_policy=policy, pull_secrets=secrets)
 
 
 def _container(containers: Any, name: str) -> Mapping[str, Any]:
@@ -131,6 +137,8 @@ def _pod_spec(
         "terminationGracePeriodSeconds": _grace_seconds(pool),
         "topologySpreadConstraints": _spread(pool, revision),
     }
+    if images.pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in images.pull_secrets]
     if accelerator.runtime_class_name:
         spec["runtimeClassName"] = accelerator.runtime_class_name
     if accelerator.is_gpu:

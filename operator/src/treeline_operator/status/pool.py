@@ -16,6 +16,7 @@ from treeline_operator.api.pool import DownloadStatus, EndpointStatus, PoolStatu
 from treeline_operator.plan import pods as reading
 from treeline_operator.plan import revision as revisions
 from treeline_operator.plan import runtime
+from treeline_operator.plan.gateway import has_keys
 from treeline_operator.plan.security import exceptions
 from treeline_operator.plan.sharing import Shared, share
 from treeline_operator.status import front
@@ -211,6 +212,9 @@ def _workloads(seen: _Seen) -> Finding:
         return Finding(kind, "False", Reason.TEMPLATE_INVALID, problem + _meanwhile(seen))
     if seen.target.existing is None:
         name = names.deployment(seen.world.pool.name, seen.target.name)
+        if runtime.needs_keys(seen.world.pool) and not has_keys(seen.world.gateway):
+            text = f"Deployment {name} is made as soon as gateway {seen.shared.name} has its keys"
+            return Finding(kind, "False", Reason.KEYS_PENDING, text + _meanwhile(seen))
         return Finding(kind, "False", Reason.PENDING, f"Deployment {name} is not there yet{_meanwhile(seen)}")
     if desired == 0:
         return Finding(kind, "True", Reason.SCALED_TO_ZERO, "no pods are asked for")
@@ -242,7 +246,10 @@ def _model(seen: _Seen) -> Finding:
         if served and name not in served:
             text = f"the pods serve {front.few(served)}, not {name}"
             return Finding(kind, "False", Reason.MODEL_NOT_SERVED, text)
-        return Finding(kind, "True", Reason.MODEL_LOADED, f"{name} is loaded by {_pods(len(seen.ready))}")
+        have = "has" if len(seen.ready) == 1 else "have"
+        return Finding(
+            kind, "True", Reason.MODEL_LOADED, f"{_pods(len(seen.ready))} {have} loaded the model {name}"
+        )
     if seen.desired == 0:
         return Finding(kind, "Unknown", Reason.SCALED_TO_ZERO, "no pod loads the model")
     cause = next((cause for cause in seen.causes if cause.reason in _ABOUT_THE_MODEL), None)
