@@ -15,7 +15,7 @@ from treeline_operator.kube.lease import Terms
 
 from support.control_plane import ControlPlane
 
-QUICK = Timing(backoff_s=(0.05, 0.5), absent_s=1.0)
+QUICK = Timing(audit_s=3.0, grace_s=2.0, absent_s=1.0, backoff_s=(0.05, 0.5))
 SHORT = Terms(2.0, 1.4, 0.25)
 
 POOLS = "/apis/treeline.dev/v1alpha1/namespaces/{}/inferencepools"

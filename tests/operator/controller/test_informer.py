@@ -1,249 +1,299 @@
+"""The informer against a cluster that is played: what kopf tells and hides is said by the test, in virtual time."""
+
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
 from support.virtual_loop import run
-from treeline_operator.controller.informer import Informer, Reflector, Timing
+from treeline_operator.controller.informer import Informer, Timing
 from treeline_operator.controller.kinds import KINDS, OPTIONAL, Watched
 from treeline_operator.controller.store import Store
-from treeline_operator.kube.errors import Forbidden, Gone, KubeError, NotFound, Throttled, Unavailable
+from treeline_operator.controller.stream import Deliver
+from treeline_operator.kube.errors import Forbidden, KubeError, NotFound, Unavailable
+from treeline_operator.kube.transport import Answer, Call
 
-KIND = Watched("apps/v1", "Deployment", "deployments")
-
-
-def obj(name: str, version: int) -> dict[str, Any]:
-    return {"metadata": {"name": name, "namespace": "n", "uid": f"u-{name}", "resourceVersion": str(version)}}
-
-
-def event(kind: str, thing: dict[str, Any]) -> bytes:
-    return json.dumps(
-        {"type": kind, "object": {"apiVersion": "apps/v1", "kind": "Deployment", **thing}}
-    ).encode()
+DEPLOYMENTS = next(watched for watched in KINDS if watched.kind == "Deployment")
+PODS = next(watched for watched in KINDS if watched.kind == "Pod")
+ROUTES = OPTIONAL[0]
 
 
-def bookmark(version: int) -> bytes:
-    return json.dumps(
-        {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": str(version)}}}
-    ).encode()
+class World:
+    """Objects, who lists them, and the streams that were begun. A stream tells what a list and a watch would."""
+
+    configuration = None
+
+    def __init__(self) -> None:
+        self.version = 100
+        self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
+        self.failing: dict[str, KubeError] = {}
+        self.deaf: set[str] = set()
+        self.ends: list[Exception] = []
+        self.streams: list[list[str]] = []
+        self.listed: dict[str, int] = {}
+        self.deliver: Deliver | None = None
+
+    async def request(self, call: Call) -> Answer:
+        assert call.accept.startswith("application/json;as=PartialObjectMetadataList")
+        self.listed[call.path] = self.listed.get(call.path, 0) + 1
+        for part, exc in self.failing.items():
+            if part in call.path:
+                raise exc
+        watched = next(w for w in (*KINDS, *OPTIONAL) if call.path.endswith(f"{w.api_version}/{w.plural}"))
+        query = dict(call.query)
+        assert query.get("labelSelector", "") == watched.selector
+        items = [{"metadata": obj["metadata"]} for key, obj in self.objects.items() if key[0] == watched.api]
+        first = int(query.get("continue", "0"))
+        page, more = items[first : first + 2], str(first + 2) if first + 2 < len(items) else ""
+        meta = {"resourceVersion": str(self.version), "continue": more}
+        return Answer(200, {}, json.dumps({"metadata": meta, "items": page or None}).encode())
+
+    async def stream(
+        self, kinds: Sequence[Watched], namespaces: Sequence[str], _: Any, __: Any, deliver: Deliver
+    ) -> None:
+        self.streams.append([watched.plural for watched in kinds])
+        self.deliver = deliver
+        await asyncio.sleep(0.1)
+        for watched in kinds:
+            if watched.plural not in self.deaf:
+                for (api, _, _), obj in list(self.objects.items()):
+                    if api == watched.api:
+                        deliver(watched, None, json.loads(json.dumps(obj)))
+        if self.ends:
+            raise self.ends.pop(0)
+        await asyncio.Event().wait()
+
+    def put(self, watched: Watched, name: str, *, heard: bool = True) -> None:
+        self.version += 1
+        meta = {"namespace": "n", "name": name, "uid": f"u-{name}", "resourceVersion": str(self.version)}
+        self.objects[watched.api, "n", name] = {"metadata": meta}
+        if heard and self.deliver is not None:
+            self.deliver(watched, "MODIFIED", {"metadata": dict(meta)})
+
+    def delete(self, watched: Watched, name: str, *, heard: bool = True) -> None:
+        self.version += 1
+        meta = self.objects.pop((watched.api, "n", name))["metadata"]
+        if heard and self.deliver is not None:
+            last = {**meta, "resourceVersion": str(self.version)}
+            self.deliver(watched, "DELETED", {"metadata": last})
 
 
-class Script:
-    """An API server that plays its part. A list is a version and objects; a watch is lines, and seconds of silence."""
+class Scene:
+    def __init__(self, world: World, store: Store, informer: Informer) -> None:
+        self.world, self.store, self.informer = world, store, informer
 
-    def __init__(self, *acts: Any) -> None:
-        self.acts = list(acts)
-        self.asked: list[str] = []
-        self.at: list[float] = []
-
-    def next(self, what: str) -> Any:
-        self.asked.append(what)
-        self.at.append(round(asyncio.get_running_loop().time(), 3))
-        act = self.acts.pop(0) if self.acts else Unavailable("the script is over")
-        if isinstance(act, KubeError):
-            raise act
-        return act
-
-    async def page(self, path: str, query: dict[str, str]) -> bytes:
-        assert query.get("labelSelector", "app.kubernetes.io/managed-by=treeline") == KIND.selector
-        act = self.next(f"list{' ' + query['continue'] if 'continue' in query else ''}")
-        version, items, *more = act
-        meta = {"resourceVersion": str(version), "continue": more[0] if more else ""}
-        return json.dumps({"metadata": meta, "items": items}).encode()
-
-    @asynccontextmanager
-    async def lines(
-        self, path: str, query: dict[str, str], idle_s: float
-    ) -> AsyncIterator[AsyncIterator[bytes]]:
-        act = self.next(f"watch {query['resourceVersion']}")
-
-        async def play() -> AsyncIterator[bytes]:
-            for part in act:
-                if isinstance(part, bytes):
-                    yield part
-                elif isinstance(part, KubeError):
-                    raise part
-                else:
-                    # silence, and the reader's patience with it
-                    await asyncio.sleep(min(part, idle_s))
-                    if part >= idle_s:
-                        raise TimeoutError
-
-        yield play()
+    def names(self, watched: Watched = DEPLOYMENTS) -> list[str]:
+        return [o.ref.name for o in self.store.of_kind(watched.api_version, watched.kind, "n")]
 
 
-def play(*acts: Any, seconds: float = 0.0) -> tuple[Script, Store, Reflector]:
-    """Run a reflector for so long, then stop it."""
-    script, store = Script(*acts), Store()
+def play(act: Callable[[Scene], Coroutine[Any, Any, None]], **timing: Any) -> None:
+    """Run a scene that begins with two Deployments and three Pods."""
 
-    async def main() -> Reflector:
-        reflector = Reflector(KIND, "", script, store, Timing(), chance=lambda: 0.0)
-        task = asyncio.create_task(reflector.run())
-        await asyncio.sleep(seconds)
-        reflector.age_at_end = reflector.age()  # type: ignore[attr-defined]
-        task.cancel()
-        return reflector
+    async def main() -> None:
+        world, store = World(), Store()
+        for name in ("a", "b"):
+            world.put(DEPLOYMENTS, name)
+        for name in ("p", "q", "r"):
+            world.put(PODS, name)
+        cluster: Any = world
+        informer = Informer(cluster, store, timing=Timing(**timing), source=world.stream)
+        try:
+            await act(Scene(world, store, informer))
+        finally:
+            await informer.stop()
 
-    return script, store, run(main())
-
-
-def names(store: Store) -> list[str]:
-    return [o.ref.name for o in store.of_kind("apps/v1", "Deployment", "n")]
-
-
-def test_a_list_in_pages_then_a_watch_from_where_the_list_was() -> None:
-    script, store, reflector = play(
-        (7, [obj("a", 1), obj("b", 2)], "more"),
-        (7, [obj("c", 3)]),
-        [event("ADDED", obj("d", 8)), event("DELETED", obj("a", 9)), 50, bookmark(20), 50],
-        [1000],
-        seconds=160,
-    )
-    assert script.asked[:3] == ["list", "list more", "watch 7"]
-    assert script.asked[3] == "watch 20", "a bookmark moves the place"
-    assert names(store) == ["b", "c", "d"]
-    assert reflector.synced.is_set()
-    assert not reflector.trouble
+    run(main())
 
 
-def test_what_was_deleted_while_nobody_watched_is_noticed_after_410() -> None:
-    gone = json.dumps({"type": "ERROR", "object": {"code": 410, "message": "too old"}}).encode()
-    script, store, _ = play(
-        (5, [obj("a", 1), obj("b", 2)]),
-        [gone],
-        (90, [obj("b", 2), obj("e", 60)]),
-        [30],
-        seconds=5,
-    )
-    assert script.asked == ["list", "watch 5", "list", "watch 90"]
-    assert names(store) == ["b", "e"]
-    script, store, _ = play((5, [obj("a", 1)]), Gone("410: expired", code=410), (9, []), [30], seconds=5)
-    assert script.asked == ["list", "watch 5", "list", "watch 9"]
-    assert names(store) == []
+async def begin(scene: Scene) -> None:
+    scene.informer.start()
+    await scene.informer.synced()
 
 
-def test_a_silent_watch_is_begun_anew_from_the_same_place() -> None:
-    script, _, reflector = play((5, []), [1000], [1000], seconds=100)
-    assert script.asked == ["list", "watch 5", "watch 5"]
-    assert script.at == [0.0, 0.0, 70.0]
-    assert reflector.age_at_end == pytest.approx(30.0)  # type: ignore[attr-defined]
+def test_synced_means_that_all_of_the_first_lists_has_been_told() -> None:
+    async def act(scene: Scene) -> None:
+        scene.informer.start()
+        waiting = asyncio.create_task(scene.informer.synced())
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await waiting
+        assert scene.names() == ["a", "b"]
+        assert scene.names(PODS) == ["p", "q", "r"]
+        assert set(scene.informer.ages()) == {watched.api for watched in KINDS}
+        assert scene.informer.troubles() == []
+        assert scene.world.streams == [sorted_plurals(KINDS)]
+
+    play(act)
 
 
-def test_losses_back_off_and_a_relist_comes_when_nothing_else_helps() -> None:
-    lost = Unavailable("connection reset")
-    script, _, reflector = play((5, []), *[lost] * 4, *[lost] * 4, seconds=20)
-    assert script.asked[:6] == ["list", *["watch 5"] * 4, "list"]
-    assert [round(b - a, 2) for a, b in zip(script.at[1:6], script.at[2:7], strict=True)] == [
-        0.25,
-        0.5,
-        1.0,
-        2.0,
-        4.0,
-    ]
-    assert "connection reset" in reflector.trouble
+def sorted_plurals(kinds: Sequence[Watched]) -> list[str]:
+    return [watched.plural for watched in sorted(kinds, key=lambda w: w.api)]
 
 
-def test_retry_after_is_obeyed() -> None:
-    script, _, _ = play(Throttled("429", code=429, retry_after_s=7.0), (5, []), [1000], seconds=20)
-    assert script.at == [0.0, 7.0, 7.0]
+def test_what_is_told_is_known_at_once() -> None:
+    async def act(scene: Scene) -> None:
+        await begin(scene)
+        scene.world.put(DEPLOYMENTS, "c")
+        scene.world.delete(DEPLOYMENTS, "a")
+        assert scene.names() == ["b", "c"]
+
+    play(act)
 
 
-def test_a_server_that_ends_every_watch_at_once_is_not_asked_in_a_tight_loop() -> None:
-    script, _, _ = play((5, []), *[[]] * 100, seconds=10)
-    assert len(script.asked) <= 22
+def test_what_was_deleted_unseen_goes_with_the_next_audit() -> None:
+    async def act(scene: Scene) -> None:
+        await begin(scene)
+        scene.world.delete(DEPLOYMENTS, "a", heard=False)
+        assert scene.names() == ["a", "b"]
+        await asyncio.sleep(60.0)
+        assert scene.names() == ["b"]
+
+    play(act)
 
 
-def test_an_absent_kind_counts_as_empty_and_is_asked_for_again() -> None:
-    script, store, reflector = play(
-        (5, [obj("a", 1)]),
-        NotFound("404", code=404),
-        NotFound("404", code=404),
-        (6, [obj("z", 6)]),
-        [1000],
-        seconds=130,
-    )
-    assert script.asked == ["list", "watch 5", "list", "list", "watch 6"]
-    assert names(store) == ["z"]
-    assert reflector.synced.is_set()
+def test_a_list_of_kopf_brings_an_audit_at_once() -> None:
+    async def act(scene: Scene) -> None:
+        await begin(scene)
+        scene.world.delete(DEPLOYMENTS, "a", heard=False)
+        assert scene.world.deliver is not None
+        scene.world.deliver(DEPLOYMENTS, None, scene.world.objects[DEPLOYMENTS.api, "n", "b"])
+        await asyncio.sleep(1.0)
+        assert scene.names() == ["b"]
+        assert len(scene.world.streams) == 1
+
+    play(act)
+
+
+def test_a_watch_that_has_gone_deaf_is_noticed_and_begun_anew() -> None:
+    async def act(scene: Scene) -> None:
+        await begin(scene)
+        scene.world.put(DEPLOYMENTS, "late", heard=False)
+        await asyncio.sleep(90.0)
+        assert len(scene.world.streams) == 2
+        assert scene.names() == ["a", "b", "late"]
+        scene.world.deaf.add("deployments")
+        scene.world.put(DEPLOYMENTS, "later", heard=False)
+        await asyncio.sleep(90.0)
+        assert "later" not in scene.names()
+        assert scene.informer.ages()[DEPLOYMENTS.api] > 60.0
+        assert scene.informer.ages()[PODS.api] < 61.0, "the other kinds are as fresh as ever"
+        assert "later for one" in scene.informer.troubles()[0]
+        scene.world.deaf.clear()
+        await asyncio.sleep(120.0)
+        assert "later" in scene.names()
+        assert scene.informer.troubles() == []
+
+    play(act)
+
+
+def test_when_kopf_fails_it_is_begun_again_with_a_growing_delay() -> None:
+    async def act(scene: Scene) -> None:
+        scene.world.ends = [RuntimeError("no credentials")] * 4
+        await begin(scene)
+        await asyncio.sleep(0.2)
+        assert any("no credentials" in trouble for trouble in scene.informer.troubles())
+        await asyncio.sleep(30.0)
+        assert len(scene.world.streams) == 5
+
+    play(act)
+
+
+def test_an_absent_kind_counts_as_empty_and_is_watched_when_it_comes() -> None:
+    async def act(scene: Scene) -> None:
+        scene.world.failing["deployments"] = NotFound("404", code=404)
+        await begin(scene)
+        await asyncio.sleep(1.0)
+        assert scene.names() == []
+        assert scene.names(PODS) == ["p", "q", "r"]
+        assert "deployments" not in scene.world.streams[-1]
+        assert any("is the CRD installed" in trouble for trouble in scene.informer.troubles())
+        del scene.world.failing["deployments"]
+        await asyncio.sleep(40.0)
+        assert "deployments" in scene.world.streams[-1]
+        assert scene.names() == ["a", "b"]
+        assert scene.informer.troubles() == []
+
+    play(act)
 
 
 def test_a_kind_that_may_not_be_read_is_not_synced_and_says_why() -> None:
-    _, _, reflector = play(*[Forbidden("403: pods is forbidden", code=403)] * 3, seconds=30)
-    assert not reflector.synced.is_set()
-    assert "operator's role" in reflector.trouble
+    async def act(scene: Scene) -> None:
+        scene.world.failing["pods"] = Forbidden("403: pods is forbidden", code=403)
+        scene.informer.start()
+        waiting = asyncio.create_task(scene.informer.synced())
+        await asyncio.sleep(100.0)
+        assert not waiting.done()
+        assert any("operator's role" in trouble for trouble in scene.informer.troubles())
+        assert scene.names() == ["a", "b"]
+        waiting.cancel()
+
+    play(act)
 
 
-@pytest.mark.parametrize(
-    "garbage", [b"{", b"[]", b'{"type": 3, "object": {}}', b'{"type": "BOOKMARK", "object": []}']
-)
-def test_what_is_not_understood_leads_to_a_new_list(garbage: bytes) -> None:
-    script, store, _ = play((5, [obj("a", 1)]), [garbage], (6, [obj("b", 6)]), [1000], seconds=5)
-    assert script.asked == ["list", "watch 5", "list", "watch 6"]
-    assert names(store) == ["b"]
+def test_an_api_server_that_is_away_ages_what_is_known_and_is_asked_ever_less() -> None:
+    async def act(scene: Scene) -> None:
+        await begin(scene)
+        scene.world.failing["/"] = Unavailable("connection refused")
+        before = sum(scene.world.listed.values())
+        await asyncio.sleep(200.0)
+        assert scene.names() == ["a", "b"], "what is known stays"
+        assert min(scene.informer.ages().values()) > 130.0
+        assert (sum(scene.world.listed.values()) - before) / len(KINDS) < 25
+        assert len(scene.world.streams) == 1
+        scene.world.failing.clear()
+        await asyncio.sleep(25.0)
+        assert max(scene.informer.ages().values()) < 25.0
+
+    play(act)
 
 
-def test_an_unknown_error_in_the_stream_backs_off() -> None:
-    broken = json.dumps({"type": "ERROR", "object": {"code": 500, "message": "etcd has no leader"}}).encode()
-    script, _, reflector = play((5, []), *[[broken]] * 10, seconds=3)
-    assert 4 <= len(script.asked) <= 6
-    assert "etcd has no leader" in reflector.trouble
+def test_optional_kinds_come_and_go() -> None:
+    async def act(scene: Scene) -> None:
+        await begin(scene)
+        scene.world.put(ROUTES, "r", heard=False)
+        found = await scene.informer.set_optional([ROUTES.api, "example.com/v1/Unknown"])
+        assert found == {ROUTES.api, "example.com/v1/Unknown"}
+        assert scene.names(ROUTES) == ["r"]
+        assert "httproutes" in scene.world.streams[-1]
+        assert await scene.informer.set_optional([]) == frozenset()
+        assert scene.names(ROUTES) == []
+        await asyncio.sleep(1.0)
+        assert "httproutes" not in scene.world.streams[-1]
+        scene.world.failing["httproutes"] = Forbidden("403", code=403)
+        assert await scene.informer.set_optional([ROUTES.api]) == frozenset()
+
+    play(act)
 
 
-class Empty:
-    """An API server without any objects, that counts who watches what."""
+def test_a_defect_in_an_audit_ends_the_wait_for_the_first_lists() -> None:
+    async def act(scene: Scene) -> None:
+        scene.world.failing["pods"] = TypeError("a defect")  # type: ignore[assignment]
+        scene.informer.start()
+        with pytest.raises(TypeError, match="a defect"):
+            await scene.informer.synced()
 
-    def __init__(self) -> None:
-        self.watching: dict[str, int] = {}
-
-    async def page(self, path: str, query: dict[str, str]) -> bytes:
-        route = obj("x", 1)
-        route["metadata"]["namespace"] = "a"
-        items = [route] if "namespaces/a/httproutes" in path else []
-        return json.dumps({"metadata": {"resourceVersion": "1"}, "items": items}).encode()
-
-    @asynccontextmanager
-    async def lines(
-        self, path: str, query: dict[str, str], idle_s: float
-    ) -> AsyncIterator[AsyncIterator[bytes]]:
-        async def silence() -> AsyncIterator[bytes]:
-            await asyncio.sleep(idle_s)
-            for line in ():
-                yield line
-
-        self.watching[path] = self.watching.get(path, 0) + 1
-        try:
-            yield silence()
-        finally:
-            self.watching[path] -= 1
+    play(act)
 
 
-def test_kinds_and_namespaces_are_all_watched_and_optional_ones_come_and_go() -> None:
-    async def main() -> None:
-        server, store = Empty(), Store()
-        informer = Informer(server, store, ("a", "b"))
-        informer.start()
-        await informer.synced()
-        await asyncio.sleep(1)
-        assert sum(server.watching.values()) == 2 * len(KINDS)
-        assert set(informer.ages()) == {watched.api for watched in KINDS}
-        route = OPTIONAL[0]
-        await informer.set_optional([route.api, "example.com/v1/Unknown"])
-        await asyncio.sleep(1)
-        assert server.watching[route.path("a")] == server.watching[route.path("b")] == 1
-        assert len(store) == 1
-        await informer.set_optional([])
-        await asyncio.sleep(1)
-        assert server.watching[route.path("a")] == 0
-        assert len(store) == 0
-        assert informer.troubles() == []
-        await informer.stop()
-        assert sum(server.watching.values()) == 0
+def test_an_answer_that_is_no_list_is_a_trouble_and_not_an_empty_cluster() -> None:
+    async def act(scene: Scene) -> None:
+        await begin(scene)
+        proper = scene.world.request
 
-    run(main())
+        async def garbage(call: Call) -> Answer:
+            return (
+                Answer(200, {}, b'{"kind": "Status"}') if "deployments" in call.path else await proper(call)
+            )
+
+        scene.world.request = garbage  # type: ignore[method-assign]
+        await asyncio.sleep(70.0)
+        assert scene.names() == ["a", "b"]
+        assert any("no list of metadata" in trouble for trouble in scene.informer.troubles())
+
+    play(act)
 
 
 def test_secrets_are_never_watched() -> None:

@@ -1,8 +1,12 @@
-"""Keeps the store equal to the cluster: one list and watch per kind and namespace, and how fresh each of them is.
+"""Keeps the store equal to the cluster: kopf's events, and an audit of what kopf cannot tell.
 
-An own loop instead of a framework's, since three things must be seen that frameworks for handlers swallow: where a
-list ends (what it does not name any more was deleted while nobody watched), bookmarks (the only sign of life of a
-quiet watch), and that every kind has been listed once (an empty one calls no handler).
+kopf does not say when a list has ended, what was deleted while nobody watched, or whether a quiet watch still lives.
+So each kind's names and versions are listed by themselves, at the start, whenever kopf lists anew and every minute:
+
+- what the store has and the list has not was deleted unseen, and is dropped;
+- the store is *synced* when it has all that the first lists named;
+- a kind is *fresh* when an audit finds nothing that kopf has not told within a few seconds. Where that fails, kopf is
+  started anew.
 """
 
 from __future__ import annotations
@@ -10,249 +14,75 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
-
-import msgspec
+from typing import Any, NamedTuple
 
 from treeline_operator.controller.kinds import KINDS, OPTIONAL, Watched
 from treeline_operator.controller.store import Store
-from treeline_operator.kube.errors import Forbidden, Gone, KubeError, NotFound, Unauthorized, error_of
+from treeline_operator.controller.stream import Deliver, WatchSettings, stream
+from treeline_operator.kube.errors import Forbidden, KubeError, NotFound
+from treeline_operator.kube.metadata import Meta, list_metadata
+from treeline_operator.kube.transport import Connection
 from treeline_operator.world import Ref
 
 log = logging.getLogger(__name__)
 
-_PAGE: Final = 250
-_YIELD_EVERY: Final = 50
-
-
-Stream = AbstractAsyncContextManager[AsyncIterator[bytes]]
-
-
-class Reader(Protocol):
-    """The two reads that an informer needs. Both raise KubeError."""
-
-    async def page(self, path: str, query: dict[str, str]) -> bytes:
-        """The body of a GET."""
-
-    def lines(self, path: str, query: dict[str, str], idle_s: float) -> Stream:
-        """The lines of a streamed GET. TimeoutError where none arrives for ``idle_s``."""
-
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds. A bookmark comes every minute, so a watch that is silent for longer than ``idle_s`` is dead."""
+    """Seconds. An audit whose findings kopf has not told after ``grace_s`` means that its watch is dead."""
 
-    idle_s: float = 70.0
-    watch_s: tuple[float, float] = (300.0, 600.0)
+    watch: WatchSettings = field(default_factory=WatchSettings)
+    audit_s: float = 60.0
+    grace_s: float = 15.0
+    absent_s: float = 30.0
     backoff_s: tuple[float, float] = (0.25, 20.0)
-    absent_s: float = 60.0
     patience_s: float = 5.0
 
 
-class _ListMeta(msgspec.Struct):
-    resourceVersion: str = ""
-    continue_: str = msgspec.field(default="", name="continue")
+Source = Callable[[Sequence[Watched], Sequence[str], Any, WatchSettings, Deliver], Coroutine[Any, Any, None]]
+"""What :func:`stream` is: kinds, namespaces, the client's configuration, settings, and whom to tell."""
 
 
-class _Page(msgspec.Struct):
-    metadata: _ListMeta
-    items: list[msgspec.Raw] = []
+class Target(NamedTuple):
+    """A kind in one namespace; an empty one means all."""
+
+    watched: Watched
+    namespace: str
 
 
-class _Line(msgspec.Struct):
-    type: str
-    object: msgspec.Raw
+class _Audited:
+    """What the audits of one target have found."""
 
-
-class _Meta(msgspec.Struct):
-    resourceVersion: str = ""
-
-
-class _Bookmark(msgspec.Struct):
-    metadata: _Meta
-
-
-class _Status(msgspec.Struct):
-    code: int = 500
-
-
-_decode_page = msgspec.json.Decoder(_Page).decode
-_decode_line = msgspec.json.Decoder(_Line).decode
-
-
-class Reflector:
-    """One kind in one namespace (or in all): lists, watches, lists again where the watch lost its place."""
-
-    def __init__(
-        self,
-        watched: Watched,
-        namespace: str,
-        reader: Reader,
-        store: Store,
-        timing: Timing,
-        *,
-        chance: Callable[[], float] = random.random,
-    ) -> None:
-        self.watched = watched
-        self.namespace = namespace
+    def __init__(self) -> None:
         self.synced = asyncio.Event()
+        self.wanted = asyncio.Event()
+        self.unreadable = False
         self.trouble = ""
-        """Why nothing is learnt at the moment; empty while all is well."""
-        self._path = watched.path(namespace)
-        self._reader = reader
-        self._store = store
-        self._timing = timing
-        self._chance = chance
-        self._version: str | None = None
-        self._failures = 0
-        self._seen = _now()
-
-    def age(self) -> float:
-        """Seconds since the API server last said anything about the kind."""
-        return _now() - self._seen
-
-    async def run(self) -> None:
-        """For ever."""
-        while True:
-            wait = 0.0
-            try:
-                if self._version is None:
-                    self._version = await self._list()
-                wait = await self._watch(self._version)
-            except KubeError as exc:
-                wait = self._refused(exc)
-            except msgspec.MsgspecError as exc:
-                self._version = None
-                wait = self._failed(f"not understood: {exc}")
-            await asyncio.sleep(wait)
-
-    async def _list(self) -> str:
-        uids: set[str] = set()
-        self._store.begin_list(self.watched.api_version, self.watched.kind, self.namespace)
-        query = {"limit": str(_PAGE), **self._selector()}
-        while True:
-            page = _decode_page(await self._reader.page(self._path, query))
-            for number, raw in enumerate(page.items, start=1):
-                uids.add(self._put(msgspec.json.decode(raw)))
-                if number % _YIELD_EVERY == 0:
-                    await asyncio.sleep(0)
-            self._heard()
-            if not page.metadata.continue_:
-                break
-            query["continue"] = page.metadata.continue_
-        version = page.metadata.resourceVersion
-        self._failures = 0
-        gone = self._store.retain(self.watched.api_version, self.watched.kind, self.namespace, uids, version)
-        log.debug("listed %s: %d objects, %d had gone", self._path, len(uids), gone)
-        self.synced.set()
-        return version
-
-    async def _watch(self, version: str) -> float:
-        """Until the stream ends or goes silent; returns how long to wait before the next one."""
-        lowest, highest = self._timing.watch_s
-        seconds = lowest + (highest - lowest) * self._chance()
-        query = {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": version}
-        query |= {"timeoutSeconds": str(max(1, round(seconds))), **self._selector()}
-        begun = _now()
-        try:
-            async with self._reader.lines(self._path, query, self._timing.idle_s) as lines:
-                self._heard()
-                async for line in lines:
-                    self._event(_decode_line(line))
-                    self._heard()
-                    self._failures = 0
-        except TimeoutError:
-            log.info("the watch of %s is silent, starting another", self._path)
-        # A server that ends each watch at once must not be asked in a tight loop.
-        return 0.0 if _now() - begun > 1.0 else 0.5 + 0.5 * self._chance()
-
-    def _event(self, line: _Line) -> None:
-        match line.type:
-            case "ADDED" | "MODIFIED":
-                obj = msgspec.json.decode(line.object)
-                self._put(obj)
-                self._version = obj["metadata"]["resourceVersion"]
-            case "DELETED":
-                obj = msgspec.json.decode(line.object)
-                meta = obj["metadata"]
-                ref = Ref(
-                    self.watched.api_version, self.watched.kind, meta.get("namespace", ""), meta["name"]
-                )
-                self._store.remove(ref, meta["uid"], meta["resourceVersion"])
-                self._version = meta["resourceVersion"]
-            case "BOOKMARK":
-                self._version = msgspec.json.decode(line.object, type=_Bookmark).metadata.resourceVersion
-            case _:
-                code = msgspec.json.decode(line.object, type=_Status).code
-                raise error_of(code, bytes(line.object), None, f"watch {self._path}")
-
-    def _put(self, obj: dict[str, Any]) -> str:
-        obj.setdefault("apiVersion", self.watched.api_version)
-        obj.setdefault("kind", self.watched.kind)
-        self._store.put(obj)
-        uid: str = obj["metadata"]["uid"]
-        return uid
-
-    def _selector(self) -> dict[str, str]:
-        return {"labelSelector": self.watched.selector} if self.watched.selector else {}
-
-    def _heard(self) -> None:
-        self._seen = _now()
-        if self.trouble:
-            log.info("%s is read again", self._path)
-            self.trouble = ""
-
-    def _refused(self, exc: KubeError) -> float:
-        """Note what the API server said, and return for how long to wait."""
-        match exc:
-            case Gone():
-                log.info("the watch of %s lost its place, listing again", self._path)
-                wait = 0.0 if self._version is not None else self._failed(str(exc))
-                self._version = None
-                return wait
-            case NotFound():
-                self._version = None
-                self._store.retain(self.watched.api_version, self.watched.kind, self.namespace, set(), "")
-                self._seen = _now()
-                self._failed("the API server does not serve it; is the CRD installed?")
-                # An absent kind has no objects, and that is known.
-                self.synced.set()
-                return self._timing.absent_s
-            case Forbidden():
-                self._failed(f"may not be read, see the operator's role: {exc}")
-                return self._timing.backoff_s[1]
-            case _:
-                if self._failures >= 3 or isinstance(exc, Unauthorized):
-                    self._version = None  # a list answers whatever it dislikes, and logs in anew
-                return max(self._failed(str(exc)), exc.retry_after_s or 0.0)
-
-    def _failed(self, trouble: str) -> float:
-        """Note why, aloud if it is new, and return for how long to wait."""
-        if trouble != self.trouble:
-            log.warning("%s: %s", self._path, trouble)
-            self.trouble = trouble
-        self._failures += 1
-        base, cap = self._timing.backoff_s
-        return min(cap, base * 2.0 ** min(self._failures - 1, 20)) * (1.0 - 0.5 * self._chance())
+        self.fresh = _now()
 
 
 @dataclass(slots=True)
 class Informer:
-    """All reflectors. Optional kinds come and go with :meth:`set_optional`."""
+    """All kinds. Optional ones come and go with :meth:`set_optional`."""
 
-    reader: Reader
+    cluster: Connection
     store: Store
     namespaces: Sequence[str] = ("",)
-    timing: Timing = Timing()
-    _reflectors: dict[tuple[Watched, str], Reflector] = field(default_factory=dict)
-    _tasks: dict[tuple[Watched, str], asyncio.Task[None]] = field(default_factory=dict)
+    timing: Timing = field(default_factory=Timing)
+    source: Source = stream
+    _audited: dict[Target, _Audited] = field(default_factory=dict)
+    _audits: dict[Target, asyncio.Task[None]] = field(default_factory=dict)
+    _streaming: asyncio.Task[None] | None = None
+    _restart: asyncio.Event = field(default_factory=asyncio.Event)
+    _heard: asyncio.Event = field(default_factory=asyncio.Event)
+    _trouble: str = ""
 
     def start(self) -> None:
-        """Begin to list and watch the kinds that are always there."""
+        """Begin to watch the kinds that are always there."""
         self._begin(KINDS)
+        self._streaming = asyncio.create_task(self._stream(), name="kopf")
 
     async def set_optional(self, apis: Iterable[str]) -> frozenset[str]:
         """Watch exactly those optional kinds that are among ``apis``.
@@ -261,64 +91,202 @@ class Informer:
         """
         offered = frozenset(apis)
         wanted = {watched for watched in OPTIONAL if watched.api in offered}
-        for key in [key for key in self._tasks if key[0] in OPTIONAL and key[0] not in wanted]:
-            self._tasks.pop(key).cancel()
-            del self._reflectors[key]
-            watched, namespace = key
-            self.store.retain(watched.api_version, watched.kind, namespace, set(), "")
-        self._begin(wanted)
-        new = [reflector for (watched, _), reflector in self._reflectors.items() if watched in wanted]
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self.timing.patience_s):
-                for reflector in new:
-                    await reflector.synced.wait()
-        return offered - {reflector.watched.api for reflector in new if not reflector.synced.is_set()}
+        dropped = [t for t in self._audits if t.watched in OPTIONAL and t.watched not in wanted]
+        for target in dropped:
+            self._audits.pop(target).cancel()
+            del self._audited[target]
+            self.store.retain(target.watched.api_version, target.watched.kind, target.namespace, set(), "")
+        if self._begin(wanted) or dropped:
+            self._restart.set()
+        new = {target: audited for target, audited in self._audited.items() if target.watched in wanted}
+        waiting = [asyncio.create_task(audited.synced.wait()) for audited in new.values()]
+        if waiting:
+            await asyncio.wait(waiting, timeout=self.timing.patience_s)
+            for task in waiting:
+                task.cancel()
+        return offered - {t.watched.api for t, a in new.items() if a.unreadable or not a.synced.is_set()}
 
     async def synced(self) -> None:
-        """Returns when every kind has been listed."""
-        for reflector in list(self._reflectors.values()):
-            await reflector.synced.wait()
+        """Returns when the store has all that there was at the start. Raises as :meth:`watch` does."""
+        waiting = [asyncio.create_task(audited.synced.wait()) for audited in self._audited.values()]
+        watching = asyncio.create_task(self.watch())
+        try:
+            while any(not task.done() for task in waiting) and not watching.done():
+                left = [task for task in waiting if not task.done()]
+                await asyncio.wait((*left, watching), return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+        finally:
+            for task in (watching, *waiting):
+                task.cancel()
 
     async def watch(self) -> None:
-        """Never returns; raises what ended a reflector, which is a defect."""
+        """Never returns; raises what ended one of the tasks, which is a defect."""
         while True:
-            done, _ = await asyncio.wait(
-                self._tasks.values(), return_when=asyncio.FIRST_COMPLETED, timeout=5.0
-            )
+            tasks = {*self._audits.values(), *([self._streaming] if self._streaming else [])}
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=5.0)
             for task in done:
                 if not task.cancelled():
                     task.result()
 
     def ages(self) -> dict[str, float]:
-        """Per kind the seconds since it was last heard of, in the namespace where that is longest ago."""
+        """Per kind the seconds since it was last known to be as the API server has it."""
         ages: dict[str, float] = {}
-        for reflector in self._reflectors.values():
-            kind = reflector.watched.api
-            ages[kind] = max(ages.get(kind, 0.0), reflector.age())
+        for target, audited in self._audited.items():
+            kind = target.watched.api
+            ages[kind] = max(ages.get(kind, 0.0), _now() - audited.fresh)
         return ages
 
     def troubles(self) -> list[str]:
         """What cannot be read at the moment, and why."""
-        return [f"{r.watched.path(r.namespace)}: {r.trouble}" for r in self._reflectors.values() if r.trouble]
+        found = [f"{t.watched.path(t.namespace)}: {a.trouble}" for t, a in self._audited.items() if a.trouble]
+        return [*found, *([self._trouble] if self._trouble else [])]
 
     async def stop(self) -> None:
         """End all watches."""
-        for task in self._tasks.values():
+        tasks = [*self._audits.values(), *([self._streaming] if self._streaming else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        self._tasks.clear()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._audits.clear()
 
-    def _begin(self, kinds: Iterable[Watched]) -> None:
-        for watched in kinds:
-            for namespace in self.namespaces:
-                key = (watched, namespace)
-                if key in self._tasks:
+    # ---- events ---------------------------------------------------------------------------------------------
+
+    async def _stream(self) -> None:
+        """Runs kopf for the kinds that there are; again when these change, when it falls behind, and when it fails."""
+        failures = 0
+        while True:
+            self._restart.clear()
+            kinds = sorted(
+                {t.watched for t, a in self._audited.items() if not a.unreadable}, key=lambda w: w.api
+            )
+            begun = _now()
+            running = asyncio.create_task(
+                self.source(kinds, self.namespaces, self.cluster.configuration, self.timing.watch, self._see)
+            )
+            restart = asyncio.create_task(self._restart.wait())
+            try:
+                await asyncio.wait((running, restart), return_when=asyncio.FIRST_COMPLETED)
+                if not running.done():
+                    log.info("watching anew: %d kinds", len(kinds))
                     continue
-                reflector = Reflector(watched, namespace, self.reader, self.store, self.timing)
-                self._reflectors[key] = reflector
-                self._tasks[key] = asyncio.create_task(
-                    reflector.run(), name=f"watch {watched.path(namespace)}"
-                )
+                self._trouble = f"watching failed: {running.exception()}"
+                log.warning(self._trouble)
+            finally:
+                for task in (running, restart):
+                    task.cancel()
+                await asyncio.gather(running, restart, return_exceptions=True)
+            base, cap = self.timing.backoff_s
+            failures = failures + 1 if _now() - begun < 2 * cap else 1
+            await asyncio.sleep(min(cap, base * 2.0 ** min(failures, 20)) * random.uniform(0.5, 1.0))
+
+    def _see(self, watched: Watched, type_: str | None, obj: dict[str, Any]) -> None:
+        obj.setdefault("apiVersion", watched.api_version)
+        obj.setdefault("kind", watched.kind)
+        meta = obj["metadata"]
+        if type_ == "DELETED":
+            ref = Ref(watched.api_version, watched.kind, meta.get("namespace", ""), meta["name"])
+            self.store.remove(ref, meta["uid"], meta["resourceVersion"])
+        else:
+            self.store.put(obj)
+        self._trouble = ""
+        self._heard.set()
+        if type_ is None:  # kopf lists: whatever it does not name may have been deleted
+            for target, audited in self._audited.items():
+                if target.watched == watched and audited.synced.is_set():
+                    audited.wanted.set()
+
+    # ---- audits ---------------------------------------------------------------------------------------------
+
+    def _begin(self, kinds: Iterable[Watched]) -> bool:
+        """Whether any of them is new."""
+        new = [Target(w, ns) for w in kinds for ns in self.namespaces if Target(w, ns) not in self._audits]
+        for target in new:
+            self._audited[target] = _Audited()
+            path = target.watched.path(target.namespace)
+            self._audits[target] = asyncio.create_task(self._audit_for_ever(target), name=f"audit {path}")
+        return bool(new)
+
+    async def _audit_for_ever(self, target: Target) -> None:
+        audited, failures = self._audited[target], 0
+        base, cap = self.timing.backoff_s
+        while True:
+            try:
+                await self._audit(target, audited)
+                failures, wait = 0, self.timing.audit_s
+            except (NotFound, Forbidden) as exc:
+                self._cannot(target, audited, exc)
+                failures, wait = 0, self.timing.absent_s
+            except KubeError as exc:
+                failures += 1
+                wait = min(cap, base * 2.0 ** min(failures, 20))
+                if str(exc) != audited.trouble:
+                    log.warning("%s: %s", target.watched.path(target.namespace), exc)
+                    audited.trouble = str(exc)
+            try:
+                async with asyncio.timeout(wait * random.uniform(0.75, 1.0)):
+                    await audited.wanted.wait()
+                    await asyncio.sleep(base)  # a list of kopf names many
+            except TimeoutError:
+                pass
+
+    async def _audit(self, target: Target, audited: _Audited) -> None:
+        """Compare with a list; returns when kopf has told all that it named, or after the grace."""
+        audited.wanted.clear()
+        watched = target.watched
+        items, version = await list_metadata(
+            self.cluster, watched.plural, watched.path(target.namespace), watched.selector
+        )
+        named = {Ref(watched.api_version, watched.kind, meta.namespace, meta.name): meta for meta in items}
+        if audited.unreadable:
+            audited.unreadable = False
+            self._restart.set()
+        uids = {meta.uid for meta in named.values()}
+        gone = self.store.retain(watched.api_version, watched.kind, target.namespace, uids, version)
+        if gone and audited.synced.is_set():
+            log.info("%d of %s were deleted unseen", gone, watched.path(target.namespace))
+        behind = await self._await_told(named)
+        if behind:
+            audited.trouble = (
+                f"{len(behind)} objects are newer than what was told of them, {behind[0]} for one"
+            )
+            log.warning("%s: %s", watched.path(target.namespace), audited.trouble)
+            self._restart.set()
+            return
+        audited.trouble = ""
+        audited.fresh = _now()
+        audited.synced.set()
+
+    async def _await_told(self, named: dict[Ref, Meta]) -> list[str]:
+        """The objects that kopf has not told, when it has told none of them for the length of the grace."""
+        while named := {ref: meta for ref, meta in named.items() if not self._is_told(ref, meta)}:
+            left = len(named)
+            try:
+                async with asyncio.timeout(self.timing.grace_s):
+                    while sum(not self._is_told(ref, meta) for ref, meta in named.items()) == left:
+                        self._heard.clear()
+                        await self._heard.wait()
+                        await asyncio.sleep(0.05)  # many come together
+            except TimeoutError:
+                break
+        return [ref.name for ref in named]
+
+    def _is_told(self, ref: Ref, meta: Meta) -> bool:
+        return self.store.has_seen(ref, meta.uid, meta.resourceVersion)
+
+    def _cannot(self, target: Target, audited: _Audited, exc: KubeError) -> None:
+        """The kind is not served, which means that it has no objects, or it may not be read, which says nothing."""
+        watched = target.watched
+        if not audited.unreadable:
+            audited.unreadable = True
+            absent = "the API server does not serve it; is the CRD installed?"
+            audited.trouble = absent if isinstance(exc, NotFound) else f"see the operator's role: {exc}"
+            log.warning("%s: %s", watched.path(target.namespace), audited.trouble)
+            self._restart.set()
+        if isinstance(exc, NotFound):
+            self.store.retain(watched.api_version, watched.kind, target.namespace, set(), "")
+            audited.fresh = _now()
+            audited.synced.set()
 
 
 def _now() -> float:

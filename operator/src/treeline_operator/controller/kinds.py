@@ -26,6 +26,12 @@ class Watched:
         """``group/version/Kind``, as discovery names it."""
         return f"{self.api_version}/{self.kind}"
 
+    @property
+    def group_version_plural(self) -> tuple[str, str, str]:
+        """The three words by which the kind is addressed; the core group is empty."""
+        group, _, version = self.api_version.rpartition("/")
+        return group, version, self.plural
+
     def path(self, namespace: str) -> str:
         """The path of the collection in a namespace, or in all of them if it is empty."""
         root = f"/apis/{self.api_version}" if "/" in self.api_version else f"/api/{self.api_version}"

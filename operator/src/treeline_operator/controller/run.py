@@ -29,7 +29,6 @@ from treeline_operator.kube.client import Cluster
 from treeline_operator.kube.discovery import Discovery
 from treeline_operator.kube.errors import KubeError, LostLease
 from treeline_operator.kube.lease import Elector, Terms
-from treeline_operator.kube.streams import Streams
 from treeline_operator.world import Images, Key, Platform
 
 log = logging.getLogger(__name__)
@@ -73,7 +72,6 @@ class Operator:
         self.metrics = metrics
         self.vitals = vitals
         self._cluster = cluster
-        self._streams = Streams(cluster)
         self._discovery = Discovery(cluster)
         platform = Platform(
             images=options.images,
@@ -82,7 +80,7 @@ class Operator:
             picker_probe=options.picker_probe,
         )
         self.observer = Observer(self.store, platform)
-        self.informer = Informer(self._streams, self.store, options.namespaces or ("",), options.timing)
+        self.informer = Informer(cluster, self.store, options.namespaces or ("",), options.timing)
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=32))
         self._recorder = Recorder(cluster, metrics, options.identity, _clock)
         self._downloads = Downloads(self.store, cluster, self.enqueue)
@@ -151,7 +149,6 @@ class Operator:
         await self._downloads.stop()
         await self.informer.stop()
         await self._session.close()
-        await self._streams.close()
 
     def _changed(self, change: Change) -> None:
         if change.after is None:

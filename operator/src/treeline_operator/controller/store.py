@@ -60,7 +60,6 @@ class Store:
     _by_pool: dict[tuple[str, str], dict[Ref, None]] = field(default_factory=dict)
     _by_gateway: dict[tuple[str, str], dict[Ref, None]] = field(default_factory=dict)
     _dead: OrderedDict[str, str] = field(default_factory=OrderedDict)
-    _listed: dict[tuple[str, str, str], str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -108,8 +107,6 @@ class Store:
         """Take in a decoded object; returns whether that was news. Its ``managedFields`` are dropped."""
         observed = Observed.of(obj)
         before = self._objects.get(observed.ref)
-        if before is None and _after(self._listed_at(observed.ref), observed.resource_version):
-            return False  # a later list did not have it any more
         if before is not None and not _newer(observed, before):
             return False
         if (died := self._dead.get(observed.uid)) is not None:
@@ -154,17 +151,16 @@ class Store:
         obj["metadata"].setdefault("deletionTimestamp", stamp)
         self._objects[ref] = Observed.of(obj)
 
-    def begin_list(self, api_version: str, kind: str, namespace: str) -> None:
-        """A list of the kind begins: what it will name is news, however old."""
-        self._listed.pop((api_version, kind, namespace), None)
+    def has_seen(self, ref: Ref, uid: str, version: str) -> bool:
+        """Whether this version of the object, a later one or its end is known."""
+        known = self._objects.get(ref)
+        return uid in self._dead if known is None else not _after(version, known.resource_version)
 
     def retain(self, api_version: str, kind: str, namespace: str, uids: set[str], version: str) -> int:
         """A list at ``version`` has ended and had just these ``uids``: drop what else is known of the kind.
 
         An empty ``namespace`` means all. What is newer than the list stays: we made it after the list was taken.
         """
-        if version:
-            self._listed[api_version, kind, namespace] = version
         spaces = (
             [namespace] if namespace else [ns for v, k, ns in self._by_kind if (v, k) == (api_version, kind)]
         )
@@ -181,9 +177,6 @@ class Store:
 
     def _of(self, refs: Iterable[Ref] | None) -> list[Observed]:
         return [self._objects[ref] for ref in sorted(refs or ())]
-
-    def _listed_at(self, ref: Ref) -> str:
-        return self._listed.get((*ref[:2], "")) or self._listed.get((*ref[:2], ref.namespace), "")
 
     def _tell(self, change: Change) -> None:
         for listener in self.listeners:

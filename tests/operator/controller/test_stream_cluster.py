@@ -1,0 +1,123 @@
+"""kopf as the source of events, on a real API server."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from support.control_plane import ControlPlane
+from support.operator_run import Room
+from treeline_operator.controller.kinds import KINDS, Watched
+from treeline_operator.controller.stream import WatchSettings, stream
+from treeline_operator.kube.client import Cluster
+
+KIND = next(watched for watched in KINDS if watched.kind == "ConfigMap")
+PATH = "/api/v1/namespaces/{}/configmaps"
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.events: list[tuple[str | None, str]] = []
+        self.threads: set[int] = set()
+
+    def __call__(self, watched: Watched, type_: str | None, obj: dict[str, Any]) -> None:
+        assert watched == KIND
+        self.threads.add(threading.get_ident())
+        self.events.append((type_, obj["metadata"]["name"]))
+
+
+@pytest.fixture
+def room(control_plane: ControlPlane, namespace: str) -> Room:
+    return Room(control_plane, namespace)
+
+
+@asynccontextmanager
+async def listening(room: Room, heard: Heard) -> AsyncIterator[asyncio.Task[None]]:
+    async with await Cluster.from_config(room.plane.kubeconfig("kopf", ("system:masters",))) as cluster:
+        task = asyncio.create_task(
+            stream([KIND], [room.namespace], cluster.configuration, WatchSettings(), heard)
+        )
+        try:
+            yield task
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+
+async def make(room: Room, name: str, **labels: str) -> None:
+    body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "labels": labels}}
+    await room.request("POST", PATH.format(room.namespace), body)
+
+
+async def test_what_is_listed_made_changed_and_deleted_is_told_in_our_loop_and_the_rest_is_not(
+    room: Room,
+) -> None:
+    ours = {"app.kubernetes.io/managed-by": "treeline"}
+    await make(room, "old", **ours)
+    heard = Heard()
+    async with listening(room, heard):
+        await room.until(lambda: (None, "old") in heard.events, "the list")
+        await make(room, "somebodys")
+        await make(room, "new", **ours)
+        await room.until(lambda: ("ADDED", "new") in heard.events, "what was made")
+        await room.patch(f"{PATH}/old", {"data": {"a": "b"}})
+        await room.until(lambda: ("MODIFIED", "old") in heard.events, "the change")
+        await room.request("DELETE", f"{PATH}/new".format(room.namespace))
+        await room.until(lambda: ("DELETED", "new") in heard.events, "the deletion")
+    assert not [name for _, name in heard.events if name == "somebodys"]
+    assert heard.threads == {threading.get_ident()}
+    heard.events.clear()
+    await make(room, "after", **ours)
+    assert not [thread for thread in threading.enumerate() if thread.name == "kopf"]
+    assert heard.events == []
+
+
+async def test_nothing_is_written_and_no_signal_is_taken(room: Room) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    await make(room, "old", **{"app.kubernetes.io/managed-by": "treeline"})
+    heard = Heard()
+    async with listening(room, heard):
+        await room.until(lambda: heard.events, "the list")
+        assert {number: signal.getsignal(number) for number in before} == before
+    verbs = {event["verb"] for event in room.plane.audit_events("kopf") if "objectRef" in event}
+    assert verbs == {"list", "watch"}
+
+
+async def test_credentials_that_are_refused_end_it_with_the_reason(room: Room) -> None:
+    async with await Cluster.from_config(room.plane.kubeconfig("kopf")) as cluster:
+        configuration = cluster.configuration
+        configuration.cert_file = configuration.key_file = None
+        configuration.api_key["BearerToken"] = "Bearer nonsense"
+        with pytest.raises(Exception, match="Ran out of valid credentials"):
+            await stream([KIND], [room.namespace], configuration, WatchSettings(), Heard())
+
+
+async def test_credentials_are_asked_for_again_when_they_are_refused(room: Room) -> None:
+    await make(room, "old", **{"app.kubernetes.io/managed-by": "treeline"})
+    accounts = f"/api/v1/namespaces/{room.namespace}/serviceaccounts"
+    await room.request("POST", accounts, {"metadata": {"name": "reader"}})
+    grant = ("--clusterrole=view", f"--serviceaccount={room.namespace}:reader", "-n", room.namespace)
+    room.plane.kubectl("create", "rolebinding", "reader", *grant)
+    token = (await room.request("POST", f"{accounts}/reader/token", {}))["status"]["token"]
+    heard = Heard()
+    tokens = ["expired", token]
+    async with await Cluster.from_config(room.plane.kubeconfig("kopf")) as cluster:
+        configuration = cluster.configuration
+        configuration.cert_file = configuration.key_file = None
+
+        async def settings() -> dict[str, Any]:
+            return {"BearerToken": {"value": f"Bearer {tokens.pop(0)}"}}
+
+        configuration.auth_settings = settings
+        task = asyncio.create_task(stream([KIND], [room.namespace], configuration, WatchSettings(), heard))
+        try:
+            await room.until(lambda: (None, "old") in heard.events, "the list")
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+    assert tokens == []
