@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import kopf
@@ -125,19 +125,22 @@ def _see(watched: Watched, loop: asyncio.AbstractEventLoop, deliver: Deliver) ->
 
 
 def _settings(kinds: Sequence[Watched], timing: WatchSettings) -> kopf.OperatorSettings:
-    settings = kopf.OperatorSettings()
-    settings.posting.enabled = False
-    settings.scanning.disabled = True  # which kinds there are is known; new ones start another stream
-    settings.networking.request_timeout = timing.request_s
-    settings.networking.connect_timeout = timing.connect_s
-    settings.networking.error_backoffs = (0.2, 0.5, 1, 2)
-    settings.watching.server_timeout = timing.server_s
-    settings.watching.inactivity_timeout = timing.idle_s
-    settings.watching.chunk_size = 500
-    settings.queueing.worker_limit = None
-    settings.queueing.idle_timeout = 1.0
-    settings.queueing.exit_timeout = 0.5
-    settings.execution.max_workers = 1
+    usual = kopf.OperatorSettings()
+    settings = replace(
+        usual,
+        posting=replace(usual.posting, enabled=False),
+        scanning=replace(usual.scanning, disabled=True),  # which kinds there are is known
+        networking=replace(
+            usual.networking,
+            request_timeout=timing.request_s,
+            connect_timeout=timing.connect_s,
+            error_backoffs=(0.2, 0.5, 1, 2),
+        ),
+        watching=replace(
+            usual.watching, server_timeout=timing.server_s, inactivity_timeout=timing.idle_s, chunk_size=500
+        ),
+        queueing=replace(usual.queueing, worker_limit=None, idle_timeout=1.0, exit_timeout=0.5),
+    )
     for watched in kinds:
         if watched.selector:
             settings.watching.label_selectors[watched.group_version_plural] = watched.selector
