@@ -19,6 +19,7 @@ from support.operator_run import DEPLOYMENTS, MODELS, POOLS, Room, condition, op
 from support.rbac_audit import Grants, Right, Witness, refused, rules_of, used
 from treeline_operator import rbac
 from treeline_operator.kube.discovery import AGGREGATED
+from treeline_operator.kube.lease import Terms
 from treeline_operator.plan.pods import DOWNLOAD
 
 pytestmark = pytest.mark.integration
@@ -80,7 +81,8 @@ def identity(
 @contextlib.asynccontextmanager
 async def running(room: Room, witness: Witness, own: str, **options: Any) -> AsyncIterator[None]:
     kubeconfig = room.plane.kubeconfig(witness.user)
-    settings = {"leader_elect": True, "lease_namespace": own, **options}
+    patient = Terms(duration_s=30.0, renew_s=20.0, retry_s=0.5)
+    settings = {"leader_elect": True, "lease_namespace": own, "terms": patient, **options}
     async with operator(kubeconfig, room.namespace, **settings) as task:
         yield
         assert not task.done()
@@ -120,7 +122,7 @@ async def test_every_right_of_a_plain_cluster_is_used_by_the_feature_that_declar
             | {"spec": model},
         )
         await said(room, "a")
-        await witness.uses_all_of("resources", "picker-role", "events")
+        await witness.uses_all_of("resources", "picker-role")
         await of_a_picker(room)
 
         await witness.has_only_read("hpa", "model-cache")
@@ -135,7 +137,7 @@ async def test_every_right_of_a_plain_cluster_is_used_by_the_feature_that_declar
         await room.create_pool("c", model={"uri": "hf://org/name", "cache": {"size": "1Gi"}})
         await witness.uses_all_of("model-cache")
         await downloading(room, "c")
-        await witness.uses_all_of("workloads")
+        await witness.uses_all_of("workloads", "events")
 
         await change(room, "a", autoscaling=HPA)
         await room.until(
@@ -178,8 +180,11 @@ async def of_a_picker(room: Room) -> None:
     told = [a for a in container["args"] if not a.startswith(("--curve-dir", "--host", "--drain-timeout"))]
     config = await asyncio.to_thread(room.plane.service_account, room.namespace, name)
     async with running_picker(*told, "--kubeconfig", str(config)) as picker:
-        detail = (await picker.get("/ready")).json()["kubernetes"]
-        assert detail["stale"] == []
+
+        async def follows() -> bool:
+            return (await picker.get("/ready")).json()["kubernetes"]["stale"] == []
+
+        await room.until(follows, "the picker to follow everything")
     events = room.plane.audit_events(user)
     assert refused(events) == []
     granted = {

@@ -80,10 +80,10 @@ class Witness:
     async def uses_all_of(self, *names: str) -> None:
         """Wait until everything that these features are granted has been asked for."""
         wanted = asked_for(self.feature(name) for name in names)
-        deadline = time.monotonic() + 15.0
+        deadline = time.monotonic() + 20.0
         while missing := wanted - used(await asyncio.to_thread(self.events)):
             assert time.monotonic() < deadline, f"granted to {', '.join(names)} and never used: {missing}"
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.25)
 
     async def has_only_read(self, *names: str) -> None:
         """Nothing but lists and watches was asked of what these features alone are about."""
