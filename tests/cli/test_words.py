@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from treeline.main import WORDS, main
+from treeline.main import WORDS, Word, main
 
 
 def treeline(*words: str) -> subprocess.CompletedProcess[str]:
@@ -36,6 +36,14 @@ def test_an_unknown_word_is_refused_with_the_known_ones():
     answer = treeline("sreve")
     assert answer.returncode == 2
     assert "serve" in answer.stderr
+
+
+def test_an_interrupt_while_a_word_is_loading_is_an_end_and_no_traceback(monkeypatch):
+    def interrupted(_argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(WORDS, "pick", Word("", interrupted))
+    assert main(["pick"]) == 130
 
 
 @pytest.mark.parametrize("words", [["version"], ["--version"]])

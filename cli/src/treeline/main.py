@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -88,7 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv == ["--version"]:
         argv = ["version"]
     word = top.parse_args(argv[:1]).word
-    return WORDS[word].run(argv[1:])
+    try:
+        return WORDS[word].run(argv[1:])
+    except KeyboardInterrupt:  # while it was still loading: once it runs, each word ends in its own way
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import json
 import logging
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from treeline_epp.kube.source import KubernetesSource
 
 log = logging.getLogger("treeline_epp")
+
+_WRONG_HOST = frozenset({errno.EADDRNOTAVAIL, socket.EAI_NONAME, socket.EAI_AGAIN})
 
 
 class StartError(Exception):
@@ -93,7 +97,8 @@ async def serve(options: Options, stopping: asyncio.Event) -> None:
                 following.result()
         finally:
             # In order: say that we leave, finish what is open, stop following, stop listening.
-            log.info("stopping")
+            if tasks:
+                log.info("stopping")
             health.set_ready(False)
             metrics.ready.set(0)
             await ext_proc.stop(options.drain_timeout)
@@ -169,22 +174,34 @@ async def _listen(
     host = f"[{options.host}]" if ":" in options.host else options.host
     try:
         port, flag = options.grpc_port, "--grpc-port"
+        _can_listen(options.host, port)
         if options.secure_serving:
             ext_proc.add_secure_port(f"{host}:{port}", credentials(options.cert_path))
         else:
             ext_proc.add_insecure_port(f"{host}:{port}")
         port, flag = options.grpc_health_port, "--grpc-health-port"
+        _can_listen(options.host, port)
         control.add_insecure_port(f"{host}:{port}")
         port, flag = options.metrics_port, "--metrics-port"
+        _can_listen(options.host, port)
         await admin.start(options.host, port)
     except TlsError as error:
         raise StartError(str(error)) from error
     except (RuntimeError, OSError) as error:
-        raise StartError(
-            f"cannot listen on {options.host}:{port}: is another process using that port? Choose another with {flag}"
-        ) from error
+        why = (error.strerror if isinstance(error, OSError) else "") or str(error)
+        wrong_host = isinstance(error, OSError) and error.errno in _WRONG_HOST
+        fix = "correct --host" if wrong_host else f"choose another port with {flag}"
+        raise StartError(f"cannot listen on {options.host}:{port}: {why}; {fix}") from error
     await ext_proc.start()
     await control.start()
+
+
+def _can_listen(host: str, port: int) -> None:
+    """Raises ``OSError``. gRPC would only say that it failed, and write a line of its own to stderr."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
 
 
 def _read_secrets_and_tokenizer(options: Options) -> tuple[CurveKeys | None, TokenizerBundle | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from treeline_epp.endpoint import EndpointSpec
 from treeline_epp.policy import POLICIES
 
 GROUPS = ("inference.networking.k8s.io", "inference.networking.x-k8s.io", "treeline.dev")
+_NAMESPACE = re.compile(r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?")
 _ENV_IN_CLUSTER = "KUBERNETES_SERVICE_HOST"
 
 _IGNORED = {
@@ -141,6 +143,8 @@ def _check_source(p: argparse.ArgumentParser, values: dict[str, object]) -> None
         values["pool_group"] = GROUPS[2]
     if not values["pool_namespace"]:
         values["pool_namespace"] = os.environ.get("NAMESPACE") or "default"
+    if not _NAMESPACE.fullmatch(str(values["pool_namespace"])):
+        p.error(f"--pool-namespace: {values['pool_namespace']!r} is no namespace (a-z, 0-9 and -)")
 
 
 def _add_ports(p: argparse.ArgumentParser) -> None:

@@ -46,12 +46,23 @@ def test_a_wrong_command_line_is_status_2_and_a_sentence(
 
 
 @pytest.mark.parametrize("flag", ["--grpc-port", "--grpc-health-port", "--metrics-port"])
-async def test_a_busy_port_is_an_error_that_names_it(flag: str) -> None:
+async def test_a_busy_port_is_an_error_that_names_it(
+    flag: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(StartError, match=f"127.0.0.1:{port}.*{flag}"):
+        told = f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another port with {flag}$"
+        with caplog.at_level("INFO"), pytest.raises(StartError, match=told):
             async with running_picker("--endpoint", "a=127.0.0.1:1", flag, str(port)):
                 pass
+    assert capfd.readouterr().err == "", "nothing of gRPC's own"
+    assert "stopping" not in caplog.text, "it had not begun"
+
+
+async def test_a_host_that_is_not_ours_is_an_error_that_names_its_flag() -> None:
+    with pytest.raises(StartError, match=r"cannot listen on 192.0.2.1:.*; correct --host$"):
+        async with running_picker("--endpoint", "a=127.0.0.1:1", "--host", "192.0.2.1"):
+            pass
 
 
 @pytest.mark.parametrize("flag", ["--endpoints-file", "--tokenizer", "--curve-dir"])

@@ -28,6 +28,11 @@ def test_without_kubernetes_it_binds_to_loopback_in_plain_text() -> None:
     assert (options.kubernetes, options.host, options.secure_serving) == (False, "127.0.0.1", False)
 
 
+def test_a_namespace_that_cannot_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("My_Team", "a/b", "a-", "x" * 64):
+        assert "is no namespace" in refused(capsys, "--gateway", "g", "--pool-namespace", name)
+
+
 def test_a_gateway_is_one_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     options = options_of(["--kubernetes", "--gateway", "g"])
     assert scope(options) == ("g", "treeline.dev", "", "default")

@@ -258,6 +258,49 @@ async def test_without_pods_it_is_not_ready_until_they_may_be_read(tmp_path: Pat
             await until(lambda: _status(picker), "it is ready")
 
 
+async def test_what_a_newcomer_has_forgotten_is_told_once_with_the_fix(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lines(word: str) -> list[str]:
+        return [record.message for record in caplog.records if word in record.message]
+
+    async with cluster(tmp_path, 1) as it:
+        it.api.collection(UPSTREAM_OF)
+        where = f"in namespace {NS}"
+        group = "inference.networking.k8s.io"
+        for flags, missing in (
+            (("--gateway", "none"), f"no InferencePool of treeline.dev {where} names gateway none"),
+            (("--pool-name", "up"), f"there is no InferencePool up of {group} {where}"),
+        ):
+            async with running_picker(*it.flags(*flags, "--secure-serving=false"), ready=False) as picker:
+
+                async def told(picker: RunningPicker = picker) -> object:
+                    return (await picker.get("/ready")).json()["kubernetes"]["missing"]
+
+                assert await until(told, "it says what is missing") == missing
+                it.put(POOLS_OF, own_pool("p9", port=1))
+                assert lines(missing) == [
+                    f"{missing}: is --pool-namespace right? It is used as soon as it is there"
+                ]
+        for status, reason, fix in (
+            (401, "unauthorized", "log in again, or choose other credentials with --kubeconfig or --context"),
+            (403, "forbidden", f"grant `list` and `watch` of inferencepools.treeline.dev {where}"),
+            (404, "not_found", "its CustomResourceDefinition is not installed; --pool-group says which"),
+        ):
+            it.api.refuse[POOLS_OF] = status
+            async with running_picker(*it.flags(), ready=False):
+                await until(lambda reason=reason: lines(f"nothing is known yet: {reason}"), "it is told")
+                (line,) = lines(f"nothing is known yet: {reason}")
+                assert fix in line
+        await it.api.stop()
+        async with running_picker(*it.flags(), ready=False):
+            await until(
+                lambda: lines("inferencepools.treeline.dev cannot be listed, nothing is known yet: unre"),
+                "told",
+            )
+            assert lines("is that the API server's address (--kubeconfig, --context)")
+
+
 async def _status(picker: RunningPicker) -> bool:
     return (await picker.get("/ready")).status_code == 200
 

@@ -200,9 +200,57 @@ async def test_a_defect_does_not_end_the_following(
             await it.holds(a=1, b=2)
 
 
-async def test_without_credentials_there_is_no_cluster(tmp_path: Path) -> None:
-    with pytest.raises(NoCluster, match="no Kubernetes credentials"):
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "it is no kubeconfig"),
+        (b"- a list", "it is no kubeconfig"),
+        (b"this: is: not yaml", "mapping values are not allowed here"),
+        (b"\xff\xfe\x00", "codec"),
+        (b"current-context: x\n", "contexts"),
+    ],
+)
+async def test_a_file_that_is_no_kubeconfig_is_told_in_one_line_with_the_fix(
+    tmp_path: Path, content: bytes, told: str
+) -> None:
+    file = tmp_path / "config"
+    file.write_bytes(content)
+    with pytest.raises(NoCluster) as caught:
+        await KubeClient(file).open()
+    message = str(caught.value)
+    assert message.startswith(f"no Kubernetes credentials from {file}: ")
+    assert told in message
+    assert message.endswith("; correct it, or give another --kubeconfig FILE or --context NAME")
+    assert "\n" not in message
+
+
+async def test_a_kubeconfig_that_is_not_there_is_told_by_the_flag_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(NoCluster, match=r"--kubeconfig: there is no file .*missing"):
         await KubeClient(tmp_path / "missing").open()
-    (tmp_path / "bad").write_text("current-context: x\n")
-    with pytest.raises(NoCluster):
-        await KubeClient(tmp_path / "bad").open()
+    for value, named in (("", "~/.kube/config"), ("/nowhere/a:/nowhere/b", "/nowhere/a:/nowhere/b")):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setenv("KUBECONFIG", value)
+        with pytest.raises(NoCluster, match=rf"no file {named}; give --kubeconfig FILE"):
+            await KubeClient().open()
+    assert caplog.records == [], "one line, and not the library's too"
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    with pytest.raises(NoCluster, match="from the service account of this pod: "):
+        await KubeClient().open()
+
+
+async def test_the_default_kubeconfig_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    async with fake_api() as api:
+        config = api.kubeconfig(tmp_path)
+        for variable, value in (("KUBECONFIG", f"/nowhere/x:{config}"), ("HOME", str(tmp_path))):
+            monkeypatch.setenv(variable, value)
+            if variable == "HOME":
+                monkeypatch.delenv("KUBECONFIG")
+                (tmp_path / ".kube").mkdir()
+                config.rename(tmp_path / ".kube" / "config")
+            client = KubeClient()
+            await client.open()
+            await client.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
+import yaml
 from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
@@ -42,12 +43,14 @@ class KubeClient:
     async def open(self) -> None:
         """Read the credentials. Raises :class:`NoCluster`."""
         configuration = Configuration()
+        in_pod = self._kubeconfig is None and bool(os.environ.get("KUBERNETES_SERVICE_HOST"))
+        file = "" if in_pod else self._file()
         try:
-            if self._kubeconfig is None and os.environ.get("KUBERNETES_SERVICE_HOST"):
+            if in_pod:
                 load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
             else:
                 await load_kube_config(  # type: ignore[no-untyped-call]
-                    config_file=None if self._kubeconfig is None else str(self._kubeconfig),
+                    config_file=file,
                     context=self._context,
                     client_configuration=configuration,
                     persist_config=False,
@@ -56,9 +59,25 @@ class KubeClient:
             # certificates do not keep and Python asks for since 3.13.
             configuration.disable_strict_ssl_verification = True
             self._api = ApiClient(configuration)
-        except (ConfigException, OSError, ValueError, KeyError, TypeError) as error:
-            where = self._kubeconfig or "the service account of this pod, or the default kubeconfig"
-            raise NoCluster(f"no Kubernetes credentials from {where}: {error}") from error
+        except Exception as error:  # what can be wrong with a file has all sorts of types in the library
+            where = file or "the service account of this pod"
+            message = f"no Kubernetes credentials from {where}: {_what_is_wrong(error)}"
+            raise NoCluster(
+                f"{message}; correct it, or give another --kubeconfig FILE or --context NAME"
+            ) from error
+
+    def _file(self) -> str:
+        """The kubeconfig, or several as $KUBECONFIG separates them. Raises :class:`NoCluster` where there is none."""
+        if self._kubeconfig is not None:
+            if not self._kubeconfig.is_file():
+                raise NoCluster(f"--kubeconfig: there is no file {self._kubeconfig}")
+            return str(self._kubeconfig)
+        default = os.environ.get("KUBECONFIG") or "~/.kube/config"
+        if not any(Path(name).expanduser().is_file() for name in default.split(os.pathsep)):
+            raise NoCluster(
+                f"no Kubernetes credentials: this is no pod, and there is no file {default}; give --kubeconfig FILE"
+            )
+        return default
 
     async def close(self) -> None:
         """Give all connections back."""
@@ -101,6 +120,8 @@ class KubeClient:
                     raise await self._refused(response, api)
                 yield response
         except _NO_ANSWER as error:
+            if api is not self._api:  # another request was told that the credentials are not good
+                raise Failure(0, "the connection was given up for new credentials") from error
             raise Failure(0, str(error) or type(error).__name__) from error
         except RuntimeError as error:
             if api is self._api:
@@ -120,6 +141,13 @@ class KubeClient:
             message or response.reason or "no reason given",
             min(60.0, float(retry_after)) if retry_after.isdecimal() else 0.0,
         )
+
+
+def _what_is_wrong(error: Exception) -> str:
+    """One line, also where the file is something else altogether."""
+    if isinstance(error, (ConfigException, OSError, ValueError, yaml.YAMLError)):
+        return " ".join(str(error).split())
+    return "it is no kubeconfig"
 
 
 class _Status(msgspec.Struct):

@@ -348,7 +348,25 @@ class Mirror(Generic[T]):
         elif self.synced:
             log.warning("%s is not followed, what is known stays in use: %s", self.resource.label, error)
         else:
-            log.warning("%s cannot be listed, nothing is known yet: %s", self.resource.label, error)
+            log.warning(
+                "%s cannot be listed, nothing is known yet: %s%s", self.resource.label, error, self._fix()
+            )
+
+    def _fix(self) -> str:
+        """What whoever has just started the picker can do about the error."""
+        resource = self.resource
+        match (self.error or "").partition(":")[0]:
+            case "unreachable":
+                fix = "is that the API server's address (--kubeconfig, --context), and can it be reached from here?"
+            case "unauthorized":
+                fix = "log in again, or choose other credentials with --kubeconfig or --context"
+            case "forbidden":
+                fix = f"grant `list` and `watch` of {resource.label} in namespace {resource.namespace}"
+            case "not_found":
+                fix = "its CustomResourceDefinition is not installed; --pool-group says which API group is meant"
+            case _:
+                return ""
+        return f"; {fix}"
 
 
 def selector_text(selector: Mapping[str, str]) -> str:

@@ -87,6 +87,7 @@ class KubernetesSource:
         self._pods: Reflector[Pod] | None = None
         self._next_pods: Reflector[Pod] | None = None
         self._told: tuple[object, ...] | None = None
+        self._missed = False
         self._specs: tuple[EndpointSpec, ...] = ()
         self._specs_of: tuple[object, ...] | None = None
         self.passes = 0
@@ -163,7 +164,19 @@ class KubernetesSource:
         if not mirror.settled:
             return None
         ours = in_order(pool for pool in mirror.objects.values() if scope.has(pool))
+        if not ours and not self._missed:
+            log.warning("%s: is --pool-namespace right? It is used as soon as it is there", self._nothing())
+        self._missed = not ours
         return None if scope.pool and not ours and self._told is None else ours
+
+    def _nothing(self) -> str:
+        """There is no pool of ours. (A namespace that does not exist looks like an empty one.)"""
+        scope = self.scope
+        if scope.pool:
+            return f"there is no InferencePool {scope.pool} of {scope.group} in namespace {scope.namespace}"
+        return (
+            f"no InferencePool of {scope.group} in namespace {scope.namespace} names gateway {scope.gateway}"
+        )
 
     async def _follow_pods(self, pools: Sequence[Pool]) -> None:
         """Follow the pods of these pools. Until those of a new selector are known, the old ones stay in use."""
@@ -208,14 +221,18 @@ class KubernetesSource:
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, object]:
-        """How fresh each kind is, for the readiness page; ``stale`` names those that are not followed at the moment."""
+        """How fresh each kind is, for the readiness page; ``stale`` names those that are not followed at the moment.
+
+        ``missing`` says, where there is no pool to pick for, which one is meant.
+        """
         now = self._clock()
         kinds = {r.mirror.resource.label: r.mirror.health(now) for r in self._reflectors()}
         if self._pods is None:
-            waiting = f"waiting for InferencePool {self.scope.pool or ''} of {self.scope.group}"
-            kinds["pods"] = Health(False, False, None, waiting)
+            waiting = f"InferencePool {self.scope.pool}" if self.scope.pool else "the list of InferencePools"
+            kinds["pods"] = Health(False, False, None, f"waiting for {waiting} of {self.scope.group}")
         stale = sorted(kind for kind, health in kinds.items() if not health.watching)
-        return {"namespace": self.scope.namespace, "kinds": kinds, "stale": stale}
+        missing = self._nothing() if self._missed else None
+        return {"namespace": self.scope.namespace, "kinds": kinds, "stale": stale, "missing": missing}
 
     def samples(self) -> Iterator[Sample]:
         """Gauges and counters for the metrics page."""
