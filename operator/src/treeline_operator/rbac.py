@@ -142,7 +142,17 @@ WATCHED: Final = (
         "network",
         (Need("networking.k8s.io", ("networkpolicies",), CHILD, "default deny, and the paths of requests"),),
     ),
-    Feature("events", (Need("", ("events",), ("create",), "what the operator did and saw"),)),
+    Feature(
+        "events",
+        (
+            Need(
+                "",
+                ("events",),
+                ("create", "list"),
+                "what the operator did and saw; while a pool is not Ready, what others saw of its pods",
+            ),
+        ),
+    ),
     Feature("hpa", (Need("autoscaling", ("horizontalpodautoscalers",), CHILD, "autoscaling.type HPA"),)),
     Feature("keda", (Need("keda.sh", ("scaledobjects",), CHILD, "autoscaling.type KEDA"),), value="keda"),
     Feature(

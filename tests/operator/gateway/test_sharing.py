@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.gateway_cluster import pool
+from treeline_operator.plan import sharing as module
 from treeline_operator.plan.sharing import share
 
 
@@ -154,3 +155,23 @@ def test_sharing_depends_on_nothing_but_the_pools(rows: list[Any], rng: random.R
             and (shared.mode == "gateway-api" or member.spec.gateway.edge == shared.edge)
         )
         assert bool(sharing.conflicts(member)) is not same
+
+
+def test_of_hundreds_that_share_only_what_is_new_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    asked_by = module._asked_by
+
+    def counted(one: Any) -> dict[str, Any]:
+        looked.append(one.name)
+        return asked_by(one)
+
+    monkeypatch.setattr(module, "_asked_by", counted)
+    pools = tuple(pool(f"p{n:03}") for n in range(300))
+    first = share(pools)
+    assert len(looked) == 300
+    assert share(pools) is first
+    changed = pool("p007", endpointPicker={"policy": "random"})
+    again = share((*pools[:7], changed, *pools[8:]))
+    assert looked[300:] == ["p007"]
+    assert again.conflicts(changed)
+    assert first.conflicts(pools[7]) == ()

@@ -111,6 +111,22 @@ def test_events_of_the_newer_api_are_read_too():
 
 
 @pytest.mark.parametrize(
+    ("status", "why", "text"),
+    [
+        (runtime(RUNNING, started=False), "FailedMount", 'secret "treeline-kv-keys" not found'),
+        (init(RUNNING), "FailedMount", "timed out"),
+        (runtime(RUNNING, started=True), "Unhealthy", "Startup probe failed: HTTP 503"),
+    ],
+    ids=["mounted since", "mounted since, downloads", "started since"],
+)
+def test_old_news_is_no_cause(status, why, text):
+    """Events stay for an hour after what they tell of was mended."""
+    (cause,) = dig([pod(POOL, POD, **status).object], (), [event(POD, why, text).object])
+    assert cause.reason in (Reason.MODEL_LOADING, Reason.WEIGHTS_DOWNLOADING, Reason.PODS_STARTING)
+    assert text not in cause.detail
+
+
+@pytest.mark.parametrize(
     ("code", "kind", "message", "reason"),
     [
         (403, "PersistentVolumeClaim", "exceeded quota: storage", Reason.QUOTA_EXCEEDED),

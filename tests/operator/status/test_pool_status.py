@@ -22,7 +22,7 @@ from support.operator_status import (
     with_status,
     world,
 )
-from support.operator_trouble import POD, REJECTIONS, RUNNING, TROUBLES, init
+from support.operator_trouble import CREATING, POD, REJECTIONS, RUNNING, TROUBLES, init
 from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.plan.routes import ROUTE, UPSTREAM
@@ -151,9 +151,12 @@ LATE = pool("late", created="2026-11-02T00:00:00Z", endpointPicker={"policy": "r
 UNHEALTHY = {"phase": "Running", "containerStatuses": [container("c", RUNNING, started=True)]}
 
 
-def part_pod(component):
+CREATING_ONE = {"phase": "Pending", "containerStatuses": [container("c", CREATING)]}
+
+
+def part_pod(component, status=UNHEALTHY):
     meta = {"labels": {names.COMPONENT: component}}
-    return observed("Pod", f"treeline-{component}-1", meta=meta, status=UNHEALTHY)
+    return observed("Pod", f"treeline-{component}-1", meta=meta, status=status)
 
 
 def part_event(component):
@@ -359,7 +362,7 @@ STATES = {
     "picker has no keys": (
         world(
             gateway_parts=gateway_children(epp=0),
-            gateway_pods=(part_pod("epp"),),
+            gateway_pods=(part_pod("epp", CREATING_ONE),),
             events=(event("treeline-epp-1", "FailedMount", KEYS),),
         ),
         T.READY,
@@ -697,13 +700,15 @@ def test_a_deployment_that_its_controller_has_not_read_is_not_settled():
 def test_a_spec_that_is_not_understood_keeps_the_figures_and_drops_stale_conditions():
     before = pool_status(world())
     obj = {"metadata": {"name": "tiny", "generation": 9}, "status": before}
-    status = not_understood(obj, "spec.engine.type: Input should be 'treeline'", LATER)
+    status = not_understood(obj, "spec.engine.type: Input should be 'treeline'", LATER, T.READY)
     (told,) = status["conditions"]
     assert (told["type"], told["status"], told["reason"]) == ("Ready", "False", Reason.SPEC_NOT_UNDERSTOOD)
     assert "Upgrade the operator" in told["message"]
     assert told["observedGeneration"] == status["observedGeneration"] == 9
     assert status["selector"] == before["selector"]
-    again = not_understood({**obj, "status": status}, "spec.engine.type: Input should be 'treeline'", LATER)
+    again = not_understood(
+        {**obj, "status": status}, "spec.engine.type: Input should be 'treeline'", LATER, T.READY
+    )
     assert again == status
 
 

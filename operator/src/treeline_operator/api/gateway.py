@@ -25,7 +25,8 @@ class PickerParameters(Part):
     """Parameters of the picker."""
 
     max_ttft_seconds: Annotated[StrictFloat, Field(gt=0, le=3600)] | None = None
-    """An endpoint counts as saturated when a request would wait longer than this for its turn."""
+    """A request for a Sheddable model is answered 429 when the queue alone of every endpoint that it may use would take
+    longer than this; its own prefill does not count. Other requests wait. Absent means 30."""
     max_body_bytes: Annotated[StrictInt, Field(ge=1024, le=1 << 30)] | None = None
     """Longest request body; a longer one is answered 413."""
 

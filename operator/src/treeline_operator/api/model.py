@@ -56,9 +56,11 @@ class ModelSpec(Part):
     pool_ref: NamedRef
     """The InferencePool that serves it."""
     criticality: Literal["Critical", "Standard", "Sheddable"] = "Standard"
-    """A Sheddable request is refused with 429 when every endpoint that it may use is saturated."""
+    """A Sheddable request is answered 429 when every endpoint that it may use has a queue of more than the picker's
+    maxTtftSeconds. Critical and Standard requests wait."""
     target_models: Annotated[tuple[TargetModel, ...], Field(max_length=10, json_schema_extra=LIST_MAP)] = ()
-    """What answers; absent means the pool's model of the same name."""
+    """Names that the pool's engines are asked for; of several one is drawn for each request, by weight. Absent means
+    modelName itself, or the only model of a pool that serves one under another name."""
     fallback_pools: Annotated[tuple[NamedRef, ...], Field(max_length=5, json_schema_extra=LIST_MAP)] = ()
     """Pools that serve the name, in this order, when the pool has no usable endpoint."""
 

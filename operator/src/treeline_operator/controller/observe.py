@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Final
 
 from pydantic import ValidationError
@@ -18,6 +18,7 @@ from treeline_operator.world import GatewayWorld, Key, Observed, PickerView, Pla
 
 log = logging.getLogger(__name__)
 
+_LAST: Final = datetime.max.replace(tzinfo=UTC)
 _KINDS: Final[dict[str, type[Resource]]] = {POOL: InferencePool, MODEL: InferenceModel}
 
 
@@ -30,6 +31,8 @@ class Observer:
     pickers: dict[tuple[str, str], PickerView] = field(default_factory=dict)
     """What each gateway's picker said last; filled by the picker probe."""
     _typed: dict[Ref, tuple[str, Resource | str]] = field(default_factory=dict)
+    _settled: dict[Ref, InferencePool] = field(default_factory=dict)
+    """Pools as they were when somebody last asked for something else: the same objects through changes of status."""
 
     def pool(self, namespace: str, name: str) -> InferencePool | str | None:
         """The pool; a text where it does not fit our types; None where it is not there."""
@@ -43,6 +46,12 @@ class Observer:
         """The namespace's InferenceModels, oldest first."""
         found = (self._parse(observed) for observed in self.store.of_kind(API_VERSION, MODEL, namespace))
         return tuple(sorted((m for m in found if isinstance(m, InferenceModel)), key=_age))
+
+    def unreadable_models(self, namespace: str) -> Iterator[tuple[Observed, str]]:
+        """The namespace's InferenceModels that do not fit our types, each with what is wrong."""
+        for observed in self.store.of_kind(API_VERSION, MODEL, namespace):
+            if isinstance(problem := self._parse(observed), str):
+                yield observed, problem
 
     def pools(self, namespace: str) -> tuple[InferencePool, ...]:
         """The namespace's pools, oldest first."""
@@ -91,10 +100,21 @@ class Observer:
         """Drop the typed object of one that is gone."""
         if change.after is None:
             self._typed.pop(change.ref, None)
+            self._settled.pop(change.ref, None)
 
     def _pools(self, observed: Iterable[Observed]) -> tuple[InferencePool, ...]:
-        found = (self._parse(o) for o in observed)
-        return tuple(sorted((p for p in found if isinstance(p, InferencePool)), key=_age))
+        found = (self._settle(o) for o in observed)
+        return tuple(sorted((p for p in found if p is not None), key=_age))
+
+    def _settle(self, observed: Observed) -> InferencePool | None:
+        """The pool as the others of its gateway see it: with a status that may be older than the observed one."""
+        typed = self._parse(observed)
+        if not isinstance(typed, InferencePool):
+            return None
+        known = self._settled.get(observed.ref)
+        if known is None or (known is not typed and _asks(known) != _asks(typed)):
+            self._settled[observed.ref] = known = typed
+        return known
 
     def _parse(self, observed: Observed) -> Resource | str:
         version, typed = self._typed.get(observed.ref, ("", ""))
@@ -160,6 +180,9 @@ def _apart(found: list[Observed]) -> tuple[tuple[Observed, ...], tuple[Observed,
     return tuple(o for o in found if o.ref.kind != "Pod"), pods
 
 
-def _age(resource: Resource) -> tuple[str, str]:
-    created = resource.metadata.creation_timestamp
-    return (created.isoformat() if created else "9999", resource.name)
+def _asks(pool: InferencePool) -> object:
+    return pool.metadata.uid, pool.metadata.generation, pool.deleting, pool.spec
+
+
+def _age(resource: Resource) -> tuple[datetime, str]:
+    return resource.metadata.creation_timestamp or _LAST, resource.name

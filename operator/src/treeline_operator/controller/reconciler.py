@@ -7,14 +7,14 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Final, Literal, Protocol
 
 from treeline_operator.actions import Plan
 from treeline_operator.api.conditions import ConditionType, Reason
-from treeline_operator.api.parts import API_VERSION
-from treeline_operator.api.pool import InferencePool
+from treeline_operator.api.parts import API_VERSION, Condition
+from treeline_operator.api.pool import InferencePool, PoolStatus
 from treeline_operator.controller.downloads import Downloads
 from treeline_operator.controller.execute import Done, Executor
 from treeline_operator.controller.metrics import Metrics
@@ -23,6 +23,7 @@ from treeline_operator.controller.picker_probe import PickerProbe
 from treeline_operator.controller.queue import Outcome
 from treeline_operator.controller.recorder import Recorder
 from treeline_operator.controller.store import MODEL, POOL
+from treeline_operator.controller.warnings import Lister, Warnings, is_stuck
 from treeline_operator.kube.errors import Conflict, KubeError, LostLease, NotFound
 from treeline_operator.plan.gateway import plan_gateway
 from treeline_operator.plan.pool import plan_pool
@@ -32,7 +33,7 @@ from treeline_operator.status.conditions import same_status
 from treeline_operator.status.events import transitions
 from treeline_operator.status.models import model_statuses
 from treeline_operator.status.pool import not_understood, pool_status, refusal
-from treeline_operator.world import Key, Ref
+from treeline_operator.world import Key, PoolWorld, Ref
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +42,8 @@ _PATHS: Final = 5
 _ENVOY: Final = "treeline_operator.envoy.document"
 
 
-class StatusWriter(Protocol):
-    """The one request that statuses need."""
+class Statuses(Lister, Protocol):
+    """What statuses are made of and written by, beside the store."""
 
     async def apply_status(self, obj: dict[str, Any]) -> dict[str, Any]:
         """Server-side apply of a status. Raises KubeError."""
@@ -54,7 +55,7 @@ class Reconciler:
 
     observer: Observer
     executor: Executor
-    statuses: StatusWriter
+    statuses: Statuses
     recorder: Recorder
     metrics: Metrics
     probe: PickerProbe
@@ -62,6 +63,10 @@ class Reconciler:
     clock: Callable[[], datetime]
     changed: Callable[[Key], None]
     _refused: dict[Key, Cause] = field(default_factory=dict)
+    _warnings: Warnings = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._warnings = Warnings(self.statuses)
 
     async def reconcile(self, key: Key) -> Outcome:
         """What the queue runs. LostLease is the only exception that is no defect."""
@@ -89,6 +94,7 @@ class Reconciler:
         if pool is None:
             self.probe.forget(key.namespace, key.name)
             self._refused.pop(key, None)
+            self._warnings.forget(key)
             self.downloads.see(key, ())
             return Outcome("gone")
         if isinstance(pool, str):
@@ -101,21 +107,37 @@ class Reconciler:
         refused = self._refused.get(key) or self._refused.get(
             key._replace(kind="gateway", name=pool.spec.gateway.name)
         )
-        status = pool_status(after, self.downloads.progress(key), refused)
+        status, again_s = await self._status(key, after, refused)
         await self._tell(
             pool.kind, pool.namespace, pool.name, pool.metadata.uid, dict(pool.status), dict(status)
         )
         self.probe.wait(
             pool.namespace, pool.spec.gateway.name, pool.name, _waits(status) and not pool.deleting
         )
-        return _outcome(plan, done)
+        return _outcome(plan, done, again_s)
+
+    async def _status(
+        self, key: Key, world: PoolWorld, refused: Cause | None
+    ) -> tuple[PoolStatus, float | None]:
+        """The status, and when it is to be looked at anew where no watch will tell of the next change."""
+        world = replace(world, events=self._warnings.about(world))
+        status = pool_status(world, self.downloads.progress(key), refused)
+        if _told(status, ConditionType.READY)["status"] == "True" or world.pool.deleting:
+            self._warnings.forget(key)
+            return status, None
+        if not is_stuck(world):
+            return status, None
+        if await self._warnings.look(key):
+            world = replace(world, events=self._warnings.about(world))
+            status = pool_status(world, self.downloads.progress(key), refused)
+        return status, self._warnings.again_s(key, _told(status, ConditionType.READY)["reason"])
 
     async def _not_understood(self, key: Key, problem: str) -> Outcome:
         observed = self.observer.store.get(Ref(API_VERSION, POOL, key.namespace, key.name))
         if observed is None:
             return Outcome("gone")
         obj = observed.object
-        status = not_understood(obj, problem, self.clock())
+        status = not_understood(obj, problem, self.clock(), ConditionType.READY)
         await self._tell(POOL, key.namespace, key.name, observed.uid, obj.get("status") or {}, status)
         return Outcome("invalid")
 
@@ -138,9 +160,15 @@ class Reconciler:
 
     async def _models(self, key: Key) -> Outcome:
         models = self.observer.models(key.namespace)
-        for name, status in model_statuses(models, self.observer.pools(key.namespace), self.clock()).items():
-            model = next(m for m in models if m.name == name)
-            await self._tell(MODEL, key.namespace, name, model.metadata.uid, dict(model.status), dict(status))
+        by_name = {model.name: model for model in models}
+        for name, told in model_statuses(models, self.observer.pools(key.namespace), self.clock()).items():
+            model = by_name[name]
+            await self._tell(MODEL, key.namespace, name, model.metadata.uid, dict(model.status), dict(told))
+        for observed, problem in self.observer.unreadable_models(key.namespace):
+            obj = observed.object
+            status = not_understood(obj, problem, self.clock(), ConditionType.ACCEPTED)
+            name, before = observed.ref.name, obj.get("status") or {}
+            await self._tell(MODEL, key.namespace, name, observed.uid, before, status)
         return Outcome()
 
     # ---- what all do ------------------------------------------------------------------------------------------
@@ -203,18 +231,24 @@ async def _load_envoy() -> None:
         await asyncio.to_thread(importlib.import_module, _ENVOY)
 
 
-def _outcome(plan: Plan, done: Done) -> Outcome:
+def _outcome(plan: Plan, done: Done, again_s: float | None = None) -> Outcome:
     if done.stale:
         return Outcome("conflict", retry=True)
     if done.refused:
         return Outcome("refused", retry=True, after_s=_REFUSED_AGAIN_S)
-    return Outcome("changed" if plan.actions else "ok", after_s=plan.recheck_s)
+    due = [delay for delay in (plan.recheck_s, again_s) if delay is not None]
+    return Outcome("changed" if plan.actions else "ok", after_s=min(due, default=None))
 
 
-def _waits(status: Any) -> bool:
+def _waits(status: PoolStatus) -> bool:
     """Whether somebody waits for the picker: all is not well yet, or pods come and go."""
-    told = {condition["type"]: condition["status"] for condition in status.get("conditions", ())}
-    return told.get(ConditionType.READY) != "True" or told.get(ConditionType.PROGRESSING) == "True"
+    ready, progressing = _told(status, ConditionType.READY), _told(status, ConditionType.PROGRESSING)
+    return ready["status"] != "True" or progressing["status"] == "True"
+
+
+def _told(status: PoolStatus, kind: ConditionType) -> Condition:
+    """A condition that every pool has."""
+    return next(condition for condition in status["conditions"] if condition["type"] == kind)
 
 
 def _about(key: Key) -> dict[str, str]:

@@ -97,12 +97,14 @@ class Cluster(Connection):
         namespace: str | None = None,
         label_selector: str | None = None,
         *,
+        field_selector: str | None = None,
         page: int = 500,
     ) -> AsyncIterator[Object]:
         """The objects of a kind, page by page, of one snapshot. Gone when it takes so long that the snapshot is."""
         resource = await self.resource(api_version, kind)
         query = [("limit", str(page))]
         query += [("labelSelector", label_selector)] if label_selector else []
+        query += [("fieldSelector", field_selector)] if field_selector else []
         more = ""
         while True:
             pages = [*query, ("continue", more)] if more else query

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,6 +16,11 @@ from treeline_operator.plan.canonical import canonical
 
 _LAST: Final = datetime.max.replace(tzinfo=UTC)
 _UNSET: Final = object()
+_asked: dict[int, tuple[weakref.ref[InferencePool], Mapping[str, Any]]] = {}
+"""What pools ask for, by their identity while they live: of hundreds that share a gateway one changes at a time."""
+_decided: OrderedDict[tuple[int, ...], tuple[tuple[InferencePool, ...], Sharing]] = OrderedDict()
+"""The last decisions by the pools' identities; the pools are held, so that no identity is given out twice."""
+_REMEMBERED: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,20 @@ class Sharing:
 
 
 def share(pools: Iterable[InferencePool]) -> Sharing:
-    """Decide for the pools of one namespace; the order in which they are given does not matter."""
+    """Decide for the pools of one namespace; the order in which they are given does not matter.
+
+    The same pools in the same order (a plan and a status of each of hundreds ask) cost next to nothing.
+    """
+    given = tuple(pools)
+    key = tuple(map(id, given))
+    if key not in _decided:
+        _decided[key] = given, _share(given)
+        if len(_decided) > _REMEMBERED:
+            _decided.popitem(last=False)
+    return _decided[key][1]
+
+
+def _share(pools: Iterable[InferencePool]) -> Sharing:
     by_gateway: dict[str, list[InferencePool]] = {}
     for pool in sorted(pools, key=_precedence):
         by_gateway.setdefault(pool.spec.gateway.name, []).append(pool)
@@ -91,10 +111,23 @@ def _decide(name: str, members: list[InferencePool]) -> Shared:
     return Shared(name, tuple(members), {pool: found for pool, found in conflicts.items() if found})
 
 
+def _settings(pool: InferencePool) -> Mapping[str, Any]:
+    """Everything that pools of a gateway must agree on: path → value, unset ones left out."""
+    key = id(pool)
+    known = _asked.get(key)
+    if known is not None and known[0]() is pool:
+        return known[1]
+    found = _asked_by(pool)
+    _asked[key] = weakref.ref(pool, lambda _: _asked.pop(key, None)), found
+    return found
+
+
 def _conflicts(pool: InferencePool, held: Mapping[str, Any], owner: InferencePool) -> Iterator[str]:
     older = "" if pool.deleting and not owner.deleting else " (older)"
     whose = f"in pool {owner.name}{older}"
     asked = _settings(pool)
+    if asked == held:
+        return
     paths = asked.keys() | held.keys()
     if pool.spec.gateway.mode != owner.spec.gateway.mode:
         paths = {path for path in paths if not path.startswith("gateway.standalone")}
@@ -104,8 +137,7 @@ def _conflicts(pool: InferencePool, held: Mapping[str, Any], owner: InferencePoo
             yield f"{path} is {_text(here)} here, {_text(there)} {whose}"
 
 
-def _settings(pool: InferencePool) -> dict[str, Any]:
-    """Everything that pools of a gateway must agree on: path → value, unset ones left out."""
+def _asked_by(pool: InferencePool) -> dict[str, Any]:
     gateway = pool.spec.gateway
     found = dict(_leaves("endpointPicker", _plain(pool.spec.endpoint_picker)))
     found["gateway"] = "Gateway API (parentRefs)" if gateway.mode == "gateway-api" else "standalone"

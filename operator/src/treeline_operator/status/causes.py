@@ -126,7 +126,8 @@ def of_pod(pod: Json, events: _Events, progress: Progress) -> Cause | None:
         own = events.about(meta)
         for container, init in _containers(pod):
             troubles.extend(_of_container(container, init, own, progress.get(meta["name"])))
-        troubles.extend(_of_volumes(own))
+        if not _has_begun(pod):
+            troubles.extend(_of_volumes(own))
     best = min(troubles, key=lambda trouble: _RANK[trouble[0]], default=(Reason.PODS_STARTING, "starts"))
     return Cause(best[0], best[1], (meta["name"],))
 
@@ -229,6 +230,14 @@ def _containers(pod: Json) -> Iterator[tuple[Json, bool]]:
     yield from ((container, False) for container in status.get("containerStatuses") or ())
 
 
+def _has_begun(pod: Json) -> bool:
+    """Whether some container has ever run: then the volumes are there, and Events of before tell old news."""
+    return any(
+        container.get("lastState") or (container.get("state") or {}).keys() & {"running", "terminated"}
+        for container, _ in _containers(pod)
+    )
+
+
 def _of_container(
     container: Json, init: bool, events: Sequence[tuple[str, str]], progress: tuple[int, int] | None
 ) -> Iterator[tuple[Reason, str]]:
@@ -298,7 +307,8 @@ def _downloading(name: str, progress: tuple[int, int] | None) -> tuple[Reason, s
 def _not_ready(name: str, container: Json, events: Sequence[tuple[str, str]]) -> tuple[Reason, str]:
     if not container.get("started", True):
         return Reason.MODEL_LOADING, f"container {name} runs and has not passed its start-up probe yet"
-    probe = next((text for why, text in events if why == "Unhealthy"), None)
+    # What the start-up probe met is over once it has passed.
+    probe = next((text for why, text in events if why == "Unhealthy" and text.startswith("Readiness")), None)
     if probe is not None:
         return Reason.PROBE_FAILING, f"container {name} runs, but: {_line(probe)}"
     return Reason.PODS_STARTING, f"container {name} runs and is not ready yet"

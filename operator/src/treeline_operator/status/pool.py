@@ -71,11 +71,14 @@ def pool_status(
     return status
 
 
-def not_understood(obj: Json, problem: str, now: datetime) -> dict[str, Any]:
-    """The status of a pool whose spec does not fit our types: what was known stays, but for the conditions."""
+def not_understood(obj: Json, problem: str, now: datetime, kind: ConditionType) -> dict[str, Any]:
+    """The status of an object whose spec does not fit our types: what was known stays, but for the conditions.
+
+    ``kind`` is the condition that says whether all is well.
+    """
     before = obj.get("status") or {}
     generation = obj["metadata"].get("generation", 0)
-    finding = Finding(ConditionType.READY, "False", Reason.SPEC_NOT_UNDERSTOOD, problem)
+    finding = Finding(kind, "False", Reason.SPEC_NOT_UNDERSTOOD, problem)
     conditions = build([finding], generation, before.get("conditions", ()), now)
     return {**before, "observedGeneration": generation, "conditions": conditions}
 
@@ -107,8 +110,11 @@ class _Seen:
 
     @cached_property
     def shared(self) -> Shared:
-        others = (pool for pool in self.world.gateway.pools if pool.name != self.world.pool.name)
-        return share([*others, self.world.pool]).of(self.world.pool)
+        pool, members = self.world.pool, self.world.gateway.pools
+        there = next((member for member in members if member.name == pool.name), None)
+        if there is None or (there.deleting, there.spec) != (pool.deleting, pool.spec):
+            members = (*(member for member in members if member is not there), pool)
+        return share(members).of(pool)
 
     @cached_property
     def target(self) -> revisions.Target:

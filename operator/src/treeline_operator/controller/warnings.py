@@ -1,0 +1,157 @@
+"""Warning Events about what is made for pools: listed while a pool is not Ready, and never watched.
+
+Kubelets and controllers tell in Events alone why a volume cannot be mounted or a pod cannot be made. A namespace may
+have thousands, most of them about others: nothing is asked while all is well, and one list serves all its pools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, Protocol
+
+from treeline_operator.kube.clock import now
+from treeline_operator.kube.errors import Forbidden, KubeError
+from treeline_operator.plan.pods import is_leaving, is_ready
+from treeline_operator.world import Key, Observed, PoolWorld
+
+log = logging.getLogger(__name__)
+
+_EVERY_S: Final = 10.0
+_REFUSED_S: Final = 300.0
+_LONGEST_S: Final = 300.0
+_PATIENCE_S: Final = 5.0
+_MOST: Final = 2000
+_KINDS: Final = frozenset(("Pod", "ReplicaSet", "Deployment"))
+_KEPT: Final = ("reason", "message", "lastTimestamp", "eventTime", "firstTimestamp", "series")
+
+
+class Lister(Protocol):
+    """The one read that this needs."""
+
+    def list(
+        self, api_version: str, kind: str, namespace: str | None = None, *, field_selector: str | None = None
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The objects of a kind. Raises KubeError."""
+
+
+@dataclass(slots=True)
+class _Listed:
+    """What was told in a namespace, by the name of what it is about; of ReplicaSets, by that of their Deployment."""
+
+    next_s: float
+    times: int = 0
+    events: dict[str, list[Observed]] = field(default_factory=dict)
+
+
+class _Wait(NamedTuple):
+    """A pool that is not Ready: why, when its namespace was listed (as a count), and how often nothing had changed."""
+
+    reason: str
+    listed: int
+    idle: int
+
+
+@dataclass(slots=True)
+class Warnings:
+    """What was listed last of each namespace, and when a pool that is not Ready is to be looked at again."""
+
+    source: Lister
+    clock: Callable[[], float] = now
+    _spaces: dict[str, _Listed] = field(default_factory=dict)
+    _waiting: dict[Key, _Wait] = field(default_factory=dict)
+
+    def about(self, world: PoolWorld) -> tuple[Observed, ...]:
+        """What is known to have been told of the pods and Deployments of a pool and its gateway."""
+        listed = self._spaces.get(world.pool.namespace)
+        if listed is None or not listed.events:
+            return ()
+        things = (*world.pods, *world.gateway.pods, *world.children, *world.gateway.children)
+        wanted = sorted({one.ref.name for one in things if one.ref.kind in _KINDS})
+        return tuple(event for name in wanted for event in listed.events.get(name, ()))
+
+    async def look(self, key: Key) -> bool:
+        """List those of the key's namespace, unless that was done a moment ago; whether it was done now."""
+        known = self._spaces.setdefault(key.namespace, _Listed(0.0))
+        if self.clock() < known.next_s:
+            return False
+        known.next_s, known.times = self.clock() + _EVERY_S, known.times + 1
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                found = await self._list(key.namespace)
+        except Forbidden as exc:
+            known.next_s = self.clock() + _REFUSED_S
+            log.warning("causes that only Events tell stay unknown: %s", exc)
+            return False
+        except (KubeError, TimeoutError) as exc:
+            log.info("no list of Events: %s", exc or "no answer in time")
+            return False
+        changed = found != known.events
+        known.events = found
+        return changed
+
+    def again_s(self, key: Key, reason: str) -> float:
+        """When a pool that is not Ready for this reason is to be looked at again: less and less often."""
+        space = self._spaces.get(key.namespace)
+        listed = space.times if space is not None else 0
+        wait = self._waiting.get(key)
+        if wait is None or wait.reason != reason:
+            wait = _Wait(reason, listed, 0)
+        elif wait.listed != listed:
+            wait = _Wait(reason, listed, wait.idle + 1)
+        self._waiting[key] = wait
+        return min(_LONGEST_S, _EVERY_S * 2.0 ** min(wait.idle, 30))
+
+    def forget(self, key: Key) -> None:
+        """The pool is Ready, or gone."""
+        if self._waiting.pop(key, None) and not any(k.namespace == key.namespace for k in self._waiting):
+            self._spaces.pop(key.namespace, None)
+
+    async def _list(self, namespace: str) -> dict[str, list[Observed]]:
+        found: dict[str, list[Observed]] = {}
+        count = 0
+        async for event in self.source.list("v1", "Event", namespace, field_selector="type=Warning"):
+            about = event.get("involvedObject") or {}
+            kind, name = about.get("kind"), str(about.get("name", ""))
+            if kind in _KINDS:
+                owner = name.rpartition("-")[0] if kind == "ReplicaSet" else name
+                found.setdefault(owner, []).append(_small(event, about))
+            count += 1
+            if count >= _MOST:
+                log.info("more than %d Warning Events in %s; the rest is not looked at", _MOST, namespace)
+                break
+        return found
+
+
+def is_stuck(world: PoolWorld) -> bool:
+    """Whether something does not come up that an Event may tell of: a pod is not ready, or cannot be made."""
+    pods = (one.object for one in (*world.pods, *world.gateway.pods))
+    if any(not is_ready(pod) and not is_leaving(pod) for pod in pods):
+        return True
+    return any(map(_lacks_pods, _deployments(world)))
+
+
+def _deployments(world: PoolWorld) -> Iterable[dict[str, Any]]:
+    for child in (*world.children, *world.gateway.children):
+        if child.ref.kind == "Deployment":
+            yield child.object
+
+
+def _lacks_pods(deployment: dict[str, Any]) -> bool:
+    status = deployment.get("status") or {}
+    wanted: int = (deployment.get("spec") or {}).get("replicas", 1)
+    return "observedGeneration" in status and status.get("replicas", 0) < wanted
+
+
+def _small(event: dict[str, Any], about: dict[str, Any]) -> Observed:
+    """The event without what nobody reads: there may be many."""
+    meta = {
+        name: event["metadata"][name] for name in ("name", "namespace", "uid") if name in event["metadata"]
+    }
+    kept = {name: event[name] for name in _KEPT if event.get(name)}
+    whom = {name: about[name] for name in ("kind", "name", "uid") if name in about}
+    return Observed.of(
+        {"apiVersion": "v1", "kind": "Event", "metadata": meta, "involvedObject": whom, **kept}
+    )
