@@ -17,13 +17,6 @@ RUN python3 -m pip --python /tmp/builder/bin/python wheel --no-deps --no-build-i
  && python3 -m pip --python /opt/treeline/venv/bin/python install --no-deps --no-index /tmp/wheels/*.whl
 
 FROM ${BASE_IMAGE}
-ARG VERSION=0.1.0
-ARG REVISION=unknown
-LABEL org.opencontainers.image.title="treeline-edge" \
-      org.opencontainers.image.description="Envoy as Treeline's gateway" \
-      org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.revision="${REVISION}" \
-      org.opencontainers.image.licenses="Apache-2.0"
 RUN echo 'treeline:x:65532:65532:Treeline:/tmp:/sbin/nologin' >> /etc/passwd
 COPY --from=build /opt/treeline/venv /opt/treeline/venv
 ENV PATH=/opt/treeline/venv/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
@@ -32,3 +25,11 @@ USER 65532:65532
 # Requests, health.
 EXPOSE 8080 8081
 ENTRYPOINT ["python", "-m", "treeline_operator.envoy"]
+# Last, since they differ with every commit: nothing above is made anew for them.
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="treeline-edge" \
+      org.opencontainers.image.description="Envoy as Treeline's gateway" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.licenses="Apache-2.0"

@@ -39,14 +39,6 @@ RUN python3 -c 'import sysconfig; print(sysconfig.get_path("purelib", "venv", {"
     > "$(/opt/treeline/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth"
 
 FROM ${BASE_IMAGE}
-ARG ACCELERATOR=cpu
-ARG VERSION=0.1.0
-ARG REVISION=unknown
-LABEL org.opencontainers.image.title="treeline-runtime" \
-      org.opencontainers.image.description="Treeline's runtime (${ACCELERATOR})" \
-      org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.revision="${REVISION}" \
-      org.opencontainers.image.licenses="Apache-2.0"
 RUN echo 'treeline:x:65532:65532:Treeline:/tmp:/sbin/nologin' >> /etc/passwd
 # By how often they change: gigabytes first, so that a new version of ours is a small layer.
 COPY --from=torch /opt/treeline/torch /opt/treeline/torch
@@ -64,3 +56,12 @@ ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 EXPOSE 8000 5557 5657 5757
 ENTRYPOINT ["treeline"]
 CMD ["serve", "--model", "/opt/treeline/models/tiny"]
+# Last, since they differ with every commit: nothing above is made anew for them.
+ARG ACCELERATOR=cpu
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="treeline-runtime" \
+      org.opencontainers.image.description="Treeline's runtime (${ACCELERATOR})" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.licenses="Apache-2.0"

@@ -72,6 +72,18 @@ def test_a_dockerfile_keeps_the_rules(path):
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=image_of)
+def test_what_differs_with_every_commit_comes_last(path):
+    """A builder's cache ends at the first step that a changed argument may concern: here, before no layer at all."""
+    found = instructions(path)
+    names = [rest.partition("=")[0] if word == "ARG" else "" for word, rest in found]
+    first = min(names.index("VERSION"), names.index("REVISION"))
+    assert {word for word, _ in found[first:]} == {"ARG", "LABEL"}
+    final = found[max(i for i, (word, _) in enumerate(found) if word == "FROM") :]
+    copies = [rest for word, rest in final if word == "COPY" and rest.startswith("--from=")]
+    assert "/opt/treeline/venv" in copies[-1], "what we change most often is the last layer"
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=image_of)
 def test_packages_are_installed_from_exact_lists_alone(path):
     for _, rest in (i for i in instructions(path) if i[0] == "RUN"):
         for command in re.findall(r"\binstall\b(?: \S+)*?(?= &&|$)", rest):
