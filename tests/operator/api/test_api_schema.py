@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.api_specs import Chance
 from treeline_operator.api import crds, docs
-from treeline_operator.api.__main__ import RELEASED, documents, main, problems, schemas
-from treeline_operator.api.growth import shrinkage
+from treeline_operator.api.__main__ import RELEASED, definitions, documents, main, problems
 from treeline_operator.api.model import InferenceModel
 from treeline_operator.api.pool import SETTINGS, InferencePool
 from treeline_operator.plan.engines import FLAGS
 
 ROOT = Path(__file__).parents[3]
 POOL = crds.pools()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-SCHEMAS = {InferencePool: POOL, InferenceModel: schemas()["inferencemodels"]}
+SCHEMAS = {InferencePool: POOL, InferenceModel: definitions()["inferencemodels"]["schema"]}
 
 
 def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -163,83 +161,6 @@ def _leaves(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from _leaves(inner)
         else:
             yield value, key
-
-
-# Schemas only grow
-
-Change = Callable[[dict[str, Any]], object]
-
-
-def spec_of(schema: dict[str, Any]) -> dict[str, Any]:
-    fields: dict[str, Any] = schema["properties"]["spec"]["properties"]
-    return fields
-
-
-SHRINKING: dict[str, Change] = {
-    ".spec.drain: is gone": lambda s: spec_of(s).pop("drain"),
-    ".spec.replicas: type was 'integer' and is 'string'": lambda s: spec_of(s)["replicas"].update(
-        type="string"
-    ),
-    ".spec.replicas: maximum was 1000 and is 10": lambda s: spec_of(s)["replicas"].update(maximum=10),
-    ".spec.replicas: minimum was 0 and is 1": lambda s: spec_of(s)["replicas"].update(minimum=1),
-    ".spec.replicas: default was 1 and is 2": lambda s: spec_of(s)["replicas"].update(default=2),
-    ".spec.engine: is required now": lambda s: s["properties"]["spec"]["required"].append("engine"),
-    ".spec.engine.type: the value 'vllm' is gone": lambda s: spec_of(s)["engine"]["properties"]["type"][
-        "enum"
-    ].remove("vllm"),
-    ".spec.engine.dtype: only some values are allowed now": lambda s: spec_of(s)["engine"]["properties"][
-        "dtype"
-    ].update(enum=["auto"]),
-    ".spec.roles: x-kubernetes-list-type was 'map' and is 'set'": lambda s: spec_of(s)["roles"].update(
-        {"x-kubernetes-list-type": "set"}
-    ),
-    ".spec.roles: maxItems was 3 and is 2": lambda s: spec_of(s)["roles"].update(maxItems=2),
-    ".spec.roles[].name: the value 'both' is gone": lambda s: spec_of(s)["roles"]["items"]["properties"][
-        "name"
-    ]["enum"].remove("both"),
-    ".spec.model: has a new rule: be nice": lambda s: spec_of(s)["model"]["x-kubernetes-validations"].append(
-        {"rule": "false", "message": "be nice"}
-    ),
-    ".spec.template.spec: unknown fields are not kept any more": lambda s: spec_of(s)["template"][
-        "properties"
-    ]["spec"].pop("x-kubernetes-preserve-unknown-fields"),
-    ".spec.template.spec.hostname: was free and has a form now": lambda s: spec_of(s)["template"][
-        "properties"
-    ]["spec"]["properties"].update(hostname={"type": "string"}),
-    ".spec.gateway.standalone.annotations{}: maxLength was 1024 and is 9": lambda s: spec_of(s)["gateway"][
-        "properties"
-    ]["standalone"]["properties"]["annotations"]["additionalProperties"].update(maxLength=9),
-}
-GROWING: dict[str, Change] = {
-    "a field": lambda s: spec_of(s).update(extra={"type": "string"}),
-    "a default of a new field": lambda s: (
-        spec_of(s)["drain"]["properties"].update(mode={"type": "string", "default": "x"}),
-        spec_of(s)["drain"]["default"].update(mode="x"),
-    ),
-    "a value": lambda s: spec_of(s)["engine"]["properties"]["type"]["enum"].append("other"),
-    "a wider bound": lambda s: spec_of(s)["replicas"].update(maximum=5000),
-    "no bound": lambda s: spec_of(s)["replicas"].pop("maximum"),
-    "any value": lambda s: spec_of(s)["engine"]["properties"]["type"].pop("enum"),
-    "no pattern": lambda s: spec_of(s)["engine"]["properties"]["dtype"].pop("pattern"),
-    "a rule less": lambda s: spec_of(s)["engine"]["x-kubernetes-validations"].pop(),
-    "an optional field": lambda s: s["properties"]["spec"]["required"].clear(),
-    "other words": lambda s: spec_of(s)["drain"].update(description="How pods end."),
-}
-
-
-@pytest.mark.parametrize("told", SHRINKING)
-def test_a_schema_that_shrinks_is_told(told):
-    changed = copy.deepcopy(POOL)
-    SHRINKING[told](changed)
-    assert list(shrinkage(POOL, changed)) == [told]
-
-
-@pytest.mark.parametrize("what", GROWING)
-def test_a_schema_may_grow(what):
-    changed = copy.deepcopy(POOL)
-    GROWING[what](changed)
-    assert changed != POOL
-    assert list(shrinkage(POOL, changed)) == []
 
 
 # The page and the chart

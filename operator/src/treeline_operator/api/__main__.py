@@ -6,14 +6,14 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from treeline_operator.api import crds, docs, policies
-from treeline_operator.api.growth import shrinkage
+from treeline_operator.api.growth import Definition, retreat
 
 ROOT: Final = Path(__file__).parents[4]
 RELEASED: Final = Path("crds/released/v1alpha1.json")
-"""The schemas of the last release, which those of now must contain."""
+"""The definitions of the last release, which those of now must contain."""
 
 
 def documents() -> dict[Path, str]:
@@ -27,12 +27,17 @@ def documents() -> dict[Path, str]:
     return written
 
 
-def schemas() -> dict[str, Any]:
-    """The schema of every kind, by its plural name."""
-    return {
-        plural: crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-        for plural, crd in crds.all_crds().items()
-    }
+def definitions() -> dict[str, Definition]:
+    """What clients rely on of every kind, by its plural name."""
+    found = {}
+    for plural, crd in crds.all_crds().items():
+        (version,) = crd["spec"]["versions"]
+        found[plural] = {
+            **{key: crd["spec"][key] for key in ("scope", "names")},
+            "subresources": version["subresources"],
+            "schema": version["schema"]["openAPIV3Schema"],
+        }
+    return found
 
 
 def problems(root: Path) -> list[str]:
@@ -42,14 +47,14 @@ def problems(root: Path) -> list[str]:
         for path, text in documents().items()
         if not (root / path).exists() or (root / path).read_text() != text
     ]
-    now = schemas()
+    now = definitions()
     for plural, released in json.loads((root / RELEASED).read_text()).items():
-        found += [f"{plural}{way}; v1alpha1 only grows" for way in shrinkage(released, now.get(plural, {}))]
+        found += [f"{plural}{way}; v1alpha1 only grows" for way in retreat(released, now.get(plural, {}))]
     return found
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write, check, or note the schemas as released."""
+    """Write, check, or note the definitions as released."""
     parser = argparse.ArgumentParser(prog="python -m treeline_operator.api", description=__doc__)
     parser.add_argument(
         "--root", type=Path, default=ROOT, help="the checkout (default: the one of this package)"
@@ -59,14 +64,14 @@ def main(arguments: list[str] | None = None) -> int:
         "--check", action="store_true", help="write nothing; fail where something differs or shrinks"
     )
     mode.add_argument(
-        "--release", action="store_true", help=f"note the schemas of now as released in {RELEASED}"
+        "--release", action="store_true", help=f"note the definitions of now as released in {RELEASED}"
     )
     options = parser.parse_args(arguments)
     if options.check:
         found = problems(options.root)
         sys.stderr.writelines(f"{problem}\n" for problem in found)
         return 1 if found else 0
-    texts = {RELEASED: json.dumps(schemas(), indent=1) + "\n"} if options.release else documents()
+    texts = {RELEASED: json.dumps(definitions(), indent=1) + "\n"} if options.release else documents()
     for path, text in texts.items():
         (options.root / path).parent.mkdir(parents=True, exist_ok=True)
         (options.root / path).write_text(text)

@@ -7,13 +7,51 @@ from typing import Any, Final
 
 Schema = dict[str, Any]
 
+_FREE: Final = ("description", "title", "example", "externalDocs")
+"""Says nothing about which objects are valid."""
 _UPPER: Final = ("maximum", "maxLength", "maxItems", "maxProperties")
 _LOWER: Final = ("minimum", "minLength", "minItems", "minProperties")
 _FIXED: Final = (
-    *("type", "format", "pattern", "x-kubernetes-int-or-string"),
+    *("type", "format", "x-kubernetes-int-or-string"),
     *("x-kubernetes-list-type", "x-kubernetes-list-map-keys"),
 )
 """Any change to these may refuse or change what is stored."""
+_LOOSER_WITHOUT: Final = ("pattern", "exclusiveMinimum", "exclusiveMaximum", "uniqueItems")
+"""Fewer objects are valid with these than without."""
+_READ: Final = frozenset(
+    {
+        *_FREE,
+        *_UPPER,
+        *_LOWER,
+        *_FIXED,
+        *_LOOSER_WITHOUT,
+        *("default", "enum", "required", "properties", "items", "additionalProperties"),
+        *("x-kubernetes-preserve-unknown-fields", "x-kubernetes-validations"),
+    }
+)
+"""Keywords that are looked at one by one; a change to any other is told as it is."""
+
+Definition = dict[str, Any]
+"""What of a CustomResourceDefinition clients rely on: scope, names, subresources and the schema."""
+
+
+def retreat(old: Definition, new: Definition) -> Iterator[str]:
+    """Every way in which clients of ``old`` may find that ``new`` is not what they knew."""
+    if not new:
+        yield ": the kind is gone"
+        return
+    if old["scope"] != new["scope"]:
+        yield f": scope was {old['scope']!r} and is {new['scope']!r}"
+    for key, value in old["names"].items():
+        now = new["names"].get(key)
+        if isinstance(value, list):
+            yield from (f": {key} lacks {name!r} now" for name in value if name not in (now or ()))
+        elif value != now:
+            yield f": {key} was {value!r} and is {now!r}"
+    for key, value in old["subresources"].items():
+        if new["subresources"].get(key) != value:
+            yield f": subresource {key} was {value!r} and is {new['subresources'].get(key)!r}"
+    yield from shrinkage(old["schema"], new["schema"])
 
 
 def shrinkage(old: Schema, new: Schema, path: str = "") -> Iterator[str]:
@@ -22,8 +60,9 @@ def shrinkage(old: Schema, new: Schema, path: str = "") -> Iterator[str]:
     A rule whose text has changed counts as a new one, even where it is looser: somebody has to look at it.
     """
     here = path or "object"
-    for key in _FIXED:
-        if old.get(key) != new.get(key) and not (key == "pattern" and key not in new):
+    others = sorted((old.keys() | new.keys()) - _READ)
+    for key in (*_FIXED, *_LOOSER_WITHOUT, *others):
+        if old.get(key) != new.get(key) and not (key in _LOOSER_WITHOUT and not new.get(key)):
             yield f"{here}: {key} was {old.get(key)!r} and is {new.get(key)!r}"
     if not _same_default(old.get("default"), new.get("default")):
         yield f"{here}: default was {old.get('default')!r} and is {new.get('default')!r}"
