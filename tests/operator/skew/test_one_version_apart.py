@@ -22,13 +22,14 @@ from support import gateway_cluster, released
 from support.envoy import ENVOY, free_ports, running_envoy
 from support.epp_io import engines, running_picker
 from support.pool_world import SimCluster, a_pool
+from treeline_epp.kube.pools import own_pool
 from treeline_epp.options import options_of as picker_options
 from treeline_operator import names
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.controller import picker_probe
 from treeline_operator.envoy import EnvoyConfig
 from treeline_operator.envoy.edge import options_of as launcher_options
-from treeline_operator.plan import edge
+from treeline_operator.plan import edge, revision
 from treeline_operator.world import TEMPLATE_VERSION, PickerEndpoint, Platform
 from treeline_runtime import fetch
 from treeline_runtime.args import parse_args as runtime_options
@@ -168,6 +169,32 @@ def test_a_spec_that_says_the_same_is_made_into_the_same(name: str) -> None:
             assert obj["spec"]["template"] == now[inputs]["spec"]["template"], "raise world.TEMPLATE_VERSION"
 
 
+LATER = {"ofALaterVersion": {"a": [1, None]}}
+
+
+@pytest.mark.parametrize("case", ["plain", "full", "vllm"])
+def test_fields_of_a_later_version_are_passed_over_and_change_no_revision(case: str) -> None:
+    """CRDs go first, and an operator may be rolled back: both leave an operator with fields that it does not know."""
+    known = {
+        "model": {"uri": "builtin://tiny"},
+        "engine": {},
+        "gateway": {},
+        "drain": {},
+        **released.POOLS[case],
+    }
+    meta = {"name": "tiny", "namespace": "serving", "uid": "pool-uid"}
+    body = {"apiVersion": "treeline.dev/v1alpha1", "kind": "InferencePool", "metadata": meta}
+    sections = ("model", "engine", "gateway", "drain")
+    grown = {**known, **{section: {**known[section], **LATER} for section in sections}, **LATER}
+    then, now = (InferencePool.from_object({**body, "spec": spec}) for spec in (known, grown))
+    assert now.spec == then.spec
+    assert revision.inputs(now) == revision.inputs(then)
+    of_picker = (
+        own_pool(msgspec.Raw(msgspec.json.encode({**body, "spec": spec}))) for spec in (known, grown)
+    )
+    assert len(set(map(repr, of_picker))) == 1
+
+
 # --- flags, configuration, names --------------------------------------------------------------------------------------
 
 
@@ -255,7 +282,6 @@ def relocated(value: Any, moved: dict[int, int]) -> Any:
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 SAID = RELEASED["messages"]
-LATER = {"of_a_later_version": {"a": [1, None]}}
 
 
 def message(frames_in_hex: list[str]) -> list[bytes]:
