@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.virtual_loop import run
@@ -102,7 +102,15 @@ class ScheduleMachine(RuleBasedStateMachine):
 
 
 TestSchedule = ScheduleMachine.TestCase
-TestSchedule.settings = settings(max_examples=40, stateful_step_count=40, deadline=None, derandomize=True)
+TestSchedule.settings = settings(
+    max_examples=40,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    # All time in the machine is its own. The one look at the clock is Hypothesis's at its own speed, and that is the
+    # machine's load: the first examples are drawn while it reads the sources of every module that is loaded.
+    suppress_health_check=[HealthCheck.too_slow],
+)
 
 
 def test_backoff_doubles_to_its_cap_and_spreads_by_half() -> None:
