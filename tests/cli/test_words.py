@@ -1,5 +1,6 @@
 """The command line from outside: its words, its help, its errors."""
 
+import signal
 import subprocess
 import sys
 
@@ -30,6 +31,20 @@ def test_every_word_explains_itself(word):
     answer = treeline(word, "--help")
     assert answer.returncode == 0, answer.stderr
     assert f"treeline {word}" in answer.stdout
+
+
+def test_whoever_has_read_enough_of_the_output_is_shown_no_traceback(tmp_path):
+    pool = tmp_path / "pool.yaml"
+    pool.write_text(
+        "apiVersion: treeline.dev/v1alpha1\nkind: InferencePool\nmetadata: {name: p}\n"
+        'spec: {model: {uri: "builtin://tiny"}}\n'
+    )
+    plan = [sys.executable, "-m", "treeline", "operate", "plan", "-f", str(pool)]
+    with subprocess.Popen(plan, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 128 + signal.SIGPIPE
 
 
 def test_an_unknown_word_is_refused_with_the_known_ones():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -90,7 +91,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv = ["version"]
     word = top.parse_args(argv[:1]).word
     try:
-        return WORDS[word].run(argv[1:])
+        status = WORDS[word].run(argv[1:])
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read the output, `head` for one, has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:  # while it was still loading: once it runs, each word ends in its own way
         return 128 + signal.SIGINT
 
