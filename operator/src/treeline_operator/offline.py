@@ -22,9 +22,10 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
 from treeline_operator.controller.observe import explain
 from treeline_operator.controller.store import MODEL, POOL
+from treeline_operator.flags import add_images, add_surroundings, images_of
 from treeline_operator.simulate import Simulation, Step
 from treeline_operator.status.models import model_statuses
-from treeline_operator.world import Images, Platform, Ref
+from treeline_operator.world import Platform, Ref
 
 Object = dict[str, Any]
 
@@ -82,10 +83,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="GROUP/VERSION/KIND",
         help="an optional API that the cluster has, such as gateway.networking.k8s.io/v1/HTTPRoute; may be repeated",
     )
-    default = Images()
-    for name in ("runtime", "runtime_cuda", "epp", "edge"):
-        flag = f"--image-{name.replace('_', '-')}"
-        p.add_argument(flag, default=getattr(default, name), metavar="IMAGE", help="(%(default)s)")
+    add_surroundings(p)
+    add_images(p)
     return p
 
 
@@ -93,9 +92,11 @@ def main(argv: Sequence[str], out: TextIO | None = None, now: datetime | None = 
     """Run the subcommand; the exit status."""
     given = parser().parse_args(argv)
     out = out or sys.stdout
-    images = Images(given.image_runtime, given.image_runtime_cuda, given.image_epp, given.image_edge)
+    platform = Platform(
+        images_of(given), frozenset(given.api), given.cluster_domain, operator_namespace=given.lease_namespace
+    )
     try:
-        simulation = Simulation(Platform(images, frozenset(given.api)), now or datetime.now(UTC))
+        simulation = Simulation(platform, now or datetime.now(UTC))
         load(simulation, given.filename, given.observed, given.namespace)
         ended = simulation.run()
     except BadInput as exc:

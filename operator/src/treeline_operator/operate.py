@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Final
 
 from treeline_operator.controller.logs import LEVELS, set_up
-from treeline_operator.world import Images
+from treeline_operator.flags import add_images, add_surroundings, images_of
 
 log = logging.getLogger("treeline_operator")
 
-_DEFAULT_NAMESPACE: Final = "treeline-system"
 _EXAMPLES: Final = """\
 what it needs: the CRDs of treeline.dev and the rights that the Helm chart grants. Without --kubeconfig it uses
 $KUBECONFIG, the pod's ServiceAccount, or ~/.kube/config, in this order.
@@ -42,7 +41,6 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    default = Images()
     scope = p.add_argument_group("scope")
     scope.add_argument(
         "--namespace",
@@ -53,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     )
     scope.add_argument("--kubeconfig", type=Path, help="connect by this file")
     scope.add_argument("--context", help="the context of the kubeconfig, instead of its current one")
+    add_surroundings(scope)
     lead = p.add_argument_group("leader election")
     lead.add_argument(
         "--leader-elect",
@@ -61,12 +60,6 @@ def parser() -> argparse.ArgumentParser:
         help="act only while holding the Lease; without it there must be one replica (default: yes)",
     )
     lead.add_argument("--lease-name", default="treeline-operator", help="default: %(default)s")
-    lead.add_argument(
-        "--lease-namespace",
-        default=os.environ.get("POD_NAMESPACE", _DEFAULT_NAMESPACE),
-        metavar="NS",
-        help=f"the operator's own namespace (default: $POD_NAMESPACE, else {_DEFAULT_NAMESPACE})",
-    )
     for name, seconds, text in (
         ("duration", 15.0, "others take over after so many seconds without a renewal"),
         ("renew", 10.0, "we give up after so many seconds without a renewal"),
@@ -85,31 +78,7 @@ def parser() -> argparse.ArgumentParser:
         "--health-port", type=_port, default=8081, metavar="P", help="/healthz and /readyz (%(default)s)"
     )
     pages.add_argument("--metrics-port", type=_port, default=9090, metavar="P", help="/metrics (%(default)s)")
-    images = p.add_argument_group("images, where a pool names none")
-    images.add_argument(
-        "--image-runtime", default=default.runtime, metavar="IMAGE", help="on CPUs (%(default)s)"
-    )
-    images.add_argument(
-        "--image-runtime-cuda",
-        default=default.runtime_cuda,
-        metavar="IMAGE",
-        help="on NVIDIA devices (%(default)s)",
-    )
-    images.add_argument("--image-epp", default=default.epp, metavar="IMAGE", help="the picker (%(default)s)")
-    images.add_argument("--image-edge", default=default.edge, metavar="IMAGE", help="Envoy (%(default)s)")
-    images.add_argument(
-        "--image-pull-policy",
-        choices=("Always", "IfNotPresent", "Never"),
-        default=default.pull_policy,
-        help="default: %(default)s",
-    )
-    images.add_argument(
-        "--image-pull-secret",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="Secret with a registry's credentials, in the namespace of each pool; may be repeated",
-    )
+    add_images(p)
     work = p.add_argument_group("work")
     work.add_argument(
         "--resync-seconds",
@@ -120,9 +89,6 @@ def parser() -> argparse.ArgumentParser:
     )
     work.add_argument(
         "--workers", type=int, default=8, metavar="N", help="reconciliations at once (%(default)s)"
-    )
-    work.add_argument(
-        "--cluster-domain", default="cluster.local", help="of the cluster's DNS (default: %(default)s)"
     )
     work.add_argument(
         "--picker-probe",
@@ -169,14 +135,7 @@ async def _serve(given: argparse.Namespace) -> int:
         host=given.host,
         health_port=given.health_port,
         metrics_port=given.metrics_port,
-        images=Images(
-            given.image_runtime,
-            given.image_runtime_cuda,
-            given.image_epp,
-            given.image_edge,
-            given.image_pull_policy,
-            tuple(dict.fromkeys(given.image_pull_secret)),
-        ),
+        images=images_of(given),
         resync_s=given.resync_seconds,
         workers=given.workers,
         cluster_domain=given.cluster_domain,

@@ -121,14 +121,23 @@ def test_what_somebody_changed_is_named(tmp_path: Path) -> None:
     assert report["steps"][0]["drift"]
 
 
+def test_it_is_told_where_the_operator_lives(tmp_path: Path) -> None:
+    text = plan(
+        "-f", write(tmp_path / "p.yaml", POOL), "--lease-namespace", "ops", "--image-pull-secret", "registry"
+    )
+    assert "kubernetes.io/metadata.name: ops" in text
+    assert "treeline-system" not in text
+    assert "imagePullSecrets" in text
+
+
 def test_what_a_newer_template_would_replace_is_shown_but_not_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     observed = as_cluster(tmp_path, POOL)
 
     class Newer(Platform):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args, template_version=2)
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options, template_version=2)
 
     monkeypatch.setattr(offline, "Platform", Newer)
     text = plan("-f", write(tmp_path / "p.yaml", POOL), "--observed", str(observed))

@@ -30,6 +30,7 @@ from treeline_operator.plan.revision import Target
 from treeline_operator.plan.runtime import deployment
 from treeline_operator.plan.sharing import share
 from treeline_operator.world import Images, Observed, Platform
+from treeline_wire import headers
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -303,6 +304,19 @@ def test_the_real_envoy_accepts_every_configuration(
     assert "placeholder" not in data["envoy.json"]
     flags = container(cluster, "treeline-edge")["args"]
     assert (f"--keys-file={edge.KEYS_FILE}" in flags) is has_keys
+
+
+def test_clients_see_the_routing_where_somebody_asks_for_it_and_nowhere_else() -> None:
+    texts = []
+    for standalone in ({}, {"exposeRouting": True}):
+        cluster = converged(pool("a", gateway={"standalone": standalone}))
+        (name,) = [name for name in cluster.names("ConfigMap") if name != "treeline-gateway"]
+        texts.append(cluster.get("ConfigMap", name)["data"]["envoy.json"])
+    hidden, shown = texts
+    assert f'"remove": "{headers.ENDPOINT}"' in hidden
+    assert f'"remove": "{headers.CACHED_TOKENS}"' in hidden
+    assert f'"key": "{headers.ENDPOINT}"' in shown
+    assert headers.CACHED_TOKENS not in shown
 
 
 def test_a_changed_configuration_is_a_new_one_and_the_old_stays_while_pods_mount_it() -> None:

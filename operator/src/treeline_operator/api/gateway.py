@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StrictFloat, StrictInt, StringConstraints
+from pydantic import Field, StrictBool, StrictFloat, StrictInt, StringConstraints
 
 from treeline_operator.api.engine import Image, Text
 from treeline_operator.api.parts import (
@@ -75,6 +75,9 @@ class Standalone(Part):
     anybody who reaches the Service is served."""
     tls: Tls | None = None
     """TLS towards the clients; absent means plain HTTP."""
+    expose_routing: StrictBool = False
+    """Response headers `x-treeline-endpoint` (the pod that served) and `x-treeline-cached-tokens`, to see the routing.
+    Off, because they tell clients addresses of pods, and whether somebody else has asked the same before."""
 
 
 class ParentRef(Part):

@@ -65,6 +65,7 @@ def config_map(ground: Ground) -> dict[str, Any]:
         body_limit=picker.parameters.max_body_bytes or _BODY_LIMIT,
         has_keys=settings.api_keys_secret_ref is not None,
         has_tls=settings.tls is not None,
+        expose_routing=settings.expose_routing,
     )
     host = f"{names.epp(ground.gateway)}.{ground.namespace}.svc.{ground.platform.cluster_domain}"
     data = {name: text.replace(_HOST, host) for name, text in files}
@@ -75,7 +76,9 @@ def config_map(ground: Ground) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=32)
-def _files(*, fail_open: bool, body_limit: int, has_keys: bool, has_tls: bool) -> tuple[tuple[str, str], ...]:
+def _files(
+    *, fail_open: bool, body_limit: int, has_keys: bool, has_tls: bool, expose_routing: bool
+) -> tuple[tuple[str, str], ...]:
     """File name and text of what is mounted, the picker's address apart: making it takes a tenth of a second.
 
     (The messages of Envoy's API are loaded here, at the first gateway: without one they are 20 MB for nothing.)
@@ -91,6 +94,8 @@ def _files(*, fail_open: bool, body_limit: int, has_keys: bool, has_tls: bool) -
         api_keys_file=KEYS_FILE if has_keys else None,
         tls=tls,
         fail_open=fail_open,
+        add_endpoint_header=expose_routing,
+        expose_cached_tokens=expose_routing,
     )
     files = [("envoy.json", envoy.bootstrap_json(config))]
     if tls is not None:
