@@ -203,7 +203,7 @@ def test_generated_files_are_current(script):
 
 
 def test_the_plain_install_is_the_chart_in_a_namespace_of_its_own():
-    items = list(yaml.safe_load_all((ROOT / "manifests" / "install.yaml").read_text()))
+    items = helm.documents((ROOT / "manifests" / "install.yaml").read_text())
     namespace, *rest = items
     assert namespace["kind"] == "Namespace"
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -118,11 +119,15 @@ def test_only_the_runtime_has_torch():
     assert not {name for name in listed if name.startswith(("torch", "nvidia", "triton", "pytest"))}
 
 
+SOURCES = sorted(ROOT.glob("*/src"))
+
+
+@cache
 def source_of(module: str) -> Path | None:
     """The file of one of our modules; None for a name that is no module."""
     name = module.replace(".", "/")
-    found = [path for path in (f"{name}.py", f"{name}/__init__.py") for path in ROOT.glob(f"*/src/{path}")]
-    return found[0] if found else None
+    tried = (folder / path for folder in SOURCES for path in (f"{name}.py", f"{name}/__init__.py"))
+    return next((path for path in tried if path.is_file()), None)
 
 
 def imported_by(packages_of_ours: tuple[str, ...]) -> set[str]:

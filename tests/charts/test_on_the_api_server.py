@@ -61,7 +61,7 @@ def test_every_object_of_every_render_and_of_the_plain_install_is_taken(control_
             ("--values", str(Path(__file__).parent / "everything.yaml")),
         )
     ]
-    plain = list(yaml.safe_load_all((ROOT / "manifests" / "install.yaml").read_text()))
+    plain = helm.documents((ROOT / "manifests" / "install.yaml").read_text())
     # in a dry run its own namespace is not there for the rest
     renders.append(
         [

@@ -18,6 +18,8 @@ import httpx
 import pytest
 from treeline_operator.envoy import EnvoyConfig, Tls, bootstrap, command
 
+from support.http import client
+
 Patch = Callable[[dict[str, Any]], None]
 
 ENVOY = Path(sys.executable).parent / "envoy"
@@ -75,7 +77,7 @@ class Envoy:
 
     async def hosts(self) -> dict[str, str]:
         """The endpoints of the pods cluster as Envoy knows them: address → EDS health."""
-        async with httpx.AsyncClient() as http:
+        async with client() as http:
             answer = await http.get(f"{self.admin}/clusters", params={"format": "json"})
         (pods,) = [c for c in answer.json()["cluster_statuses"] if c["name"] == "pods"]
         return {
@@ -86,7 +88,7 @@ class Envoy:
 
     async def stats(self, prefix: str) -> dict[str, int]:
         """Counters and gauges whose names start with a prefix."""
-        async with httpx.AsyncClient() as http:
+        async with client() as http:
             answer = await http.get(f"{self.admin}/stats", params={"filter": f"^{prefix}", "format": "json"})
         return {s["name"]: s["value"] for s in answer.json()["stats"] if "value" in s}
 
@@ -117,7 +119,7 @@ async def running_envoy(
     envoy = Envoy(config, folder, patch)
     with _process(envoy, folder) as process:
         deadline = time.monotonic() + timeout_s
-        async with httpx.AsyncClient() as http:
+        async with client() as http:
             while True:
                 with contextlib.suppress(httpx.HTTPError):
                     if (await http.get(f"{envoy.admin}/ready")).status_code == 200:

@@ -32,6 +32,7 @@ from treeline_wire.security import CurveKeys
 from treeline_wire.tokenizer import TokenizerBundle
 
 from support.envoy import Envoy, Patch, free_ports, running_envoy
+from support.http import client
 
 
 async def until(
@@ -200,7 +201,7 @@ class RunningPicker:
 
     async def get(self, path: str, *, patience_s: float = 5.0) -> httpx.Response:
         """A page of the admin port."""
-        async with httpx.AsyncClient(timeout=patience_s) as http:
+        async with client(timeout=patience_s) as http:
             return await http.get(f"http://127.0.0.1:{self.options.metrics_port}{path}")
 
     async def metrics(self) -> dict[str, float]:
@@ -278,7 +279,7 @@ async def data_plane(
         )
         async with (
             running_envoy(config, folder, patch=patch) as envoy,
-            httpx.AsyncClient(base_url=envoy.url, timeout=20) as http,
+            client(base_url=envoy.url, timeout=20) as http,
         ):
             yield Plane(envoy, picker, fakes, http)
 

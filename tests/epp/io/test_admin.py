@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 
-import httpx
 import pytest
+from support.http import client
 from treeline_epp.admin import Admin, Page
 
 
@@ -28,7 +28,7 @@ async def port() -> AsyncIterator[int]:
 
 
 async def test_pages_are_served(port: int) -> None:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+    async with client(base_url=f"http://127.0.0.1:{port}") as http:
         assert (await http.get("/echo", params={"pod": "a b"})).json() == {"pod": "a b"}
         text = await http.get("/text")
         assert (text.text, text.headers["content-type"]) == ("plain", "text/plain")
@@ -48,5 +48,5 @@ async def test_what_is_not_http_neither_hangs_nor_kills_the_server(port: int, da
     answer = await asyncio.wait_for(reader.read(), 5)
     assert answer == b"" or answer.startswith(b"HTTP/1.1 400")
     writer.close()
-    async with httpx.AsyncClient() as http:
+    async with client() as http:
         assert (await http.get(f"http://127.0.0.1:{port}/text")).text == "plain"

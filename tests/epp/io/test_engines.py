@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 from support.epp_io import FakeEngine, engines, small_bundle, until
+from support.http import client as local_client
 from treeline_epp.endpoint import EndpointSpec
 from treeline_epp.engines import EngineClient, EngineError, EngineInfo, EngineState, EngineWatcher, KvSource
 
@@ -28,7 +29,7 @@ KV = {
 
 @pytest.fixture
 async def http() -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with local_client(trust_env=False) as client:
         yield client
 
 

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from support.envoy import self_signed
 from support.epp_io import FakeEngine, Plane, data_plane, engines, running_picker, until
+from support.http import client
 from treeline_wire import headers as names
 
 
@@ -378,12 +379,12 @@ async def test_a_drained_envoy_finishes_what_it_has_and_takes_nothing_new(tmp_pa
         fakes[0].hold = asyncio.Event()
         held = asyncio.create_task(plane.complete())
         await until(lambda: fakes[0].served, "the request is at its engine")
-        async with httpx.AsyncClient() as admin:
+        async with client() as admin:
             assert (await admin.post(f"{plane.envoy.admin}/drain_listeners?graceful")).status_code == 200
 
         async def closed() -> bool:
             try:
-                async with httpx.AsyncClient(base_url=plane.envoy.url, timeout=0.3) as fresh:
+                async with client(base_url=plane.envoy.url, timeout=0.3) as fresh:
                     await fresh.get("/v1/models")
             except httpx.ConnectError:
                 return True

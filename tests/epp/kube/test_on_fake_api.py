@@ -17,6 +17,7 @@ import pytest
 from support.envoy import free_ports, running_envoy
 from support.epp_io import FakeEngine, FakePublisher, RunningPicker, engines, running_picker, until
 from support.epp_kube import asked, models
+from support.http import client
 from support.kube_api import MODELS, PODS, POOLS, FakeApi, fake_api, own_model, own_pool, pod
 from treeline_operator.envoy import EnvoyConfig
 from treeline_wire.load import TREELINE_LOAD_TOPIC, TreelineLoad
@@ -365,7 +366,7 @@ async def behind_envoy(picker: RunningPicker, folder: Path) -> AsyncIterator[htt
     )
     async with (
         running_envoy(config, folder) as envoy,
-        httpx.AsyncClient(base_url=envoy.url, timeout=20) as http,
+        client(base_url=envoy.url, timeout=20) as http,
     ):
         yield http
 

@@ -19,6 +19,12 @@ from treeline_epp.kube.reflector import Reflector
 PATH = "/api/v1/namespaces/ns/pods"
 
 
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How the pauses grow is the mirror's own test."""
+    monkeypatch.setattr(mirror_module, "BACKOFF_S", (0.05, 0.2))
+
+
 class _Object(msgspec.Struct):
     value: int
 

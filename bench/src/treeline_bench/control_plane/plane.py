@@ -214,7 +214,8 @@ class ControlPlane:
             for path in (folders_or_files or (ROOT / "crds",))
             for file in (sorted(path.glob("*.yaml")) if path.is_dir() else [path])
         ]
-        objects = [o for file in files for o in yaml.safe_load_all(file.read_text()) if o]
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
+        objects = [o for file in files for o in yaml.load_all(file.read_text(), loader) if o]
         names = [o["metadata"]["name"] for o in objects if o["kind"] == "CustomResourceDefinition"]
         base = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
         for item in objects:

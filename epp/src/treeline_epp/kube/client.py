@@ -19,6 +19,8 @@ from treeline_epp.kube.mirror import SILENCE_S, Failure, Request
 
 _CONNECT_S = 5.0
 _LIST_S = 30.0
+LONGEST_RETRY_AFTER_S = 60.0
+"""A server that asks for more patience than this is asked again all the same."""
 _NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError, ssl.SSLError, ConfigException)
 
 
@@ -139,7 +141,7 @@ class KubeClient:
         return Failure(
             response.status,
             message or response.reason or "no reason given",
-            min(60.0, float(retry_after)) if retry_after.isdecimal() else 0.0,
+            min(LONGEST_RETRY_AFTER_S, float(retry_after)) if retry_after.isdecimal() else 0.0,
         )
 
 
