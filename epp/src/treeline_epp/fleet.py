@@ -358,7 +358,11 @@ class Fleet:
         yield "counter", "eds_rejections", "Endpoint lists that an Envoy rejected.", {}, eds.rejections
 
     def listing(self) -> dict[str, object]:
-        """Pools with their models and endpoints, as the operator reads them: what could be picked now."""
+        """Pools with their models and endpoints, as the operator reads them: what could be picked now.
+
+        ``in_flight`` is null where it is not known; ``cached_tokens`` is what the tree knows of.
+        """
+        now = self._clock()
         endpoints: dict[str, list[dict[str, object]]] = {}
         for name, member in sorted(self._members.items()):
             known = self._picker.endpoints.get(name)
@@ -368,6 +372,8 @@ class Fleet:
                     "address": member.spec.address,
                     "ready": known is not None and known.eligible,
                     "draining": member.state is EngineState.DRAINING or member.draining,
+                    "in_flight": known.load.in_flight(now) if known is not None else None,
+                    "cached_tokens": known.pod.blocks * known.pod.block_size if known is not None else 0,
                 }
             )
         models = self._catalog.models_by_pool()

@@ -32,11 +32,12 @@ OVERLOADED_FOR_S = 1.0
 @dataclass(frozen=True, slots=True)
 class Report:
     """A load report in the picker's own terms. Zeros mean "not told". `tokens_held` of `tokens_total` are in memory,
-    running or cached (SGLang's report names the running ones only)."""
+    running or cached (SGLang's report names the running ones only). `in_flight` are all requests that it has."""
 
     at: float
     running: int = 0
     waiting: int = 0
+    in_flight: int = 0
     queued_tokens: int = 0
     tokens_held: int = 0
     tokens_total: int = 0
@@ -53,6 +54,7 @@ def report_of(load: LoadStat | TreelineLoad, at: float) -> Report:
             at=at,
             running=load.running,
             waiting=load.waiting,
+            in_flight=max(load.in_flight, load.running + load.waiting),
             queued_tokens=load.waiting_uncached_tokens,
             tokens_held=(load.pages_used + load.pages_cached) * page,
             tokens_total=load.pages_total * page,
@@ -64,6 +66,7 @@ def report_of(load: LoadStat | TreelineLoad, at: float) -> Report:
         at=at,
         running=load.num_running,
         waiting=load.num_waiting,
+        in_flight=load.num_running + load.num_waiting,
         queued_tokens=load.num_waiting_uncached_tokens,
         tokens_held=load.num_tokens,
         tokens_total=load.max_total_num_tokens,
@@ -136,6 +139,16 @@ class EndpointLoad:
             return self.reservations.tokens, len(self.reservations)
         tokens, requests = self.reservations.newer_than(report.at - TRANSIT_S)
         return report.queued_tokens + tokens, report.waiting + requests
+
+    def in_flight(self, now: float) -> int | None:
+        """Requests that the endpoint has or is about to get; None where it does not report or has fallen silent.
+
+        Those that a report may lack count by their reservations, so that 0 is never said of one that was just picked.
+        """
+        if self.report is None or not self.fresh(now):
+            return None
+        _, newer = self.reservations.newer_than(self.report.at - TRANSIT_S)
+        return max(self.report.in_flight + newer, len(self.reservations))
 
     def own_rate(self) -> float:
         """Measured prefill tokens per second, 0 while nothing was measured."""

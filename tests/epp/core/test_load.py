@@ -40,6 +40,23 @@ def test_without_a_fresh_report_the_queue_is_all_reservations() -> None:
     assert load.queue(now=1.1 + STALE_AFTER_S) == (40, 1)
 
 
+def test_in_flight_is_what_is_reported_and_what_was_picked_since() -> None:
+    load = EndpointLoad()
+    assert load.in_flight(now=0.0) is None, "nothing was reported yet"
+    early = load.reservations.open(40, now=0.5, predicted_prefill_s=1)
+    load.on_load(TreelineLoad(running=2, waiting=1, in_flight=4), now=1.0)
+    assert load.in_flight(now=1.0) == 4, "the server has one more than the scheduler"
+    load.reservations.open(40, now=1.5, predicted_prefill_s=1)
+    assert load.in_flight(now=1.6) == 5
+    load.on_load(TreelineLoad(), now=2.0)
+    assert load.in_flight(now=2.0) == 2, "both were picked, and neither has been answered"
+    load.reservations.close(early)
+    assert load.in_flight(now=2.0 + STALE_AFTER_S) == 1
+    assert load.in_flight(now=2.1 + STALE_AFTER_S) is None, "it has fallen silent"
+    load.on_load(LoadStat(num_running=3, num_waiting=4), now=10.0)
+    assert load.in_flight(now=10.0) == 7
+
+
 def test_our_report_names_the_rate() -> None:
     load = EndpointLoad()
     load.train(1000, 0, 1.0)

@@ -168,6 +168,19 @@ async def test_a_load_report_that_says_draining_counts_at_once() -> None:
         await until(told, "it drains", 1.0)
 
 
+async def test_the_list_of_endpoints_tells_what_they_have_to_do_and_what_they_keep() -> None:
+    async with runtimes() as (runtime,), running_picker(*runtime.flags) as picker:
+        await runtime.publisher.store(stored(range(100, 132)))
+
+        async def told() -> bool:
+            await runtime.publisher.report(TREELINE_LOAD_TOPIC, TreelineLoad(epoch=1, seq=0, in_flight=3))
+            page = (await picker.get("/endpoints")).json()
+            (it,) = page["pools"]["default"]["endpoints"]
+            return it["in_flight"] == 3 and it["cached_tokens"] == 32
+
+        await until(told, "its requests and its cache are told", 2.0)
+
+
 async def test_engines_that_do_not_answer_delay_readiness_by_two_seconds_at_most() -> None:
     silent = await asyncio.start_server(lambda _r, _w: None, "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]

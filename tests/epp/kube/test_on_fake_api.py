@@ -100,6 +100,8 @@ async def test_endpoints_and_models_are_listed_as_the_operator_reads_them(tmp_pa
                             "address": it.engines[i].address,
                             "ready": True,
                             "draining": False,
+                            "in_flight": None,
+                            "cached_tokens": 0,
                         }
                     ],
                 }
