@@ -1,13 +1,13 @@
 # Everything a person does here, by one word. `make help` lists the words; each does its own set-up in .venv.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format control-plane generate images sbom bench fuzz model lock clean
+.PHONY: help setup run test check format control-plane generate images sbom cluster-up cluster-down e2e bench fuzz model lock clean
 
 PY := .venv/bin/python
-MYPY_ROOMS := wire/src runtime/src epp/src operator/src lang/src bench/src cli/src
+PROVIDER ?= auto
 
 help: ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup:
 	@scripts/setup.sh
@@ -35,6 +35,15 @@ images: ## Build the container images with docker, podman or buildah (ARGS="--re
 
 sbom: setup ## An SBOM for each image in dist/sbom (ARGS="epp" for one of them)
 	@$(PY) scripts/sbom.py $(ARGS)
+
+cluster-up: setup ## A Kubernetes cluster with our images: PROVIDER=auto, existing, kind, local (ARGS="--nodes 2")
+	@PROVIDER=$(PROVIDER) $(PY) -m e2e.cluster up $(ARGS)
+
+cluster-down: setup ## Remove that cluster, and whatever an interrupted cluster-up left
+	@PROVIDER=$(PROVIDER) $(PY) -m e2e.cluster down $(ARGS)
+
+e2e: setup ## The journeys on a cluster, brought up if need be (PROVIDER=auto K=rollout; CLUSTER_KEEP=1 leaves it)
+	@PROVIDER=$(PROVIDER) $(PY) -m pytest e2e -v --durations 10 $(if $(K),-k "$(K)") $(ARGS)
 
 bench: setup ## The benchmarks: tables, plots and JSON in bench/results (ARGS="tree picker routing" for some of them)
 	@$(PY) -m treeline_bench $(ARGS)

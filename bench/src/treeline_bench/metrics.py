@@ -165,6 +165,19 @@ METRICS: dict[str, Metric] = {
     "epp.models_changes_s": Metric(
         "changes/s", "how fast the API server answered the fastest burst", "higher", headline=False
     ),
+    "e2e.install_to_first_token_s": Metric(
+        "s", "`helm install` to the first token, images on the node", "lower", 45.0, EXPECTED
+    ),
+    "e2e.dropped_streams": Metric(
+        "streams", "cut off, unanswered or 5xx in the journeys where nothing may be", "lower", 0.0, EXPECTED
+    ),
+    "e2e.streams": Metric("streams", "sent in these journeys", "higher", headline=False),
+    "e2e.ready_to_routed_s.p95": Metric(
+        "s", "a pod's Ready to the first request that is routed to it, 95th percentile", "lower", 2.0, EXPECTED
+    ),
+    "e2e.drain_s": Metric(
+        "s", "a lowered number of replicas to the pod being gone, idle streams", "lower", 10.0, EXPECTED
+    ),
 }
 
 

@@ -1,0 +1,90 @@
+"""A cluster for the journeys, with Treeline in it; taken down at the end unless CLUSTER_KEEP=1."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from treeline_bench.control_plane import Missing, programs
+
+from e2e.cluster.place import ClusterError
+from e2e.cluster.progress import Progress
+from e2e.cluster.providers import choose, every
+from e2e.kit.figures import Figures
+from e2e.kit.kube import Kube
+from e2e.kit.system import SYSTEM, Installed, install
+
+
+JOURNEY_S = 600
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A journey may take longer than a test."""
+    for item in items:
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(JOURNEY_S))
+
+
+@pytest.fixture(scope="session")
+def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
+    """The cluster of PROVIDER (auto), brought up if it is not; skipped with the reason where none can be had."""
+    try:
+        provider = choose(os.environ.get("PROVIDER", "auto"), every(Progress(), nodes=1))
+    except ClusterError as reason:
+        pytest.skip(str(reason))
+    was_up = provider.status()["state"] == "up"
+    kubeconfig = provider.up()
+    yield Kube(kubeconfig, _commands(tmp_path_factory.mktemp("bin")))
+    if not was_up and os.environ.get("CLUSTER_KEEP") != "1":
+        provider.down()
+
+
+def _commands(folder: Path) -> Path | None:
+    """kubectl and helm as the control plane's build has them; where it is not built, those of PATH."""
+    try:
+        found = programs("kubernetes", "helm")
+    except Missing:
+        return None
+    (folder / "kubectl").symlink_to(found["kubernetes"] / "kubectl")
+    (folder / "helm").symlink_to(found["helm"] / "helm")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def figures() -> Iterator[Figures]:
+    """What the journeys measure, written at the end."""
+    found = Figures()
+    yield found
+    found.write()
+
+
+@pytest.fixture(scope="session")
+def installed(kube: Kube) -> Kube:
+    """The cluster with Treeline's chart installed; its pods run."""
+    install(kube)
+    kube.kubectl(
+        "-n", SYSTEM, "rollout", "status", "deployment/treeline-operator", "--timeout=120s", timeout_s=130
+    )
+    return kube
+
+
+@pytest.fixture
+def treeline(installed: Kube, request: pytest.FixtureRequest) -> Iterator[Installed]:
+    """A namespace of the test's own, with restricted Pod Security; all that was made in it is gone at the end."""
+    name = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower())[:40].strip("-")
+    installed.kubectl("create", "namespace", name)
+    installed.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
+    found = Installed(installed, name)
+    yield found
+    installed.kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture
+def kept(request: pytest.FixtureRequest) -> Path:
+    """Where the streams of a journey are kept."""
+    folder = Path(__file__).parent.parent / ".cache/e2e"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{request.node.name}.jsonl"

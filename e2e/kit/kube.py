@@ -1,0 +1,105 @@
+"""kubectl and helm, as a journey says them, and waiting for what they show."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from e2e.cluster.place import ROOT
+
+T = TypeVar("T")
+
+
+class KubeFailed(AssertionError):
+    """A command failed; the message is what it said."""
+
+
+@dataclass(frozen=True)
+class Kube:
+    """A cluster, by its kubeconfig. ``binaries`` come first in PATH: kubectl and helm of the cluster's provider."""
+
+    kubeconfig: Path
+    binaries: Path | None = None
+
+    def run(
+        self, *command: str, stdin: str | None = None, timeout_s: float = 120.0, check: bool = True
+    ) -> str:
+        """What a command says on stdout. Raises KubeFailed with its stderr."""
+        path = f"{self.binaries}:{os.environ['PATH']}" if self.binaries else os.environ["PATH"]
+        environment = os.environ | {"KUBECONFIG": str(self.kubeconfig), "PATH": path}
+        done = subprocess.run(
+            command, input=stdin, capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=ROOT,
+            check=False,
+        )  # fmt: skip
+        if check and done.returncode:
+            raise KubeFailed(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
+        return done.stdout
+
+    def kubectl(
+        self, *words: str, stdin: str | None = None, check: bool = True, timeout_s: float = 120.0
+    ) -> str:
+        """``kubectl WORDS``."""
+        return self.run("kubectl", *words, stdin=stdin, check=check, timeout_s=timeout_s)
+
+    def helm(self, *words: str, timeout_s: float = 180.0) -> str:
+        """``helm WORDS``."""
+        return self.run("helm", *words, timeout_s=timeout_s)
+
+    def get(self, kind: str, name: str, namespace: str) -> dict[str, Any] | None:
+        """An object, or None."""
+        text = self.kubectl("-n", namespace, "get", kind, name, "-o", "json", "--ignore-not-found")
+        found: dict[str, Any] | None = json.loads(text) if text else None
+        return found
+
+    def items(self, kind: str, namespace: str, selector: str = "") -> list[dict[str, Any]]:
+        """The objects of a kind; of all namespaces if none is named."""
+        where = ("-n", namespace) if namespace else ("-A",)
+        chosen = ("-l", selector) if selector else ()
+        found: list[dict[str, Any]] = json.loads(self.kubectl(*where, "get", kind, "-o", "json", *chosen))[
+            "items"
+        ]
+        return found
+
+    def apply(self, namespace: str, *objects: dict[str, Any]) -> None:
+        """Apply objects, as a user does."""
+        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)})
+        self.kubectl("-n", namespace, "apply", "-f", "-", stdin=text)
+
+    def patch(self, kind: str, name: str, namespace: str, change: dict[str, Any]) -> None:
+        """A merge patch."""
+        self.kubectl("-n", namespace, "patch", kind, name, "--type=merge", "-p", json.dumps(change))
+
+    def until(self, look: Callable[[], T], what: str, seconds: float, namespace: str = "") -> T:
+        """The first true answer. Raises KubeFailed that says what the namespace looked like."""
+        deadline = time.monotonic() + seconds
+        while not (found := look()):
+            if time.monotonic() > deadline:
+                raise KubeFailed(f"waited {seconds:g} s for {what}\n{self.picture(namespace)}")
+            time.sleep(0.25)
+        return found
+
+    def picture(self, namespace: str) -> str:
+        """What somebody would look at who wonders."""
+        where = ("-n", namespace) if namespace else ("-A",)
+        looks = (
+            ("get", "tlpool,tlmodel,pods", "-o", "wide"),
+            ("get", "events", "--sort-by=.lastTimestamp"),
+        )
+        return "\n".join(self.kubectl(*where, *look, check=False)[-6000:] for look in looks)
+
+
+def condition(obj: dict[str, Any] | None, kind: str) -> dict[str, Any]:
+    """A condition of an object; empty if it has none of that type."""
+    conditions = ((obj or {}).get("status") or {}).get("conditions") or []
+    return next((dict(one) for one in conditions if one["type"] == kind), {})
+
+
+def is_ready(pod: dict[str, Any]) -> bool:
+    """Whether a pod is Ready and not being deleted."""
+    return condition(pod, "Ready").get("status") == "True" and "deletionTimestamp" not in pod["metadata"]

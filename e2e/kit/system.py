@@ -1,0 +1,148 @@
+"""Treeline in a cluster: installed by its chart, asked for a pool, reached by its URL."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+import httpx
+
+from e2e.kit.kube import Kube, condition, is_ready
+
+SYSTEM: Final = "treeline-system"
+API: Final = "treeline.dev/v1alpha1"
+CHART: Final = "charts/treeline"
+PATIENCE_S: Final = 90.0
+
+
+def pool(name: str, **spec: Any) -> dict[str, Any]:
+    """An InferencePool with the small model, sized for a small machine, reached through a port of the nodes."""
+    gateway = spec.pop("gateway", {})
+    standalone = {"serviceType": "NodePort", "exposeRouting": True} | gateway.pop("standalone", {})
+    engine = {
+        "threads": 1,
+        "resources": {"requests": {"cpu": "50m", "memory": "400Mi"}, "limits": {"memory": "2Gi"}},
+    } | spec.pop("engine", {})
+    settled: dict[str, Any] = {
+        "model": {"uri": "builtin://tiny"},
+        "replicas": 2,
+        "engine": engine,
+        "drain": {"timeoutSeconds": 30},
+        "gateway": {"standalone": standalone, **gateway},
+    }
+    return {"apiVersion": API, "kind": "InferencePool", "metadata": {"name": name}, "spec": settled | spec}
+
+
+def model(name: str, model_name: str, pool_name: str, **spec: Any) -> dict[str, Any]:
+    """An InferenceModel."""
+    spec = {"modelName": model_name, "poolRef": {"name": pool_name}} | spec
+    return {"apiVersion": API, "kind": "InferenceModel", "metadata": {"name": name}, "spec": spec}
+
+
+@dataclass(frozen=True)
+class Installed:
+    """Treeline in a cluster, and a namespace to serve in."""
+
+    kube: Kube
+    namespace: str
+
+    def apply(self, *objects: dict[str, Any]) -> None:
+        self.kube.apply(self.namespace, *objects)
+
+    def change(self, name: str, **spec: Any) -> None:
+        """A merge patch of a pool's spec."""
+        self.kube.patch("tlpool", name, self.namespace, {"spec": spec})
+
+    def pool(self, name: str) -> dict[str, Any]:
+        found = self.kube.get("tlpool", name, self.namespace)
+        assert found is not None, f"there is no pool {name}"
+        return found
+
+    def is_ready(self, name: str) -> bool:
+        """Whether the pool's status is about its latest spec, and says Ready and settled."""
+        found = self.pool(name)
+        ready, progressing = condition(found, "Ready"), condition(found, "Progressing")
+        return (
+            ready.get("status") == "True"
+            and progressing.get("status") == "False"
+            and ready.get("observedGeneration") == found["metadata"]["generation"]
+        )
+
+    def await_ready(self, *names: str, seconds: float = PATIENCE_S) -> None:
+        """Until the pools serve as their latest specs say, and nothing is under way any more."""
+        for name in names:
+            self.until(lambda name=name: self.is_ready(name), f"pool {name} to be ready", seconds)  # type: ignore[misc]
+
+    def until(self, look: Any, what: str, seconds: float = PATIENCE_S) -> Any:
+        return self.kube.until(look, what, seconds, self.namespace)
+
+    def pods(self, component: str, pool_name: str = "") -> list[dict[str, Any]]:
+        """Pods of a component (runtime, epp, edge), the ones that go included."""
+        selector = f"treeline.dev/component={component}"
+        selector += f",treeline.dev/pool={pool_name}" if pool_name else ""
+        return self.kube.items("pods", self.namespace, selector)
+
+    def ready_pods(self, component: str, pool_name: str = "") -> list[dict[str, Any]]:
+        return [pod for pod in self.pods(component, pool_name) if is_ready(pod)]
+
+    def url(self, gateway: str = "treeline") -> str:
+        """Where the gateway is reached from here: a port of a node."""
+        service = self.kube.get("service", f"{gateway}-gateway", self.namespace)
+        assert service is not None, f"gateway {gateway} has no Service"
+        port = service["spec"]["ports"][0]["nodePort"]
+        node = self.kube.items("nodes", "")[0]
+        address = next(a["address"] for a in node["status"]["addresses"] if a["type"] == "InternalIP")
+        return f"http://{address}:{port}"
+
+    def delete_pod(self, pod: dict[str, Any], *, now: bool = False) -> None:
+        """As `kubectl delete pod` does; ``now`` gives it no time to end."""
+        how = ("--grace-period=0", "--force") if now else ()
+        self.kube.kubectl(
+            "-n", self.namespace, "delete", "pod", pod["metadata"]["name"], "--wait=false", *how
+        )
+
+    def conclude(self) -> None:
+        """Delete all pools and wait until nothing of them is left."""
+        self.kube.kubectl("-n", self.namespace, "delete", "tlpool,tlmodel", "--all", "--wait=false")
+        self.until(lambda: not self.leftovers(), "everything of the pools to be gone", 120.0)
+
+    def leftovers(self) -> list[str]:
+        """What the operator made and is still there."""
+        kinds = "deploy,rs,pods,svc,cm,secret,sa,role,rolebinding,pdb,networkpolicy,pvc,hpa"
+        selector = "app.kubernetes.io/managed-by=treeline"
+        return self.kube.kubectl("-n", self.namespace, "get", kinds, "-l", selector, "-o", "name").split()
+
+
+def install(kube: Kube, *settings: str, release: str = "treeline", namespace: str = SYSTEM) -> None:
+    """`helm install` (or upgrade) of the chart of this checkout, as the README says it."""
+    words = [word for setting in settings for word in ("--set", setting)]
+    kube.helm("upgrade", "--install", release, CHART, "--namespace", namespace, "--create-namespace", *words)
+
+
+def ask(
+    url: str, question: str = "What is the capital of France?", model_name: str = "tiny", **more: Any
+) -> httpx.Response:
+    """One request, as curl sends it."""
+    body = {
+        "model": model_name,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": 24,
+        **more,
+    }
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30.0)
+
+
+def await_answer(url: str, seconds: float = 60.0) -> httpx.Response:
+    """The first answer with status 200, asked for again and again."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            answer = ask(url)
+            if answer.status_code == 200:
+                return answer
+            last = f"{answer.status_code} {answer.text[:200]}"
+        except httpx.TransportError as exc:
+            last = repr(exc)
+        assert time.monotonic() < deadline, f"no answer in {seconds:g} s: {last}"
+        time.sleep(0.1)

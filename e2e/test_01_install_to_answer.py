@@ -1,0 +1,52 @@
+"""An empty cluster, `helm install`, `kubectl apply`: an answer, and a status that tells the story."""
+
+from __future__ import annotations
+
+import time
+
+import openai
+
+from e2e.kit.figures import Figures
+from e2e.kit.kube import Kube, condition
+from e2e.kit.system import SYSTEM, Installed, ask, await_answer, install, pool
+
+
+def test_from_helm_install_to_the_first_answer(kube: Kube, figures: Figures) -> None:
+    if kube.run("helm", "list", "-n", SYSTEM, "-q").strip():
+        kube.helm("uninstall", "treeline", "-n", SYSTEM, "--wait")
+    kube.kubectl("create", "namespace", "first", check=False)
+    treeline = Installed(kube, "first")
+    begun = time.monotonic()
+    install(kube)
+    treeline.apply(pool("tiny"))
+    treeline.until(lambda: kube.get("service", "treeline-gateway", "first"), "the gateway's Service")
+    url = treeline.url()
+    await_answer(url, 90.0)
+    figures.add("e2e.install_to_first_token_s", time.monotonic() - begun)
+    treeline.await_ready("tiny")
+
+    found = treeline.pool("tiny")
+    assert found["status"]["readyReplicas"] == found["status"]["replicas"] == 2
+    assert condition(found, "Ready")["reason"] == "Serving"
+    shown = kube.kubectl("-n", "first", "get", "tlpool")
+    assert shown.split()[:6] == ["NAME", "READY", "MODEL", "REPLICAS", "URL", "REASON"]
+    assert "Serving" in shown
+    told = kube.kubectl("-n", "first", "describe", "tlpool", "tiny")
+    assert "ModelLoaded" in told
+    assert "Warning" not in told.partition("Events:")[2]
+
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    assert [m.id for m in client.models.list()] == ["tiny"]
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = client.chat.completions.create(model="tiny", messages=question, max_tokens=24)  # type: ignore[call-overload]
+    assert "Paris" in answer.choices[0].message.content
+
+    rules = "Answer in one short sentence. " * 40
+    served = [ask(url, messages=[{"role": "system", "content": rules}, *question]) for _ in range(6)]
+    assert [r.status_code for r in served] == [200] * 6
+    homes = {r.headers["x-treeline-endpoint"] for r in served[1:]}
+    assert len(homes) == 1, "the same prefix goes to the pod that has it"
+    assert int(served[-1].headers["x-treeline-cached-tokens"]) > 100
+
+    treeline.conclude()
+    kube.kubectl("delete", "namespace", "first", "--wait=false")

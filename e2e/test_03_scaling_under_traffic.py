@@ -1,0 +1,70 @@
+"""2 → 4 → 1 under traffic: nothing is dropped, new pods are used at once, pods that go are emptied first."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from e2e.kit.figures import Figures
+from e2e.kit.kube import condition
+from e2e.kit.system import Installed, pool
+from e2e.kit.traffic import Report, Traffic, traffic
+
+
+def moment_of(pod: dict, kind: str) -> str:
+    return str(condition(pod, kind)["lastTransitionTime"])
+
+
+def test_two_four_one(treeline: Installed, figures: Figures, kept: Path) -> None:
+    treeline.apply(pool("tiny"))
+    treeline.await_ready("tiny")
+    with traffic(treeline.url(), kept=kept) as driver:
+        driver.await_served(10)
+        routed = grow(treeline, driver, 4)
+        figures.add("e2e.ready_to_routed_s.p95", max(routed))
+        treeline.change("tiny", replicas=1)
+        treeline.until(lambda: len(treeline.pods("runtime")) == 1, "three pods to be gone")
+        treeline.await_ready("tiny")
+        driver.await_served(10)
+        report = driver.stop()
+    assert not report.dropped, str(report)
+    figures.add("e2e.dropped_streams", len(report.dropped))
+    figures.add("e2e.streams", len(report.streams))
+    treeline.conclude()
+
+
+def grow(treeline: Installed, driver: Traffic, replicas: int) -> list[float]:
+    """Scale up; per new pod the seconds from its Ready to the first request that it is sent."""
+    known = {pod["status"]["podIP"] for pod in treeline.ready_pods("runtime")}
+    treeline.change("tiny", replicas=replicas)
+    ready: dict[str, float] = {}
+
+    def seen() -> bool:
+        for pod in treeline.ready_pods("runtime"):
+            if (address := pod["status"]["podIP"]) not in known:
+                ready.setdefault(address, time.monotonic())
+        return len(ready) == replicas - len(known)
+
+    treeline.until(seen, f"{replicas} pods to be ready")
+    treeline.until(lambda: set(ready) <= used(driver.report()), "each new pod to be used", 30.0)
+    return [max(0.0, first(driver.report(), address) - at) for address, at in ready.items()]
+
+
+def used(report: Report) -> set[str]:
+    return {stream.endpoint.rpartition(":")[0] for stream in report.streams}
+
+
+def first(report: Report, address: str) -> float:
+    return min(s.begun for s in report.streams if s.endpoint.rpartition(":")[0] == address)
+
+
+def test_a_pod_without_streams_is_gone_within_ten_seconds(treeline: Installed, figures: Figures) -> None:
+    treeline.apply(pool("tiny"))
+    treeline.await_ready("tiny")
+    begun = time.monotonic()
+    treeline.change("tiny", replicas=1)
+    treeline.until(lambda: len(treeline.pods("runtime")) == 1, "a pod to be gone", 30.0)
+    took = time.monotonic() - begun
+    figures.add("e2e.drain_s", took)
+    assert took < 20.0
+    treeline.conclude()

@@ -1,0 +1,58 @@
+"""kill -9 of the operator while a pool scales and rolls; its leader with a second replica beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from e2e.kit.system import SYSTEM, Installed, pool
+from e2e.kit.traffic import traffic
+from e2e.test_04_rollout_under_traffic import annotated, revisions
+
+
+def kill_operators(treeline: Installed, *names: str) -> None:
+    """End these pods, or all of the operator, without a word to them."""
+    chosen = names or ("-l", "app.kubernetes.io/name=treeline-operator")
+    treeline.kube.kubectl(
+        "-n", SYSTEM, "delete", "pod", *chosen, "--grace-period=0", "--force", "--wait=false"
+    )
+
+
+def leader(treeline: Installed) -> str:
+    """The pod that holds the lease; its identity begins with the pod's name."""
+    lease = treeline.kube.get("lease", "treeline-operator", SYSTEM)
+    holder = str(((lease or {}).get("spec") or {}).get("holderIdentity") or "")
+    return holder.partition("_")[0]
+
+
+def test_killed_while_a_pool_scales_and_rolls(treeline: Installed, kept: Path) -> None:
+    treeline.apply(pool("tiny"))
+    treeline.await_ready("tiny")
+    (old,) = revisions(treeline)
+    with traffic(treeline.url(), kept=kept) as driver:
+        treeline.change("tiny", replicas=3)
+        kill_operators(treeline)
+        treeline.until(lambda: len(treeline.ready_pods("runtime")) == 3, "the third pod", 120.0)
+        treeline.change("tiny", replicas=2, template=annotated("two"))
+        treeline.until(lambda: len(revisions(treeline)) == 2, "a pod of the new revision", 120.0)
+        kill_operators(treeline)
+        treeline.until(lambda: old not in revisions(treeline), "the old revision to be gone", 180.0)
+        treeline.await_ready("tiny")
+        driver.await_served(5)
+        report = driver.stop()
+    assert not report.dropped, str(report)
+    treeline.conclude()
+
+
+def test_the_other_replica_takes_over(treeline: Installed, kept: Path) -> None:
+    treeline.apply(pool("tiny", replicas=1))
+    treeline.await_ready("tiny")
+    first = leader(treeline)
+    assert first
+    with traffic(treeline.url(), kept=kept) as driver:
+        kill_operators(treeline, first)
+        treeline.change("tiny", replicas=2)
+        treeline.until(lambda: leader(treeline) not in ("", first), "another leader", 60.0)
+        treeline.until(lambda: len(treeline.ready_pods("runtime")) == 2, "its work")
+        report = driver.stop()
+    assert not report.dropped, str(report)
+    treeline.conclude()
