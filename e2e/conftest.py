@@ -17,7 +17,6 @@ from e2e.kit.figures import Figures
 from e2e.kit.kube import Kube
 from e2e.kit.system import SYSTEM, Installed, install
 
-
 JOURNEY_S = 600
 
 
@@ -32,7 +31,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
     """The cluster of PROVIDER (auto), brought up if it is not; skipped with the reason where none can be had."""
     try:
-        provider = choose(os.environ.get("PROVIDER", "auto"), every(Progress(), nodes=1))
+        images = os.environ.get("E2E_IMAGES", "") != "keep"  # those of an earlier `up` will do
+        provider = choose(os.environ.get("PROVIDER", "auto"), every(Progress(), images=images))
     except ClusterError as reason:
         pytest.skip(str(reason))
     was_up = provider.status()["state"] == "up"

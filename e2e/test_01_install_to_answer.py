@@ -14,7 +14,8 @@ from e2e.kit.system import SYSTEM, Installed, ask, await_answer, install, pool
 def test_from_helm_install_to_the_first_answer(kube: Kube, figures: Figures) -> None:
     if kube.run("helm", "list", "-n", SYSTEM, "-q").strip():
         kube.helm("uninstall", "treeline", "-n", SYSTEM, "--wait")
-    kube.kubectl("create", "namespace", "first", check=False)
+    kube.kubectl("delete", "namespace", "first", "--ignore-not-found", timeout_s=120)
+    kube.kubectl("create", "namespace", "first")
     treeline = Installed(kube, "first")
     begun = time.monotonic()
     install(kube)

@@ -61,7 +61,7 @@ class Kube:
         """The objects of a kind; of all namespaces if none is named."""
         where = ("-n", namespace) if namespace else ("-A",)
         chosen = ("-l", selector) if selector else ()
-        found: list[dict[str, Any]] = json.loads(self.kubectl(*where, "get", kind, "-o", "json", *chosen))[
+        found: list[dict[str, Any]] = json.loads(self.kubectl("get", kind, *where, "-o", "json", *chosen))[
             "items"
         ]
         return found
@@ -91,7 +91,7 @@ class Kube:
             ("get", "tlpool,tlmodel,pods", "-o", "wide"),
             ("get", "events", "--sort-by=.lastTimestamp"),
         )
-        return "\n".join(self.kubectl(*where, *look, check=False)[-6000:] for look in looks)
+        return "\n".join(self.kubectl(*look, *where, check=False)[-6000:] for look in looks)
 
 
 def condition(obj: dict[str, Any] | None, kind: str) -> dict[str, Any]:

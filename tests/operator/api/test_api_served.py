@@ -59,7 +59,12 @@ def test_defaults_are_filled_in_beside_what_is_set(control_plane, namespace):
         "dataParallel": 1,
         "threads": 2,
     }
-    assert spec["gateway"]["standalone"] == {"serviceType": "ClusterIP", "port": 8080, "replicas": 1}
+    assert spec["gateway"]["standalone"] == {
+        "serviceType": "ClusterIP",
+        "port": 8080,
+        "replicas": 1,
+        "exposeRouting": False,
+    }
     assert spec["rollout"]["maxSurge"] == 1
 
 
@@ -126,10 +131,8 @@ def test_columns_tell_what_people_look_for(control_plane, namespace):
         return [line.split() for line in control_plane.kubectl("-n", namespace, "get", *words).splitlines()]
 
     heads, row = table("tlpool")
-    assert heads == ["NAME", "READY", "MODEL", "REPLICAS", "REASON", "AGE"]
-    assert row[:5] == ["shown", "True", "tiny", "3", "Serving"]
-    heads, row = table("tlpool", "-o", "wide")
-    assert row[heads.index("URL")] == "http://treeline-gateway.x.svc"
+    assert heads == ["NAME", "READY", "MODEL", "REPLICAS", "URL", "REASON", "AGE"]
+    assert row[:6] == ["shown", "True", "tiny", "3", "http://treeline-gateway.x.svc", "Serving"]
     heads, row = table("tlmodel")
     assert heads == ["NAME", "ACCEPTED", "MODEL", "POOL", "REASON", "AGE"]
     assert row[:5] == ["alias", "False", "chat", "shown", "ModelNameInUse"]

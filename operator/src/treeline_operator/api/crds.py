@@ -73,7 +73,7 @@ def pools() -> dict[str, Any]:
         _column("Ready", _condition("Ready", "status"), "Whether a request would succeed"),
         _column("Model", ".status.modelName", "Name of the model"),
         _column("Replicas", ".status.replicas", "Pods that are there", "integer"),
-        _column("URL", ".status.url", "Where clients reach the pool", priority=1),
+        _column("URL", ".status.url", "Where clients reach the pool"),
         _column("Reason", _condition("Ready", "reason"), "Why"),
         _AGE,
     ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Final
 
 from treeline_operator.api.crds import GENERATED, as_yaml
+from treeline_operator.api.gateway import Standalone
 from treeline_operator.api.parts import API_VERSION, GROUP, VERSION
 
 ALLOW_PRIVILEGED: Final = f"{GROUP}/allow-privileged"
@@ -150,10 +152,11 @@ def _model_names() -> list[dict[str, Any]]:
 
 
 def _gateway_settings() -> list[dict[str, Any]]:
-    defaults = "{'serviceType': dyn('ClusterIP'), 'port': dyn(80), 'replicas': dyn(1)}"
+    scalars = Standalone().model_dump(by_alias=True, exclude_none=True, exclude={"annotations"})
+    defaults = ", ".join(f"'{name}': dyn({json.dumps(value)})" for name, value in scalars.items())
 
     def edge(pool: str) -> str:
-        return f"{pool}.spec.gateway.?standalone.orValue({defaults})"
+        return f"{pool}.spec.gateway.?standalone.orValue({{{defaults}}})"
 
     def own(pool: str) -> str:
         return f"size({pool}.spec.gateway.?parentRefs.orValue([])) == 0"
