@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,7 +75,8 @@ def installed(kube: Kube) -> Kube:
 @pytest.fixture
 def treeline(installed: Kube, request: pytest.FixtureRequest) -> Iterator[Installed]:
     """A namespace of the test's own, with restricted Pod Security; all that was made in it is gone at the end."""
-    name = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower())[:40].strip("-")
+    title = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_").lower())[:40].strip("-")
+    name = f"{title}-{uuid.uuid4().hex[:5]}"  # that of an earlier run may still be going
     installed.kubectl("create", "namespace", name)
     installed.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
     found = Installed(installed, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 from e2e.kit.kube import condition
 from e2e.kit.system import Installed, ask, model, pool
@@ -11,10 +12,15 @@ from e2e.kit.traffic import Mix, traffic
 
 def answered_by(url: str, name: str, count: int) -> Counter[str]:
     """Which models answer so many requests for a name."""
-    return Counter(ask(url, f"Spell the word {number}.", name).json()["model"] for number in range(count))
+    found: Counter[str] = Counter()
+    for number in range(count):
+        answer = ask(url, f"Spell the word {number}.", name)
+        assert answer.status_code == 200, answer.text
+        found[answer.json()["model"]] += 1
+    return found
 
 
-def test_names_weights_and_conflicts_behind_one_url(treeline: Installed, kept) -> None:
+def test_names_weights_and_conflicts_behind_one_url(treeline: Installed, kept: Path) -> None:
     small = {"replicas": 1}
     treeline.apply(
         pool("red", **small, model={"uri": "builtin://tiny", "name": "red"}),

@@ -123,6 +123,15 @@ def test_a_rule_says_pool_target_criticality_and_the_fallbacks_that_can_be_reach
     assert "`gone` is not used: there is no such InferencePool" in message
 
 
+def test_a_target_of_another_pool_behind_the_same_gateway_goes_there():
+    rule = ModelRule("m", "chat", "red", targets=(("red", 9), ("blue", 1), ("far", 1), ("nobodys", 1)))
+    served = {"red": ["red"], "blue": ["blue", "red"], "other": ["far"]}
+    table = ModelTable(served, [rule], {"red": "g", "blue": "g", "other": "h"})
+    homes = {(t.pool, t.target) for t in (table.resolve("chat", n / 12) for n in range(12))}
+    # its own pool goes before others, and what is behind another gateway or served by nobody is asked for at home
+    assert homes == {("red", "red"), ("blue", "blue"), ("red", "far"), ("red", "nobodys")}
+
+
 def test_without_targets_a_rule_is_an_alias_for_the_pools_only_model():
     rules = [rule("r")]
     assert ModelTable({"a": ["own"]}, rules, POOLS).resolve("chat").target == "own"

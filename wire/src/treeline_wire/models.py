@@ -41,7 +41,8 @@ class ModelTarget(msgspec.Struct, frozen=True):
 class ModelRule(msgspec.Struct, frozen=True):
     """An InferenceModel. `name` is the object's, `model_name` what requests say, `created` its creationTimestamp.
 
-    `targets` are names that the pool's engines know, with weights on all or on none. Without targets the rule asks for
+    `targets` are names that the pool's engines know, or those of another pool behind the same gateway (to try another
+    base model with a share of the requests), with weights on all or on none. Without targets the rule asks for
     `model_name` itself, or for the only model of the pool where that is another one: an alias.
     """
 
@@ -99,7 +100,7 @@ class ModelTable:
         rules: Iterable[ModelRule] = (),
         pools: Mapping[str, str] | None = None,
     ) -> None:
-        gateways = pools or {}
+        self._gateways = gateways = pools or {}
         everything = tuple(rules)
         self.verdicts = accept_models(everything, gateways)
         self._served = {pool: tuple(models) for pool, models in served.items()}
@@ -122,11 +123,19 @@ class ModelTable:
         rule = self._rules.get(name)
         if rule is not None:
             target = _draw(rule.targets, random) if rule.targets else self.name_at(rule.pool, name)
-            return ModelTarget(rule.pool, target, rule.criticality, rule.fallback_pools)
+            home = self._home(rule.pool, target) if rule.targets else rule.pool
+            return ModelTarget(home, target, rule.criticality, rule.fallback_pools)
         pool = self._engines.get(name)
         if pool is None:
             raise ModelNotFound(name)
         return ModelTarget(pool, name)
+
+    def _home(self, pool: str, target: str) -> str:
+        """The pool whose engines know `target`: the rule's own before another behind its gateway."""
+        other = self._engines.get(target)
+        if other is None or target in self._served.get(pool, ()):
+            return pool
+        return other if self._gateways.get(other) == self._gateways.get(pool) else pool
 
     def name_at(self, pool: str, target: str) -> str:
         """The name to ask a pool's engines for: `target`, unless they serve one model only, under another name."""

@@ -100,6 +100,8 @@ class Reason(StrEnum):
     SCALED = "Scaled"
     DELETED = "Deleted"
     DRIFT_CORRECTED = "DriftCorrected"
+    DRAIN_CANCELLED = "DrainCancelled"
+    DRAIN_TIMEOUT = "DrainTimeout"
 
     @property
     def info(self) -> ReasonInfo:
@@ -362,6 +364,14 @@ INFO: Final[dict[Reason, ReasonInfo]] = {
         None,
         "Somebody changed fields that the operator owns; they are as before again.",
         "Change the InferencePool instead; what may be changed on pods goes into spec.template.",
+    ),
+    _R.DRAIN_CANCELLED: ReasonInfo(
+        None, "Pods that were to go stay after all.", "Nothing; they serve again."
+    ),
+    _R.DRAIN_TIMEOUT: ReasonInfo(
+        False,
+        "Pods are told to end with requests in flight; they have drain.timeoutSeconds once more to finish them.",
+        "Raise drain.timeoutSeconds if requests may take longer.",
     ),
 }
 
