@@ -59,8 +59,8 @@ class ModelSpec(Part):
     """A Sheddable request is answered 429 when every endpoint that it may use has a queue of more than the picker's
     maxTtftSeconds. Critical and Standard requests wait."""
     target_models: Annotated[tuple[TargetModel, ...], Field(max_length=10, json_schema_extra=LIST_MAP)] = ()
-    """Names that the pool's engines are asked for; of several one is drawn for each request, by weight. A name that they
-    do not serve and another pool of the same gateway does goes there: so a share of the requests tries another base
+    """Names that the pool's engines are asked for; of several one is drawn for each request, by weight. A name that
+    they do not serve and another pool of the same gateway does goes there: so a share of requests tries another base
     model. Absent means modelName itself, or the only model of a pool that serves one under another name."""
     fallback_pools: Annotated[tuple[NamedRef, ...], Field(max_length=5, json_schema_extra=LIST_MAP)] = ()
     """Pools that serve the name, in this order, when the pool has no usable endpoint."""
