@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import copy
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from treeline_operator import names
-from treeline_operator.actions import Apply, Delete, Plan, Scale
+from treeline_operator.actions import Apply, Delete, Mark, Plan, Scale
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
 from treeline_operator.plan.pool import plan_pool
-from treeline_operator.world import GatewayWorld, Observed, PickerView, Platform, PoolWorld, Ref
+from treeline_operator.simulate import marked
+from treeline_operator.world import (
+    GatewayWorld,
+    Observed,
+    PickerEndpoint,
+    PickerView,
+    Platform,
+    PoolWorld,
+    Ref,
+)
+from treeline_wire.labels import SERVING
 
 NOW = datetime(2026, 11, 1, tzinfo=UTC)
 EVERY_API = frozenset(
@@ -61,6 +71,9 @@ class SimCluster:
         self.picker: PickerView | None = None
         self.others: tuple[InferencePool, ...] = ()
         self.has_keys = True
+        self.now = NOW
+        self.silent_since: datetime | None = NOW
+        self.streams: dict[str, int] = {}
         self._serial = 0
 
     # ---- the planner's side ---------------------------------------------------------------------------------
@@ -70,9 +83,48 @@ class SimCluster:
         pods = tuple(Observed.of(pod) for pod in self.pods.values())
         shared = (_picker(pool),) if self.has_keys else ()
         gateway = GatewayWorld(
-            pool.namespace, pool.spec.gateway.name, (*self.others, pool), shared, (), self.platform, NOW
+            pool.namespace, pool.spec.gateway.name, (*self.others, pool), shared, (), self.platform, self.now
         )
-        return PoolWorld(pool, children, pods, gateway, (), self.picker, self.platform, NOW)
+        silent = self.silent_since if self.picker is None else None
+        return PoolWorld(
+            pool,
+            children,
+            pods,
+            gateway,
+            (),
+            self.picker,
+            self.platform,
+            self.now,
+            picker_silent_since=silent,
+        )
+
+    def look(self, pool: str = "tiny") -> None:
+        """The picker says what is, with the requests in flight of :attr:`streams`."""
+        listed = tuple(
+            PickerEndpoint(
+                name,
+                f"{name}:8000",
+                _ready(pod) and not _draining(pod),
+                _draining(pod),
+                self.streams.get(name, 0),
+            )
+            for name, pod in sorted(self.pods.items())
+        )
+        self.picker = PickerView(True, {pool: listed}, at=self.now)
+
+    def rename_pods(self, pattern: str) -> None:
+        """Give the pods short names, by their age."""
+        old = sorted(self.pods, key=lambda name: int(name.rsplit("-", 1)[1]))
+        renamed = {pattern.format(number): self.pods[name] for number, name in enumerate(old, start=1)}
+        for number, (name, pod) in enumerate(renamed.items()):
+            created = self.now - timedelta(seconds=len(old) - number)
+            pod["metadata"].update(name=name, creationTimestamp=created.isoformat())
+        self.pods = renamed
+
+    def be_silent(self) -> None:
+        """No picker says anything from now on."""
+        if self.picker is not None:
+            self.picker, self.silent_since = None, self.now
 
     def plan(self, pool: InferencePool) -> Plan:
         return plan_pool(self.world(pool))
@@ -86,12 +138,19 @@ class SimCluster:
                     assert self.objects[ref]["metadata"]["uid"] == uid
                     self.objects[ref]["spec"]["replicas"] = replicas
                     self._touched(self.objects[ref])
+                case Mark(ref, uid):
+                    if ref.name in self.pods:
+                        assert self.pods[ref.name]["metadata"]["uid"] == uid
+                        self.pods[ref.name] = marked(self.pods[ref.name], action)
                 case Delete(ref, uid):
                     assert self.objects[ref]["metadata"]["uid"] == uid
                     del self.objects[ref]
 
-    def converge(self, pool: InferencePool, rounds: int = 40) -> int:
-        """Plan, do and let the pods become ready until nothing remains; the number of rounds."""
+    def converge(self, pool: InferencePool, rounds: int = 100) -> int:
+        """Plan, do and let the pods become ready until nothing remains; the number of rounds.
+
+        Time passes where only that is waited for.
+        """
         for done in range(rounds):
             plan = self.plan(pool)
             before = copy.deepcopy(self.pods)
@@ -99,7 +158,14 @@ class SimCluster:
             self.controllers()
             self.make_ready()
             if not plan.actions and before == self.pods:
-                return done
+                draining = any(_draining(pod) for pod in self.pods.values())
+                told = self.picker is not None and self.picker.at is not None
+                if plan.recheck_s is None or not (draining or told):
+                    assert not draining, "nobody would look again"
+                    return done
+                self.now += timedelta(seconds=plan.recheck_s)
+                if told:
+                    self.look(pool.name)
         raise AssertionError(f"no end after {rounds} rounds: {self.plan(pool).actions}")
 
     def deployments(self) -> dict[str, dict[str, Any]]:
@@ -120,8 +186,8 @@ class SimCluster:
                 if p["metadata"]["labels"][names.REVISION] == labels[names.REVISION]
             ]
             wanted = obj["spec"]["replicas"]
-            # Pods that are not ready go first.
-            mine.sort(key=lambda pod: (not _ready(pod), pod["metadata"]["name"]))
+            # Pods that are not ready go first, then those whose cost is lowest.
+            mine.sort(key=lambda pod: (not _ready(pod), -_cost(pod), pod["metadata"]["name"]))
             for extra in mine[wanted:]:
                 del self.pods[extra["metadata"]["name"]]
             for _ in range(wanted - len(mine)):
@@ -135,8 +201,9 @@ class SimCluster:
                         "namespace": "serving",
                         "uid": pod_name,
                         "labels": dict(labels),
+                        "creationTimestamp": self.now.isoformat(),
                     },
-                    "spec": obj["spec"]["template"]["spec"],
+                    "spec": dict(obj["spec"]["template"]["spec"]),
                     "status": {"phase": "Pending", "conditions": []},
                 }
             obj["status"] = {"observedGeneration": obj["metadata"]["generation"], "replicas": wanted}
@@ -149,6 +216,7 @@ class SimCluster:
             if not _placed(pod):
                 if placed < self.capacity:
                     placed += 1
+                    pod["spec"]["nodeName"] = "node"
                     pod["status"]["conditions"] = [{"type": "PodScheduled", "status": "True"}]
                 else:
                     pod["status"]["conditions"] = [
@@ -248,6 +316,14 @@ def _respelled(value: Any, key: str = "", parent: str = "") -> Any:
 
 def _ready(pod: dict[str, Any]) -> bool:
     return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"]["conditions"])
+
+
+def _draining(pod: dict[str, Any]) -> bool:
+    return bool(pod["metadata"]["labels"].get(SERVING) == "false")
+
+
+def _cost(pod: dict[str, Any]) -> int:
+    return int(pod["metadata"].get("annotations", {}).get(names.DELETION_COST, "0"))
 
 
 def _placed(pod: dict[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from treeline_operator.world import Ref
 
@@ -52,6 +52,32 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """Server-side apply of labels and annotations of exactly this pod, and of nothing else.
+
+    What we marked before and leave out now is removed. ``step`` says where on its way out the pod is then: it begins to
+    drain, it may go, or it serves again. ``in_flight`` are the requests that it has, where that is known; ``cut_off``
+    tells that they were waited for in vain.
+    """
+
+    ref: Ref
+    uid: str
+    labels: dict[str, str]
+    annotations: dict[str, str]
+    why: str
+    step: Literal["drain", "release", "return"]
+    in_flight: int | None = None
+    cut_off: bool = False
+
+    @property
+    def object(self) -> dict[str, Any]:
+        """What is applied. With a uid it makes nothing where the pod has gone."""
+        meta = {"name": self.ref.name, "namespace": self.ref.namespace, "uid": self.uid}
+        marks = {"labels": self.labels, "annotations": self.annotations}
+        return {"apiVersion": self.ref.api_version, "kind": self.ref.kind, "metadata": {**meta, **marks}}
+
+
+@dataclass(frozen=True, slots=True)
 class Delete:
     """Delete exactly this object: ``uid`` is a precondition."""
 
@@ -60,7 +86,7 @@ class Delete:
     why: str
 
 
-Action = Apply | CreateKeys | Scale | Delete
+Action = Apply | CreateKeys | Scale | Mark | Delete
 
 
 @dataclass(frozen=True, slots=True)

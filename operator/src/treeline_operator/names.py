@@ -22,6 +22,12 @@ INPUTS: Final = "treeline.dev/inputs"
 """Hash of the inputs that a revision's pods were rendered from."""
 TEMPLATE_VERSION: Final = "treeline.dev/template-version"
 
+DRAINING_SINCE: Final = "treeline.dev/draining-since"
+"""When a pod that is to go was taken out of the rotation."""
+DELETION_COST: Final = "controller.kubernetes.io/pod-deletion-cost"
+"""Of pods that are equally ready a ReplicaSet gives up those with the lowest cost first."""
+LOWEST_COST: Final = "-2147483648"
+
 MAX_NAME: Final = 40
 """The longest name of a pool or gateway: derived names with their suffixes fit 63."""
 

@@ -97,6 +97,12 @@ WATCHED: Final = (
         (
             Need("apps", ("deployments",), CHILD, "runtimes, pickers and Envoys"),
             Need("", ("pods",), WATCH, "readiness and the causes of its absence"),
+            Need(
+                "",
+                ("pods",),
+                ("patch",),
+                "which pods are to go: out of the rotation first, then first of all",
+            ),
             Need("", ("pods/log",), ("get",), "the last line of a crash, the progress of a download"),
             Need("", ("services",), CHILD, "one URL a gateway, and the picker's address"),
             Need("", ("serviceaccounts",), CHILD, "an identity for each picker and Envoy"),

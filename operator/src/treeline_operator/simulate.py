@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Final
 
-from treeline_operator.actions import Action, Apply, CreateKeys, Delete, Plan, Scale
+from treeline_operator import names
+from treeline_operator.actions import Action, Apply, CreateKeys, Delete, Mark, Plan, Scale
 from treeline_operator.api.parts import API_VERSION
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.controller.observe import Observer
@@ -41,6 +42,8 @@ class Step:
                 return "scale"
             case CreateKeys():
                 return "create"
+            case Mark():
+                return "change"
             case Apply():
                 return "create" if self.before is None else "change"
 
@@ -136,6 +139,8 @@ class Simulation:
                 after = action.object
             case Scale() if before is not None:
                 after = {**before, "spec": {**before["spec"], "replicas": action.replicas}}
+            case Mark() if before is not None:
+                after = marked(before, action)
             case Delete() if before is not None:
                 self._store.remove(action.ref, action.uid, str(self._next()))
         if after is not None and not isinstance(action, CreateKeys):
@@ -160,6 +165,18 @@ def merged(there: Any, applied: Any) -> Any:
         before = {item["name"]: item for item in there}
         return [merged(before.get(name), item) for name, item in ours.items()] + kept
     return applied
+
+
+def marked(pod: Object, mark: Mark) -> Object:
+    """What marking makes of a pod: ours are replaced as a whole."""
+    meta = pod["metadata"]
+    ours = (names.DRAINING_SINCE, names.DELETION_COST)
+    kept = {name: value for name, value in (meta.get("annotations") or {}).items() if name not in ours}
+    marks = {
+        "labels": {**(meta.get("labels") or {}), **mark.labels},
+        "annotations": {**kept, **mark.annotations},
+    }
+    return {**pod, "metadata": {**meta, **marks}}
 
 
 def _is_named(value: Any) -> bool:

@@ -92,21 +92,31 @@ class Platform:
 
 @dataclass(frozen=True, slots=True)
 class PickerEndpoint:
-    """One endpoint as the picker lists it; ``name`` is the pod's name."""
+    """One endpoint as the picker lists it; ``name`` is the pod's name.
+
+    ``in_flight`` are the requests that it has or is about to get, None where that is not known. It is 0 only where all
+    pickers of the gateway say so, and agree on whether the pod drains. ``cached_tokens`` is what its cache holds.
+    """
 
     name: str
     address: str
     ready: bool
     draining: bool = False
+    in_flight: int | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PickerView:
-    """What a picker says of itself: pool name → its endpoints, pool name → the models it serves."""
+    """What a picker says of itself: pool name → its endpoints, pool name → the models it serves.
+
+    It was so ``at`` that moment, by the operator's clock, or later.
+    """
 
     synced: bool
     pools: dict[str, tuple[PickerEndpoint, ...]] = field(default_factory=dict)
     models: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +142,9 @@ class PoolWorld:
     """A pool and all that its plan and its status depend on.
 
     ``children`` carry the pool's label, ``pods`` are its runtime pods. ``gateway`` is the gateway that it shares, as
-    seen by the gateway's own plan. ``picker`` is None while nothing is known of the picker's list. ``models`` are the
-    namespace's InferenceModels, ``events`` Warning events of its pods and replica sets (reason and message are read).
+    seen by the gateway's own plan. ``picker`` is None while nothing is known of the picker's list, and then
+    ``picker_silent_since`` is when that was found. ``models`` are the namespace's InferenceModels, ``events`` Warning
+    events of its pods and replica sets (reason and message are read).
     """
 
     pool: InferencePool
@@ -145,3 +156,4 @@ class PoolWorld:
     platform: Platform
     now: datetime
     events: tuple[Observed, ...] = ()
+    picker_silent_since: datetime | None = None

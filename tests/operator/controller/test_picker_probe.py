@@ -77,8 +77,8 @@ def test_the_picker_is_asked_seldom_unless_somebody_waits() -> None:
         assert picker.asked == [0, 10, 20, 30]
         picker.asked.clear()
         probe.wait("n", "treeline", "p", True)
-        await asyncio.sleep(3.5)
-        assert picker.asked == [35, 36, 37, 38]
+        await asyncio.sleep(1.7)
+        assert picker.asked == [35, 35.5, 36, 36.5]
         assert changed == [Key("pool", "n", "p")], "told once: that the picker answers at all"
         picker.lists("a")
         await asyncio.sleep(1)

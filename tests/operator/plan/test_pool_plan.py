@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.pool_world import EVERY_API, NOW, SimCluster, a_pool
 from treeline_operator import names
-from treeline_operator.actions import Apply, Delete, Plan, Scale
+from treeline_operator.actions import Apply, Delete, Mark, Plan, Scale
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.world import Images, PickerEndpoint, PickerView, Platform
 
@@ -225,7 +225,9 @@ def test_pods_that_a_quota_refuses_count_as_without_a_place() -> None:
     cluster.do(cluster.plan(changed))
     new = max(cluster.deployments().values(), key=lambda obj: int(obj["metadata"]["resourceVersion"]))
     new["status"] = {"conditions": [{"type": "ReplicaFailure", "status": "True"}]}
-    assert "Scale" in kinds(cluster.plan(changed))[-1]
+    (action,) = cluster.plan(changed).actions
+    assert isinstance(action, Mark)
+    assert action.step == "drain"
 
 
 def test_old_pods_stay_until_the_picker_knows_the_new_ones() -> None:
@@ -243,8 +245,8 @@ def test_old_pods_stay_until_the_picker_knows_the_new_ones() -> None:
     listed = (*cluster.picker.pools["tiny"], PickerEndpoint(new, "10.0.0.2:8000", ready=True))
     cluster.picker = PickerView(True, {"tiny": listed})
     (action,) = cluster.plan(changed).actions
-    assert isinstance(action, Scale)
-    assert action.replicas == 0
+    assert isinstance(action, Mark)
+    assert (action.ref.name, action.step) == (old, "drain")
 
 
 def test_paused_keeps_everything() -> None:

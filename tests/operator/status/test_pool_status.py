@@ -595,7 +595,7 @@ def test_the_figures_of_a_pool_that_serves():
         "observedGeneration": 3,
         "replicas": 2,
         "readyReplicas": 2,
-        "selector": "treeline.dev/component=runtime,treeline.dev/pool=tiny",
+        "selector": "treeline.dev/component=runtime,treeline.dev/pool=tiny,treeline.dev/serving=true",
         "url": "http://treeline-gateway.shop.svc",
         "modelName": "big",
         "revision": revision_name,
@@ -735,6 +735,8 @@ ELSEWHERE = {
     Reason.SCALED,
     Reason.DELETED,
     Reason.DRIFT_CORRECTED,
+    Reason.DRAIN_CANCELLED,
+    Reason.DRAIN_TIMEOUT,
 }
 NEVER = {
     # said by the absence of ScalingActive and SecurityExceptions

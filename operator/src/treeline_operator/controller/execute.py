@@ -13,7 +13,7 @@ import zmq
 from treeline_wire.security import PUBLIC_FILE, SECRET_FILE
 
 from treeline_operator import names
-from treeline_operator.actions import Action, Apply, CreateKeys, Delete, Plan, Scale
+from treeline_operator.actions import Action, Apply, CreateKeys, Delete, Mark, Plan, Scale
 from treeline_operator.api.conditions import Reason
 from treeline_operator.controller.store import Store
 from treeline_operator.kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, KubeError, NotFound
@@ -73,7 +73,7 @@ class Executor:
         """
         done = Done()
         for action in plan.actions:
-            if (done.refused or done.stale) and isinstance(action, Scale | Delete):
+            if (done.refused or done.stale) and _takes_away(action):
                 continue
             try:
                 await self._do(action, done)
@@ -108,6 +108,9 @@ class Executor:
             case Scale():
                 self.store.put(await self.writer.scale(action.ref, action.uid, action.replicas))
                 done.note(Reason.SCALED, action.ref, f" to {action.replicas}")
+            case Mark():
+                self.store.put(await self.writer.apply(action.object))
+                _note_mark(action, done)
             case Delete():
                 await self.writer.delete(action.ref, uid=action.uid)
                 self.store.doom(action.ref, action.uid, timestamp(self.clock()))
@@ -131,11 +134,13 @@ class Executor:
         return KubeError(text, code=409)
 
     async def _observe_anew(self, action: Action, exc: KubeError) -> None:
-        """Look at the one object that was not as we thought. The Secret with the keys is never read."""
+        """Look at the one object that was not as we thought. The Secret with the keys is never read, and no pod: one
+        that is not the one that was meant is another one, or none; its watch will tell.
+        """
         known = self.store.get(action.ref)
         if isinstance(action, CreateKeys):
             return
-        if isinstance(exc, Conflict):
+        if isinstance(exc, Conflict) and not isinstance(action, Mark):
             try:
                 self.store.put(await self.writer.get(action.ref))
                 return
@@ -143,6 +148,22 @@ class Executor:
                 pass
         if known is not None and not isinstance(action, Apply):
             self.store.remove(action.ref, known.uid, known.resource_version)
+
+
+def _takes_away(action: Action) -> bool:
+    """Whether something serves no more after it."""
+    return isinstance(action, Scale | Delete) or (isinstance(action, Mark) and action.step != "return")
+
+
+def _note_mark(mark: Mark, done: Done) -> None:
+    left = "" if mark.in_flight is None else f" ({mark.in_flight} in flight)"
+    match mark.step:
+        case "drain":
+            done.note(Reason.DRAINING, mark.ref, left)
+        case "return":
+            done.note(Reason.DRAIN_CANCELLED, mark.ref)
+        case "release" if mark.cut_off:
+            done.note(Reason.DRAIN_TIMEOUT, mark.ref, left)
 
 
 def with_keys(secret: Object) -> Object:

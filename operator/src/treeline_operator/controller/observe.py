@@ -30,6 +30,8 @@ class Observer:
     platform: Platform
     pickers: dict[tuple[str, str], PickerView] = field(default_factory=dict)
     """What each gateway's picker said last; filled by the picker probe."""
+    silent: dict[tuple[str, str], datetime] = field(default_factory=dict)
+    """Since when a gateway's picker is known to say nothing; filled by the picker probe."""
     _typed: dict[Ref, tuple[str, Resource | str]] = field(default_factory=dict)
     _settled: dict[Ref, InferencePool] = field(default_factory=dict)
     """Pools as they were when somebody last asked for something else: the same objects through changes of status."""
@@ -83,6 +85,7 @@ class Observer:
             gateway=self.gateway_world(namespace, gateway, now),
             models=self.models(namespace),
             picker=self.pickers.get((namespace, gateway)),
+            picker_silent_since=self.silent.get((namespace, gateway)),
             platform=self.platform,
             now=now,
         )

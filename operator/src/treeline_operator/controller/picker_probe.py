@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, Final, Protocol
 
 import aiohttp
@@ -28,6 +29,8 @@ class _Endpoint(msgspec.Struct):
     address: str
     ready: bool = False
     draining: bool = False
+    in_flight: int | None = None
+    cached_tokens: int = 0
 
 
 class _Pool(msgspec.Struct):
@@ -87,12 +90,7 @@ def merge(views: Iterable[PickerView]) -> PickerView | None:
     for pool, endpoints in first.pools.items():
         listed = [{e.name: e for e in other.pools.get(pool, ())} for other in others]
         pools[pool] = tuple(
-            PickerEndpoint(
-                name=e.name,
-                address=e.address,
-                ready=e.ready and all(names_[e.name].ready for names_ in listed),
-                draining=e.draining or any(names_[e.name].draining for names_ in listed),
-            )
+            _agreed([e, *(names_[e.name] for names_ in listed)])
             for e in endpoints
             if all(e.name in names_ for names_ in listed)
         )
@@ -100,7 +98,24 @@ def merge(views: Iterable[PickerView]) -> PickerView | None:
         pool: tuple(m for m in served if all(m in other.models.get(pool, ()) for other in others))
         for pool, served in first.models.items()
     }
-    return PickerView(all(view.synced for view in all_views), pools, models)
+    moments = [view.at for view in all_views if view.at is not None]
+    return PickerView(all(view.synced for view in all_views), pools, models, min(moments, default=None))
+
+
+def _agreed(told: Sequence[PickerEndpoint]) -> PickerEndpoint:
+    first = told[0]
+    known = [e.in_flight for e in told if e.in_flight is not None]
+    in_flight = max(known, default=None)
+    if len(known) < len(told) or len({e.draining for e in told}) > 1:
+        in_flight = in_flight or None  # whoever does not know, or still sends requests, vouches for no 0
+    return PickerEndpoint(
+        name=first.name,
+        address=first.address,
+        ready=all(e.ready for e in told),
+        draining=any(e.draining for e in told),
+        in_flight=in_flight,
+        cached_tokens=max(e.cached_tokens for e in told),
+    )
 
 
 @dataclass(slots=True)
@@ -111,7 +126,8 @@ class PickerProbe:
     asker: Asker
     changed: Callable[[Key], None]
     calm_s: float = 10.0
-    hurried_s: float = 1.0
+    hurried_s: float = 0.5
+    clock: Callable[[], datetime] = lambda: datetime.now(UTC)
     _waiting: dict[tuple[str, str], str] = field(default_factory=dict)
     _failures: dict[tuple[str, str], int] = field(default_factory=dict)
     _queue: Queue = field(init=False)
@@ -154,8 +170,9 @@ class PickerProbe:
             return Outcome("none")  # a change of its pods brings it back
         delay = self.hurried_s if self._is_awaited(*gateway) else self.calm_s
         try:
+            asked_at = self.clock()
             answers = await asyncio.gather(*(self.asker.ask(address) for address in addresses))
-            view = merge(_view(_decode(answer)) for answer in answers)
+            view = merge(_view(_decode(answer), asked_at) for answer in answers)
         except (OSError, msgspec.MsgspecError) as exc:
             failures = self._failures[gateway] = self._failures.get(gateway, 0) + 1
             log.log(logging.INFO if failures == _PATIENCE else logging.DEBUG, "%s", exc)
@@ -189,23 +206,38 @@ class PickerProbe:
         before = self.observer.pickers.get(gateway)
         if view is None:
             self.observer.pickers.pop(gateway, None)
+            self.observer.silent.setdefault(gateway, self.clock())
         else:
             self.observer.pickers[gateway] = view
-        for pool in self.observer.store.gateway_pools(*gateway):
+        pools = self.observer.store.gateway_pools(*gateway)
+        if view is not None or not pools:
+            self.observer.silent.pop(gateway, None)
+        for pool in pools:
             if _of(before, pool.ref.name) != _of(view, pool.ref.name):
                 self.changed(Key("pool", pool.ref.namespace, pool.ref.name))
 
 
-def _view(answer: _Answer) -> PickerView:
+def _view(answer: _Answer, at: datetime) -> PickerView:
     return PickerView(
         synced=answer.synced,
         pools={
-            pool: tuple(PickerEndpoint(e.name, e.address, e.ready, e.draining) for e in said.endpoints)
+            pool: tuple(
+                PickerEndpoint(e.name, e.address, e.ready, e.draining, e.in_flight, e.cached_tokens)
+                for e in said.endpoints
+            )
             for pool, said in answer.pools.items()
         },
         models={pool: tuple(said.models) for pool, said in answer.pools.items()},
+        at=at,
     )
 
 
 def _of(view: PickerView | None, pool: str) -> object:
-    return None if view is None else (view.synced, view.pools.get(pool), view.models.get(pool))
+    """What a pool waits for. How much its pods have to do is of interest only while they drain."""
+    if view is None:
+        return None
+    listed = [
+        (e.name, e.address, e.ready, e.draining, e.in_flight if e.draining else None)
+        for e in view.pools.get(pool, ())
+    ]
+    return view.synced, listed if pool in view.pools else None, view.models.get(pool)

@@ -26,6 +26,7 @@ from treeline_operator.controller.store import MODEL, POOL
 from treeline_operator.controller.warnings import Lister, Warnings, is_stuck
 from treeline_operator.kube.errors import Conflict, KubeError, LostLease, NotFound
 from treeline_operator.plan.gateway import plan_gateway
+from treeline_operator.plan.pods import is_draining
 from treeline_operator.plan.pool import plan_pool
 from treeline_operator.plan.sharing import share
 from treeline_operator.status.causes import Cause
@@ -112,7 +113,7 @@ class Reconciler:
             pool.kind, pool.namespace, pool.name, pool.metadata.uid, dict(pool.status), dict(status)
         )
         self.probe.wait(
-            pool.namespace, pool.spec.gateway.name, pool.name, _waits(status) and not pool.deleting
+            pool.namespace, pool.spec.gateway.name, pool.name, _waits(status, after) and not pool.deleting
         )
         return _outcome(plan, done, again_s)
 
@@ -184,7 +185,8 @@ class Reconciler:
             self._refused.pop(key, None)
         for reason, what in done.written.items():
             log.info("%s %s", reason, ", ".join(what), extra=_about(key))
-            self._event(subject, "Normal", reason, f"{reason} {', '.join(what)}")
+            bad = reason.info.good is False
+            self._event(subject, "Warning" if bad else "Normal", reason, f"{reason} {', '.join(what)}")
         for ref, paths in done.drifted:
             self.metrics.drifted(ref.kind)
             named = ", ".join(paths[:_PATHS]) + (
@@ -240,10 +242,12 @@ def _outcome(plan: Plan, done: Done, again_s: float | None = None) -> Outcome:
     return Outcome("changed" if plan.actions else "ok", after_s=min(due, default=None))
 
 
-def _waits(status: PoolStatus) -> bool:
+def _waits(status: PoolStatus, world: PoolWorld) -> bool:
     """Whether somebody waits for the picker: all is not well yet, or pods come and go."""
     ready, progressing = _told(status, ConditionType.READY), _told(status, ConditionType.PROGRESSING)
-    return ready["status"] != "True" or progressing["status"] == "True"
+    if ready["status"] != "True" or progressing["status"] == "True":
+        return True
+    return any(is_draining(pod.object) for pod in world.pods)
 
 
 def _told(status: PoolStatus, kind: ConditionType) -> Condition:

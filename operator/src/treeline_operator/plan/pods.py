@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from treeline_wire import labels
+
 FAILING_REASONS: Final = frozenset(
     {
         "CrashLoopBackOff",
@@ -19,6 +21,8 @@ FAILING_REASONS: Final = frozenset(
 """Reasons for which a container waits that waiting alone does not end."""
 DOWNLOAD: Final = "model"
 """Name of the init container that fetches the model."""
+CONTAINER: Final = "runtime"
+"""Name of the engine's container."""
 
 
 def is_leaving(pod: dict[str, Any]) -> bool:
@@ -30,6 +34,21 @@ def is_leaving(pod: dict[str, Any]) -> bool:
 def is_ready(pod: dict[str, Any]) -> bool:
     """Whether the pod has passed its readiness probe."""
     return _condition(pod, "Ready").get("status") == "True"
+
+
+def is_draining(pod: dict[str, Any]) -> bool:
+    """Whether it was taken out of the rotation: it finishes its requests and gets no more."""
+    return bool((pod["metadata"].get("labels") or {}).get(labels.SERVING) == "false")
+
+
+def may_have_requests(pod: dict[str, Any]) -> bool:
+    """Whether requests may run in it: it is ready, or its engine has been and still runs."""
+    if is_ready(pod):
+        return True
+    for container in pod.get("status", {}).get("containerStatuses", ()):
+        if container["name"] == CONTAINER:
+            return bool(container.get("started")) and "running" in container.get("state", {})
+    return False
 
 
 def is_unschedulable(pod: dict[str, Any]) -> bool:

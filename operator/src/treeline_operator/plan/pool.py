@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan import pods as reading
 from treeline_operator.plan.diff import applying, differences, prune
 from treeline_operator.plan.download import claim, claim_name, claim_notes, files
+from treeline_operator.plan.drain import Exit, Terms, take_out
 from treeline_operator.plan.gateway import has_keys
 from treeline_operator.plan.network import download_policy, pods_policy
 from treeline_operator.plan.revision import Existing, Target, existing, outdated, routable, target
@@ -100,25 +101,48 @@ class _Planner:
             return seen
         chosen = aim.existing.measured(routable(self.world.picker, self.pool.name))
         if chosen.ready < seen.ready:
-            self.recheck_s = _PICKER_RECHECK_S
+            self._look_again(_PICKER_RECHECK_S)
             self.notes.append(
                 f"the picker knows {chosen.ready} of {seen.ready} ready pods of revision {aim.name}"
             )
         return chosen
 
     def _revisions(self, there: tuple[Existing, ...], aim: Target, step: Step) -> Iterator[Action]:
-        if aim.name in step.replicas:
-            yield from self._target(aim, step.replicas[aim.name])
+        terms = Terms.of(self.world)
+        others = 0
+        olds: list[Action] = []
         for one in there:
             self.wanted.append(one.observed.ref)
-            replicas = step.replicas.get(one.name, 0)
-            if one.name != aim.name and one.replicas != replicas:
-                why = (
-                    f"revision {aim.name} replaces it"
-                    if self.pool.spec.replicas
-                    else "the pool is scaled to 0"
-                )
-                yield Scale(one.observed.ref, one.observed.uid, replicas, why)
+            if one.name == aim.name:
+                continue
+            why = f"revision {aim.name} replaces it" if self.pool.spec.replicas else "the pool is scaled to 0"
+            out = self._out(one, step.replicas.get(one.name, 0), terms, why)
+            others += out.replicas
+            scale = Scale(one.observed.ref, one.observed.uid, out.replicas, why)
+            olds += _around(out, one, (scale,) if one.replicas != out.replicas else ())
+        if aim.name in step.replicas:
+            yield from self._aimed_at(aim, step, others, terms)
+        yield from olds
+
+    def _aimed_at(self, aim: Target, step: Step, others: int, terms: Terms) -> Iterator[Action]:
+        there = aim.existing
+        if there is None:
+            yield from self._target(aim, step.beside(Revision(aim.name, 0), others))
+            return
+        wanted = step.beside(there.measured(None), others)
+        out = self._out(there, wanted, terms, self._why_fewer(wanted))
+        yield from _around(out, there, self._target(aim, out.replicas))
+
+    def _out(self, one: Existing, wanted: int, terms: Terms, why: str) -> Exit:
+        """The pods of a revision that are to go leave the rotation first, and are waited for."""
+        out = take_out(one.pods, wanted, one.replicas, terms, why)
+        if out.recheck_s is not None:
+            self._look_again(out.recheck_s)
+        self.notes.extend(out.notes)
+        return out
+
+    def _look_again(self, after_s: float) -> None:
+        self.recheck_s = after_s if self.recheck_s is None else min(after_s, self.recheck_s)
 
     def _target(self, aim: Target, replicas: int) -> Iterator[Action]:
         meta = self._meta(names.deployment(self.pool.name, aim.name))
@@ -164,6 +188,10 @@ class _Planner:
                 return write
         self.notes.append(f"revision {aim.name} would be made otherwise today; it is left as it was made")
         return None
+
+    def _why_fewer(self, wanted: int) -> str:
+        asked = self.pool.spec.replicas
+        return f"{asked} replicas wanted" if wanted == asked else "older pods take its place"
 
     def _why_scaled(self, before: int, after: int) -> str:
         wanted = self.pool.spec.replicas
@@ -319,6 +347,16 @@ class _Planner:
             ):
                 return child
         return None
+
+
+def _around(out: Exit, there: Existing, writes: Iterable[Action]) -> Iterator[Action]:
+    """The marks of pods before the number that takes some of them away; after one that lets more of them stay."""
+    if out.replicas > there.replicas:
+        yield from writes
+        yield from out.marks
+    else:
+        yield from out.marks
+        yield from writes
 
 
 def _ref(made: dict[str, Any]) -> Ref:

@@ -85,8 +85,11 @@ class Existing:
         return any(container["name"] == reading.DOWNLOAD for container in pod.get("initContainers", ()))
 
     def measured(self, picker: Collection[str] | None) -> Revision:
-        """The numbers that a rollout is decided by. ``picker`` are the pods that it would choose, None if unknown."""
-        ready = [pod for pod in self.pods if reading.is_ready(pod)]
+        """The numbers that a rollout is decided by. ``picker`` are the pods that it would choose, None if unknown.
+
+        A pod that drains serves no more, but is still there to be taken back.
+        """
+        ready = [pod for pod in self.pods if reading.is_ready(pod) and not reading.is_draining(pod)]
         if picker is not None:
             ready = [pod for pod in ready if pod["metadata"]["name"] in picker]
         refused = max(0, self.replicas - len(self.pods)) if self._is_refused else 0

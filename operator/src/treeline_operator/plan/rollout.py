@@ -67,11 +67,20 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Replicas by name of the revision, none where it is not named. ``waiting`` says why a rollout stands still."""
+    """Replicas by name of the revision, none where it is not named. ``waiting`` says why a rollout stands still.
+
+    ``limit`` bounds all of them together, None where nothing is added.
+    """
 
     replicas: dict[str, int]
     waiting: str = ""
     insufficient_capacity: bool = False
+    limit: int | None = None
+
+    def beside(self, target: Revision, others: int) -> int:
+        """The target's replicas while the other revisions have so many: pods that drain are still there."""
+        wanted = self.replicas.get(target.name, 0)
+        return wanted if self.limit is None else min(wanted, max(self.limit - others, target.replicas))
 
 
 def next_step(desired: int, policy: Policy, target: Revision, olds: Sequence[Revision]) -> Step:
@@ -106,7 +115,7 @@ def _moving(
         f"no node has room for {target.unschedulable} pod(s) of revision {target.name}; "
         f"the old ones serve on, since no more than {policy.absent} may be missing"
     )
-    return Step(replicas, reason if stuck else "", stuck)
+    return Step(replicas, reason if stuck else "", stuck, limit)
 
 
 def _failing(desired: int, limit: int, settled: int, target: Revision, olds: Sequence[Revision]) -> Step:

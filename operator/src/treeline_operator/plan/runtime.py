@@ -12,12 +12,10 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.download import Files, files, init_container
 from treeline_operator.plan.engines import KEYS_DIR, Launch, launch, start_seconds
 from treeline_operator.plan.merge import TemplateInvalid, merged
-from treeline_operator.plan.pods import DOWNLOAD
+from treeline_operator.plan.pods import CONTAINER, DOWNLOAD
 from treeline_operator.plan.revision import Existing, Target
 from treeline_operator.world import Images
 
-CONTAINER: Final = "runtime"
-"""Name of the engine's container."""
 COMPONENT: Final = "runtime"
 USER: Final = 65532
 _GRACE_MARGIN_S: Final = 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import cached_property
 from typing import Any, Final
 
@@ -16,12 +16,13 @@ from treeline_operator.api.pool import DownloadStatus, EndpointStatus, PoolStatu
 from treeline_operator.plan import pods as reading
 from treeline_operator.plan import revision as revisions
 from treeline_operator.plan import runtime
+from treeline_operator.plan.drain import Terms, deadline, requests
 from treeline_operator.plan.gateway import has_keys
 from treeline_operator.plan.security import exceptions
 from treeline_operator.plan.sharing import Shared, share
 from treeline_operator.status import front
 from treeline_operator.status.causes import Cause, Json, Progress, dig, percent
-from treeline_operator.status.conditions import Finding, build
+from treeline_operator.status.conditions import Finding, build, timestamp
 from treeline_operator.world import PoolWorld
 
 MAX_ENDPOINTS: Final = 50
@@ -96,8 +97,9 @@ def refusal(code: int, kind: str, message: str) -> Cause:
 
 
 def selector(pool: str) -> str:
-    """The labels of a pool's pods, as the scale subresource has them."""
-    return ",".join(f"{key}={value}" for key, value in sorted(runtime.selector(pool).items()))
+    """The labels of the pods that ``replicas`` counts, as the scale subresource has them: those that do not drain."""
+    match = {**runtime.selector(pool), labels.SERVING: "true"}
+    return ",".join(f"{key}={value}" for key, value in sorted(match.items()))
 
 
 @dataclass(frozen=True)
@@ -151,10 +153,11 @@ class _Seen:
         return sum(reading.is_ready(pod) for pod in self.old)
 
     @cached_property
-    def draining(self) -> int:
+    def draining(self) -> list[dict[str, Any]]:
         """Pods that finish their requests: taken out of rotation, or told to end."""
-        ending = sum("deletionTimestamp" in pod.object["metadata"] for pod in self.world.pods)
-        return ending + len(self.live) - len(self.active)
+        ending = [pod.object for pod in self.world.pods]
+        ending = [pod for pod in ending if "deletionTimestamp" in pod["metadata"]]
+        return [*ending, *(pod for pod in self.live if _label(pod, labels.SERVING) != "true")]
 
     @property
     def desired(self) -> int:
@@ -290,17 +293,33 @@ def _progressing(seen: _Seen, picker: Finding) -> Finding:
         return Finding(kind, "False", Reason.ROLLOUT_STALLED, state)
     if seen.old:
         text = f"{state}; left of older revisions: {_pods(len(seen.old))}"
-        return Finding(kind, "True", Reason.ROLLING_OUT, text)
+        drains = f"; {_draining(seen)}" if seen.draining else ""
+        return Finding(kind, "True", Reason.ROLLING_OUT, text + drains)
     if not settled:
         moving = len(seen.current) != desired
         return Finding(kind, "True", Reason.SCALING if moving else Reason.PODS_STARTING, state)
     if seen.draining:
-        return Finding(kind, "True", Reason.DRAINING, f"finishing their requests: {_pods(seen.draining)}")
+        return Finding(kind, "True", Reason.DRAINING, _draining(seen))
     if desired == 0:
         return Finding(kind, "False", Reason.SCALED_TO_ZERO, "no pods are asked for")
     if picker.reason is Reason.ENDPOINTS_MISSING:
         return Finding(kind, "True", picker.reason, f"{state}; {picker.detail}")
     return Finding(kind, "False", Reason.ROLLOUT_COMPLETE, state)
+
+
+def _draining(seen: _Seen) -> str:
+    """Who finishes how many requests until when."""
+    timeout = timedelta(seconds=seen.world.pool.spec.drain.timeout_seconds)
+    terms = Terms.of(seen.world)
+    ends = []
+    for pod in seen.draining:
+        told = pod["metadata"].get("deletionTimestamp")
+        ends.append(datetime.fromisoformat(told) if told else deadline(pod, timeout, seen.world.now))
+    known = [count for pod in seen.draining if (count := terms.in_flight(pod)) is not None]
+    left = f", {requests(sum(known))}" if known else ""
+    latest = max((end for end in ends if end is not None), default=None)
+    until = f", until {timestamp(latest)} at the latest" if latest is not None else ""
+    return f"finishing their requests: {_pods(len(seen.draining))}{left}{until}"
 
 
 def _security(seen: _Seen) -> Finding | None:

@@ -1,0 +1,274 @@
+"""Which pods of a revision are to go, whether each may go yet, and how many replicas that leaves for now.
+
+A pod goes in three steps, and which one it has reached stands on the pod alone:
+
+1. *draining*: label ``treeline.dev/serving: "false"`` and the time; the picker sends it nothing new;
+2. *released*: it has no requests any more, or was waited for long enough; it gets the lowest deletion cost;
+3. the Deployment has one replica less, and its ReplicaSet gives up a pod of the lowest cost.
+
+Whoever is to stay after all (a revert, a scale-up) gets its labels back before any new pod is made. A ReplicaSet gives
+up pods without a node, then pending, then not ready ones, whatever their cost; so victims are chosen in this order, and
+none is released while one that would go before it is still waited for.
+
+What cannot be seen is not waited for for long: a pod finishes its streams by itself when it is told to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, NamedTuple
+
+from treeline_wire import labels
+
+from treeline_operator import names
+from treeline_operator.actions import Mark
+from treeline_operator.plan import pods as reading
+from treeline_operator.world import PickerEndpoint, PoolWorld, Ref
+
+Pod = dict[str, Any]
+
+SETTLE_S: Final = 1.0
+"""After so long what was picked just before a pod began to drain has reached it, and it has reported that."""
+BLIND_S: Final = 10.0
+"""How long a pod is waited for whose requests cannot be seen."""
+_LOOK_AGAIN_S: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What decides when a pod may go. ``waits`` is False where pods are replaced without more ado."""
+
+    now: datetime
+    timeout: timedelta
+    waits: bool = True
+    endpoints: Mapping[str, PickerEndpoint] | None = None
+    """What the picker lists, by name; None while it says nothing."""
+    seen_at: datetime | None = None
+    silent_since: datetime | None = None
+    """Since when the picker says nothing; None while it has not been asked."""
+
+    @classmethod
+    def of(cls, world: PoolWorld) -> Terms:
+        """Those of a pool."""
+        spec, picker, now = world.pool.spec, world.picker, world.now
+        listed = None
+        if picker is not None and picker.synced:
+            listed = {endpoint.name: endpoint for endpoint in picker.pools.get(world.pool.name, ())}
+        silent = world.picker_silent_since
+        if picker is not None or not world.platform.picker_probe:
+            # Whom nobody asks, or who says that he knows nothing yet, is not waited for from some later moment on.
+            silent = datetime.min.replace(tzinfo=UTC)
+        return cls(
+            now=now,
+            timeout=timedelta(seconds=spec.drain.timeout_seconds),
+            waits=spec.rollout.strategy != "Replace",
+            endpoints=listed,
+            seen_at=picker.at if picker is not None else None,
+            silent_since=silent,
+        )
+
+    def endpoint(self, pod: Pod) -> PickerEndpoint | None:
+        """The pod as the picker lists it."""
+        return (self.endpoints or {}).get(pod["metadata"]["name"])
+
+    def in_flight(self, pod: Pod) -> int | None:
+        """The pod's requests, where they are known."""
+        endpoint = self.endpoint(pod)
+        return None if endpoint is None else endpoint.in_flight
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """What is due for the pods of one revision; ``replicas`` are those that its Deployment is to have now."""
+
+    replicas: int
+    marks: tuple[Mark, ...] = ()
+    recheck_s: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+class _Verdict(NamedTuple):
+    """Whether a victim may go. If not, when to look again at the latest."""
+
+    may_go: bool
+    why: str
+    again_s: float = 0.0
+    cut_off: bool = False
+
+
+def take_out(pods: Sequence[Pod], wanted: int, replicas: int, terms: Terms, why: str) -> Exit:
+    """What is due so that of these pods ``wanted`` remain, where the Deployment asks for ``replicas`` now.
+
+    ``why`` says what the pods have to go for.
+    """
+    leaving = victims(pods, wanted, terms)
+    chosen = {pod["metadata"]["name"] for pod in leaving}
+    marks = [_serving_again(pod) for pod in pods if pod["metadata"]["name"] not in chosen and _is_marked(pod)]
+    notes: list[str] = []
+    again: list[float] = []
+    waiting = 0
+    blocked = -1  # the place of the first that is waited for: those of later places would not go before it
+    for pod in leaving:
+        if _is_released(pod):
+            continue
+        waiting += 1
+        verdict = _verdict(pod, terms)
+        place = _place(pod)
+        if verdict.may_go and blocked in (-1, place):
+            marks.append(_released(pod, terms, f"{why}; {verdict.why}", cut_off=verdict.cut_off))
+            continue
+        if not verdict.may_go:
+            blocked = place if blocked == -1 else blocked
+            again.append(verdict.again_s)
+            notes.append(f"pod {pod['metadata']['name']} drains: {verdict.why}")
+        if _since(pod, terms.now) is None:
+            marks.append(_draining(pod, terms, why))
+    # What goes at the next look is still a replica now: its cost has to be there before the number falls.
+    left = wanted if wanted >= replicas else min(replicas, wanted + waiting)
+    return Exit(left, tuple(marks), min(again, default=None), tuple(notes))
+
+
+def victims(pods: Sequence[Pod], wanted: int, terms: Terms) -> list[Pod]:
+    """The pods beyond ``wanted``, in the order in which they are to go.
+
+    Of equally ready ones those that are on their way out already, then the least in flight, the coldest cache, the
+    newest.
+    """
+
+    def order(pod: Pod) -> tuple[Any, ...]:
+        endpoint = terms.endpoint(pod)
+        cached = endpoint.cached_tokens if endpoint is not None else 0
+        stage = 0 if _is_released(pod) else 1 if reading.is_draining(pod) else 2
+        meta = pod["metadata"]
+        created = datetime.fromisoformat(meta.get("creationTimestamp") or "1970-01-01T00:00:00Z")
+        return (
+            _place(pod),
+            stage,
+            terms.in_flight(pod) or 0,
+            cached,
+            -created.timestamp(),
+            meta["name"],
+        )
+
+    return sorted(pods, key=order)[: max(0, len(pods) - wanted)]
+
+
+def deadline(pod: Pod, timeout: timedelta, now: datetime) -> datetime | None:
+    """Until when a pod that drains is waited for; None where it does not say since when it does."""
+    since = _since(pod, now)
+    return None if since is None else since + timeout
+
+
+def _verdict(pod: Pod, terms: Terms) -> _Verdict:
+    if not terms.waits:
+        return _Verdict(True, "its pool does not wait for requests")
+    if not reading.may_have_requests(pod):
+        return _Verdict(True, "it serves no requests")
+    since = _since(pod, terms.now)
+    if since is None:
+        return _Verdict(False, "it begins", again_s=SETTLE_S)
+    in_flight = terms.in_flight(pod)
+    ends = since + terms.timeout
+    left_s = (ends - terms.now).total_seconds()
+    if left_s <= 0:
+        return _Verdict(True, f"drained for {terms.timeout.seconds} s", cut_off=bool(in_flight))
+    if in_flight:
+        return _Verdict(False, f"{requests(in_flight)}, until {stamp(ends)} at the latest", again_s=left_s)
+    endpoint = terms.endpoint(pod)
+    if in_flight == 0 and endpoint is not None and endpoint.draining:
+        settled = since + timedelta(seconds=SETTLE_S)
+        if terms.seen_at is not None and terms.seen_at >= settled:
+            return _Verdict(True, "no requests left")
+        soon = max(_LOOK_AGAIN_S, (settled - terms.now).total_seconds())
+        return _Verdict(False, "no requests left, as it seems", again_s=min(left_s, soon))
+    return _unseen(terms, since, left_s)
+
+
+def _unseen(terms: Terms, since: datetime, left_s: float) -> _Verdict:
+    """Nobody can tell whether the pod has requests."""
+    if terms.silent_since is None:
+        return _Verdict(False, "its requests are not known yet", again_s=min(left_s, SETTLE_S))
+    silent = terms.silent_since
+    blind_s = (max(since, silent) + timedelta(seconds=BLIND_S) - terms.now).total_seconds()
+    if blind_s <= 0:
+        return _Verdict(True, "its requests cannot be seen; it finishes them by itself")
+    return _Verdict(False, "its requests cannot be seen", again_s=min(left_s, blind_s))
+
+
+def _place(pod: Pod) -> int:
+    """In which order a ReplicaSet gives up pods before it looks at their costs."""
+    if reading.is_ready(pod):
+        return 3
+    if not pod.get("spec", {}).get("nodeName"):
+        return 0
+    return 1 if pod.get("status", {}).get("phase") == "Pending" else 2
+
+
+def _annotation(pod: Pod, name: str) -> str:
+    return str((pod["metadata"].get("annotations") or {}).get(name, ""))
+
+
+def _is_released(pod: Pod) -> bool:
+    return reading.is_draining(pod) and _annotation(pod, names.DELETION_COST) == names.LOWEST_COST
+
+
+def _is_marked(pod: Pod) -> bool:
+    """Whether anything of us keeps the pod from serving, or would cost it its life."""
+    serving = (pod["metadata"].get("labels") or {}).get(labels.SERVING)
+    cost = _annotation(pod, names.DELETION_COST) == names.LOWEST_COST
+    return serving != "true" or cost or bool(_annotation(pod, names.DRAINING_SINCE))
+
+
+def _since(pod: Pod, now: datetime) -> datetime | None:
+    """Since when the pod drains; None where it does not, or where no time stands that may have been."""
+    if not reading.is_draining(pod):
+        return None
+    try:
+        since = datetime.fromisoformat(_annotation(pod, names.DRAINING_SINCE))
+    except ValueError:
+        return None
+    return since if since.tzinfo is not None and since <= now + timedelta(seconds=BLIND_S) else None
+
+
+def stamp(moment: datetime) -> str:
+    """A moment for annotations and people."""
+    return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _draining(pod: Pod, terms: Terms, why: str) -> Mark:
+    return _mark(pod, "drain", why, terms.in_flight(pod), since=stamp(terms.now))
+
+
+def _released(pod: Pod, terms: Terms, why: str, *, cut_off: bool) -> Mark:
+    since = _since(pod, terms.now) or terms.now
+    return _mark(pod, "release", why, terms.in_flight(pod), since=stamp(since), cut_off=cut_off)
+
+
+def _serving_again(pod: Pod) -> Mark:
+    return _mark(pod, "return", "it is to stay")
+
+
+def _mark(
+    pod: Pod, step: Any, why: str, in_flight: int | None = None, *, since: str = "", cut_off: bool = False
+) -> Mark:
+    meta = pod["metadata"]
+    annotations = {names.DRAINING_SINCE: since} if since else {}
+    if step == "release":
+        annotations[names.DELETION_COST] = names.LOWEST_COST
+    return Mark(
+        ref=Ref("v1", "Pod", meta.get("namespace", ""), meta["name"]),
+        uid=meta["uid"],
+        labels={labels.SERVING: "true" if step == "return" else "false"},
+        annotations=annotations,
+        why=why,
+        step=step,
+        in_flight=in_flight,
+        cut_off=cut_off,
+    )
+
+
+def requests(count: int) -> str:
+    """So many of them, in words."""
+    return f"{count} request{'' if count == 1 else 's'} left"
