@@ -137,6 +137,8 @@ async def test_every_right_of_a_plain_cluster_is_used_by_the_feature_that_declar
         await room.create_pool("c", model={"uri": "hf://org/name", "cache": {"size": "1Gi"}})
         await witness.uses_all_of("model-cache")
         await downloading(room, "c")
+        # A pod that is to go is marked first.
+        await change(room, "c", replicas=0)
         await witness.uses_all_of("workloads", "events")
 
         await change(room, "a", autoscaling=HPA)

@@ -103,6 +103,32 @@ def test_an_edit_is_shown_as_a_change_of_few_lines(tmp_path: Path) -> None:
     assert "3 replicas wanted" in text
 
 
+def test_a_scale_down_shows_who_would_drain(tmp_path: Path) -> None:
+    two = POOL.replace('"builtin://tiny"}', '"builtin://tiny"}, replicas: 2')
+    observed = as_cluster(tmp_path, two)
+    (made,) = (
+        o
+        for o in yaml.safe_load((observed / "all.yaml").read_text())["items"]
+        if o["kind"] == "Deployment" and "treeline.dev/pool" in o["metadata"]["labels"]
+    )
+    pods = [
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {**made["spec"]["template"]["metadata"], "name": f"a-{n}", "namespace": "default"},
+            "spec": {"nodeName": "n"},
+            "status": {"conditions": [{"type": "Ready", "status": "True"}]},
+        }
+        for n in (1, 2)
+    ]
+    (observed / "pods.yaml").write_text(yaml.safe_dump_all(pods))
+    text = plan("-f", write(tmp_path / "p.yaml", POOL), "--observed", str(observed), "--explain")
+    assert "# change Pod default/a-1: 1 replicas wanted" in text
+    assert "+    treeline.dev/serving: 'false'" in text
+    assert "# scale" not in text
+    assert "# pool default/a: pod a-1 is to go: its requests are not known yet" in text
+
+
 def test_what_somebody_changed_is_named(tmp_path: Path) -> None:
     observed = as_cluster(tmp_path, POOL)
     everything = yaml.safe_load((observed / "all.yaml").read_text())

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from treeline_operator.actions import Action, Apply, CreateKeys, Delete, Plan, Scale
+from treeline_operator.actions import Action, Apply, CreateKeys, Delete, Mark, Plan, Scale
 from treeline_operator.api.conditions import Reason
 from treeline_operator.controller.execute import Done, Executor, with_keys
 from treeline_operator.controller.store import Store
@@ -138,6 +138,45 @@ async def test_behind_a_refusal_others_are_applied_but_nothing_is_scaled_or_dele
     assert [call for call in server.calls if not call.startswith("get")] == ["apply bad", "apply good"]
     assert [(refused.name, exc) for refused, exc in done.refused] == [("bad", fault)]
     assert not done.stale
+
+
+def mark(name: str, step: Any, **told: Any) -> Mark:
+    return Mark(Ref("v1", "Pod", "n", name), f"u-{name}", {}, {}, "", step, **told)
+
+
+async def test_pods_that_begin_to_drain_come_back_or_are_cut_off_are_told_of() -> None:
+    actions = [
+        mark("a", "drain", in_flight=3),
+        mark("b", "drain"),
+        mark("c", "return"),
+        mark("d", "release", in_flight=0),
+        mark("e", "release", in_flight=2, cut_off=True),
+    ]
+    server = Server()
+    done = await carry_out(server, Store(), *actions)
+    assert done.written == {
+        Reason.DRAINING: ["Pod a (3 in flight)", "Pod b"],
+        Reason.DRAIN_CANCELLED: ["Pod c"],
+        Reason.DRAIN_TIMEOUT: ["Pod e (2 in flight)"],
+    }
+    assert server.calls == [f"apply {name}" for name in "abcde"], "nothing is read"
+
+
+async def test_behind_a_refusal_pods_come_back_but_none_leaves() -> None:
+    server = Server(apply_bad=Invalid("422: no", code=422))
+    actions = [Apply(obj("bad"), ""), mark("a", "drain"), mark("b", "release"), mark("c", "return")]
+    await carry_out(server, Store(), *actions)
+    assert [call for call in server.calls if not call.startswith("get")] == ["apply bad", "apply c"]
+
+
+async def test_behind_a_pod_that_has_gone_nothing_is_scaled_and_nothing_is_read() -> None:
+    store = Store()
+    pod, runtime = seen(store, "p", "Pod"), seen(store, "d", "Deployment")
+    server = Server(apply_p=Conflict("409", code=409))
+    done = await carry_out(server, store, mark("p", "release"), Scale(runtime, "u-d", 1, ""))
+    assert done.stale
+    assert server.calls == ["apply p"]
+    assert store.get(pod) is None
 
 
 async def test_an_object_of_somebody_else_is_never_taken_over() -> None:

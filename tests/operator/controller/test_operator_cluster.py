@@ -15,12 +15,11 @@ import httpx
 import psutil
 from aiohttp import web
 from support.kube_proxy import KubeProxy, collection, status
-from support.operator_run import DEPLOYMENTS, MODELS, POOLS, Room, condition, operator
+from support.operator_run import DEPLOYMENTS, MODELS, PODS, POOLS, Room, condition, operator, ready
 from support.ports import free_ports
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
 SERVICES = "/api/v1/namespaces/{}/services"
-PODS = "/api/v1/namespaces/{}/pods"
 CHILDREN = (
     DEPLOYMENTS,
     SERVICES,
@@ -161,25 +160,6 @@ async def test_from_a_pool_to_a_url_and_back_to_nothing(room: Room) -> None:
 async def pods_of(room: Room, count: int) -> list[Any]:
     found = await room.items(PODS)
     return found if len(found) == count else []
-
-
-async def ready(room: Room, pod: Any) -> None:
-    """What the kubelet would say of a pod that runs well."""
-    name = pod["metadata"]["name"]
-    running = {"state": {"running": {"startedAt": "2026-11-01T00:00:00Z"}}, "ready": True, "started": True}
-    status_ = {
-        "phase": "Running",
-        "podIP": "127.0.0.1",
-        "podIPs": [{"ip": "127.0.0.1"}],
-        "conditions": [
-            {"type": kind, "status": "True"} for kind in ("PodScheduled", "ContainersReady", "Ready")
-        ],
-        "containerStatuses": [
-            {"name": c["name"], "image": c["image"], "imageID": "", "restartCount": 0, **running}
-            for c in pod["spec"]["containers"]
-        ],
-    }
-    await room.patch(f"{PODS}/{name}/status", {"status": status_}, kind="strategic-merge", manager="kubelet")
 
 
 async def reason(room: Room, pool: str, kind: str, wanted: str) -> Any:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import aiohttp
@@ -13,6 +15,8 @@ from treeline_operator.controller.observe import Observer
 from treeline_operator.controller.picker_probe import HttpAsker, PickerProbe, merge
 from treeline_operator.controller.store import Store
 from treeline_operator.world import Key, PickerEndpoint, PickerView, Platform
+
+NOW = datetime(2026, 11, 1, tzinfo=UTC)
 
 
 def endpoint(name: str, ready: bool = True, draining: bool = False) -> PickerEndpoint:
@@ -27,6 +31,24 @@ def test_pickers_must_agree() -> None:
         False, {"p": (endpoint("a"), endpoint("b", ready=False, draining=True))}, {"p": ("y",)}
     )
     assert merge([]) is None
+
+
+@pytest.mark.parametrize(
+    ("told", "agreed"),
+    [
+        (((3, True), (1, True)), 3),
+        (((0, True), (0, True)), 0),
+        (((0, True), (None, True)), None),
+        (((0, True), (0, False)), None),
+        (((2, True), (None, False)), 2),
+    ],
+)
+def test_nobody_vouches_for_requests_that_another_picker_may_have_sent(told: Any, agreed: int | None) -> None:
+    views = [PickerView(True, {"p": (PickerEndpoint("a", "a:1", False, d, n),)}, at=NOW) for n, d in told]
+    merged = merge([*views[:-1], replace(views[-1], at=NOW - timedelta(seconds=1))])
+    assert merged is not None
+    assert merged.pools["p"][0].in_flight == agreed
+    assert merged.at == NOW - timedelta(seconds=1)
 
 
 class Picker:
@@ -88,6 +110,35 @@ def test_the_picker_is_asked_seldom_unless_somebody_waits() -> None:
         picker.asked.clear()
         await asyncio.sleep(25)
         assert len(picker.asked) <= 3
+        await probe.stop()
+        await task
+
+    run(main())
+
+
+def test_what_pods_have_to_do_is_news_while_they_drain() -> None:
+    async def main() -> None:
+        store, observer, picker, probe, changed = set_up()
+        store.put(picker_pod(2))
+        task = asyncio.create_task(probe.run())
+        probe.wait("n", "treeline", "p", True)
+        for draining, news in ((False, 1), (True, 3)):
+            changed.clear()
+            for count in (2, 1, 0):
+                told = {"name": "a", "address": "a:1", "draining": draining, "in_flight": count}
+                picker.answer = {
+                    "synced": True,
+                    "pools": {"p": {"endpoints": [{**told, "cached_tokens": 7}]}},
+                }
+                await asyncio.sleep(1)
+            assert len(changed) == news
+        view = observer.pickers["n", "treeline"]
+        assert view.pools["p"] == (PickerEndpoint("a", "a:1", False, True, 0, 7),)
+        assert view.at is not None
+        assert not observer.silent
+        picker.answer = None
+        await asyncio.sleep(5)
+        assert list(observer.silent) == [("n", "treeline")]
         await probe.stop()
         await task
 

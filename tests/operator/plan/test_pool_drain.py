@@ -86,8 +86,8 @@ def test_streams_are_waited_for_one_pod_at_a_time() -> None:
     assert plan.actions == ()
     assert plan.recheck_s == TIMEOUT_S - 30
     assert plan.notes == (
-        "pod p3 drains: 1 request left, until 2026-11-01T00:01:00.000Z at the latest",
-        "pod p2 drains: 2 requests left, until 2026-11-01T00:01:00.000Z at the latest",
+        "pod p3 is to go: 1 request left, until 2026-11-01T00:01:00.000Z at the latest",
+        "pod p2 is to go: 2 requests left, until 2026-11-01T00:01:00.000Z at the latest",
     )
     cluster.streams["p2"] = 0
     cluster.look()
@@ -283,6 +283,23 @@ def test_an_old_answer_does_not_count() -> None:
     assert cluster.plan(pool(1)).actions == ()
     cluster.look()
     assert act(cluster, pool(1)) == ["release p2"]
+
+
+def test_the_picker_is_asked_who_has_the_least_to_do_before_anybody_goes() -> None:
+    cluster = cluster_of(2)
+    cluster.streams["p2"] = 1
+    cluster.now += timedelta(seconds=5)
+    plan = cluster.plan(pool(1))
+    assert plan.actions == ()
+    assert plan.recheck_s == 0.25
+    cluster.look()
+    assert act(cluster, pool(1)) == ["drain p1"]
+
+
+def test_a_picker_whose_answer_grows_old_is_not_waited_for_forever() -> None:
+    cluster = cluster_of(2)
+    cluster.now += timedelta(seconds=31)
+    assert act(cluster, pool(1)) == ["drain p2"]
 
 
 @pytest.mark.parametrize("since", ["", "yesterday", "2027-01-01T00:00:00Z", "2026-11-01T00:00:00"])

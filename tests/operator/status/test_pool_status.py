@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from support.operator_status import (
@@ -28,7 +29,7 @@ from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.plan.routes import ROUTE, UPSTREAM
 from treeline_operator.status.causes import Cause
 from treeline_operator.status.pool import MAX_ENDPOINTS, not_understood, pool_status
-from treeline_operator.world import Platform
+from treeline_operator.world import Observed, PickerEndpoint, PickerView, Platform
 
 TWO = {"replicas": 2}
 GATED = pool(gateway={"parentRefs": [{"name": "edge", "namespace": "infra"}], "hostnames": ["llm.example"]})
@@ -629,6 +630,36 @@ def test_a_pod_serves_when_the_picker_would_choose_it():
     assert (status["replicas"], status["readyReplicas"]) == (4, 2)
     unasked = dataclasses.replace(seen, picker=None)
     assert [one["serving"] for one in pool_status(unasked)["endpoints"]] == [True, True, False, False]
+
+
+def drains(number: int, since: str, **meta: Any) -> Observed:
+    made = pod(pool(), f"tiny-{number}", serving="false", **ready(number)).object
+    made["metadata"] |= {"annotations": {names.DRAINING_SINCE: since}, **meta}
+    return Observed.of(made)
+
+
+def test_who_drains_is_told_with_what_is_left_and_until_when():
+    stays = pod(pool(), "tiny-1", **ready())
+    since = "2026-11-20T11:59:50.000Z"
+    counts = {"tiny-1": 7, "tiny-2": 2, "tiny-3": 1}
+    listed = tuple(PickerEndpoint(n, n, n == "tiny-1", n != "tiny-1", c) for n, c in counts.items())
+    picker = PickerView(True, {"tiny": listed}, {"tiny": ("tiny",)})
+    seen = world(pods=(stays, drains(2, since), drains(3, "2026-11-20T11:59:30.000Z")), picker=picker)
+    told = conditions(pool_status(seen))["Progressing"]
+    text = "finishing their requests: 2 pods, 3 requests left, until 2026-11-20T12:00:50Z at the latest"
+    assert text in told["message"]
+    ends = drains(3, since, deletionTimestamp="2026-11-20T12:01:05Z")
+    told = conditions(pool_status(world(pods=(stays, ends), picker=picker)))["Progressing"]
+    assert "1 pod, 1 request left, until 2026-11-20T12:01:05Z at the latest" in told["message"]
+    assert told["reason"] == "Draining"
+
+
+def test_a_rollout_says_who_drains():
+    seen = rolling(target_ready=1)
+    extra = drains(9, "2026-11-20T11:59:50.000Z")
+    told = conditions(pool_status(dataclasses.replace(seen, pods=(*seen.pods, extra))))["Progressing"]
+    assert (told["reason"], told["status"]) == ("RollingOut", "True")
+    assert "finishing their requests: 1 pod, until 2026-11-20T12:00:50Z at the latest" in told["message"]
 
 
 def test_endpoints_are_no_more_than_fifty():

@@ -217,7 +217,7 @@ class PickerProbe:
                 self.changed(Key("pool", pool.ref.namespace, pool.ref.name))
 
 
-def _view(answer: _Answer, at: datetime) -> PickerView:
+def _view(answer: _Answer, at: datetime | None = None) -> PickerView:
     return PickerView(
         synced=answer.synced,
         pools={

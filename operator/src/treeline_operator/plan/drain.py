@@ -33,6 +33,10 @@ SETTLE_S: Final = 1.0
 """After so long what was picked just before a pod began to drain has reached it, and it has reported that."""
 BLIND_S: Final = 10.0
 """How long a pod is waited for whose requests cannot be seen."""
+FRESH_S: Final = 1.0
+"""Who has the least to do is read from an answer that is no older; the picker is asked anew where it is."""
+GIVEN_UP_S: Final = 30.0
+"""A newer answer than one of this age will not come soon."""
 _LOOK_AGAIN_S: Final = 0.25
 
 
@@ -68,6 +72,13 @@ class Terms:
             seen_at=picker.at if picker is not None else None,
             silent_since=silent,
         )
+
+    @property
+    def fresh(self) -> bool:
+        """Whether nothing newer about the pods is to be had soon."""
+        if self.seen_at is None:
+            return True
+        return not FRESH_S < (self.now - self.seen_at).total_seconds() <= GIVEN_UP_S
 
     def endpoint(self, pod: Pod) -> PickerEndpoint | None:
         """The pod as the picker lists it."""
@@ -122,8 +133,8 @@ def take_out(pods: Sequence[Pod], wanted: int, replicas: int, terms: Terms, why:
         if not verdict.may_go:
             blocked = place if blocked == -1 else blocked
             again.append(verdict.again_s)
-            notes.append(f"pod {pod['metadata']['name']} drains: {verdict.why}")
-        if _since(pod, terms.now) is None:
+            notes.append(f"pod {pod['metadata']['name']} is to go: {verdict.why}")
+        if _since(pod, terms.now) is None and not _is_undecided(pod, terms):
             marks.append(_draining(pod, terms, why))
     # What goes at the next look is still a replica now: its cost has to be there before the number falls.
     left = wanted if wanted >= replicas else min(replicas, wanted + waiting)
@@ -162,6 +173,8 @@ def deadline(pod: Pod, timeout: timedelta, now: datetime) -> datetime | None:
 
 
 def _verdict(pod: Pod, terms: Terms) -> _Verdict:
+    if _is_undecided(pod, terms):
+        return _Verdict(False, "the picker is asked first who has the least to do", again_s=_LOOK_AGAIN_S)
     if not terms.waits:
         return _Verdict(True, "its pool does not wait for requests")
     if not reading.may_have_requests(pod):
@@ -195,6 +208,11 @@ def _unseen(terms: Terms, since: datetime, left_s: float) -> _Verdict:
     if blind_s <= 0:
         return _Verdict(True, "its requests cannot be seen; it finishes them by itself")
     return _Verdict(False, "its requests cannot be seen", again_s=min(left_s, blind_s))
+
+
+def _is_undecided(pod: Pod, terms: Terms) -> bool:
+    """Whether another pod may be the better victim, as far as can be told before the picker is asked."""
+    return not terms.fresh and reading.is_ready(pod) and not reading.is_draining(pod)
 
 
 def _place(pod: Pod) -> int:

@@ -1,0 +1,185 @@
+"""Pods on their way out, on a real API server: its ReplicaSets give up those that were meant, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+from aiohttp import web
+from support.operator_run import PODS, POOLS, Room, condition, operator, ready
+from treeline_operator import names
+from treeline_operator.actions import Mark, Plan
+from treeline_operator.controller.execute import Executor
+from treeline_operator.controller.store import Store
+from treeline_operator.kube.client import Cluster
+from treeline_operator.world import Ref
+from treeline_wire.labels import POOL, SERVING
+
+
+class Picker:
+    """The page of a picker that sees the pods as they are, with the streams that the test gives them."""
+
+    def __init__(self, room: Room) -> None:
+        self.room = room
+        self.streams: Counter[str] = Counter()
+
+    async def page(self, _: web.Request) -> web.Response:
+        endpoints = []
+        for pod in await runtimes(self.room):
+            name, drains = pod["metadata"]["name"], pod["metadata"]["labels"][SERVING] == "false"
+            told = {"name": name, "address": "127.0.0.1:8000", "ready": not drains, "draining": drains}
+            endpoints.append({**told, "in_flight": self.streams[name], "cached_tokens": 0})
+        return web.json_response(
+            {"synced": True, "pools": {"a": {"models": ["tiny"], "endpoints": endpoints}}}
+        )
+
+
+@asynccontextmanager
+async def picker_of(room: Room) -> AsyncIterator[tuple[Picker, int]]:
+    picker, app = Picker(room), web.Application()
+    app.router.add_get("/endpoints", picker.page)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield picker, runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+async def runtimes(room: Room) -> list[Any]:
+    """The pool's pods that are not on their way out already."""
+    pods = await room.items(PODS)
+    return [p for p in pods if POOL in p["metadata"]["labels"] and "deletionTimestamp" not in p["metadata"]]
+
+
+async def names_where(room: Room, serving: str) -> set[str]:
+    pods = await runtimes(room)
+    return {p["metadata"]["name"] for p in pods if p["metadata"]["labels"][SERVING] == serving}
+
+
+async def four_ready(room: Room, picker: Picker, *streams: int, **spec: Any) -> list[str]:
+    """A pool of four that serves so many streams, in the order of the pods' names."""
+    await room.create_pool("a", replicas=4, **spec)
+
+    async def there() -> list[Any]:
+        found = await room.items(PODS)
+        return found if len(found) == 6 else []
+
+    pods = await room.until(there, "six pods")
+    serving = sorted(await names_where(room, "true"))
+    picker.streams.update(dict(zip(serving, streams, strict=True)))
+    for pod in pods:
+        await ready(room, pod)
+
+    async def serves() -> bool:
+        return condition(await room.pool("a"), "Ready").get("status") == "True"
+
+    await room.until(serves, "the pool to serve")
+    return serving
+
+
+async def scale(room: Room, replicas: int) -> None:
+    await room.patch(f"{POOLS}/a/scale", {"spec": {"replicas": replicas}}, manager="autoscaler")
+
+
+async def left(room: Room, *wanted: str) -> bool:
+    return {p["metadata"]["name"] for p in await runtimes(room)} == set(wanted)
+
+
+async def messages(room: Room, reason: str) -> list[str]:
+    found = await room.items("/api/v1/namespaces/{}/events")
+    return [f"{e['type']}: {e['message']}" for e in found if e["reason"] == reason]
+
+
+async def test_an_autoscaler_takes_three_of_four_and_gives_one_back_half_way(room: Room) -> None:
+    async with (
+        picker_of(room) as (picker, port),
+        operator(room.plane.admin, room.namespace, picker_port=port),
+    ):
+        one, two, three, four = await four_ready(room, picker, 3, 1, 1, 0)
+        began = asyncio.get_running_loop().time()
+        await scale(room, 1)
+        await room.until(lambda: left(room, one, two, three), "the idle pod to go")
+        assert asyncio.get_running_loop().time() - began < 4.0, "with the 5 s of preStop that is below 10 s"
+        assert await names_where(room, "false") == {two, three}
+
+        async def told() -> str:
+            progressing = condition(await room.pool("a"), "Progressing")
+            return progressing["message"] if progressing["reason"] == "Draining" else ""
+
+        async def only_two_left() -> bool:
+            return "2 pods, 2 requests left, until" in await told()
+
+        await room.until(only_two_left, "the status to say who drains")
+        await scale(room, 2)
+
+        async def one_is_back() -> bool:
+            return len(await names_where(room, "true")) == 2
+
+        await room.until(one_is_back, "one to serve again")
+        (back,) = await names_where(room, "true") - {one}
+        (goes,) = await names_where(room, "false")
+        assert {back, goes} == {two, three}
+        pod = await room.get(f"{PODS}/{back}")
+        assert not {names.DRAINING_SINCE, names.DELETION_COST} & set(pod["metadata"].get("annotations") or {})
+        del picker.streams[goes]
+        await room.until(lambda: left(room, one, back), "the last one to go")
+        begun = " ".join(await room.until(lambda: messages(room, "Draining"), "Events"))
+        assert f"Pod {two} (1 in flight)" in begun
+        assert f"Pod {four} (0 in flight)" in begun
+        assert f"Pod {back}" in " ".join(await messages(room, "DrainCancelled"))
+
+
+async def test_whoever_comes_after_a_killed_operator_goes_on_and_waits_no_longer_than_it_was_asked_to(
+    room: Room,
+) -> None:
+    async with picker_of(room) as (picker, port):
+        async with operator(room.plane.admin, room.namespace, picker_port=port) as first:
+            one, two, three, four = await four_ready(room, picker, 2, 2, 1, 1, drain={"timeoutSeconds": 4})
+            await scale(room, 2)
+
+            async def two_drain() -> bool:
+                return await names_where(room, "false") == {three, four}
+
+            await room.until(two_drain, "two to drain")
+            first.cancel()
+            await asyncio.wait([first])
+        del picker.streams[three]
+        began = {
+            pod["metadata"]["name"]: pod["metadata"]["annotations"][names.DRAINING_SINCE]
+            for pod in await runtimes(room)
+            if pod["metadata"]["labels"][SERVING] == "false"
+        }
+        async with operator(room.plane.admin, room.namespace, picker_port=port, identity="two"):
+            await room.until(lambda: left(room, one, two, four), "the one without requests to go")
+            pod = await room.get(f"{PODS}/{four}")
+            assert pod["metadata"]["annotations"][names.DRAINING_SINCE] == began[four], "not begun anew"
+            await room.until(lambda: left(room, one, two), "the other one to be cut off")
+            (told,) = await room.until(lambda: messages(room, "DrainTimeout"), "an Event of it")
+            assert told == f"Warning: DrainTimeout Pod {four} (1 in flight)"
+
+
+async def test_a_pod_that_has_gone_is_not_made_by_marking_it(room: Room) -> None:
+    """Nor is another one of its name marked; whoever tries looks anew."""
+    body = {"containers": [{"name": "runtime", "image": "x"}]}
+    meta = {"name": "p", "labels": {POOL: "a"}}
+    there = await room.request(
+        "POST", PODS.format(room.namespace), {"kind": "Pod", "metadata": meta, "spec": body}
+    )
+    async with await Cluster.from_config(room.plane.admin) as cluster:
+        for name in ("p", "absent"):
+            store, ref = Store(), Ref("v1", "Pod", room.namespace, name)
+            store.put(
+                {**there, "apiVersion": "v1", "metadata": {**there["metadata"], "name": name, "uid": "x"}}
+            )
+            mark = Mark(ref, "x", {SERVING: "false"}, {}, "", "drain")
+            done = await Executor(cluster, store, lambda: datetime.now(UTC)).carry_out(Plan((mark,)))
+            assert done.stale
+            assert store.get(ref) is None
+    assert await room.get(f"{PODS}/absent") is None
+    assert SERVING not in (await room.get(f"{PODS}/p"))["metadata"]["labels"]
