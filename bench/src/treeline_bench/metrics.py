@@ -173,7 +173,11 @@ METRICS: dict[str, Metric] = {
     ),
     "e2e.streams": Metric("streams", "sent in these journeys", "higher", headline=False),
     "e2e.ready_to_routed_s.p95": Metric(
-        "s", "a pod's Ready to the first request that is routed to it, 95th percentile", "lower", 2.0, EXPECTED
+        "s",
+        "a pod's Ready to the first request that is routed to it, 95th percentile",
+        "lower",
+        2.0,
+        EXPECTED,
     ),
     "e2e.drain_s": Metric(
         "s", "a lowered number of replicas to the pod being gone, idle streams", "lower", 10.0, EXPECTED
