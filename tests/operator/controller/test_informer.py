@@ -18,6 +18,7 @@ from treeline_operator.kube.transport import Answer, Call
 
 DEPLOYMENTS = next(watched for watched in KINDS if watched.kind == "Deployment")
 PODS = next(watched for watched in KINDS if watched.kind == "Pod")
+POOLS = next(watched for watched in KINDS if watched.kind == "InferencePool")
 ROUTES = OPTIONAL[0]
 
 
@@ -35,6 +36,7 @@ class World:
         self.streams: list[list[str]] = []
         self.listed: dict[str, int] = {}
         self.deliver: Deliver | None = None
+        self.watched_in: list[str] = []
 
     async def request(self, call: Call) -> Answer:
         assert call.accept.startswith("application/json;as=PartialObjectMetadataList")
@@ -42,10 +44,18 @@ class World:
         for part, exc in self.failing.items():
             if part in call.path:
                 raise exc
-        watched = next(w for w in (*KINDS, *OPTIONAL) if call.path.endswith(f"{w.api_version}/{w.plural}"))
+        watched = next(
+            w
+            for w in (*KINDS, *OPTIONAL)
+            if call.path.endswith(f"/{w.plural}") and f"/{w.api_version}/" in call.path
+        )
         query = dict(call.query)
         assert query.get("labelSelector", "") == watched.selector
-        items = [{"metadata": obj["metadata"]} for key, obj in self.objects.items() if key[0] == watched.api]
+        items = [
+            {"metadata": obj["metadata"]}
+            for (api, namespace, _), obj in self.objects.items()
+            if api == watched.api and call.path in (watched.path(""), watched.path(namespace))
+        ]
         first = int(query.get("continue", "0"))
         page, more = items[first : first + 2], str(first + 2) if first + 2 < len(items) else ""
         meta = {"resourceVersion": str(self.version), "continue": more}
@@ -55,12 +65,13 @@ class World:
         self, kinds: Sequence[Watched], namespaces: Sequence[str], _: Any, __: Any, deliver: Deliver
     ) -> None:
         self.streams.append([watched.plural for watched in kinds])
+        self.watched_in = list(namespaces)
         self.deliver = deliver
         await asyncio.sleep(0.1)
         for watched in kinds:
             if watched.plural not in self.deaf:
-                for (api, _, _), obj in list(self.objects.items()):
-                    if api == watched.api:
+                for (api, namespace, _), obj in list(self.objects.items()):
+                    if api == watched.api and {"", namespace} & set(namespaces):
                         deliver(watched, None, json.loads(json.dumps(obj)))
         if self.ends:
             raise self.ends.pop(0)
@@ -89,7 +100,9 @@ class Scene:
         return [o.ref.name for o in self.store.of_kind(watched.api_version, watched.kind, "n")]
 
 
-def play(act: Callable[[Scene], Coroutine[Any, Any, None]], **timing: Any) -> None:
+def play(
+    act: Callable[[Scene], Coroutine[Any, Any, None]], namespaces: Sequence[str] = ("",), **timing: Any
+) -> None:
     """Run a scene that begins with two Deployments and three Pods."""
 
     async def main() -> None:
@@ -99,7 +112,7 @@ def play(act: Callable[[Scene], Coroutine[Any, Any, None]], **timing: Any) -> No
         for name in ("p", "q", "r"):
             world.put(PODS, name)
         cluster: Any = world
-        informer = Informer(cluster, store, timing=Timing(**timing), source=world.stream)
+        informer = Informer(cluster, store, namespaces, timing=Timing(**timing), source=world.stream)
         try:
             await act(Scene(world, store, informer))
         finally:
@@ -219,6 +232,63 @@ def test_an_absent_kind_counts_as_empty_and_is_watched_when_it_comes() -> None:
     play(act)
 
 
+def test_an_absent_kind_that_comes_back_has_its_objects_again() -> None:
+    async def act(scene: Scene) -> None:
+        await begin(scene)
+        scene.world.failing["deployments"] = NotFound("404", code=404)
+        await asyncio.sleep(70.0)
+        assert scene.names() == []
+        del scene.world.failing["deployments"]
+        await asyncio.sleep(40.0)
+        assert scene.names() == ["a", "b"]
+
+    play(act)
+
+
+def test_our_own_kinds_are_waited_for_and_what_is_known_of_them_stays_while_they_are_not_served() -> None:
+    async def act(scene: Scene) -> None:
+        scene.world.put(POOLS, "p")
+        scene.world.failing["inferencepools"] = NotFound("404", code=404)
+        scene.informer.start()
+        waiting = asyncio.create_task(scene.informer.synced())
+        await asyncio.sleep(300.0)
+        assert not waiting.done()
+        assert any("is the CRD installed" in trouble for trouble in scene.informer.troubles())
+        assert max(scene.informer.ages().values()) < 61.0, "a new process would help nothing"
+        del scene.world.failing["inferencepools"]
+        await waiting
+        assert scene.names(POOLS) == ["p"]
+        scene.world.failing["inferencepools"] = NotFound("404", code=404)
+        await asyncio.sleep(300.0)
+        assert scene.names(POOLS) == ["p"], "without pools their gateways would be taken down"
+        assert any("is the CRD installed" in trouble for trouble in scene.informer.troubles())
+
+    play(act)
+
+
+def test_a_namespace_that_is_taken_away_is_forgotten_and_holds_up_no_other() -> None:
+    async def act(scene: Scene) -> None:
+        scene.world.failing["namespaces/n/"] = Forbidden("403", code=403)
+        await begin(scene)
+        assert scene.world.watched_in == ["m"]
+        del scene.world.failing["namespaces/n/"]
+        await asyncio.sleep(100.0)
+        assert scene.world.watched_in == ["n", "m"]
+        assert scene.names() == ["a", "b"]
+        scene.world.failing["namespaces/n/"] = Forbidden("403", code=403)
+        await asyncio.sleep(100.0)
+        assert scene.names() == []
+        assert scene.world.watched_in == ["m"]
+        await asyncio.sleep(300.0)
+        assert max(scene.informer.ages().values()) < 61.0
+        assert await scene.informer.set_optional([ROUTES.api]) == {ROUTES.api}, "the other may use it"
+        scene.world.failing["namespaces/m/"] = Forbidden("403", code=403)
+        await asyncio.sleep(300.0)
+        assert max(scene.informer.ages().values()) > 200.0, "nothing is left to look after"
+
+    play(act, ("n", "m"))
+
+
 def test_a_kind_that_may_not_be_read_is_not_synced_and_says_why() -> None:
     async def act(scene: Scene) -> None:
         scene.world.failing["pods"] = Forbidden("403: pods is forbidden", code=403)
@@ -264,6 +334,10 @@ def test_optional_kinds_come_and_go() -> None:
         assert "httproutes" not in scene.world.streams[-1]
         scene.world.failing["httproutes"] = Forbidden("403", code=403)
         assert await scene.informer.set_optional([ROUTES.api]) == frozenset()
+        await asyncio.sleep(300.0)
+        assert max(scene.informer.ages().values()) < 61.0, (
+            "that one may not be read is no reason to begin anew"
+        )
 
     play(act)
 

@@ -107,6 +107,27 @@ def test_a_list_drops_what_it_does_not_name_but_not_what_we_made_since() -> None
     assert len(store) == 3
 
 
+def test_what_was_dropped_because_its_kind_could_not_be_read_comes_back_as_it_was() -> None:
+    store = Store()
+    store.put(child("d", 5))
+    changes = heard(store)
+    assert store.retain("apps/v1", "Deployment", "n", set(), "") == 1
+    assert [c.after for c in changes] == [None]
+    assert not store.has_seen(ref("d"), "uid-d", "5"), "an audit must miss it"
+    assert store.put(child("d", 5))
+
+
+def test_an_answer_that_is_not_told_is_told_where_it_has_a_newer_spec() -> None:
+    store = Store()
+    store.put(pool("p", 10))
+    changes = heard(store)
+    assert store.put(pool("p", 11, status={"url": "x"}), tell=False)
+    assert changes == []
+    assert store.put(pool("p", 13, generation=2), tell=False), "somebody was faster than our status"
+    assert not store.put(pool("p", 12, generation=2)), "what the watch tells of it is old by then"
+    assert len(changes) == 1
+
+
 def test_a_doomed_object_says_so_until_the_watch_does() -> None:
     store = Store()
     store.put(child("d", 5))

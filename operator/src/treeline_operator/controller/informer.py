@@ -7,6 +7,10 @@ So each kind's names and versions are listed by themselves, at the start, whenev
 - the store is *synced* when it has all that the first lists named;
 - a kind is *fresh* when an audit finds nothing that kopf has not told within a few seconds. Where that fails, kopf is
   started anew.
+
+What cannot be read: an absent kind is empty, but for our own, without which nothing is judged: they are waited for, and
+what is known of them stays. Of several namespaces one in which nothing may be read any more is *closed*: it, or its
+Role, was deleted. It is forgotten, and the others are looked after.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from treeline_operator.api.parts import API_VERSION
 from treeline_operator.controller.kinds import KINDS, OPTIONAL, Watched
 from treeline_operator.controller.store import Store
 from treeline_operator.controller.stream import Deliver, WatchSettings, stream
@@ -104,7 +109,11 @@ class Informer:
             await asyncio.wait(waiting, timeout=self.timing.patience_s)
             for task in waiting:
                 task.cancel()
-        return offered - {t.watched.api for t, a in new.items() if a.unreadable or not a.synced.is_set()}
+        return offered - {
+            t.watched.api
+            for t, a in new.items()
+            if (a.unreadable or not a.synced.is_set()) and not self._closed(t.namespace)
+        }
 
     async def synced(self) -> None:
         """Returns when the store has all that there was at the start. Raises as :meth:`watch` does."""
@@ -160,9 +169,10 @@ class Informer:
             kinds = sorted(
                 {t.watched for t, a in self._audited.items() if not a.unreadable}, key=lambda w: w.api
             )
+            open_ = [namespace for namespace in self.namespaces if not self._closed(namespace)]
             begun = _now()
             running = asyncio.create_task(
-                self.source(kinds, self.namespaces, self.cluster.configuration, self.timing.watch, self._see)
+                self.source(kinds, open_, self.cluster.configuration, self.timing.watch, self._see)
             )
             restart = asyncio.create_task(self._restart.wait())
             try:
@@ -275,7 +285,7 @@ class Informer:
         return self.store.has_seen(ref, meta.uid, meta.resourceVersion)
 
     def _cannot(self, target: Target, audited: _Audited, exc: KubeError) -> None:
-        """The kind is not served, which means that it has no objects, or it may not be read, which says nothing."""
+        """The kind is not served, or it may not be read."""
         watched = target.watched
         if not audited.unreadable:
             audited.unreadable = True
@@ -283,10 +293,27 @@ class Informer:
             audited.trouble = absent if isinstance(exc, NotFound) else f"see the operator's role: {exc}"
             log.warning("%s: %s", watched.path(target.namespace), audited.trouble)
             self._restart.set()
-        if isinstance(exc, NotFound):
-            self.store.retain(watched.api_version, watched.kind, target.namespace, set(), "")
+        if isinstance(exc, NotFound) and watched.api_version != API_VERSION:
+            self._forget(target, audited)
+        elif isinstance(exc, NotFound) or watched in OPTIONAL:
             audited.fresh = _now()
-            audited.synced.set()
+        elif self._closed(target.namespace):
+            for other, also in self._audited.items():
+                if other.namespace == target.namespace:
+                    self._forget(other, also)
+
+    def _forget(self, target: Target, audited: _Audited) -> None:
+        self.store.retain(target.watched.api_version, target.watched.kind, target.namespace, set(), "")
+        audited.fresh = _now()
+        audited.synced.set()
+
+    def _closed(self, namespace: str) -> bool:
+        """Whether nothing may be read in this namespace, and something in another."""
+        unreadable = dict.fromkeys(self.namespaces, True)
+        for target, audited in self._audited.items():
+            if target.watched in KINDS:
+                unreadable[target.namespace] &= audited.unreadable
+        return unreadable[namespace] and not all(unreadable.values())
 
 
 def _now() -> float:

@@ -104,7 +104,10 @@ class Store:
         }
 
     def put(self, obj: dict[str, Any], *, tell: bool = True) -> bool:
-        """Take in a decoded object; returns whether that was news. Its ``managedFields`` are dropped."""
+        """Take in a decoded object; returns whether that was news. Its ``managedFields`` are dropped.
+
+        Without ``tell`` the listeners hear of it only if the spec is another than the known one.
+        """
         observed = Observed.of(obj)
         before = self._objects.get(observed.ref)
         if before is not None and not _newer(observed, before):
@@ -121,7 +124,7 @@ class Store:
             self._unplace(observed.ref, old_place)
         self._objects[observed.ref] = observed
         self._place(observed.ref, place)
-        if tell:
+        if tell or before is None or _generation(before.object) != _generation(obj):
             self._tell(
                 Change(
                     observed.ref, before, observed, frozenset(p for p in (old_place, place) if p is not None)
@@ -135,11 +138,7 @@ class Store:
         before = self._objects.get(ref)
         if before is None or before.uid != uid:
             return False
-        place = self._places[ref]
-        self._unplace(ref, place)
-        del self._objects[ref]
-        del self._places[ref]
-        self._tell(Change(ref, before, None, frozenset((place,))))
+        self._drop(before)
         return True
 
     def doom(self, ref: Ref, uid: str, stamp: str) -> None:
@@ -160,6 +159,7 @@ class Store:
         """A list at ``version`` has ended and had just these ``uids``: drop what else is known of the kind.
 
         An empty ``namespace`` means all. What is newer than the list stays: we made it after the list was taken.
+        Without a ``version`` nothing was listed: the kind cannot be read any more, and its objects may come back.
         """
         spaces = (
             [namespace] if namespace else [ns for v, k, ns in self._by_kind if (v, k) == (api_version, kind)]
@@ -172,8 +172,17 @@ class Store:
             and not _after(observed.resource_version, version)
         ]
         for observed in gone:
-            self.remove(observed.ref, observed.uid, version or observed.resource_version)
+            if version:
+                self._bury(observed.uid, version)
+            self._drop(observed)
         return len(gone)
+
+    def _drop(self, known: Observed) -> None:
+        ref, place = known.ref, self._places[known.ref]
+        self._unplace(ref, place)
+        del self._objects[ref]
+        del self._places[ref]
+        self._tell(Change(ref, known, None, frozenset((place,))))
 
     def _of(self, refs: Iterable[Ref] | None) -> list[Observed]:
         return [self._objects[ref] for ref in sorted(refs or ())]
@@ -207,6 +216,10 @@ class Store:
         self._dead[uid] = version
         if len(self._dead) > _TOMBSTONES:
             self._dead.popitem(last=False)
+
+
+def _generation(obj: dict[str, Any]) -> object:
+    return obj["metadata"]["uid"], obj["metadata"].get("generation")
 
 
 def _newer(candidate: Observed, known: Observed) -> bool:
