@@ -66,7 +66,7 @@ class FakeEngine:
     """An HTTP engine: probes, information, and an echo for everything else.
 
     ``documents`` maps paths to JSON documents (or bytes); a missing path is echoed. ``reply_headers`` go with echoes;
-    ``reply_status`` is their status.
+    ``reply_status`` is their status. ``hold`` keeps them back, ``hold_body`` all but their headers.
     """
 
     name: str = "engine"
@@ -78,6 +78,7 @@ class FakeEngine:
     reply_status: int = 200
     reply_body: bytes | None = None
     hold: asyncio.Event | None = None
+    hold_body: asyncio.Event | None = None
     seen: list[Seen] = field(default_factory=list)
     port: int = 0
     _server: asyncio.Server | None = None
@@ -156,6 +157,9 @@ class FakeEngine:
         out = [("content-length", str(len(data))), ("content-type", "application/json"), *extra.items()]
         merged = {key.lower(): value for key, value in out}
         writer.write(connection.send(h11.Response(status_code=status, headers=list(merged.items()))) or b"")
+        if self.hold_body is not None and path not in ("/ready", "/v1/models", "/server_info"):
+            await writer.drain()
+            await self.hold_body.wait()
         if request.method != b"HEAD":
             writer.write(connection.send(h11.Data(data=data)) or b"")
         writer.write(connection.send(h11.EndOfMessage()) or b"")

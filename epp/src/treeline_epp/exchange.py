@@ -225,6 +225,15 @@ class Exchange:
         """An immediate response was sent, or the protocol was broken."""
         return self.request_phase is RequestPhase.CLOSED
 
+    @property
+    def finished(self) -> bool:
+        """Nothing is left to be said: the stream may end, and the response goes on without us.
+
+        A generation takes minutes after its headers. Whoever holds no stream for that time loses none when it ends.
+        """
+        answered = self.response_phase is not ResponsePhase.WAITING and self._response_mode is BodyMode.NONE
+        return self.closed or (answered and self.request_phase in (_DONE, _ABANDONED))
+
     def receive(self, message: Message) -> list[Action]:
         """What to do about the next message of the proxy. Raises :class:`OutOfOrder`."""
         if self.request_phase is RequestPhase.CLOSED:

@@ -32,8 +32,8 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        """An immediate response was the last word."""
-        return self._exchange is not None and self._exchange.closed
+        """There is nothing more to say: the response's headers or an immediate response were the last word."""
+        return self._exchange is not None and self._exchange.finished
 
     def step(self, request: pb.ProcessingRequest) -> list[bytes]:
         """The serialized answers to one message of the proxy. Never raises."""

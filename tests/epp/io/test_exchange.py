@@ -211,6 +211,21 @@ def test_response_bodies_are_echoed_unread_in_full_duplex_and_left_alone_otherwi
     assert y.receive(Message(Kind.RESPONSE_TRAILERS)) == [Reply(Kind.RESPONSE_TRAILERS)]
 
 
+@pytest.mark.parametrize(
+    ("response", "finished"), [(BodyMode.NONE, True), (BodyMode.STREAMED, False), (DUPLEX, False)]
+)
+def test_it_is_finished_with_the_responses_headers_where_no_body_follows(
+    response: BodyMode, finished: bool
+) -> None:
+    x = exchange(response=response)
+    x.receive(head(end=True))
+    assert not x.finished
+    x.answer(WHERE)
+    assert not x.finished
+    x.receive(Message(Kind.RESPONSE_HEADERS))
+    assert x.finished is finished
+
+
 def test_a_stream_may_start_at_the_response() -> None:
     x = exchange()
     assert x.receive(Message(Kind.RESPONSE_HEADERS)) == [Reply(Kind.RESPONSE_HEADERS)]

@@ -144,7 +144,27 @@ async def test_fail_close_answers_an_error_without_a_picker(tmp_path: Path) -> N
     async with engines() as fakes, data_plane(tmp_path, fakes, fail_open=False) as plane:
         assert (await plane.complete()).status_code == 200
         await plane.picker.stop()
-        assert (await plane.complete()).status_code >= 500
+        answer = await plane.complete()
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"]["code"] == "picker_unavailable"
+
+
+@pytest.mark.integration
+async def test_a_picker_that_goes_takes_no_answer_with_it_that_has_begun(tmp_path: Path) -> None:
+    async with engines(1) as fakes, data_plane(tmp_path, fakes, fail_open=False) as plane:
+        fakes[0].hold_body = asyncio.Event()
+        async with client(base_url=plane.envoy.url, timeout=20) as user:
+            question = {"model": "tiny", "messages": [{"role": "user", "content": "long"}]}
+            async with user.stream("POST", "/v1/chat/completions", json=question) as answer:
+                assert answer.status_code == 200
+
+                async def has_said_all() -> bool:
+                    return (await plane.picker.metrics())["treeline_epp_extproc_streams"] == 0
+
+                await until(has_said_all, "the picker to have said all it had to say")
+                await plane.picker.stop()
+                fakes[0].hold_body.set()
+                assert b"/v1/chat/completions" in await answer.aread()
 
 
 @pytest.mark.integration

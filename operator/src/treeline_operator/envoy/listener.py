@@ -9,6 +9,7 @@ from envoy_data_plane.envoy.config.accesslog.v3 import (
     AccessLog,
     AccessLogFilter,
     ComparisonFilter,
+    ExtensionFilter,
     ResponseFlagFilter,
     StatusCodeFilter,
 )
@@ -43,6 +44,7 @@ from envoy_data_plane.envoy.config.route.v3 import (
     VirtualHost,
 )
 from envoy_data_plane.envoy.extensions.access_loggers.file.v3 import FileAccessLog
+from envoy_data_plane.envoy.extensions.access_loggers.filters.cel.v3 import ExpressionFilter
 from envoy_data_plane.envoy.extensions.filters.http.api_key_auth.v3 import (
     ApiKeyAuth,
     Credential,
@@ -73,6 +75,7 @@ from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import (
     TlsCertificate,
 )
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
+from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 from envoy_data_plane.google.protobuf import Any, Struct
 from treeline_wire import headers
 
@@ -188,11 +191,14 @@ def _edge_headers(config: EnvoyConfig) -> HeaderMutation:
 
 
 def _set(name: str, value: str) -> HeaderChange:
-    option = HeaderValueOption(
+    return HeaderChange(append=_option(name, value))
+
+
+def _option(name: str, value: str) -> HeaderValueOption:
+    return HeaderValueOption(
         header=HeaderValue(key=name, value=value),
         append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
     )
-    return HeaderChange(append=option)
 
 
 def _api_keys(config: EnvoyConfig) -> list[HttpFilter]:
@@ -235,6 +241,7 @@ def _ext_proc(config: EnvoyConfig) -> ExternalProcessor:
         ),
         message_timeout=timedelta(seconds=config.message_timeout_s),
         max_message_timeout=LONGEST_HOLD,
+        status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
         metadata_options=MetadataOptions(
             receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[headers.LB]),
             forwarding_namespaces=MetadataOptionsMetadataNamespaces(untyped=[headers.LB_SUBSET, headers.LB]),
@@ -277,11 +284,23 @@ def _routes(config: EnvoyConfig) -> RouteConfiguration:
 def _local_replies() -> LocalReplyConfig:
     """Errors made by Envoy itself, in the shape that OpenAI clients parse. Those of the picker pass unchanged."""
 
-    def reply(when: AccessLogFilter, message: str, kind: str, code: str) -> ResponseMapper:
+    def reply(
+        when: AccessLogFilter, message: str, kind: str, code: str, retry_after: str = ""
+    ) -> ResponseMapper:
         body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
         return ResponseMapper(
-            filter=when, body_format_override=SubstitutionFormatString(json_format=Struct.from_dict(body))
+            filter=when,
+            body_format_override=SubstitutionFormatString(json_format=Struct.from_dict(body)),
+            headers_to_add=[_option("retry-after", retry_after)] if retry_after else [],
         )
+
+    def picker_failed() -> AccessLogFilter:
+        # No response flag tells it, and the picker's own answers are 503 too.
+        expression = ExpressionFilter(expression='response.code_details.startsWith("ext_proc_error")')
+        cel = ExtensionFilter(
+            name="envoy.access_loggers.extension_filters.cel", typed_config=Any.pack(expression)
+        )
+        return AccessLogFilter(extension_filter=cel)
 
     def status(code: int) -> AccessLogFilter:
         comparison = ComparisonFilter(
@@ -304,6 +323,13 @@ def _local_replies() -> LocalReplyConfig:
                 "The endpoint failed before it answered.",
                 "service_unavailable",
                 "endpoint_failed",
+            ),
+            reply(
+                picker_failed(),
+                "The picker does not answer; try again.",
+                "service_unavailable",
+                "picker_unavailable",
+                retry_after="1",
             ),
         ]
     )
