@@ -153,7 +153,7 @@ def main(argv: Sequence[str]) -> int:
     console.print(table)
     missing = [finding.what for finding in findings if finding.verdict is Verdict.MISSING]
     if missing:
-        console.print(f"`treeline up` cannot run here yet: {', '.join(missing)}", style="red")
+        console.print(f"`treeline up` cannot run here yet: {', '.join(missing)}", style="red", soft_wrap=True)
         return 1
-    console.print("`treeline up` can run here.")
+    console.print("`treeline up` can run here.", soft_wrap=True)
     return 0

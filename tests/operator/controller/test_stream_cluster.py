@@ -60,6 +60,7 @@ async def test_what_is_listed_made_changed_and_deleted_is_told_in_our_loop_and_t
     ours = {"app.kubernetes.io/managed-by": "treeline"}
     await make(room, "old", **ours)
     heard = Heard()
+    others = set(threading.enumerate())  # of operators of earlier tests, which may still be ending
     async with listening(room, heard):
         await room.until(lambda: (None, "old") in heard.events, "the list")
         await make(room, "somebodys")
@@ -73,7 +74,8 @@ async def test_what_is_listed_made_changed_and_deleted_is_told_in_our_loop_and_t
     assert heard.threads == {threading.get_ident()}
     heard.events.clear()
     await make(room, "after", **ours)
-    assert not [thread for thread in threading.enumerate() if thread.name == "kopf"]
+    left = [thread for thread in threading.enumerate() if thread.name == "kopf" and thread not in others]
+    await room.until(lambda: not any(thread.is_alive() for thread in left), "its thread to end")
     assert heard.events == []
 
 

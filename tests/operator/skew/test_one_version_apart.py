@@ -90,11 +90,12 @@ def test_a_newer_operator_rolls_neither_picker_nor_envoy_until_it_is_asked_to(ca
     cluster.converge(member(case), platform=NEXT)
     assert templates(cluster) == before
     cluster.converge(member(case, rollout={"templateVersion": NEXT.template_version}), platform=NEXT)
+    rolled = set()
     for ref, obj in cluster.objects.items():
         if ref.kind == "Deployment":
             assert obj["metadata"]["annotations"][names.TEMPLATE_VERSION] == str(NEXT.template_version)
-            # Where the pools name the image, this version happens to make the same pods.
-            assert (obj["spec"]["template"] != before[ref.name]) == (case != "full")
+            rolled |= {ref.name} if obj["spec"]["template"] != before[ref.name] else set()
+    assert "treeline-edge" in rolled or case == "attached"
 
 
 STEPS = ("upgrade", "back", "more", "fewer", "pause", "lost pod")

@@ -153,8 +153,12 @@ async def _run(options: UpOptions, folder: Path, log_dir: Path, console: Console
     children = plan(options, envoy_binary(), bootstrap)
     if busy := busy_ports(children):
         for line in busy:
-            console.print(f"treeline up: {line}", style="red", highlight=False)
-        console.print("Stop what holds it, or choose other ports (see treeline up --help).", highlight=False)
+            console.print(f"treeline up: {line}", style="red", highlight=False, soft_wrap=True)
+        console.print(
+            "Stop what holds it, or choose other ports (see treeline up --help).",
+            highlight=False,
+            soft_wrap=True,
+        )
         return 1
     bootstrap.write_text(bootstrap_json(envoy_config(options)))
     supervisor = Supervisor(children, log_dir)
@@ -164,7 +168,7 @@ async def _run(options: UpOptions, folder: Path, log_dir: Path, console: Console
     except ChildFailed as failure:
         progress.cancel()
         await asyncio.gather(progress, return_exceptions=True)
-        console.print(f"treeline up: {failure}", style="red", markup=False, highlight=False)
+        console.print(f"treeline up: {failure}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
     finally:
         progress.cancel()
@@ -184,7 +188,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             return asyncio.run(_run(options, folder, log_dir or folder, console))
         except EnvoyNotFound as missing:
-            console.print(f"treeline up: {missing}", style="red", markup=False)
+            console.print(f"treeline up: {missing}", style="red", markup=False, soft_wrap=True)
             return 1
 
 

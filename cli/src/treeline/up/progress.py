@@ -57,4 +57,4 @@ def _print_changes(children: Sequence[Child], shown: dict[str, Phase], console: 
     for child in children:
         if child.phase is not Phase.WAITING and shown.get(child.spec.name) is not child.phase:
             shown[child.spec.name] = child.phase
-            console.print(f"{child.spec.name}: {child.phase}", highlight=False)
+            console.print(f"{child.spec.name}: {child.phase}", highlight=False, soft_wrap=True)
