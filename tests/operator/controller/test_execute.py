@@ -11,6 +11,7 @@ from treeline_operator.controller.execute import Done, Executor, with_keys
 from treeline_operator.controller.store import Store
 from treeline_operator.kube.errors import (
     AlreadyExists,
+    Cause,
     Conflict,
     Forbidden,
     Invalid,
@@ -120,6 +121,14 @@ async def test_drift_is_told_apart_from_a_change_of_mind() -> None:
     done = await carry_out(Server(), store, Apply(obj("s"), "because", drift=("spec.ports[80]",)))
     assert done.drifted == [(ref, ("spec.ports[80]",))]
     assert not done.written
+
+
+async def test_in_a_namespace_that_is_being_deleted_nothing_more_is_tried() -> None:
+    going = Cause("", "NamespaceTerminating", "namespace n is being terminated")
+    server = Server(apply_bad=Forbidden("403: no", code=403, causes=(going,)))
+    done = await carry_out(server, Store(), Apply(obj("bad"), ""), Apply(obj("good"), ""))
+    assert [call for call in server.calls if not call.startswith("get")] == ["apply bad"]
+    assert (done.refused, done.stale) == ([], False)
 
 
 @pytest.mark.parametrize("fault", [Invalid("422: no", code=422), Forbidden("403: no", code=403)])
