@@ -15,6 +15,7 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.download import files
 from treeline_operator.plan.engines import FLAGS, start_seconds
 from treeline_operator.plan.merge import TemplateInvalid, merged
+from treeline_operator.plan.revision import inputs
 from treeline_operator.plan.runtime import pod_template, template_problem
 from treeline_operator.plan.security import exceptions
 from treeline_operator.world import Images
@@ -34,6 +35,26 @@ def runtime(**spec: Any) -> dict[str, Any]:
 
 def patched(**container: Any) -> dict[str, Any]:
     return runtime(template={"spec": {"containers": [{"name": "runtime", **container}]}})
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        {"metadata": {"annotations": {}}},
+        {"metadata": {"labels": {}}, "spec": {"nodeSelector": {}}},
+        {"spec": {}},
+    ],
+)
+def test_maps_that_were_emptied_again_make_no_other_revision(left: dict[str, Any]) -> None:
+    assert inputs(a_pool(template=left)) == inputs(a_pool())
+
+
+def test_what_an_empty_map_or_a_null_says_in_a_pod_makes_another() -> None:
+    says = [
+        {"spec": {"volumes": [{"name": "scratch", "emptyDir": {}}]}},
+        {"metadata": {"annotations": {"of-ours": None}}},
+    ]
+    assert len({inputs(a_pool(template=template)) for template in says} | {inputs(a_pool())}) == 3
 
 
 # ---- the fragment -------------------------------------------------------------------------------------------

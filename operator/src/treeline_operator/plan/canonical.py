@@ -36,6 +36,7 @@ STRING_MAPS: Final = frozenset(
 )
 """Fields whose keys are the user's words: a label named `size` holds no quantity."""
 _EMPTY_MAPS: Final = STRING_MAPS | QUANTITY_MAPS
+_SAY_NOTHING: Final = _EMPTY_MAPS | {"metadata", "spec"}
 _FALSE_IS_UNSET: Final = frozenset(
     {
         "hostNetwork",
@@ -92,13 +93,16 @@ def is_unset(key: str, value: object) -> bool:
 def canonical(value: Any, path: tuple[str, ...] = (), *, keep_unset: bool = False) -> Any:
     """The same data with quantities as plain numbers in text, and without what the API server leaves out.
 
-    ``keep_unset`` is for patches, where nothing (a null) is an instruction.
+    ``keep_unset`` is for patches, where nothing (a null) is an instruction. What says nothing there either are empty
+    maps, which somebody leaves behind who takes the last label out again.
     """
     if isinstance(value, dict):
         if path and path[-1] in STRING_MAPS:
             return {k: v for k, v in value.items() if keep_unset or v is not None}
         inner = {k: canonical(v, (*path, k), keep_unset=keep_unset) for k, v in value.items()}
-        return inner if keep_unset else {k: v for k, v in inner.items() if not is_unset(k, v)}
+        if keep_unset:
+            return {k: v for k, v in inner.items() if v != {} or k not in _SAY_NOTHING}
+        return {k: v for k, v in inner.items() if not is_unset(k, v)}
     if isinstance(value, list | tuple):
         return [canonical(item, path, keep_unset=keep_unset) for item in value]
     if is_quantity(path):

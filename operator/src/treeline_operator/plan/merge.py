@@ -56,7 +56,7 @@ def _merged_list(ours: list[Any], theirs: list[Any], name: str) -> list[Any]:
     key = "name" if name in _DEEP else _BY_KEY.get(name)
     if key is None:
         return theirs
-    if not all(isinstance(item, dict) and key in item for item in theirs):
+    if not all(isinstance(item, dict) and isinstance(item.get(key), str) for item in theirs):
         raise TemplateInvalid(f"template: every item of {name} needs a {key}")
     return _by_key(ours, theirs, key, deep=name in _DEEP)
 

@@ -79,7 +79,10 @@ def pod_template(pool: InferencePool, revision: str, images: Images) -> dict[str
         raise TemplateInvalid(
             f"template: {unknown[0]} is not part of a pod template; it has metadata and spec"
         )
-    return _kept(ours, merged(ours, fragment))
+    made = merged(ours, fragment)
+    if made.keys() != ours.keys() or "containers" not in made["spec"]:
+        raise TemplateInvalid("template: metadata, spec and its containers cannot be taken away")
+    return _kept(ours, made)
 
 
 def template_problem(pool: InferencePool) -> str:
@@ -271,8 +274,8 @@ def _kept(ours: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ports(ours: list[dict[str, Any]], theirs: Any) -> list[dict[str, Any]]:
-    taken = {port["name"] for port in ours}, {port["containerPort"] for port in ours}
-    return [
-        *ours,
-        *(p for p in theirs if p.get("name") not in taken[0] and p["containerPort"] not in taken[1]),
-    ]
+    names_, numbers = {port["name"] for port in ours}, {port["containerPort"] for port in ours}
+    added = [port for port in theirs if port.get("name") not in names_]
+    if not all(isinstance(port.get("containerPort"), int) for port in added):
+        raise TemplateInvalid("template: every item of ports needs a containerPort")
+    return [*ours, *(port for port in added if port["containerPort"] not in numbers)]
