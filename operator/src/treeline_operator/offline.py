@@ -23,6 +23,7 @@ from treeline_operator.api.rules import violations
 from treeline_operator.controller.observe import explain
 from treeline_operator.controller.store import MODEL, POOL
 from treeline_operator.flags import add_images, add_surroundings, images_of
+from treeline_operator.plan.runtime import template_problem
 from treeline_operator.simulate import Simulation, Step
 from treeline_operator.status.models import model_statuses
 from treeline_operator.world import Platform, Ref
@@ -125,19 +126,24 @@ def load(simulation: Simulation, files: Sequence[str], observed: Path | None, na
         if not observed.is_dir():
             raise BadInput(f"--observed {observed} is no directory")
         for path in sorted(path for path in observed.rglob("*") if path.suffix in (".yaml", ".yml", ".json")):
-            for where, obj in _documents(str(path), path.read_text()):
+            for where, obj in _documents(str(path), _read(str(path))):
                 _take_observed(simulation, where, obj)
     asked = 0
     for name in files:
-        try:
-            text = sys.stdin.read() if name == "-" else Path(name).read_text()
-        except (OSError, UnicodeDecodeError) as exc:
-            raise BadInput(f"{name}: {exc}") from exc
-        for where, obj in _documents(name, text):
+        for where, obj in _documents(name, _read(name)):
             _take_asked(simulation, where, obj, namespace)
             asked += 1
     if not asked:
         raise BadInput(f"no InferencePool or InferenceModel in {', '.join(files)}")
+
+
+def _read(name: str) -> str:
+    try:
+        return sys.stdin.read() if name == "-" else Path(name).read_text()
+    except OSError as exc:
+        raise BadInput(f"{name}: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise BadInput(f"{name}: no text ({exc.reason} at byte {exc.start})") from exc
 
 
 def _documents(name: str, text: str) -> Iterator[tuple[str, Object]]:
@@ -150,13 +156,18 @@ def _documents(name: str, text: str) -> Iterator[tuple[str, Object]]:
         where = f"{name}: document {number}" if len(documents) > 1 else name
         if document is None:
             continue
-        if not isinstance(document, dict) or not isinstance(document.get("kind"), str):
-            raise BadInput(f"{where}: no Kubernetes object (it needs apiVersion, kind and metadata)")
-        if document["kind"].endswith("List") and isinstance(document.get("items"), list):
+        if _kind(where, document).endswith("List") and isinstance(document.get("items"), list):
             for index, item in enumerate(document["items"]):
+                _kind(f"{where}: items[{index}]", item)
                 yield f"{where}: items[{index}]", item
         else:
             yield where, document
+
+
+def _kind(where: str, document: Any) -> str:
+    if not isinstance(document, dict) or not isinstance(document.get("kind"), str):
+        raise BadInput(f"{where}: no Kubernetes object (it needs apiVersion, kind and metadata)")
+    return str(document["kind"])
 
 
 def _take_observed(simulation: Simulation, where: str, obj: Object) -> None:
@@ -181,6 +192,8 @@ def _take_asked(simulation: Simulation, where: str, obj: Object, namespace: str)
         raise BadInput(f"{where}: {explain(exc)}") from exc
     if broken := list(violations(typed)):
         raise BadInput(f"{where}: {'; '.join(broken)}")
+    if isinstance(typed, InferencePool) and (problem := template_problem(typed)):
+        raise BadInput(f"{where}: spec.{problem}")
     known = simulation.get(Ref(API_VERSION, kind, typed.namespace, typed.name))
     if known is not None:
         there = {name: known["metadata"][name] for name in _NOISE if name in known["metadata"]}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -46,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
         "--namespace",
         action="append",
         default=[],
+        type=_namespace,
         metavar="NS",
         help="look after this one only; may be repeated",
     )
@@ -88,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
         help="look at everything so often (%(default)g)",
     )
     work.add_argument(
-        "--workers", type=int, default=8, metavar="N", help="reconciliations at once (%(default)s)"
+        "--workers", type=_workers, default=8, metavar="N", help="reconciliations at once (%(default)s)"
     )
     work.add_argument(
         "--picker-probe",
@@ -161,14 +164,28 @@ def _signalled(stop: asyncio.Event, number: signal.Signals) -> None:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
-    if value <= 0:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
     return value
 
 
 def _port(text: str) -> int:
-    value = int(text)
-    if not 0 <= value < 65536:
+    if not text.isdecimal() or int(text) >= 65536:
         raise argparse.ArgumentTypeError(f"{text} is no port")
-    return value
+    return int(text)
+
+
+def _workers(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of workers: at least 1")
+    return int(text)
+
+
+def _namespace(text: str) -> str:
+    if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a namespace; without the flag it is all")
+    return text

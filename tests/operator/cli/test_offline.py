@@ -20,6 +20,9 @@ kind: InferencePool
 metadata: {name: a}
 spec: {model: {uri: "builtin://tiny"}}
 """
+AFTER = POOL.replace('{model: {uri: "builtin://tiny"}}', '\n  model: {uri: "builtin://tiny"}')
+TEMPLATE = "  template: "
+RUNTIME = f"{TEMPLATE}{{spec: {{containers: [{{name: runtime, "
 MODEL = """\
 apiVersion: treeline.dev/v1alpha1
 kind: InferenceModel
@@ -184,6 +187,13 @@ def test_what_a_newer_template_would_replace_is_shown_but_not_done(
         (POOL.replace("builtin://tiny", "tiny"), "p.yaml: "),
         (POOL + "---\n" + POOL.replace("uri", "url"), "p.yaml: document 2: spec.model.uri: Field required"),
         (POOL.replace("metadata: {name: a}", "metadata: []"), "metadata"),
+        ("kind: List\nitems: [1]", "p.yaml: items[0]: no Kubernetes object"),
+        ("kind: List\nitems: [{kind: [a]}]", "p.yaml: items[0]: no Kubernetes object"),
+        (AFTER + TEMPLATE + "{metadata: null}", "spec.template: metadata, spec and its containers"),
+        (AFTER + TEMPLATE + "{spec: {containers: null}}", "spec.template: metadata, spec and its containers"),
+        (AFTER + TEMPLATE + "{metadata: []}", "spec.template: metadata must be a map"),
+        (AFTER + RUNTIME + "ports: [{name: x}]}]}}", "every item of ports needs a containerPort"),
+        (AFTER + RUNTIME + "env: [{name: [x]}]}]}}", "every item of env needs a name"),
         (
             POOL.replace("spec: {", "spec: {engine: {tensorParallel: 2}, "),
             "p.yaml: spec.engine.tensorParallel: ",
@@ -209,6 +219,11 @@ def test_files_that_are_not_there_are_refused(tmp_path: Path, capsys: pytest.Cap
     write(tmp_path / "o" / "x.yaml", "apiVersion: v1\nkind: Service\n")
     assert main(["-f", file, "--observed", str(tmp_path / "o")], io.StringIO(), NOW) == 2
     assert "x.yaml: no object of a cluster" in capsys.readouterr().err
+    (tmp_path / "o" / "a.yaml").write_bytes(b"\xff\xfe")
+    assert main(["-f", file, "--observed", str(tmp_path / "o")], io.StringIO(), NOW) == 2
+    assert "a.yaml: no text" in capsys.readouterr().err
+    assert main(["-f", str(tmp_path)], io.StringIO(), NOW) == 2
+    assert "Is a directory" in capsys.readouterr().err
 
 
 def test_secrets_are_not_looked_at(tmp_path: Path) -> None:

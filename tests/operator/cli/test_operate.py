@@ -27,6 +27,10 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     "argv",
     [
         ["--resync-seconds", "0"],
+        ["--resync-seconds", "nan"],
+        ["--workers", "0"],
+        ["--namespace", "a/b"],
+        ["--namespace", ""],
         ["--health-port", "70000"],
         ["--log-level", "loud"],
         ["--lease-name"],
@@ -64,10 +68,37 @@ def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> No
     assert "Traceback" not in text
 
 
-def test_without_a_cluster_it_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    argv = ["--host", "127.0.0.1", "--health-port", "0", "--metrics-port", "0"]
-    assert main([*argv, "--kubeconfig", str(tmp_path / "none")]) == 1
-    assert "no cluster to talk to" in capsys.readouterr().err
+NO_CERTIFICATE = """\
+clusters: [{name: c, cluster: {server: "https://127.0.0.1:1"}}]
+users: [{name: u, user: {client-certificate-data: "!!!"}}]
+contexts: [{name: c, context: {cluster: c, user: u}}]
+current-context: c
+"""
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "there is no file"),
+        (b"", "it is no kubeconfig"),
+        (b"a: [", "while parsing"),
+        (b"\xff\xfe", "can't decode"),
+        (b"kind: Config", "current-context"),
+        (NO_CERTIFICATE.encode(), "PEM"),
+    ],
+)
+def test_without_a_cluster_it_says_so_in_one_line(
+    content: bytes | None, complaint: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "config"
+    if content is not None:
+        file.write_bytes(content)
+    argv = ["--host", "127.0.0.1", "--health-port", "0", "--metrics-port", "0", "--log-format", "text"]
+    assert main([*argv, "--kubeconfig", str(file)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no cluster to talk to: " in line
+    assert complaint in line
+    assert str(file) in line
 
 
 def test_the_defaults_are_those_that_the_documentation_names() -> None:

@@ -202,7 +202,9 @@ class PoolSpec(Part):
     @property
     def template_labels(self) -> dict[str, str]:
         """The labels that the user's fragment gives the pods."""
-        return (self.template or {}).get("metadata", {}).get("labels") or {}
+        metadata = (self.template or {}).get("metadata")
+        found = metadata.get("labels") if isinstance(metadata, dict) else None
+        return found if isinstance(found, dict) else {}
 
 
 @DOCUMENTED

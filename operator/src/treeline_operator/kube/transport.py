@@ -141,23 +141,32 @@ class Connection:
         load: Any = config  # untyped
         configuration = Configuration(connection_pool_maxsize=MAX_CONNECTIONS)
         file = str(kubeconfig or os.environ.get("KUBECONFIG") or "")
-        if not file and not context and SERVICE_ACCOUNT.exists() and "KUBERNETES_SERVICE_HOST" in os.environ:
-            load.load_incluster_config(client_configuration=configuration)
-            return cls(configuration, **options)
+        in_pod = not context and SERVICE_ACCOUNT.exists() and "KUBERNETES_SERVICE_HOST" in os.environ
 
         async def login() -> None:
-            await load.load_kube_config(
-                config_file=file or "~/.kube/config",
-                context=context,
-                client_configuration=configuration,
-                persist_config=False,
-            )
+            where = file or "~/.kube/config"
+            if not _is_there(where):
+                raise Unavailable(
+                    f"no cluster to talk to: there is no file {where}; give --kubeconfig FILE", sent=False
+                )
+            try:
+                await load.load_kube_config(
+                    config_file=where,
+                    context=context,
+                    client_configuration=configuration,
+                    persist_config=False,
+                )
+            except Exception as error:  # what can be wrong with a file has all sorts of types in the library
+                raise _no_cluster(where, error) from error
 
+        if in_pod and not file:
+            load.load_incluster_config(client_configuration=configuration)
+            return cls(configuration, **options)
+        await login()
         try:
-            await login()
-        except config.ConfigException as error:
-            raise Unavailable(f"no cluster to talk to: {error}", sent=False) from error
-        return cls(configuration, login=login, **options)
+            return cls(configuration, login=login, **options)
+        except OSError as error:  # of which ssl.SSLError: certificates that are none
+            raise _no_cluster(file or "~/.kube/config", error) from error
 
     async def close(self) -> None:
         """Close the connections."""
@@ -245,6 +254,21 @@ class Connection:
             if warning not in self._warned and len(self._warned) < MAX_REMEMBERED_WARNINGS:
                 self._warned.add(warning)
                 log.warning("the API server warns: %s", warning)
+
+
+def _is_there(files: str) -> bool:
+    """Whether one of the files is, as $KUBECONFIG separates them."""
+    return any(Path(name).expanduser().is_file() for name in files.split(os.pathsep))
+
+
+def _no_cluster(where: str, error: Exception) -> Unavailable:
+    """One line, also where the file is something else altogether."""
+    told = isinstance(error, OSError | ValueError) or type(error).__name__ in (
+        "ConfigException",
+        "ParserError",
+    )
+    what = " ".join(str(error).split()) if told else "it is no kubeconfig"
+    return Unavailable(f"no cluster to talk to: {where}: {what}", sent=False)
 
 
 def _worth_retrying(error: KubeError, call: Call) -> bool:
