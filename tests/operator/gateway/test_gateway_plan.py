@@ -505,6 +505,23 @@ def test_a_deleted_anchor_is_waited_for_and_made_anew() -> None:
     assert cluster.names("Deployment") == ["treeline-edge", "treeline-epp"]
 
 
+def test_what_a_former_gateway_of_the_name_left_is_not_taken_over_but_waited_for() -> None:
+    """A pool that is deleted and made anew at once meets the children of its former gateway before they are collected.
+    Its picker has keys that go too, and that nobody sees."""
+    cluster, p = converged(pool("a")), pool("a")
+    cluster.get("ConfigMap", "treeline-gateway")["metadata"]["uid"] = "uid-of-the-next"
+    plan = plan_gateway(cluster.world(p))
+    assert plan.actions == ()
+    assert plan.recheck_s
+    assert "treeline-epp" in plan.notes[0]
+    cluster.collect({"uid-a"})
+    assert cluster.names("Deployment") == []
+    cluster.secrets.clear()
+    cluster.converge(p)
+    assert cluster.names("Deployment") == ["treeline-edge", "treeline-epp"]
+    assert cluster.secrets == ["treeline-kv-keys"]
+
+
 # --- drift, versions --------------------------------------------------------------------------------------------------
 
 

@@ -119,6 +119,9 @@ def plan_gateway(world: GatewayWorld) -> Plan:
         return Plan(
             recheck_s=_GOING_S, notes=("the anchor is being deleted; it is made anew when it is gone",)
         )
+    if left := [child.ref.name for child in world.children if _is_left_over(child, observed)]:
+        text = f"{', '.join(sorted(set(left)))} are of a former gateway of this name, and made anew when they are gone"
+        return Plan((first,) if first else (), recheck_s=_GOING_S, notes=(text,))
     planning = _Planning(world, Ground.of(world, found, observed.uid))
     planning.everything()
     actions = (*([first] if first else ()), *planning.actions, *planning.prunes())
@@ -137,6 +140,14 @@ def _abandoned(world: GatewayWorld, observed: Observed | None) -> Plan:
 
 def _is_going(observed: Observed) -> bool:
     return "deletionTimestamp" in observed.object["metadata"]
+
+
+def _is_left_over(child: Observed, anchor: Observed) -> bool:
+    """Whether the child belongs to an anchor that is gone: it goes too, however soon another of that name was made.
+    Taking it over would part it from the keys, which go unseen."""
+    former = {"kind": anchor.ref.kind, "name": anchor.ref.name, "controller": True}.items()
+    owners = child.object["metadata"].get("ownerReferences") or ()
+    return any(former <= owner.items() and owner["uid"] != anchor.uid for owner in owners)
 
 
 def anchor(world: GatewayWorld, found: Shared) -> dict[str, Any]:
