@@ -8,7 +8,7 @@ from pathlib import Path
 from e2e.kit.figures import Figures
 from e2e.kit.kube import condition
 from e2e.kit.system import Installed, pool
-from e2e.kit.traffic import Report, Traffic, traffic
+from e2e.kit.traffic import Mix, Report, Traffic, traffic
 
 
 def moment_of(pod: dict, kind: str) -> str:
@@ -18,7 +18,7 @@ def moment_of(pod: dict, kind: str) -> str:
 def test_two_four_one(treeline: Installed, figures: Figures, kept: Path) -> None:
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
-    with traffic(treeline.url(), kept=kept) as driver:
+    with traffic(treeline.url(), Mix(new_share=0.7), kept) as driver:
         driver.await_served(10)
         routed = grow(treeline, driver, 4)
         figures.add("e2e.ready_to_routed_s.p95", max(routed))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from e2e.kit.system import Installed, ask, pool
@@ -18,29 +17,32 @@ def replace_picker(treeline: Installed) -> None:
     )
 
 
+def question(number: int) -> list[dict[str, str]]:
+    rules = f"These are the rules of room {number}. " + "Answer in one short sentence. " * 60
+    return [{"role": "system", "content": rules}, {"role": "user", "content": "What is the capital of Peru?"}]
+
+
+def cached(url: str, number: int) -> int:
+    """How many tokens of the prompt were in the cache of the pod that was chosen for it."""
+    return int(ask(url, messages=question(number)).headers["x-treeline-cached-tokens"])
+
+
 def test_open_nothing_fails_and_the_tree_is_learnt_anew(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
     url = treeline.url()
-    rules = "Answer in one short sentence. " * 60
-    prompt = [
-        {"role": "system", "content": rules},
-        {"role": "user", "content": "What is the capital of Peru?"},
-    ]
-    home = [ask(url, messages=prompt).headers["x-treeline-endpoint"] for _ in range(3)][-1]
+    rooms = range(8)
+    for number in rooms:
+        cached(url, number)
     with traffic(url, kept=kept) as driver:
+        driver.await_served(5)
         replace_picker(treeline)
-        back = time.monotonic()
-        treeline.until(
-            lambda: {ask(url, messages=prompt).headers["x-treeline-endpoint"] for _ in range(4)} == {home},
-            "the prompt to go where it is cached",
-            15.0,
-        )
-        learnt = time.monotonic() - back
         driver.await_served(5)
         report = driver.stop()
     assert not report.dropped, str(report)
-    assert learnt < 8.0, f"the tree was whole again after {learnt:.1f} s"
+    # Each prompt is in one of the two caches. Without the tree half of them would miss.
+    hits = [cached(url, number) > 200 for number in rooms]
+    assert sum(hits) >= 7, hits
     treeline.conclude()
 
 
@@ -55,5 +57,5 @@ def test_closed_requests_are_refused_with_503_and_no_stream_is_cut(treeline: Ins
         driver.await_served(5)
         report = driver.stop()
     assert not report.of("truncated", "failed"), str(report)
-    assert {stream.status for stream in report.of("refused")} <= {500, 503}, str(report)
+    assert {stream.status for stream in report.of("refused")} == {503}, str(report)
     treeline.conclude()

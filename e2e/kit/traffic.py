@@ -52,6 +52,8 @@ class Mix:
     models: tuple[str, ...] = ("tiny",)
     workers: int = 4
     long_share: float = 0.3
+    new_share: float = 0.3
+    """Of requests that share their beginning with no other one, so that no cache speaks for a pod."""
     long_tokens: int = 300
     pause_s: float = 0.05
     key: str = "none"
@@ -159,6 +161,8 @@ class Traffic:
 
     async def _ask(self, client: openai.AsyncOpenAI, stream: Stream, turn: int) -> None:
         country = _COUNTRIES[turn % len(_COUNTRIES)]
+        new = self._random.random() < self.mix.new_share
+        rules = f"Note {self._random.getrandbits(60):x}. {_RULES}" if new else _RULES
         length = self.mix.long_tokens if stream.kind == "long" else 24
         more: dict[str, Any] = {"min_tokens": length} if stream.kind == "long" else {}
         finish = None
@@ -166,7 +170,7 @@ class Traffic:
             raw = await client.chat.completions.with_raw_response.create(
                 model=stream.model,
                 messages=[
-                    {"role": "system", "content": _RULES},
+                    {"role": "system", "content": rules},
                     {"role": "user", "content": f"What is the capital of {country}?"},
                 ],
                 max_tokens=length,

@@ -696,6 +696,54 @@ def test_a_conflict_is_told_without_denying_that_requests_succeed():
     assert pool_status(seen)["gateway"]["owner"] == "older"
 
 
+def front_parts(revision, *, overdue=False):
+    """A gateway whose Envoy is to have a configuration, and has one ready pod, of whichever."""
+    late = [{"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}]
+    picker, envoy, service = gateway_children()
+    made = deployment("treeline-edge", 1, 1, conditions=late if overdue else ()).object
+    made["spec"]["template"] = {"metadata": {"labels": {names.REVISION: revision}}}
+    return picker, Observed.of(made), service
+
+
+def envoy_pod(name, revision, **status):
+    marks = {names.COMPONENT: "edge", names.REVISION: revision}
+    return observed("Pod", name, meta={"labels": marks, "uid": f"uid-{name}"}, status=status)
+
+
+def test_envoys_with_former_settings_are_not_what_was_asked_for():
+    """With TLS or API keys switched on, status.url or the keys would not be those of who answers."""
+    old = envoy_pod("treeline-edge-old", "before", **ready())
+    new = envoy_pod(
+        "treeline-edge-new", "now", phase="Pending", conditions=[{"type": "PodScheduled", "status": "True"}]
+    )
+    told = 'MountVolume.SetUp failed for volume "tls" : secret "certificate" not found'
+    seen = world(
+        gateway_parts=front_parts("now"),
+        gateway_pods=(old, new),
+        events=(event("treeline-edge-new", "FailedMount", told),),
+    )
+    check_whole(seen)
+    found = conditions(pool_status(seen))[T.READY]
+    assert (found["status"], found["reason"]) == ("False", Reason.CONFIG_ERROR)
+    assert "treeline-edge (pods with former settings serve meanwhile)" in found["message"]
+    assert 'secret "certificate" not found' in found["message"]
+    served = world(
+        gateway_parts=front_parts("now"),
+        gateway_pods=(old, envoy_pod("treeline-edge-new", "now", **ready(2))),
+    )
+    assert conditions(pool_status(served))[T.READY]["status"] == "True"
+
+
+def test_envoys_that_never_come_to_their_settings_are_told_of():
+    stuck = {"containerStatuses": [container("envoy", {"waiting": {"reason": "InvalidImageName"}})]}
+    old, new = envoy_pod("edge-old", "now", **ready()), envoy_pod("edge-new", "now", **stuck)
+    rolling = world(gateway_parts=front_parts("now"), gateway_pods=(old, new))
+    assert conditions(pool_status(rolling))[T.READY]["status"] == "True", "they are the same to clients"
+    late = world(gateway_parts=front_parts("now", overdue=True), gateway_pods=(old, new))
+    found = conditions(pool_status(late))[T.GATEWAY_READY]
+    assert (found["status"], found["reason"]) == ("False", Reason.IMAGE_PULL_FAILING)
+
+
 def test_what_needs_somebody_is_told_before_what_passes():
     """The pods only start, but Envoy's image is wrong."""
     status = {"containerStatuses": [container("envoy", {"waiting": {"reason": "InvalidImageName"}})]}

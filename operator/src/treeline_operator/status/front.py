@@ -14,7 +14,7 @@ from treeline_operator.plan.gateway import gateway_children, gateway_url
 from treeline_operator.plan.routes import ROUTE, UPSTREAM
 from treeline_operator.plan.scaling import KEDA
 from treeline_operator.plan.sharing import Shared
-from treeline_operator.status.causes import dig
+from treeline_operator.status.causes import dig, is_ready
 from treeline_operator.status.conditions import Finding
 from treeline_operator.world import Observed, PoolWorld
 
@@ -160,10 +160,13 @@ def _component(
     if found is None:
         return Finding(kind, "False", Reason.PENDING, f"Deployment {name} is not there yet")
     deployment = found.object
-    if (deployment.get("status") or {}).get("readyReplicas"):
-        return None
     pods = [pod for pod in _objects(world.gateway.pods) if _labels(pod).get(names.COMPONENT) == component]
+    serves = (deployment.get("status") or {}).get("readyReplicas")
+    if serves and _is_of_now(deployment, pods):
+        return None
     causes = dig(pods, [deployment], _objects(world.events))
+    if serves:
+        name = f"{name} (pods with former settings serve meanwhile)"
     if not causes:
         return Finding(kind, "False", Reason.PODS_STARTING, f"Deployment {name} has no pods yet")
     reason = causes[0].reason
@@ -172,6 +175,18 @@ def _component(
     elif reason is Reason.MODEL_LOADING:  # said of any container that has not passed its start-up probe
         reason = Reason.PODS_STARTING
     return Finding(kind, "False", reason, f"Deployment {name}: {causes[0].detail}")
+
+
+def _is_of_now(deployment: Mapping[str, Any], pods: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether what serves is what is asked for. Pods carry the hash of the configuration, where they have one that
+    clients see (Envoy's: TLS, API keys); of other changes it is enough that they come to their end."""
+    wanted = (
+        (deployment["spec"].get("template") or {}).get("metadata", {}).get("labels", {}).get(names.REVISION)
+    )
+    ready = {_labels(pod).get(names.REVISION) for pod in pods if is_ready(pod)}
+    told = (deployment.get("status") or {}).get("conditions") or ()
+    overdue = any(one.get("reason") == "ProgressDeadlineExceeded" for one in told)
+    return not overdue and (wanted is None or wanted in ready)
 
 
 def _standalone(world: PoolWorld, shared: Shared) -> Finding | None:
