@@ -699,7 +699,7 @@ def test_a_conflict_is_told_without_denying_that_requests_succeed():
 def front_parts(revision, *, overdue=False):
     """A gateway whose Envoy is to have a configuration, and has one ready pod, of whichever."""
     late = [{"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}]
-    picker, envoy, service = gateway_children()
+    picker, _, service = gateway_children()
     made = deployment("treeline-edge", 1, 1, conditions=late if overdue else ()).object
     made["spec"]["template"] = {"metadata": {"labels": {names.REVISION: revision}}}
     return picker, Observed.of(made), service
