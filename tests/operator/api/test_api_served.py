@@ -214,6 +214,13 @@ PRIVILEGED = [
     ),
     ("containers: [{name: runtime, ports: [{containerPort: 1, hostPort: 80}]}]", "host ports"),
     ("containers: [{name: runtime, securityContext: {procMount: Unmasked}}]", "procMount"),
+    ("securityContext: {seLinuxOptions: {type: spc_t}}", "SELinux types"),
+    ("containers: [{name: runtime, securityContext: {seLinuxOptions: {user: x}}}]", "SELinux types"),
+    ("securityContext: {sysctls: [{name: kernel.msgmax, value: '1'}]}", "unsafe sysctls"),
+    (
+        "containers: [{name: runtime, securityContext: {windowsOptions: {hostProcess: true}}}]",
+        "host processes",
+    ),
     ("securityContext: {seccompProfile: {type: Unconfined}}", "Unconfined profiles"),
     (
         "containers: [{name: runtime, securityContext: {appArmorProfile: {type: Unconfined}}}]",
@@ -236,7 +243,10 @@ def test_a_harmless_template_is_let_through(control_plane, judged):
     until_said(control_plane, judged, pool("p", "template: {spec: {hostIPC: true}}"), "hostIPC")
     fragment = """
         template: {spec: {
-          volumes: [{name: v, emptyDir: {}}], securityContext: {seccompProfile: {type: RuntimeDefault}},
+          volumes: [{name: v, emptyDir: {}}],
+          securityContext: {
+            seccompProfile: {type: RuntimeDefault}, seLinuxOptions: {type: container_t, level: 's0:c1,c2'},
+            sysctls: [{name: net.ipv4.tcp_syncookies, value: '1'}]},
           containers: [{name: runtime, ports: [{containerPort: 1}], securityContext: {capabilities: {add: [CHOWN]}}}]}}
     """
     assert attempt(control_plane, judged, pool("p", fragment)).is_success

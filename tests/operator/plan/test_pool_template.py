@@ -309,6 +309,14 @@ def test_a_start_may_take_as_long_as_the_weights_need() -> None:
             {"securityContext": {"sysctls": [{"name": "kernel.msgmax", "value": "1"}]}},
             "sysctl kernel.msgmax is set",
         ),
+        (
+            {"volumes": [{"name": "t", "projected": {"sources": [{"serviceAccountToken": {"path": "t"}}]}}]},
+            "volume t has the service account's token",
+        ),
+        (
+            {"securityContext": {"seLinuxOptions": {"type": "spc_t"}}},
+            "container runtime: SELinux options take it out of its confinement",
+        ),
         ({"volumes": [{"name": "ib", "hostPath": {"path": "/dev"}}]}, "volume ib is a hostPath"),
         ({"securityContext": {"runAsNonRoot": False}}, "container runtime: may run as root"),
         ({"securityContext": {"seccompProfile": None}}, "container runtime: seccomp profile is unset"),
@@ -332,6 +340,8 @@ def test_an_exception_of_the_pod_is_found(spec: dict[str, Any], found: str) -> N
         ({"capabilities": {"drop": []}}, "keeps the default capabilities"),
         ({"capabilities": {"add": ["IPC_LOCK", "NET_BIND_SERVICE"]}}, "adds the capabilities IPC_LOCK"),
         ({"procMount": "Unmasked"}, "procMount is Unmasked"),
+        ({"seLinuxOptions": {"user": "system_u"}}, "SELinux options take it out of its confinement"),
+        ({"windowsOptions": {"hostProcess": True}}, "is a host process"),
     ],
 )
 def test_an_exception_of_a_container_is_found(security: dict[str, Any], found: str) -> None:

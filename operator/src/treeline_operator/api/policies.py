@@ -16,6 +16,21 @@ _HARMLESS_CAPABILITIES: Final = (
     *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD", "NET_BIND_SERVICE"),
     *("SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"),
 )
+CONFINED_SELINUX: Final = ("container_t", "container_init_t", "container_kvm_t", "container_engine_t")
+SAFE_SYSCTLS: Final = (
+    "kernel.shm_rmid_forced",
+    *(
+        f"net.ipv4.ip_{name}"
+        for name in ("local_port_range", "local_reserved_ports", "unprivileged_port_start")
+    ),
+    "net.ipv4.ping_group_range",
+    *(
+        f"net.ipv4.tcp_{name}"
+        for name in ("fin_timeout", "keepalive_intvl", "keepalive_probes", "keepalive_time")
+    ),
+    *(f"net.ipv4.tcp_{name}" for name in ("rmem", "syncookies", "wmem")),
+)
+"""What Pod Security level baseline lets pods choose."""
 _EXCEPTION: Final = f"or label the namespace {ALLOW_PRIVILEGED}=true if its pools may"
 
 
@@ -66,6 +81,14 @@ def _binding(policy: dict[str, Any], actions: list[str], **spec: Any) -> dict[st
     }
 
 
+def _selinux(context: str) -> str:
+    options = f"{context}.?seLinuxOptions"
+    return (
+        f"{options}.?type.orValue('') in {['', *CONFINED_SELINUX]}"
+        f" && {options}.?user.orValue('') == '' && {options}.?role.orValue('') == ''"
+    )
+
+
 def _privileged() -> list[dict[str, Any]]:
     each = "variables.containers.all(c, "
     context = "c.?securityContext"
@@ -79,6 +102,7 @@ def _privileged() -> list[dict[str, Any]]:
         for profile in ("seccompProfile", "appArmorProfile")
     )
     capabilities = f"{context}.?capabilities.?add.orValue([])"
+    host_process = "{}.?windowsOptions.?hostProcess.orValue(false)"
     found = {
         "hostNetwork, hostPID and hostIPC open the node to the pod": " && ".join(
             f"!variables.pod.?{field}.orValue(false)" for field in ("hostNetwork", "hostPID", "hostIPC")
@@ -89,6 +113,17 @@ def _privileged() -> list[dict[str, Any]]:
             f"{each}{capabilities}.all(k, k in {list(_HARMLESS_CAPABILITIES)}))"
         ),
         "host ports listen on the node": f"{each}c.?ports.orValue([]).all(p, p.?hostPort.orValue(0) == 0))",
+        "SELinux types of their own, users and roles step out of the container": (
+            f"{_selinux('variables.pod.?securityContext')} && {each}{_selinux(context)})"
+        ),
+        "unsafe sysctls change the node's kernel": (
+            "variables.pod.?securityContext.?sysctls.orValue([])"
+            f".all(s, s.?name.orValue('') in {list(SAFE_SYSCTLS)})"
+        ),
+        "host processes of Windows own the node": (
+            f"!{host_process.format('variables.pod.?securityContext')}"
+            f" && {each}!{host_process.format(context)})"
+        ),
         "procMount Unmasked shows the node's kernel": f"{each}{context}.?procMount.orValue('Default') == 'Default')",
         "Unconfined profiles switch the kernel's filters off": f"{profiles} && {each}{own})",
     }

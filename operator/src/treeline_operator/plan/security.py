@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+from treeline_operator.api.policies import CONFINED_SELINUX, SAFE_SYSCTLS
+
 _VOLUME_TYPES: Final = frozenset(
     {
         "configMap",
@@ -16,22 +18,6 @@ _VOLUME_TYPES: Final = frozenset(
         "projected",
         "secret",
         "image",
-    }
-)
-_SYSCTLS: Final = frozenset(
-    {
-        "kernel.shm_rmid_forced",
-        "net.ipv4.ip_local_port_range",
-        "net.ipv4.ip_local_reserved_ports",
-        "net.ipv4.ip_unprivileged_port_start",
-        "net.ipv4.ping_group_range",
-        "net.ipv4.tcp_fin_timeout",
-        "net.ipv4.tcp_keepalive_intvl",
-        "net.ipv4.tcp_keepalive_probes",
-        "net.ipv4.tcp_keepalive_time",
-        "net.ipv4.tcp_rmem",
-        "net.ipv4.tcp_syncookies",
-        "net.ipv4.tcp_wmem",
     }
 )
 _SECCOMP: Final = ("RuntimeDefault", "Localhost")
@@ -49,7 +35,7 @@ def _of_pod(spec: dict[str, Any]) -> Iterator[str]:
     if spec.get("automountServiceAccountToken") is not False:
         yield "the service account's token is mounted"
     for sysctl in (spec.get("securityContext") or {}).get("sysctls", ()):
-        if sysctl["name"] not in _SYSCTLS:
+        if sysctl["name"] not in SAFE_SYSCTLS:
             yield f"sysctl {sysctl['name']} is set"
 
 
@@ -57,6 +43,8 @@ def _of_volumes(spec: dict[str, Any]) -> Iterator[str]:
     for volume in spec.get("volumes", ()):
         for kind in sorted(volume.keys() - {"name"} - _VOLUME_TYPES):
             yield f"volume {volume['name']} is a {kind}"
+        if any("serviceAccountToken" in one for one in (volume.get("projected") or {}).get("sources") or ()):
+            yield f"volume {volume['name']} has the service account's token"
 
 
 def _of_containers(spec: dict[str, Any]) -> Iterator[str]:
@@ -95,6 +83,16 @@ def _of_confinement(pod: dict[str, Any], own: dict[str, Any]) -> Iterator[str]:
     seccomp = (own.get("seccompProfile") or pod.get("seccompProfile") or {}).get("type")
     if seccomp not in _SECCOMP:
         yield f"seccomp profile is {seccomp or 'unset'}"
+    for one in (own, pod):
+        selinux = one.get("seLinuxOptions") or {}
+        if (
+            selinux.get("type", "") not in ("", *CONFINED_SELINUX)
+            or selinux.get("user")
+            or selinux.get("role")
+        ):
+            yield "SELinux options take it out of its confinement"
+        if (one.get("windowsOptions") or {}).get("hostProcess"):
+            yield "is a host process"
     for profile in (own.get("appArmorProfile"), pod.get("appArmorProfile")):
         if profile and profile.get("type") == "Unconfined":
             yield "AppArmor is off"
