@@ -170,6 +170,7 @@ def deployment(
                 "name": component,
                 "image": image,
                 "imagePullPolicy": images.pull_policy,
+                "terminationMessagePolicy": "FallbackToLogsOnError",
                 "securityContext": {
                     "allowPrivilegeEscalation": False,
                     "readOnlyRootFilesystem": True,

@@ -170,6 +170,8 @@ def _runtime(pool: InferencePool, found: Files, start: Launch, pull: str) -> dic
         "resources": _resources(pool),
         **start.probes,
         "lifecycle": {"preStop": {"sleep": {"seconds": _pre_stop_seconds(pool, start)}}},
+        # The last words of a crash, for the pool's status.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _container_security(),
         "volumeMounts": [*mounts, *found.mounts],
     }
