@@ -7,6 +7,7 @@ benchmarks' (`treeline_bench.control_plane`).
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,6 +61,18 @@ def control_plane() -> Iterator[ControlPlane]:
     plane.stop()
 
 
+def _await_default_account(control_plane: ControlPlane, name: str) -> None:
+    """No pod is admitted to a namespace before the controller manager has given it an account."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            control_plane.request("GET", f"/api/v1/namespaces/{name}/serviceaccounts/default")
+            return
+        except ControlPlaneFailed:
+            assert time.monotonic() < deadline, f"namespace {name} gets no ServiceAccount"
+            time.sleep(0.02)
+
+
 @pytest.fixture
 def namespace(control_plane: ControlPlane) -> Iterator[str]:
     """A fresh namespace; it is deleted afterwards, without waiting."""
@@ -69,5 +82,6 @@ def namespace(control_plane: ControlPlane) -> Iterator[str]:
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"generateName": "test-"}},
     )
     name = str(created["metadata"]["name"])
+    _await_default_account(control_plane, name)
     yield name
     control_plane.request("DELETE", f"/api/v1/namespaces/{name}")
