@@ -280,8 +280,8 @@ class Picker:
             raise NoEndpoints("no endpoint is ready")
         if request.subset is not None:
             serving = self._inside(serving, request.subset)
-        # Where all of them fail, the requests may be at fault, and there is nowhere better to go.
-        return [e for e in serving if e.breaker.admits(now)] or serving
+        # Where all of them seem to fail, requests may be at fault, or we ourselves; and there is nowhere better to go.
+        return [e for e in serving if e.breaker.admits(now) and not e.load.silent(now)] or serving
 
     @staticmethod
     def _inside(serving: Sequence[Endpoint], subset: frozenset[str]) -> list[Endpoint]:

@@ -1,9 +1,9 @@
-"""An endpoint that answers nothing but errors: left out, tried again by one request at a time, taken back."""
+"""An endpoint that answers nothing but errors, or has fallen silent: left out, tried again, taken back."""
 
 from treeline_epp.breaker import ERRORS, MAX_OPEN_S, Breaker
 from treeline_epp.endpoint import EndpointSpec, Outcome, PickRequest
 from treeline_epp.picker import Lease, Picker, PickerConfig
-from treeline_wire.load import TreelineLoad
+from treeline_wire.load import LoadStat, TreelineLoad
 
 ASK = PickRequest("id", model="m", prompt_tokens_estimate=100)
 
@@ -108,3 +108,21 @@ def test_an_error_of_another_endpoint_is_not_held_against_the_picked_one() -> No
         lease = send(picker, 0.0)
         lease.close(0.0, Outcome.ERROR, served="10.9.9.9:8000")
     assert not any(e.breaker.errors for e in picker.endpoints.values())
+
+
+def test_an_engine_that_has_stopped_reporting_is_left_out_until_it_reports_again() -> None:
+    picker = make(2)
+    for now in (1.0, 2.0, 3.0, 4.0):
+        picker.on_load("e1", TreelineLoad(prefill_tokens_per_s=10_000.0), now)
+    assert names(picker, 4.0) == {"e1"}
+    picker.on_load("e0", TreelineLoad(prefill_tokens_per_s=10_000.0), 4.5)
+    assert names(picker, 4.5) == {"e0", "e1"}
+
+
+def test_engines_that_report_only_when_they_work_may_be_silent() -> None:
+    picker = Picker(PickerConfig())
+    for name in ("e0", "e1"):
+        picker.add_endpoint(EndpointSpec(name, f"{name}:8000", models=("m",)))
+        picker.on_load(name, LoadStat(), now=0.0)
+    picker.on_load("e1", LoadStat(), now=9.0)
+    assert names(picker, 9.0) == {"e0", "e1"}
