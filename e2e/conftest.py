@@ -16,7 +16,7 @@ from e2e.cluster.progress import Progress
 from e2e.cluster.providers import choose, every
 from e2e.kit.figures import Figures
 from e2e.kit.kube import Kube
-from e2e.kit.system import SYSTEM, Installed, install
+from e2e.kit.system import Installed, installed_and_running
 
 JOURNEY_S = 600
 
@@ -65,10 +65,7 @@ def figures() -> Iterator[Figures]:
 @pytest.fixture(scope="session")
 def installed(kube: Kube) -> Kube:
     """The cluster with Treeline's chart installed; its pods run."""
-    install(kube)
-    kube.kubectl(
-        "-n", SYSTEM, "rollout", "status", "deployment/treeline-operator", "--timeout=120s", timeout_s=130
-    )
+    installed_and_running(kube)
     return kube
 
 
@@ -81,7 +78,7 @@ def treeline(installed: Kube, request: pytest.FixtureRequest) -> Iterator[Instal
     installed.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
     found = Installed(installed, name)
     yield found
-    installed.kubectl("delete", "namespace", name, "--wait=false")
+    installed.kubectl("delete", "namespace", name, "--wait=false", "--ignore-not-found")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from e2e.kit.engines import BROKEN, SCRIPTED
+from e2e.kit.engines import BROKEN, SCRIPT, SCRIPTED
 from e2e.kit.system import Installed, pool
 from e2e.kit.traffic import Mix, Report, traffic
 
@@ -55,17 +55,19 @@ PICKER_NOTICES_S: Final = 5.0
 """Three seconds of silence, and what a busy machine adds."""
 
 
-def inside(treeline: Installed, pod: dict, *command: str) -> str:
-    """Run a command in a runtime's container, which may die of it."""
-    name = pod["metadata"]["name"]
-    return treeline.kube.kubectl(
-        "-n", treeline.namespace, "exec", name, "-c", "runtime", "--", *command, check=False
-    )
-
-
 def kill_runtime(treeline: Installed, pod: dict) -> None:
     """SIGKILL to all processes of a runtime but the container's first, which nobody in there can kill."""
-    inside(treeline, pod, "python3", "-c", _KILL)
+    treeline.inside(pod, "python3", "-c", _KILL)
+
+
+def fill_memory(treeline: Installed, pod: dict) -> None:
+    """Take memory in a runtime's container until the kernel ends one of the runtime's processes."""
+    treeline.inside(pod, "python3", "-c", _EAT)
+
+
+def stop_runtime(treeline: Installed, pod: dict) -> None:
+    """Let a runtime hang: SIGSTOP to all its processes. For pods that have the template HANGS."""
+    treeline.inside(pod, "python3", "-c", _STOP)
 
 
 def ended(treeline: Installed, name: str) -> dict[str, Any]:
@@ -120,29 +122,27 @@ def test_killed(treeline: Installed, kept: Path) -> None:
 
 def test_out_of_memory(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny"))
-    how = only_its_own_streams_end(treeline, kept, lambda pod: inside(treeline, pod, "python3", "-c", _EAT))
+    how = only_its_own_streams_end(treeline, kept, lambda pod: fill_memory(treeline, pod))
     assert how["reason"] == "OOMKilled", how
 
 
 def test_hanging_until_its_liveness_probe_fails(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny", template=HANGS))
-    only_its_own_streams_end(
-        treeline, kept, lambda pod: inside(treeline, pod, "python3", "-c", _STOP), PICKER_NOTICES_S
-    )
+    only_its_own_streams_end(treeline, kept, lambda pod: stop_runtime(treeline, pod), PICKER_NOTICES_S)
 
 
 def test_one_that_answers_500_is_left_out_until_it_works_again(treeline: Installed, kept: Path) -> None:
     """Its probes say that it is well, and it is quicker than all others."""
-    treeline.apply(pool("tiny", engine=SCRIPTED))
+    treeline.apply(SCRIPT, pool("tiny", **SCRIPTED))
     treeline.await_ready("tiny")
     victim, other = treeline.ready_pods("runtime")
     with traffic(treeline.url(), Mix(pause_s=0.01), kept) as driver:
         treeline.until(lambda: hosts(driver.report()) == {ip(victim), ip(other)}, "both to serve")
-        inside(treeline, victim, "touch", BROKEN)
+        treeline.inside(victim, "touch", BROKEN)
         treeline.until(lambda: driver.report().of("refused"), "an error")
         broken = time.monotonic()
         driver.await_served(200)
-        inside(treeline, victim, "rm", BROKEN)
+        treeline.inside(victim, "rm", BROKEN)
         mended = time.monotonic()
         treeline.until(lambda: ip(victim) in hosts(driver.report().since(mended)), "it to be used again")
         report = driver.stop()

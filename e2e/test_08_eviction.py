@@ -14,17 +14,13 @@ from e2e.kit.traffic import traffic
 COMPONENTS = ("runtime", "edge", "epp")
 
 
-def evict(treeline: Installed, pod: dict) -> None:
-    """Ask for an eviction until the disruption budget allows it."""
+def try_to_evict(treeline: Installed, pod: dict) -> bool:
+    """Ask for an eviction; whether the disruption budget allows it."""
     name, namespace = pod["metadata"]["name"], treeline.namespace
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name, "namespace": namespace}}
     path = f"/api/v1/namespaces/{namespace}/pods/{name}/eviction"
-
-    def allowed() -> bool:
-        said = treeline.kube.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body), check=False)
-        return "Success" in said
-
-    treeline.until(allowed, f"{name} to be evicted", 60.0)
+    said = treeline.kube.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body), check=False)
+    return "Success" in said
 
 
 def uids(treeline: Installed, component: str) -> set[str]:
@@ -37,7 +33,7 @@ def test_evicted_pods_drop_nothing(treeline: Installed, kept: Path) -> None:
     with traffic(treeline.url(), kept=kept) as driver:
         for component in COMPONENTS:
             pods = treeline.ready_pods(component)
-            evict(treeline, pods[0])
+            treeline.until(lambda pod=pods[0]: try_to_evict(treeline, pod), f"the {component} to be evicted")
             gone = pods[0]["metadata"]["uid"]
             treeline.until(
                 lambda c=component, uid=gone: uid not in uids(treeline, c), f"the {component} to be gone"

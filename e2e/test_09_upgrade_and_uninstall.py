@@ -1,45 +1,76 @@
-"""The operator is upgraded, uninstalled and installed again under traffic; what is left at the end is nothing."""
+"""Upgraded from the chart before, uninstalled, installed again under traffic; what is left at the end is nothing."""
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
-from e2e.kit.system import SYSTEM, Installed, install, pool
+import pytest
+
+from e2e.cluster.place import ROOT
+from e2e.kit.kube import Kube
+from e2e.kit.system import CHART, SYSTEM, Installed, install, installed_and_running, pool, uninstall
 from e2e.kit.traffic import traffic
 
 CRDS = ("inferencepools.treeline.dev", "inferencemodels.treeline.dev")
+NEW_FIELD = "paused"
+"""Of a pool's ``rollout``: the chart before does not know it."""
+
+
+@pytest.fixture(scope="module")
+def former(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chart before this one: a lower version, whose definition of a pool lacks a field."""
+    chart = tmp_path_factory.mktemp("former") / "treeline"
+    shutil.copytree(ROOT / CHART, chart)
+    about = chart / "Chart.yaml"
+    about.write_text(re.sub(r"^version: .*$", "version: 0.0.9", about.read_text(), flags=re.MULTILINE))
+    crd = chart / "templates/crds/inferencepools.yaml"
+    # The field in the default of its parent; its own lines, and those below that are indented deeper.
+    field = re.compile(rf"^ +{NEW_FIELD}: .*\n|^( +){NEW_FIELD}:\n(?:\1 +.*\n)+", re.MULTILINE)
+    text, count = field.subn("", crd.read_text())
+    assert count == 2
+    crd.write_text(text)
+    return chart
 
 
 def uids(treeline: Installed) -> set[str]:
     return {p["metadata"]["uid"] for part in ("runtime", "epp", "edge") for p in treeline.pods(part)}
 
 
-def test_pods_do_not_notice(treeline: Installed, kept: Path) -> None:
+def is_paused(treeline: Installed) -> bool:
+    """Ask for the field that is new; whether the API server keeps it."""
+    treeline.change("tiny", rollout={NEW_FIELD: True})
+    return bool((treeline.pool("tiny")["spec"].get("rollout") or {}).get(NEW_FIELD))
+
+
+def test_pods_do_not_notice(treeline: Installed, former: Path, kept: Path) -> None:
+    kube = treeline.kube
+    uninstall(kube)
+    installed_and_running(kube, chart=str(former))
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
     before = uids(treeline)
-    kube = treeline.kube
+    assert not is_paused(treeline)
     with traffic(treeline.url(), kept=kept) as driver:
-        install(kube, "operator.logLevel=debug")
-        kube.kubectl(
-            "-n", SYSTEM, "rollout", "status", "deployment/treeline-operator", "--timeout=120s", timeout_s=130
-        )
+        installed_and_running(kube)
+        assert "treeline-0.0.9" not in kube.helm("list", "-n", SYSTEM)
+        assert is_paused(treeline), "the definitions are upgraded too"
+        treeline.await_ready("tiny")
         driver.await_served(10)
         assert uids(treeline) == before, "an upgrade of the operator rolls nothing"
-        kube.helm("uninstall", "treeline", "-n", SYSTEM, "--wait")
+        uninstall(kube)
         for crd in CRDS:
             assert kube.get("crd", crd, "default"), "crds.keep is true"
         driver.await_served(10)
         assert uids(treeline) == before, "the pods stay without an operator"
-        install(kube)
-        kube.kubectl(
-            "-n", SYSTEM, "rollout", "status", "deployment/treeline-operator", "--timeout=120s", timeout_s=130
-        )
+        installed_and_running(kube)
+        treeline.change("tiny", rollout={NEW_FIELD: False})
         treeline.await_ready("tiny")
+        driver.await_served(10)
         assert uids(treeline) == before
         report = driver.stop()
     assert not report.dropped, str(report)
-    treeline.conclude()
 
 
 def test_a_namespace_that_goes_takes_all_with_it(treeline: Installed) -> None:
@@ -51,7 +82,6 @@ def test_a_namespace_that_goes_takes_all_with_it(treeline: Installed) -> None:
         lambda: not kube.kubectl("get", "namespace", treeline.namespace, "--ignore-not-found", "-o", "name"),
         "the namespace to be gone", 120.0, treeline.namespace,
     )  # fmt: skip
-    kube.kubectl("create", "namespace", treeline.namespace)  # the fixture deletes it
 
 
 def test_uninstalled_with_everything(treeline: Installed) -> None:
@@ -61,19 +91,22 @@ def test_uninstalled_with_everything(treeline: Installed) -> None:
     treeline.await_ready("tiny")
     try:
         install(kube, "crds.keep=false")
-        kube.helm("uninstall", "treeline", "-n", SYSTEM, "--wait")
+        uninstall(kube)
         treeline.until(
             lambda: not any(kube.get("crd", crd, "default") for crd in CRDS), "the CRDs to be gone", 120.0
         )
         treeline.until(lambda: not treeline.leftovers(), "everything of the pool to be gone", 120.0)
-        system = kube.kubectl(
-            "-n", SYSTEM, "get", "deploy,svc,sa,role,rolebinding,pdb,networkpolicy", "-o", "name"
-        )
-        assert "treeline" not in system, system
-        for kind in ("clusterrole", "clusterrolebinding", "validatingadmissionpolicy"):
-            assert "treeline" not in kube.kubectl("get", kind, "-o", "name"), kind
+        assert not left_in_the_cluster(kube)
     finally:
-        install(kube)
-        kube.kubectl(
-            "-n", SYSTEM, "rollout", "status", "deployment/treeline-operator", "--timeout=120s", timeout_s=130
-        )
+        installed_and_running(kube)
+
+
+def left_in_the_cluster(kube: Kube) -> list[str]:
+    """What has our name and is not a pool's. (The namespace is the administrator's.)"""
+    in_namespace = "deploy,pods,svc,cm,secret,sa,role,rolebinding,pdb,networkpolicy,lease"
+    in_cluster = (
+        "clusterrole,clusterrolebinding,crd,validatingadmissionpolicy,validatingadmissionpolicybinding"
+    )
+    found = kube.kubectl("-n", SYSTEM, "get", in_namespace, "-o", "name").split()
+    found += kube.kubectl("get", in_cluster, "-o", "name").split()
+    return [name for name in found if "treeline" in name]

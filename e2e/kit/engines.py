@@ -7,8 +7,7 @@ from typing import Any, Final
 BROKEN: Final = "/tmp/broken"
 """While this file is there, every request is answered with 500, and every probe with 200."""
 
-_SCRIPT: Final = f"""
-import json, os, signal, sys
+_SCRIPT: Final = f"""import json, os, signal, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 class Engine(BaseHTTPRequestHandler):
@@ -44,5 +43,20 @@ signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 ThreadingHTTPServer(("", 8000), Engine).serve_forever()
 """
 
-SCRIPTED: Final[dict[str, Any]] = {"command": ["python3", "-c", _SCRIPT]}
-"""For a pool's ``engine``."""
+SCRIPT: Final[dict[str, Any]] = {
+    "apiVersion": "v1",
+    "kind": "ConfigMap",
+    "metadata": {"name": "engine"},
+    "data": {"engine.py": _SCRIPT},
+}
+"""To be applied before the pool."""
+SCRIPTED: Final[dict[str, Any]] = {
+    "engine": {"command": ["python3", "/engine/engine.py"]},
+    "template": {
+        "spec": {
+            "containers": [{"name": "runtime", "volumeMounts": [{"name": "engine", "mountPath": "/engine"}]}],
+            "volumes": [{"name": "engine", "configMap": {"name": "engine"}}],
+        }
+    },
+}
+"""What a pool of such runtimes has in its spec."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,6 +12,8 @@ import httpx
 from e2e.kit.kube import Kube, condition, is_ready
 
 SYSTEM: Final = "treeline-system"
+RELEASE: Final = "treeline"
+OPERATOR: Final = "treeline-operator"
 API: Final = "treeline.dev/v1alpha1"
 CHART: Final = "charts/treeline"
 PATIENCE_S: Final = 90.0
@@ -102,6 +105,17 @@ class Installed:
             "-n", self.namespace, "delete", "pod", pod["metadata"]["name"], "--wait=false", *how
         )
 
+    def inside(self, pod: dict[str, Any], *command: str, check: bool = False) -> str:
+        """What a command says that is run in a pod's first container, which may die of it."""
+        return self.kube.kubectl(
+            "-n", self.namespace, "exec", pod["metadata"]["name"], "--", *command, check=check
+        )
+
+    def page(self, pod: dict[str, Any], url: str) -> Any:
+        """A JSON document that a pod serves to itself; networks need not let anybody else in."""
+        script = f"import urllib.request as r; print(r.urlopen({url!r}, timeout=30).read().decode())"
+        return json.loads(self.inside(pod, "python3", "-c", script, check=True))
+
     def conclude(self) -> None:
         """Delete all pools and wait until nothing of them is left."""
         self.kube.kubectl("-n", self.namespace, "delete", "tlpool,tlmodel", "--all", "--wait=false")
@@ -114,10 +128,22 @@ class Installed:
         return self.kube.kubectl("-n", self.namespace, "get", kinds, "-l", selector, "-o", "name").split()
 
 
-def install(kube: Kube, *settings: str, release: str = "treeline", namespace: str = SYSTEM) -> None:
+def install(kube: Kube, *settings: str, chart: str = CHART) -> None:
     """`helm install` (or upgrade) of the chart of this checkout, as the README says it."""
     words = [word for setting in settings for word in ("--set", setting)]
-    kube.helm("upgrade", "--install", release, CHART, "--namespace", namespace, "--create-namespace", *words)
+    kube.helm("upgrade", "--install", RELEASE, chart, "--namespace", SYSTEM, "--create-namespace", *words)
+
+
+def installed_and_running(kube: Kube, *settings: str, chart: str = CHART) -> None:
+    """Install, or upgrade, and wait for the operator's pods."""
+    install(kube, *settings, chart=chart)
+    wait = ("rollout", "status", f"deployment/{OPERATOR}", "--timeout=120s")
+    kube.kubectl("-n", SYSTEM, *wait, timeout_s=130)
+
+
+def uninstall(kube: Kube) -> None:
+    """`helm uninstall`, if it is installed."""
+    kube.helm("uninstall", RELEASE, "--namespace", SYSTEM, "--wait", "--ignore-not-found")
 
 
 def ask(
