@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from e2e.cluster.place import ROOT
 
@@ -20,6 +22,13 @@ class KubeFailed(AssertionError):
     """A command failed; the message is what it said."""
 
 
+class Seen(NamedTuple):
+    """What a command said, and when (``time.monotonic``)."""
+
+    at: float
+    text: str
+
+
 @dataclass(frozen=True)
 class Kube:
     """A cluster, by its kubeconfig. ``binaries`` come first in PATH: kubectl and helm of the cluster's provider."""
@@ -27,15 +36,17 @@ class Kube:
     kubeconfig: Path
     binaries: Path | None = None
 
+    def _environment(self) -> dict[str, str]:
+        path = f"{self.binaries}:{os.environ['PATH']}" if self.binaries else os.environ["PATH"]
+        return os.environ | {"KUBECONFIG": str(self.kubeconfig), "PATH": path}
+
     def run(
         self, *command: str, stdin: str | None = None, timeout_s: float = 120.0, check: bool = True
     ) -> str:
         """What a command says on stdout. Raises KubeFailed with its stderr."""
-        path = f"{self.binaries}:{os.environ['PATH']}" if self.binaries else os.environ["PATH"]
-        environment = os.environ | {"KUBECONFIG": str(self.kubeconfig), "PATH": path}
         done = subprocess.run(
-            command, input=stdin, capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=ROOT,
-            check=False,
+            command, input=stdin, capture_output=True, text=True, timeout=timeout_s, env=self._environment(),
+            cwd=ROOT, check=False,
         )  # fmt: skip
         if check and done.returncode:
             raise KubeFailed(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
@@ -83,6 +94,35 @@ class Kube:
                 raise KubeFailed(f"waited {seconds:g} s for {what}\n{self.picture(namespace)}")
             time.sleep(0.25)
         return found
+
+    @contextmanager
+    def started(self, *command: str) -> Iterator[list[Seen]]:
+        """A command that does not end by itself, for the length of a block: the lines that it says, as they come."""
+        seen: list[Seen] = []
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=self._environment(), cwd=ROOT
+        ) as process:
+
+            def read() -> None:
+                assert process.stdout is not None
+                seen.extend(Seen(time.monotonic(), line.strip()) for line in process.stdout)
+
+            reader = threading.Thread(target=read, daemon=True)
+            reader.start()
+            try:
+                yield seen
+            finally:
+                process.terminate()
+                reader.join(10.0)
+
+    @contextmanager
+    def watched(self, kind: str, namespace: str, path: str, selector: str = "") -> Iterator[list[Seen]]:
+        """What a jsonpath shows of the objects of a kind: a line for each change."""
+        shown = f"jsonpath={path}{{'\\n'}}"
+        with self.started(
+            "kubectl", "-n", namespace, "get", kind, "-l", selector, "--watch", "-o", shown
+        ) as seen:
+            yield seen
 
     def picture(self, namespace: str) -> str:
         """What somebody would look at who wonders."""
