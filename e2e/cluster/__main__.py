@@ -32,6 +32,9 @@ def _up(provider: Provider, progress: Progress, args: argparse.Namespace) -> int
     kubeconfig = provider.up()
     progress.say("the cluster is yours with:")
     sys.stdout.write(f"export KUBECONFIG={kubeconfig}\n")
+    if folders := provider.commands():
+        # Behind those of the user: an own kubectl stays the own one.
+        sys.stdout.write(f'export PATH="$PATH:{":".join(map(str, folders))}"\n')
     return 0
 
 

@@ -23,7 +23,7 @@ from e2e.cluster.owned import Registry, until
 from e2e.cluster.place import ROOT, ClusterError, Home
 from e2e.cluster.progress import Progress
 
-PROGRAMS = ("kubernetes", "etcd", "coredns", "pause")
+PROGRAMS = ("kubernetes", "etcd", "coredns", "pause", "helm")
 CONTEXT = "treeline-e2e"
 _PATIENCE_S = 60.0
 
@@ -109,6 +109,10 @@ class Local:
         if done.returncode and check:
             raise ClusterError(f"kubectl {' '.join(args)}: {done.stderr.strip()}")
         return done.stdout if not done.returncode else ""
+
+    def commands(self) -> list[Path]:
+        """The folders of kubectl and helm; empty before :meth:`up`."""
+        return [self._programs[name] for name in ("kubernetes", "helm") if self._programs]
 
     # Steps
 
