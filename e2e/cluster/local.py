@@ -54,7 +54,7 @@ class Local:
 
     def unfit(self) -> str | None:
         """Why it cannot be had here."""
-        return packages.unfit()
+        return packages.unfit() or (self._store.lacks_room() if self._images else None)
 
     def up(self) -> Path:
         """Bring the cluster up, or what is missing of it; its kubeconfig."""
