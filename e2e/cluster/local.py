@@ -38,14 +38,15 @@ class Local:
         home: Home | None = None,
         progress: Progress | None = None,
         *,
-        nodes: int = 1,
+        nodes: int | None = None,
         images: bool = True,
         install: bool = True,
     ) -> None:
         self.home = home or Home.default()
         self.progress = progress or Progress()
         self._registry = Registry(self.home)
-        self._nodes = [network.Node(number) for number in range(nodes)]
+        self._asked = nodes
+        self._nodes = [network.Node(number) for number in range(nodes or 1)]
         self._images, self._install = images, install
         self._store = Store(self.home, self._registry, self.progress)
         self._programs: dict[str, Path] = {}
@@ -133,10 +134,10 @@ class Local:
         packages.require(self.progress, build=self._images, install=self._install)
         self._programs = self._build_programs()
         if self.status()["state"] == "up":
-            nodes = [node.name for node in self._nodes]
-            if self._state()["nodes"] != nodes:
+            there = self._state()["nodes"]
+            if self._asked and len(there) != self._asked:
                 raise ClusterError(
-                    f"a cluster with other nodes ({self._state()['nodes']}) is up: take it down first"
+                    f"a cluster with other nodes ({', '.join(there)}) is up: take it down first"
                 )
             if self._images:
                 self._refresh_images()

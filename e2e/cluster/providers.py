@@ -36,7 +36,7 @@ class Provider(Protocol):
 
 
 def every(
-    progress: Progress, *, nodes: int = 1, images: bool = True, install: bool = True
+    progress: Progress, *, nodes: int | None = None, images: bool = True, install: bool = True
 ) -> dict[str, Provider]:
     """All providers, the first choice first."""
     home = Home.default()
