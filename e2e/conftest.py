@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +15,15 @@ from treeline_bench.control_plane import Missing, programs
 
 from e2e.cluster.place import ClusterError
 from e2e.cluster.progress import Progress
-from e2e.cluster.providers import choose, every
+from e2e.cluster.providers import Provider, choose, every
 from e2e.kit.figures import Figures
 from e2e.kit.kube import Kube
 from e2e.kit.system import Installed, installed_and_running
+from e2e.kit.traffic import Report, Stream
 
 JOURNEY_S = 600
+NODES = 2
+"""Of a cluster that is made for the journeys: one of them is drained."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,18 +34,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
+def kube(tmp_path_factory: pytest.TempPathFactory, figures: Figures) -> Iterator[Kube]:
     """The cluster of PROVIDER (auto), brought up if it is not; skipped with the reason where none can be had."""
     try:
-        images = os.environ.get("E2E_IMAGES", "") != "keep"  # those of an earlier `up` will do
-        provider = choose(os.environ.get("PROVIDER", "auto"), every(Progress(), images=images))
+        provider = _provider()
+        was_up = provider.status()["state"] == "up"
+        if not was_up:
+            provider = _provider(NODES)
     except ClusterError as reason:
         pytest.skip(str(reason))
-    was_up = provider.status()["state"] == "up"
+    begun = time.monotonic()
     kubeconfig = provider.up()
+    if not was_up:
+        figures.add("e2e.cluster_up_s", time.monotonic() - begun)
     yield Kube(kubeconfig, _commands(tmp_path_factory.mktemp("bin")))
     if not was_up and os.environ.get("CLUSTER_KEEP") != "1":
         provider.down()
+
+
+def _provider(nodes: int | None = None) -> Provider:
+    images = os.environ.get("E2E_IMAGES", "") != "keep"  # those of an earlier `up` will do
+    return choose(os.environ.get("PROVIDER", "auto"), every(Progress(), nodes=nodes, images=images))
 
 
 def _commands(folder: Path) -> Path | None:
@@ -55,10 +69,13 @@ def _commands(folder: Path) -> Path | None:
 
 
 @pytest.fixture(scope="session")
-def figures() -> Iterator[Figures]:
-    """What the journeys measure, written at the end."""
-    found = Figures()
+def figures(request: pytest.FixtureRequest) -> Iterator[Figures]:
+    """What the journeys measure, written at the end. How long they take is told of a run of all of them."""
+    found, begun = Figures(), time.monotonic()
     yield found
+    files = {item.path.name for item in request.session.items}
+    if files >= {path.name for path in Path(__file__).parent.glob("test_*.py")}:
+        found.add("e2e.duration_s", time.monotonic() - begun)
     found.write()
 
 
@@ -82,8 +99,14 @@ def treeline(installed: Kube, request: pytest.FixtureRequest) -> Iterator[Instal
 
 
 @pytest.fixture
-def kept(request: pytest.FixtureRequest) -> Path:
-    """Where the streams of a journey are kept."""
+def kept(request: pytest.FixtureRequest, figures: Figures) -> Iterator[Path]:
+    """Where the streams of a journey are kept. They count in the figures, unless it kills what serves them (chaos)."""
     folder = Path(__file__).parent.parent / ".cache/e2e"
     folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{request.node.name}.jsonl"
+    path = folder / f"{request.node.name}.jsonl"
+    path.unlink(missing_ok=True)
+    yield path
+    if path.exists() and request.node.get_closest_marker("chaos") is None:
+        report = Report([Stream(**json.loads(line)) for line in path.read_text().splitlines()])
+        figures.add("e2e.streams", len(report.streams))
+        figures.add("e2e.dropped_streams", len(report.dropped))

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Final
 
+import pytest
+
 from e2e.kit.system import Installed, ask, pool
 from e2e.kit.traffic import traffic
 
@@ -53,6 +55,7 @@ def test_open_nothing_fails_and_the_tree_is_learnt_anew(treeline: Installed, kep
     assert took < LEARNT_S
 
 
+@pytest.mark.chaos
 def test_closed_requests_are_refused_with_503_and_no_stream_is_cut(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny", endpointPicker={"failureMode": "FailClose"}))
     treeline.await_ready("tiny")

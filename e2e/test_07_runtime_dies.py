@@ -7,9 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
+
 from e2e.kit.engines import BROKEN, SCRIPT, SCRIPTED
 from e2e.kit.system import Installed, pool
 from e2e.kit.traffic import Mix, Report, traffic
+
+pytestmark = pytest.mark.chaos
 
 _OTHERS: Final = """
 import os, signal, sys, time

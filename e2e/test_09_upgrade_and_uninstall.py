@@ -74,7 +74,7 @@ def test_pods_do_not_notice(treeline: Installed, former: Path, kept: Path) -> No
 
 
 def test_a_namespace_that_goes_takes_all_with_it(treeline: Installed) -> None:
-    treeline.apply(pool("tiny", replicas=1))
+    treeline.apply(pool("tiny", replicas=1, drain={"timeoutSeconds": 5}))
     treeline.await_ready("tiny")
     kube = treeline.kube
     kube.kubectl("delete", "namespace", treeline.namespace, "--wait=false")

@@ -100,6 +100,7 @@ class Chaos:
         self.treeline.change("tiny", template={**HANGS, "metadata": build})
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(MINUTES * 60 + 600)
 def test_the_books_balance(treeline: Installed, kept: Path) -> None:
     treeline.apply(

@@ -24,12 +24,12 @@ class Kind:
         home: Home | None = None,
         progress: Progress | None = None,
         *,
-        nodes: int = 1,
+        nodes: int | None = None,
         images: bool = True,
     ) -> None:
         self.home = home or Home.default()
         self.progress = progress or Progress()
-        self._nodes, self._images = nodes, images
+        self._nodes, self._images = nodes or 1, images
 
     def unfit(self) -> str | None:
         """Why it cannot be had here."""
@@ -82,6 +82,10 @@ class Kind:
             "kubeconfig": kubeconfig,
             "nodes": nodes,
         }
+
+    def commands(self) -> list[Path]:
+        """None: they are expected where kind is."""
+        return []
 
     def _config(self) -> str:
         roles = ["control-plane", *["worker"] * (self._nodes - 1)]

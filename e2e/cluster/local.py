@@ -23,7 +23,7 @@ from e2e.cluster.owned import Registry, until
 from e2e.cluster.place import ROOT, ClusterError, Home
 from e2e.cluster.progress import Progress
 
-PROGRAMS = ("kubernetes", "etcd", "coredns", "pause")
+PROGRAMS = ("kubernetes", "etcd", "coredns", "pause", "helm")
 CONTEXT = "treeline-e2e"
 _PATIENCE_S = 60.0
 
@@ -38,14 +38,15 @@ class Local:
         home: Home | None = None,
         progress: Progress | None = None,
         *,
-        nodes: int = 1,
+        nodes: int | None = None,
         images: bool = True,
         install: bool = True,
     ) -> None:
         self.home = home or Home.default()
         self.progress = progress or Progress()
         self._registry = Registry(self.home)
-        self._nodes = [network.Node(number) for number in range(nodes)]
+        self._asked = nodes
+        self._nodes = [network.Node(number) for number in range(nodes or 1)]
         self._images, self._install = images, install
         self._store = Store(self.home, self._registry, self.progress)
         self._programs: dict[str, Path] = {}
@@ -54,7 +55,7 @@ class Local:
 
     def unfit(self) -> str | None:
         """Why it cannot be had here."""
-        return packages.unfit()
+        return packages.unfit() or (self._store.lacks_room() if self._images else None)
 
     def up(self) -> Path:
         """Bring the cluster up, or what is missing of it; its kubeconfig."""
@@ -110,6 +111,10 @@ class Local:
             raise ClusterError(f"kubectl {' '.join(args)}: {done.stderr.strip()}")
         return done.stdout if not done.returncode else ""
 
+    def commands(self) -> list[Path]:
+        """The folders of kubectl and helm; empty before :meth:`up`."""
+        return [self._programs[name] for name in ("kubernetes", "helm") if self._programs]
+
     # Steps
 
     @contextlib.contextmanager
@@ -129,10 +134,10 @@ class Local:
         packages.require(self.progress, build=self._images, install=self._install)
         self._programs = self._build_programs()
         if self.status()["state"] == "up":
-            nodes = [node.name for node in self._nodes]
-            if self._state()["nodes"] != nodes:
+            there = self._state()["nodes"]
+            if self._asked and len(there) != self._asked:
                 raise ClusterError(
-                    f"a cluster with other nodes ({self._state()['nodes']}) is up: take it down first"
+                    f"a cluster with other nodes ({', '.join(there)}) is up: take it down first"
                 )
             if self._images:
                 self._refresh_images()
