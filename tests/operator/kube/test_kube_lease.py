@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from support.control_plane import ControlPlane
+from support.epp_io import until
+from treeline_operator.kube.account import own_account
 from treeline_operator.kube.client import Cluster
 from treeline_operator.kube.clock import now
-from treeline_operator.kube.errors import LostLease
+from treeline_operator.kube.errors import LostLease, NotFound
 from treeline_operator.kube.lease import Elector, Terms
 from treeline_operator.world import Ref
 
@@ -26,7 +31,9 @@ class Candidates:
         self.seen: dict[str, list[str]] = {}
         self.watched = asyncio.Event()
 
-    async def add(self, identity: str, terms: Terms = TERMS) -> Elector:
+    async def add(
+        self, identity: str, terms: Terms = TERMS, owner: dict[str, object] | None = None
+    ) -> Elector:
         cluster = await Cluster.from_config(self.plane.admin)
         self.seen[identity] = []
 
@@ -35,7 +42,7 @@ class Candidates:
             if leader != identity:
                 self.watched.set()
 
-        elector = Elector(cluster, self.namespace, "treeline-operator", identity, terms, seen)
+        elector = Elector(cluster, self.namespace, "treeline-operator", identity, terms, seen, owner)
         cluster.deadline = elector.valid_until
         self.clusters[identity] = cluster
         return elector
@@ -46,11 +53,11 @@ class Candidates:
         obj = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"by": identity}}
         await self.clusters[identity].apply(obj)
 
-    async def lease(self) -> dict[str, object]:
+    async def lease(self, part: str = "spec") -> dict[str, object]:
         cluster = next(iter(self.clusters.values()))
         found = await cluster.get(Ref("coordination.k8s.io/v1", "Lease", self.namespace, "treeline-operator"))
-        spec: dict[str, object] = found["spec"]
-        return spec
+        shown: dict[str, object] = found[part]
+        return shown
 
 
 @pytest.fixture
@@ -183,3 +190,50 @@ async def test_a_lease_that_was_deleted_is_made_again(candidates: Candidates) ->
 def test_terms_that_are_not_safe_are_refused(terms: tuple[float, float, float]) -> None:
     with pytest.raises(ValueError, match="duration > renew deadline > retry period"):
         Terms(*terms)
+
+
+async def test_the_lease_goes_with_the_account_of_who_leads(candidates: Candidates, tmp_path: Path) -> None:
+    former = await candidates.add("former")
+    await former.acquire()
+    assert "ownerReferences" not in await candidates.lease("metadata")
+    await former.release()
+
+    cluster, namespace = candidates.clusters["former"], candidates.namespace
+    account = Ref("v1", "ServiceAccount", namespace, "operator")
+    meta = {"name": account.name, "namespace": namespace}
+    cluster.deadline = None
+    made = await cluster.create({"apiVersion": "v1", "kind": account.kind, "metadata": meta})
+    claims = {"namespace": namespace, "serviceaccount": {"name": "operator", "uid": made["metadata"]["uid"]}}
+    owner = own_account(namespace, token_of(claims, tmp_path))
+    assert owner == {"apiVersion": "v1", "kind": "ServiceAccount"} | claims["serviceaccount"]
+    ours = await candidates.add("ours", owner=owner)
+    await ours.acquire()
+    assert (await candidates.lease("metadata"))["ownerReferences"] == [owner]
+
+    await cluster.delete(account, uid=owner["uid"])
+
+    async def gone() -> bool:
+        try:
+            return not await candidates.lease()
+        except NotFound:
+            return True
+
+    await until(gone, "the lease to be collected", 20.0)
+
+
+def token_of(claims: dict[str, object], folder: Path) -> Path:
+    """A file as a pod has it."""
+    text = base64.urlsafe_b64encode(json.dumps({"kubernetes.io": claims}).encode()).decode().rstrip("=")
+    token = folder / "token"
+    token.write_text(f"e30.{text}.c2ln")
+    return token
+
+
+def test_no_account_is_told_of_where_it_would_be_wrong(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    assert own_account("here", token) is None, "not in a pod"
+    for text in ("", "opaque", "a.b.c", "e30.e30.e30"):
+        token.write_text(text)
+        assert own_account("here", token) is None, text
+    claims = {"namespace": "there", "serviceaccount": {"name": "a", "uid": "1"}}
+    assert own_account("here", token_of(claims, tmp_path)) is None, "owners of other namespaces are nobody's"

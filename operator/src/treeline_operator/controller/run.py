@@ -25,6 +25,7 @@ from treeline_operator.controller.queue import Queue
 from treeline_operator.controller.reconciler import Reconciler
 from treeline_operator.controller.recorder import Recorder
 from treeline_operator.controller.store import Change, Store
+from treeline_operator.kube.account import own_account
 from treeline_operator.kube.client import Cluster
 from treeline_operator.kube.discovery import Discovery
 from treeline_operator.kube.errors import KubeError, LostLease
@@ -208,8 +209,14 @@ async def operate(options: Options, stop: asyncio.Event) -> int:
         stack.push_async_callback(cluster.close)
         elector = None
         if options.leader_elect:
+            owner = own_account(options.lease_namespace)
             elector = Elector(
-                cluster, options.lease_namespace, options.lease_name, options.identity, options.terms
+                cluster,
+                options.lease_namespace,
+                options.lease_name,
+                options.identity,
+                options.terms,
+                owner=owner,
             )
             cluster.deadline = elector.valid_until
             vitals.phase = "standby"

@@ -42,7 +42,8 @@ class Terms:
 class Elector:
     """One candidate: ``acquire()``, then ``hold()`` beside the work until it raises LostLease, or ``release()``.
 
-    ``on_leader`` is told of each new holder, ourselves included.
+    ``on_leader`` is told of each new holder, ourselves included. ``owner`` is a reference to what the lease belongs to:
+    when that is deleted, the lease goes too.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class Elector:
         identity: str,
         terms: Terms | None = None,
         on_leader: Callable[[str], None] | None = None,
+        owner: dict[str, Any] | None = None,
     ) -> None:
         self._cluster = cluster
         self._ref = Ref("coordination.k8s.io/v1", "Lease", namespace, name)
         self._identity = identity
         self._terms = terms or Terms()
         self._on_leader = on_leader
+        self._owners = {} if owner is None else {"ownerReferences": [owner]}
         self._random = random.Random(identity)
         self._lease: dict[str, Any] | None = None
         self._seen_at = 0.0
@@ -181,7 +184,7 @@ class Elector:
         return {
             "apiVersion": self._ref.api_version,
             "kind": self._ref.kind,
-            "metadata": {"name": self._ref.name, "namespace": self._ref.namespace},
+            "metadata": {"name": self._ref.name, "namespace": self._ref.namespace, **self._owners},
             "spec": {
                 "holderIdentity": self._identity,
                 "leaseDurationSeconds": self._seconds,
@@ -197,7 +200,7 @@ class Elector:
             spec["holderIdentity"] = self._identity
             spec["acquireTime"] = spec["renewTime"]
             spec["leaseTransitions"] = (spec.get("leaseTransitions") or 0) + 1
-        return {**lease, "spec": spec}
+        return {**lease, "metadata": {**lease["metadata"], **self._owners}, "spec": spec}
 
     @property
     def _seconds(self) -> int:
