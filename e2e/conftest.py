@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import uuid
@@ -17,6 +18,7 @@ from e2e.cluster.providers import choose, every
 from e2e.kit.figures import Figures
 from e2e.kit.kube import Kube
 from e2e.kit.system import SYSTEM, Installed, install
+from e2e.kit.traffic import Report, Stream
 
 JOURNEY_S = 600
 
@@ -85,8 +87,14 @@ def treeline(installed: Kube, request: pytest.FixtureRequest) -> Iterator[Instal
 
 
 @pytest.fixture
-def kept(request: pytest.FixtureRequest) -> Path:
-    """Where the streams of a journey are kept."""
+def kept(request: pytest.FixtureRequest, figures: Figures) -> Iterator[Path]:
+    """Where the streams of a journey are kept. They count in the figures, unless it kills what serves them (chaos)."""
     folder = Path(__file__).parent.parent / ".cache/e2e"
     folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{request.node.name}.jsonl"
+    path = folder / f"{request.node.name}.jsonl"
+    path.unlink(missing_ok=True)
+    yield path
+    if path.exists() and request.node.get_closest_marker("chaos") is None:
+        report = Report([Stream(**json.loads(line)) for line in path.read_text().splitlines()])
+        figures.add("e2e.streams", len(report.streams))
+        figures.add("e2e.dropped_streams", len(report.dropped))

@@ -6,14 +6,31 @@ import time
 
 import openai
 
+from e2e.kit import readme
 from e2e.kit.figures import Figures
 from e2e.kit.kube import Kube, condition
 from e2e.kit.system import SYSTEM, Installed, ask, await_answer, install, pool
 
 
-def test_from_helm_install_to_the_first_answer(kube: Kube, figures: Figures) -> None:
+def empty(kube: Kube) -> None:
+    """Take Treeline out of the cluster, if an earlier journey left it there."""
     if kube.run("helm", "list", "-n", SYSTEM, "-q").strip():
         kube.helm("uninstall", "treeline", "-n", SYSTEM, "--wait")
+
+
+def test_the_quick_start_as_the_readme_has_it(kube: Kube) -> None:
+    empty(kube)
+    said = kube.run(
+        "env", "CLUSTER_KEEP=1", "bash", "-euo", "pipefail", "-c", readme.commands(), timeout_s=400.0
+    )
+    assert "Serving" in said, "kubectl get tlpool"
+    assert "Paris" in said, "curl"
+    assert not kube.items("pods", SYSTEM)
+    assert not kube.items("tlpool,tlmodel", "")
+
+
+def test_from_helm_install_to_the_first_answer(kube: Kube, figures: Figures) -> None:
+    empty(kube)
     kube.kubectl("delete", "namespace", "first", "--ignore-not-found", timeout_s=120)
     kube.kubectl("create", "namespace", "first")
     treeline = Installed(kube, "first")

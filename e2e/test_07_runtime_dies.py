@@ -1,77 +1,154 @@
-"""A runtime is killed, runs out of memory, hangs: only its own streams end, and the rest goes on."""
+"""A runtime is killed, runs out of memory, hangs, answers 500: only its own streams end, and the rest goes on."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Final
 
-import pytest
-
+from e2e.kit.engines import BROKEN, SCRIPTED
 from e2e.kit.system import Installed, pool
-from e2e.kit.traffic import Report, traffic
+from e2e.kit.traffic import Mix, Report, traffic
+
+_OTHERS: Final = """
+import os, signal, sys, time
+mine = {1, os.getpid()}
+others = [int(name) for name in os.listdir('/proc') if name.isdigit() and int(name) not in mine]
+"""
+_KILL: Final = _OTHERS + "[os.kill(pid, signal.SIGKILL) for pid in others]"
+_STOP: Final = _OTHERS + "[os.kill(pid, signal.SIGSTOP) for pid in others]"
+_EAT: Final = (
+    _OTHERS
+    + """
+for pid in others:
+    open(f'/proc/{pid}/oom_score_adj', 'w').write('1000')
+while all(os.path.exists(f'/proc/{pid}') for pid in others):
+    if os.fork() == 0:
+        eaten = b'x' * (64 << 20)
+        time.sleep(60)
+        os._exit(0)
+    time.sleep(0.01)
+"""
+)
+"""Many small processes fill the memory, so that the one which the kernel ends is the runtime's."""
+
+HANGS: Final[dict[str, Any]] = {
+    "spec": {
+        # The runtime's first process is then not the container's, so that it can be stopped like the others.
+        "shareProcessNamespace": True,
+        "containers": [
+            {
+                "name": "runtime",
+                "livenessProbe": {
+                    "periodSeconds": 2,
+                    "timeoutSeconds": 2,
+                    "failureThreshold": 3,
+                    "terminationGracePeriodSeconds": 2,
+                },
+            }
+        ],
+    }
+}
+"""A kubelet that sees a hanging runtime in seconds instead of in a minute."""
+PICKER_NOTICES_S: Final = 5.0
+"""Three seconds of silence, and what a busy machine adds."""
 
 
-def signal_runtime(treeline: Installed, pod: dict, signal_name: str) -> None:
-    """Send a signal to all processes of a runtime's container but the first, which a container cannot kill itself."""
-    script = (
-        "import os, signal\n"
-        "for name in os.listdir('/proc'):\n"
-        f"    if name.isdigit() and int(name) not in (1, os.getpid()): os.kill(int(name), signal.{signal_name})"
+def inside(treeline: Installed, pod: dict, *command: str) -> str:
+    """Run a command in a runtime's container, which may die of it."""
+    name = pod["metadata"]["name"]
+    return treeline.kube.kubectl(
+        "-n", treeline.namespace, "exec", name, "-c", "runtime", "--", *command, check=False
     )
-    treeline.kube.kubectl(
-        "-n", treeline.namespace, "exec", pod["metadata"]["name"], "-c", "runtime", "--", "python3", "-c", script,
-        check=False,
-    )  # fmt: skip
 
 
-def restarts(treeline: Installed, name: str) -> int:
+def kill_runtime(treeline: Installed, pod: dict) -> None:
+    """SIGKILL to all processes of a runtime but the container's first, which nobody in there can kill."""
+    inside(treeline, pod, "python3", "-c", _KILL)
+
+
+def ended(treeline: Installed, name: str) -> dict[str, Any]:
+    """How the container of a pod ended last; empty if it has not."""
     for pod in treeline.pods("runtime"):
         if pod["metadata"]["name"] == name:
-            return int(pod["status"]["containerStatuses"][0]["restartCount"])
-    return 0
+            statuses = pod["status"].get("containerStatuses") or [{}]
+            found: dict[str, Any] = (statuses[0].get("lastState") or {}).get("terminated") or {}
+            return found
+    return {}
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
-def test_only_its_own_streams_end(treeline: Installed, kept: Path, name: str) -> None:
-    """SIGKILL ends its processes at once; SIGSTOP makes it hang until its liveness probe fails."""
-    treeline.apply(pool("tiny"))
+def only_its_own_streams_end(
+    treeline: Installed, kept: Path, fault: Callable[[dict], object], notice_s: float = 0.5
+) -> dict[str, Any]:
+    """A fault happens to one of two runtimes under traffic. How its container ended.
+
+    What was cut off or never answered was there when it happened; whatever begins ``notice_s`` later is served.
+    """
     treeline.await_ready("tiny")
     victim, other = treeline.ready_pods("runtime")
+    name = victim["metadata"]["name"]
     with traffic(treeline.url(), kept=kept) as driver:
         driver.await_served(10)
-        signal_runtime(treeline, victim, name)
-        treeline.until(
-            lambda: restarts(treeline, victim["metadata"]["name"]) > 0, "the container to be restarted", 150.0
-        )
+        fault(victim)
+        noticed = time.monotonic() + notice_s
+        how = treeline.until(lambda: ended(treeline, name), "the container to end", 120.0)
         treeline.await_ready("tiny", seconds=120.0)
-        driver.await_served(10)
+        back = time.monotonic()
+        treeline.until(lambda: hosts(driver.report().since(back)) >= {ip(victim), ip(other)}, "both to serve")
         report = driver.stop()
-    assert_only_of(report, victim, other)
-    treeline.conclude()
+    for stream in report.dropped:
+        assert stream.begun < noticed, f"begun at {stream.begun:.1f}, {noticed:.1f} is late\n{report}"
+        assert stream.endpoint.rpartition(":")[0] in ("", ip(victim)), str(report)
+    # Those without an endpoint had no answer yet: no more than the workers can have had there.
+    assert len(report.dropped) <= driver.mix.workers * 2, str(report)
+    return dict(how)
 
 
-def assert_only_of(report: Report, victim: dict, other: dict) -> None:
-    """What was cut off was on the victim; what had not begun there was served elsewhere or refused properly."""
-    for stream in report.of("truncated"):
-        assert stream.endpoint.startswith(victim["status"]["podIP"]), str(report)
-    cut = [s for s in report.dropped if not s.endpoint.startswith(victim["status"]["podIP"])]
-    assert len(cut) <= 2, str(report)
-    assert report.endpoints()[f"{other['status']['podIP']}:8000"] > 5, str(report)
+def ip(pod: dict) -> str:
+    return str(pod["status"]["podIP"])
 
 
-def test_memory_that_runs_out(treeline: Installed, kept: Path) -> None:
+def hosts(report: Report) -> set[str]:
+    return {endpoint.rpartition(":")[0] for endpoint in report.endpoints()}
+
+
+def test_killed(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny"))
+    only_its_own_streams_end(treeline, kept, lambda pod: kill_runtime(treeline, pod))
+
+
+def test_out_of_memory(treeline: Installed, kept: Path) -> None:
+    treeline.apply(pool("tiny"))
+    how = only_its_own_streams_end(treeline, kept, lambda pod: inside(treeline, pod, "python3", "-c", _EAT))
+    assert how["reason"] == "OOMKilled", how
+
+
+def test_hanging_until_its_liveness_probe_fails(treeline: Installed, kept: Path) -> None:
+    treeline.apply(pool("tiny", template=HANGS))
+    only_its_own_streams_end(
+        treeline, kept, lambda pod: inside(treeline, pod, "python3", "-c", _STOP), PICKER_NOTICES_S
+    )
+
+
+def test_one_that_answers_500_is_left_out_until_it_works_again(treeline: Installed, kept: Path) -> None:
+    """Its probes say that it is well, and it is quicker than all others."""
+    treeline.apply(pool("tiny", engine=SCRIPTED))
     treeline.await_ready("tiny")
     victim, other = treeline.ready_pods("runtime")
-    eat = "x = bytearray(3 << 30)"
-    with traffic(treeline.url(), kept=kept) as driver:
-        driver.await_served(5)
-        name = victim["metadata"]["name"]
-        said = treeline.kube.kubectl(
-            "-n", treeline.namespace, "exec", name, "-c", "runtime", "--", "python3", "-c", eat, check=False
-        )  # the kernel ends one process of the container: this one, or one of the runtime's
-        assert said == ""
-        treeline.await_ready("tiny", seconds=120.0)
-        driver.await_served(10)
+    with traffic(treeline.url(), Mix(pause_s=0.01), kept) as driver:
+        treeline.until(lambda: hosts(driver.report()) == {ip(victim), ip(other)}, "both to serve")
+        inside(treeline, victim, "touch", BROKEN)
+        treeline.until(lambda: driver.report().of("refused"), "an error")
+        broken = time.monotonic()
+        driver.await_served(200)
+        inside(treeline, victim, "rm", BROKEN)
+        mended = time.monotonic()
+        treeline.until(lambda: ip(victim) in hosts(driver.report().since(mended)), "it to be used again")
         report = driver.stop()
-    assert_only_of(report, victim, other)
-    treeline.conclude()
+    errors = report.of("refused")
+    assert {(stream.status, stream.endpoint) for stream in errors} == {(500, "")}, str(report)
+    # Three in a row open the breaker, others may be under way then; afterwards one request a try, in 1, 2, 4, … s.
+    tries = 1 + int(mended - broken).bit_length()
+    assert len(errors) <= 3 + driver.mix.workers + tries, str(report)
+    assert not report.of("truncated", "failed"), str(report)

@@ -1,14 +1,17 @@
-"""What a node drain does to runtimes, Envoy and the picker, one after another, by the eviction API."""
+"""Runtimes, Envoys and the picker are evicted, one after another; then a whole node is cordoned and drained."""
 
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-
-import pytest
 
 from e2e.kit.system import Installed, pool
 from e2e.kit.traffic import traffic
+
+COMPONENTS = ("runtime", "edge", "epp")
 
 
 def evict(treeline: Installed, pod: dict) -> None:
@@ -24,22 +27,68 @@ def evict(treeline: Installed, pod: dict) -> None:
     treeline.until(allowed, f"{name} to be evicted", 60.0)
 
 
-@pytest.mark.parametrize("component", ["runtime", "edge", "epp"])
-def test_an_evicted_pod_drops_nothing(treeline: Installed, kept: Path, component: str) -> None:
+def uids(treeline: Installed, component: str) -> set[str]:
+    return {pod["metadata"]["uid"] for pod in treeline.pods(component)}
+
+
+def test_evicted_pods_drop_nothing(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny", gateway={"standalone": {"replicas": 2}}))
     treeline.await_ready("tiny")
-    pods = treeline.ready_pods(component)
     with traffic(treeline.url(), kept=kept) as driver:
-        driver.await_served(5)
-        evict(treeline, pods[0])
-        gone = pods[0]["metadata"]["uid"]
-        treeline.until(
-            lambda: gone not in {p["metadata"]["uid"] for p in treeline.pods(component)},
-            "the pod to be gone",
-            90.0,
-        )
-        treeline.until(lambda: len(treeline.ready_pods(component)) == len(pods), "another in its place")
+        for component in COMPONENTS:
+            pods = treeline.ready_pods(component)
+            evict(treeline, pods[0])
+            gone = pods[0]["metadata"]["uid"]
+            treeline.until(
+                lambda c=component, uid=gone: uid not in uids(treeline, c), f"the {component} to be gone"
+            )
+            treeline.until(
+                lambda c=component, all_=pods: len(treeline.ready_pods(c)) == len(all_),
+                "another in its place",
+            )
         driver.await_served(10)
         report = driver.stop()
     assert not report.dropped, str(report)
-    treeline.conclude()
+
+
+@contextmanager
+def draining(treeline: Installed, node: str) -> Iterator[threading.Thread]:
+    """`kubectl drain` of the gateway's pods, under way; the node is open again in the end."""
+    words = ("--pod-selector=treeline.dev/gateway", "--delete-emptydir-data", "--ignore-daemonsets")
+    drain = threading.Thread(
+        target=lambda: treeline.kube.kubectl("drain", node, *words, check=False, timeout_s=200), daemon=True
+    )
+    drain.start()
+    try:
+        yield drain
+    finally:
+        treeline.kube.kubectl("uncordon", node)
+        drain.join(200)
+
+
+def test_a_drained_node_drops_nothing(treeline: Installed, kept: Path) -> None:
+    """Where it is the only node nothing can start until it is open again: until then the budgets keep one of each."""
+    treeline.apply(pool("tiny", gateway={"standalone": {"replicas": 2}}))
+    treeline.await_ready("tiny")
+    node = treeline.ready_pods("runtime")[0]["spec"]["nodeName"]
+    on_it = {
+        pod["metadata"]["uid"]
+        for component in COMPONENTS
+        for pod in treeline.pods(component)
+        if pod["spec"]["nodeName"] == node
+    }
+    with traffic(treeline.url(), kept=kept) as driver:
+        with draining(treeline, node):
+            treeline.until(
+                lambda: all(uids(treeline, component) - on_it for component in COMPONENTS),
+                "pods in place of evicted ones",
+            )
+            driver.await_served(20)
+        treeline.until(
+            lambda: not on_it & {uid for component in COMPONENTS for uid in uids(treeline, component)},
+            "all pods of the node to be gone",
+        )
+        treeline.await_ready("tiny")
+        driver.await_served(10)
+        report = driver.stop()
+    assert not report.dropped, str(report)

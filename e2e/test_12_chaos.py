@@ -14,7 +14,7 @@ from e2e.kit.system import Installed, pool
 from e2e.kit.traffic import traffic
 from e2e.test_04_rollout_under_traffic import annotated
 from e2e.test_05_operator_killed import kill_operators
-from e2e.test_07_runtime_dies import signal_runtime
+from e2e.test_07_runtime_dies import kill_runtime
 
 MINUTES = float(os.environ.get("CHAOS_MINUTES", "3"))
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
@@ -35,7 +35,7 @@ def test_the_books_balance(treeline: Installed, kept: Path) -> None:
     def kill_a_runtime() -> None:
         if pod := a_pod("runtime"):
             killed.add(pod["status"]["podIP"])
-            signal_runtime(treeline, pod, "SIGKILL")
+            kill_runtime(treeline, pod)
 
     def delete(component: str) -> Callable[[], None]:
         def act() -> None:

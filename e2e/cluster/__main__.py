@@ -1,4 +1,4 @@
-"""`python -m e2e.cluster up|down|status`: the cluster as words of the command line."""
+"""`python -m e2e.cluster up|down|status|fit`: the cluster as words of the command line."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from e2e.cluster.providers import Provider, choose, every
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Do what is asked; the exit status: 1 for a failure that was told, 3 for `status` of no cluster."""
+    """Do what is asked; the exit status: 1 for a failure that was told, 3 for `status` or `fit` of no cluster."""
     args = _parser().parse_args(arguments)
     progress = Progress()
     try:
         offered = every(progress, nodes=args.nodes, images=args.images, install=args.install)
         provider = choose(args.provider, offered)
-        return {"up": _up, "down": _down, "status": _status}[args.word](provider, progress, args)
+        words = {"up": _up, "down": _down, "status": _status, "fit": _fit}
+        return words[args.word](provider, progress, args)
     except ClusterError as error:
         progress.say(f"cluster: {error}")
         return 1
@@ -32,6 +33,9 @@ def _up(provider: Provider, progress: Progress, args: argparse.Namespace) -> int
     kubeconfig = provider.up()
     progress.say("the cluster is yours with:")
     sys.stdout.write(f"export KUBECONFIG={kubeconfig}\n")
+    if folders := provider.commands():
+        # Behind those of the user: an own kubectl stays the own one.
+        sys.stdout.write(f'export PATH="$PATH:{":".join(map(str, folders))}"\n')
     return 0
 
 
@@ -50,9 +54,17 @@ def _status(provider: Provider, progress: Progress, args: argparse.Namespace) ->
     return 0 if status["state"] == "up" else 3
 
 
+def _fit(provider: Provider, progress: Progress, args: argparse.Namespace) -> int:
+    """Say on stdout what keeps it from being had here; nothing if it can be."""
+    reason = provider.unfit()
+    if reason:
+        sys.stdout.write(f"{reason}\n")
+    return 3 if reason else 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m e2e.cluster", description="A cluster to test on.")
-    parser.add_argument("word", choices=["up", "down", "status"])
+    parser.add_argument("word", choices=["up", "down", "status", "fit"])
     parser.add_argument(
         "--provider",
         default=os.environ.get("PROVIDER", "auto"),

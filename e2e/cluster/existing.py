@@ -58,6 +58,10 @@ class Existing:
         nodes = json.loads(self._kubectl("get", "nodes", "-o", "json"))["items"]
         return {**state, "state": "up", "nodes": [n["metadata"]["name"] for n in nodes]}
 
+    def commands(self) -> list[Path]:
+        """None: who has a cluster has its tools."""
+        return []
+
     def _kubeconfig(self) -> Path:
         # kubectl would merge several files; here it must be plain which one is meant
         path = Path(self._environment.get("KUBECONFIG") or Path.home() / ".kube/config")

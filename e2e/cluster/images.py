@@ -149,11 +149,23 @@ class Store:
         shutil.rmtree(self._layout, ignore_errors=True)
         self._layout.mkdir(parents=True)
 
+    def lacks_room(self) -> str | None:
+        """Why the images that are still to be built cannot be."""
+        has = self.has()
+        try:
+            for image in wanted():
+                if has.get(image.in_cluster) != image.made_of:
+                    self._check_disk(image.word)
+        except ClusterError as reason:
+            return str(reason)
+        return None
+
     def _check_disk(self, word: str) -> None:
         needed = NEEDED_GB.get(word, NEEDED_GB["other"])
         if (self._cache / "buildah" / f"built-{word}").exists():
             needed = min(needed, 15)
-        free = shutil.disk_usage(self._cache).free / 1e9
+        there = next(path for path in (self._cache, *self._cache.parents) if path.exists())
+        free = shutil.disk_usage(there).free / 1e9
         if free < needed:
             raise ClusterError(
                 f"building {word} needs {needed} GB in {self._cache}, {free:.0f} GB are free: "

@@ -83,6 +83,10 @@ class Kind:
             "nodes": nodes,
         }
 
+    def commands(self) -> list[Path]:
+        """None: they are expected where kind is."""
+        return []
+
     def _config(self) -> str:
         roles = ["control-plane", *["worker"] * (self._nodes - 1)]
         nodes = "".join(f"  - role: {role}\n" for role in roles)

@@ -23,7 +23,7 @@ from e2e.cluster.owned import Registry, until
 from e2e.cluster.place import ROOT, ClusterError, Home
 from e2e.cluster.progress import Progress
 
-PROGRAMS = ("kubernetes", "etcd", "coredns", "pause")
+PROGRAMS = ("kubernetes", "etcd", "coredns", "pause", "helm")
 CONTEXT = "treeline-e2e"
 _PATIENCE_S = 60.0
 
@@ -54,7 +54,7 @@ class Local:
 
     def unfit(self) -> str | None:
         """Why it cannot be had here."""
-        return packages.unfit()
+        return packages.unfit() or (self._store.lacks_room() if self._images else None)
 
     def up(self) -> Path:
         """Bring the cluster up, or what is missing of it; its kubeconfig."""
@@ -113,6 +113,10 @@ class Local:
     def send_programs(self, programs: dict[str, Path]) -> None:
         """Give the nodes images of single static programs, by name."""
         self._store.send_programs(programs, [self.home.node(name) for name in self._state()["nodes"]])
+
+    def commands(self) -> list[Path]:
+        """The folders of kubectl and helm; empty before :meth:`up`."""
+        return [self._programs[name] for name in ("kubernetes", "helm") if self._programs]
 
     # Steps
 

@@ -16,7 +16,9 @@ MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 NAME = "io.containerd.image.name"
 
 
-def write_program(layout: Path, name: str, program: Path, architecture: str = "amd64", path: str = "") -> None:
+def write_program(
+    layout: Path, name: str, program: Path, architecture: str = "amd64", path: str = ""
+) -> None:
     """Put an image into a layout whose only file is a static program, run as user 65532.
 
     ``path`` is where it is in the image: at the root under its own name, if not said. There is a folder for scratch.

@@ -49,6 +49,13 @@ def unfit() -> str | None:
         return "it needs Linux"
     if os.geteuid() != 0:
         return "it needs root: namespaces, mounts, control groups"
+    if not shutil.which("apt-get") and (packages := missing(build=True)):
+        return f"it needs Debian or Ubuntu; elsewhere install first: {', '.join(packages)}"
+    if shutil.which("unshare"):
+        spaces = ["unshare", "--mount", "--net", "--pid", "--uts", "--ipc", "--fork", "true"]
+        done = subprocess.run(spaces, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return f"this root may not make namespaces: {done.stderr.strip()}"
     return None
 
 

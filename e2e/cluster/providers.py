@@ -31,6 +31,9 @@ class Provider(Protocol):
     def status(self) -> dict[str, Any]:
         """At least ``provider``, ``state`` and ``kubeconfig``."""
 
+    def commands(self) -> list[Path]:
+        """Folders of kubectl and helm that came with the cluster."""
+
 
 def every(
     progress: Progress, *, nodes: int = 1, images: bool = True, install: bool = True

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from treeline_bench.machine import this_machine, versions
-from treeline_bench.metrics import row
+from treeline_bench.metrics import metric, row
 from treeline_bench.report import page
-from treeline_bench.results import Result, Row, write_result, write_whole
+from treeline_bench.results import Result, write_result, write_whole
 
 from e2e.cluster.place import ROOT
 
@@ -17,21 +19,32 @@ RECORD = "E2E_RECORD"
 """Set to 1, it lets a run replace the committed figures."""
 
 
+def figure(name: str, found: Sequence[float]) -> float:
+    """What is told of all that was found: streams add up; of times the worst, or the percentile of the name."""
+    if metric(name).unit == "streams":
+        return sum(found)
+    if name.endswith(".p95"):
+        return sorted(found)[math.ceil(0.95 * len(found)) - 1]
+    return max(found)
+
+
 class Figures:
-    """One run's figures; the last value of a name counts."""
+    """One run's figures: what all journeys found, by metric."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, Row] = {}
+        self._found: dict[str, list[float]] = {}
 
-    def add(self, metric: str, value: float) -> None:
-        self._rows[metric] = row(metric, value)
+    def add(self, name: str, *found: float) -> None:
+        """Raises KeyError for a name that is no metric's."""
+        metric(name)
+        self._found.setdefault(name, []).extend(found)
 
     def write(self) -> None:
         """Into bench/results if that is asked for, else beside the streams."""
-        if not self._rows:
+        if not self._found:
             return
         folder = ROOT / "bench/results" if os.environ.get(RECORD) == "1" else ROOT / ".cache/e2e"
-        rows = [self._rows[name] for name in sorted(self._rows)]
+        rows = [row(name, figure(name, found)) for name, found in sorted(self._found.items())]
         today = datetime.date.today().isoformat()
         result = Result("e2e", today, this_machine(), versions(), "make e2e", rows)
         write_result(result, folder)

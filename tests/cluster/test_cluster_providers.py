@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from e2e.cluster import config, network
+from e2e.cluster import config, network, packages
 from e2e.cluster.__main__ import main
 from e2e.cluster.existing import ALLOWED, Existing, allowed
 from e2e.cluster.leftovers import compare
@@ -69,6 +70,23 @@ def test_a_cluster_is_kept_where_that_is_asked(monkeypatch: pytest.MonkeyPatch, 
     # with force it is tried, and refused: the folder is not ours
     assert main(["down", "--provider", "local", "--force"]) == 1
     assert (tmp_path / "foreign/file").exists()
+
+
+def test_a_machine_that_cannot_have_a_cluster_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TREELINE_E2E_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(packages.os, "geteuid", lambda: 1000)
+    assert main(["fit", "--provider", "local"]) == 3
+    assert "needs root" in capsys.readouterr().out
+    monkeypatch.undo()
+    monkeypatch.setenv("TREELINE_E2E_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TREELINE_CACHE", str(tmp_path / "not-there-yet"))
+    monkeypatch.setattr(packages, "unfit", lambda: None)
+    monkeypatch.setattr("e2e.cluster.images.shutil.disk_usage", lambda _: SimpleNamespace(free=1e9))
+    assert main(["fit", "--provider", "local"]) == 3
+    assert "1 GB are free" in capsys.readouterr().out
+    assert not (tmp_path / "home").exists(), "nothing is made by asking"
 
 
 def test_routes_that_overlap_with_the_clusters_are_told() -> None:

@@ -59,7 +59,7 @@ class Room:
     async def pool(self, name: str) -> Any:
         return await self.get(f"{POOLS}/{name}")
 
-    async def until(self, condition: Callable[[], Any], what: str, seconds: float = 20.0) -> Any:
+    async def until(self, condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
         """The first true answer of ``condition``, which may be asynchronous."""
         deadline = time.monotonic() + seconds
         while True:

@@ -81,7 +81,7 @@ class SimCluster:
     def world(self, pool: InferencePool) -> PoolWorld:
         children = tuple(Observed.of(obj) for obj in self.objects.values())
         pods = tuple(Observed.of(pod) for pod in self.pods.values())
-        shared = (_picker(pool),) if self.has_keys else ()
+        shared = (_anchor(pool), *((_picker(pool),) if self.has_keys else ()))
         gateway = GatewayWorld(
             pool.namespace, pool.spec.gateway.name, (*self.others, pool), shared, (), self.platform, self.now
         )
@@ -266,6 +266,12 @@ class SimCluster:
         meta["resourceVersion"] = str(self._serial)
         meta["generation"] = meta.get("generation", 0) + 1
         meta["managedFields"] = [{"manager": "somebody"}]
+
+
+def _anchor(pool: InferencePool) -> Observed:
+    """What all of the gateway belongs to."""
+    meta = {"name": names.anchor(pool.spec.gateway.name), "namespace": pool.namespace, "uid": "uid-anchor"}
+    return Observed.of({"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta})
 
 
 def _picker(pool: InferencePool) -> Observed:

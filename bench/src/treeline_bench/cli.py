@@ -20,7 +20,7 @@ from treeline_bench.machine import this_machine, versions
 from treeline_bench.plots import plot
 from treeline_bench.processes import ChildFailed
 from treeline_bench.prompts import PromptError
-from treeline_bench.registry import BENCHMARKS, select
+from treeline_bench.registry import BENCHMARKS, ELSEWHERE, select
 from treeline_bench.report import MarkersMissing, page, replace_between_markers, summary
 from treeline_bench.results import Result, ResultError, number, read_results, write_result, write_whole
 
@@ -71,7 +71,7 @@ def _out(args: argparse.Namespace) -> Path:
 
 def _quote(target: str, folder: Path, console: Console) -> int:
     try:
-        results = read_results(folder, list(BENCHMARKS))
+        results = read_results(folder, [*BENCHMARKS, *ELSEWHERE])
         if not results:
             console.print("There are no results yet: run the benchmarks first.", style="red")
             return 1

@@ -13,6 +13,9 @@ BENCHMARKS: dict[str, Benchmark] = {
     for benchmark in (tree.BENCHMARK, picker.BENCHMARK, routing.BENCHMARK, operator.BENCHMARK)
 }
 
+ELSEWHERE = ("e2e",)
+"""Results beside those of the benchmarks: the journeys on a real Kubernetes write them (`make e2e`)."""
+
 
 def select(names: Sequence[str]) -> list[Benchmark]:
     """Those named, all for no names. Raises KeyError, which lists the valid names."""

@@ -331,6 +331,14 @@ class Fleet:
         )
         for known in State:
             yield "gauge", "publishers", "Publishers by state.", {"state": known.value}, publishers[known]
+        failing = sum(e.breaker.tripped for e in self._picker.endpoints.values())
+        yield (
+            "gauge",
+            "endpoints_failing",
+            "Endpoints left out because they answer errors alone.",
+            {},
+            failing,
+        )
         stats, eds = self.stats, self._eds.state
         events = Counter(self._past)
         for endpoint in self._picker.endpoints.values():
@@ -398,6 +406,7 @@ class Fleet:
         }
         if endpoint is not None:
             out["selectable"] = endpoint.eligible
+            out["failing"] = endpoint.breaker.tripped
             out["reservations"] = len(endpoint.load.reservations)
             out["reserved_tokens"] = endpoint.load.reservations.tokens
             out["publisher"] = endpoint.publisher.state.value if endpoint.publisher is not None else None

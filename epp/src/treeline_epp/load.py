@@ -88,6 +88,8 @@ class EndpointLoad:
     #: The shortest decode step ever reported: that of a small batch.
     fastest_step_s: float = float("inf")
     overloaded_until: float = float("-inf")
+    #: Whether its reports come as long as it lives, so that their end says something. Other engines may just be idle.
+    beats: bool = False
     _totals: tuple[int, int] | None = None
 
     def on_load(self, load: LoadStat | TreelineLoad, now: float) -> None:
@@ -95,6 +97,7 @@ class EndpointLoad:
         self.report = report_of(load, now)
         self.overloaded_until = float("-inf")
         if isinstance(load, TreelineLoad):
+            self.beats = True
             if load.prefill_tokens_per_s > 0:
                 self.reported_rate = load.prefill_tokens_per_s
             if load.decode_step_ms > 0:
@@ -131,6 +134,10 @@ class EndpointLoad:
     def fresh(self, now: float) -> bool:
         """Is the last report recent enough to be believed?"""
         return self.report is not None and now - self.report.at <= STALE_AFTER_S
+
+    def silent(self, now: float) -> bool:
+        """Has an engine that always reports stopped doing so? It hangs, or the way to it is cut."""
+        return self.beats and not self.fresh(now)
 
     def queue(self, now: float) -> tuple[int, int]:
         """`(uncached tokens, requests)` that a request picked now would find before it."""

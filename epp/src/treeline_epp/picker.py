@@ -13,6 +13,7 @@ from treeline_wire.keys import PrefixKeys
 from treeline_wire.load import LoadStat, TreelineLoad
 
 from treeline_epp.audit import Audit, Verdict
+from treeline_epp.breaker import Breaker
 from treeline_epp.endpoint import (
     Decision,
     EndpointSpec,
@@ -55,6 +56,7 @@ class Endpoint:
     host: str
     load: EndpointLoad = field(default_factory=EndpointLoad)
     audit: Audit = field(default_factory=Audit)
+    breaker: Breaker = field(default_factory=Breaker)
     ready: bool = True
     draining: bool = False
     publisher: Publisher | None = None
@@ -99,6 +101,7 @@ class Lease:
             self._predicted_until = picker.index.predict(
                 endpoint.pod, request.namespace, request.key, decision.hit, now
             )
+        endpoint.breaker.on_pick(now)
         self.endpoint = endpoint
         self.decision = decision
         self.opened_at = now
@@ -132,6 +135,10 @@ class Lease:
             if outcome is Outcome.HEADERS:
                 self._picker.served_elsewhere(self, elsewhere, now)
             return True
+        if outcome is Outcome.ERROR:
+            self.endpoint.breaker.on_error(now)
+        elif outcome is Outcome.HEADERS:
+            self.endpoint.breaker.on_answer()
         if outcome is Outcome.OVERLOADED:
             load.on_overloaded(now)
         elif outcome is Outcome.HEADERS and cached_tokens is not None and prompt_tokens is not None:
@@ -225,7 +232,7 @@ class Picker:
 
         Raises NoEndpoints (503), or Saturated (429) for a sheddable request: others go to the best of full endpoints.
         """
-        eligible = self._eligible(request)
+        eligible = self._eligible(request, now)
         scored = [score(candidate, now) for candidate in self._candidates(request, eligible, now)]
         if request.sheddable:
             self._shed(scored)
@@ -267,13 +274,18 @@ class Picker:
             raise NoEndpoints(f"endpoint {decision.endpoint.name} is gone")
         return Lease(self, endpoint, decision, now)
 
-    def _eligible(self, request: PickRequest) -> list[Endpoint]:
+    def _eligible(self, request: PickRequest, now: float) -> list[Endpoint]:
         serving = [e for e in self.endpoints.values() if e.eligible and e.serves(request)]
         if not serving:
             raise NoEndpoints("no endpoint is ready")
-        if request.subset is None:
-            return serving
-        allowed = {split_address(entry) for entry in request.subset}
+        if request.subset is not None:
+            serving = self._inside(serving, request.subset)
+        # Where all of them seem to fail, requests may be at fault, or we ourselves; and there is nowhere better to go.
+        return [e for e in serving if e.breaker.admits(now) and not e.load.silent(now)] or serving
+
+    @staticmethod
+    def _inside(serving: Sequence[Endpoint], subset: frozenset[str]) -> list[Endpoint]:
+        allowed = {split_address(entry) for entry in subset}
         inside = [e for e in serving if (e.host, "") in allowed or split_address(e.spec.address) in allowed]
         if not inside:
             raise NoEndpoints("no ready endpoint is in the subset that the proxy allows")

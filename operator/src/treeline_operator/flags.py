@@ -51,6 +51,27 @@ def add_surroundings(parser: argparse._ActionsContainer) -> None:
         metavar="DOMAIN",
         help="of the cluster's DNS (default: %(default)s)",
     )
+    parser.add_argument(
+        "--api-server-port",
+        action="append",
+        type=_port,
+        default=[],
+        metavar="P",
+        help="on which pods reach the API server, its Service's port and its own: NetworkPolicies let pickers out to "
+        f"them; may be repeated (default: {' and '.join(map(str, Platform().api_server_ports))})",
+    )
+
+
+def _port(text: str) -> int:
+    """A port to connect to, or argparse's complaint."""
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"{text} is no port")
+    return int(text)
+
+
+def api_server_ports_of(given: argparse.Namespace) -> tuple[int, ...]:
+    """What :func:`add_surroundings` was given."""
+    return tuple(dict.fromkeys(given.api_server_port)) or Platform().api_server_ports
 
 
 def images_of(given: argparse.Namespace) -> Images:

@@ -22,7 +22,7 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
 from treeline_operator.controller.observe import explain
 from treeline_operator.controller.store import MODEL, POOL
-from treeline_operator.flags import add_images, add_surroundings, images_of
+from treeline_operator.flags import add_images, add_surroundings, api_server_ports_of, images_of
 from treeline_operator.plan.runtime import template_problem
 from treeline_operator.simulate import Simulation, Step
 from treeline_operator.status.models import model_statuses
@@ -94,7 +94,11 @@ def main(argv: Sequence[str], out: TextIO | None = None, now: datetime | None = 
     given = parser().parse_args(argv)
     out = out or sys.stdout
     platform = Platform(
-        images_of(given), frozenset(given.api), given.cluster_domain, operator_namespace=given.lease_namespace
+        images_of(given),
+        frozenset(given.api),
+        given.cluster_domain,
+        api_server_ports_of(given),
+        given.lease_namespace,
     )
     try:
         simulation = Simulation(platform, now or datetime.now(UTC))

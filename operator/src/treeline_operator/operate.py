@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from treeline_operator.controller.logs import LEVELS, set_up
-from treeline_operator.flags import add_images, add_surroundings, images_of
+from treeline_operator.flags import add_images, add_surroundings, api_server_ports_of, images_of
 
 log = logging.getLogger("treeline_operator")
 
@@ -142,6 +142,7 @@ async def _serve(given: argparse.Namespace) -> int:
         resync_s=given.resync_seconds,
         workers=given.workers,
         cluster_domain=given.cluster_domain,
+        api_server_ports=api_server_ports_of(given),
         picker_probe=given.picker_probe,
         kubeconfig=given.kubeconfig,
         context=given.context,

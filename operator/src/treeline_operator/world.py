@@ -78,12 +78,14 @@ class Platform:
 
     ``apis`` are the optional kinds that discovery found, each ``group/version/Kind`` (see ``kube.discovery``).
     ``picker_probe`` says whether pickers are asked for their lists.
+    ``api_server_ports`` are those of its Service and its own: NetworkPolicies let pickers out to them.
     ``operator_namespace`` and ``operator_labels`` let NetworkPolicies admit the operator to the picker's status page.
     """
 
     images: Images = Images()
     apis: frozenset[str] = frozenset()
     cluster_domain: str = "cluster.local"
+    api_server_ports: tuple[int, ...] = (443, 6443)
     operator_namespace: str = "treeline-system"
     operator_labels: tuple[tuple[str, str], ...] = (("app.kubernetes.io/name", "treeline-operator"),)
     template_version: int = TEMPLATE_VERSION

@@ -150,6 +150,17 @@ def test_what_somebody_changed_is_named(tmp_path: Path) -> None:
     assert report["steps"][0]["drift"]
 
 
+def test_pickers_may_reach_an_api_server_on_other_ports(tmp_path: Path) -> None:
+    pool = write(tmp_path / "pool.yaml", POOL)
+    shown = plan("-f", pool, "--output", "yaml", "--api-server-port", "443", "--api-server-port=16443")
+    (egress,) = [
+        obj["spec"]["egress"]
+        for obj in yaml.safe_load_all(shown)
+        if obj["kind"] == "NetworkPolicy" and obj["metadata"]["name"] == "treeline-epp"
+    ]
+    assert {"ports": [{"port": p, "protocol": "TCP"} for p in (443, 16443)]} in egress
+
+
 def test_it_is_told_where_the_operator_lives(tmp_path: Path) -> None:
     text = plan(
         "-f", write(tmp_path / "p.yaml", POOL), "--lease-namespace", "ops", "--image-pull-secret", "registry"

@@ -29,6 +29,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         ["--resync-seconds", "0"],
         ["--resync-seconds", "nan"],
         ["--workers", "0"],
+        ["--api-server-port", "0"],
         ["--namespace", "a/b"],
         ["--namespace", ""],
         ["--health-port", "70000"],

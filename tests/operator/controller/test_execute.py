@@ -204,6 +204,27 @@ async def test_one_of_ours_that_we_did_not_see_is_applied(meta: dict[str, Any]) 
     assert not done.refused
 
 
+@pytest.mark.parametrize(("owners", "is_ours"), [(["pool", "other"], True), (["other"], False)])
+async def test_what_pools_share_and_lost_its_label_is_known_by_its_owners(
+    owners: list[str], is_ours: bool
+) -> None:
+    """A gateway's anchor has several owners and no controller."""
+
+    def shared(*uids: str) -> list[dict[str, Any]]:
+        return [{"kind": "InferencePool", "name": uid, "uid": uid} for uid in uids]
+
+    server = Server(obj("s", "ConfigMap", labels={}, ownerReferences=shared(*owners)))
+    done = await carry_out(server, Store(), Apply(obj("s", "ConfigMap", ownerReferences=shared("pool")), ""))
+    assert bool(done.refused) is not is_ours
+    assert server.calls == (["get s", "apply s"] if is_ours else ["get s"])
+
+
+async def test_something_that_one_of_our_owners_merely_holds_is_not_ours() -> None:
+    held = [{"kind": "InferencePool", "name": "p", "uid": "pool"}]
+    server = Server(obj("s", labels={}, ownerReferences=held))
+    assert (await carry_out(server, Store(), Apply(obj("s"), ""))).refused
+
+
 async def test_what_is_not_as_observed_is_looked_at_and_planned_anew() -> None:
     store = Store()
     gone, other = seen(store, "gone"), seen(store, "other")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from treeline_operator.controller.observe import Observer
-from treeline_operator.controller.store import Store
+from treeline_operator.controller.observe import Observer, concerned
+from treeline_operator.controller.store import Change, Store
 from treeline_operator.world import Platform
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
@@ -41,6 +41,30 @@ def test_a_status_changes_nothing_for_the_pools_beside_it() -> None:
     changed = observer.gateway_world("shop", "treeline", NOW).pools
     assert changed[0].spec.replicas == 4
     assert changed[1] is before[1]
+
+
+def test_the_settings_of_a_gateway_concern_all_its_pools() -> None:
+    store = Store()
+    changes: list[Change] = []
+    store.listeners.append(changes.append)
+    put(store, "a", 1)
+    put(store, "b", 2)
+    put(store, "c", 3, spec=asking(gateway={"name": "other"}))
+
+    def concerned_by_last() -> set[tuple[str, str]]:
+        return {(key.kind, key.name) for key in concerned(changes[-1], store)}
+
+    put(store, "a", 4, generation=2, spec=asking(replicas=4))
+    assert concerned_by_last() == {("pool", "a"), ("gateway", "treeline"), ("models", "")}
+    put(store, "a", 5, generation=3, spec=asking(endpointPicker={"failureMode": "FailClose"}))
+    assert concerned_by_last() == {("pool", "a"), ("pool", "b"), ("gateway", "treeline"), ("models", "")}
+    put(store, "a", 6, generation=4, spec=asking(gateway={"name": "other"}))
+    gateways, pools = {("gateway", "treeline"), ("gateway", "other")}, {("pool", name) for name in "abc"}
+    assert concerned_by_last() == {*pools, *gateways, ("models", "")}
+
+
+def asking(**spec: Any) -> dict[str, Any]:
+    return {"model": {"uri": "builtin://tiny"}, **spec}
 
 
 def test_a_model_that_does_not_fit_is_named_with_what_is_wrong() -> None:

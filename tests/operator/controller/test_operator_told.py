@@ -69,7 +69,7 @@ async def test_pods_wait_for_the_keys_that_they_mount(room: Room, tmp_path: Path
 async def test_a_pool_that_waits_for_its_end_says_so_and_makes_nothing(room: Room, propagation: str) -> None:
     async with operator(room.plane.admin, room.namespace, resync_s=0.5):
         await room.create_pool("a")
-        await room.until(lambda: runtime_pod(room), "a pod")
+        await room.until(lambda: everything(room), "all that the operator makes")
         await room.patch(f"{POOLS}/a", HELD)
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": propagation}
         await room.request("DELETE", f"{POOLS.format(room.namespace)}/a", body)
@@ -91,6 +91,11 @@ async def test_a_pool_that_waits_for_its_end_says_so_and_makes_nothing(room: Roo
         after = await room.items(DEPLOYMENTS)
         assert {d["metadata"]["name"] for d in after} <= {d["metadata"]["name"] for d in before}
         await room.patch(f"{POOLS}/a", {"metadata": {"finalizers": None}})
+
+
+async def everything(room: Room) -> bool:
+    """A pod of the runtime, and the last thing of the gateway: the two are made side by side."""
+    return bool(await runtime_pod(room)) and await room.get(f"{DEPLOYMENTS}/treeline-edge") is not None
 
 
 async def gone(room: Room) -> bool:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, cast
 
+import pytest
+from treeline_operator.actions import Plan
+from treeline_operator.controller import reconciler as module
+from treeline_operator.controller.execute import Done
 from treeline_operator.controller.metrics import Metrics
 from treeline_operator.controller.observe import Observer
 from treeline_operator.controller.reconciler import Reconciler
@@ -30,6 +35,24 @@ class Api:
         there = stored.object
         return {**there, "status": obj["status"], "metadata": {**there["metadata"], "resourceVersion": "9"}}
 
+    async def carry_out(self, plan: Plan) -> Done:
+        return Done()
+
+    async def list(self, *_: Any, **__: Any) -> list[Any]:
+        return []
+
+    def see(self, key: Key, pods: Any) -> None:
+        """No pod downloads."""
+
+    def look(self, namespace: str, gateway: str) -> None:
+        """No picker is asked."""
+
+    def wait(self, *_: Any) -> None:
+        """Nor waited for."""
+
+    def progress(self, key: Key) -> dict[str, Any]:
+        return {}
+
     def tell(self, ref: Any, uid: str, type_: str, reason: str, message: str) -> None:
         self.events.append((ref.name, reason))
 
@@ -46,13 +69,9 @@ def model(name: str, **spec: Any) -> dict[str, Any]:
     }
 
 
-async def test_a_model_that_is_not_understood_says_so() -> None:
-    store = Store()
-    api = Api(store)
-    store.put(model("odd", criticality="Urgent"))
-    store.put(model("fine"))
+def reconciler_of(store: Store, api: Api, changed: Callable[[Key], None] = lambda _: None) -> Reconciler:
     fakes = cast("Any", api)
-    reconciler = Reconciler(
+    return Reconciler(
         observer=Observer(store, Platform()),
         executor=fakes,
         statuses=fakes,
@@ -61,8 +80,16 @@ async def test_a_model_that_is_not_understood_says_so() -> None:
         probe=fakes,
         downloads=fakes,
         clock=lambda: NOW,
-        changed=lambda _: None,
+        changed=changed,
     )
+
+
+async def test_a_model_that_is_not_understood_says_so() -> None:
+    store = Store()
+    api = Api(store)
+    store.put(model("odd", criticality="Urgent"))
+    store.put(model("fine"))
+    reconciler = reconciler_of(store, api)
     await reconciler.reconcile(Key("models", "shop"))
     (told,) = api.statuses["odd"]["conditions"]
     assert (told["type"], told["status"], told["reason"]) == ("Accepted", "False", "SpecNotUnderstood")
@@ -73,3 +100,39 @@ async def test_a_model_that_is_not_understood_says_so() -> None:
     api.statuses.clear()
     await reconciler.reconcile(Key("models", "shop"))
     assert api.statuses == {}, "it is said once"
+
+
+def pool(name: str) -> dict[str, Any]:
+    made = model(name, model={"uri": "builtin://tiny"})
+    spec = {"model": {"uri": "builtin://tiny"}}
+    return {**made, "kind": "InferencePool", "spec": spec, "status": {}}
+
+
+async def test_a_plan_that_cannot_be_made_is_told_by_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, woken = Store(), []
+    api = Api(store)
+    store.put(pool("a"))
+    reconciler = reconciler_of(store, api, woken.append)
+
+    def broken(world: Any) -> Plan:
+        raise KeyError("a secret of the innermost")
+
+    def told() -> dict[str, Any]:
+        return {one["type"]: one for one in api.statuses["a"]["conditions"]}["Ready"]
+
+    gateway = Key("gateway", "shop", "treeline")
+    for planner, key in (("plan_pool", Key("pool", "shop", "a")), ("plan_gateway", gateway)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, planner, broken)
+            outcome = await reconciler.reconcile(key)
+            assert (outcome.result, outcome.retry) == ("bug", True)
+            await reconciler.reconcile(Key("pool", "shop", "a"))
+        assert (told()["status"], told()["reason"]) == ("False", "ReconcileFailed")
+        assert f"KeyError in the plan of {key.kind} {key.name}" in told()["message"]
+        assert "innermost" not in told()["message"]
+        await reconciler.reconcile(key)
+        await reconciler.reconcile(Key("pool", "shop", "a"))
+        assert told()["reason"] != "ReconcileFailed", "it is over when a plan is made"
+    assert woken == [Key("pool", "shop", "a")] * 2, (
+        "pools are told of what befalls their gateway, and of its end"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.pool_world import EVERY_API, NOW, SimCluster, a_pool
 from treeline_operator import names
-from treeline_operator.actions import Apply, Delete, Mark, Plan, Scale
+from treeline_operator.actions import Apply, CreateKeys, Delete, Mark, Plan, Scale
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.world import Images, PickerEndpoint, PickerView, Platform
 
@@ -79,6 +80,23 @@ def test_pods_that_need_the_keys_wait_for_them_and_others_do_not() -> None:
         assert any(action.ref.kind == "Deployment" for action in cluster.plan(pool).actions)
     cluster.has_keys = True
     assert any(action.ref.kind == "Deployment" for action in cluster.plan(a_pool()).actions)
+
+
+def test_keys_that_are_gone_are_made_again_for_a_pod_that_waits_for_them() -> None:
+    cluster = settled(a_pool())
+    (pod,) = cluster.pods.values()
+    placed = {"type": "PodScheduled", "status": "True", "lastTransitionTime": cluster.now.isoformat()}
+    pod["status"]["conditions"] = [placed, {"type": "PodReadyToStartContainers", "status": "False"}]
+    cluster.now += timedelta(seconds=29)
+    plan = cluster.plan(a_pool())
+    assert (plan.actions, plan.recheck_s) == ((), 30.0)
+    cluster.now += timedelta(seconds=1)
+    (made,) = cluster.plan(a_pool()).actions
+    assert isinstance(made, CreateKeys)
+    assert made.ref.name == "treeline-kv-keys"
+    assert [owner["uid"] for owner in made.object["metadata"]["ownerReferences"]] == ["uid-anchor"]
+    vllm = a_pool(engine={"type": "vllm"}, accelerator={"type": "nvidia"})
+    assert not any(isinstance(action, CreateKeys) for action in cluster.plan(vllm).actions)
 
 
 def test_what_runs_goes_on_while_a_new_revision_waits_for_keys() -> None:
@@ -480,6 +498,21 @@ def test_absent_apis_are_told_and_used_when_they_appear() -> None:
         "HTTPRoute",
         "ScaledObject",
     }
+
+
+def test_an_api_that_discovery_misses_for_a_moment_takes_nothing_away() -> None:
+    pool = a_pool(
+        gateway={"parentRefs": [{"name": "front"}]},
+        autoscaling={"type": "KEDA", "maxReplicas": 3, "keda": {"triggers": [{"type": "cpu"}]}},
+    )
+    cluster = SimCluster(Platform(apis=EVERY_API))
+    cluster.converge(pool)
+    for missed in EVERY_API:
+        cluster.platform = Platform(apis=EVERY_API - {missed})
+        assert cluster.plan(pool).actions == (), missed
+    cluster.platform = Platform()
+    gone = {action.ref.kind for action in cluster.plan(a_pool()).actions if isinstance(action, Delete)}
+    assert gone == {"HTTPRoute", "InferencePool", "ScaledObject"}, "what is not asked for any more goes"
 
 
 def test_of_several_pools_behind_a_gateway_the_oldest_takes_what_names_no_other() -> None:

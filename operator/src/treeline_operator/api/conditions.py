@@ -138,8 +138,8 @@ INFO: Final[dict[Reason, ReasonInfo]] = {
     ),
     _R.RECONCILE_FAILED: ReasonInfo(
         False,
-        "The API server refuses something that the operator writes; the message quotes it.",
-        "Correct what the message names (a quota, a policy, a right); the operator tries again by itself.",
+        "The API server refuses what the operator writes (the message quotes it), or no plan could be made.",
+        "Correct what the message names (a quota, a policy, a right); report a defect. It is tried again by itself.",
     ),
     _R.DELETING: ReasonInfo(
         None, "The object is being deleted.", "Wait for the pods to drain; drain.timeoutSeconds bounds it."

@@ -134,7 +134,8 @@ class Gateway(Part):
         "treeline"
     )
     """Pools of a namespace with the same gateway name share a picker and a URL. Where their settings conflict, those of
-    the oldest pool hold."""
+    the oldest pool hold. A pool that is given another name leaves its former URL at once: move its clients first (a
+    second pool behind the new gateway), where that matters."""
     standalone: Standalone | None = None
     """Settings of our own Envoy. Not with parentRefs."""
     parent_refs: Annotated[tuple[ParentRef, ...], Field(max_length=16)] = ()

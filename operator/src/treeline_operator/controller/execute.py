@@ -130,9 +130,11 @@ class Executor:
             meta = (await self.writer.get(action.ref))["metadata"]
         except NotFound:
             return None
-        owners = {owner["uid"] for owner in meta.get("ownerReferences") or () if owner.get("controller")}
-        wanted = {owner["uid"] for owner in action.object["metadata"].get("ownerReferences") or ()}
-        if (meta.get("labels") or {}).get(names.MANAGED_BY) == names.MANAGER or owners & wanted:
+        wanted = _owners(action.object["metadata"])
+        # What is shared by pools (a gateway's anchor) has no controller among its owners; all else has one.
+        controlled = any(wanted.values())
+        owners = {uid for uid, controls in _owners(meta).items() if controls or not controlled}
+        if (meta.get("labels") or {}).get(names.MANAGED_BY) == names.MANAGER or owners & wanted.keys():
             return None
         text = f"{action.ref.kind} {action.ref.name} exists and is not the operator's; rename or delete it"
         log.warning("%s", text)
@@ -176,3 +178,8 @@ def with_keys(secret: Object) -> Object:
     public, private = zmq.curve_keypair()
     data = {PUBLIC_FILE: public, SECRET_FILE: private}
     return {**secret, "data": {name: base64.b64encode(key + b"\n").decode() for name, key in data.items()}}
+
+
+def _owners(meta: Object) -> dict[str, bool]:
+    """Owner's uid → whether it controls the object."""
+    return {owner["uid"]: bool(owner.get("controller")) for owner in meta.get("ownerReferences") or ()}

@@ -149,16 +149,24 @@ def concerned(change: Change, store: Store) -> set[Key]:
         if _intent(change.before) != _intent(change.after):
             keys |= {Key("gateway", ref.namespace, place.gateway) for place in change.places}
             keys.add(Key("models", ref.namespace))
+        if _asks_of_gateway(change.before) != _asks_of_gateway(change.after):
+            # The settings of the oldest pool hold for all that share its gateway.
+            for place in change.places:
+                keys |= _of_gateway(store, ref.namespace, place.gateway)
         return keys
     keys = set()
     for place in change.places:
         if place.pool:
             keys.add(Key("pool", ref.namespace, place.pool))
         elif place.gateway:
-            keys.add(Key("gateway", ref.namespace, place.gateway))
-            members = store.gateway_pools(ref.namespace, place.gateway)
-            keys |= {Key("pool", ref.namespace, member.ref.name) for member in members}
+            keys |= _of_gateway(store, ref.namespace, place.gateway)
     return keys
+
+
+def _of_gateway(store: Store, namespace: str, gateway: str) -> set[Key]:
+    """The gateway and the pools behind it."""
+    members = store.gateway_pools(namespace, gateway)
+    return {Key("gateway", namespace, gateway), *(Key("pool", namespace, pool.ref.name) for pool in members)}
 
 
 def _pools_of_model(change: Change) -> Iterator[Key]:
@@ -175,6 +183,14 @@ def _intent(observed: Observed | None) -> object:
     meta = observed.object["metadata"]
     fields = ("uid", "generation", "labels", "annotations", "deletionTimestamp")
     return [meta.get(name) for name in fields]
+
+
+def _asks_of_gateway(observed: Observed | None) -> object:
+    """What of a pool concerns the others behind its gateway."""
+    if observed is None:
+        return None
+    meta, spec = observed.object["metadata"], observed.object.get("spec") or {}
+    return meta.get("uid"), meta.get("deletionTimestamp"), spec.get("gateway"), spec.get("endpointPicker")
 
 
 def _apart(found: list[Observed]) -> tuple[tuple[Observed, ...], tuple[Observed, ...]]:

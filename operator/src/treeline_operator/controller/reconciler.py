@@ -102,8 +102,8 @@ class Reconciler:
             return await self._not_understood(key, pool)
         world = self.observer.pool_world(pool, self.clock())
         self.downloads.see(key, world.pods)
-        plan = plan_pool(world)
-        done = await self._carry_out(key, plan, pool)
+        plan = self._planned(key, lambda: plan_pool(world))
+        done = await self._carry_out(key, plan, pool) if plan else Done()
         after = self.observer.pool_world(pool, self.clock())
         refused = self._refused.get(key) or self._refused.get(
             key._replace(kind="gateway", name=pool.spec.gateway.name)
@@ -116,6 +116,17 @@ class Reconciler:
             pool.namespace, pool.spec.gateway.name, pool.name, _waits(status, after) and not pool.deleting
         )
         return _outcome(plan, done, again_s)
+
+    def _planned(self, key: Key, plan: Callable[[], Plan]) -> Plan | None:
+        """The plan. A defect in making it is told in the status, not in the log alone, and tried again later."""
+        try:
+            return plan()
+        except Exception as exc:
+            log.exception("planning failed", extra=_about(key))
+            what = f"{type(exc).__name__} in the plan of {key.kind} {key.name}"
+            text = f"a defect of the operator, please report it: {what}"
+            self._refused[key] = Cause(Reason.RECONCILE_FAILED, text)
+            return None
 
     async def _status(
         self, key: Key, world: PoolWorld, refused: Cause | None
@@ -147,11 +158,11 @@ class Reconciler:
     async def _gateway(self, key: Key) -> Outcome:
         world = self.observer.gateway_world(key.namespace, key.name, self.clock())
         self.probe.look(key.namespace, key.name)
-        await _load_envoy()
-        plan = plan_gateway(world)
-        owner = share(world.pools).gateways[key.name].owner if world.pools else None
         before = self._refused.get(key)
-        done = await self._carry_out(key, plan, owner)
+        await _load_envoy()
+        plan = self._planned(key, lambda: plan_gateway(world))
+        owner = share(world.pools).gateways[key.name].owner if world.pools else None
+        done = await self._carry_out(key, plan, owner) if plan else Done()
         if self._refused.get(key) != before:
             for pool in world.pools:
                 self.changed(Key("pool", pool.namespace, pool.name))
@@ -233,7 +244,9 @@ async def _load_envoy() -> None:
         await asyncio.to_thread(importlib.import_module, _ENVOY)
 
 
-def _outcome(plan: Plan, done: Done, again_s: float | None = None) -> Outcome:
+def _outcome(plan: Plan | None, done: Done, again_s: float | None = None) -> Outcome:
+    if plan is None:
+        return Outcome("bug", retry=True)
     if done.stale:
         return Outcome("conflict", retry=True)
     if done.refused:

@@ -55,6 +55,7 @@ class Options:
     resync_s: float = 300.0
     workers: int = 8
     cluster_domain: str = "cluster.local"
+    api_server_ports: tuple[int, ...] = (443, 6443)
     picker_probe: bool = True
     picker_port: int = 9090
     kubeconfig: Path | None = None
@@ -76,6 +77,7 @@ class Operator:
         platform = Platform(
             images=options.images,
             cluster_domain=options.cluster_domain,
+            api_server_ports=options.api_server_ports,
             operator_namespace=options.lease_namespace,
             picker_probe=options.picker_probe,
         )

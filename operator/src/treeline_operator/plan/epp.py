@@ -65,17 +65,6 @@ def identity(ground: Ground) -> list[dict[str, Any]]:
     return [service_account(ground, "epp", name), role, binding]
 
 
-def keys(ground: Ground) -> dict[str, Any]:
-    """The Secret with the key pair of the runtimes' KV sockets, without its data. It is made once and never read."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": ground.meta(names.kv_keys(ground.gateway)),
-        "type": "Opaque",
-        "immutable": True,
-    }
-
-
 def service(ground: Ground) -> dict[str, Any]:
     """The picker's address, which never changes.
 

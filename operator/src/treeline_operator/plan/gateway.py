@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 from typing import Any, Final
 
 from treeline_operator import names
@@ -13,12 +12,11 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan import edge, epp, gateway_network
 from treeline_operator.plan.anchored import Ground, Making, find, making
 from treeline_operator.plan.diff import applying, prune
+from treeline_operator.plan.keys import has_keys, keys, keys_again
 from treeline_operator.plan.sharing import Shared, share
 from treeline_operator.world import GatewayWorld, Observed, Ref
 
 _GOING_S: Final = 2.0
-_STUCK_S: Final = 30.0
-"""How long a pod may wait for its volumes before the key pair is made again, should it be missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +42,15 @@ def gateway_children(world: GatewayWorld) -> GatewayChildren:
     )
 
 
-def has_keys(world: GatewayWorld) -> bool:
-    """Whether the key pair of the KV sockets was made, as far as can be told: the Secret is never read.
-
-    The picker's Deployment is the evidence. It is written after the keys, and not before they were asked for.
-    """
-    return gateway_children(world).epp is not None
-
-
 def shared(world: GatewayWorld) -> Shared | None:
     """Who shares the gateway and whose settings hold; None when no pool names it."""
     return share(world.pools).gateways.get(world.name)
+
+
+def ground_of(world: GatewayWorld) -> Ground | None:
+    """What the gateway's objects are built from; None before its anchor is there."""
+    found, observed = shared(world), gateway_children(world).anchor
+    return Ground.of(world, found, observed.uid) if found is not None and observed is not None else None
 
 
 def gateway_url(world: GatewayWorld, pool: InferencePool | None = None) -> str | None:
@@ -224,24 +220,16 @@ class _Planning:
 
     def _keys(self) -> None:
         """The key pair must be there before the first pod that mounts it; nobody can be asked whether it is."""
-        deployment = gateway_children(self._world).epp
-        if deployment is None:
-            self.actions.append(CreateKeys(epp.keys(self._ground), "keys for the runtimes' KV sockets"))
+        if not has_keys(self._world):
+            self.actions.append(CreateKeys(keys(self._ground), "keys for the runtimes' KV sockets"))
             return
-        now, selector = self._world.now, self._ground.pods("epp").items()
-        pickers = [pod.object for pod in self._world.pods]
-        waiting = [
-            waited
-            for pod in pickers
-            if selector <= pod["metadata"].get("labels", {}).items()
-            and (waited := volumes_awaited(pod, now)) is not None
-        ]
-        if not waiting:
-            return
-        if max(waiting) >= _STUCK_S:
-            why = "a pod waits for its volumes; should the keys be missing, they are made again"
-            self.actions.append(CreateKeys(epp.keys(self._ground), why))
-        self.recheck_s = _STUCK_S
+        selector = self._ground.pods("epp").items()
+        pickers = (
+            pod for pod in self._world.pods if selector <= pod.object["metadata"].get("labels", {}).items()
+        )
+        again = keys_again(self._ground, pickers, self._world.now)
+        self.actions += again.actions
+        self.recheck_s = again.recheck_s
 
     def _picker(self) -> None:
         ground = self._ground
@@ -295,16 +283,6 @@ class _Planning:
                     not rolled_out or revision in used or child.ref.name == _mounted(deployment)
                 ):
                     self._wanted.append(child.ref)
-
-
-def volumes_awaited(pod: dict[str, Any], now: datetime) -> float | None:
-    """For how many seconds a pod that has its node has waited to have its volumes; None if it does not wait."""
-    conditions = {c["type"]: c for c in pod.get("status", {}).get("conditions", ())}
-    placed, begun = conditions.get("PodScheduled", {}), conditions.get("PodReadyToStartContainers", {})
-    if placed.get("status") != "True" or begun.get("status") != "False":
-        return None
-    since = datetime.fromisoformat(placed.get("lastTransitionTime") or pod["metadata"]["creationTimestamp"])
-    return max(0.0, (now - since) / timedelta(seconds=1))
 
 
 def _mounted(deployment: Observed) -> str:

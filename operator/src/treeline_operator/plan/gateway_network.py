@@ -16,7 +16,6 @@ ADMITTED: Final = "treeline.dev/gateway-access"
 """A namespace with this label and the value ``true`` may ask the pickers, where a Gateway's proxies do not run in the
 Gateway's own namespace."""
 _METRICS_READERS: Final = {"app.kubernetes.io/name": "prometheus"}
-_API_SERVER_PORTS: Final = (443, 6443)
 _DNS: Final = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
 """To anywhere: a node's own DNS cache has an address that no selector covers."""
 
@@ -61,8 +60,8 @@ def _picker(ground: Ground) -> dict[str, Any]:
     ]
     egress = [
         {"to": [_runtimes(ground)], "ports": [*_tcp(*_serving_ports(ground)), *_event_ports(ground)]},
-        # The API server has no labels; which of the two ports counts depends on whether its Service is resolved first.
-        {"ports": _tcp(*_API_SERVER_PORTS)},
+        # The API server has no labels; which of its ports counts depends on whether its Service is resolved first.
+        {"ports": _tcp(*ground.platform.api_server_ports)},
         _DNS,
     ]
     return _policy(ground, names.epp(ground.gateway), _selector(ground, "epp"), ingress, egress)

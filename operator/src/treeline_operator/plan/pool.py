@@ -16,13 +16,14 @@ from treeline_operator.plan import pods as reading
 from treeline_operator.plan.diff import applying, differences, prune
 from treeline_operator.plan.download import claim, claim_name, claim_notes, files
 from treeline_operator.plan.drain import Exit, Terms, take_out
-from treeline_operator.plan.gateway import has_keys
+from treeline_operator.plan.gateway import ground_of
+from treeline_operator.plan.keys import has_keys, keys_again
 from treeline_operator.plan.network import download_policy, pods_policy
 from treeline_operator.plan.revision import Existing, Target, existing, outdated, routable, target
 from treeline_operator.plan.rollout import Policy, Revision, Step, next_step
-from treeline_operator.plan.routes import http_route, missing_apis, upstream_pool
+from treeline_operator.plan.routes import ROUTE, UPSTREAM, http_route, missing_apis, upstream_pool
 from treeline_operator.plan.runtime import deployment, images_of, needs_keys, selector, template_problem
-from treeline_operator.plan.scaling import autoscaler
+from treeline_operator.plan.scaling import KEDA, autoscaler
 from treeline_operator.world import Observed, PoolWorld, Ref
 
 POD_MONITOR: Final = "monitoring.coreos.com/v1/PodMonitor"
@@ -59,7 +60,7 @@ class _Planner:
         if problem:
             self.notes.append(f"{problem}; the pods stay as they are")
         step = self._step(there, aim) if not problem else Step({one.name: one.replicas for one in there})
-        first = [*self._network(self._wants_download(there, aim, step)), *self._claim()]
+        first = [*self._keys(), *self._network(self._wants_download(there, aim, step)), *self._claim()]
         pods = [*self._services(), *self._revisions(there, aim, step)]
         rest = [*self._routes(), *self._scaling()]
         return Plan(
@@ -80,6 +81,16 @@ class _Planner:
         if aim.existing is not None or not needs_keys(self.pool) or has_keys(self.world.gateway):
             return ""
         return f"revision {aim.name} waits until gateway {self.world.gateway.name} has made its keys"
+
+    def _keys(self) -> Iterator[Action]:
+        """A Secret that is gone is missed by the next pod that mounts it, and that may be ours."""
+        ground = ground_of(self.world.gateway)
+        if ground is None or not needs_keys(self.pool) or not has_keys(self.world.gateway):
+            return
+        again = keys_again(ground, self.world.pods, self.world.now)
+        if again.recheck_s is not None:
+            self._look_again(again.recheck_s)
+        yield from again.actions
 
     # ---- revisions ------------------------------------------------------------------------------------------
 
@@ -264,6 +275,8 @@ class _Planner:
                 },
             }
             yield from self._apply(monitor, "metrics of the pods")
+        else:
+            self._leave(POD_MONITOR)
 
     def _routes(self) -> Iterator[Action]:
         parents, owner = self._parents(), self._owner()
@@ -272,6 +285,7 @@ class _Planner:
         missing = missing_apis(self.world.platform)
         if missing:
             self.notes.extend(missing)
+            self._leave(ROUTE, UPSTREAM)
             return
         pool, failure_mode = self.pool, owner.spec.endpoint_picker.failure_mode
         mirror = upstream_pool(pool, failure_mode, self._meta(names.upstream_pool(pool.name)))
@@ -285,6 +299,7 @@ class _Planner:
         made, missing = autoscaler(self.pool, self.world.platform, self._meta(self.pool.name))
         if missing:
             self.notes.append(missing)
+            self._leave(KEDA)
         if made is not None:
             yield from self._apply(made, "owns the pool's replicas")
 
@@ -325,6 +340,11 @@ class _Planner:
         write = self._write(made, why)
         if write is not None:
             yield write
+
+    def _leave(self, *kinds: str) -> None:
+        """Keep what is there of kinds that discovery does not name now: it may have missed them for a moment."""
+        found = (child.ref for child in self.world.children)
+        self.wanted.extend(ref for ref in found if f"{ref.api_version}/{ref.kind}" in kinds)
 
     def _write(self, made: dict[str, Any], why: str, apart: tuple[str, ...] = ()) -> Apply | None:
         ref = _ref(made)

@@ -17,7 +17,7 @@ from treeline_operator.plan import pods as reading
 from treeline_operator.plan import revision as revisions
 from treeline_operator.plan import runtime
 from treeline_operator.plan.drain import Terms, deadline, requests
-from treeline_operator.plan.gateway import has_keys
+from treeline_operator.plan.keys import has_keys
 from treeline_operator.plan.security import exceptions
 from treeline_operator.plan.sharing import Shared, share
 from treeline_operator.status import front

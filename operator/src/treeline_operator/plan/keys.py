@@ -1,0 +1,65 @@
+"""The key pair of a gateway's KV sockets: made once, never read, and made again when pods wait for it in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+from treeline_operator import names
+from treeline_operator.actions import CreateKeys
+from treeline_operator.plan.anchored import Ground, find
+from treeline_operator.world import GatewayWorld, Observed
+
+_STUCK_S: Final = 30.0
+"""How long a pod may wait for its volumes before the key pair is made again, should it be missing."""
+
+
+def has_keys(world: GatewayWorld) -> bool:
+    """Whether the key pair was made, as far as can be told: the Secret is never read.
+
+    The picker's Deployment is the evidence. It is written after the keys, and not before they were asked for.
+    """
+    return find(world.children, "Deployment", names.epp(world.name)) is not None
+
+
+def keys(ground: Ground) -> dict[str, Any]:
+    """The Secret with the key pair, without its data."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": ground.meta(names.kv_keys(ground.gateway)),
+        "type": "Opaque",
+        "immutable": True,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class KeysAgain:
+    """What is to be done for pods that may lack the key pair."""
+
+    actions: tuple[CreateKeys, ...] = ()
+    recheck_s: float | None = None
+    """When to look again while pods wait: that time passes tells nobody."""
+
+
+def keys_again(ground: Ground, pods: Iterable[Observed], now: datetime) -> KeysAgain:
+    """Make the key pair once more for pods that mount it and do not start; if it is there, that changes nothing."""
+    waiting = [waited for pod in pods if (waited := volumes_awaited(pod.object, now)) is not None]
+    if not waiting:
+        return KeysAgain()
+    if max(waiting) < _STUCK_S:
+        return KeysAgain(recheck_s=_STUCK_S)
+    why = "a pod waits for its volumes; should the keys be missing, they are made again"
+    return KeysAgain((CreateKeys(keys(ground), why),), _STUCK_S)
+
+
+def volumes_awaited(pod: dict[str, Any], now: datetime) -> float | None:
+    """For how many seconds a pod that has its node has waited to have its volumes; None if it does not wait."""
+    conditions = {c["type"]: c for c in pod.get("status", {}).get("conditions", ())}
+    placed, begun = conditions.get("PodScheduled", {}), conditions.get("PodReadyToStartContainers", {})
+    if placed.get("status") != "True" or begun.get("status") != "False":
+        return None
+    since = datetime.fromisoformat(placed.get("lastTransitionTime") or pod["metadata"]["creationTimestamp"])
+    return max(0.0, (now - since) / timedelta(seconds=1))

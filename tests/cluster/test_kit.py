@@ -1,0 +1,58 @@
+"""What the journeys count, and what they take from the README."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from e2e.kit import figures as kit
+from e2e.kit import readme
+from e2e.kit.figures import Figures, figure
+from e2e.kit.traffic import Report, Stream
+
+
+def test_streams_add_up_and_of_times_the_worst_is_told() -> None:
+    assert figure("e2e.dropped_streams", [0, 2, 1]) == 3
+    assert figure("e2e.drain_s", [6.0, 9.0, 7.0]) == 9.0
+    assert figure("e2e.ready_to_routed_s.p95", [0.1] * 19 + [5.0]) == 0.1
+    assert figure("e2e.ready_to_routed_s.p95", [0.1, 5.0]) == 5.0
+
+
+def test_figures_are_kept_as_the_benchmarks_keep_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kit, "ROOT", tmp_path)
+    monkeypatch.delenv(kit.RECORD, raising=False)
+    found = Figures()
+    found.write()
+    assert not (tmp_path / ".cache").exists(), "nothing was measured"
+    found.add("e2e.drain_s", 4.0, 5.5)
+    with pytest.raises(KeyError, match="unknown metric"):
+        Figures().add("e2e.nonsense", 1.0)
+    found.write()
+    (told,) = json.loads((tmp_path / ".cache/e2e/e2e.json").read_text())["rows"]
+    assert (told["metric"], told["value"]) == ("e2e.drain_s", 5.5)
+
+
+def test_what_users_would_complain_about_is_dropped() -> None:
+    def stream(fate: str, status: int = 200) -> Stream:
+        return Stream("short", "tiny", 0.0, fate=fate, status=status)  # type: ignore[arg-type]
+
+    report = Report([stream("served"), stream("truncated"), stream("refused", 429), stream("refused", 503)])
+    assert [(s.fate, s.status) for s in report.dropped] == [("truncated", 200), ("refused", 503)]
+
+
+def test_the_quick_start_is_what_stands_in_the_readme() -> None:
+    script = readme.commands()
+    for command in (
+        "helm install treeline",
+        "kubectl apply -f manifests/samples/",
+        "curl ",
+        "helm uninstall",
+    ):
+        assert command in script
+    assert "apiVersion" not in script, "only what a shell runs"
+    with pytest.raises(AssertionError, match="no section"):
+        readme.commands("Nowhere")

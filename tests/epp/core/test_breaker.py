@@ -1,0 +1,128 @@
+"""An endpoint that answers nothing but errors, or has fallen silent: left out, tried again, taken back."""
+
+from treeline_epp.breaker import ERRORS, MAX_OPEN_S, Breaker
+from treeline_epp.endpoint import EndpointSpec, Outcome, PickRequest
+from treeline_epp.picker import Lease, Picker, PickerConfig
+from treeline_wire.load import LoadStat, TreelineLoad
+
+ASK = PickRequest("id", model="m", prompt_tokens_estimate=100)
+
+
+def make(count: int) -> Picker:
+    picker = Picker(PickerConfig())
+    for number in range(count):
+        spec = EndpointSpec(f"e{number}", f"10.0.0.{number}:8000", models=("m",))
+        picker.add_endpoint(spec)
+        picker.on_load(spec.name, TreelineLoad(prefill_tokens_per_s=10_000.0), now=0.0)
+    return picker
+
+
+def send(picker: Picker, now: float) -> Lease:
+    return picker.reserve(picker.pick(ASK, now), now)
+
+
+def names(picker: Picker, now: float, count: int = 20) -> set[str]:
+    """Where requests go that are answered at once."""
+    found = set()
+    for _ in range(count):
+        lease = send(picker, now)
+        found.add(lease.endpoint.spec.name)
+        lease.close(now, Outcome.HEADERS, served=lease.endpoint.spec.address)
+    return found
+
+
+def fail(picker: Picker, name: str, now: float) -> None:
+    """Requests until this endpoint has failed as often in a row as it may; all others answer."""
+    breaker = picker.endpoints[name].breaker
+    while not breaker.tripped:
+        lease = send(picker, now)
+        bad = lease.endpoint.spec.name == name
+        lease.close(now, Outcome.ERROR if bad else Outcome.HEADERS, served=lease.endpoint.spec.address)
+
+
+def test_errors_in_a_row_leave_an_endpoint_out() -> None:
+    picker = make(2)
+    fail(picker, "e0", 0.0)
+    assert names(picker, 0.5) == {"e1"}
+    assert not picker.pick(ASK, 0.5).fallbacks, "nor is it a fallback"
+
+
+def test_an_answer_between_errors_says_that_requests_are_at_fault() -> None:
+    breaker = Breaker()
+    for _ in range(5):
+        for _ in range(ERRORS - 1):
+            breaker.on_error(0.0)
+        assert breaker.admits(0.0)
+        breaker.on_answer()
+
+
+def test_one_request_tries_it_and_the_others_wait_for_the_answer() -> None:
+    picker = make(2)
+    fail(picker, "e0", 0.0)
+    trial = send(picker, 1.5)
+    while trial.endpoint.spec.name != "e0":
+        trial.close(1.5, Outcome.HEADERS)
+        trial = send(picker, 1.5)
+    assert names(picker, 1.5) == {"e1"}
+    trial.close(1.6, Outcome.HEADERS, served=trial.endpoint.spec.address)
+    assert names(picker, 1.6) == {"e0", "e1"}
+
+
+def test_it_is_tried_ever_more_seldom_until_it_answers() -> None:
+    breaker, now, pauses = Breaker(), 0.0, []
+    for _ in range(ERRORS):
+        breaker.on_error(now)
+    for _ in range(8):
+        begun = now
+        while not breaker.admits(now):
+            now += 0.5
+        pauses.append(now - begun)
+        breaker.on_pick(now)
+        breaker.on_error(now)
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, MAX_OPEN_S, MAX_OPEN_S, MAX_OPEN_S]
+    breaker.on_answer()
+    assert breaker.admits(now)
+    for _ in range(ERRORS):
+        breaker.on_error(now)
+    assert breaker.admits(now + 1.0), "it begins anew"
+
+
+def test_where_all_fail_none_is_left_out() -> None:
+    picker = make(2)
+    for name in picker.endpoints:
+        for _ in range(ERRORS):
+            picker.endpoints[name].breaker.on_error(0.0)
+    assert names(picker, 0.1) <= {"e0", "e1"}
+
+
+def test_another_process_behind_the_name_is_innocent() -> None:
+    picker = make(2)
+    fail(picker, "e0", 0.0)
+    picker.add_endpoint(EndpointSpec("e0", "10.0.0.0:8000", models=("m",), uid="another"))
+    assert not picker.endpoints["e0"].breaker.tripped
+
+
+def test_an_error_of_another_endpoint_is_not_held_against_the_picked_one() -> None:
+    picker = make(2)
+    for _ in range(2 * ERRORS):
+        lease = send(picker, 0.0)
+        lease.close(0.0, Outcome.ERROR, served="10.9.9.9:8000")
+    assert not any(e.breaker.errors for e in picker.endpoints.values())
+
+
+def test_an_engine_that_has_stopped_reporting_is_left_out_until_it_reports_again() -> None:
+    picker = make(2)
+    for now in (1.0, 2.0, 3.0, 4.0):
+        picker.on_load("e1", TreelineLoad(prefill_tokens_per_s=10_000.0), now)
+    assert names(picker, 4.0) == {"e1"}
+    picker.on_load("e0", TreelineLoad(prefill_tokens_per_s=10_000.0), 4.5)
+    assert names(picker, 4.5) == {"e0", "e1"}
+
+
+def test_engines_that_report_only_when_they_work_may_be_silent() -> None:
+    picker = Picker(PickerConfig())
+    for name in ("e0", "e1"):
+        picker.add_endpoint(EndpointSpec(name, f"{name}:8000", models=("m",)))
+        picker.on_load(name, LoadStat(), now=0.0)
+    picker.on_load("e1", LoadStat(), now=9.0)
+    assert names(picker, 9.0) == {"e0", "e1"}
