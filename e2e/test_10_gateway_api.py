@@ -93,7 +93,7 @@ def test_what_is_missing_is_told_and_used_when_it_comes(
     def reason() -> str:
         return str(condition(treeline.pool("tiny"), "GatewayReady").get("reason"))
 
-    treeline.until(lambda: reason() == "GatewayAPIMissing", "the pool to say that there is no Gateway API")
+    treeline.until(lambda: reason() == "GatewayApiMissing", "the pool to say that there is no Gateway API")
     ours.install_crds()
     treeline.until(lambda: reason() == "RoutePending", "the route to be made without a restart")
     assert treeline.kube.get(ROUTES, "tiny", treeline.namespace)
