@@ -109,8 +109,9 @@ def in_other(node: Node) -> list[str]:
 
 
 def _services(node: Node, device: str) -> str:
-    """Inside a node: a way to Services, for what the node itself sends (the API server's calls of webhooks). It is never
-    gone: kube-proxy gives the packet a pod's address. But without one there is no packet."""
+    """Inside a node: a way to Services, for what the node itself sends (the API server's calls of webhooks).
+
+    Nobody takes it, since kube-proxy gives the packet a pod's address. But without a way there is no packet."""
     return f"ip route add {SERVICES} dev {device} src {node.address}"
 
 
