@@ -80,7 +80,9 @@ def question(number: int) -> list[dict[str, str]]:
 
 
 def cached(url: str, number: int) -> int:
-    return int(ask(url, messages=question(number)).headers["x-treeline-cached-tokens"])
+    """How many tokens of the prompt were in the cache of the pod that was chosen for it."""
+    usage = ask(url, messages=question(number)).json()["usage"]
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
 def test_what_is_missing_is_told_and_used_when_it_comes(
@@ -111,6 +113,8 @@ def test_the_gateway_sends_requests_where_the_picker_says(
     url = url_of(treeline, "inference")
     answer = await_answer(url)
     assert "Paris" in answer.json()["choices"][0]["message"]["content"]
+    ours = [name for name in answer.headers if name.startswith("x-treeline-")]
+    assert not ours, f"runtimes tell the picker, not clients: {ours}"
 
     rooms = range(8)
     for number in rooms:

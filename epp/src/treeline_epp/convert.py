@@ -82,14 +82,14 @@ def _metadata(request: pb.ProcessingRequest) -> _Metadata:
     return subset, pool, served
 
 
-def to_response(action: Reply | Immediate) -> bytes:
-    """A serialized ``ProcessingResponse``."""
+def to_response(action: Reply | Immediate, *, hiding: bool = False) -> bytes:
+    """A serialized ``ProcessingResponse``. ``hiding``: clients are not to see the headers that runtimes send us."""
     if isinstance(action, Immediate):
         return _immediate(action)
     if action.destination is not None and action.content_length is None and action.body is None:
         return _with_destination(action.kind, action.destination)
     if action.destination is None and action.chunk is None:
-        return _PLAIN[action.kind]
+        return (_HIDING if hiding else _PLAIN)[action.kind]
     return _serialize(_build(action))
 
 
@@ -143,4 +143,12 @@ def _header(key: str, value: bytes) -> base_pb2.HeaderValueOption:
     )
 
 
+def _hiding() -> bytes:
+    response = _build(Reply(Kind.RESPONSE_HEADERS))
+    mutation = response.response_headers.response.header_mutation
+    mutation.remove_headers.extend((names.CACHED_TOKENS, names.PROMPT_TOKENS))
+    return _serialize(response)
+
+
 _PLAIN = {kind: _serialize(_build(Reply(kind))) for kind in Kind}
+_HIDING = _PLAIN | {Kind.RESPONSE_HEADERS: _hiding()}

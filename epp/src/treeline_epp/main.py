@@ -161,7 +161,8 @@ def _servers(
     """``(ext_proc, EDS and health)``, not yet listening."""
     limits = server_options(options.max_body_bytes)
     ext_proc, control = grpc.aio.server(options=limits), grpc.aio.server(options=limits)
-    ext_proc.add_generic_rpc_handlers((ExtProc(router, options.max_body_bytes).handler(),))
+    service = ExtProc(router, options.max_body_bytes, hiding=not options.expose_routing)
+    ext_proc.add_generic_rpc_handlers((service.handler(),))
     if options.health_checking:
         ext_proc.add_generic_rpc_handlers((health.handler(),))
     control.add_generic_rpc_handlers((eds.handler(), health.handler()))

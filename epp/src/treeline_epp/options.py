@@ -58,6 +58,7 @@ class Options:
     policy: str
     max_ttft_seconds: float
     fallback_endpoints: int
+    expose_routing: bool
     tokenizer: Path | None
     max_body_bytes: int
     curve_dir: Path | None
@@ -116,6 +117,8 @@ def options_of(argv: Sequence[str]) -> Options:
         values["secure_serving"] = upstream or values["cert_path"] is not None
     if values["fallback_endpoints"] is None:
         values["fallback_endpoints"] = 0 if values["secure_serving"] else 1
+    if values["expose_routing"] is None:
+        values["expose_routing"] = not values["secure_serving"]
     if values["cert_path"] is not None and not values["secure_serving"]:
         p.error("--cert-path needs --secure-serving")
     return Options(**values)
@@ -247,6 +250,15 @@ def _add_behaviour(p: argparse.ArgumentParser) -> None:
         metavar="0..3",
         help="endpoints that are named after the chosen one, for a proxy that tries them in order (default 1; 0 with "
         "--secure-serving, since Gateways whose proxies take the destination for one address refuse a list)",
+    )
+    p.add_argument(
+        "--expose-routing",
+        nargs="?",
+        const=True,
+        type=_bool,
+        metavar="BOOL",
+        help="leave the response headers x-treeline-cached-tokens and x-treeline-prompt-tokens to clients (default: "
+        "not with --secure-serving; our own Envoy sees to it by itself)",
     )
     p.add_argument(
         "--tokenizer",

@@ -24,9 +24,10 @@ _OVERHEAD_BYTES = 4 * 1024 * 1024
 class Stream:
     """One ext_proc stream: its exchange, and the route it was given. Close it in a ``finally``."""
 
-    def __init__(self, router: Router, body_limit: int) -> None:
+    def __init__(self, router: Router, body_limit: int, *, hiding: bool = False) -> None:
         self._router = router
         self._body_limit = body_limit
+        self._hiding = hiding
         self._exchange: Exchange | None = None
         self._route: Route | None = None
 
@@ -51,7 +52,8 @@ class Stream:
                 self._route.settle(message.headers, message.served)
             if actions and isinstance(decide := actions[-1], Decide):
                 actions = self._decide(self._exchange, decide)
-        return [to_response(action) for action in actions if not isinstance(action, Decide)]
+        hiding = self._hiding
+        return [to_response(action, hiding=hiding) for action in actions if not isinstance(action, Decide)]
 
     def close(self) -> None:
         """The stream has ended, in whatever way."""
@@ -67,11 +69,13 @@ class Stream:
 
 
 class ExtProc:
-    """The ``ExternalProcessor`` service. ``body_limit`` is in bytes."""
+    """The ``ExternalProcessor`` service. ``body_limit`` is in bytes; ``hiding`` keeps from clients what runtimes tell
+    us in headers."""
 
-    def __init__(self, router: Router, body_limit: int) -> None:
+    def __init__(self, router: Router, body_limit: int, *, hiding: bool = False) -> None:
         self._router = router
         self._body_limit = body_limit
+        self._hiding = hiding
 
     def handler(self) -> grpc.GenericRpcHandler:
         """What to add to a server."""
@@ -81,7 +85,7 @@ class ExtProc:
         return grpc.method_handlers_generic_handler(SERVICE, {"Process": process})
 
     async def _process(self, _requests: Any, context: Any) -> None:
-        stream = Stream(self._router, self._body_limit)
+        stream = Stream(self._router, self._body_limit, hiding=self._hiding)
         streams = self._router.metrics.streams
         streams.inc()
         try:

@@ -52,6 +52,12 @@ def test_a_proxy_that_is_not_ours_gets_one_endpoint_unless_told_otherwise() -> N
     assert options_of(["--pool-name", "p", "--fallback-endpoints", "2"]).fallback_endpoints == 2
 
 
+def test_what_runtimes_tell_the_picker_is_kept_from_clients_of_a_proxy_that_is_not_ours() -> None:
+    assert options_of(["--gateway", "g"]).expose_routing
+    assert not options_of(["--gateway", "g", "--secure-serving"]).expose_routing
+    assert options_of(["--gateway", "g", "--secure-serving", "--expose-routing"]).expose_routing
+
+
 def test_the_command_line_of_the_reference_picker_works_as_it_is() -> None:
     words = "--pool-name p --pool-namespace ns --zap-encoder json --grpc-port 9002 --grpc-health-port 9003"
     options = options_of(words.split())

@@ -137,6 +137,21 @@ def test_what_the_runtime_reports_is_counted_and_only_streams_give_a_first_token
     assert bench.counted("ttft_seconds_sum") == pytest.approx(0.25)
 
 
+def test_where_nobody_else_does_the_picker_takes_the_report_out_of_the_response() -> None:
+    bench = Bench()
+    stream = Stream(bench.router, body_limit=10_000, hiding=True)
+    replies(stream, headers())
+    (reply,) = replies(stream, body())
+    assert not reply.request_body.response.header_mutation.remove_headers
+    (reply,) = replies(stream, response(**{names.CACHED_TOKENS: "16", names.PROMPT_TOKENS: "40"}))
+    removed = reply.response_headers.response.header_mutation.remove_headers
+    assert sorted(removed) == [names.CACHED_TOKENS, names.PROMPT_TOKENS]
+    assert bench.counted("reported_hit_tokens_total") == 16
+    stream = bench.stream()
+    (reply,) = replies(stream, response())
+    assert not reply.response_headers.response.HasField("header_mutation")
+
+
 @pytest.mark.parametrize("text", ["", "-1", "1e3", "９" * 3, "9" * 30])
 def test_a_nonsense_report_is_ignored(text: str) -> None:
     bench = Bench()
