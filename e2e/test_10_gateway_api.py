@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from treeline_bench.control_plane import Missing, programs
 
@@ -139,3 +140,27 @@ def test_the_gateway_sends_requests_where_the_picker_says(
         lambda: not kube.items(ROUTES, namespace) and not kube.items(UPSTREAM, namespace),
         "route and upstream pool to be gone",
     )
+
+
+def test_two_models_behind_one_gateway(treeline: Installed, class_name: str) -> None:
+    treeline.apply(gateway("inference", class_name), behind_a_gateway("tiny", replicas=1))
+    treeline.await_ready("tiny")
+    # the oldest pool's route takes what names no model in a header, so there must be an oldest
+    treeline.apply(behind_a_gateway("other", replicas=1, model={"uri": "builtin://tiny", "name": "other"}))
+    treeline.await_ready("other")
+    url = url_of(treeline, "inference")
+    await_answer(url)
+
+    def answered(model: str, **headers: str) -> tuple[int, str]:
+        body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+        found = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=30.0)
+        return found.status_code, found.json().get("model", "")
+
+    by_name = {"X-Gateway-Model-Name": "other"}
+    treeline.until(lambda: answered("other", **by_name) == (200, "other"), "an answer by the other model")
+    assert answered("tiny") == (200, "tiny")
+    if not os.environ.get(CLASS):
+        # This gateway goes where the picker says, whatever the route; and the picker has read the body.
+        assert answered("other") == (200, "other")
+    assert answered("neither")[0] == 404
+    treeline.conclude()

@@ -388,7 +388,7 @@ SUMMARY: Final[dict[ConditionType, str]] = {
     ConditionType.WORKLOADS_READY: "The pods run and are ready.",
     ConditionType.MODEL_READY: "The weights are there and loaded.",
     ConditionType.ENDPOINT_PICKER_READY: "The picker is ready and lists the pool's pods.",
-    ConditionType.GATEWAY_READY: "The gateway is ready; with Gateway API the parents are.",
+    ConditionType.GATEWAY_READY: "The gateway is ready; with Gateway API its parents know the route.",
     ConditionType.ROUTE_ACCEPTED: "Every parent accepts the route. Only with gateway.parentRefs.",
     ConditionType.SCALING_ACTIVE: "An autoscaler sets the replicas.",
     ConditionType.SECURITY_EXCEPTIONS: "The pods go beyond Pod Security level restricted.",

@@ -63,12 +63,11 @@ def gateway(world: PoolWorld, shared: Shared) -> Finding:
             f"the gateway serves, but with the settings of pool {shared.owner.name}: {'; '.join(conflicts)}"
         )
         return Finding(kind, "True", Reason.GATEWAY_CONFLICT, text)
-    where = (
-        f"gateway {shared.name}"
-        if shared.mode == "standalone"
-        else few(map(_parent_name, parents(world, shared)))
-    )
-    return Finding(kind, "True", Reason.GATEWAY_SERVING, f"{where} is ready")
+    if shared.mode == "standalone":
+        text = f"gateway {shared.name} is ready"
+    else:  # more is not ours to read: Gateways may be in any namespace
+        text = f"{few(map(_parent_name, parents(world, shared)))} knows the route"
+    return Finding(kind, "True", Reason.GATEWAY_SERVING, text)
 
 
 def route(world: PoolWorld, shared: Shared) -> Finding | None:
