@@ -65,7 +65,7 @@ for who, keys in (("none", none), ("other", other), ("ours", CurveKeys.load(sys.
         answers.setdefault(who, []).append(monitor.poll(2000) > 0)
 print(answers)
 """
-"""Whether the runtime's sockets for events, replay and load let somebody in: without keys, with other keys, with ours."""
+"""Whether a runtime's sockets (events, replay, load) let somebody in: without keys, with other keys, with ours."""
 
 
 def test_kv_sockets_refuse_who_has_no_keys(treeline: Installed) -> None:

@@ -101,9 +101,8 @@ class Installed:
     def delete_pod(self, pod: dict[str, Any], *, now: bool = False) -> None:
         """As `kubectl delete pod` does; ``now`` gives it no time to end."""
         how = ("--grace-period=0", "--force") if now else ()
-        self.kube.kubectl(
-            "-n", self.namespace, "delete", "pod", pod["metadata"]["name"], "--wait=false", *how
-        )
+        meta = pod["metadata"]
+        self.kube.kubectl("-n", meta["namespace"], "delete", "pod", meta["name"], "--wait=false", *how)
 
     def inside(self, pod: dict[str, Any], *command: str, check: bool = False) -> str:
         """What a command says that is run in a pod's first container, which may die of it."""
