@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Build the programs of a real Kubernetes cluster from their Go modules, once, and print the folder of each.
-#   scripts/control_plane.sh [--check] [NAME…]    NAME is a folder of e2e/cluster/components (default: all)
+#   scripts/control_plane.sh [--check] [NAME…]    NAME is a folder of e2e/cluster/components (default: all but gateways)
 #   --check               build nothing: exit 3 when something is missing
 #   GO_FALLBACKS="GO…"    where to look for Go besides the PATH
 #   TREELINE_CACHE=DIR    where they are kept (default ~/.cache/treeline): DIR/bin/NAME-VERSION-HASH/
@@ -20,13 +20,24 @@ module_of() { # NAME: the Go module whose version is the component's
     etcd) echo go.etcd.io/etcd/server/v3 ;;
     helm) echo helm.sh/helm/v4 ;;
     coredns) echo github.com/coredns/coredns ;;
+    envoy-gateway) echo github.com/envoyproxy/gateway ;;
+    ai-gateway) echo github.com/envoyproxy/ai-gateway ;;
   esac
 }
 
 package_of() { # NAME: what is built: the wrapper's main package, or a command that its go.mod names as a tool
   case $1 in
     helm) echo helm.sh/helm/v4/cmd/helm ;;
+    envoy-gateway) echo github.com/envoyproxy/gateway/cmd/envoy-gateway ;;
+    ai-gateway) echo github.com/envoyproxy/ai-gateway/cmd/controller ;;
     *) echo . ;;
+  esac
+}
+
+files_of() { # NAME: what comes along from the module, so that it is of the program's version
+  case $1 in
+    envoy-gateway) echo LICENSE charts/gateway-helm ;;
+    ai-gateway) echo LICENSE manifests/charts/ai-gateway-helm manifests/charts/ai-gateway-crds-helm ;;
   esac
 }
 
@@ -53,6 +64,7 @@ usual_time() { # NAME: of a first build on two cores
   case $1 in
     kubernetes) echo "about 5 minutes" ;;
     helm|coredns) echo "about 2 minutes" ;;
+    *-gateway) echo "about 4 minutes" ;;
     *) echo "about half a minute" ;;
   esac
 }
@@ -64,7 +76,7 @@ version_of() { # NAME: pause is all ours
 
 folder_of() { # NAME VERSION: a changed wrapper is another folder
   local hash
-  hash=$({ cat "$components/$1"/*; stamps_of "$1" "$2"; } | sha256sum | cut -c1-10)
+  hash=$({ cat "$components/$1"/*; stamps_of "$1" "$2"; files_of "$1"; } | sha256sum | cut -c1-10)
   echo "$cache/$1-$2-$hash"
 }
 
@@ -79,7 +91,7 @@ find_go() {
 }
 
 build() { # NAME VERSION FOLDER
-  local name=$1 version=$2 folder=$3 go start=$SECONDS link
+  local name=$1 version=$2 folder=$3 go start=$SECONDS link file module
   go=$(find_go)
   work=$(mktemp -d "$cache/.$name.XXXXXX")
   say "building $name $version ($(usual_time "$name") the first time, on two cores)"
@@ -89,6 +101,10 @@ build() { # NAME VERSION FOLDER
       "$go" build -p 2 -trimpath -buildvcs=false -ldflags "-s -w $(stamps_of "$name" "$version")" \
       -o "$work/$name" "$(package_of "$name")" >&2
   ) || die "building $name failed (see above)"
+  for file in $(files_of "$name"); do
+    module=$(cd "$components/$name" && GOTOOLCHAIN=local GOWORK=off "$go" list -m -f '{{.Dir}}' "$(module_of "$name")")
+    cp -r --no-preserve=mode "$module/$file" "$work/"
+  done
   for link in $(links_of "$name"); do ln -s "$name" "$work/$link"; done
   chmod 755 "$work"
   mv -T "$work" "$folder"
@@ -96,11 +112,12 @@ build() { # NAME VERSION FOLDER
 }
 
 mapfile -t all < <(cd "$components" && dirname */go.mod)
+mapfile -t usual < <(printf '%s\n' "${all[@]}" | grep -v -- '-gateway$') # those are for one journey alone
 work=
 trap '[ -z "$work" ] || rm -rf "$work"' EXIT
 check=
 [ "${1:-}" != --check ] || { check=1; shift; }
-[ $# -gt 0 ] || set -- "${all[@]}"
+[ $# -gt 0 ] || set -- "${usual[@]}"
 
 for name in "$@"; do
   [ -f "$components/$name/go.mod" ] || die "no component '$name': there are ${all[*]}"

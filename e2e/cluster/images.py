@@ -134,6 +134,17 @@ class Store:
         shutil.rmtree(self._layout, ignore_errors=True)
         return now
 
+    def send_programs(self, programs: Mapping[str, Path], nodes: list[Path]) -> None:
+        """Images of single static programs, by name, for running nodes (their folders); found by name in their PATH."""
+        layout = self._cache / "programs"
+        shutil.rmtree(layout, ignore_errors=True)
+        layout.mkdir(parents=True)
+        for name, program in programs.items():
+            oci.write_program(layout, name, program, _architecture(), f"usr/local/bin/{program.name}")
+        for node in nodes:
+            import_layout(layout, node / "containerd.sock")
+        shutil.rmtree(layout)
+
     def _fresh_layout(self) -> None:
         shutil.rmtree(self._layout, ignore_errors=True)
         self._layout.mkdir(parents=True)

@@ -111,6 +111,10 @@ class Local:
             raise ClusterError(f"kubectl {' '.join(args)}: {done.stderr.strip()}")
         return done.stdout if not done.returncode else ""
 
+    def send_programs(self, programs: dict[str, Path]) -> None:
+        """Give the nodes images of single static programs, by name."""
+        self._store.send_programs(programs, [self.home.node(name) for name in self._state()["nodes"]])
+
     def commands(self) -> list[Path]:
         """The folders of kubectl and helm; empty before :meth:`up`."""
         return [self._programs[name] for name in ("kubernetes", "helm") if self._programs]

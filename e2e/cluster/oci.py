@@ -16,11 +16,20 @@ MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 NAME = "io.containerd.image.name"
 
 
-def write_program(layout: Path, name: str, program: Path, architecture: str = "amd64") -> None:
-    """Put an image into a layout whose only file is a static program, run as user 65532."""
+def write_program(
+    layout: Path, name: str, program: Path, architecture: str = "amd64", path: str = ""
+) -> None:
+    """Put an image into a layout whose only file is a static program, run as user 65532.
+
+    ``path`` is where it is in the image: at the root under its own name, if not said. There is a folder for scratch.
+    """
+    path = path or program.name
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as layer:
-        member = tarfile.TarInfo(program.name)
+        scratch = tarfile.TarInfo("tmp")
+        scratch.type, scratch.mode = tarfile.DIRTYPE, 0o1777
+        layer.addfile(scratch)
+        member = tarfile.TarInfo(path)
         member.size, member.mode = program.stat().st_size, 0o755
         with program.open("rb") as content:
             layer.addfile(member, content)
@@ -28,7 +37,7 @@ def write_program(layout: Path, name: str, program: Path, architecture: str = "a
     config = {
         "architecture": architecture,
         "os": "linux",
-        "config": {"Entrypoint": [f"/{program.name}"], "User": "65532:65532"},
+        "config": {"Entrypoint": [f"/{path}"], "User": "65532:65532"},
         "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(tar).hexdigest()}"]},
     }
     manifest = {

@@ -58,9 +58,9 @@ class Kube:
         """``kubectl WORDS``."""
         return self.run("kubectl", *words, stdin=stdin, check=check, timeout_s=timeout_s)
 
-    def helm(self, *words: str, timeout_s: float = 180.0) -> str:
+    def helm(self, *words: str, stdin: str | None = None, timeout_s: float = 180.0) -> str:
         """``helm WORDS``."""
-        return self.run("helm", *words, timeout_s=timeout_s)
+        return self.run("helm", *words, stdin=stdin, timeout_s=timeout_s)
 
     def get(self, kind: str, name: str, namespace: str) -> dict[str, Any] | None:
         """An object, or None."""

@@ -75,7 +75,8 @@ async def serve(options: Options, stopping: asyncio.Event) -> None:
     curve, bundle = _read_secrets_and_tokenizer(options)
     metrics, catalog, health, eds = Metrics(), Catalog(), Health(), Eds()
     seed = time.time_ns() & 0xFFFF_FFFF
-    picker = Picker(PickerConfig(policy=options.policy, max_ttft_s=options.max_ttft_seconds, seed=seed))
+    config = PickerConfig(options.policy, options.max_ttft_seconds, options.fallback_endpoints, seed)
+    picker = Picker(config)
     async with contextlib.AsyncExitStack() as stack:
         # Only loopback and cluster addresses are asked; a proxy from the environment would be in the way.
         http = httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_connections=None))

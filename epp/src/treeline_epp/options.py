@@ -57,6 +57,7 @@ class Options:
     context: str | None
     policy: str
     max_ttft_seconds: float
+    fallback_endpoints: int
     tokenizer: Path | None
     max_body_bytes: int
     curve_dir: Path | None
@@ -113,6 +114,8 @@ def options_of(argv: Sequence[str]) -> Options:
             bool(values["pool_name"] or values["endpoint_selector"]) and values["pool_group"] != GROUPS[2]
         )
         values["secure_serving"] = upstream or values["cert_path"] is not None
+    if values["fallback_endpoints"] is None:
+        values["fallback_endpoints"] = 0 if values["secure_serving"] else 1
     if values["cert_path"] is not None and not values["secure_serving"]:
         p.error("--cert-path needs --secure-serving")
     return Options(**values)
@@ -236,6 +239,14 @@ def _add_behaviour(p: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="an endpoint whose queue alone takes longer is saturated; a request for a Sheddable model is answered 429 "
         "when all are (default %(default)s)",
+    )
+    p.add_argument(
+        "--fallback-endpoints",
+        type=int,
+        choices=range(4),
+        metavar="0..3",
+        help="endpoints that are named after the chosen one, for a proxy that tries them in order (default 1; 0 with "
+        "--secure-serving, since Gateways whose proxies take the destination for one address refuse a list)",
     )
     p.add_argument(
         "--tokenizer",

@@ -45,6 +45,13 @@ def test_a_gateway_is_one_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options_of(["--gateway", "g", "--pool-namespace", "x"]).pool_namespace == "x"
 
 
+def test_a_proxy_that_is_not_ours_gets_one_endpoint_unless_told_otherwise() -> None:
+    assert options_of(["--gateway", "g"]).fallback_endpoints == 1
+    assert options_of(["--gateway", "g", "--secure-serving"]).fallback_endpoints == 0
+    assert options_of(["--pool-name", "p"]).fallback_endpoints == 0
+    assert options_of(["--pool-name", "p", "--fallback-endpoints", "2"]).fallback_endpoints == 2
+
+
 def test_the_command_line_of_the_reference_picker_works_as_it_is() -> None:
     words = "--pool-name p --pool-namespace ns --zap-encoder json --grpc-port 9002 --grpc-health-port 9003"
     options = options_of(words.split())

@@ -1,0 +1,137 @@
+"""Behind a Gateway of Gateway API that is not ours: it asks our picker, by the upstream InferencePool that we make.
+
+TREELINE_E2E_GATEWAY_CLASS names a GatewayClass of the cluster whose gateway supports InferencePool. Without it, on the
+`local` provider, Envoy Gateway with Envoy AI Gateway's extension is installed, if both are built.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from treeline_bench.control_plane import Missing, programs
+
+from e2e.cluster.images import wanted
+from e2e.cluster.progress import Progress
+from e2e.cluster.providers import every
+from e2e.gateway_api import envoy_gateway
+from e2e.gateway_api.envoy_gateway import EnvoyGateway, gateway
+from e2e.kit.kube import Kube, condition
+from e2e.kit.system import Installed, ask, await_answer, pool
+from e2e.kit.traffic import traffic
+
+CLASS = "TREELINE_E2E_GATEWAY_CLASS"
+ROUTES = "httproutes.gateway.networking.k8s.io"
+UPSTREAM = "inferencepools.inference.networking.k8s.io"
+
+
+@pytest.fixture(scope="module")
+def ours(kube: Kube) -> Iterator[EnvoyGateway | None]:
+    """A gateway implementation to install; None where the cluster has one. It is removed at the end."""
+    if os.environ.get(CLASS):
+        yield None
+        return
+    local = every(Progress(), images=False)["local"]
+    if local.status()["kubeconfig"] != str(kube.kubeconfig):
+        pytest.skip(f"no gateway that supports InferencePool is known here: name its GatewayClass in {CLASS}")
+    try:
+        built = programs(*envoy_gateway.PROGRAMS)
+    except Missing as missing:
+        pytest.skip(str(missing))
+    local.send_programs(envoy_gateway.images(built))  # type: ignore[attr-defined]
+    found = EnvoyGateway(kube, built, next(image.name for image in wanted() if image.word == "edge"))
+    yield found
+    found.remove()
+
+
+@pytest.fixture
+def class_name(ours: EnvoyGateway | None) -> str:
+    """A GatewayClass whose gateway supports InferencePool."""
+    if ours is None:
+        return os.environ[CLASS]
+    ours.install()
+    return envoy_gateway.CLASS
+
+
+def behind_a_gateway(name: str, **spec: Any) -> dict[str, Any]:
+    """A pool that a Gateway `inference` of its namespace serves."""
+    found = pool(name, **spec)
+    found["spec"]["gateway"] = {"parentRefs": [{"name": "inference"}]}
+    return found
+
+
+def url_of(treeline: Installed, name: str) -> str:
+    """Where the Gateway is reached, once its implementation has said so."""
+
+    def address() -> str:
+        found = treeline.kube.get("gateway", name, treeline.namespace) or {}
+        told = (found.get("status") or {}).get("addresses") or ()
+        return next((f"http://{one['value']}" for one in told), "")
+
+    return str(treeline.until(address, f"an address of the Gateway {name}"))
+
+
+def question(number: int) -> list[dict[str, str]]:
+    rules = f"These are the rules of room {number}. " + "Answer in one short sentence. " * 60
+    return [{"role": "system", "content": rules}, {"role": "user", "content": "What is the capital of Peru?"}]
+
+
+def cached(url: str, number: int) -> int:
+    return int(ask(url, messages=question(number)).headers["x-treeline-cached-tokens"])
+
+
+def test_what_is_missing_is_told_and_used_when_it_comes(
+    treeline: Installed, ours: EnvoyGateway | None
+) -> None:
+    if ours is None:
+        pytest.skip("the cluster has Gateway API already")
+    treeline.apply(behind_a_gateway("tiny", replicas=1))
+
+    def reason() -> str:
+        return str(condition(treeline.pool("tiny"), "GatewayReady").get("reason"))
+
+    treeline.until(lambda: reason() == "GatewayApiMissing", "the pool to say that there is no Gateway API")
+    ours.install_crds()
+    treeline.until(lambda: reason() == "RoutePending", "the route to be made without a restart")
+    assert treeline.kube.get(ROUTES, "tiny", treeline.namespace)
+    assert treeline.kube.get(UPSTREAM, "tiny-gie", treeline.namespace)
+    treeline.conclude()
+
+
+def test_the_gateway_sends_requests_where_the_picker_says(
+    treeline: Installed, class_name: str, kept: Path
+) -> None:
+    kube, namespace = treeline.kube, treeline.namespace
+    treeline.apply(gateway("inference", class_name), behind_a_gateway("tiny"))
+    treeline.await_ready("tiny")
+    assert condition(treeline.pool("tiny"), "RouteAccepted")["status"] == "True"
+    url = url_of(treeline, "inference")
+    answer = await_answer(url)
+    assert "Paris" in answer.json()["choices"][0]["message"]["content"]
+
+    rooms = range(8)
+    for number in rooms:
+        cached(url, number)
+    # Each prompt is in one of the two caches. Without the picker half of them would miss.
+    hits = [cached(url, number) > 200 for number in rooms]
+    assert all(hits), hits
+
+    with traffic(url, kept=kept) as driver:
+        driver.await_served(5)
+        treeline.change("tiny", replicas=3)
+        treeline.await_ready("tiny")
+        driver.await_served(10)
+        treeline.change("tiny", replicas=1)
+        treeline.await_ready("tiny")
+        driver.await_served(5)
+        report = driver.stop()
+    assert not report.dropped, str(report)
+
+    treeline.conclude()
+    treeline.until(
+        lambda: not kube.items(ROUTES, namespace) and not kube.items(UPSTREAM, namespace),
+        "route and upstream pool to be gone",
+    )
