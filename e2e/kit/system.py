@@ -100,7 +100,7 @@ class Installed:
         port = service["spec"]["ports"][0]["nodePort"]
         node = self.kube.items("nodes", "")[0]
         address = next(a["address"] for a in node["status"]["addresses"] if a["type"] == "InternalIP")
-        self.until(lambda: _accepts(address, port), f"port {port} of the nodes to be open", 10.0)
+        self.until(lambda: _accepts(address, port), f"port {port} of the nodes to be open")
         return f"http://{address}:{port}"
 
     def delete_pod(self, pod: dict[str, Any], *, now: bool = False) -> None:
