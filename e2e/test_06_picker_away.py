@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
 import pytest
 
 from e2e.kit.system import Installed, ask, pool
-from e2e.kit.traffic import traffic
+from e2e.kit.traffic import Mix, traffic
 
 LEARNT_S: Final = 5.0
 """A new picker has the tree back in this time."""
@@ -34,30 +35,32 @@ def question(number: int) -> list[dict[str, str]]:
     return [{"role": "system", "content": rules}, {"role": "user", "content": "What is the capital of Peru?"}]
 
 
-def cached(url: str, number: int) -> int:
-    """How many tokens of the prompt were in the cache of the pod that was chosen for it."""
-    return int(ask(url, messages=question(number), max_tokens=1).headers["x-treeline-cached-tokens"])
+def hit_rate(url: str, numbers: Iterable[int]) -> float:
+    """In what share of these rooms the pod that was chosen had the rules in its cache."""
+    answers = [ask(url, messages=question(number), max_tokens=1) for number in numbers]
+    hits = [int(answer.headers["x-treeline-cached-tokens"]) > 200 for answer in answers]
+    return sum(hits) / len(hits)
 
 
 def test_open_nothing_fails_and_the_tree_is_learnt_anew(treeline: Installed, kept: Path) -> None:
+    """Each room's rules are in one of two caches: half of them are missed by a picker that does not know in which."""
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
     url = treeline.url()
-    rooms = range(8)
-    for number in rooms:
-        cached(url, number)
-    with traffic(url, kept=kept) as driver:
+    # A question teaches the picker where the room's rules are, so each room is good for one look.
+    looks = [range(first, first + 6) for first in range(0, 60, 6)]
+    for rooms in looks:
+        hit_rate(url, rooms)
+    with traffic(url, Mix(workers=2), kept) as driver:
         driver.await_served(5)
         replace_picker(treeline)
         back = time.monotonic()
-        # Each prompt is in one of the two caches. Without the tree half of them would miss.
-        hits = [cached(url, number) > 200 for number in rooms]
-        took = time.monotonic() - back
+        learnt = next((time.monotonic() - back for rooms in looks if hit_rate(url, rooms) > 0.8), None)
         driver.await_served(5)
         report = driver.stop()
     assert not report.dropped, str(report)
-    assert sum(hits) >= 7, hits
-    assert took < LEARNT_S
+    assert learnt is not None
+    assert learnt < LEARNT_S
 
 
 @pytest.mark.chaos
