@@ -48,14 +48,14 @@ def test_open_nothing_fails_and_the_tree_is_learnt_anew(treeline: Installed, kep
     treeline.await_ready("tiny")
     url = treeline.url()
     # A question teaches the picker where the room's rules are, so each room is good for one look.
-    looks = [range(first, first + 6) for first in range(0, 60, 6)]
+    looks = [range(first, first + 10) for first in range(0, 60, 10)]
     for rooms in looks:
         hit_rate(url, rooms)
     with traffic(url, Mix(workers=2), kept) as driver:
         driver.await_served(5)
         replace_picker(treeline)
         back = time.monotonic()
-        learnt = next((time.monotonic() - back for rooms in looks if hit_rate(url, rooms) > 0.8), None)
+        learnt = next((time.monotonic() - back for rooms in looks if hit_rate(url, rooms) > 0.85), None)
         driver.await_served(5)
         report = driver.stop()
     assert not report.dropped, str(report)
