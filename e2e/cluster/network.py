@@ -81,6 +81,7 @@ def in_first(node: Node) -> list[str]:
         f"ip link set {UPLINK} master {SWITCH} up",
         f"ip address add {node.address}/{NODES.prefixlen} dev {SWITCH}",
         f"ip link set {SWITCH} up",
+        _services(node, SWITCH),
         "sysctl -q -w net.ipv4.ip_forward=1",
         # frames between other nodes pass through the switch, not through this node's firewall
         "sysctl -q -w -e net.bridge.bridge-nf-call-iptables=0",
@@ -102,8 +103,16 @@ def in_other(node: Node) -> list[str]:
         "ip link set lo up",
         f"ip address add {node.address}/{NODES.prefixlen} dev {UPLINK}",
         f"ip link set {UPLINK} up",
+        _services(node, UPLINK),
         "sysctl -q -w net.ipv4.ip_forward=1",
     ]
+
+
+def _services(node: Node, device: str) -> str:
+    """Inside a node: a way to Services, for what the node itself sends (the API server's calls of webhooks).
+
+    Nobody takes it, since kube-proxy gives the packet a pod's address. But without a way there is no packet."""
+    return f"ip route add {SERVICES} dev {device} src {node.address}"
 
 
 def neighbours(node: Node, all_nodes: list[Node]) -> list[str]:

@@ -24,6 +24,8 @@ _CONTROLLER: Final = "gateway.envoyproxy.io/gatewayclass-controller"
 _TAG: Final = "e2e"
 _GATEWAY_IMAGE: Final = f"docker.io/library/treeline-e2e-envoy-gateway:{_TAG}"
 _AI_IMAGE: Final = f"docker.io/library/treeline-e2e-ai-gateway:{_TAG}"
+_WATCHED_BY_AI: Final = ("backends", "httproutefilters")
+"""Of Envoy Gateway's own kinds, those that its extension does not start without; none is needed for more."""
 _PATIENCE: Final = "--timeout=120s"
 
 
@@ -52,6 +54,8 @@ class EnvoyGateway:
         self.install_crds()
         kube = self._kube
         self._apply_files((self._ai / "ai-gateway-crds-helm/templates").glob("*.yaml"))
+        definitions = self._gateway / "gateway-helm/charts/crds/crds/generated"
+        self._apply_files(definitions / f"gateway.envoyproxy.io_{kind}.yaml" for kind in _WATCHED_BY_AI)
         kube.helm(
             *("upgrade", "--install", "envoy-ai-gateway", str(self._ai / "ai-gateway-helm")),
             *("--namespace", AI_SYSTEM, "--create-namespace", "-f", "-"),
@@ -72,7 +76,9 @@ class EnvoyGateway:
     def remove(self) -> None:
         """All that ``install`` brought, definitions and their objects included."""
         kube = self._kube
-        kube.kubectl("delete", "gatewayclass", CLASS, "--ignore-not-found", _PATIENCE, check=False)
+        if CLASS in kube.kubectl("get", "gatewayclass", "-o", "name", check=False):
+            kube.kubectl("delete", "gateway", "--all", "-A", _PATIENCE, timeout_s=130)
+            kube.kubectl("delete", "gatewayclass", CLASS, _PATIENCE, timeout_s=130)
         for release, namespace in (("envoy-gateway", SYSTEM), ("envoy-ai-gateway", AI_SYSTEM)):
             kube.helm("uninstall", release, "--namespace", namespace, "--ignore-not-found", "--wait")
             kube.kubectl("delete", "namespace", namespace, "--ignore-not-found", _PATIENCE, timeout_s=130)
@@ -125,7 +131,10 @@ class EnvoyGateway:
                     "gateway": {"controllerName": _CONTROLLER},
                     "extensionApis": {"enableBackend": True, "enableEnvoyPatchPolicy": True},
                     "extensionManager": extension,
-                    "envoyProxy": {"provider": {"type": "Kubernetes", "kubernetes": infrastructure}},
+                    "envoyProxy": {
+                        "provider": {"type": "Kubernetes", "kubernetes": infrastructure},
+                        "shutdown": {"drainTimeout": "5s", "minDrainDuration": "1s"},
+                    },
                 }
             },
         }
