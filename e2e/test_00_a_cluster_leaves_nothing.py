@@ -21,6 +21,9 @@ OPTIONS = ["--provider", "local", "--without-images", "--no-install"]
 pytestmark = [
     pytest.mark.skipif(packages.unfit() is not None, reason=f"no local cluster: {packages.unfit()}"),
     pytest.mark.skipif(Home.default().path.exists(), reason="a cluster is up: its addresses are taken"),
+    pytest.mark.skipif(
+        bool(packages.missing(build=False)), reason="packages are missing, which `make cluster-up` installs"
+    ),
     pytest.mark.timeout(300),
 ]
 

@@ -64,4 +64,3 @@ def test_names_weights_and_conflicts_behind_one_url(treeline: Installed, kept: P
     treeline.kube.kubectl("-n", treeline.namespace, "delete", "tlmodel", "chat")
     treeline.until(lambda: reason("chat-again") == "Accepted", "the next oldest to be promoted")
     treeline.until(lambda: answered_by(url, "chat", 3) == {"blue": 3}, "the promoted one to answer")
-    treeline.conclude()

@@ -34,7 +34,6 @@ def test_a_new_template_replaces_the_old_one(treeline: Installed, kept: Path) ->
         report = driver.stop()
     assert not report.dropped, str(report)
     assert list(revisions(treeline).values()) == [2]
-    treeline.conclude()
 
 
 def test_reverted_half_way(treeline: Installed, kept: Path) -> None:
@@ -50,7 +49,6 @@ def test_reverted_half_way(treeline: Installed, kept: Path) -> None:
         driver.await_served(5)
         report = driver.stop()
     assert not report.dropped, str(report)
-    treeline.conclude()
 
 
 def test_paused_and_a_bad_image(treeline: Installed, kept: Path) -> None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from e2e.kit.faults import kill_first_process
 from e2e.kit.system import SYSTEM, Installed, pool
 from e2e.kit.traffic import traffic
 from e2e.test_04_rollout_under_traffic import annotated, revisions
 
 
-def kill_operators(treeline: Installed, *names: str) -> None:
-    """End these pods, or all of the operator, without a word to them."""
-    chosen = names or ("-l", "app.kubernetes.io/name=treeline-operator")
-    treeline.kube.kubectl(
-        "-n", SYSTEM, "delete", "pod", *chosen, "--grace-period=0", "--force", "--wait=false"
-    )
+def operators(treeline: Installed) -> list[dict[str, Any]]:
+    """The operator's pods whose container runs."""
+    pods = treeline.kube.items("pods", SYSTEM, "app.kubernetes.io/name=treeline-operator")
+    return [pod for pod in pods if pod["status"].get("phase") == "Running"]
+
+
+def kill_operators(treeline: Installed, name: str = "") -> None:
+    """kill -9 of all replicas, or of one."""
+    for pod in operators(treeline):
+        if name in ("", pod["metadata"]["name"]):
+            kill_first_process(treeline.kube, pod)
 
 
 def leader(treeline: Installed) -> str:
@@ -40,7 +47,6 @@ def test_killed_while_a_pool_scales_and_rolls(treeline: Installed, kept: Path) -
         driver.await_served(5)
         report = driver.stop()
     assert not report.dropped, str(report)
-    treeline.conclude()
 
 
 def test_the_other_replica_takes_over(treeline: Installed, kept: Path) -> None:
@@ -55,4 +61,3 @@ def test_the_other_replica_takes_over(treeline: Installed, kept: Path) -> None:
         treeline.until(lambda: len(treeline.ready_pods("runtime")) == 2, "its work")
         report = driver.stop()
     assert not report.dropped, str(report)
-    treeline.conclude()

@@ -10,68 +10,14 @@ from typing import Any, Final
 import pytest
 
 from e2e.kit.engines import BROKEN, SCRIPT, SCRIPTED
+from e2e.kit.faults import HANGS, fill_memory, kill_runtime, stop_runtime
 from e2e.kit.system import Installed, pool
 from e2e.kit.traffic import Mix, Report, traffic
 
 pytestmark = pytest.mark.chaos
 
-_OTHERS: Final = """
-import os, signal, sys, time
-mine = {1, os.getpid()}
-others = [int(name) for name in os.listdir('/proc') if name.isdigit() and int(name) not in mine]
-"""
-_KILL: Final = _OTHERS + "[os.kill(pid, signal.SIGKILL) for pid in others]"
-_STOP: Final = _OTHERS + "[os.kill(pid, signal.SIGSTOP) for pid in others]"
-_EAT: Final = (
-    _OTHERS
-    + """
-for pid in others:
-    open(f'/proc/{pid}/oom_score_adj', 'w').write('1000')
-while all(os.path.exists(f'/proc/{pid}') for pid in others):
-    if os.fork() == 0:
-        eaten = b'x' * (64 << 20)
-        time.sleep(60)
-        os._exit(0)
-    time.sleep(0.01)
-"""
-)
-"""Many small processes fill the memory, so that the one which the kernel ends is the runtime's."""
-
-HANGS: Final[dict[str, Any]] = {
-    "spec": {
-        # The runtime's first process is then not the container's, so that it can be stopped like the others.
-        "shareProcessNamespace": True,
-        "containers": [
-            {
-                "name": "runtime",
-                "livenessProbe": {
-                    "periodSeconds": 2,
-                    "timeoutSeconds": 2,
-                    "failureThreshold": 3,
-                    "terminationGracePeriodSeconds": 2,
-                },
-            }
-        ],
-    }
-}
-"""A kubelet that sees a hanging runtime in seconds instead of in a minute."""
 PICKER_NOTICES_S: Final = 5.0
 """Three seconds of silence, and what a busy machine adds."""
-
-
-def kill_runtime(treeline: Installed, pod: dict) -> None:
-    """SIGKILL to all processes of a runtime but the container's first, which nobody in there can kill."""
-    treeline.inside(pod, "python3", "-c", _KILL)
-
-
-def fill_memory(treeline: Installed, pod: dict) -> None:
-    """Take memory in a runtime's container until the kernel ends one of the runtime's processes."""
-    treeline.inside(pod, "python3", "-c", _EAT)
-
-
-def stop_runtime(treeline: Installed, pod: dict) -> None:
-    """Let a runtime hang: SIGSTOP to all its processes. For pods that have the template HANGS."""
-    treeline.inside(pod, "python3", "-c", _STOP)
 
 
 def ended(treeline: Installed, name: str) -> dict[str, Any]:
@@ -121,18 +67,18 @@ def hosts(report: Report) -> set[str]:
 
 def test_killed(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny"))
-    only_its_own_streams_end(treeline, kept, lambda pod: kill_runtime(treeline, pod))
+    only_its_own_streams_end(treeline, kept, lambda pod: kill_runtime(treeline.kube, pod))
 
 
 def test_out_of_memory(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny"))
-    how = only_its_own_streams_end(treeline, kept, lambda pod: fill_memory(treeline, pod))
+    how = only_its_own_streams_end(treeline, kept, lambda pod: fill_memory(treeline.kube, pod))
     assert how["reason"] == "OOMKilled", how
 
 
 def test_hanging_until_its_liveness_probe_fails(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny", template=HANGS))
-    only_its_own_streams_end(treeline, kept, lambda pod: stop_runtime(treeline, pod), PICKER_NOTICES_S)
+    only_its_own_streams_end(treeline, kept, lambda pod: stop_runtime(treeline.kube, pod), PICKER_NOTICES_S)
 
 
 def test_one_that_answers_500_is_left_out_until_it_works_again(treeline: Installed, kept: Path) -> None:

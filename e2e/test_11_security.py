@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import base64
+from typing import Final
 
 import httpx
 
-from e2e.kit.system import Installed, ask, pool
+from e2e.kit.system import SYSTEM, Installed, ask, pool
 
 SECRET_WORDS = "the code word is heliotrope"
 
@@ -39,29 +41,46 @@ def test_restricted_pods_without_tokens_that_log_no_prompt(treeline: Installed) 
         if "serviceAccountToken" in str(volume)
     }
     assert with_token == {"epp"}, "only the picker asks the API server"
-    treeline.conclude()
+    # What the operator's own pods would be told if their namespace enforced that level too.
+    label = ("label", "namespace", SYSTEM, "pod-security.kubernetes.io/enforce=restricted", "--overwrite")
+    treeline.kube.kubectl("--warnings-as-errors", *label, "--dry-run=server")
+
+
+_KNOCK: Final = """
+import sys, zmq
+from treeline_wire.security import CurveKeys
+
+none, other = None, CurveKeys(*zmq.curve_keypair())
+answers = {}
+for who, keys in (("none", none), ("other", other), ("ours", CurveKeys.load(sys.argv[2]))):
+    for port, kind in ((5557, zmq.SUB), (5657, zmq.DEALER), (5757, zmq.SUB)):
+        socket = zmq.Context.instance().socket(kind)
+        socket.linger = 0
+        if kind == zmq.SUB:
+            socket.subscribe(b"")
+        if keys is not None:
+            keys.secure_client(socket)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        socket.connect(f"tcp://{sys.argv[1]}:{port}")
+        answers.setdefault(who, []).append(monitor.poll(2000) > 0)
+print(answers)
+"""
+"""Whether a runtime's sockets (events, replay, load) let somebody in: without keys, with other keys, with ours."""
 
 
 def test_kv_sockets_refuse_who_has_no_keys(treeline: Installed) -> None:
-    """A subscriber without the key pair hears nothing on the sockets that carry prompts; one with it would."""
+    """They carry prompts."""
     treeline.apply(pool("tiny", replicas=1))
     treeline.await_ready("tiny")
     (runtime,) = treeline.ready_pods("runtime")
     (epp,) = treeline.ready_pods("epp")
-    script = (
-        "import sys, zmq\n"
-        "heard = {}\n"
-        "for port in (5557, 5757):\n"
-        "    s = zmq.Context.instance().socket(zmq.SUB); s.linger = 0; s.subscribe(b'')\n"
-        "    monitor = s.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)\n"
-        f"    s.connect('tcp://{runtime['status']['podIP']}:%d' % port)\n"
-        "    heard[port] = s.poll(3000) > 0 or monitor.poll(1) > 0\n"
-        "print(heard)\n"
+    (folder,) = (
+        mount["mountPath"]
+        for mount in epp["spec"]["containers"][0]["volumeMounts"]
+        if mount["name"] == "kv-keys"
     )
-    name = epp["metadata"]["name"]
-    said = treeline.kube.kubectl("-n", treeline.namespace, "exec", name, "--", "python3", "-c", script)
-    assert said.strip() == "{5557: False, 5757: False}"
-    treeline.conclude()
+    said = treeline.inside(epp, "python3", "-c", _KNOCK, runtime["status"]["podIP"], folder, check=True)
+    assert ast.literal_eval(said) == {"none": [False] * 3, "other": [False] * 3, "ours": [True] * 3}
 
 
 def test_api_keys_are_asked_for_at_the_edge(treeline: Installed) -> None:
@@ -84,4 +103,3 @@ def test_api_keys_are_asked_for_at_the_edge(treeline: Installed) -> None:
         for given in (key, "sk-wrong")
     ]
     assert [answer.status_code for answer in answers] == [200, 401]
-    treeline.conclude()

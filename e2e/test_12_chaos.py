@@ -13,17 +13,12 @@ from typing import Final
 import pytest
 
 from e2e.kit.books import SHOWS_ITS_CACHE, books
+from e2e.kit.faults import HANGS, fill_memory, kill_runtime, stop_runtime
+from e2e.kit.kube import Kube
 from e2e.kit.system import Installed, pool
 from e2e.kit.traffic import Stream, traffic
-from e2e.test_05_operator_killed import kill_operators
-from e2e.test_07_runtime_dies import (
-    HANGS,
-    PICKER_NOTICES_S,
-    fill_memory,
-    ip,
-    kill_runtime,
-    stop_runtime,
-)
+from e2e.test_05_operator_killed import operators
+from e2e.test_07_runtime_dies import PICKER_NOTICES_S, ip
 from e2e.test_08_eviction import try_to_evict
 
 MINUTES: Final = float(os.environ.get("CHAOS_MINUTES", "3"))
@@ -61,7 +56,7 @@ class Chaos:
             "a pod is deleted": self._delete,
             "a pod is evicted": self._evict,
             "the picker is killed": self._kill_the_picker,
-            "the operator is killed": lambda: kill_operators(treeline),
+            "the operator is deleted": self._delete_the_operator,
             "another number of replicas": lambda: treeline.change("tiny", replicas=self.chance.randint(2, 3)),
             "another template": self._roll,
         }
@@ -77,10 +72,10 @@ class Chaos:
         pods = self.treeline.ready_pods(component)
         return self.chance.choice(pods) if len(pods) > 1 or (pods and component == "epp") else None
 
-    def _end_a_runtime(self, end: Callable[[Installed, dict], None], notice_s: float) -> None:
+    def _end_a_runtime(self, end: Callable[[Kube, dict], None], notice_s: float) -> None:
         if pod := self._a_pod("runtime"):
             at = time.monotonic()
-            end(self.treeline, pod)
+            end(self.treeline.kube, pod)
             self.deaths.append(Death(ip(pod), at, time.monotonic() + notice_s))
 
     def _delete(self) -> None:
@@ -93,6 +88,10 @@ class Chaos:
 
     def _kill_the_picker(self) -> None:
         if pod := self._a_pod("epp"):
+            self.treeline.delete_pod(pod, now=True)
+
+    def _delete_the_operator(self) -> None:
+        for pod in operators(self.treeline):
             self.treeline.delete_pod(pod, now=True)
 
     def _roll(self) -> None:

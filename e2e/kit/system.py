@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from dataclasses import dataclass
 from typing import Any, Final
@@ -90,20 +91,23 @@ class Installed:
         return [pod for pod in self.pods(component, pool_name) if is_ready(pod)]
 
     def url(self, gateway: str = "treeline") -> str:
-        """Where the gateway is reached from here: a port of a node."""
+        """Where the gateway is reached from here: a port of a node, once the node's kube-proxy has opened it.
+
+        (It does that within a second of the endpoint's being ready, and nobody can see when.)
+        """
         service = self.kube.get("service", f"{gateway}-gateway", self.namespace)
         assert service is not None, f"gateway {gateway} has no Service"
         port = service["spec"]["ports"][0]["nodePort"]
         node = self.kube.items("nodes", "")[0]
         address = next(a["address"] for a in node["status"]["addresses"] if a["type"] == "InternalIP")
+        self.until(lambda: _accepts(address, port), f"port {port} of the nodes to be open")
         return f"http://{address}:{port}"
 
     def delete_pod(self, pod: dict[str, Any], *, now: bool = False) -> None:
         """As `kubectl delete pod` does; ``now`` gives it no time to end."""
         how = ("--grace-period=0", "--force") if now else ()
-        self.kube.kubectl(
-            "-n", self.namespace, "delete", "pod", pod["metadata"]["name"], "--wait=false", *how
-        )
+        meta = pod["metadata"]
+        self.kube.kubectl("-n", meta["namespace"], "delete", "pod", meta["name"], "--wait=false", *how)
 
     def inside(self, pod: dict[str, Any], *command: str, check: bool = False) -> str:
         """What a command says that is run in a pod's first container, which may die of it."""
@@ -144,6 +148,14 @@ def installed_and_running(kube: Kube, *settings: str, chart: str = CHART) -> Non
 def uninstall(kube: Kube) -> None:
     """`helm uninstall`, if it is installed."""
     kube.helm("uninstall", RELEASE, "--namespace", SYSTEM, "--wait", "--ignore-not-found")
+
+
+def _accepts(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def ask(

@@ -191,7 +191,7 @@ class Traffic:
                 for choice in chunk.choices:
                     finish = choice.finish_reason or finish
         except openai.APIStatusError as exc:
-            stream.fate, stream.status, stream.why = "refused", exc.status_code, str(exc)[:200]
+            stream.fate, stream.status, stream.why = "refused", exc.status_code, f"{exc.code}: {exc}"[:200]
         except (openai.APIError, httpx.HTTPError) as exc:
             stream.fate = "truncated" if stream.first is not None else "failed"
             stream.why = f"{type(exc).__name__}: {exc.__cause__ or exc}"[:200]
