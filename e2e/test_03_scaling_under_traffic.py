@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Final
 
+import pytest
+
 from e2e.kit.figures import Figures
 from e2e.kit.system import Installed, pool
 from e2e.kit.traffic import Mix, Report, Traffic, traffic
@@ -14,6 +16,11 @@ READY: Final = "{.status.podIP} {.status.conditions[?(@.type=='Ready')].status}"
 ROUTED_S: Final = 2.0
 """A pod that is Ready has its first request in this time, DRAINED_S one without streams is gone; twice that fails."""
 DRAINED_S: Final = 10.0
+
+
+@pytest.fixture(scope="module")
+def treeline(of_this_file: Installed) -> Installed:
+    return of_this_file
 
 
 def test_two_four_one(treeline: Installed, figures: Figures, kept: Path) -> None:
@@ -30,7 +37,6 @@ def test_two_four_one(treeline: Installed, figures: Figures, kept: Path) -> None
         driver.await_served(10)
         report = driver.stop()
     assert not report.dropped, str(report)
-    treeline.conclude()
 
 
 def grow(treeline: Installed, driver: Traffic, replicas: int) -> list[float]:
