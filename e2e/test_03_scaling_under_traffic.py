@@ -1,4 +1,4 @@
-"""2 → 4 → 1 under traffic: nothing is dropped, new pods are used at once, pods that go are emptied first."""
+"""2 → 4 → 1 → none under traffic: nothing is dropped, new pods are used at once, pods that go are emptied first."""
 
 from __future__ import annotations
 
@@ -77,4 +77,15 @@ def test_a_pod_without_streams_is_gone_within_ten_seconds(treeline: Installed, f
     took = time.monotonic() - begun
     figures.add("e2e.drain_s", took)
     assert took < 2 * DRAINED_S
-    treeline.conclude()
+
+
+def test_a_pool_that_is_deleted_finishes_its_streams(treeline: Installed, kept: Path) -> None:
+    treeline.apply(pool("tiny"))
+    treeline.await_ready("tiny")
+    with traffic(treeline.url(), Mix(long_share=1.0), kept) as driver:
+        driver.begin_no_more()
+        deleted = time.monotonic()
+        treeline.conclude()
+        report = driver.stop()
+    assert not report.dropped, str(report)
+    assert any((stream.ended or deleted) > deleted + 1.0 for stream in report.streams), str(report)
