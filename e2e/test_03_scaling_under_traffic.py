@@ -26,9 +26,12 @@ def treeline(of_this_file: Installed) -> Installed:
 def test_two_four_one(treeline: Installed, figures: Figures, kept: Path) -> None:
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
-    with traffic(treeline.url(), Mix(new_share=0.7), kept) as driver:
+    with traffic(treeline.url(), kept=kept) as driver:
         driver.await_served(10)
-        routed = grow(treeline, driver, 4)
+        # Whoever asks for the first time, often, so that a new pod need not wait for somebody to come.
+        with traffic(treeline.url(), Mix(workers=2, long_share=0.0, new_share=1.0)) as often:
+            routed = grow(treeline, often, 4)
+            assert not (asked := often.stop()).dropped, str(asked)
         figures.add("e2e.ready_to_routed_s.p95", *routed)
         assert max(routed) < 2 * ROUTED_S, routed
         treeline.change("tiny", replicas=1)
