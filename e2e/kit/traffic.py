@@ -111,9 +111,13 @@ class Traffic:
     def start(self) -> None:
         self._thread.start()
 
+    def begin_no_more(self) -> None:
+        """Those under way go on."""
+        self._stopping.set()
+
     def stop(self) -> Report:
         """Begin no more, wait for those under way; all of them."""
-        self._stopping.set()
+        self.begin_no_more()
         self._thread.join(120.0)
         if self._broke is not None:
             raise self._broke
