@@ -48,7 +48,7 @@ def ours(kube: Kube) -> Iterator[EnvoyGateway | None]:
     found.remove()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def class_name(ours: EnvoyGateway | None) -> str:
     """A GatewayClass whose gateway supports InferencePool."""
     if ours is None:
@@ -140,6 +140,32 @@ def test_the_gateway_sends_requests_where_the_picker_says(
         lambda: not kube.items(ROUTES, namespace) and not kube.items(UPSTREAM, namespace),
         "route and upstream pool to be gone",
     )
+
+
+def test_one_of_two_pickers_is_deleted_under_traffic(
+    treeline: Installed, class_name: str, kept: Path
+) -> None:
+    """This gateway fails closed, whatever the upstream pool says; two pickers make up for it."""
+    treeline.apply(gateway("inference", class_name), behind_a_gateway("tiny", endpointPicker={"replicas": 2}))
+    treeline.await_ready("tiny")
+    url = url_of(treeline, "inference")
+    await_answer(url)
+    with traffic(url, kept=kept) as driver:
+        for old in treeline.ready_pods("epp"):
+            driver.await_served(5)
+            treeline.delete_pod(old)
+            treeline.until(
+                lambda old=old: (
+                    len({p["metadata"]["uid"] for p in treeline.ready_pods("epp")} - {old["metadata"]["uid"]})
+                    == 2
+                ),
+                "two pickers",
+            )
+            treeline.await_ready("tiny")
+        driver.await_served(10)
+        report = driver.stop()
+    assert not report.dropped, str(report)
+    treeline.conclude()
 
 
 def test_two_models_behind_one_gateway(treeline: Installed, class_name: str) -> None:
