@@ -93,14 +93,22 @@ def test_what_is_missing_is_told_and_used_when_it_comes(
         pytest.skip("the cluster has Gateway API already")
     treeline.apply(behind_a_gateway("tiny", replicas=1))
 
-    def reason() -> str:
-        return str(condition(treeline.pool("tiny"), "GatewayReady").get("reason"))
+    def told(kind: str, reason: str) -> bool:
+        return bool(condition(treeline.pool("tiny"), kind).get("reason") == reason)
 
-    treeline.until(lambda: reason() == "GatewayApiMissing", "the pool to say that there is no Gateway API")
+    treeline.until(lambda: told("GatewayReady", "GatewayApiMissing"), "no Gateway API to be told")
     ours.install_crds()
-    treeline.until(lambda: reason() == "RoutePending", "the route to be made without a restart")
+    treeline.until(lambda: told("RouteAccepted", "RoutePending"), "the route to be made without a restart")
     assert treeline.kube.get(ROUTES, "tiny", treeline.namespace)
     assert treeline.kube.get(UPSTREAM, "tiny-gie", treeline.namespace)
+    ours.install_without_extension()
+    treeline.apply(gateway("inference", envoy_gateway.CLASS))
+    treeline.until(
+        lambda: told("RouteAccepted", "UnsupportedByParent"),
+        "a gateway that knows no InferencePool to be told",
+    )
+    assert "InvalidKind" in condition(treeline.pool("tiny"), "RouteAccepted")["message"]
+    assert condition(treeline.pool("tiny"), "Ready")["status"] == "False"
     treeline.conclude()
 
 
