@@ -48,7 +48,7 @@ def ours(kube: Kube) -> Iterator[EnvoyGateway | None]:
     found.remove()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def class_name(ours: EnvoyGateway | None) -> str:
     """A GatewayClass whose gateway supports InferencePool."""
     if ours is None:
@@ -93,14 +93,22 @@ def test_what_is_missing_is_told_and_used_when_it_comes(
         pytest.skip("the cluster has Gateway API already")
     treeline.apply(behind_a_gateway("tiny", replicas=1))
 
-    def reason() -> str:
-        return str(condition(treeline.pool("tiny"), "GatewayReady").get("reason"))
+    def told(kind: str, reason: str) -> bool:
+        return bool(condition(treeline.pool("tiny"), kind).get("reason") == reason)
 
-    treeline.until(lambda: reason() == "GatewayApiMissing", "the pool to say that there is no Gateway API")
+    treeline.until(lambda: told("GatewayReady", "GatewayApiMissing"), "no Gateway API to be told")
     ours.install_crds()
-    treeline.until(lambda: reason() == "RoutePending", "the route to be made without a restart")
+    treeline.until(lambda: told("RouteAccepted", "RoutePending"), "the route to be made without a restart")
     assert treeline.kube.get(ROUTES, "tiny", treeline.namespace)
     assert treeline.kube.get(UPSTREAM, "tiny-gie", treeline.namespace)
+    ours.install_without_extension()
+    treeline.apply(gateway("inference", envoy_gateway.CLASS))
+    treeline.until(
+        lambda: told("RouteAccepted", "UnsupportedByParent"),
+        "a gateway that knows no InferencePool to be told",
+    )
+    assert "InvalidKind" in condition(treeline.pool("tiny"), "RouteAccepted")["message"]
+    assert condition(treeline.pool("tiny"), "Ready")["status"] == "False"
     treeline.conclude()
 
 
@@ -140,6 +148,32 @@ def test_the_gateway_sends_requests_where_the_picker_says(
         lambda: not kube.items(ROUTES, namespace) and not kube.items(UPSTREAM, namespace),
         "route and upstream pool to be gone",
     )
+
+
+def test_one_of_two_pickers_is_deleted_under_traffic(
+    treeline: Installed, class_name: str, kept: Path
+) -> None:
+    """This gateway fails closed, whatever the upstream pool says; two pickers make up for it."""
+    treeline.apply(gateway("inference", class_name), behind_a_gateway("tiny", endpointPicker={"replicas": 2}))
+    treeline.await_ready("tiny")
+    url = url_of(treeline, "inference")
+    await_answer(url)
+    with traffic(url, kept=kept) as driver:
+        for old in treeline.ready_pods("epp"):
+            driver.await_served(5)
+            treeline.delete_pod(old)
+            treeline.until(
+                lambda old=old: (
+                    len({p["metadata"]["uid"] for p in treeline.ready_pods("epp")} - {old["metadata"]["uid"]})
+                    == 2
+                ),
+                "two pickers",
+            )
+            treeline.await_ready("tiny")
+        driver.await_served(10)
+        report = driver.stop()
+    assert not report.dropped, str(report)
+    treeline.conclude()
 
 
 def test_two_models_behind_one_gateway(treeline: Installed, class_name: str) -> None:

@@ -52,6 +52,15 @@ class EnvoyGateway:
     def install(self) -> None:
         """Everything, and a GatewayClass; returns when both controllers are ready."""
         self.install_crds()
+        self._install_extension()
+        self._install_gateway(self._gateway_values(extended=True))
+
+    def install_without_extension(self) -> None:
+        """Envoy Gateway alone, which knows no InferencePool."""
+        self.install_crds()
+        self._install_gateway(self._gateway_values(extended=False))
+
+    def _install_extension(self) -> None:
         kube = self._kube
         self._apply_files((self._ai / "ai-gateway-crds-helm/templates").glob("*.yaml"))
         definitions = self._gateway / "gateway-helm/charts/crds/crds/generated"
@@ -61,13 +70,15 @@ class EnvoyGateway:
             *("--namespace", AI_SYSTEM, "--create-namespace", "-f", "-"),
             stdin=json.dumps(self._ai_values()),
         )
-        chart = self._gateway / "gateway-helm"
+        kube.kubectl("-n", AI_SYSTEM, "rollout", "status", "deployment/ai-gateway-controller", _PATIENCE)
+
+    def _install_gateway(self, values: dict[str, Any]) -> None:
+        kube, chart = self._kube, self._gateway / "gateway-helm"
         kube.helm(
             *("upgrade", "--install", "envoy-gateway", str(chart), "-f", str(chart / "values.tmpl.yaml")),
             *("--namespace", SYSTEM, "--create-namespace", "-f", "-"),
-            stdin=json.dumps(self._gateway_values()),
+            stdin=json.dumps(values),
         )
-        kube.kubectl("-n", AI_SYSTEM, "rollout", "status", "deployment/ai-gateway-controller", _PATIENCE)
         kube.kubectl("-n", SYSTEM, "rollout", "status", "deployment/envoy-gateway", _PATIENCE)
         # Its Envoys are not in the namespaces of the Gateways: the policies of a pool's pods let them in by this label.
         kube.kubectl("label", "--overwrite", "namespace", SYSTEM, "treeline.dev/gateway-access=true")
@@ -103,7 +114,7 @@ class EnvoyGateway:
         controller = {"image": image, "imagePullPolicy": "Never", "leaderElection": {"enabled": False}}
         return {"controller": controller, "envoyGateway": {"namespace": SYSTEM}}
 
-    def _gateway_values(self) -> dict[str, Any]:
+    def _gateway_values(self, *, extended: bool) -> dict[str, Any]:
         proxy = {"container": {"image": self._envoy_image}}
         # a cluster without a load balancer: an address that is reached from where the journeys run
         infrastructure = {"envoyDeployment": proxy, "envoyService": {"type": "ClusterIP"}}
@@ -126,15 +137,17 @@ class EnvoyGateway:
             "crds": {"enabled": False},
             "global": {"images": {"envoyGateway": {"image": _GATEWAY_IMAGE, "pullPolicy": "Never"}}},
             "topologyInjector": {"enabled": False},
+            # its configuration is read at its start: another one is another pod
+            "deployment": {"pod": {"labels": {"extended": str(extended).lower()}}},
             "config": {
                 "envoyGateway": {
                     "gateway": {"controllerName": _CONTROLLER},
                     "extensionApis": {"enableBackend": True, "enableEnvoyPatchPolicy": True},
-                    "extensionManager": extension,
                     "envoyProxy": {
                         "provider": {"type": "Kubernetes", "kubernetes": infrastructure},
                         "shutdown": {"drainTimeout": "5s", "minDrainDuration": "1s"},
                     },
+                    **({"extensionManager": extension} if extended else {}),
                 }
             },
         }
