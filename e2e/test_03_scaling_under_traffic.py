@@ -29,7 +29,7 @@ def test_two_four_one(treeline: Installed, figures: Figures, kept: Path) -> None
     with traffic(treeline.url(), kept=kept) as driver:
         driver.await_served(10)
         # Whoever asks for the first time, often, so that a new pod need not wait for somebody to come.
-        with traffic(treeline.url(), Mix(workers=2, long_share=0.0, new_share=1.0)) as often:
+        with traffic(treeline.url(), Mix(workers=2, long_share=0.0, new_share=1.0, seed=8)) as often:
             routed = grow(treeline, often, 4)
             assert not (asked := often.stop()).dropped, str(asked)
         figures.add("e2e.ready_to_routed_s.p95", *routed)

@@ -57,6 +57,8 @@ class Mix:
     long_tokens: int = 300
     pause_s: float = 0.05
     key: str = "none"
+    seed: int = 7
+    """Two drivers at once need two, or their new prompts are the same."""
 
 
 @dataclass
@@ -97,10 +99,10 @@ class Report:
 class Traffic:
     """Streams without end, from ``start`` until ``stop``."""
 
-    def __init__(self, url: str, mix: Mix | None = None, seed: int = 7) -> None:
+    def __init__(self, url: str, mix: Mix | None = None) -> None:
         self.url = url
         self.mix = mix or Mix()
-        self._random = random.Random(seed)
+        self._random = random.Random(self.mix.seed)
         self._streams: list[Stream] = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(
