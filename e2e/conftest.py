@@ -8,6 +8,7 @@ import re
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -89,13 +90,27 @@ def installed(kube: Kube) -> Kube:
 @pytest.fixture
 def treeline(installed: Kube, request: pytest.FixtureRequest) -> Iterator[Installed]:
     """A namespace of the test's own, with restricted Pod Security; all that was made in it is gone at the end."""
-    title = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_").lower())[:40].strip("-")
+    with _namespace(installed, request.node.name) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def of_this_file(installed: Kube, request: pytest.FixtureRequest) -> Iterator[Installed]:
+    """The same for all tests of a file, where starting pods anew for each would take longer than its story."""
+    with _namespace(installed, request.path.stem) as found:
+        yield found
+
+
+@contextmanager
+def _namespace(kube: Kube, title: str) -> Iterator[Installed]:
+    title = re.sub(r"^test-(\d\d-)?|[^a-z0-9]+$", "", re.sub(r"[^a-z0-9]+", "-", title.lower()))[:40].strip(
+        "-"
+    )
     name = f"{title}-{uuid.uuid4().hex[:5]}"  # that of an earlier run may still be going
-    installed.kubectl("create", "namespace", name)
-    installed.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
-    found = Installed(installed, name)
-    yield found
-    installed.kubectl("delete", "namespace", name, "--wait=false", "--ignore-not-found")
+    kube.kubectl("create", "namespace", name)
+    kube.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
+    yield Installed(kube, name)
+    kube.kubectl("delete", "namespace", name, "--wait=false", "--ignore-not-found")
 
 
 @pytest.fixture

@@ -72,7 +72,11 @@ def test_up_is_killed_when(home: Path, logged: str) -> None:
 
 def test_up_takes_up_what_was_interrupted(home: Path) -> None:
     with subprocess.Popen(
-        [*CLUSTER, "up", *OPTIONS], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        [*CLUSTER, "up", *OPTIONS],
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        # a shell's background job ignores interrupts, and so would what it starts
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as up:
         until((home / "logs/node-1.kubelet.log").exists, "the kubelet to start", 100)
         os.kill(up.pid, signal.SIGINT)

@@ -19,7 +19,7 @@ def test_the_quick_start_as_the_readme_has_it(kube: Kube) -> None:
     )
     assert "Serving" in said, "kubectl get tlpool"
     assert "Paris" in said, "curl"
-    assert not kube.items("pods", SYSTEM)
+    kube.until(lambda: not kube.items("pods", SYSTEM), "the operator's pods to be gone", 60.0)
     assert not kube.items("tlpool,tlmodel", "")
 
 

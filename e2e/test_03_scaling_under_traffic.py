@@ -1,10 +1,12 @@
-"""2 → 4 → 1 under traffic: nothing is dropped, new pods are used at once, pods that go are emptied first."""
+"""2 → 4 → 1 → none under traffic: nothing is dropped, new pods are used at once, pods that go are emptied first."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 from typing import Final
+
+import pytest
 
 from e2e.kit.figures import Figures
 from e2e.kit.system import Installed, pool
@@ -16,12 +18,20 @@ ROUTED_S: Final = 2.0
 DRAINED_S: Final = 10.0
 
 
+@pytest.fixture(scope="module")
+def treeline(of_this_file: Installed) -> Installed:
+    return of_this_file
+
+
 def test_two_four_one(treeline: Installed, figures: Figures, kept: Path) -> None:
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
-    with traffic(treeline.url(), Mix(new_share=0.7), kept) as driver:
+    with traffic(treeline.url(), kept=kept) as driver:
         driver.await_served(10)
-        routed = grow(treeline, driver, 4)
+        # Whoever asks for the first time, often, so that a new pod need not wait for somebody to come.
+        with traffic(treeline.url(), Mix(workers=2, long_share=0.0, new_share=1.0, seed=8)) as often:
+            routed = grow(treeline, often, 4)
+            assert not (asked := often.stop()).dropped, str(asked)
         figures.add("e2e.ready_to_routed_s.p95", *routed)
         assert max(routed) < 2 * ROUTED_S, routed
         treeline.change("tiny", replicas=1)
@@ -30,7 +40,6 @@ def test_two_four_one(treeline: Installed, figures: Figures, kept: Path) -> None
         driver.await_served(10)
         report = driver.stop()
     assert not report.dropped, str(report)
-    treeline.conclude()
 
 
 def grow(treeline: Installed, driver: Traffic, replicas: int) -> list[float]:
@@ -71,4 +80,15 @@ def test_a_pod_without_streams_is_gone_within_ten_seconds(treeline: Installed, f
     took = time.monotonic() - begun
     figures.add("e2e.drain_s", took)
     assert took < 2 * DRAINED_S
-    treeline.conclude()
+
+
+def test_a_pool_that_is_deleted_finishes_its_streams(treeline: Installed, kept: Path) -> None:
+    treeline.apply(pool("tiny"))
+    treeline.await_ready("tiny")
+    with traffic(treeline.url(), Mix(long_share=1.0), kept) as driver:
+        driver.begin_no_more()
+        deleted = time.monotonic()
+        treeline.conclude()
+        report = driver.stop()
+    assert not report.dropped, str(report)
+    assert any((stream.ended or deleted) > deleted + 1.0 for stream in report.streams), str(report)

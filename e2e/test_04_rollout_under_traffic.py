@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from e2e.kit.kube import condition
 from e2e.kit.system import Installed, pool
 from e2e.kit.traffic import traffic
+
+
+@pytest.fixture(scope="module")
+def treeline(of_this_file: Installed) -> Installed:
+    return of_this_file
 
 
 def revisions(treeline: Installed) -> dict[str, int]:
@@ -18,8 +26,16 @@ def revisions(treeline: Installed) -> dict[str, int]:
     return found
 
 
-def annotated(value: str) -> dict:
+def annotated(value: str | None) -> dict[str, Any]:
+    """A template with that annotation; None takes it away."""
     return {"metadata": {"annotations": {"example.com/build": value}}}
+
+
+def build(treeline: Installed) -> str | None:
+    """The annotation as it is."""
+    template = treeline.pool("tiny")["spec"].get("template") or {}
+    found: str | None = template.get("metadata", {}).get("annotations", {}).get("example.com/build")
+    return found
 
 
 def test_a_new_template_replaces_the_old_one(treeline: Installed, kept: Path) -> None:
@@ -39,11 +55,11 @@ def test_a_new_template_replaces_the_old_one(treeline: Installed, kept: Path) ->
 def test_reverted_half_way(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
-    (old,) = revisions(treeline)
+    (old,), before = revisions(treeline), build(treeline)
     with traffic(treeline.url(), kept=kept) as driver:
-        treeline.change("tiny", template=annotated("two"))
+        treeline.change("tiny", template=annotated("three"))
         treeline.until(lambda: len(revisions(treeline)) == 2, "a pod of the new revision to be ready")
-        treeline.change("tiny", template=annotated(None))  # type: ignore[arg-type]
+        treeline.change("tiny", template=annotated(before))
         treeline.until(lambda: revisions(treeline) == {old: 2}, "the old revision to be whole again", 120.0)
         treeline.await_ready("tiny")
         driver.await_served(5)
@@ -54,9 +70,9 @@ def test_reverted_half_way(treeline: Installed, kept: Path) -> None:
 def test_paused_and_a_bad_image(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
-    (old,) = revisions(treeline)
+    (old,), before = revisions(treeline), build(treeline)
     with traffic(treeline.url(), kept=kept) as driver:
-        treeline.change("tiny", rollout={"paused": True}, template=annotated("two"))
+        treeline.change("tiny", rollout={"paused": True}, template=annotated("four"))
         treeline.until(
             lambda: condition(treeline.pool("tiny"), "Progressing").get("reason") == "Paused", "the pause"
         )
@@ -74,7 +90,7 @@ def test_paused_and_a_bad_image(treeline: Installed, kept: Path) -> None:
         assert revisions(treeline) == {old: 2}, "the old revision serves on"
         assert condition(treeline.pool("tiny"), "Ready")["status"] == "False"
         driver.await_served(5)
-        treeline.change("tiny", engine={"image": None}, template=annotated(None))  # type: ignore[arg-type]
+        treeline.change("tiny", engine={"image": None}, template=annotated(before))
         treeline.await_ready("tiny")
         report = driver.stop()
     assert not report.dropped, str(report)

@@ -5,10 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from e2e.kit.faults import kill_first_process
 from e2e.kit.system import SYSTEM, Installed, pool
 from e2e.kit.traffic import traffic
 from e2e.test_04_rollout_under_traffic import annotated, revisions
+
+
+@pytest.fixture(scope="module")
+def treeline(of_this_file: Installed) -> Installed:
+    return of_this_file
 
 
 def operators(treeline: Installed) -> list[dict[str, Any]]:
@@ -50,14 +57,14 @@ def test_killed_while_a_pool_scales_and_rolls(treeline: Installed, kept: Path) -
 
 
 def test_the_other_replica_takes_over(treeline: Installed, kept: Path) -> None:
-    treeline.apply(pool("tiny", replicas=1))
+    treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
     first = leader(treeline)
     assert first
     with traffic(treeline.url(), kept=kept) as driver:
         kill_operators(treeline, first)
-        treeline.change("tiny", replicas=2)
+        treeline.change("tiny", replicas=3)
         treeline.until(lambda: leader(treeline) not in ("", first), "another leader", 60.0)
-        treeline.until(lambda: len(treeline.ready_pods("runtime")) == 2, "its work")
+        treeline.until(lambda: len(treeline.ready_pods("runtime")) == 3, "its work")
         report = driver.stop()
     assert not report.dropped, str(report)

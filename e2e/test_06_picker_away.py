@@ -20,6 +20,11 @@ BACK_S: Final = 2.0
 """A gateway that refuses without a picker serves so soon after there is one again."""
 
 
+@pytest.fixture(scope="module")
+def treeline(of_this_file: Installed) -> Installed:
+    return of_this_file
+
+
 def replace_picker(treeline: Installed, *, now: bool = False) -> None:
     """Delete the picker's pod; until there is another that is ready."""
     (old,) = treeline.ready_pods("epp")

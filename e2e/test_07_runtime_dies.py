@@ -20,12 +20,20 @@ PICKER_NOTICES_S: Final = 5.0
 """Three seconds of silence, and what a busy machine adds."""
 
 
-def ended(treeline: Installed, name: str) -> dict[str, Any]:
-    """How the container of a pod ended last; empty if it has not."""
+@pytest.fixture(scope="module")
+def treeline(of_this_file: Installed) -> Installed:
+    return of_this_file
+
+
+def restarts(pod: dict) -> int:
+    return int(pod["status"]["containerStatuses"][0]["restartCount"])
+
+
+def ended(treeline: Installed, before: dict) -> dict[str, Any]:
+    """How a pod's container has ended since; empty if it has not."""
     for pod in treeline.pods("runtime"):
-        if pod["metadata"]["name"] == name:
-            statuses = pod["status"].get("containerStatuses") or [{}]
-            found: dict[str, Any] = (statuses[0].get("lastState") or {}).get("terminated") or {}
+        if pod["metadata"]["uid"] == before["metadata"]["uid"] and restarts(pod) > restarts(before):
+            found: dict[str, Any] = pod["status"]["containerStatuses"][0]["lastState"]["terminated"]
             return found
     return {}
 
@@ -38,13 +46,13 @@ def only_its_own_streams_end(
     What was cut off or never answered was there when it happened; whatever begins ``notice_s`` later is served.
     """
     treeline.await_ready("tiny")
-    victim, other = treeline.ready_pods("runtime")
-    name = victim["metadata"]["name"]
+    # A container that ends again and again is started later and later.
+    victim, other = sorted(treeline.ready_pods("runtime"), key=restarts)
     with traffic(treeline.url(), kept=kept) as driver:
         driver.await_served(10)
         fault(victim)
         noticed = time.monotonic() + notice_s
-        how = treeline.until(lambda: ended(treeline, name), "the container to end", 120.0)
+        how = treeline.until(lambda: ended(treeline, victim), "the container to end", 120.0)
         treeline.await_ready("tiny", seconds=120.0)
         back = time.monotonic()
         treeline.until(lambda: hosts(driver.report().since(back)) >= {ip(victim), ip(other)}, "both to serve")
@@ -66,12 +74,12 @@ def hosts(report: Report) -> set[str]:
 
 
 def test_killed(treeline: Installed, kept: Path) -> None:
-    treeline.apply(pool("tiny"))
+    treeline.apply(pool("tiny", template=HANGS))
     only_its_own_streams_end(treeline, kept, lambda pod: kill_runtime(treeline.kube, pod))
 
 
 def test_out_of_memory(treeline: Installed, kept: Path) -> None:
-    treeline.apply(pool("tiny"))
+    treeline.apply(pool("tiny", template=HANGS))
     how = only_its_own_streams_end(treeline, kept, lambda pod: fill_memory(treeline.kube, pod))
     assert how["reason"] == "OOMKilled", how
 
@@ -83,10 +91,10 @@ def test_hanging_until_its_liveness_probe_fails(treeline: Installed, kept: Path)
 
 def test_one_that_answers_500_is_left_out_until_it_works_again(treeline: Installed, kept: Path) -> None:
     """Its probes say that it is well, and it is quicker than all others."""
-    treeline.apply(SCRIPT, pool("tiny", **SCRIPTED))
-    treeline.await_ready("tiny")
-    victim, other = treeline.ready_pods("runtime")
-    with traffic(treeline.url(), Mix(pause_s=0.01), kept) as driver:
+    treeline.apply(SCRIPT, pool("scripted", **SCRIPTED))
+    treeline.await_ready("scripted")
+    victim, other = treeline.ready_pods("runtime", "scripted")
+    with traffic(treeline.url(), Mix(models=("scripted",), pause_s=0.01), kept) as driver:
         treeline.until(lambda: hosts(driver.report()) == {ip(victim), ip(other)}, "both to serve")
         treeline.inside(victim, "touch", BROKEN)
         treeline.until(lambda: driver.report().of("refused"), "an error")

@@ -8,10 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from e2e.kit.system import Installed, pool
 from e2e.kit.traffic import traffic
 
 COMPONENTS = ("runtime", "edge", "epp")
+
+
+@pytest.fixture(scope="module")
+def treeline(of_this_file: Installed) -> Installed:
+    return of_this_file
 
 
 def try_to_evict(treeline: Installed, pod: dict) -> bool:

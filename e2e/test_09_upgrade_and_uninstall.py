@@ -34,6 +34,11 @@ def former(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chart
 
 
+@pytest.fixture(scope="module")
+def treeline(of_this_file: Installed) -> Installed:
+    return of_this_file
+
+
 def uids(treeline: Installed) -> set[str]:
     return {p["metadata"]["uid"] for part in ("runtime", "epp", "edge") for p in treeline.pods(part)}
 
@@ -73,21 +78,10 @@ def test_pods_do_not_notice(treeline: Installed, former: Path, kept: Path) -> No
     assert not report.dropped, str(report)
 
 
-def test_a_namespace_that_goes_takes_all_with_it(treeline: Installed) -> None:
-    treeline.apply(pool("tiny", replicas=1, drain={"timeoutSeconds": 5}))
-    treeline.await_ready("tiny")
-    kube = treeline.kube
-    kube.kubectl("delete", "namespace", treeline.namespace, "--wait=false")
-    kube.until(
-        lambda: not kube.kubectl("get", "namespace", treeline.namespace, "--ignore-not-found", "-o", "name"),
-        "the namespace to be gone", 120.0, treeline.namespace,
-    )  # fmt: skip
-
-
 def test_uninstalled_with_everything(treeline: Installed) -> None:
     """crds.keep=false: the definitions go with the release, and every pool with them."""
     kube = treeline.kube
-    treeline.apply(pool("tiny", replicas=1))
+    treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
     try:
         install(kube, "crds.keep=false")
@@ -99,6 +93,17 @@ def test_uninstalled_with_everything(treeline: Installed) -> None:
         assert not left_in_the_cluster(kube)
     finally:
         installed_and_running(kube)
+
+
+def test_a_namespace_that_goes_takes_all_with_it(treeline: Installed) -> None:
+    treeline.apply(pool("tiny", replicas=1, drain={"timeoutSeconds": 5}))
+    treeline.await_ready("tiny")
+    kube = treeline.kube
+    kube.kubectl("delete", "namespace", treeline.namespace, "--wait=false")
+    kube.until(
+        lambda: not kube.kubectl("get", "namespace", treeline.namespace, "--ignore-not-found", "-o", "name"),
+        "the namespace to be gone", 120.0, treeline.namespace,
+    )  # fmt: skip
 
 
 def left_in_the_cluster(kube: Kube) -> list[str]:

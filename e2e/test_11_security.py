@@ -7,10 +7,16 @@ import base64
 from typing import Final
 
 import httpx
+import pytest
 
 from e2e.kit.system import SYSTEM, Installed, ask, pool
 
 SECRET_WORDS = "the code word is heliotrope"
+
+
+@pytest.fixture(scope="module")
+def treeline(of_this_file: Installed) -> Installed:
+    return of_this_file
 
 
 def logs(treeline: Installed) -> str:

@@ -21,7 +21,7 @@ class Engine(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_GET(self):
-        models = {{"object": "list", "data": [{{"id": "tiny", "object": "model"}}]}}
+        models = {{"object": "list", "data": [{{"id": "scripted", "object": "model"}}]}}
         known = {{"/ready": {{}}, "/live": {{}}, "/v1/models": models}}
         self.say(200 if self.path in known else 404, json.dumps(known.get(self.path, {{}})).encode())
 
@@ -31,7 +31,7 @@ class Engine(BaseHTTPRequestHandler):
             return self.say(500, b'{{"error": {{"message": "out of order", "type": "server_error"}}}}')
         delta = {{"index": 0, "delta": {{"content": "yes"}}, "finish_reason": "length"}}
         usage = {{"prompt_tokens": 1, "completion_tokens": asked["max_tokens"], "total_tokens": 1}}
-        chunk = {{"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "tiny"}}
+        chunk = {{"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "scripted"}}
         chunks = [chunk | {{"choices": [delta]}}, chunk | {{"choices": [], "usage": usage}}]
         text = "".join(f"data: {{json.dumps(c)}}\\n\\n" for c in chunks) + "data: [DONE]\\n\\n"
         self.say(200, text.encode(), "text/event-stream")
@@ -51,6 +51,7 @@ SCRIPT: Final[dict[str, Any]] = {
 }
 """To be applied before the pool."""
 SCRIPTED: Final[dict[str, Any]] = {
+    "model": {"uri": "builtin://tiny", "name": "scripted"},
     "engine": {"command": ["python3", "/engine/engine.py"]},
     "template": {
         "spec": {

@@ -57,6 +57,8 @@ class Mix:
     long_tokens: int = 300
     pause_s: float = 0.05
     key: str = "none"
+    seed: int = 7
+    """Two drivers at once need two, or their new prompts are the same."""
 
 
 @dataclass
@@ -97,10 +99,10 @@ class Report:
 class Traffic:
     """Streams without end, from ``start`` until ``stop``."""
 
-    def __init__(self, url: str, mix: Mix | None = None, seed: int = 7) -> None:
+    def __init__(self, url: str, mix: Mix | None = None) -> None:
         self.url = url
         self.mix = mix or Mix()
-        self._random = random.Random(seed)
+        self._random = random.Random(self.mix.seed)
         self._streams: list[Stream] = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(
@@ -111,9 +113,13 @@ class Traffic:
     def start(self) -> None:
         self._thread.start()
 
+    def begin_no_more(self) -> None:
+        """Those under way go on."""
+        self._stopping.set()
+
     def stop(self) -> Report:
         """Begin no more, wait for those under way; all of them."""
-        self._stopping.set()
+        self.begin_no_more()
         self._thread.join(120.0)
         if self._broke is not None:
             raise self._broke

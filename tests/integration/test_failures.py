@@ -43,6 +43,19 @@ async def test_a_killed_runtime_takes_only_its_own_streams_with_it(stack: Stack,
     stack.start(victim)
 
 
+def test_a_runtime_whose_scheduler_hangs_gets_nothing_new_until_it_moves_again(stack: Stack):
+    """The other processes of it are well, and so are its probes; only the scheduler's word is missing."""
+    victim = "runtime-0"
+    scheduler = stack.child(victim, "scheduler_process")
+    scheduler.suspend()
+    try:
+        until(lambda: stack.described(victim).get("silent"), "the picker misses its reports", 10)
+        assert {served_by(stack, text(50, seed=80 + index)) for index in range(6)} == {"runtime-1"}
+    finally:
+        scheduler.resume()
+    until(lambda: not stack.described(victim).get("silent"), "it reports again", 2)
+
+
 async def test_a_restarted_runtime_is_not_credited_with_what_it_lost(stack: Stack):
     prompt = text(500, seed=41)
     holder = served_by(stack, prompt)

@@ -173,6 +173,18 @@ class Stack:
     def announced(self, name: str) -> set[int]:
         return {int(block["hash"]) for block in self.radix(name)["blocks"] if block["announced"]}
 
+    def described(self, name: str) -> dict[str, Any]:
+        """What the picker says of an endpoint."""
+        page = self.http.get(f"http://127.0.0.1:{self.options.metrics_port}/debug/endpoints").json()
+        return next(dict(endpoint) for endpoint in page["endpoints"] if endpoint["name"] == name)
+
+    def child(self, name: str, word: str) -> psutil.Process:
+        """A process of a process, by a word of its command line."""
+        popen = self.processes[name].popen
+        assert popen is not None
+        children = psutil.Process(popen.pid).children(recursive=True)
+        return next(child for child in children if any(word in part for part in child.cmdline()))
+
     def tree(self, name: str) -> set[int]:
         """The blocks that the picker believes a runtime holds."""
         answer = self.http.get(

@@ -407,6 +407,7 @@ class Fleet:
         if endpoint is not None:
             out["selectable"] = endpoint.eligible
             out["failing"] = endpoint.breaker.tripped
+            out["silent"] = endpoint.load.silent(self._clock())
             out["reservations"] = len(endpoint.load.reservations)
             out["reserved_tokens"] = endpoint.load.reservations.tokens
             out["publisher"] = endpoint.publisher.state.value if endpoint.publisher is not None else None

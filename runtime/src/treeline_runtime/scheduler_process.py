@@ -97,6 +97,8 @@ class SocketScheduler(Scheduler):
     def _beat(self) -> None:
         now = time.monotonic()
         if now - self._beat_at >= (HEARTBEAT_S if self._load_told else LOAD_INTERVAL_S):
+            if self._load_told and self._outlet is not None:
+                self._outlet.publish(self._load)  # nothing new, but a sign of life
             self._beat_at, self._load_told = now, True
             self._http.send(Heartbeat("scheduler", self._load))
 

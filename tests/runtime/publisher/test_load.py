@@ -24,10 +24,10 @@ def test_changes_are_reported_at_most_every_fifty_milliseconds() -> None:
     feed.take(0.0)
     sent = 0
     for tick in range(1000):
-        feed.on_load(LoadUpdate(running=tick, pages_cached=tick))
+        feed.on_load(LoadUpdate(running=tick, pages_cached=tick), tick / 1000)
         sent += bool(feed.take(tick / 1000))
     assert sent == 19
-    feed.on_load(LoadUpdate(running=5000, pages_cached=7))
+    feed.on_load(LoadUpdate(running=5000, pages_cached=7), 1.0)
     assert feed.due_at() <= 1.0 + MIN_INTERVAL_S
     stat, ours = reports(feed.take(2.0))
     assert isinstance(stat, LoadStat)
@@ -38,10 +38,22 @@ def test_changes_are_reported_at_most_every_fifty_milliseconds() -> None:
 
 def test_an_unchanged_load_is_not_news() -> None:
     feed = LoadFeed(1, 16)
-    feed.on_load(LoadUpdate(running=1))
+    feed.on_load(LoadUpdate(running=1), 0.0)
     feed.take(0.0)
-    feed.on_load(LoadUpdate(running=1))
+    feed.on_load(LoadUpdate(running=1), 0.5)
     assert feed.take(0.5) == []
+
+
+def test_reports_end_when_the_scheduler_says_nothing_more_and_begin_again_with_it() -> None:
+    feed = LoadFeed(1, 16)
+    feed.on_load(LoadUpdate(running=1), 0.0)
+    sent = [second for second in range(60) if feed.take(float(second))]
+    assert sent == [0, 1, 2, 3]
+    assert feed.due_at() == float("inf"), "nobody waits for it"
+    feed.on_draining()
+    assert feed.take(60.0), "what the router must know it is told"
+    feed.on_load(LoadUpdate(running=1), 70.0)
+    assert feed.take(70.0)
 
 
 def test_draining_is_told_at_once_once_and_for_good() -> None:
@@ -53,7 +65,7 @@ def test_draining_is_told_at_once_once_and_for_good() -> None:
     assert ours.draining
     feed.on_draining()
     assert feed.take(0.002) == []
-    feed.on_load(LoadUpdate(running=3))
+    feed.on_load(LoadUpdate(running=3), 0.1)
     _, later = reports(feed.take(0.2))
     assert isinstance(later, TreelineLoad)
     assert later.draining
@@ -64,7 +76,8 @@ def test_both_forms_carry_the_load_and_the_same_number() -> None:
     feed.on_load(
         LoadUpdate(
             running=2, waiting=3, waiting_uncached_tokens=50, pages_used=4, pages_total=10, tokens_used=60
-        )
+        ),
+        0.0,
     )
     first, second = feed.take(0.0)
     assert frames.parse_live(first)[:2] == (b"load", 0)

@@ -1,4 +1,7 @@
-"""Load reports: when to say what. On change at most 20 times a second, else once a second. No sockets, no clock."""
+"""Load reports: when to say what. On change at most 20 times a second, else once a second. No sockets, no clock.
+
+They speak for the scheduler: when it says nothing any more, they end, and a router sees that the engine hangs.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from treeline_runtime.messages import LoadUpdate
 
 MIN_INTERVAL_S = 0.05
 HEARTBEAT_S = 1.0
+STILL_AFTER_S = 3.0
+"""Reports end when the scheduler has said nothing for so long. It does so every half second, between two steps."""
 
 
 class LoadFeed:
@@ -22,9 +27,12 @@ class LoadFeed:
         self._changed = True
         self._urgent = False
         self._sent_at = float("-inf")
+        self._heard_at = float("inf")  # a scheduler that has not spoken yet is not missed
         self._seq = 0
 
-    def on_load(self, load: LoadUpdate) -> None:
+    def on_load(self, load: LoadUpdate, now: float) -> None:
+        """The scheduler's word, if only that nothing has changed."""
+        self._heard_at = now
         self._changed = self._changed or load != self._load
         self._load = load
 
@@ -37,7 +45,8 @@ class LoadFeed:
         """When `take` has something to send."""
         if self._urgent:
             return float("-inf")
-        return self._sent_at + (MIN_INTERVAL_S if self._changed else HEARTBEAT_S)
+        due = self._sent_at + (MIN_INTERVAL_S if self._changed else HEARTBEAT_S)
+        return due if due <= self._heard_at + STILL_AFTER_S else float("inf")
 
     def take(self, now: float) -> list[list[bytes]]:
         """The messages to send now: none before `due_at`."""

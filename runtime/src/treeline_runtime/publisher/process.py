@@ -138,7 +138,7 @@ class Publisher:
                 if live is not None:
                     self._events.send_multipart(live, zmq.NOBLOCK)  # PUB never blocks: it drops at the mark
             case LoadUpdate():
-                self._load.on_load(message)
+                self._load.on_load(message, time.monotonic())
             case DrainReq():
                 self._load.on_draining()
             case AnnouncedReq():
