@@ -86,6 +86,7 @@ def test_a_pool_that_is_deleted_finishes_its_streams(treeline: Installed, kept: 
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
     with traffic(treeline.url(), Mix(long_share=1.0), kept) as driver:
+        treeline.until(lambda: driver.under_way(1.0), "a stream that has just begun")
         driver.begin_no_more()
         deleted = time.monotonic()
         treeline.conclude()

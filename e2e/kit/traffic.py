@@ -130,6 +130,11 @@ class Traffic:
         """What has ended so far."""
         return Report([stream for stream in self._streams if stream.ended is not None])
 
+    def under_way(self, seconds: float) -> list[Stream]:
+        """Those whose answer has begun, no longer ago than that, and has not ended."""
+        late = time.monotonic() - seconds
+        return [s for s in self._streams if s.ended is None and s.first is not None and s.first > late]
+
     def await_served(self, count: int, seconds: float = 60.0) -> None:
         """Until so many more have been served."""
         goal = len(self.report().of("served")) + count
