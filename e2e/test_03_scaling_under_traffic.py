@@ -85,7 +85,7 @@ def test_a_pod_without_streams_is_gone_within_ten_seconds(treeline: Installed, f
 def test_a_pool_that_is_deleted_finishes_its_streams(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
-    with traffic(treeline.url(), Mix(long_share=1.0), kept) as driver:
+    with traffic(treeline.url(), Mix(long_share=1.0, long_tokens=600), kept) as driver:
         treeline.until(lambda: driver.under_way(1.0), "a stream that has just begun")
         driver.begin_no_more()
         deleted = time.monotonic()

@@ -25,11 +25,11 @@ def treeline(of_this_file: Installed) -> Installed:
     return of_this_file
 
 
-def restarts(pod: dict) -> int:
+def restarts(pod: dict[str, Any]) -> int:
     return int(pod["status"]["containerStatuses"][0]["restartCount"])
 
 
-def ended(treeline: Installed, before: dict) -> dict[str, Any]:
+def ended(treeline: Installed, before: dict[str, Any]) -> dict[str, Any]:
     """How a pod's container has ended since; empty if it has not."""
     for pod in treeline.pods("runtime"):
         if pod["metadata"]["uid"] == before["metadata"]["uid"] and restarts(pod) > restarts(before):
@@ -39,7 +39,7 @@ def ended(treeline: Installed, before: dict) -> dict[str, Any]:
 
 
 def only_its_own_streams_end(
-    treeline: Installed, kept: Path, fault: Callable[[dict], object], notice_s: float = 0.5
+    treeline: Installed, kept: Path, fault: Callable[[dict[str, Any]], object], notice_s: float = 0.5
 ) -> dict[str, Any]:
     """A fault happens to one of two runtimes under traffic. How its container ended.
 
@@ -65,7 +65,7 @@ def only_its_own_streams_end(
     return dict(how)
 
 
-def ip(pod: dict) -> str:
+def ip(pod: dict[str, Any]) -> str:
     return str(pod["status"]["podIP"])
 
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ def treeline(of_this_file: Installed) -> Installed:
     return of_this_file
 
 
-def try_to_evict(treeline: Installed, pod: dict) -> bool:
+def try_to_evict(treeline: Installed, pod: dict[str, Any]) -> bool:
     """Ask for an eviction; whether the disruption budget allows it."""
     name, namespace = pod["metadata"]["name"], treeline.namespace
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name, "namespace": namespace}}

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -67,12 +67,12 @@ class Chaos:
         self.story.append(f"+{time.monotonic() - self._begun:.0f} s {name}")
         self._faults[name]()
 
-    def _a_pod(self, component: str) -> dict | None:
+    def _a_pod(self, component: str) -> dict[str, Any] | None:
         """One of several: the last one is left alone, but for the picker."""
         pods = self.treeline.ready_pods(component)
         return self.chance.choice(pods) if len(pods) > 1 or (pods and component == "epp") else None
 
-    def _end_a_runtime(self, end: Callable[[Kube, dict], None], notice_s: float) -> None:
+    def _end_a_runtime(self, end: Callable[[Kube, dict[str, Any]], None], notice_s: float) -> None:
         if pod := self._a_pod("runtime"):
             at = time.monotonic()
             end(self.treeline.kube, pod)

@@ -76,7 +76,7 @@ class Installed:
     def await_ready(self, *names: str, seconds: float = PATIENCE_S) -> None:
         """Until the pools serve as their latest specs say, and nothing is under way any more."""
         for name in names:
-            self.until(lambda name=name: self.is_ready(name), f"pool {name} to be ready", seconds)  # type: ignore[misc]
+            self.until(lambda name=name: self.is_ready(name), f"pool {name} to be ready", seconds)
 
     def until(self, look: Any, what: str, seconds: float = PATIENCE_S) -> Any:
         return self.kube.until(look, what, seconds, self.namespace)

@@ -149,7 +149,7 @@ class Traffic:
         try:
             client = openai.AsyncOpenAI(
                 base_url=f"{self.url}/v1", api_key=self.mix.key, max_retries=0,
-                timeout=httpx.Timeout(90.0, connect=5.0),
+                timeout=openai.Timeout(90.0, connect=5.0),
             )  # fmt: skip
             async with client, asyncio.TaskGroup() as group:
                 for number in range(self.mix.workers):

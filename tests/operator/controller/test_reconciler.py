@@ -121,6 +121,7 @@ async def test_a_plan_that_cannot_be_made_is_told_by_the_status(monkeypatch: pyt
         return {one["type"]: one for one in api.statuses["a"]["conditions"]}["Ready"]
 
     gateway = Key("gateway", "shop", "treeline")
+    await reconciler.reconcile(gateway)
     for planner, key in (("plan_pool", Key("pool", "shop", "a")), ("plan_gateway", gateway)):
         with monkeypatch.context() as patch:
             patch.setattr(module, planner, broken)
@@ -133,6 +134,39 @@ async def test_a_plan_that_cannot_be_made_is_told_by_the_status(monkeypatch: pyt
         await reconciler.reconcile(key)
         await reconciler.reconcile(Key("pool", "shop", "a"))
         assert told()["reason"] != "ReconcileFailed", "it is over when a plan is made"
-    assert woken == [Key("pool", "shop", "a")] * 2, (
+    assert woken == [Key("pool", "shop", "a")] * 3, (
         "pools are told of what befalls their gateway, and of its end"
     )
+
+
+async def test_nothing_is_told_before_the_gateway_knows_what_is_asked_for() -> None:
+    store, woken = Store(), []
+    api = Api(store)
+    reconciler = reconciler_of(store, api, woken.append)
+    one, gateway = Key("pool", "shop", "a"), Key("gateway", "shop", "treeline")
+
+    async def told() -> bool:
+        api.statuses.clear()
+        await reconciler.reconcile(one)
+        return "a" in api.statuses
+
+    def ask(version: int, **spec: Any) -> None:
+        made = pool("a")
+        meta = {**made["metadata"], "resourceVersion": str(version), "generation": version}
+        store.put({**made, "metadata": meta, "spec": {**made["spec"], **spec}})
+
+    ask(10)
+    assert not await told()
+    await reconciler.reconcile(gateway)
+    assert woken == [one]
+    assert await told()
+    ask(11, replicas=3)
+    assert await told(), "that is no gateway's business"
+    keys = {"standalone": {"apiKeysSecretRef": {"name": "clients"}}}
+    ask(12, replicas=3, gateway=keys)
+    assert not await told()
+    await reconciler.reconcile(gateway)
+    assert woken == [one, one]
+    assert await told()
+    await reconciler.reconcile(gateway)
+    assert woken == [one, one], "it knows already"

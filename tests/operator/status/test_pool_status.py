@@ -732,6 +732,15 @@ def test_envoys_with_former_settings_are_not_what_was_asked_for():
         gateway_pods=(old, envoy_pod("treeline-edge-new", "now", **ready(2))),
     )
     assert conditions(pool_status(served))[T.READY]["status"] == "True"
+    left = conditions(pool_status(served))[T.PROGRESSING]
+    assert (left["status"], left["reason"]) == ("True", Reason.ROLLING_OUT)
+    assert "left of Envoys with former settings: 1 pod" in left["message"]
+    gone = envoy_pod("treeline-edge-old", "before", phase="Succeeded")
+    over = world(
+        gateway_parts=front_parts("now"),
+        gateway_pods=(gone, envoy_pod("treeline-edge-new", "now", **ready(2))),
+    )
+    assert conditions(pool_status(over))[T.PROGRESSING]["reason"] == Reason.ROLLOUT_COMPLETE
 
 
 def test_envoys_that_never_come_to_their_settings_are_told_of():

@@ -64,6 +64,8 @@ class Reconciler:
     clock: Callable[[], datetime]
     changed: Callable[[Key], None]
     _refused: dict[Key, Cause] = field(default_factory=dict)
+    _heard: dict[Key, dict[str, object]] = field(default_factory=dict)
+    """What each gateway's last plan knew of the wishes of its pools, by their uid."""
     _warnings: Warnings = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,10 +106,12 @@ class Reconciler:
         self.downloads.see(key, world.pods)
         plan = self._planned(key, lambda: plan_pool(world))
         done = await self._carry_out(key, plan, pool) if plan else Done()
+        gateway = key._replace(kind="gateway", name=pool.spec.gateway.name)
+        if not pool.deleting and self._heard.get(gateway, {}).get(pool.metadata.uid) != _wishes(pool):
+            # Told before, the status would speak of a gateway that does not know the spec yet. Its plan wakes us.
+            return _outcome(plan, done)
         after = self.observer.pool_world(pool, self.clock())
-        refused = self._refused.get(key) or self._refused.get(
-            key._replace(kind="gateway", name=pool.spec.gateway.name)
-        )
+        refused = self._refused.get(key) or self._refused.get(gateway)
         status, again_s = await self._status(key, after, refused)
         await self._tell(
             pool.kind, pool.namespace, pool.name, pool.metadata.uid, dict(pool.status), dict(status)
@@ -163,7 +167,11 @@ class Reconciler:
         plan = self._planned(key, lambda: plan_gateway(world))
         owner = share(world.pools).gateways[key.name].owner if world.pools else None
         done = await self._carry_out(key, plan, owner) if plan else Done()
-        if self._refused.get(key) != before:
+        known = self._heard.pop(key, {})
+        heard = known if done.stale else {pool.metadata.uid: _wishes(pool) for pool in world.pools}
+        if heard:
+            self._heard[key] = heard
+        if self._refused.get(key) != before or known != heard:
             for pool in world.pools:
                 self.changed(Key("pool", pool.namespace, pool.name))
         return _outcome(plan, done) if world.pools or world.children else Outcome("gone")
@@ -253,6 +261,11 @@ def _outcome(plan: Plan | None, done: Done, again_s: float | None = None) -> Out
         return Outcome("refused", retry=True, after_s=_REFUSED_AGAIN_S)
     due = [delay for delay in (plan.recheck_s, again_s) if delay is not None]
     return Outcome("changed" if plan.actions else "ok", after_s=min(due, default=None))
+
+
+def _wishes(pool: InferencePool) -> object:
+    """What of a pool its gateway is made from."""
+    return pool.spec.gateway, pool.spec.endpoint_picker
 
 
 def _waits(status: PoolStatus, world: PoolWorld) -> bool:

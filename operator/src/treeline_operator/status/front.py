@@ -176,12 +176,28 @@ def _component(
     return Finding(kind, "False", reason, f"Deployment {name}: {causes[0].detail}")
 
 
+def former_envoys(world: PoolWorld) -> int:
+    """How many Envoys with former settings there still are: those that are told to end finish what they have begun,
+    and ask nobody for a key that is asked for only now."""
+    found = gateway_children(world.gateway).edge
+    if found is None or (wanted := _configuration(found.object)) is None:
+        return 0
+    pods = (pod for pod in _objects(world.gateway.pods) if _labels(pod).get(names.COMPONENT) == "edge")
+    running = (pod for pod in pods if (pod.get("status") or {}).get("phase") not in ("Succeeded", "Failed"))
+    return sum(_labels(pod).get(names.REVISION, wanted) != wanted for pod in running)
+
+
+def _configuration(deployment: Mapping[str, Any]) -> str | None:
+    """The hash of the configuration that a Deployment's pods are to have, where they have one that clients see."""
+    template = deployment["spec"].get("template") or {}
+    wanted: str | None = template.get("metadata", {}).get("labels", {}).get(names.REVISION)
+    return wanted
+
+
 def _is_of_now(deployment: Mapping[str, Any], pods: Iterable[Mapping[str, Any]]) -> bool:
     """Whether what serves is what is asked for. Pods carry the hash of the configuration, where they have one that
     clients see (Envoy's: TLS, API keys); of other changes it is enough that they come to their end."""
-    wanted = (
-        (deployment["spec"].get("template") or {}).get("metadata", {}).get("labels", {}).get(names.REVISION)
-    )
+    wanted = _configuration(deployment)
     ready = {_labels(pod).get(names.REVISION) for pod in pods if is_ready(pod)}
     told = (deployment.get("status") or {}).get("conditions") or ()
     overdue = any(one.get("reason") == "ProgressDeadlineExceeded" for one in told)

@@ -300,6 +300,10 @@ def _progressing(seen: _Seen, picker: Finding) -> Finding:
         return Finding(kind, "True", Reason.SCALING if moving else Reason.PODS_STARTING, state)
     if seen.draining:
         return Finding(kind, "True", Reason.DRAINING, _draining(seen))
+    if former := front.former_envoys(seen.world):
+        return Finding(
+            kind, "True", Reason.ROLLING_OUT, f"{state}; left of Envoys with former settings: {_pods(former)}"
+        )
     if desired == 0:
         return Finding(kind, "False", Reason.SCALED_TO_ZERO, "no pods are asked for")
     if picker.reason is Reason.ENDPOINTS_MISSING:
