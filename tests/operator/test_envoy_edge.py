@@ -246,7 +246,12 @@ async def test_a_drain_keeps_a_running_stream_alive_and_lingers_first(tmp_path: 
             assert "envoy_http_downstream_rq_active" in (await edge.http.get(f"{edge.health}/metrics")).text
             assert edge.process.returncode is None
             edge.engine.go.set()
-            assert await anext(chunks) == "last"
+            assert [chunk async for chunk in chunks] == ["last"]
+        # Its headers came before anybody was asked to close: the connection is used again, after a moment's thought.
+        await asyncio.sleep(0.6)
+        again = await edge.http.get(f"{edge.url}/v1/models")
+        assert again.status_code == 200
+        assert again.headers["connection"] == "close"
         assert await edge.ended() == 0
         assert "drained in" in edge.log
 

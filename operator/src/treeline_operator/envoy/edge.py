@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 ACTIVE = "http.gateway.downstream_rq_active"
 _POLL_S = 0.2
+_QUIET_S = 2.0
+"""Who has just had the end of a long answer asks again on that connection, which nothing has told to close yet."""
 _END_S = 5.0
 """How long Envoy may take to end once it has been told to."""
 
@@ -236,13 +238,16 @@ async def drain(admin: Admin, options: Options) -> None:
         await asyncio.sleep(min(options.linger / 2, options.drain_timeout))
         await admin.call("POST", "/healthcheck/fail")
         await admin.call("POST", "/drain_listeners?inboundonly")
+        quiet_since = None
         while True:
             active = await admin.active()
-            spent = time.monotonic() - started
+            now = time.monotonic()
+            spent = now - started
+            quiet_since = None if active else quiet_since or now
             if spent >= options.drain_timeout:
                 log.warning("ending with %d requests after %.0f s", active, spent)
                 return
-            if active == 0:
+            if quiet_since is not None and now - quiet_since >= _QUIET_S:
                 log.info("drained in %.1f s", spent)
                 return
             await asyncio.sleep(_POLL_S)
