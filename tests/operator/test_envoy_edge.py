@@ -256,6 +256,29 @@ async def test_a_drain_keeps_a_running_stream_alive_and_lingers_first(tmp_path: 
         assert "drained in" in edge.log
 
 
+async def test_a_client_that_asks_again_after_a_long_answer_is_served_and_sent_away(tmp_path: Path) -> None:
+    """Its answer began before the drain, so nothing has told it that the connection is to be closed."""
+    async with running(tmp_path, "--linger", "0") as edge:
+        async with edge.http.stream("GET", f"{edge.url}/stream") as answer:
+            chunks = answer.aiter_text()
+            assert await anext(chunks) == "first"
+            edge.process.terminate()
+
+            async def closed() -> bool:
+                return await fresh(edge) is None
+
+            await edge.until(closed, "the listener is closed")
+            edge.engine.go.set()
+            assert "".join([chunk async for chunk in chunks]) == "last"
+        await asyncio.sleep(
+            0.5
+        )  # longer than a look at Envoy's counters takes, shorter than the time it is waited for
+        again = await edge.http.get(f"{edge.url}/v1/models")
+        assert (again.status_code, again.headers["connection"]) == (200, "close")
+        assert await edge.ended() == 0
+        assert "drained in" in edge.log
+
+
 async def test_a_drain_ends_when_time_is_up_or_at_a_second_signal(tmp_path: Path) -> None:
     for name, flags, signals in (
         ("late", ["--linger", "0", "--drain-timeout", "0.5"], 1),

@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from treeline_operator.envoy import command
 from treeline_operator.envoy.binary import EnvoyNotFound, envoy_binary
@@ -27,10 +28,10 @@ from treeline_operator.envoy.keys import KeyFile
 
 log = logging.getLogger(__name__)
 
-ACTIVE = "http.gateway.downstream_rq_active"
+_STATS = "http.gateway.downstream_"
 _POLL_S = 0.2
 _QUIET_S = 2.0
-"""Who has just had the end of a long answer asks again on that connection, which nothing has told to close yet."""
+"""A client whose answer has just ended may ask again by the same connection: only its next answer tells it to close."""
 _END_S = 5.0
 """How long Envoy may take to end once it has been told to."""
 
@@ -222,7 +223,7 @@ async def _follow(file: KeyFile, poll_s: float) -> None:
 
 
 async def drain(admin: Admin, options: Options) -> None:
-    """Go on for the linger time, then refuse what is new and wait until no request is left or time is up.
+    """Go on for the linger time, then refuse what is new and wait until nobody asks any more or time is up.
 
     A pod that ends is out of the cluster's first choice at once, whatever it says of itself: its EndpointSlice entry is
     no longer ``ready``. But while no other pod is ready, which is so whenever the only one is deleted, proxies send new
@@ -238,22 +239,34 @@ async def drain(admin: Admin, options: Options) -> None:
         await asyncio.sleep(min(options.linger / 2, options.drain_timeout))
         await admin.call("POST", "/healthcheck/fail")
         await admin.call("POST", "/drain_listeners?inboundonly")
-        quiet_since = None
-        while True:
-            active = await admin.active()
-            now = time.monotonic()
-            spent = now - started
-            quiet_since = None if active else quiet_since or now
-            if spent >= options.drain_timeout:
-                log.warning("ending with %d requests after %.0f s", active, spent)
-                return
-            if quiet_since is not None and now - quiet_since >= _QUIET_S:
-                log.info("drained in %.1f s", spent)
-                return
-            await asyncio.sleep(_POLL_S)
+        await _quiet(admin, options, started)
     except (OSError, http.client.HTTPException, ValueError) as error:
         # An Envoy that has not started yet, or is gone already, has no request to wait for.
         log.warning("cannot drain, Envoy does not answer: %s", error or type(error).__name__)
+
+
+async def _quiet(admin: Admin, options: Options, started: float) -> None:
+    """Until no client is left, or those that are have asked nothing for a while, or time is up."""
+    requests, since = -1, 0.0
+    while True:
+        load, now = await admin.load(), time.monotonic()
+        if load.active or load.requests != requests:
+            requests, since = load.requests, now
+        if not load.active and (not load.connections or now - since >= _QUIET_S):
+            log.info("drained in %.1f s", now - started)
+            return
+        if now - started >= options.drain_timeout:
+            log.warning("ending with %d requests after %.0f s", load.active, now - started)
+            return
+        await asyncio.sleep(_POLL_S)
+
+
+class Load(NamedTuple):
+    """The clients of the gateway: requests that run, those ever begun, and connections."""
+
+    active: int
+    requests: int
+    connections: int
 
 
 class Admin:
@@ -275,11 +288,13 @@ class Admin:
             raise ValueError(f"{path} was answered {answer.status}")
         return body
 
-    async def active(self) -> int:
-        """How many requests of clients are running."""
-        pattern = ACTIVE.replace(".", "\\.")
-        stats = json.loads(await self.call("GET", f"/stats?filter=^{pattern}$&format=json"))
-        return sum(stat["value"] for stat in stats["stats"] if stat.get("name") == ACTIVE)
+    async def load(self) -> Load:
+        """What clients do right now."""
+        names = [_STATS + name for name in ("rq_active", "rq_total", "cx_active")]
+        pattern = "|".join(name.replace(".", "\\.") for name in names)
+        found = json.loads(await self.call("GET", f"/stats?filter=^({pattern})$&format=json"))["stats"]
+        values = {stat["name"]: stat["value"] for stat in found if "name" in stat}
+        return Load(*(int(values.get(name, 0)) for name in names))
 
 
 def admin_port(bootstrap: Path) -> int:
