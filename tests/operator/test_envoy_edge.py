@@ -270,9 +270,8 @@ async def test_a_client_that_asks_again_after_a_long_answer_is_served_and_sent_a
             await edge.until(closed, "the listener is closed")
             edge.engine.go.set()
             assert "".join([chunk async for chunk in chunks]) == "last"
-        await asyncio.sleep(
-            0.5
-        )  # longer than a look at Envoy's counters takes, shorter than the time it is waited for
+        # longer than a look at Envoy's counters takes, shorter than the time it is waited for
+        await asyncio.sleep(0.5)
         again = await edge.http.get(f"{edge.url}/v1/models")
         assert (again.status_code, again.headers["connection"]) == (200, "close")
         assert await edge.ended() == 0
