@@ -14,10 +14,9 @@ MAX_OPEN_S = 30.0
 
 @dataclass(slots=True)
 class Breaker:
-    """The breaker of one endpoint. Readable: `errors` in a row, and `opened`, how often it opened."""
+    """The breaker of one endpoint. Readable: `errors`, those in a row."""
 
     errors: int = 0
-    opened: int = 0
     _pause: float = OPEN_S
     _until: float = float("-inf")
 
@@ -39,7 +38,6 @@ class Breaker:
         """It failed a request."""
         self.errors += 1
         if self.tripped:
-            self.opened += 1
             self._until = now + self._pause
             self._pause = min(2 * self._pause, MAX_OPEN_S)
 

@@ -54,7 +54,7 @@ def add_surroundings(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--api-server-port",
         action="append",
-        type=_port,
+        type=port,
         default=[],
         metavar="P",
         help="on which pods reach the API server, its Service's port and its own: NetworkPolicies let pickers out to "
@@ -62,9 +62,9 @@ def add_surroundings(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def _port(text: str) -> int:
-    """A port to connect to, or argparse's complaint."""
-    if not text.isdecimal() or not 0 < int(text) < 65536:
+def port(text: str, least: int = 1) -> int:
+    """A port, or argparse's complaint. ``least`` is 0 where any free one will do."""
+    if not text.isdecimal() or not least <= int(text) < 65536:
         raise argparse.ArgumentTypeError(f"{text} is no port")
     return int(text)
 

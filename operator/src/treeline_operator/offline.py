@@ -94,11 +94,11 @@ def main(argv: Sequence[str], out: TextIO | None = None, now: datetime | None = 
     given = parser().parse_args(argv)
     out = out or sys.stdout
     platform = Platform(
-        images_of(given),
-        frozenset(given.api),
-        given.cluster_domain,
-        api_server_ports_of(given),
-        given.lease_namespace,
+        images=images_of(given),
+        apis=frozenset(given.api),
+        cluster_domain=given.cluster_domain,
+        api_server_ports=api_server_ports_of(given),
+        operator_namespace=given.lease_namespace,
     )
     try:
         simulation = Simulation(platform, now or datetime.now(UTC))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from treeline_operator.controller.logs import LEVELS, set_up
-from treeline_operator.flags import add_images, add_surroundings, api_server_ports_of, images_of
+from treeline_operator.flags import add_images, add_surroundings, api_server_ports_of, images_of, port
 
 log = logging.getLogger("treeline_operator")
 
@@ -78,9 +78,11 @@ def parser() -> argparse.ArgumentParser:
     pages = p.add_argument_group("pages")
     pages.add_argument("--host", default="0.0.0.0", help="address of both ports (default: %(default)s)")
     pages.add_argument(
-        "--health-port", type=_port, default=8081, metavar="P", help="/healthz and /readyz (%(default)s)"
+        "--health-port", type=_listening, default=8081, metavar="P", help="/healthz and /readyz (%(default)s)"
     )
-    pages.add_argument("--metrics-port", type=_port, default=9090, metavar="P", help="/metrics (%(default)s)")
+    pages.add_argument(
+        "--metrics-port", type=_listening, default=9090, metavar="P", help="/metrics (%(default)s)"
+    )
     add_images(p)
     work = p.add_argument_group("work")
     work.add_argument(
@@ -174,10 +176,8 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 65536:
-        raise argparse.ArgumentTypeError(f"{text} is no port")
-    return int(text)
+def _listening(text: str) -> int:
+    return port(text, least=0)
 
 
 def _workers(text: str) -> int:

@@ -264,7 +264,7 @@ def _outcome(plan: Plan | None, done: Done, again_s: float | None = None) -> Out
 
 
 def _wishes(pool: InferencePool) -> object:
-    """What of a pool its gateway is made from."""
+    """What of a pool's spec its clients meet at the gateway."""
     return pool.spec.gateway, pool.spec.endpoint_picker
 
 

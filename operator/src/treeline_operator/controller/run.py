@@ -55,8 +55,8 @@ class Options:
     images: Images = field(default_factory=Images)
     resync_s: float = 300.0
     workers: int = 8
-    cluster_domain: str = "cluster.local"
-    api_server_ports: tuple[int, ...] = (443, 6443)
+    cluster_domain: str = Platform().cluster_domain
+    api_server_ports: tuple[int, ...] = Platform().api_server_ports
     picker_probe: bool = True
     picker_port: int = 9090
     kubeconfig: Path | None = None

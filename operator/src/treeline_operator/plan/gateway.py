@@ -12,7 +12,7 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan import edge, epp, gateway_network
 from treeline_operator.plan.anchored import Ground, Making, find, making
 from treeline_operator.plan.diff import applying, prune
-from treeline_operator.plan.keys import has_keys, keys, keys_again
+from treeline_operator.plan.keys import STUCK_S, has_keys, keys, keys_again, longest_wait
 from treeline_operator.plan.sharing import Shared, share
 from treeline_operator.world import GatewayWorld, Observed, Ref
 
@@ -227,9 +227,12 @@ class _Planning:
         pickers = (
             pod for pod in self._world.pods if selector <= pod.object["metadata"].get("labels", {}).items()
         )
-        again = keys_again(self._ground, pickers, self._world.now)
-        self.actions += again.actions
-        self.recheck_s = again.recheck_s
+        waited = longest_wait(pickers, self._world.now)
+        if waited is None:
+            return
+        self.recheck_s = STUCK_S
+        if waited >= STUCK_S:
+            self.actions.append(keys_again(self._ground))
 
     def _picker(self) -> None:
         ground = self._ground

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final
 
@@ -12,8 +11,9 @@ from treeline_operator.actions import CreateKeys
 from treeline_operator.plan.anchored import Ground, find
 from treeline_operator.world import GatewayWorld, Observed
 
-_STUCK_S: Final = 30.0
-"""How long a pod may wait for its volumes before the key pair is made again, should it be missing."""
+STUCK_S: Final = 30.0
+"""How long a pod may wait for its volumes before the key pair is made again, should it be missing; and when to look
+again while pods wait: that time passes tells nobody."""
 
 
 def has_keys(world: GatewayWorld) -> bool:
@@ -35,24 +35,17 @@ def keys(ground: Ground) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class KeysAgain:
-    """What is to be done for pods that may lack the key pair."""
-
-    actions: tuple[CreateKeys, ...] = ()
-    recheck_s: float | None = None
-    """When to look again while pods wait: that time passes tells nobody."""
-
-
-def keys_again(ground: Ground, pods: Iterable[Observed], now: datetime) -> KeysAgain:
+def keys_again(ground: Ground) -> CreateKeys:
     """Make the key pair once more for pods that mount it and do not start; if it is there, that changes nothing."""
-    waiting = [waited for pod in pods if (waited := volumes_awaited(pod.object, now)) is not None]
-    if not waiting:
-        return KeysAgain()
-    if max(waiting) < _STUCK_S:
-        return KeysAgain(recheck_s=_STUCK_S)
-    why = "a pod waits for its volumes; should the keys be missing, they are made again"
-    return KeysAgain((CreateKeys(keys(ground), why),), _STUCK_S)
+    return CreateKeys(
+        keys(ground), "a pod waits for its volumes; should the keys be missing, they are made again"
+    )
+
+
+def longest_wait(pods: Iterable[Observed], now: datetime) -> float | None:
+    """For how many seconds the first of the pods that wait for their volumes has waited; None if none does."""
+    waits = (volumes_awaited(pod.object, now) for pod in pods)
+    return max((waited for waited in waits if waited is not None), default=None)
 
 
 def volumes_awaited(pod: dict[str, Any], now: datetime) -> float | None:

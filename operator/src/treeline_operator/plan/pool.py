@@ -17,7 +17,7 @@ from treeline_operator.plan.diff import applying, differences, prune
 from treeline_operator.plan.download import claim, claim_name, claim_notes, files
 from treeline_operator.plan.drain import Exit, Terms, take_out
 from treeline_operator.plan.gateway import ground_of
-from treeline_operator.plan.keys import has_keys, keys_again
+from treeline_operator.plan.keys import STUCK_S, has_keys, keys_again, longest_wait
 from treeline_operator.plan.network import download_policy, pods_policy
 from treeline_operator.plan.revision import Existing, Target, existing, outdated, routable, target
 from treeline_operator.plan.rollout import Policy, Revision, Step, next_step
@@ -84,13 +84,15 @@ class _Planner:
 
     def _keys(self) -> Iterator[Action]:
         """A Secret that is gone is missed by the next pod that mounts it, and that may be ours."""
-        ground = ground_of(self.world.gateway)
-        if ground is None or not needs_keys(self.pool) or not has_keys(self.world.gateway):
+        waited = longest_wait(self.world.pods, self.world.now)
+        if waited is None or not needs_keys(self.pool) or not has_keys(self.world.gateway):
             return
-        again = keys_again(ground, self.world.pods, self.world.now)
-        if again.recheck_s is not None:
-            self._look_again(again.recheck_s)
-        yield from again.actions
+        ground = ground_of(self.world.gateway)
+        if ground is None:
+            return
+        self._look_again(STUCK_S)
+        if waited >= STUCK_S:
+            yield keys_again(ground)
 
     # ---- revisions ------------------------------------------------------------------------------------------
 

@@ -159,7 +159,7 @@ def _component(
     if found is None:
         return Finding(kind, "False", Reason.PENDING, f"Deployment {name} is not there yet")
     deployment = found.object
-    pods = [pod for pod in _objects(world.gateway.pods) if _labels(pod).get(names.COMPONENT) == component]
+    pods = _pods_of(world, component)
     serves = (deployment.get("status") or {}).get("readyReplicas")
     if serves and _is_of_now(deployment, pods):
         return None
@@ -182,9 +182,14 @@ def former_envoys(world: PoolWorld) -> int:
     found = gateway_children(world.gateway).edge
     if found is None or (wanted := _configuration(found.object)) is None:
         return 0
-    pods = (pod for pod in _objects(world.gateway.pods) if _labels(pod).get(names.COMPONENT) == "edge")
+    pods = _pods_of(world, "edge")
     running = (pod for pod in pods if (pod.get("status") or {}).get("phase") not in ("Succeeded", "Failed"))
     return sum(_labels(pod).get(names.REVISION, wanted) != wanted for pod in running)
+
+
+def _pods_of(world: PoolWorld, component: str) -> list[Mapping[str, Any]]:
+    """The gateway's pods of a component, those that end included."""
+    return [pod for pod in _objects(world.gateway.pods) if _labels(pod).get(names.COMPONENT) == component]
 
 
 def _configuration(deployment: Mapping[str, Any]) -> str | None:
