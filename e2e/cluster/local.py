@@ -55,7 +55,9 @@ class Local:
 
     def unfit(self) -> str | None:
         """Why it cannot be had here."""
-        return packages.unfit() or (self._store.lacks_room() if self._images else None)
+        # One that is there, or half there, may always be looked at and taken down.
+        builds = self._images and not self.home.path.exists()
+        return packages.unfit() or (self._store.lacks_room() if builds else None)
 
     def up(self) -> Path:
         """Bring the cluster up, or what is missing of it; its kubeconfig."""

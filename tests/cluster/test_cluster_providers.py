@@ -87,6 +87,8 @@ def test_a_machine_that_cannot_have_a_cluster_says_why(
     assert main(["fit", "--provider", "local"]) == 3
     assert "1 GB are free" in capsys.readouterr().out
     assert not (tmp_path / "home").exists(), "nothing is made by asking"
+    (tmp_path / "home").mkdir()
+    assert main(["fit", "--provider", "local"]) == 0, "one that is there can be taken down on a full disk"
 
 
 def test_routes_that_overlap_with_the_clusters_are_told() -> None:
