@@ -103,9 +103,8 @@ def of_this_file(installed: Kube, request: pytest.FixtureRequest) -> Iterator[In
 
 @contextmanager
 def _namespace(kube: Kube, title: str) -> Iterator[Installed]:
-    title = re.sub(r"^test-(\d\d-)?|[^a-z0-9]+$", "", re.sub(r"[^a-z0-9]+", "-", title.lower()))[:40].strip(
-        "-"
-    )
+    words = re.sub(r"[^a-z0-9]+", "-", title.lower())
+    title = re.sub(r"^test-(\d\d-)?", "", words)[:40].strip("-")
     name = f"{title}-{uuid.uuid4().hex[:5]}"  # that of an earlier run may still be going
     kube.kubectl("create", "namespace", name)
     kube.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")

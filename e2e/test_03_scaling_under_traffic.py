@@ -64,11 +64,11 @@ def grow(treeline: Installed, driver: Traffic, replicas: int) -> list[float]:
 
 
 def used(report: Report) -> set[str]:
-    return {stream.endpoint.rpartition(":")[0] for stream in report.streams}
+    return {stream.host for stream in report.streams}
 
 
 def first(report: Report, address: str) -> float:
-    return min(s.begun for s in report.streams if s.endpoint.rpartition(":")[0] == address)
+    return min(s.begun for s in report.streams if s.host == address)
 
 
 def test_a_pod_without_streams_is_gone_within_ten_seconds(treeline: Installed, figures: Figures) -> None:

@@ -10,7 +10,7 @@ from typing import Final
 
 import pytest
 
-from e2e.kit.system import Installed, ask, pool
+from e2e.kit.system import Installed, ask, in_room, pool
 from e2e.kit.traffic import Mix, traffic
 
 LEARNT_S: Final = 5.0
@@ -47,14 +47,9 @@ def no_room(treeline: Installed) -> Iterator[None]:
         treeline.kube.kubectl("-n", treeline.namespace, "delete", "resourcequota", "full")
 
 
-def question(number: int) -> list[dict[str, str]]:
-    rules = f"These are the rules of room {number}. " + "Answer in one short sentence. " * 60
-    return [{"role": "system", "content": rules}, {"role": "user", "content": "What is the capital of Peru?"}]
-
-
 def hit_rate(url: str, numbers: Iterable[int]) -> float:
     """In what share of these rooms the pod that was chosen had the rules in its cache."""
-    answers = [ask(url, messages=question(number), max_tokens=1) for number in numbers]
+    answers = [ask(url, messages=in_room(number), max_tokens=1) for number in numbers]
     hits = [int(answer.headers["x-treeline-cached-tokens"]) > 200 for answer in answers]
     return sum(hits) / len(hits)
 

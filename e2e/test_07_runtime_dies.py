@@ -12,7 +12,7 @@ import pytest
 from e2e.kit.engines import BROKEN, SCRIPT, SCRIPTED
 from e2e.kit.faults import HANGS, fill_memory, kill_runtime, stop_runtime
 from e2e.kit.system import Installed, pool
-from e2e.kit.traffic import Mix, Report, traffic
+from e2e.kit.traffic import Mix, traffic
 
 pytestmark = pytest.mark.chaos
 
@@ -55,11 +55,13 @@ def only_its_own_streams_end(
         how = treeline.until(lambda: ended(treeline, victim), "the container to end", 120.0)
         treeline.await_ready("tiny", seconds=120.0)
         back = time.monotonic()
-        treeline.until(lambda: hosts(driver.report().since(back)) >= {ip(victim), ip(other)}, "both to serve")
+        treeline.until(
+            lambda: driver.report().since(back).hosts() >= {ip(victim), ip(other)}, "both to serve"
+        )
         report = driver.stop()
     for stream in report.dropped:
         assert stream.begun < noticed, f"begun at {stream.begun:.1f}, {noticed:.1f} is late\n{report}"
-        assert stream.endpoint.rpartition(":")[0] in ("", ip(victim)), str(report)
+        assert stream.host in ("", ip(victim)), str(report)
     # Those without an endpoint had no answer yet: no more than the workers can have had there.
     assert len(report.dropped) <= driver.mix.workers * 2, str(report)
     return dict(how)
@@ -67,10 +69,6 @@ def only_its_own_streams_end(
 
 def ip(pod: dict[str, Any]) -> str:
     return str(pod["status"]["podIP"])
-
-
-def hosts(report: Report) -> set[str]:
-    return {endpoint.rpartition(":")[0] for endpoint in report.endpoints()}
 
 
 def test_killed(treeline: Installed, kept: Path) -> None:
@@ -95,14 +93,14 @@ def test_one_that_answers_500_is_left_out_until_it_works_again(treeline: Install
     treeline.await_ready("scripted")
     victim, other = treeline.ready_pods("runtime", "scripted")
     with traffic(treeline.url(), Mix(models=("scripted",), pause_s=0.01), kept) as driver:
-        treeline.until(lambda: hosts(driver.report()) == {ip(victim), ip(other)}, "both to serve")
+        treeline.until(lambda: driver.report().hosts() == {ip(victim), ip(other)}, "both to serve")
         treeline.inside(victim, "touch", BROKEN)
         treeline.until(lambda: driver.report().of("refused"), "an error")
         broken = time.monotonic()
         driver.await_served(200)
         treeline.inside(victim, "rm", BROKEN)
         mended = time.monotonic()
-        treeline.until(lambda: ip(victim) in hosts(driver.report().since(mended)), "it to be used again")
+        treeline.until(lambda: ip(victim) in driver.report().since(mended).hosts(), "it to be used again")
         report = driver.stop()
     errors = report.of("refused")
     assert {(stream.status, stream.endpoint) for stream in errors} == {(500, "")}, str(report)

@@ -16,12 +16,11 @@ import pytest
 from treeline_bench.control_plane import Missing, programs
 
 from e2e.cluster.images import wanted
-from e2e.cluster.progress import Progress
-from e2e.cluster.providers import every
+from e2e.cluster.local import Local
 from e2e.gateway_api import envoy_gateway
 from e2e.gateway_api.envoy_gateway import EnvoyGateway, gateway
 from e2e.kit.kube import Kube, condition
-from e2e.kit.system import Installed, ask, await_answer, pool
+from e2e.kit.system import Installed, ask, await_answer, in_room, pool
 from e2e.kit.traffic import traffic
 
 CLASS = "TREELINE_E2E_GATEWAY_CLASS"
@@ -35,14 +34,14 @@ def ours(kube: Kube) -> Iterator[EnvoyGateway | None]:
     if os.environ.get(CLASS):
         yield None
         return
-    local = every(Progress(), images=False)["local"]
+    local = Local()
     if local.status()["kubeconfig"] != str(kube.kubeconfig):
         pytest.skip(f"no gateway that supports InferencePool is known here: name its GatewayClass in {CLASS}")
     try:
         built = programs(*envoy_gateway.PROGRAMS)
     except Missing as missing:
         pytest.skip(str(missing))
-    local.send_programs(envoy_gateway.images(built))  # type: ignore[attr-defined]
+    local.send_programs(envoy_gateway.images(built))
     found = EnvoyGateway(kube, built, next(image.name for image in wanted() if image.word == "edge"))
     yield found
     found.remove()
@@ -75,14 +74,9 @@ def url_of(treeline: Installed, name: str) -> str:
     return str(treeline.until(address, f"an address of the Gateway {name}"))
 
 
-def question(number: int) -> list[dict[str, str]]:
-    rules = f"These are the rules of room {number}. " + "Answer in one short sentence. " * 60
-    return [{"role": "system", "content": rules}, {"role": "user", "content": "What is the capital of Peru?"}]
-
-
 def cached(url: str, number: int) -> int:
     """How many tokens of the prompt were in the cache of the pod that was chosen for it."""
-    usage = ask(url, messages=question(number)).json()["usage"]
+    usage = ask(url, messages=in_room(number)).json()["usage"]
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 

@@ -37,7 +37,7 @@ class Death:
     def explains(self, stream: Stream) -> bool:
         """Whether a stream was on that container, as far as can be known."""
         under_way = stream.begun < self.noticed and (stream.ended or self.at) >= self.at
-        return under_way and stream.endpoint.rpartition(":")[0] in ("", self.ip)
+        return under_way and stream.host in ("", self.ip)
 
 
 class Chaos:

@@ -171,6 +171,12 @@ def ask(
     return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30.0)
 
 
+def in_room(number: int) -> list[dict[str, str]]:
+    """A question after rules that are long, and of one room alone: its prefix is in the caches that served the room."""
+    rules = f"These are the rules of room {number}. " + "Answer in one short sentence. " * 60
+    return [{"role": "system", "content": rules}, {"role": "user", "content": "What is the capital of Peru?"}]
+
+
 def await_answer(url: str, seconds: float = 60.0) -> httpx.Response:
     """The first answer with status 200, asked for again and again."""
     deadline = time.monotonic() + seconds

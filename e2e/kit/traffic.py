@@ -44,6 +44,11 @@ class Stream:
     tokens: int = 0
     why: str = ""
 
+    @property
+    def host(self) -> str:
+        """The address of the pod that answered; empty where none is known."""
+        return self.endpoint.rpartition(":")[0]
+
 
 @dataclass(frozen=True)
 class Mix:
@@ -80,8 +85,9 @@ class Report:
         """Those that began later."""
         return Report([stream for stream in self.streams if stream.begun >= moment])
 
-    def endpoints(self) -> Counter[str]:
-        return Counter(stream.endpoint for stream in self.of("served"))
+    def hosts(self) -> set[str]:
+        """The pods that served."""
+        return {stream.host for stream in self.of("served")}
 
     def __str__(self) -> str:
         counts = Counter((s.fate, s.status) for s in self.streams)

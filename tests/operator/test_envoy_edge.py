@@ -211,6 +211,25 @@ async def fresh(edge: Edge) -> httpx.Response | None:
             return None
 
 
+async def refuses_newcomers(edge: Edge) -> None:
+    """Wait until nobody accepts a new connection."""
+
+    async def closed() -> bool:
+        return await fresh(edge) is None
+
+    await edge.until(closed, "the listener is closed")
+
+
+async def ends_after_one_more_answer(edge: Edge) -> None:
+    """A client whose headers came before anybody was asked to close asks again, after a moment's thought: longer than a
+    look at Envoy's counters takes, shorter than the time it is waited for."""
+    await asyncio.sleep(0.6)
+    again = await edge.http.get(f"{edge.url}/v1/models")
+    assert (again.status_code, again.headers["connection"]) == (200, "close")
+    assert await edge.ended() == 0
+    assert "drained in" in edge.log
+
+
 async def test_a_drain_keeps_a_running_stream_alive_and_lingers_first(tmp_path: Path) -> None:
     async with running(tmp_path, "--linger", "4") as edge:
         async with edge.http.stream("GET", f"{edge.url}/stream") as answer:
@@ -237,23 +256,14 @@ async def test_a_drain_keeps_a_running_stream_alive_and_lingers_first(tmp_path: 
             await edge.until(asked_to_close, "clients are asked to close")
             assert await edge.status(f"{edge.health}/ready") == 200
 
-            async def closed() -> bool:
-                return await fresh(edge) is None
-
-            await edge.until(closed, "the listener is closed")
+            await refuses_newcomers(edge)
             # Readiness is false now, and metrics can still be read.
             assert await edge.status(f"{edge.health}/ready") == 503
             assert "envoy_http_downstream_rq_active" in (await edge.http.get(f"{edge.health}/metrics")).text
             assert edge.process.returncode is None
             edge.engine.go.set()
             assert [chunk async for chunk in chunks] == ["last"]
-        # Its headers came before anybody was asked to close: the connection is used again, after a moment's thought.
-        await asyncio.sleep(0.6)
-        again = await edge.http.get(f"{edge.url}/v1/models")
-        assert again.status_code == 200
-        assert again.headers["connection"] == "close"
-        assert await edge.ended() == 0
-        assert "drained in" in edge.log
+        await ends_after_one_more_answer(edge)
 
 
 async def test_a_client_that_asks_again_after_a_long_answer_is_served_and_sent_away(tmp_path: Path) -> None:
@@ -264,18 +274,10 @@ async def test_a_client_that_asks_again_after_a_long_answer_is_served_and_sent_a
             assert await anext(chunks) == "first"
             edge.process.terminate()
 
-            async def closed() -> bool:
-                return await fresh(edge) is None
-
-            await edge.until(closed, "the listener is closed")
+            await refuses_newcomers(edge)
             edge.engine.go.set()
             assert "".join([chunk async for chunk in chunks]) == "last"
-        # longer than a look at Envoy's counters takes, shorter than the time it is waited for
-        await asyncio.sleep(0.5)
-        again = await edge.http.get(f"{edge.url}/v1/models")
-        assert (again.status_code, again.headers["connection"]) == (200, "close")
-        assert await edge.ended() == 0
-        assert "drained in" in edge.log
+        await ends_after_one_more_answer(edge)
 
 
 async def test_a_drain_ends_when_time_is_up_or_at_a_second_signal(tmp_path: Path) -> None:
