@@ -6,7 +6,8 @@ import asyncio
 import json
 import ssl
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -100,36 +101,45 @@ class KubeProxy:
             name: value for name, value in request.headers.items() if name in ("Content-Type", "Accept")
         }
         headers["Accept-Encoding"] = "identity"
-        body = await request.read()
         watching = request.query.get("watch") == "true"
-        async with self._session.request(
-            request.method,
-            f"{self._target}{request.path_qs}",
-            headers=headers,
-            data=body or None,
-            timeout=aiohttp.ClientTimeout(total=None if watching else 30),
-        ) as answer_:
-            if watching and answer_.status == 200:
-                return await self._stream(request, answer_)
-            passed = {
-                name: answer_.headers[name] for name in ("Content-Type", "ETag") if name in answer_.headers
-            }
-            return web.Response(status=answer_.status, body=await answer_.read(), headers=passed)
+        with self._cuttable() if watching else nullcontext():
+            body = await request.read()
+            async with self._session.request(
+                request.method,
+                f"{self._target}{request.path_qs}",
+                headers=headers,
+                data=body or None,
+                timeout=aiohttp.ClientTimeout(total=None if watching else 30),
+            ) as answer_:
+                if watching and answer_.status == 200:
+                    return await self._stream(request, answer_)
+                passed = {
+                    name: answer_.headers[name]
+                    for name in ("Content-Type", "ETag")
+                    if name in answer_.headers
+                }
+                return web.Response(status=answer_.status, body=await answer_.read(), headers=passed)
 
-    async def _stream(self, request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    @contextmanager
+    def _cuttable(self) -> Iterator[None]:
+        """Of a watch from when it is let through: one that is still being opened is cut as well."""
         task = asyncio.current_task()
         assert task is not None
+        self._streams.add(task)
+        try:
+            yield
+        finally:
+            self._streams.discard(task)
+
+    async def _stream(self, request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
         self.watches[collection(request.path)] += 1
-        self._streams.add(task)
         try:
             async for chunk in answer.content.iter_any():
                 await response.write(chunk)
         except (aiohttp.ClientError, ConnectionError):
             pass
-        finally:
-            self._streams.discard(task)
         return response
 
 
