@@ -25,6 +25,7 @@ from e2e.kit.traffic import Report, Stream
 JOURNEY_S = 600
 NODES = 2
 """Of a cluster that is made for the journeys: one of them is drained."""
+_BEGUN = pytest.StashKey[float]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -69,14 +70,18 @@ def _commands(folder: Path) -> Path | None:
     return folder
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.stash[_BEGUN] = time.monotonic()
+
+
 @pytest.fixture(scope="session")
 def figures(request: pytest.FixtureRequest) -> Iterator[Figures]:
     """What the journeys measure, written at the end. How long they take is told of a run of all of them."""
-    found, begun = Figures(), time.monotonic()
+    found = Figures()
     yield found
     files = {item.path.name for item in request.session.items}
     if files >= {path.name for path in Path(__file__).parent.glob("test_*.py")}:
-        found.add("e2e.duration_s", time.monotonic() - begun)
+        found.add("e2e.duration_s", time.monotonic() - request.session.stash[_BEGUN])
     found.write()
 
 
