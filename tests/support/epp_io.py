@@ -66,7 +66,8 @@ class FakeEngine:
     """An HTTP engine: probes, information, and an echo for everything else.
 
     ``documents`` maps paths to JSON documents (or bytes); a missing path is echoed. ``reply_headers`` go with echoes;
-    ``reply_status`` is their status. ``hold`` keeps them back, ``hold_body`` all but their headers.
+    ``reply_status`` is their status. ``hold`` keeps them back, ``hold_body`` all but their headers. ``last_words`` are
+    written instead of an echo, and the connection is closed.
     """
 
     name: str = "engine"
@@ -77,6 +78,7 @@ class FakeEngine:
     reply_headers: dict[str, str] = field(default_factory=dict)
     reply_status: int = 200
     reply_body: bytes | None = None
+    last_words: bytes | None = None
     hold: asyncio.Event | None = None
     hold_body: asyncio.Event | None = None
     seen: list[Seen] = field(default_factory=list)
@@ -150,6 +152,9 @@ class FakeEngine:
         headers = {k.decode(): v.decode() for k, v in request.headers}
         path = request.target.decode()
         self.seen.append(Seen(request.method.decode(), path, headers, body))
+        if self.last_words is not None and self.seen[-1] in self.served:
+            writer.write(self.last_words)
+            raise ConnectionAbortedError
         status, extra, content = self._content(path, headers, body)
         if self.hold is not None and path not in ("/ready", "/v1/models", "/server_info"):
             await self.hold.wait()

@@ -220,6 +220,19 @@ async def test_overload_is_tried_on_the_next_entry_and_told_if_all_are_full(tmp_
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\ncontent-le", b"\x00 something else\r\n\r\n"])
+async def test_an_engine_that_ends_before_it_answers_is_503_in_openai_shape(
+    tmp_path: Path, said: bytes
+) -> None:
+    async with engines(1) as fakes, data_plane(tmp_path, fakes) as plane:
+        assert (await plane.complete()).status_code == 200
+        fakes[0].last_words = said
+        answer = await plane.complete()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "endpoint_failed")
+        assert len(fakes[0].served) == 2, "what may have been begun is not asked again"
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize("mode", ["BUFFERED", "FULL_DUPLEX_STREAMED"])
 async def test_a_body_over_the_limit_is_413_in_openai_shape(tmp_path: Path, mode: str) -> None:
     flags = ("--max-body-bytes", "100000")

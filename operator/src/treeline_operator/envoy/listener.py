@@ -285,11 +285,18 @@ def _local_replies() -> LocalReplyConfig:
     """Errors made by Envoy itself, in the shape that OpenAI clients parse. Those of the picker pass unchanged."""
 
     def reply(
-        when: AccessLogFilter, message: str, kind: str, code: str, retry_after: str = ""
+        when: AccessLogFilter,
+        message: str,
+        kind: str,
+        code: str,
+        *,
+        retry_after: str = "",
+        as_status: int | None = None,
     ) -> ResponseMapper:
         body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
         return ResponseMapper(
             filter=when,
+            status_code=as_status,
             body_format_override=SubstitutionFormatString(json_format=Struct.from_dict(body)),
             headers_to_add=[_option("retry-after", retry_after)] if retry_after else [],
         )
@@ -319,10 +326,12 @@ def _local_replies() -> LocalReplyConfig:
             ),
             reply(flags("UH"), "No endpoint is ready.", "service_unavailable", "no_endpoints"),
             reply(
-                flags("UF", "UC", "UR", "URX", "UO", "UT"),
+                flags("UF", "UC", "UR", "URX", "UO", "UT", "UPE"),
                 "The endpoint failed before it answered.",
                 "service_unavailable",
                 "endpoint_failed",
+                # Envoy itself says 502 where an endpoint ended in the middle of its answer's headers.
+                as_status=503,
             ),
             reply(
                 picker_failed(),
