@@ -165,6 +165,15 @@ def mounted(folder: Path, **keys: str) -> Path:
     return secret
 
 
+@contextlib.asynccontextmanager
+async def long_answer(edge: Edge, **headers: str) -> AsyncIterator[AsyncIterator[str]]:
+    """The chunks of an answer whose first has come; its last comes when the engine may go on."""
+    async with edge.http.stream("GET", f"{edge.url}/stream", headers=headers) as answer:
+        chunks = answer.aiter_text()
+        assert await anext(chunks) == "first"
+        yield chunks
+
+
 async def test_keys_change_without_a_restart_and_a_running_stream_goes_on(tmp_path: Path) -> None:
     secret, file = mounted(tmp_path, ada="sk-old\n", bob="sk-bob"), tmp_path / "run" / "keys.json"
     file.parent.mkdir()
@@ -176,10 +185,7 @@ async def test_keys_change_without_a_restart_and_a_running_stream_goes_on(tmp_pa
         assert await edge.status(edge.url) == 401
         assert "sk-old" not in edge.engine.seen[-1]
         assert "x-treeline-client: ada" in edge.engine.seen[-1]
-        bearer = {"authorization": "Bearer sk-old"}
-        async with edge.http.stream("GET", f"{edge.url}/stream", headers=bearer) as answer:
-            chunks = answer.aiter_text()
-            assert await anext(chunks) == "first"
+        async with long_answer(edge, authorization="Bearer sk-old") as chunks:
             mounted(tmp_path, ada="sk-new", bob="sk-bob")
 
             async def changed() -> bool:
@@ -232,9 +238,7 @@ async def ends_after_one_more_answer(edge: Edge) -> None:
 
 async def test_a_drain_keeps_a_running_stream_alive_and_lingers_first(tmp_path: Path) -> None:
     async with running(tmp_path, "--linger", "4") as edge:
-        async with edge.http.stream("GET", f"{edge.url}/stream") as answer:
-            chunks = answer.aiter_text()
-            assert await anext(chunks) == "first"
+        async with long_answer(edge) as chunks:
             edge.process.terminate()
 
             async def told() -> bool:
@@ -269,9 +273,7 @@ async def test_a_drain_keeps_a_running_stream_alive_and_lingers_first(tmp_path: 
 async def test_a_client_that_asks_again_after_a_long_answer_is_served_and_sent_away(tmp_path: Path) -> None:
     """Its answer began before the drain, so nothing has told it that the connection is to be closed."""
     async with running(tmp_path, "--linger", "0") as edge:
-        async with edge.http.stream("GET", f"{edge.url}/stream") as answer:
-            chunks = answer.aiter_text()
-            assert await anext(chunks) == "first"
+        async with long_answer(edge) as chunks:
             edge.process.terminate()
 
             await refuses_newcomers(edge)
@@ -288,9 +290,7 @@ async def test_a_drain_ends_when_time_is_up_or_at_a_second_signal(tmp_path: Path
         folder = tmp_path / name
         folder.mkdir()
         async with running(folder, *flags) as edge:
-            async with edge.http.stream("GET", f"{edge.url}/stream") as answer:
-                chunks = answer.aiter_text()
-                assert await anext(chunks) == "first"
+            async with long_answer(edge) as chunks:
                 for _ in range(signals):
                     edge.process.send_signal(signal.SIGINT)
 
@@ -352,9 +352,7 @@ async def test_a_certificate_changes_without_a_restart(tmp_path: Path) -> None:
     async with running(tmp_path, tls=tls) as edge:
         port = edge.config.listen_port
         old = await served(port)
-        async with edge.http.stream("GET", f"{edge.url}/stream") as answer:
-            chunks = answer.aiter_text()
-            assert await anext(chunks) == "first"
+        async with long_answer(edge) as chunks:
             certificate("..v2")
             (folder / "..new").symlink_to("..v2")
             (folder / "..new").replace(folder / "..data")

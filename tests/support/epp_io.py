@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import h11
 import httpx
@@ -61,6 +61,10 @@ class Seen:
     body: bytes
 
 
+PROBED: Final = ("/ready", "/v1/models", "/server_info", "/treeline/tokenizer")
+"""What the picker itself asks of an engine."""
+
+
 @dataclass
 class FakeEngine:
     """An HTTP engine: probes, information, and an echo for everything else.
@@ -93,11 +97,7 @@ class FakeEngine:
     @property
     def served(self) -> list[Seen]:
         """What clients sent, without the picker's own questions."""
-        return [
-            s
-            for s in self.seen
-            if s.path not in ("/ready", "/v1/models", "/server_info", "/treeline/tokenizer")
-        ]
+        return [s for s in self.seen if s.path not in PROBED]
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
@@ -152,17 +152,17 @@ class FakeEngine:
         headers = {k.decode(): v.decode() for k, v in request.headers}
         path = request.target.decode()
         self.seen.append(Seen(request.method.decode(), path, headers, body))
-        if self.last_words is not None and self.seen[-1] in self.served:
+        if self.last_words is not None and path not in PROBED:
             writer.write(self.last_words)
             raise ConnectionAbortedError
         status, extra, content = self._content(path, headers, body)
-        if self.hold is not None and path not in ("/ready", "/v1/models", "/server_info"):
+        if self.hold is not None and path not in PROBED:
             await self.hold.wait()
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         out = [("content-length", str(len(data))), ("content-type", "application/json"), *extra.items()]
         merged = {key.lower(): value for key, value in out}
         writer.write(connection.send(h11.Response(status_code=status, headers=list(merged.items()))) or b"")
-        if self.hold_body is not None and path not in ("/ready", "/v1/models", "/server_info"):
+        if self.hold_body is not None and path not in PROBED:
             await writer.drain()
             await self.hold_body.wait()
         if request.method != b"HEAD":

@@ -6,8 +6,7 @@ import asyncio
 import json
 import ssl
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,39 +96,37 @@ class KubeProxy:
             return answer
         if request.method not in ("GET", "HEAD"):
             self.writes[request.method, collection(request.path)] += 1
-        headers = {
-            name: value for name, value in request.headers.items() if name in ("Content-Type", "Accept")
-        }
-        headers["Accept-Encoding"] = "identity"
-        watching = request.query.get("watch") == "true"
-        with self._cuttable() if watching else nullcontext():
-            body = await request.read()
-            async with self._session.request(
-                request.method,
-                f"{self._target}{request.path_qs}",
-                headers=headers,
-                data=body or None,
-                timeout=aiohttp.ClientTimeout(total=None if watching else 30),
-            ) as answer_:
-                if watching and answer_.status == 200:
-                    return await self._stream(request, answer_)
-                passed = {
-                    name: answer_.headers[name]
-                    for name in ("Content-Type", "ETag")
-                    if name in answer_.headers
-                }
-                return web.Response(status=answer_.status, body=await answer_.read(), headers=passed)
-
-    @contextmanager
-    def _cuttable(self) -> Iterator[None]:
-        """Of a watch from when it is let through: one that is still being opened is cut as well."""
+        if not _is_watch(request):
+            return await self._forward(request)
+        # A watch is one from when it is let through: one that is still being opened is cut as well.
         task = asyncio.current_task()
         assert task is not None
         self._streams.add(task)
         try:
-            yield
+            return await self._forward(request)
         finally:
             self._streams.discard(task)
+
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
+        headers = {
+            name: value for name, value in request.headers.items() if name in ("Content-Type", "Accept")
+        }
+        headers["Accept-Encoding"] = "identity"
+        body = await request.read()
+        watching = _is_watch(request)
+        async with self._session.request(
+            request.method,
+            f"{self._target}{request.path_qs}",
+            headers=headers,
+            data=body or None,
+            timeout=aiohttp.ClientTimeout(total=None if watching else 30),
+        ) as answer_:
+            if watching and answer_.status == 200:
+                return await self._stream(request, answer_)
+            passed = {
+                name: answer_.headers[name] for name in ("Content-Type", "ETag") if name in answer_.headers
+            }
+            return web.Response(status=answer_.status, body=await answer_.read(), headers=passed)
 
     async def _stream(self, request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
@@ -141,6 +138,10 @@ class KubeProxy:
         except (aiohttp.ClientError, ConnectionError):
             pass
         return response
+
+
+def _is_watch(request: web.Request) -> bool:
+    return request.query.get("watch") == "true"
 
 
 def collection(path: str) -> str:
