@@ -308,7 +308,7 @@ class Local:
         def reached() -> bool:
             if condition():
                 return True
-            if not self._registry.alive(name) and self._registry.get(name):
+            if self._registry.ended(name):
                 raise ClusterError(f"{name} ended:\n{self._registry.log(name)}")
             return False
 

@@ -115,6 +115,11 @@ class Registry:
         process = self.get(name)
         return process is not None and process.alive()
 
+    def ended(self, name: str) -> bool:
+        """Whether it was started and has ended. One whose record is only being written has not."""
+        process = self.get(name)  # read once: between two readings the record may come
+        return process is not None and not process.alive()
+
     def end(self, name: str) -> None:
         """End one and forget it; what dies with it (``unshare --kill-child``) is waited for."""
         if process := self.get(name):

@@ -48,6 +48,23 @@ def test_what_was_started_is_ended_and_forgotten(registry: Registry) -> None:
     assert registry.names() == []
 
 
+def test_one_that_was_never_started_has_not_ended(registry: Registry) -> None:
+    assert not registry.ended("one")
+    registry.start("one", ["true"]).wait(10)
+    assert registry.ended("one")
+
+
+def test_one_whose_record_comes_this_moment_has_not_ended(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen(["sleep", "60"]) as running:
+        stat = parse_stat(Path(f"/proc/{running.pid}/stat").read_text())
+        readings = iter([None, Process(running.pid, stat.started)])
+        monkeypatch.setattr(registry, "get", lambda name: next(readings))
+        assert not registry.ended("one")
+        running.kill()
+
+
 def test_a_pid_that_is_now_somebody_elses_is_left_alone(registry: Registry, tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as other:
         (tmp_path / "pids/one").write_text(f"{other.pid} 1\n")
