@@ -16,8 +16,8 @@ from e2e.kit.traffic import Mix, traffic
 BACK_S: Final = 5.0
 """So soon after a new picker is ready it has the tree back, and a gateway that refuses without a picker serves.
 
-A node's kube-proxy writes rules once a second at most. Envoy asks a picker that is away for its health every 0.2 s, and
-waits a second for an answer: what is lost while the rules change costs one second more.
+Usually a closed gateway serves within 1.3 s, of which up to one is kube-proxy's, which writes a node's rules once a
+second at most. Once it took more than two, for a reason that is not known.
 """
 
 
