@@ -7,7 +7,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -85,6 +85,20 @@ def figures(request: pytest.FixtureRequest) -> Iterator[Figures]:
     found.write()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Function, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Of a journey that failed, all that its pods have said is kept: they are gone with their namespace."""
+    report = yield
+    treeline = item.funcargs.get("treeline")
+    if report.when == "call" and report.failed and isinstance(treeline, Installed):
+        path = _streams_of(item.name).with_suffix(".log")
+        path.write_text(treeline.logs(check=False))
+        report.sections.append(("What the pods said", str(path)))
+    return report
+
+
 @pytest.fixture(scope="session")
 def installed(kube: Kube) -> Kube:
     """The cluster with Treeline's chart installed; its pods run."""
@@ -117,12 +131,16 @@ def _namespace(kube: Kube, title: str) -> Iterator[Installed]:
     kube.kubectl("delete", "namespace", name, "--wait=false", "--ignore-not-found")
 
 
+def _streams_of(test: str) -> Path:
+    folder = Path(__file__).parent.parent / ".cache/e2e"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{test}.jsonl"
+
+
 @pytest.fixture
 def kept(request: pytest.FixtureRequest, figures: Figures) -> Iterator[Path]:
     """Where the streams of a journey are kept. They count in the figures, unless it kills what serves them (chaos)."""
-    folder = Path(__file__).parent.parent / ".cache/e2e"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{request.node.name}.jsonl"
+    path = _streams_of(request.node.name)
     path.unlink(missing_ok=True)
     yield path
     if path.exists() and request.node.get_closest_marker("chaos") is None:

@@ -95,4 +95,3 @@ def test_paused_and_a_bad_image(treeline: Installed, kept: Path) -> None:
         report = driver.stop()
     assert not report.dropped, str(report)
     assert revisions(treeline) == {old: 2}
-    treeline.conclude()

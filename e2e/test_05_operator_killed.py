@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from e2e.kit.faults import kill_first_process
-from e2e.kit.system import SYSTEM, Installed, pool
+from e2e.kit.system import OPERATORS, SYSTEM, Installed, pool
 from e2e.kit.traffic import traffic
 from e2e.test_04_rollout_under_traffic import annotated, revisions
 
@@ -20,7 +20,7 @@ def treeline(of_this_file: Installed) -> Installed:
 
 def operators(treeline: Installed) -> list[dict[str, Any]]:
     """The operator's pods whose container runs."""
-    pods = treeline.kube.items("pods", SYSTEM, "app.kubernetes.io/name=treeline-operator")
+    pods = treeline.kube.pods(SYSTEM, OPERATORS)
     return [pod for pod in pods if pod["status"].get("phase") == "Running"]
 
 

@@ -98,12 +98,14 @@ def test_uninstalled_with_everything(treeline: Installed) -> None:
 def test_a_namespace_that_goes_takes_all_with_it(treeline: Installed) -> None:
     treeline.apply(pool("tiny", replicas=1, drain={"timeoutSeconds": 5}))
     treeline.await_ready("tiny")
-    kube = treeline.kube
-    kube.kubectl("delete", "namespace", treeline.namespace, "--wait=false")
-    kube.until(
-        lambda: not kube.kubectl("get", "namespace", treeline.namespace, "--ignore-not-found", "-o", "name"),
-        "the namespace to be gone", 120.0, treeline.namespace,
-    )  # fmt: skip
+    kube, namespace = treeline.kube, treeline.namespace
+    kube.kubectl("delete", "namespace", namespace, "--wait=false")
+    treeline.until(lambda: not kube.pods(namespace, ""), "the pods to be gone", 120.0)
+    # Kubernetes looks for what is left after half the longest grace period of a pod; at a change it looks at once.
+    kube.kubectl("annotate", "namespace", namespace, "example.com/look=again")
+    treeline.until(
+        lambda: not kube.look(f"/api/v1/namespaces/{namespace}"), "the namespace to be gone", 120.0
+    )
 
 
 def left_in_the_cluster(kube: Kube) -> list[str]:

@@ -167,7 +167,6 @@ def test_one_of_two_pickers_is_deleted_under_traffic(
         driver.await_served(10)
         report = driver.stop()
     assert not report.dropped, str(report)
-    treeline.conclude()
 
 
 def test_two_models_behind_one_gateway(treeline: Installed, class_name: str) -> None:
@@ -191,4 +190,3 @@ def test_two_models_behind_one_gateway(treeline: Installed, class_name: str) -> 
         # This gateway goes where the picker says, whatever the route; and the picker has read the body.
         assert answered("other") == (200, "other")
     assert answered("neither")[0] == 404
-    treeline.conclude()

@@ -1,4 +1,4 @@
-"""kubectl and helm, as a journey says them, and waiting for what they show."""
+"""kubectl and helm, as a journey says them, and looking at a cluster until it shows what is awaited."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+from kubernetes.client import ApiClient
+from kubernetes.config import new_client_from_config
 
 from e2e.cluster.place import ROOT
 
@@ -61,6 +65,34 @@ class Kube:
     def helm(self, *words: str, stdin: str | None = None, timeout_s: float = 180.0) -> str:
         """``helm WORDS``."""
         return self.run("helm", *words, stdin=stdin, timeout_s=timeout_s)
+
+    @cached_property
+    def _client(self) -> ApiClient:
+        return new_client_from_config(str(self.kubeconfig))  # type: ignore[no-untyped-call,no-any-return]
+
+    def look(self, path: str, **query: str) -> dict[str, Any] | None:
+        """What the API server has at a path; None if it has nothing there. Raises KubeFailed.
+
+        For what is looked at again and again: a kubectl for each look takes a tenth of a second of a core, which the
+        pods that are waited for would miss.
+        """
+        client = self._client
+        asked = client.param_serialize(
+            "GET", path, query_params=list(query.items()), auth_settings=["BearerToken"]
+        )
+        answer = client.call_api(*asked, _request_timeout=30.0)
+        text: bytes = answer.read()  # type: ignore[no-untyped-call]
+        if answer.status == 404:
+            return None
+        if answer.status != 200:
+            raise KubeFailed(f"GET {path}: {answer.status} {text[:500]!r}")
+        found: dict[str, Any] = json.loads(text)
+        return found
+
+    def pods(self, namespace: str, selector: str) -> list[dict[str, Any]]:
+        """The pods with some labels, the ones that go included."""
+        found = self.look(f"/api/v1/namespaces/{namespace}/pods", labelSelector=selector)
+        return list(found["items"]) if found else []
 
     def get(self, kind: str, name: str, namespace: str) -> dict[str, Any] | None:
         """An object, or None."""

@@ -15,6 +15,8 @@ from e2e.kit.kube import Kube, condition, is_ready
 SYSTEM: Final = "treeline-system"
 RELEASE: Final = "treeline"
 OPERATOR: Final = "treeline-operator"
+OPERATORS: Final = f"app.kubernetes.io/name={OPERATOR}"
+"""Selects the operator's pods."""
 API: Final = "treeline.dev/v1alpha1"
 CHART: Final = "charts/treeline"
 PATIENCE_S: Final = 90.0
@@ -59,7 +61,7 @@ class Installed:
         self.kube.patch("tlpool", name, self.namespace, {"spec": spec})
 
     def pool(self, name: str) -> dict[str, Any]:
-        found = self.kube.get("tlpool", name, self.namespace)
+        found = self.kube.look(f"/apis/{API}/namespaces/{self.namespace}/inferencepools/{name}")
         assert found is not None, f"there is no pool {name}"
         return found
 
@@ -85,7 +87,7 @@ class Installed:
         """Pods of a component (runtime, epp, edge), the ones that go included."""
         selector = f"treeline.dev/component={component}"
         selector += f",treeline.dev/pool={pool_name}" if pool_name else ""
-        return self.kube.items("pods", self.namespace, selector)
+        return self.kube.pods(self.namespace, selector)
 
     def ready_pods(self, component: str, pool_name: str = "") -> list[dict[str, Any]]:
         return [pod for pod in self.pods(component, pool_name) if is_ready(pod)]
@@ -108,6 +110,14 @@ class Installed:
         how = ("--grace-period=0", "--force") if now else ()
         meta = pod["metadata"]
         self.kube.kubectl("-n", meta["namespace"], "delete", "pod", meta["name"], "--wait=false", *how)
+
+    def logs(self, *, check: bool = True) -> str:
+        """All that the pods of the namespace and the operator's have said, with times."""
+        told = ("--all-containers", "--prefix", "--timestamps", "--tail=-1")
+        return "".join(
+            self.kube.kubectl("-n", namespace, "logs", "-l", selector, *told, check=check)
+            for namespace, selector in ((self.namespace, "treeline.dev/component"), (SYSTEM, OPERATORS))
+        )
 
     def inside(self, pod: dict[str, Any], *command: str, check: bool = False) -> str:
         """What a command says that is run in a pod's first container, which may die of it."""
