@@ -76,7 +76,8 @@ class PickRequest:
     """What the picker needs to know of a request.
 
     `key` is its prefix key (`treeline_wire.keys`), None if it has none (no tokenizer, no text): then only load counts.
-    `prompt_tokens_estimate` counts the whole prompt. `subset` limits the choice to these addresses: `ip:port`, or a
+    `prompt_tokens_estimate` counts the whole prompt. `max_output_tokens` is the longest output that the request allows,
+    None where it does not say. `subset` limits the choice to these addresses: `ip:port`, or a
     bare IP for all its ports. `pool` limits it to one pool. `sheddable`: refuse it rather than let it queue for long.
     """
 
@@ -85,6 +86,7 @@ class PickRequest:
     namespace: str | None = None
     key: bytes | None = None
     prompt_tokens_estimate: int = 0
+    max_output_tokens: int | None = None
     subset: frozenset[str] | None = None
     pool: str | None = None
     sheddable: bool = False

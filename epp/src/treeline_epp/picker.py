@@ -25,7 +25,7 @@ from treeline_epp.endpoint import (
 )
 from treeline_epp.index import NO_HIT, Index, Match, Pod
 from treeline_epp.load import EndpointLoad, prefill_rate
-from treeline_epp.policy import Candidate, Scored, create_policy, score
+from treeline_epp.policy import ASSUMED_OUTPUT_TOKENS, Candidate, Scored, create_policy, score
 from treeline_epp.publisher import Action, Publisher
 from treeline_epp.reservations import Reservation
 
@@ -330,6 +330,8 @@ class Picker:
         matches = self._match(request, eligible, now)
         prompt_tokens = max(1, request.prompt_tokens_estimate)
         per_byte = prompt_tokens / len(request.key) if request.key else 0.0
+        most = request.max_output_tokens
+        output_tokens = ASSUMED_OUTPUT_TOKENS if most is None else min(most, ASSUMED_OUTPUT_TOKENS)
         for endpoint in eligible:
             match = matches.get(endpoint.pod.scope)
             hit = match.hit(endpoint.pod) if match is not None else NO_HIT
@@ -343,6 +345,7 @@ class Picker:
                 hit=hit,
                 cached_tokens=cached,
                 uncached_tokens=prompt - cached,
+                output_tokens=output_tokens,
                 held_tokens=endpoint.pod.blocks * endpoint.pod.block_size,
             )
 

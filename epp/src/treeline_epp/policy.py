@@ -38,7 +38,8 @@ STICKY_S = 0.005
 STICKY_SHARE = 0.10
 #: How many later requests the work of this one is assumed to delay.
 DELAYED_REQUESTS = 1.0
-#: Output tokens that a running request is assumed to have left, for want of knowledge.
+#: Output tokens that a request is assumed to have before it, for want of knowledge: a running one, and a new one that
+#: does not allow fewer.
 ASSUMED_OUTPUT_TOKENS = 64
 #: The oldest cached tokens are worth less than the average ones: this share.
 TAIL_VALUE = 0.5
@@ -46,7 +47,8 @@ TAIL_VALUE = 0.5
 
 class Candidate(Struct, frozen=True):
     """An eligible endpoint and all that its score depends on. `rate` is prefill tokens per second; `hit` what the index
-    says of the prompt, `cached_tokens` what it comes to with predictions. `held_tokens` are known to be in its cache.
+    says of the prompt, `cached_tokens` what it comes to with predictions. `output_tokens` are expected of the request.
+    `held_tokens` are known to be in its cache.
     """
 
     spec: EndpointSpec
@@ -55,6 +57,7 @@ class Candidate(Struct, frozen=True):
     hit: Hit = NO_HIT
     cached_tokens: int = 0
     uncached_tokens: int = 0
+    output_tokens: int = ASSUMED_OUTPUT_TOKENS
     held_tokens: int = 0
 
 
@@ -101,7 +104,7 @@ def score(candidate: Candidate, now: float) -> Scored:
     queue_s = queued_tokens / rate
     prefill_s = candidate.uncached_tokens / rate
     slots_s = _slots_s(report, queued_requests) if report is not None else 0.0
-    decode_s = _decode_s(report, load.fastest_step_s) if report is not None else 0.0
+    decode_s = _decode_s(candidate, report) if report is not None else 0.0
     evict_s = _evict_s(candidate, report, queued_tokens) if report is not None else 0.0
     full_s = max(0.0, load.overloaded_until - now)
     others_s = DELAYED_REQUESTS * prefill_s
@@ -129,11 +132,11 @@ def _slots_s(report: Report, queued_requests: int) -> float:
     return excess * ASSUMED_OUTPUT_TOKENS * report.decode_step_s / report.max_running
 
 
-def _decode_s(report: Report, fastest_step_s: float) -> float:
+def _decode_s(candidate: Candidate, report: Report) -> float:
     """How much longer the output takes than on the same endpoint with little to do. Idle endpoints report old steps."""
     if not report.running:
         return 0.0
-    return ASSUMED_OUTPUT_TOKENS * max(0.0, report.decode_step_s - fastest_step_s)
+    return candidate.output_tokens * max(0.0, report.decode_step_s - candidate.load.fastest_step_s)
 
 
 def _evict_s(candidate: Candidate, report: Report, queued_tokens: int) -> float:

@@ -77,7 +77,8 @@ def parse(
             return model_not_found(model)
     renderer = catalog.renderer_of(target.pool) if target is not None else None
     namespace, key, tokens = _prompt(path, body, len(decide.body), renderer)
-    pick = _pick(decide, request_id, model, target, tokens, namespace, key)
+    most = _max_output_tokens(path, body)
+    pick = _pick(decide, request_id, model, target, tokens, namespace, key, most)
     return Parsed(pick, renderer if key is not None else None, _rewrite(model, target))
 
 
@@ -108,6 +109,7 @@ def _pick(
     tokens: int,
     namespace: str | None = None,
     key: bytes | None = None,
+    max_output_tokens: int | None = None,
 ) -> PickRequest:
     return PickRequest(
         request_id,
@@ -115,6 +117,7 @@ def _pick(
         namespace=namespace,
         key=key,
         prompt_tokens_estimate=tokens,
+        max_output_tokens=max_output_tokens,
         subset=decide.subset,
         pool=decide.pool if target is None else target.pool,
         sheddable=target is not None and target.criticality == "Sheddable",
@@ -197,6 +200,17 @@ def _prompt(
         return namespace, None, rough
     ids = sum(len(prompt.ids) for prompt in prompts if prompt.ids is not None)
     return namespace, keys[0], ids or renderer.estimate_tokens(sum(map(len, keys)))
+
+
+def _max_output_tokens(path: str, body: dict[str, Any]) -> int | None:
+    """The limit of the output that a request names; anything but a count is the runtime's to refuse."""
+    if path.endswith(_GENERATE):
+        params = body.get("sampling_params")
+        asked = params.get("max_new_tokens") if isinstance(params, dict) else None
+    else:
+        asked = body.get("max_completion_tokens")
+        asked = body.get("max_tokens") if asked is None else asked
+    return asked if type(asked) is int and asked >= 0 else None
 
 
 def _as_completion(body: Mapping[str, Any]) -> dict[str, Any]:

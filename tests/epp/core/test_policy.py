@@ -25,6 +25,7 @@ def candidate(
     load: EndpointLoad | None = None,
     cached: int = 0,
     uncached: int = 1000,
+    output: int = ASSUMED_OUTPUT_TOKENS,
     held: int = 0,
     rate: float = 1000.0,
 ) -> Candidate:
@@ -35,6 +36,7 @@ def candidate(
         rate,
         cached_tokens=cached,
         uncached_tokens=uncached,
+        output_tokens=output,
         held_tokens=held,
     )
 
@@ -73,6 +75,7 @@ def test_slow_decoding_costs_what_the_output_takes_longer() -> None:
     assert score(candidate(load=load), now=0.0).terms["decode_s"] == pytest.approx(
         ASSUMED_OUTPUT_TOKENS * 0.005
     )
+    assert score(candidate(load=load, output=1), now=0.0).terms["decode_s"] == pytest.approx(0.005)
     load.on_load(TreelineLoad(running=0, decode_step_ms=9.0), now=0.0)
     assert score(candidate(load=load), now=0.0).terms["decode_s"] == 0
 

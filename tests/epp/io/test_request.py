@@ -51,6 +51,27 @@ def test_a_completion_gets_the_key_of_its_prompt() -> None:
     assert request.prompt_tokens_estimate == len("hello there") // 4 + 1
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "most"),
+    [
+        ("/v1/completions", {"max_tokens": 7}, 7),
+        ("/v1/completions", {}, None),
+        ("/v1/chat/completions", {"max_tokens": 7}, 7),
+        ("/v1/chat/completions", {"max_tokens": 7, "max_completion_tokens": 5}, 5),
+        ("/generate", {"sampling_params": {"max_new_tokens": 0}}, 0),
+        ("/generate", {"sampling_params": [{"max_new_tokens": 3}], "max_tokens": 3}, None),
+        ("/v1/completions", {"max_tokens": "7"}, None),
+        ("/v1/completions", {"max_tokens": True}, None),
+        ("/v1/completions", {"max_tokens": -1}, None),
+        ("/v1/completions", {"max_tokens": 1e9}, None),
+    ],
+)
+def test_the_longest_output_is_what_the_request_allows(
+    path: str, body: dict[str, Any], most: int | None
+) -> None:
+    assert pick(path, {"model": "tiny", **body}).max_output_tokens == most
+
+
 def test_ids_are_counted_and_several_prompts_give_the_first_ones_key() -> None:
     renderer = ONE.renderer_of("default")
     assert renderer is not None
@@ -156,6 +177,8 @@ BODIES = st.fixed_dictionaries(
     optional={
         "model": st.sampled_from(["tiny", "none"]) | JSON,
         "prompt": JSON,
+        "max_tokens": JSON,
+        "sampling_params": st.fixed_dictionaries({"max_new_tokens": JSON}) | JSON,
         "messages": st.lists(st.fixed_dictionaries({"role": st.text(), "content": JSON}), max_size=3) | JSON,
         "text": JSON,
         "input_ids": JSON,
