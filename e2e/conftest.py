@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from treeline_bench.control_plane import Missing, programs
 
-from e2e.cluster.place import ClusterError
+from e2e.cluster.place import ROOT, ClusterError
 from e2e.cluster.progress import Progress
 from e2e.cluster.providers import Provider, choose, every
-from e2e.kit.figures import Figures
+from e2e.kit.figures import KEPT, Figures
 from e2e.kit.kube import Kube
 from e2e.kit.system import Installed, installed_and_running
 from e2e.kit.traffic import Report, Stream
@@ -93,7 +93,7 @@ def pytest_runtest_makereport(
     report = yield
     treeline = item.funcargs.get("treeline")
     if report.when == "call" and report.failed and isinstance(treeline, Installed):
-        path = _streams_of(item.name).with_suffix(".log")
+        path = _kept(item.name, "log")
         path.write_text(treeline.logs(check=False))
         report.sections.append(("What the pods said", str(path)))
     return report
@@ -131,16 +131,16 @@ def _namespace(kube: Kube, title: str) -> Iterator[Installed]:
     kube.kubectl("delete", "namespace", name, "--wait=false", "--ignore-not-found")
 
 
-def _streams_of(test: str) -> Path:
-    folder = Path(__file__).parent.parent / ".cache/e2e"
+def _kept(test: str, kind: str) -> Path:
+    folder = ROOT / KEPT
     folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{test}.jsonl"
+    return folder / f"{test}.{kind}"
 
 
 @pytest.fixture
 def kept(request: pytest.FixtureRequest, figures: Figures) -> Iterator[Path]:
     """Where the streams of a journey are kept. They count in the figures, unless it kills what serves them (chaos)."""
-    path = _streams_of(request.node.name)
+    path = _kept(request.node.name, "jsonl")
     path.unlink(missing_ok=True)
     yield path
     if path.exists() and request.node.get_closest_marker("chaos") is None:

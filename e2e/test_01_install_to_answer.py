@@ -19,7 +19,7 @@ def test_the_quick_start_as_the_readme_has_it(kube: Kube) -> None:
     said = kube.run(*alone, "bash", "-euo", "pipefail", "-c", readme.commands(), timeout_s=400.0)
     assert "Serving" in said, "kubectl get tlpool"
     assert "Paris" in said, "curl"
-    kube.until(lambda: not kube.pods(SYSTEM, ""), "the operator's pods to be gone", 60.0)
+    kube.until(lambda: not kube.pods(SYSTEM), "the operator's pods to be gone", 60.0)
     assert not kube.items("tlpool,tlmodel", "")
 
 

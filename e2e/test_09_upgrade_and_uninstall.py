@@ -100,8 +100,8 @@ def test_a_namespace_that_goes_takes_all_with_it(treeline: Installed) -> None:
     treeline.await_ready("tiny")
     kube, namespace = treeline.kube, treeline.namespace
     kube.kubectl("delete", "namespace", namespace, "--wait=false")
-    treeline.until(lambda: not kube.pods(namespace, ""), "the pods to be gone", 120.0)
-    # Kubernetes looks for what is left after half the longest grace period of a pod; at a change it looks at once.
+    treeline.until(lambda: not kube.pods(namespace), "the pods to be gone", 120.0)
+    # Kubernetes looks for what is left after half the longest grace period of a pod; at a change it looks soon.
     kube.kubectl("annotate", "namespace", namespace, "example.com/look=again")
     treeline.until(
         lambda: not kube.look(f"/api/v1/namespaces/{namespace}"), "the namespace to be gone", 120.0

@@ -15,6 +15,8 @@ from treeline_bench.results import Result, write_result, write_whole
 
 from e2e.cluster.place import ROOT
 
+KEPT = ".cache/e2e"
+"""Where a run leaves what it found, below the repository's root."""
 RECORD = "E2E_RECORD"
 """Set to 1, it lets a run replace the committed figures."""
 
@@ -43,7 +45,7 @@ class Figures:
         """Into bench/results if that is asked for, else beside the streams."""
         if not self._found:
             return
-        folder = ROOT / "bench/results" if os.environ.get(RECORD) == "1" else ROOT / ".cache/e2e"
+        folder = ROOT / ("bench/results" if os.environ.get(RECORD) == "1" else KEPT)
         rows = [row(name, figure(name, found)) for name, found in sorted(self._found.items())]
         today = datetime.date.today().isoformat()
         result = Result("e2e", today, this_machine(), versions(), "make e2e", rows)

@@ -89,8 +89,8 @@ class Kube:
         found: dict[str, Any] = json.loads(text)
         return found
 
-    def pods(self, namespace: str, selector: str) -> list[dict[str, Any]]:
-        """The pods with some labels, the ones that go included."""
+    def pods(self, namespace: str, selector: str = "") -> list[dict[str, Any]]:
+        """The pods of a namespace, the ones that go included."""
         found = self.look(f"/api/v1/namespaces/{namespace}/pods", labelSelector=selector)
         return list(found["items"]) if found else []
 

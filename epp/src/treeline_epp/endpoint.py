@@ -77,8 +77,8 @@ class PickRequest:
 
     `key` is its prefix key (`treeline_wire.keys`), None if it has none (no tokenizer, no text): then only load counts.
     `prompt_tokens_estimate` counts the whole prompt. `max_output_tokens` is the longest output that the request allows,
-    None where it does not say. `subset` limits the choice to these addresses: `ip:port`, or a
-    bare IP for all its ports. `pool` limits it to one pool. `sheddable`: refuse it rather than let it queue for long.
+    None where it does not say. `subset` limits the choice to these addresses: `ip:port`, or a bare IP for all its
+    ports. `pool` limits it to one pool. `sheddable`: refuse it rather than let it queue for long.
     """
 
     request_id: str
