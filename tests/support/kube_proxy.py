@@ -18,7 +18,20 @@ Fault = Callable[[web.Request], web.Response | None]
 
 def status(code: int, reason: str, **headers: str) -> web.Response:
     """A refusal as an API server words it."""
-    body = {
+    return web.json_response(
+        _failure(code, reason),
+        status=code,
+        headers={name.replace("_", "-"): v for name, v in headers.items()},
+    )
+
+
+def expiry() -> web.Response:
+    """The answer to a watch from a version that is forgotten: accepted, with the 410 as its only event."""
+    return web.json_response({"type": "ERROR", "object": _failure(410, "Expired")})
+
+
+def _failure(code: int, reason: str) -> dict[str, Any]:
+    return {
         "kind": "Status",
         "apiVersion": "v1",
         "status": "Failure",
@@ -26,9 +39,6 @@ def status(code: int, reason: str, **headers: str) -> web.Response:
         "reason": reason,
         "message": reason,
     }
-    return web.json_response(
-        body, status=code, headers={name.replace("_", "-"): v for name, v in headers.items()}
-    )
 
 
 class KubeProxy:

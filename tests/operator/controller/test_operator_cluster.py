@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import psutil
 from aiohttp import web
-from support.kube_proxy import KubeProxy, collection, status
+from support.kube_proxy import KubeProxy, collection, expiry, status
 from support.operator_run import DEPLOYMENTS, MODELS, PODS, POOLS, Room, condition, operator, ready
 from support.ports import free_ports
 
@@ -262,7 +262,7 @@ async def test_watches_that_are_cut_and_a_place_that_is_lost_are_recovered_from(
         if request.query.get("watch") != "true":
             return None
         expired[collection(request.path)] += 1
-        return status(410, "Expired")
+        return expiry()
 
     async with (
         KubeProxy(room.plane.admin, tmp_path) as proxy,

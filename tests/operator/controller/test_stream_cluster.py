@@ -7,10 +7,13 @@ import signal
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from support.control_plane import ControlPlane
+from support.kube_proxy import KubeProxy, collection, status
 from support.operator_run import Room
 from treeline_operator.controller.kinds import KINDS, Watched
 from treeline_operator.controller.stream import WatchSettings, stream
@@ -123,3 +126,36 @@ async def test_credentials_are_asked_for_again_when_they_are_refused(room: Room)
             task.cancel()
             await asyncio.wait([task])
     assert tokens == []
+
+
+@pytest.mark.parametrize(
+    "refused", [{"configmaps"}, {watched.plural for watched in KINDS}], ids=["one", "all"]
+)
+async def test_a_watch_that_is_refused_for_good_ends_it_at_once_with_the_reason_and_all_the_others(
+    room: Room, tmp_path: Path, refused: set[str]
+) -> None:
+    """Whether the others are watching, are about to, or are being refused themselves."""
+
+    def gone(request: web.Request) -> web.Response | None:
+        watch = request.query.get("watch") == "true"
+        return status(410, "Expired") if watch and collection(request.path) in refused else None
+
+    others = set(threading.enumerate())
+    async with (
+        KubeProxy(room.plane.admin, tmp_path) as proxy,
+        await Cluster.from_config(proxy.kubeconfig) as cluster,
+    ):
+        for _ in range(3):
+            proxy.fault = None
+            proxy.watches.clear()
+            task = asyncio.create_task(
+                stream(KINDS, [room.namespace], cluster.configuration, WatchSettings(), lambda *_: None)
+            )
+            await room.until(lambda: len(proxy.watches) == len(KINDS), "all watches")
+            proxy.fault = gone
+            assert proxy.cut() >= len(KINDS)
+            done, _ = await asyncio.wait([task], timeout=4.0)
+            assert done, "kopf alone would need five seconds for it, and sometimes for ever"
+            assert "Expired" in str(task.exception())
+            left = [t for t in threading.enumerate() if t.name == "kopf" and t not in others]
+            await room.until(lambda: not any(thread.is_alive() for thread in left), "its thread to end", 4.0)  # noqa: B023

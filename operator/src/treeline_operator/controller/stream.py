@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -28,6 +28,7 @@ Deliver = Callable[[Watched, str | None, dict[str, Any]], None]
 """Kind, type of the event (None for what a list names), object."""
 
 _STOP_S: Final = 5.0
+_CANCEL_S: Final = 0.5
 _TOKEN: Final = "BearerToken"
 
 
@@ -55,7 +56,7 @@ async def stream(
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
     stop = threading.Event()
-    operator = kopf.operator(
+    spawning = kopf.spawn_tasks(
         registry=_registry(kinds, loop, deliver, configuration),
         settings=_settings(kinds, settings),
         standalone=True,
@@ -67,7 +68,7 @@ async def stream(
     def run() -> None:
         reason: Exception = RuntimeError("it ended without a reason")
         try:
-            asyncio.run(_quietly(operator, stop))
+            asyncio.run(_until_it_ends(spawning, stop))
         except Exception as exc:
             reason = exc
         with suppress(RuntimeError):  # the loop has ended, and with it whoever wanted to know
@@ -86,18 +87,37 @@ def _end(ended: asyncio.Future[None], reason: Exception) -> None:
     ended.exception()  # whoever cancelled the stream does not ask for it
 
 
-async def _quietly(operator: Coroutine[Any, Any, None], stop: threading.Event) -> None:
-    """Run it without its own words: what goes wrong is raised, and the audits tell of the rest in ours."""
+async def _until_it_ends(
+    spawning: Coroutine[Any, Any, Collection[asyncio.Task[Any]]], stop: threading.Event
+) -> None:
+    """Run kopf until ``stop`` is set or one of its tasks ends, and clear away the rest; raises what ended it.
+
+    It runs without its own words: what goes wrong is raised, and the audits tell of the rest in ours.
+    """
     for name in ("kopf", "kopf.objects"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     # Its streams fail an assertion of their own when they are stopped.
     asyncio.get_running_loop().set_exception_handler(
         lambda _, context: log.debug("kopf: %s", context["message"])
     )
+    before = asyncio.all_tasks()
+    roots = set(await spawning)
     try:
-        await operator
+        await asyncio.wait(roots, return_when=asyncio.FIRST_COMPLETED)
+        # A watcher that fails leaves the others running. By itself kopf would end the task that has the credentials
+        # first, and then wait for watchers that wait for credentials. So the watchers go before the rest.
+        await _cancel(asyncio.all_tasks() - before - roots)
+        await kopf.run_tasks(roots, ignored=before)
     finally:
         stop.set()  # for this it waits in a thread of the loop, which is to end too
+
+
+async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """End them; those of kopf may take a first cancellation for the end of a pause, and go on."""
+    while tasks:
+        for task in tasks:
+            task.cancel()
+        _, tasks = await asyncio.wait(tasks, timeout=_CANCEL_S)
 
 
 def _registry(
