@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -10,7 +11,7 @@ import pytest
 
 from e2e.kit.figures import Figures
 from e2e.kit.system import Installed, pool
-from e2e.kit.traffic import Mix, Report, Traffic, traffic
+from e2e.kit.traffic import Mix, Traffic, traffic
 
 READY: Final = "{.status.podIP} {.status.conditions[?(@.type=='Ready')].status}"
 ROUTED_S: Final = 2.0
@@ -30,7 +31,7 @@ def test_two_four_one(treeline: Installed, figures: Figures, kept: Path) -> None
         driver.await_served(10)
         # Whoever asks for the first time, often, so that a new pod need not wait for somebody to come.
         with traffic(treeline.url(), Mix(workers=2, long_share=0.0, new_share=1.0, seed=8)) as often:
-            routed = grow(treeline, often, 4)
+            routed = grow(treeline, 4, driver, often)
             assert not (asked := often.stop()).dropped, str(asked)
         figures.add("e2e.ready_to_routed_s.p95", *routed)
         assert max(routed) < 2 * ROUTED_S, routed
@@ -42,8 +43,8 @@ def test_two_four_one(treeline: Installed, figures: Figures, kept: Path) -> None
     assert not report.dropped, str(report)
 
 
-def grow(treeline: Installed, driver: Traffic, replicas: int) -> list[float]:
-    """Scale up; per new pod the seconds from its Ready to the first request that it is sent."""
+def grow(treeline: Installed, replicas: int, *drivers: Traffic) -> list[float]:
+    """Scale up; per new pod the seconds from its Ready to the first request that it is sent by any driver."""
     known = {pod["status"]["podIP"] for pod in treeline.ready_pods("runtime")}
     runtimes = "treeline.dev/component=runtime"
     with treeline.kube.watched("pods", treeline.namespace, READY, runtimes) as seen:
@@ -59,16 +60,15 @@ def grow(treeline: Installed, driver: Traffic, replicas: int) -> list[float]:
             return found
 
         treeline.until(lambda: len(ready()) == replicas - len(known), f"{replicas} pods to be ready")
-        treeline.until(lambda: ready().keys() <= used(driver.report()), "each new pod to be used", 30.0)
-    return [max(0.0, first(driver.report(), address) - at) for address, at in ready().items()]
+        treeline.until(lambda: ready().keys() <= first(drivers).keys(), "each new pod to be used", 30.0)
+    begun = first(drivers)
+    return [max(0.0, begun[address] - at) for address, at in ready().items()]
 
 
-def used(report: Report) -> set[str]:
-    return {stream.host for stream in report.streams}
-
-
-def first(report: Report, address: str) -> float:
-    return min(s.begun for s in report.streams if s.host == address)
+def first(drivers: Iterable[Traffic]) -> dict[str, float]:
+    """Address → when the first of its streams that have ended began."""
+    streams = [stream for driver in drivers for stream in driver.report().streams]
+    return {stream.host: stream.begun for stream in sorted(streams, key=lambda s: s.begun, reverse=True)}
 
 
 def test_a_pod_without_streams_is_gone_within_ten_seconds(treeline: Installed, figures: Figures) -> None:

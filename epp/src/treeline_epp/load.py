@@ -6,7 +6,7 @@ Theory of operation. A report made at time t knows everything that reached the e
 
 Without a fresh report (an engine that cannot push, or one that fell silent) the queue is the open reservations alone.
 Prefill speed comes, in order of trust, from our own report, from the deltas of SGLang's two running totals, from
-times to first token of our streaming responses, or from the median of the endpoint's pool; see `prefill_rate`.
+times to first token of our streaming responses, or from the fastest of the endpoint's pool; see `prefill_rate`.
 """
 
 from dataclasses import dataclass, field
@@ -162,11 +162,13 @@ class EndpointLoad:
         return self.reported_rate or self.learned_rate
 
 
-def prefill_rate(own: float, peers: list[float]) -> float:
-    """The rate to plan with: an endpoint's own, else the median of its peers' (sorted), else the default."""
-    if own > 0:
-        return own
-    return peers[len(peers) // 2] if peers else DEFAULT_PREFILL_RATE
+def prefill_rate(own: float, fastest: float) -> float:
+    """The rate to plan with: an endpoint's own, else that of the fastest of its peers, else the default; 0 is unknown.
+
+    No less than the fastest, or an endpoint that is new beside an idle fast one would never be asked, and so never be
+    measured.
+    """
+    return own or fastest or DEFAULT_PREFILL_RATE
 
 
 def _average(old: float, sample: float) -> float:

@@ -326,7 +326,7 @@ class Picker:
     def _candidates(
         self, request: PickRequest, eligible: Sequence[Endpoint], now: float
     ) -> Iterable[Candidate]:
-        rates = sorted(rate for e in eligible if (rate := e.load.own_rate()) > 0)
+        fastest = max((endpoint.load.own_rate() for endpoint in eligible), default=0.0)
         matches = self._match(request, eligible, now)
         prompt_tokens = max(1, request.prompt_tokens_estimate)
         per_byte = prompt_tokens / len(request.key) if request.key else 0.0
@@ -341,7 +341,7 @@ class Picker:
             yield Candidate(
                 spec=endpoint.spec,
                 load=endpoint.load,
-                rate=prefill_rate(endpoint.load.own_rate(), rates),
+                rate=prefill_rate(endpoint.load.own_rate(), fastest),
                 hit=hit,
                 cached_tokens=cached,
                 uncached_tokens=prompt - cached,

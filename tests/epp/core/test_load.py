@@ -96,10 +96,10 @@ def test_times_to_first_token_train_unless_the_work_was_too_little() -> None:
     assert 2000 < load.own_rate() < 4000
 
 
-def test_the_rate_falls_back_to_peers_then_to_a_default() -> None:
-    assert prefill_rate(100.0, [1.0, 2.0]) == 100
-    assert prefill_rate(0.0, [1.0, 2.0, 9.0]) == 2
-    assert prefill_rate(0.0, []) == DEFAULT_PREFILL_RATE
+def test_the_rate_falls_back_to_the_fastest_peer_then_to_a_default() -> None:
+    assert prefill_rate(100.0, 200.0) == 100
+    assert prefill_rate(0.0, 200.0) == 200
+    assert prefill_rate(0.0, 0.0) == DEFAULT_PREFILL_RATE
 
 
 def test_hit_share_is_an_average_of_reported_hits() -> None:

@@ -337,6 +337,16 @@ def test_streaming_answers_train_the_rate_of_engines_that_tell_none() -> None:
     assert picker.pick(ask(prompt_tokens_estimate=1000), 1.0).predicted_ttft_s == pytest.approx(0.5)
 
 
+def test_an_endpoint_that_nobody_has_measured_is_tried_beside_an_idle_fast_one() -> None:
+    picker = make(3)
+    picker.on_load("e1", TreelineLoad(prefill_tokens_per_s=RATE / 4), now=0.0)
+    picker.on_load("e2", TreelineLoad(prefill_tokens_per_s=RATE / 4), now=0.0)
+    picker.add_endpoint(EndpointSpec("new", "10.0.0.9:8000", models=("m",)))
+    assert {name_of(picker.pick(ask(prompt_tokens_estimate=1000), 0.0)) for _ in range(20)} == {"e0", "new"}
+    picker.on_load("new", TreelineLoad(prefill_tokens_per_s=RATE / 4), now=0.0)
+    assert {name_of(picker.pick(ask(prompt_tokens_estimate=1000), 0.0)) for _ in range(20)} == {"e0"}
+
+
 # Publishers and audits
 
 
