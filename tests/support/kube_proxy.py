@@ -18,20 +18,7 @@ Fault = Callable[[web.Request], web.Response | None]
 
 def status(code: int, reason: str, **headers: str) -> web.Response:
     """A refusal as an API server words it."""
-    return web.json_response(
-        _failure(code, reason),
-        status=code,
-        headers={name.replace("_", "-"): v for name, v in headers.items()},
-    )
-
-
-def expiry() -> web.Response:
-    """The answer to a watch from a version that is forgotten: accepted, with the 410 as its only event."""
-    return web.json_response({"type": "ERROR", "object": _failure(410, "Expired")})
-
-
-def _failure(code: int, reason: str) -> dict[str, Any]:
-    return {
+    body = {
         "kind": "Status",
         "apiVersion": "v1",
         "status": "Failure",
@@ -39,6 +26,9 @@ def _failure(code: int, reason: str) -> dict[str, Any]:
         "reason": reason,
         "message": reason,
     }
+    return web.json_response(
+        body, status=code, headers={name.replace("_", "-"): v for name, v in headers.items()}
+    )
 
 
 class KubeProxy:
@@ -106,7 +96,7 @@ class KubeProxy:
             return answer
         if request.method not in ("GET", "HEAD"):
             self.writes[request.method, collection(request.path)] += 1
-        if not _is_watch(request):
+        if not is_watch(request):
             return await self._forward(request)
         # A watch is one from when it is let through: one that is still being opened is cut as well.
         task = asyncio.current_task()
@@ -123,7 +113,7 @@ class KubeProxy:
         }
         headers["Accept-Encoding"] = "identity"
         body = await request.read()
-        watching = _is_watch(request)
+        watching = is_watch(request)
         async with self._session.request(
             request.method,
             f"{self._target}{request.path_qs}",
@@ -150,7 +140,8 @@ class KubeProxy:
         return response
 
 
-def _is_watch(request: web.Request) -> bool:
+def is_watch(request: web.Request) -> bool:
+    """Whether it is a watch, by what it asks for."""
     return request.query.get("watch") == "true"
 
 

@@ -326,7 +326,7 @@ class Picker:
     def _candidates(
         self, request: PickRequest, eligible: Sequence[Endpoint], now: float
     ) -> Iterable[Candidate]:
-        fastest = max((endpoint.load.own_rate() for endpoint in eligible), default=0.0)
+        fastest = max(endpoint.load.own_rate() for endpoint in eligible)
         matches = self._match(request, eligible, now)
         prompt_tokens = max(1, request.prompt_tokens_estimate)
         per_byte = prompt_tokens / len(request.key) if request.key else 0.0

@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import psutil
 from aiohttp import web
-from support.kube_proxy import KubeProxy, collection, expiry, status
+from support.kube_api import expired
+from support.kube_proxy import KubeProxy, collection, is_watch, status
 from support.operator_run import DEPLOYMENTS, MODELS, PODS, POOLS, Room, condition, operator, ready
 from support.ports import free_ports
 
@@ -252,17 +253,17 @@ async def test_watches_that_are_cut_and_a_place_that_is_lost_are_recovered_from(
     room: Room, tmp_path: Path
 ) -> None:
     """What is made or deleted while no watch is open is noticed: by resuming, and after 410 by listing anew."""
-    expired: Counter[str] = Counter()
+    sent_away: Counter[str] = Counter()
 
     def away(request: web.Request) -> web.Response | None:
         reads = request.method == "GET" and "namespaces" in request.path
         return status(503, "ServiceUnavailable") if reads else None
 
     def lost(request: web.Request) -> web.Response | None:
-        if request.query.get("watch") != "true":
+        if not is_watch(request):
             return None
-        expired[collection(request.path)] += 1
-        return expiry()
+        sent_away[collection(request.path)] += 1
+        return web.Response(body=expired())
 
     async with (
         KubeProxy(room.plane.admin, tmp_path) as proxy,
@@ -278,7 +279,7 @@ async def test_watches_that_are_cut_and_a_place_that_is_lost_are_recovered_from(
         proxy.cut()
         await room.request("DELETE", f"{SERVICES.format(room.namespace)}/a-pods")
         proxy.fault = lost
-        await room.until(lambda: expired["services"], "the watch of Services to be sent away")
+        await room.until(lambda: sent_away["services"], "the watch of Services to be sent away")
         proxy.fault = None
         await room.until(
             lambda: room.get(f"{SERVICES}/a-pods"), "the Service that went unseen to be made anew"
