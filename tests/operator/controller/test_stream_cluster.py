@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from support.control_plane import ControlPlane
-from support.kube_proxy import KubeProxy, collection, status
+from support.kube_proxy import KubeProxy, collection, is_watch, status
 from support.operator_run import Room
 from treeline_operator.controller.kinds import KINDS, Watched
 from treeline_operator.controller.stream import WatchSettings, stream
@@ -52,6 +52,11 @@ async def listening(room: Room, heard: Heard) -> AsyncIterator[asyncio.Task[None
             await asyncio.wait([task])
 
 
+def kopf_threads() -> set[threading.Thread]:
+    """Those that live."""
+    return {thread for thread in threading.enumerate() if thread.name == "kopf"}
+
+
 async def make(room: Room, name: str, **labels: str) -> None:
     body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "labels": labels}}
     await room.request("POST", PATH.format(room.namespace), body)
@@ -63,7 +68,7 @@ async def test_what_is_listed_made_changed_and_deleted_is_told_in_our_loop_and_t
     ours = {"app.kubernetes.io/managed-by": "treeline"}
     await make(room, "old", **ours)
     heard = Heard()
-    others = set(threading.enumerate())  # of operators of earlier tests, which may still be ending
+    others = kopf_threads()  # of operators of earlier tests, which may still be ending
     async with listening(room, heard):
         await room.until(lambda: (None, "old") in heard.events, "the list")
         await make(room, "somebodys")
@@ -77,9 +82,26 @@ async def test_what_is_listed_made_changed_and_deleted_is_told_in_our_loop_and_t
     assert heard.threads == {threading.get_ident()}
     heard.events.clear()
     await make(room, "after", **ours)
-    left = [thread for thread in threading.enumerate() if thread.name == "kopf" and thread not in others]
-    await room.until(lambda: not any(thread.is_alive() for thread in left), "its thread to end")
+    await room.until(lambda: not kopf_threads() - others, "its thread to end")
     assert heard.events == []
+
+
+async def test_it_ends_at_once_while_it_is_busy_with_what_it_has_just_heard(room: Room) -> None:
+    async with await Cluster.from_config(room.plane.kubeconfig("kopf", ("system:masters",))) as cluster:
+        others, heard = kopf_threads(), asyncio.Event()
+        for number in range(5):
+            await make(room, f"new-{number}", **{"app.kubernetes.io/managed-by": "treeline"})
+            heard.clear()
+            task = asyncio.create_task(
+                stream(
+                    KINDS, [room.namespace], cluster.configuration, WatchSettings(), lambda *_: heard.set()
+                )
+            )
+            await asyncio.wait_for(heard.wait(), 30.0)
+            task.cancel()
+            done, _ = await asyncio.wait([task], timeout=4.0)
+            assert done, "it gave kopf up after five seconds"
+            await room.until(lambda: not kopf_threads() - others, "its thread to end", 4.0)
 
 
 async def test_nothing_is_written_and_no_signal_is_taken(room: Room) -> None:
@@ -137,10 +159,10 @@ async def test_a_watch_that_is_refused_for_good_ends_it_at_once_with_the_reason_
     """Whether the others are watching, are about to, or are being refused themselves."""
 
     def gone(request: web.Request) -> web.Response | None:
-        watch = request.query.get("watch") == "true"
-        return status(410, "Expired") if watch and collection(request.path) in refused else None
+        refuse = is_watch(request) and collection(request.path) in refused
+        return status(410, "Expired") if refuse else None
 
-    others = set(threading.enumerate())
+    others = kopf_threads()
     async with (
         KubeProxy(room.plane.admin, tmp_path) as proxy,
         await Cluster.from_config(proxy.kubeconfig) as cluster,
@@ -157,5 +179,4 @@ async def test_a_watch_that_is_refused_for_good_ends_it_at_once_with_the_reason_
             done, _ = await asyncio.wait([task], timeout=4.0)
             assert done, "kopf alone would need five seconds for it, and sometimes for ever"
             assert "Expired" in str(task.exception())
-            left = [t for t in threading.enumerate() if t.name == "kopf" and t not in others]
-            await room.until(lambda: not any(thread.is_alive() for thread in left), "its thread to end", 4.0)  # noqa: B023
+            await room.until(lambda: not kopf_threads() - others, "its thread to end", 4.0)

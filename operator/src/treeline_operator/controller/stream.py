@@ -29,6 +29,7 @@ Deliver = Callable[[Watched, str | None, dict[str, Any]], None]
 
 _STOP_S: Final = 5.0
 _CANCEL_S: Final = 0.5
+_WATCHER: Final = "watcher for "
 _TOKEN: Final = "BearerToken"
 
 
@@ -100,20 +101,20 @@ async def _until_it_ends(
     asyncio.get_running_loop().set_exception_handler(
         lambda _, context: log.debug("kopf: %s", context["message"])
     )
-    before = asyncio.all_tasks()
-    roots = set(await spawning)
     try:
+        roots = await spawning
         await asyncio.wait(roots, return_when=asyncio.FIRST_COMPLETED)
-        # A watcher that fails leaves the others running. By itself kopf would end the task that has the credentials
-        # first, and then wait for watchers that wait for credentials. So the watchers go before the rest.
-        await _cancel(asyncio.all_tasks() - before - roots)
-        await kopf.run_tasks(roots, ignored=before)
     finally:
-        stop.set()  # for this it waits in a thread of the loop, which is to end too
+        stop.set()  # for this a task of it waits, and a thread of the loop, which are to end too
+    # A watcher that fails leaves the others running. By itself kopf would end the task that has the credentials first,
+    # and then wait for watchers that wait for credentials. So the watchers go before the rest; they alone, for each of
+    # them waits for its workers by the help of other tasks.
+    await _cancel({task for task in asyncio.all_tasks() if task.get_name().startswith(_WATCHER)})
+    await kopf.run_tasks(roots)
 
 
 async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """End them; those of kopf may take a first cancellation for the end of a pause, and go on."""
+    """End them. A watcher that is just between two of its streams takes a cancellation for the end of one."""
     while tasks:
         for task in tasks:
             task.cancel()
