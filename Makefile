@@ -1,7 +1,7 @@
 # Everything a person does here, by one word. `make help` lists the words; each does its own set-up in .venv.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format control-plane generate images sbom cluster-up cluster-down e2e bench fuzz model lock clean
+.PHONY: help setup run test check format control-plane generate images sbom cluster-up cluster-down e2e bench clients fuzz fuzz-wire fuzz-edge model lock clean
 
 PY := .venv/bin/python
 PROVIDER ?= auto
@@ -48,13 +48,21 @@ e2e: setup ## The journeys on a cluster, brought up if need be (PROVIDER=auto K=
 bench: setup ## The benchmarks: tables, plots and JSON in bench/results (ARGS="tree picker routing" for some of them)
 	@$(PY) -m treeline_bench $(ARGS)
 
-fuzz: setup ## A million mutated inputs through the decoders (ARGS="--count 10000 --seed 7")
+clients: setup ## The openai client, lm_eval, guidellm, aiperf, inference-perf, vLLM's and SGLang's benchmarks against treeline up (ARGS="openai")
+	@$(PY) scripts/clients.py $(ARGS)
+
+fuzz: fuzz-wire fuzz-edge ## Both of the next two
+
+fuzz-wire: setup ## A million mutated inputs through the decoders (ARGS="--count 10000 --seed 7")
 	@$(PY) -m tests.wire.fuzz $(ARGS)
+
+fuzz-edge: setup ## Attack Envoy, picker and runtimes with raw HTTP for a minute, another client beside it (ARGS="--seconds 600")
+	@$(PY) -m tests.integration.edge_fuzz $(ARGS)
 
 model: setup ## Train the tiny model anew and write models/tiny (minutes on a GPU, hours on a CPU)
 	@$(PY) models/tiny/train.py --out models/tiny $(ARGS)
 
-lock: setup ## Resolve requirements/lock.txt anew from the rooms' pyproject.toml and requirements/dev.in
+lock: setup ## Resolve requirements/lock*.txt (versions and hashes) anew from the rooms' pyproject.toml and requirements/dev.in
 	@scripts/lock.sh
 
 clean: ## Remove what the other words made, .venv included

@@ -88,7 +88,10 @@ def test_paused_and_a_bad_image(treeline: Installed, kept: Path) -> None:
         )
         assert found
         assert revisions(treeline) == {old: 2}, "the old revision serves on"
-        assert condition(treeline.pool("tiny"), "Ready")["status"] == "False"
+        told = condition(treeline.pool("tiny"), "Ready")
+        assert (told["status"], told["reason"]) == ("True", "ImagePullFailing"), (
+            "it serves, and needs somebody"
+        )
         driver.await_served(5)
         treeline.change("tiny", engine={"image": None}, template=annotated(before))
         treeline.await_ready("tiny")

@@ -1,5 +1,5 @@
 # Envoy and what starts, watches and drains it. Build context: the repository's root (scripts/images.sh edge).
-ARG BASE_IMAGE=docker.io/library/python:3.11.14-slim-bookworm
+ARG BASE_IMAGE=docker.io/library/python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
 
 FROM ${BASE_IMAGE} AS build
 # Another package index than pip's own, for builds behind one.
@@ -9,11 +9,12 @@ WORKDIR /src
 COPY images/requirements/build.txt images/requirements/edge.txt ./
 # No pip in what is shipped: the base image's own works on both environments.
 RUN python3 -m venv --without-pip /opt/treeline/venv \
- && python3 -m pip --python /opt/treeline/venv/bin/python install --no-deps -r edge.txt \
+ && python3 -m pip --python /opt/treeline/venv/bin/python install --no-deps --require-hashes -r edge.txt \
  && python3 -m venv --without-pip /tmp/builder \
- && python3 -m pip --python /tmp/builder/bin/python install --no-deps -r build.txt
+ && python3 -m pip --python /tmp/builder/bin/python install --no-deps --require-hashes -r build.txt
+COPY wire wire
 COPY operator operator
-RUN python3 -m pip --python /tmp/builder/bin/python wheel --no-deps --no-build-isolation -w /tmp/wheels ./operator \
+RUN python3 -m pip --python /tmp/builder/bin/python wheel --no-deps --no-build-isolation -w /tmp/wheels ./wire ./operator \
  && python3 -m pip --python /opt/treeline/venv/bin/python install --no-deps --no-index /tmp/wheels/*.whl
 
 FROM ${BASE_IMAGE}

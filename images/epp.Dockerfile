@@ -1,5 +1,5 @@
 # The endpoint picker. Build context: the repository's root (scripts/images.sh epp).
-ARG BASE_IMAGE=docker.io/library/python:3.11.14-slim-bookworm
+ARG BASE_IMAGE=docker.io/library/python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
 
 FROM ${BASE_IMAGE} AS build
 # Another package index than pip's own, for builds behind one.
@@ -9,13 +9,14 @@ WORKDIR /src
 COPY images/requirements/build.txt images/requirements/epp.txt ./
 # No pip in what is shipped: the base image's own works on both environments.
 RUN python3 -m venv --without-pip /opt/treeline/venv \
- && python3 -m pip --python /opt/treeline/venv/bin/python install --no-deps -r epp.txt \
+ && python3 -m pip --python /opt/treeline/venv/bin/python install --no-deps --require-hashes -r epp.txt \
  && python3 -m venv --without-pip /tmp/builder \
- && python3 -m pip --python /tmp/builder/bin/python install --no-deps -r build.txt
+ && python3 -m pip --python /tmp/builder/bin/python install --no-deps --require-hashes -r build.txt
 COPY wire wire
+COPY kube kube
 COPY epp epp
 COPY cli cli
-RUN python3 -m pip --python /tmp/builder/bin/python wheel --no-deps --no-build-isolation -w /tmp/wheels ./wire ./epp ./cli \
+RUN python3 -m pip --python /tmp/builder/bin/python wheel --no-deps --no-build-isolation -w /tmp/wheels ./wire ./kube ./epp ./cli \
  && python3 -m pip --python /opt/treeline/venv/bin/python install --no-deps --no-index /tmp/wheels/*.whl
 
 FROM ${BASE_IMAGE}
@@ -25,7 +26,7 @@ ENV PATH=/opt/treeline/venv/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRI
 WORKDIR /tmp
 USER 65532:65532
 # ext_proc, EDS and health, metrics and the list of endpoints.
-EXPOSE 9002 9003 9090
+EXPOSE 9002 9003 9004 9090
 ENTRYPOINT ["treeline"]
 CMD ["pick", "--kubernetes"]
 # Last, since they differ with every commit: nothing above is made anew for them.

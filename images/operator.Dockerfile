@@ -1,5 +1,5 @@
 # The operator. Build context: the repository's root (scripts/images.sh operator).
-ARG BASE_IMAGE=docker.io/library/python:3.11.14-slim-bookworm
+ARG BASE_IMAGE=docker.io/library/python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
 
 FROM ${BASE_IMAGE} AS build
 # Another package index than pip's own, for builds behind one.
@@ -9,13 +9,14 @@ WORKDIR /src
 COPY images/requirements/build.txt images/requirements/operator.txt ./
 # No pip in what is shipped: the base image's own works on both environments.
 RUN python3 -m venv --without-pip /opt/treeline/venv \
- && python3 -m pip --python /opt/treeline/venv/bin/python install --no-deps -r operator.txt \
+ && python3 -m pip --python /opt/treeline/venv/bin/python install --no-deps --require-hashes -r operator.txt \
  && python3 -m venv --without-pip /tmp/builder \
- && python3 -m pip --python /tmp/builder/bin/python install --no-deps -r build.txt
+ && python3 -m pip --python /tmp/builder/bin/python install --no-deps --require-hashes -r build.txt
 COPY wire wire
+COPY kube kube
 COPY operator operator
 COPY cli cli
-RUN python3 -m pip --python /tmp/builder/bin/python wheel --no-deps --no-build-isolation -w /tmp/wheels ./wire ./operator ./cli \
+RUN python3 -m pip --python /tmp/builder/bin/python wheel --no-deps --no-build-isolation -w /tmp/wheels ./wire ./kube ./operator ./cli \
  && python3 -m pip --python /opt/treeline/venv/bin/python install --no-deps --no-index /tmp/wheels/*.whl
 
 FROM ${BASE_IMAGE}

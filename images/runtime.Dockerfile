@@ -1,6 +1,6 @@
 # The runtime, for CPUs (ACCELERATOR=cpu) or NVIDIA GPUs (cuda). Build context: the repository's root (scripts/images.sh
 # runtime-cpu, runtime-cuda).
-ARG BASE_IMAGE=docker.io/library/python:3.11.14-slim-bookworm
+ARG BASE_IMAGE=docker.io/library/python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
 
 FROM ${BASE_IMAGE} AS torch
 ARG PIP_INDEX_URL
@@ -9,15 +9,16 @@ ARG ACCELERATOR=cpu
 ARG TORCH_CPU_INDEX_URL=https://download.pytorch.org/whl/cpu
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /src
-COPY images/requirements/torch.txt images/requirements/torch-needs.txt ./
-RUN case "$ACCELERATOR" in \
-      cpu) from="${TORCH_CPU_INDEX_URL:+--index-url=$TORCH_CPU_INDEX_URL}" ;; \
-      cuda) from= ;; \
+COPY images/requirements/torch-cpu.txt images/requirements/torch-cuda.txt images/requirements/torch-needs.txt ./
+# The CPU index has files of its own, whose hashes are not locked: of these only the version is fixed.
+RUN case "$ACCELERATOR${TORCH_CPU_INDEX_URL:+-index}" in \
+      cpu-index) torch="--index-url=$TORCH_CPU_INDEX_URL -r torch-cpu.txt" ;; \
+      cpu|cuda|cuda-index) torch="--require-hashes -r torch-cuda.txt" ;; \
       *) echo "ACCELERATOR is cpu or cuda, not '$ACCELERATOR'" >&2; exit 1 ;; \
     esac \
  && python3 -m venv --without-pip /opt/treeline/torch \
- && python3 -m pip --python /opt/treeline/torch/bin/python install --no-deps -r torch-needs.txt \
- && python3 -m pip --python /opt/treeline/torch/bin/python install $from -r torch.txt
+ && python3 -m pip --python /opt/treeline/torch/bin/python install --no-deps --require-hashes -r torch-needs.txt \
+ && python3 -m pip --python /opt/treeline/torch/bin/python install --no-deps $torch
 
 FROM ${BASE_IMAGE} AS build
 # Another package index than pip's own, for builds behind one.
@@ -27,9 +28,9 @@ WORKDIR /src
 COPY images/requirements/build.txt images/requirements/runtime.txt ./
 # No pip in what is shipped: the base image's own works on both environments.
 RUN python3 -m venv --without-pip /opt/treeline/venv \
- && python3 -m pip --python /opt/treeline/venv/bin/python install --no-deps -r runtime.txt \
+ && python3 -m pip --python /opt/treeline/venv/bin/python install --no-deps --require-hashes -r runtime.txt \
  && python3 -m venv --without-pip /tmp/builder \
- && python3 -m pip --python /tmp/builder/bin/python install --no-deps -r build.txt
+ && python3 -m pip --python /tmp/builder/bin/python install --no-deps --require-hashes -r build.txt
 COPY wire wire
 COPY runtime runtime
 COPY cli cli
@@ -53,7 +54,7 @@ USER 65532:65532
 # for all of them gets them without Kubernetes having granted any.
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 # HTTP; KV events, their replay, load.
-EXPOSE 8000 5557 5657 5757
+EXPOSE 8000 9600 5557 5657 5757
 ENTRYPOINT ["treeline"]
 CMD ["serve", "--model", "/opt/treeline/models/tiny"]
 # Last, since they differ with every commit: nothing above is made anew for them.

@@ -13,7 +13,7 @@ check() { # NAME COMMAND…
 
 check "ruff: lint" $bin/ruff check .
 check "ruff: format" $bin/ruff format --check .
-check "mypy: types" $bin/mypy wire/src runtime/src epp/src operator/src lang/src bench/src cli/src e2e
+check "mypy: types" $bin/mypy wire/src kube/src runtime/src epp/src operator/src lang/src bench/src cli/src tools e2e
 check "import-linter: the rooms" $bin/lint-imports
 check "vulture: dead code" $bin/vulture
 

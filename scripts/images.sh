@@ -7,7 +7,9 @@
 #   --platform LIST       such as linux/amd64,linux/arm64 (default: this machine's)
 #   --base IMAGE          base image with Python 3.11 and pip (default: the one that the Dockerfiles pin)
 #   --build-arg K=V       handed on, several times if need be: PIP_INDEX_URL, TORCH_CPU_INDEX_URL
-#   --push                push what was built (for several platforms docker can do nothing else)
+#   --push                push what was built (for several platforms docker can do nothing else); where cosign is installed, what
+#                         was pushed is then signed and gets its SBOM attached, both by digest (COSIGN_KEY=FILE, else keyless)
+#   --no-sign             push without signing, though cosign is here
 #   --dry-run             only print the commands
 # What follows -- goes to the builder as it is, for example: -- --isolation chroot
 set -euo pipefail
@@ -18,7 +20,7 @@ say() { printf 'images: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
 
 all=(operator epp edge runtime-cpu runtime-cuda)
-tool= registry= platform= push= dry=
+tool= registry= platform= push= dry= sign=1
 tag=$(sed -n 's/^appVersion: *//p' charts/treeline/Chart.yaml)
 images=() build_args=() rest=()
 
@@ -33,6 +35,7 @@ while [ $# -gt 0 ]; do
       esac
       shift 2 ;;
     --push) push=1; shift ;;
+    --no-sign) sign=; shift ;;
     --dry-run) dry=1; shift ;;
     --help|-h) usage; exit 0 ;;
     --) shift; rest=("$@"); break ;;
@@ -71,6 +74,29 @@ run() {
   if [ -n "$dry" ]; then printf '%q ' "$@"; echo; else "$@"; fi
 }
 
+if [ -n "$push" ] && [ -n "$sign" ] && ! command -v cosign >/dev/null; then
+  say "cosign is not installed: what is pushed is not signed and has no SBOM attached"
+  sign=
+fi
+digests=$(mktemp -d)
+trap 'rm -rf "$digests"' EXIT
+[ -z "$push" ] || [ -z "$sign" ] || [ -n "$dry" ] || [ -x .venv/bin/python ] || scripts/setup.sh # the SBOM describes the packages installed here
+
+digest_of() { # IMAGE: what the registry calls what was just pushed
+  local file=$digests/$1
+  if [ -n "$dry" ]; then echo "sha256:DIGEST"; return; fi
+  grep -oE 'sha256:[0-9a-f]{64}' <(if [ "$tool" = docker ]; then grep -E '"containerimage.digest":' "$file"; else cat "$file"; fi) | head -1
+}
+
+attest() { # IMAGE NAME: sign and attach the SBOM, to the digest: a tag can be moved
+  local digest target sbom=dist/sbom/$1.cdx.json key=(${COSIGN_KEY:+--key "$COSIGN_KEY"})
+  digest=$(digest_of "$1") || die "$tool did not say under which digest $2 was pushed: it is not signed"
+  target=${2%:*}@$digest
+  run .venv/bin/python scripts/sbom.py "$1"
+  run cosign sign --yes "${key[@]}" "$target"
+  run cosign attest --yes "${key[@]}" --type cyclonedx --predicate "$sbom" "$target"
+}
+
 revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 [ -z "$(git status --porcelain 2>/dev/null)" ] || revision+=-dirty
 several=
@@ -88,7 +114,7 @@ for image in "${images[@]}"; do
   case $tool in
     docker)
       options+=(--tag "$name")
-      if [ -n "$push" ]; then options+=(--push); elif [ -n "$several" ]; then die "docker keeps no image for several platforms: add --push"
+      if [ -n "$push" ]; then options+=(--push --metadata-file "$digests/$image"); elif [ -n "$several" ]; then die "docker keeps no image for several platforms: add --push"
       elif [ -n "$platform" ]; then options+=(--load); fi ;;
     *) if [ -n "$several" ]; then options+=(--manifest "$name"); else options+=(--tag "$name"); fi ;;
   esac
@@ -96,6 +122,8 @@ for image in "${images[@]}"; do
   # shellcheck disable=SC2046  # the command is several words
   run $(command_of) --file "$file" "${options[@]}" "${build_args[@]}" "${rest[@]}" .
   if [ -n "$push" ] && [ "$tool" != docker ]; then
-    if [ -n "$several" ]; then run "$tool" manifest push --all "$name" "docker://$name"; else run "$tool" push "$name"; fi
+    if [ -n "$several" ]; then run "$tool" manifest push --all --digestfile "$digests/$image" "$name" "docker://$name"
+    else run "$tool" push --digestfile "$digests/$image" "$name"; fi
   fi
+  [ -z "$push" ] || [ -z "$sign" ] || attest "$image" "$name"
 done

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Resolve the rooms' dependencies and the development tools into requirements/lock.txt: exact versions and nothing else, for
-# Linux and macOS, Python 3.11 and later. What torch alone needs (CUDA libraries, triton) is left to torch's own exact pins, so
-# that TORCH_BACKEND=cpu can choose the small build from the same file.
+# Resolve the rooms' dependencies and the development tools into exact versions with the hashes of their files, for Linux and
+# macOS, Python 3.11 and later:
+#   requirements/lock.txt         everything but torch
+#   requirements/lock-torch.txt   torch, the CUDA libraries that its default build brings, and triton
+# No address of an index is recorded. Versions that are locked already stay; to move one, change its pin, or delete its lines.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -18,7 +20,10 @@ for project in sorted(pathlib.Path(".").glob("*/pyproject.toml")):
             print(dependency)
 PY
 
+cat requirements/lock*.txt > "$work/lock.txt" # what is there already is what uv prefers
 "$uv" pip compile "$work/direct.in" requirements/dev.in --universal --python-version 3.11 \
-  --no-header --no-annotate --no-emit-index-url --output-file "$work/lock.txt" --quiet
-grep -Ev '^(nvidia-|cuda-|triton==)' "$work/lock.txt" > requirements/lock.txt
-echo "requirements/lock.txt: $(wc -l < requirements/lock.txt) packages"
+  --no-header --no-annotate --no-emit-index-url --generate-hashes --output-file "$work/lock.txt" --quiet
+awk -v work="$work" '/^[^ ]/ {file = work (/^(torch|triton|nvidia-[^=]*|cuda-[^=]*)==/ ? "/torch" : "/rest")} {print > file}' "$work/lock.txt"
+cp "$work/rest" requirements/lock.txt
+cp "$work/torch" requirements/lock-torch.txt
+for file in requirements/lock*.txt; do echo "$file: $(grep -c '^[^ ]' "$file") packages"; done

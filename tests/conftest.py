@@ -1,5 +1,9 @@
 """Fixtures that tests of several rooms take, and what holds for all properties."""
 
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
 from hypothesis import HealthCheck, settings
 from support.control_plane import control_plane, namespace
 
@@ -8,3 +12,17 @@ __all__ = ["control_plane", "namespace"]
 # How long an example takes says how loaded the machine is; pytest has a time limit of its own.
 settings.register_profile("treeline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("treeline")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
+    """Tests that nobody ran are told where one looks: beside the count of those that passed."""
+    yield
+    skipped = terminalreporter.stats.get("skipped", [])
+    wanting = [report for report in skipped if "scripts/control_plane.sh" in str(report.longrepr)]
+    if wanting:
+        terminalreporter.write_line(
+            f"{len(wanting)} tests were skipped because they need a real Kubernetes API server: "
+            "`make control-plane` builds it once (Go 1.26, some ten minutes), then run `make test` again",
+            yellow=True,
+        )

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+from treeline_wire import ports
+
 from e2e.kit.system import Installed
 
 SHOWS_ITS_CACHE: Final[dict[str, Any]] = {"args": ["--enable-debug-endpoints"]}
 """For a pool's ``engine``: without it a runtime does not tell what its cache holds."""
-_RUNTIME: Final = "http://127.0.0.1:8000"
-_PICKER: Final = "http://127.0.0.1:9090"
+_RUNTIME: Final = f"http://127.0.0.1:{ports.RUNTIME_HTTP}"
+_RUNTIME_ADMIN: Final = f"http://127.0.0.1:{ports.RUNTIME_ADMIN}"
+_PICKER: Final = f"http://127.0.0.1:{ports.PICKER_ADMIN}"
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ def books(treeline: Installed) -> dict[str, Book]:
     for pod in treeline.ready_pods("runtime"):
         name = pod["metadata"]["name"]
         (load,) = treeline.page(pod, f"{_RUNTIME}/v1/loads")["loads"]
-        blocks = treeline.page(pod, f"{_RUNTIME}/debug/radix")["blocks"]
+        blocks = treeline.page(pod, f"{_RUNTIME_ADMIN}/debug/radix")["blocks"]
         width = load["max_total_num_tokens"] // load["pages_total"]
         view = believed.get(name, {})
         found[name] = Book(

@@ -66,11 +66,12 @@ class Installed:
         return found
 
     def is_ready(self, name: str) -> bool:
-        """Whether the pool's status is about its latest spec, and says Ready and settled."""
+        """Whether the pool's status is about its latest spec, and says Ready with all pods, and settled."""
         found = self.pool(name)
         ready, progressing = condition(found, "Ready"), condition(found, "Progressing")
         return (
             ready.get("status") == "True"
+            and condition(found, "WorkloadsReady").get("status") == "True"
             and progressing.get("status") == "False"
             and ready.get("observedGeneration") == found["metadata"]["generation"]
         )

@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from itertools import accumulate, islice
 from typing import cast
 
-from treeline_epp.index import Index, Pod
+from treeline_epp.index.index import Index
+from treeline_epp.index.pods import Pod
 from treeline_wire.events import BlockRemoved, BlockStored, decode_batch, encode_batch
 from treeline_wire.keys import PrefixKeys
 
@@ -29,11 +30,11 @@ EVENT_BLOCKS = 128
 GROUP = 10
 SHARED_BLOCKS = 50
 SCOPE = "model"
-#: Sequences whose payloads are made before the clock runs: making them must not cost the index its processor caches.
 BATCH = 100
+"""Sequences whose payloads are made before the clock runs: making them must not cost the index its processor caches."""
 VOCABULARY = 32_000
-#: Zipf's law with Mandelbrot's shift, as English words follow it.
 FREQUENCIES = list(accumulate(1 / (rank + 2.7) for rank in range(1, VOCABULARY + 1)))
+"""Zipf's law with Mandelbrot's shift, as English words follow it."""
 
 
 class Vocabulary:
@@ -110,7 +111,7 @@ def median_match_us(world: World, keys: list[bytes], rounds: int) -> float:
     for _ in range(rounds):
         for key in keys:
             begin = time.perf_counter_ns()
-            world.index.match(SCOPE, None, key, world.pods, 0.0)
+            world.index.match(SCOPE, None, key, 0.0)
             times.append(time.perf_counter_ns() - begin)
     return statistics.median(times) / 1000
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +12,10 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from support import helm
+from support import golden, helm
 from treeline_operator import operate
-from treeline_operator.world import Platform
+from treeline_operator.world import PROMETHEUS, Platform
+from treeline_wire import ports
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "treeline"
@@ -49,16 +50,23 @@ def of_kind(items: list[dict[str, Any]], *kinds: str) -> list[dict[str, Any]]:
     return [item for item in items if item["kind"] in kinds]
 
 
+def parts(case: str) -> dict[str, str]:
+    """What is rendered, by kind, namespace and name."""
+    items = helm.render(*RENDERS[case])
+    found = {
+        f"{item['kind']} {item['metadata'].get('namespace', '')}/{item['metadata']['name']}": yaml.dump(
+            shown(item), Dumper=golden.Plain, sort_keys=False, width=120, default_flow_style=None
+        )
+        for item in items
+    }
+    assert len(found) == len(items)
+    return found
+
+
 @pytest.mark.parametrize("case", RENDERS)
 def test_renders_are_what_somebody_has_read(case):
-    text = yaml.safe_dump_all(
-        map(shown, helm.render(*RENDERS[case])), sort_keys=False, width=120, default_flow_style=None
-    )
-    path = GOLDEN / f"{case}.yaml"
-    if os.environ.get("TREELINE_UPDATE_GOLDEN"):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-    assert text == path.read_text(), "set TREELINE_UPDATE_GOLDEN=1 to accept, then look at the difference"
+    base = parts("default")
+    golden.check(GOLDEN, case, base if case == "default" else parts(case), "default", base)
 
 
 @pytest.mark.parametrize("case", ["default", "everything"])
@@ -122,16 +130,58 @@ def test_the_lease_that_is_held_is_the_lease_that_is_granted():
     assert "--lease-name=our-lease" in deployment["spec"]["template"]["spec"]["containers"][0]["args"]
 
 
-@pytest.mark.parametrize("case", RENDERS)
-def test_the_operator_understands_the_arguments_that_the_chart_gives(case):
-    (deployment,) = of_kind(helm.render(*RENDERS[case]), "Deployment")
+def arguments_of(items: list[dict[str, Any]]) -> argparse.Namespace:
+    """What the operator makes of the arguments that the chart gives it."""
+    (deployment,) = of_kind(items, "Deployment")
     word, *flags = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
     assert word == "operate"
-    given = operate.parser().parse_args(flags)
+    return operate.parser().parse_args(flags)
+
+
+@pytest.mark.parametrize("case", RENDERS)
+def test_the_operator_understands_the_arguments_that_the_chart_gives(case):
+    items = helm.render(*RENDERS[case])
+    (deployment,) = of_kind(items, "Deployment")
+    given = arguments_of(items)
+    assert given.host == "0.0.0.0", "the kubelet and Prometheus come from outside of the pod"
     assert given.leader_elect
     assert given.namespace == (["team-a", "team-b"] if case == "namespaced" else [])
     ports = deployment["spec"]["template"]["spec"]["containers"][0]["ports"]
     assert {port["containerPort"] for port in ports} == {given.health_port, given.metrics_port}
+
+
+def metrics_rules(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    (policy,) = of_kind(items, "NetworkPolicy")
+    return [rule for rule in policy["spec"]["ingress"] if {"port": 9090, "protocol": "TCP"} in rule["ports"]]
+
+
+def test_who_reads_metrics_is_said_once_for_the_operator_and_for_what_it_makes():
+    items = helm.render()
+    (rule,) = metrics_rules(items)
+    assert rule["from"] == list(PROMETHEUS)
+    assert arguments_of(items).metrics_from == PROMETHEUS
+    chosen = [{"namespaceSelector": {"matchLabels": {"team": "a b"}}}]
+    items = helm.render("--set-json", f"networkPolicy.metricsFrom={json.dumps(chosen)}")
+    (rule,) = metrics_rules(items)
+    assert rule["from"] == chosen
+    assert arguments_of(items).metrics_from == tuple(chosen)
+
+
+def test_an_empty_list_of_readers_admits_nobody():
+    items = helm.render("--set-json", "networkPolicy.metricsFrom=[]")
+    assert metrics_rules(items) == [], "a rule with an empty list would admit everybody"
+    assert arguments_of(items).metrics_from == ()
+
+
+def test_the_api_ports_of_engines_are_opened_to_prometheus_only_if_that_is_asked_for():
+    assert arguments_of(helm.render()).scrape_api_ports is False
+    assert arguments_of(helm.render("--set", "networkPolicy.scrapeApiPorts=true")).scrape_api_ports is True
+
+
+def test_the_operator_is_let_out_to_the_admin_port_of_pickers():
+    (policy,) = of_kind(helm.render(), "NetworkPolicy")
+    (rule,) = [rule for rule in policy["spec"]["egress"] if "podSelector" in str(rule.get("to"))]
+    assert ports.PICKER_ADMIN in [port["port"] for port in rule["ports"]]
 
 
 def test_a_digest_wins_over_a_tag_and_the_registry_comes_first():
@@ -153,6 +203,8 @@ def test_a_digest_wins_over_a_tag_and_the_registry_comes_first():
         ("images.epp.digest=sha256:abc", "digest"),
         ("operator.replicas=two", "replicas"),
         ("scope.namespaces={Bad_Name}", "namespaces"),
+        ("networkPolicy.metricsFrom={monitoring}", "metricsFrom"),
+        ("networkPolicy.metricsFrom[0].namespace.name=monitoring", "metricsFrom"),
     ],
 )
 def test_a_mistyped_value_is_refused_by_name(value, said):

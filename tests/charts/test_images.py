@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import hashlib
+import os
 import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import packages_distributions
@@ -19,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "images"
 DOCKERFILES = sorted(IMAGES.glob("*.Dockerfile"))
 ROOMS = {
-    "operator": ("treeline_wire", "treeline_operator"),
-    "epp": ("treeline_wire", "treeline_epp"),
+    "operator": ("treeline_wire", "treeline_kube", "treeline_operator"),
+    "epp": ("treeline_wire", "treeline_kube", "treeline_epp"),
     "edge": ("treeline_operator.envoy",),
     "runtime": ("treeline_wire", "treeline_runtime"),
 }
@@ -39,7 +42,7 @@ def instructions(path: Path) -> list[tuple[str, str]]:
 
 def packages(name: str) -> dict[str, str]:
     lines = (IMAGES / "requirements" / f"{name}.txt").read_text().splitlines()
-    return dict(line.split("==") for line in lines if not line.startswith("#"))
+    return dict(line.removesuffix(" \\").split("==") for line in lines if not line.startswith(("#", " ")))
 
 
 def image_of(path: Path) -> str:
@@ -58,7 +61,7 @@ def test_a_dockerfile_keeps_the_rules(path):
     assert len(stages) > 1, "what builds is not shipped"
     assert {stage.split(" AS ")[0] for stage in stages} == {"${BASE_IMAGE}"}
     base = dict(rest.split("=", 1) for word, rest in found if word == "ARG" and "=" in rest)["BASE_IMAGE"]
-    assert re.search(r":\d+\.\d+\.\d+-", base), "pinned to a release"
+    assert re.search(r":\d+\.\d+\.\d+-[^@]+@sha256:[0-9a-f]{64}$", base), "pinned to a release, by its digest"
     assert "ADD" not in words, "ADD fetches and unpacks; COPY says what it does"
     final = found[max(i for i, word in enumerate(words) if word == "FROM") :]
     users = [rest for word, rest in final if word == "USER"]
@@ -89,8 +92,45 @@ def test_packages_are_installed_from_exact_lists_alone(path):
     for _, rest in (i for i in instructions(path) if i[0] == "RUN"):
         for command in re.findall(r"\binstall\b(?: \S+)*?(?= &&|$)", rest):
             words = command.split()[1:]
-            assert "-r" in words or "--no-index" in words, command
-            assert "--no-deps" in words or words[-1] == "torch.txt", command
+            assert "--no-deps" in words, command
+            by_hash = "--require-hashes" in words and "-r" in words
+            assert by_hash or "--no-index" in words or words[-1] == "$torch", command
+
+
+@pytest.mark.parametrize("name", [*ROOMS, "build", "torch-cuda", "torch-needs"])
+def test_every_package_of_an_image_is_installed_by_the_hashes_of_its_files(name):
+    text = (IMAGES / "requirements" / f"{name}.txt").read_text().replace("\\\n", "")
+    for line in text.splitlines()[1:]:
+        requirement, *hashes = line.split(" --hash=")
+        assert hashes, f"{requirement} has no hash"
+        assert [h for h in hashes if not re.fullmatch(r"sha256:[0-9a-f]{64}", h.strip())] == []
+
+
+def test_pip_refuses_a_file_whose_hash_is_not_listed(tmp_path):
+    """The rule holds in pip itself: with a wrong hash in such a list nothing is installed."""
+    wheel = tmp_path / "six-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("six.py", "")
+        archive.writestr("six-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: six\nVersion: 1.0\n")
+        archive.writestr(
+            "six-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("six-1.0.dist-info/RECORD", "")
+    right = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    for digest, works in ((right, True), ("0" * 64, False)):
+        (tmp_path / "list.txt").write_text(f"six==1.0 \\\n    --hash=sha256:{digest}\n")
+        flags = [
+            "--no-deps",
+            "--require-hashes",
+            "--no-index",
+            "--find-links",
+            tmp_path,
+            "--dry-run",
+            "--ignore-installed",
+        ]
+        pip = [sys.executable, "-m", "pip", "install", *flags, "-r", tmp_path / "list.txt"]
+        done = subprocess.run(pip, capture_output=True, text=True, check=False)
+        assert (done.returncode == 0) is works, done.stderr
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=image_of)
@@ -114,7 +154,8 @@ def test_the_lists_of_packages_are_those_of_the_lock_file():
 
 
 def test_only_the_runtime_has_torch():
-    assert packages("torch").keys() == {"torch"}
+    assert packages("torch-cpu").keys() == {"torch"}
+    assert packages("torch-cuda")["torch"] == packages("torch-cpu")["torch"]
     listed = {name for image in ROOMS for name in packages(image)}
     assert not {name for name in listed if name.startswith(("torch", "nvidia", "triton", "pytest"))}
 
@@ -161,13 +202,34 @@ def providers() -> Mapping[str, list[str]]:
 
 @pytest.mark.parametrize("image", ROOMS)
 def test_an_image_has_every_package_that_its_code_imports(image, providers):
-    has = {*packages(image), *(packages("torch") if image == "runtime" else ())}
+    has = {*packages(image), *(packages("torch-cpu") if image == "runtime" else ())}
     missing = {
         name
         for name in imported_by(ROOMS[image]) - set(sys.stdlib_module_names) - ELSEWHERE.get(image, set())
         if not {canonicalize_name(provider) for provider in providers[name]} & has
     }
     assert missing == set()
+
+
+def test_the_launcher_of_envoy_runs_in_an_image_that_has_wire_alone_and_nothing_that_wire_needs():
+    from treeline_operator.envoy.keys import CLIENT_HEADER
+    from treeline_wire import headers
+
+    assert headers.CLIENT == CLIENT_HEADER
+    absent = (
+        "treeline_kube",
+        "treeline_epp",
+        "msgspec",
+        "jinja2",
+        "zmq",
+        "tokenizers",
+        "kopf",
+        "aiohttp",
+        "pydantic",
+    )
+    program = f"import sys; sys.modules |= dict.fromkeys({absent}); import treeline_operator.envoy.launcher"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_script_says_what_it_would_run():
@@ -191,13 +253,74 @@ def test_the_script_says_what_it_would_run():
     pushed = run(
         "--tool", "buildah", "--push", "--registry", "r.example/t/", "--tag", "x", "runtime-cuda"
     ).stdout
-    assert "buildah push r.example/t/treeline-runtime:x-cuda" in pushed
+    assert re.search(r"buildah push --digestfile \S+ r\.example/t/treeline-runtime:x-cuda", pushed)
     assert "ACCELERATOR=cuda" in pushed
     assert "BASE_IMAGE=mine" in run("--tool", "buildah", "--base", "mine", "edge").stdout
     for wrong in (("nope",), ("--nope",), ("--tool", "nope"), ("--tag",)):
         refused = run(*wrong)
         assert refused.returncode == 1
         assert refused.stderr.startswith("images: ")
+
+
+TOOL = """#!/bin/sh
+echo "$(basename "$0") $*" >> "$CALLS"
+for word in "$@"; do
+  if [ "$file" = next ]; then file=$word; break; fi
+  case $word in --digestfile|--metadata-file) file=next ;; esac
+done
+[ -z "$file" ] || echo "$DIGEST" > "$file"
+"""
+
+
+def test_what_is_pushed_is_signed_with_its_sbom_by_digest_where_cosign_is_installed(tmp_path):
+    digest = "sha256:" + "ab" * 32
+    calls = tmp_path / "calls"
+    for name in ("docker", "buildah", "cosign"):
+        (tmp_path / name).write_text(TOOL)
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin", "CALLS": str(calls)}
+
+    def push(*words: str, tool: str = "docker", told: str = "", **more: str) -> tuple[int, list[str], str]:
+        """The exit status, the calls of cosign, and what was said."""
+        calls.write_text("")
+        script = [
+            ROOT / "scripts" / "images.sh",
+            "--tool",
+            tool,
+            "--registry",
+            "r:5000/t",
+            "--tag",
+            "x",
+            "--push",
+        ]
+        done = subprocess.run(
+            [*script, *words, "epp"],
+            env={**environment, "DIGEST": told, **more},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        lines = [*calls.read_text().splitlines(), *done.stdout.splitlines()]
+        return done.returncode, [line for line in lines if line.startswith("cosign")], done.stderr
+
+    told = f'{{"containerimage.digest": "{digest}"}}'
+    status, signs, said = push(told=told)
+    assert status == 0, said
+    assert signs == [
+        f"cosign sign --yes r:5000/t/treeline-epp@{digest}",
+        f"cosign attest --yes --type cyclonedx --predicate dist/sbom/epp.cdx.json r:5000/t/treeline-epp@{digest}",
+    ]
+    assert (ROOT / "dist" / "sbom" / "epp.cdx.json").exists()
+    assert push("--no-sign", told=told)[:2] == (0, [])
+    status, signs, said = push(told="")
+    assert (status, signs) == (1, [])
+    assert "is not signed" in said
+    status, signs, _ = push("--dry-run", tool="buildah", COSIGN_KEY="cosign.key")
+    assert signs[0].startswith("cosign sign --yes --key cosign.key r:5000/t/treeline-epp@sha256")
+    (tmp_path / "cosign").unlink()
+    status, _, said = push()
+    assert status == 0
+    assert "cosign is not installed" in said
 
 
 def test_an_sbom_keeps_what_an_image_has_and_says_where_nothing_lies(monkeypatch):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from treeline_operator import rbac
 from treeline_operator.controller.kinds import KINDS, OPTIONAL
+from treeline_tools import rbac
 
 CHART = Path(__file__).parents[2] / "charts" / "treeline"
 ALL = rbac.granted(rbac.WATCHED)
@@ -15,7 +15,7 @@ ALL = rbac.granted(rbac.WATCHED)
 
 def test_the_charts_rules_are_those_that_the_code_declares():
     text = (CHART / "files" / "rbac.yaml").read_text()
-    assert text == rbac.chart_file(), "run: python -m treeline_operator.rbac"
+    assert text == rbac.chart_file(), "run `make generate`"
 
 
 def test_the_rules_grant_exactly_what_is_declared():
@@ -52,17 +52,17 @@ def test_no_right_lets_the_operator_grant_more_than_it_has():
 
 @pytest.mark.parametrize("watched", [*KINDS, *OPTIONAL], ids=lambda watched: watched.api)
 def test_every_watched_kind_may_be_listed_and_watched(watched):
-    group = watched.api_version.rpartition("/")[0]
-    assert {(group, watched.plural, verb) for verb in ("list", "watch")} <= ALL
+    resource = watched.resource
+    assert {(resource.group, resource.plural, verb) for verb in ("list", "watch")} <= ALL
 
 
 def test_an_optional_kind_belongs_to_a_feature_that_a_value_switches():
     by_value = rbac.granted(f for f in rbac.WATCHED if f.value)
-    always = {watched.plural for watched in KINDS}
+    always = {watched.resource.plural for watched in KINDS}
     for watched in OPTIONAL:
-        group = watched.api_version.rpartition("/")[0]
-        assert (group, watched.plural, "create") in by_value
-        assert watched.plural not in always or group != "treeline.dev"
+        resource = watched.resource
+        assert (resource.group, resource.plural, "create") in by_value
+        assert resource.plural not in always or resource.group != "treeline.dev"
 
 
 def test_a_request_belongs_to_the_features_that_declare_it():

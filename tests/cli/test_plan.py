@@ -2,6 +2,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from treeline.up.command import _options
 from treeline.up.plan import UpOptions, busy_ports, gateway_url, plan
 
 
@@ -21,7 +22,7 @@ def test_one_picker_and_one_envoy_stand_before_the_runtimes_asked_for():
 
 def test_no_two_processes_share_a_port():
     bound = [address for child in children(replicas=8) for address in child.ports.values()]
-    assert len(bound) == len(set(bound)) == 8 * 4 + 3 + 2
+    assert len(bound) == len(set(bound)) == 8 * 6 + 4 + 2
 
 
 def test_the_picker_is_told_every_runtime():
@@ -56,3 +57,54 @@ def test_a_busy_port_is_named_with_its_use_and_a_free_one_is_not():
         lines = busy_ports(children(replicas=1, port=taken)[-1:])
         assert [line for line in lines if f"port {taken}" in line and "gateway" in line]
     assert not [line for line in busy_ports(children(replicas=1, port=taken)[-1:]) if f"port {taken}" in line]
+
+
+def test_a_port_that_two_flags_name_or_that_there_is_not_is_told():
+    lines = busy_ports(children(replicas=2, runtime_port=9002, runtime_metrics_port=65535))
+    assert "port 9002 (picker, grpc-port): it is the port of runtime-0, port too" in lines
+    assert "port 65536 (runtime-1, metrics-port): there is none beyond 65535" in lines
+
+
+def test_the_picker_believes_the_edge_where_it_knows_its_clients():
+    assert "--trust-edge" not in children()[-2].argv
+    *_, picker, envoy = children(api_keys={"ada": "sk-ada"})
+    assert "--trust-edge" in picker.argv
+    assert dict(envoy.ready_headers) == {"x-api-key": "sk-ada"}
+    assert "sk-ada" not in " ".join((*picker.argv, *envoy.argv))
+
+
+def keys_of(folder: Path, **files: str) -> dict[str, str]:
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    return dict(_options(["--model", "some/model", "--api-keys", str(folder)])[0].api_keys)
+
+
+def test_api_keys_are_read_from_a_folder_with_a_file_for_each_client(tmp_path):
+    assert keys_of(tmp_path / "keys", ada="sk-of-ada\n", bob="sk-of-bob") == {
+        "ada": "sk-of-ada",
+        "bob": "sk-of-bob",
+    }
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "no file"),
+        ({"ada": ""}, "one key"),
+        ({"ada": "sk-of-ada\nsk-of-bob"}, "one key"),
+        ({"ada": "sk-ada"}, "8 or more printable ASCII"),
+        ({"ada": "sk-of ada"}, "8 or more printable ASCII"),
+        ({"a b": "sk"}, "no client's name"),
+    ],
+)
+def test_api_keys_that_cannot_be_used_are_refused_with_the_reason(tmp_path, capsys, files, said):
+    with pytest.raises(SystemExit):
+        keys_of(tmp_path / "keys", **files)
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_of_keys_that_is_not_there_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        _options(["--model", "m", "--api-keys", str(tmp_path / "nowhere")])
+    assert "cannot read" in capsys.readouterr().err

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = {
     "wire": "treeline_wire",
+    "kube": "treeline_kube",
     "runtime": "treeline_runtime",
     "epp": "treeline_epp",
     "operator": "treeline_operator",
@@ -38,10 +39,16 @@ def test_nothing_shadows_the_standard_library_module_operator(folder):
     assert not (ROOT / folder / "__init__.py").exists()
 
 
-def test_every_dependency_is_pinned_exactly():
-    lines = (ROOT / "requirements" / "lock.txt").read_text().splitlines()
-    assert lines
-    assert [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[^ ]+( ; .+)?", line)] == []
+def locked() -> list[str]:
+    """The packages of the lock files, each with its hashes in one line."""
+    texts = [path.read_text() for path in sorted((ROOT / "requirements").glob("lock*.txt"))]
+    assert len(texts) == 2
+    return "".join(texts).replace("\\\n", "").splitlines()
+
+
+def test_every_dependency_is_pinned_exactly_and_by_the_hashes_of_its_files():
+    for line in locked():
+        assert re.fullmatch(r"[A-Za-z0-9._-]+==[^ ]+( ; .+?)?( +--hash=sha256:[0-9a-f]{64})+", line), line
     for room in ROOMS:
         for dependency in tomllib.loads((ROOT / room / "pyproject.toml").read_text())["project"][
             "dependencies"
@@ -50,8 +57,7 @@ def test_every_dependency_is_pinned_exactly():
 
 
 def test_the_rooms_ask_for_what_the_lock_file_gives():
-    locked = set((ROOT / "requirements" / "lock.txt").read_text().split("\n"))
-    names = {line.split(" ;")[0] for line in locked}
+    names = {line.split()[0] for line in locked()}
     for room in ROOMS:
         for dependency in tomllib.loads((ROOT / room / "pyproject.toml").read_text())["project"][
             "dependencies"
@@ -71,6 +77,16 @@ def test_the_real_envoy_and_the_protobuf_messages_live_in_one_environment():
     assert "/1.40" in version
     message = ext_proc.ProcessingRequest(observability_mode=True)
     assert ext_proc.ProcessingRequest.FromString(message.SerializeToString()) == message
+
+
+def test_the_files_that_a_request_an_event_and_a_change_pass_are_there():
+    page = (ROOT / "docs" / "architecture.md").read_text().partition("## Code map")[0]
+    named = re.findall(rf"`({'|'.join(ROOMS)})/([\w/{{}},]+)\.py`", page)
+    assert len(named) > 30
+    for room, path in named:
+        folder, brace, names = path.partition("{")
+        for name in names.removesuffix("}").split(",") if brace else [""]:
+            assert (ROOT / room / "src" / ROOMS[room] / f"{folder}{name}.py").exists(), f"{room}/{path}"
 
 
 def test_the_architecture_page_names_every_module_once():

@@ -59,6 +59,28 @@ def test_the_models_are_listed_and_an_unknown_one_is_not_found(client: OpenAI):
     assert refusal.value.body["code"] == "model_not_found"
 
 
+def test_nobody_administers_a_runtime_through_the_gateway(stack: Stack, client: OpenAI):
+    ask = {"model": "tiny", "prompt": "Count: one two", "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+    stream = client.completions.create(**ask, stream=True)
+    first = next(iter(stream))
+    for _ in stack.runtimes:
+        for method, path, body in (
+            ("POST", "/abort_request", {"abort_all": True}),
+            ("POST", "/abort_request", {"rid": first.id}),
+            ("POST", "/flush_cache", None),
+            ("GET", "/debug/radix", None),
+            ("GET", "/metrics", None),
+        ):
+            assert stack.http.request(method, stack.url + path, json=body).status_code == 404
+    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length", "nobody ended the stream"
+    for name in stack.runtimes:
+        use = stack.processes[name].spec.ports
+        page = stack.http.get("http://{}:{}/metrics".format(*use["metrics-port"])).text
+        assert "treeline:num_running_reqs" in page
+        flushed = stack.http.post("http://{}:{}/flush_cache?timeout=10".format(*use["admin-port"]))
+        assert flushed.status_code == 200
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import stat
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from support.envoy import self_signed, validate
-from treeline_operator.envoy import EnvoyConfig, Tls, bootstrap, bootstrap_json, command, tls_json
+from treeline_operator.envoy import EnvoyConfig, Limits, Tls, bootstrap, bootstrap_json, command, tls_json
 from treeline_operator.envoy.keys import (
     FILTER,
     KeyFile,
@@ -101,26 +104,83 @@ def test_a_mounted_secret_is_read_as_it_is_and_told_without_its_keys(
 ) -> None:
     secret, file = tmp_path / "secret", tmp_path / "keys.json"
     (secret / "..data").mkdir(parents=True)
-    for name, content in {"zoe": "sk-2\n\n sk-1 \n", "bob": "sk-1", "eve": " \n", ".hidden": "sk-3"}.items():
+    for name, content in {
+        "zoe": "sk-number-2\n\n sk-number-1 \n",
+        "bob": "sk-number-1",
+        "eve": " \n",
+        ".hidden": "sk-number-3",
+    }.items():
         (secret / name).write_text(content)
-    assert read_secret(secret) == {"bob": ("sk-1",), "eve": (), "zoe": ("sk-2", "sk-1")}
+    assert read_secret(secret) == {"bob": ("sk-number-1",), "eve": (), "zoe": ("sk-number-2", "sk-number-1")}
     keys = KeyFile(secret, file)
     assert keys.refresh()
     (resource,) = json.loads(file.read_text())["resources"]
     assert resource["typed_config"]["credentials"] == [
-        {"key": "sk-1", "client": "bob"},
-        {"key": "sk-2", "client": "zoe"},
+        {"key": "sk-number-1", "client": "bob"},
+        {"key": "sk-number-2", "client": "zoe"},
     ]
-    assert "eve is empty" in caplog.text
+    assert "eve has no API key" in caplog.text
     assert "zoe has the same API key as client bob" in caplog.text
     assert "sk-" not in caplog.text
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     caplog.clear()
     assert not keys.refresh()
     assert caplog.text == ""
-    (secret / "bob").write_text("sk-4")
+    (secret / "bob").write_text("sk-number-4")
     assert keys.refresh()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["keys.json", "secret"]
+
+
+BAD_KEYS = {
+    "short": b"sk-1234",
+    "two words": b"sk-first sk-second",
+    "a letter that is not ASCII": "sk-schlüssel-1".encode(),
+    "a control": b"sk-number\x0b-1",
+    "half of the line ends of Unicode": b"sk-number-1\xc2\x85sk-number-2\xe2\x80\xa8sk-number-3\x1csk-number-4\x0csk",
+    "nothing but what cannot be decoded": b"\xff" * 32,
+}
+
+
+@pytest.mark.parametrize("bad", BAD_KEYS)
+def test_a_line_that_is_no_key_is_refused_by_its_place_and_its_client_served_by_the_other_lines(
+    bad: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "ada").write_bytes(b"sk-number-9\r\n\n" + BAD_KEYS[bad] + b"\n")
+    (secret / "bob").write_bytes(BAD_KEYS[bad])
+    keys = KeyFile(secret, tmp_path / "keys.json")
+    assert keys.refresh()
+    (resource,) = json.loads((tmp_path / "keys.json").read_text())["resources"]
+    assert resource["typed_config"]["credentials"] == [{"key": "sk-number-9", "client": "ada"}]
+    assert "file 'ada', line 3: refused: an API key is 8 or more printable ASCII characters" in caplog.text
+    assert "client bob has no API key" in caplog.text
+    assert "sk" not in caplog.text
+    caplog.clear()
+    assert not keys.refresh()
+    assert caplog.text == "", "told once, not at every look"
+
+
+def test_a_binary_file_is_told_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "ada").write_bytes(b"\x00\n" * 1000)
+    assert read_secret(tmp_path) == {"ada": ()}
+    (record,) = caplog.records
+    assert "line 1, 2, 3, 4, 5, ...: refused" in record.getMessage()
+
+
+@settings(deadline=None, derandomize=True, database=None)
+@given(st.one_of(st.binary(max_size=200), st.lists(st.binary(min_size=1, max_size=12)).map(b"\n".join)))
+@example(b"\x85" * 8)
+@example("k\u2028".encode() * 8)
+def test_whatever_a_file_holds_its_keys_are_whole_lines_of_printable_ascii(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "ada").write_bytes(content)
+        (keys,) = read_secret(Path(folder)).values()
+    lines = [line.strip(b" \t\r") for line in content.split(b"\n")]
+    for key in keys:
+        assert len(key) >= 8
+        assert set(key) <= {chr(code) for code in range(0x21, 0x7F)}
+        assert key.encode() in lines
 
 
 def test_the_real_envoy_would_refuse_a_mistake(tmp_path: Path) -> None:
@@ -151,12 +211,12 @@ def test_the_first_filter_strips_and_the_picker_is_asked_before_the_router() -> 
     )
 
 
-def test_a_request_may_be_held_for_an_hour_and_answered_for_as_long_as_it_takes() -> None:
+def test_a_request_must_arrive_within_a_minute_and_is_answered_for_as_long_as_it_takes() -> None:
     http = manager(EnvoyConfig())
     route = http["route_config"]["virtual_hosts"][0]["routes"][0]["route"]
     (ext_proc,) = [f["typed_config"] for f in http["http_filters"] if f["name"].endswith("ext_proc")]
     assert route["timeout"] == "0s"
-    assert http["request_timeout"] == "0s"
+    assert (http["request_headers_timeout"], http["request_timeout"]) == ("10s", "60s")
     assert http["stream_idle_timeout"] == route["idle_timeout"] == ext_proc["max_message_timeout"] == "3600s"
     assert ext_proc["message_timeout"] == "1s"
     assert ext_proc["failure_mode_allow"] is True
@@ -182,9 +242,46 @@ def test_the_access_log_has_no_query_no_body_and_no_other_header() -> None:
     line = manager(EnvoyConfig())["access_log"][0]["typed_config"]["log_format"]["json_format"]
     read = [value for value in line.values() if "REQ(" in value or "RESP(" in value]
     assert sorted(read) == sorted(
-        ["%REQ(:METHOD)%", "%REQ(X-REQUEST-ID)%", f"%REQ({names.DESTINATION.upper()})%"]
+        [
+            "%REQ(:METHOD)%",
+            "%REQ(X-REQUEST-ID)%",
+            f"%REQ({names.DESTINATION.upper()})%",
+            f"%REQ({names.CLIENT.upper()})%",
+        ]
     )
     assert line["path"] == "%PATH(NQ)%"
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({}, None),
+        ({"isolation": "Shared"}, None),
+        ({"api_keys": {"ada": "sk"}}, names.PER_KEY),
+        ({"api_keys_file": "/run/keys.json"}, names.PER_KEY),
+        ({"api_keys": {"ada": "sk"}, "expose_cached_tokens": True}, names.PER_KEY),
+        ({"api_keys": {"ada": "sk"}, "isolation": "Shared"}, names.SHARED),
+        ({"api_keys": {"ada": "sk"}, "isolation": "Shared", "expose_cached_tokens": True}, None),
+    ],
+)
+def test_the_edge_says_whose_cache_a_request_uses_after_it_has_removed_what_callers_say(
+    settings: dict[str, Any], word: str | None
+) -> None:
+    (edge, *_) = manager(EnvoyConfig(**settings))["http_filters"]
+    changes = edge["typed_config"]["mutations"]["request_mutations"]
+    removed = [at for at, change in enumerate(changes) if "remove_on_match" in change]
+    told = {
+        change["append"]["header"]["key"]: (at, change["append"]["header"]["value"])
+        for at, change in enumerate(changes)
+        if "append" in change
+    }
+    assert names.CLIENT not in told, "the filter that knows the keys says it"
+    if word is None:
+        assert names.ISOLATION not in told
+    else:
+        at, value = told[names.ISOLATION]
+        assert value == word
+        assert at > max(removed)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +289,8 @@ def test_the_access_log_has_no_query_no_body_and_no_other_header() -> None:
     [
         ({"request_body_mode": "FULL_DUPLEX_STREAMED"}, "fail_open"),
         ({"body_limit": 10}, "bytes"),
+        ({"engines": ()}, "treeline, vllm"),
+        ({"engines": ("treeline", "tgi")}, "tgi"),
         ({"api_keys": {"ada": " "}}, "empty"),
         ({"api_keys": {"ada": "sk-1"}, "api_keys_file": "/run/keys.json"}, "not both"),
         ({"health_port": 8081}, "admin_port"),
@@ -206,3 +305,9 @@ def test_the_command_line_bounds_the_drain() -> None:
     words = command("envoy", "c.json", concurrency=2, drain_s=7)
     assert words[words.index("--drain-time-s") + 1] == "7"
     assert words[words.index("--concurrency") + 1] == "2"
+
+
+@pytest.mark.parametrize("name", ["headers_timeout_s", "body_timeout_s", "connections", "heap_bytes"])
+def test_a_limit_that_would_let_nobody_in_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        Limits(**{name: 0})

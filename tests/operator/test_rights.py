@@ -17,10 +17,10 @@ from support.epp_io import running_picker
 from support.epp_kube import crd
 from support.operator_run import DEPLOYMENTS, MODELS, POOLS, Room, condition, operator
 from support.rbac_audit import Grants, Right, Witness, refused, rules_of, used
-from treeline_operator import rbac
-from treeline_operator.kube.discovery import AGGREGATED
-from treeline_operator.kube.lease import Terms
-from treeline_operator.plan.pods import DOWNLOAD
+from treeline_kube.discovery import AGGREGATED
+from treeline_operator.controller.lease import LeaseTiming
+from treeline_operator.plan.pod_state import DOWNLOAD
+from treeline_tools import rbac
 
 pytestmark = pytest.mark.integration
 
@@ -36,6 +36,7 @@ OPTIONAL = (
     crd("monitoring.coreos.com", "v1", "PodMonitor", "podmonitors"),
     crd("keda.sh", "v1alpha1", "ScaledObject", "scaledobjects"),
     crd("gateway.networking.k8s.io", "v1", "HTTPRoute", "httproutes"),
+    crd("gateway.networking.k8s.io", "v1", "Gateway", "gateways"),
     crd("inference.networking.k8s.io", "v1", "InferencePool", "inferencepools"),
 )
 ALWAYS = tuple(feature for feature in rbac.WATCHED if not feature.value)
@@ -81,8 +82,8 @@ def identity(
 @contextlib.asynccontextmanager
 async def running(room: Room, witness: Witness, own: str, **options: Any) -> AsyncIterator[None]:
     kubeconfig = room.plane.kubeconfig(witness.user)
-    patient = Terms(duration_s=30.0, renew_s=20.0, retry_s=0.5)
-    settings = {"leader_elect": True, "lease_namespace": own, "terms": patient, **options}
+    patient = LeaseTiming(duration_s=30.0, renew_s=20.0, retry_s=0.5)
+    settings = {"leader_elect": True, "lease_namespace": own, "lease": patient, **options}
     async with operator(kubeconfig, room.namespace, **settings) as task:
         yield
         assert not task.done()
@@ -220,6 +221,7 @@ async def test_every_right_of_an_optional_feature_is_used_by_it(room: Room) -> N
         routes = "/apis/gateway.networking.k8s.io/v1/namespaces/{}/httproutes"
         await room.until(lambda: names_of(room, routes, "a"), "the route")
         await of_a_picker(room)
+        await said(room, "a")  # whether its Gateway listens, too
         await change(room, "a", gateway={"parentRefs": None})
         await witness.uses_all_of("gateway-api")
     events = witness.events()

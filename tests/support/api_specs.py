@@ -59,12 +59,14 @@ class Chance:
                 "rollout": lambda: self._some(
                     {
                         "strategy": lambda: self._one("SurgeIfCapacity", "Replace"),
-                        "maxSurge": lambda: self._one(0, 1, 2),
-                        "maxUnavailable": lambda: self._one(0, 1),
+                        "maxSurge": lambda: self._one(0, 1, 2, "0%", "25%"),
+                        "maxUnavailable": lambda: self._one(0, 1, "0%", "100%"),
+                        "surgeTimeoutSeconds": lambda: self._one(0, 600),
                         "paused": lambda: self._one(True, False),
                         "templateVersion": lambda: 1,
                     }
                 ),
+                "disruptionBudget": lambda: {"maxUnavailable": self._one(1, 2, "50%", 1, 3, 0)},
                 "roles": lambda: self._one(
                     [],
                     [{"name": "both"}],
@@ -152,6 +154,7 @@ class Chance:
                 "contextLength": lambda: 4096,
                 "memoryFraction": lambda: 0.5,
                 "pageSize": lambda: 16,
+                "cache": lambda: self._one({"size": "5Gi"}, {"claimName": "c"}, {}),
                 "tensorParallel": lambda: self._one(1, 2),
                 "dataParallel": lambda: self._one(1, 2),
                 "maxRunningRequests": lambda: 8,

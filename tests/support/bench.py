@@ -92,6 +92,13 @@ INVENTED: dict[str, list[tuple[str, float, float | None]]] = {
         ("tree.ingest_blocks_s", 360_000, None),
         ("tree.bytes_per_block", 100, None),
     ],
+    "bodies": [
+        ("bodies.live_ms.1mb", 6, 2700),
+        ("bodies.live_ms.30mb", 9, None),
+        ("bodies.rss_mb.1mb", 200, 500),
+        ("bodies.rss_mb.30mb", 320, None),
+    ],
+    "http": [("http.requests_s", 1300, None), ("http.cpu_us", 400, None)],
     "operator": [
         ("operator.rss_mb.0", 80, None),
         ("operator.rss_mb.500", 150, None),

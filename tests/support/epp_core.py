@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from treeline_epp.index import Index, Pod
-from treeline_epp.matching import GUARD_BYTES
-from treeline_epp.publisher import Action, Publisher, PublisherConfig, SendHello, SendReplay, SendSnapshot
+from treeline_epp.index.index import Index
+from treeline_epp.index.matching import GUARD_BYTES
+from treeline_epp.index.pods import Pod
+from treeline_epp.kvevents.states import Send, SendHello, SendReplay, SendSnapshot, SubscriptionConfig
+from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_wire.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -204,8 +206,8 @@ class SimEngine:
         self.blocks.clear()
         return [AllBlocksCleared()]
 
-    def answer(self, action: Action) -> list[Reply]:
-        match action:
+    def answer(self, send: Send) -> list[Reply]:
+        match send:
             case SendHello() if self.ours:
                 return [Hello(self.epoch, self.ring[0][0] if self.ring else None, self.newest)]
             case SendReplay(start) if self.replays:
@@ -225,7 +227,7 @@ class SimEngine:
 
 
 class Lab:
-    """An engine, a publisher's state machine, and a link between them that loses, delays and breaks.
+    """An engine, a subscription, and a link between them that loses, delays and breaks.
 
     `loss`: share of live batches lost. `slow`: chance that an answer takes longer than anyone waits.
     """
@@ -239,7 +241,7 @@ class Lab:
         self.engine = SimEngine(self.rng, ours=ours, replays=replays)
         self.index = Index()
         self.pod: Pod = self.index.add_pod("sim", "model")
-        self.publisher = Publisher(self.index, self.pod, KEYS, PublisherConfig(buffer=8))
+        self.subscription = KvSubscription(self.index, self.pod, KEYS, SubscriptionConfig(buffer=8))
         self.loss = loss
         self.slow = slow
         self.now = 0.0
@@ -250,17 +252,17 @@ class Lab:
 
     def connect(self) -> None:
         self.connected = True
-        self.perform(self.publisher.on_connected(self.now))
+        self.perform(self.subscription.on_connected(self.now))
 
     def disconnect(self) -> None:
         self.connected = False
         self._wire.clear()
-        self.publisher.on_disconnected(self.now)
+        self.subscription.on_disconnected(self.now)
 
-    def perform(self, actions: Sequence[Action]) -> None:
-        for action in actions:
+    def perform(self, sends: Sequence[Send]) -> None:
+        for send in sends:
             delay = 5.0 if self.rng.random() < self.slow else self.rng.random() * 0.1
-            for reply in self.engine.answer(action):
+            for reply in self.engine.answer(send):
                 self._send("replies", delay, reply)
 
     def _send(self, socket: str, delay: float, message: object) -> None:
@@ -282,7 +284,7 @@ class Lab:
     def heartbeat(self) -> None:
         if self.connected and self.engine.ours:
             newest = self.engine.seq - 1 if self.rng.random() < 0.5 else None
-            self.perform(self.publisher.on_heartbeat(self.engine.epoch, newest, self.now))
+            self.perform(self.subscription.on_heartbeat(self.engine.epoch, newest, self.now))
 
     def advance(self, seconds: float) -> None:
         """Deliver and tick; a load report comes every second."""
@@ -296,22 +298,22 @@ class Lab:
                     self._deliver(entry[2])
             if int(self.now) > int(self.now - self.STEP_S):
                 self.heartbeat()
-            self.perform(self.publisher.on_tick(self.now))
+            self.perform(self.subscription.on_tick(self.now))
             self.index.tick(self.now, max_nodes=7)
 
     def _deliver(self, message: object) -> None:
         if isinstance(message, tuple):
             seq, payload = message
-            self.perform(self.publisher.on_live(seq, decode_batch(payload), self.now))
+            self.perform(self.subscription.on_live(seq, decode_batch(payload), self.now))
         else:
-            self.perform(self.publisher.on_reply(cast(Reply, message), self.now))
+            self.perform(self.subscription.on_reply(cast(Reply, message), self.now))
 
     def known(self) -> set[int]:
         return self.index.blocks_of(self.pod)
 
     def assert_converged(self) -> None:
-        publisher = self.publisher
-        state = (publisher.state, publisher.epoch, publisher.next_seq, dict(publisher.counts))
+        subscription = self.subscription
+        state = (subscription.state, subscription.epoch, subscription.next_seq, dict(subscription.counts))
         assert self.known() == set(self.engine.blocks), state
         self.index.check()
 

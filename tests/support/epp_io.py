@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from treeline_epp.engines import KvSource
+from treeline_epp.endpoints.adapters.base import KvSource
 from treeline_epp.main import serve
 from treeline_epp.options import Options, options_of
 from treeline_operator.envoy import EnvoyConfig
@@ -69,8 +69,8 @@ PROBED: Final = ("/ready", "/v1/models", "/server_info", "/treeline/tokenizer")
 class FakeEngine:
     """An HTTP engine: probes, information, and an echo for everything else.
 
-    ``documents`` maps paths to JSON documents (or bytes); a missing path is echoed. ``reply_headers`` go with echoes;
-    ``reply_status`` is their status. ``hold`` keeps them back, ``hold_body`` all but their headers. ``last_words`` are
+    `documents` maps paths to JSON documents (or bytes); a missing path is echoed. `reply_headers` go with echoes;
+    `reply_status` is their status. `hold` keeps them back, `hold_body` all but their headers. `last_words` are
     written instead of an echo, and the connection is closed.
     """
 
@@ -211,11 +211,13 @@ class RunningPicker:
     async def get(self, path: str, *, patience_s: float = 5.0) -> httpx.Response:
         """A page of the admin port."""
         async with client(timeout=patience_s) as http:
-            return await http.get(f"http://127.0.0.1:{self.options.metrics_port}{path}")
+            return await http.get(f"http://127.0.0.1:{self.options.admin_port}{path}")
 
     async def metrics(self) -> dict[str, float]:
         """Metrics by full name, labels included."""
-        lines = (await self.get("/metrics")).text.splitlines()
+        async with client(timeout=5.0) as http:
+            page = await http.get(f"http://127.0.0.1:{self.options.metrics_port}/metrics")
+        lines = page.text.splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
 
@@ -228,9 +230,9 @@ class RunningPicker:
 @contextlib.asynccontextmanager
 async def running_picker(*argv: str, debug: bool = True, ready: bool = True) -> AsyncIterator[RunningPicker]:
     """A picker with these flags, on free ports unless they name some; waited for until it is ready, or only answers."""
-    flags = ["--grpc-port", "--grpc-health-port", "--metrics-port"]
+    flags = ["--grpc-port", "--grpc-health-port", "--metrics-port", "--admin-port"]
     words = list(argv)
-    for flag, port in zip(flags, free_ports(3), strict=True):
+    for flag, port in zip(flags, free_ports(4), strict=True):
         if flag not in words:
             words += [flag, str(port)]
     words += ["--drain-timeout", "0.2", *(["--enable-debug-endpoints"] if debug else [])]
@@ -274,7 +276,7 @@ class Plane:
 async def data_plane(
     folder: Path, fakes: list[FakeEngine], *flags: str, patch: Patch = lambda _: None, **settings: Any
 ) -> AsyncIterator[Plane]:
-    """Everything: Envoy in front of a picker in front of these engines. ``settings`` are those of Envoy."""
+    """Everything: Envoy in front of a picker in front of these engines. `settings` are those of Envoy."""
     listen, admin = free_ports(2)
     endpoints = [word for fake in fakes for word in ("--endpoint", f"{fake.name}={fake.address}")]
     async with running_picker(*endpoints, *flags) as picker:
@@ -295,7 +297,7 @@ async def data_plane(
 
 @functools.cache
 def small_bundle() -> TokenizerBundle:
-    """A byte-level tokenizer that knows bytes only, and a template that writes ``role:content;``."""
+    """A byte-level tokenizer that knows bytes only, and a template that writes `role:content;`."""
     tokenizer = Tokenizer(BPE(vocab={c: i for i, c in enumerate(sorted(ByteLevel.alphabet()))}, merges=[]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
@@ -309,7 +311,7 @@ def small_bundle() -> TokenizerBundle:
 class FakePublisher:
     """An engine's sockets: live events, replay with our hello and snapshot, load reports. State is what a test set.
 
-    ``blocks`` is the cache: everything stored so far, in order; ``drop`` lists seqs that get lost on the live socket.
+    `blocks` is the cache: everything stored so far, in order; `drop` lists seqs that get lost on the live socket.
     """
 
     def __init__(
@@ -337,7 +339,7 @@ class FakePublisher:
         return KvSource("127.0.0.1", *self.ports, curve=self._curve is not None)
 
     def kv_events(self) -> dict[str, Any]:
-        """Its entry in ``/server_info``."""
+        """Its entry in `/server_info`."""
         return {
             "publisher": "zmq",
             "endpoint_host": "*",

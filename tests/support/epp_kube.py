@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
-from treeline_epp.server import SERVICE
+from treeline_epp.extproc.server import SERVICE
 from treeline_wire import headers as names
 
 from support.control_plane import ControlPlane
@@ -147,7 +147,7 @@ async def models(picker: RunningPicker, pool: str) -> set[str]:
 async def asked(picker: RunningPicker, model: str, *, secure: bytes | None = None) -> str | int:
     """One request as a proxy makes it: the first destination, or the status of the refusal.
 
-    ``secure`` is the certificate to trust, for a picker that serves TLS.
+    `secure` is the certificate to trust, for a picker that serves TLS.
     """
     mode = processing_mode_pb2.ProcessingMode.BUFFERED
     head = pb.ProcessingRequest()
@@ -183,9 +183,9 @@ async def asked(picker: RunningPicker, model: str, *, secure: bytes | None = Non
 async def burst_of_models(
     cluster: Cluster, picker: RunningPicker, pool: str, *, count: int, changes: int, threads: int = 8
 ) -> tuple[float, float]:
-    """Change ``count`` InferenceModels ``changes`` times in all, as fast as the server takes it.
+    """Change `count` InferenceModels `changes` times in all, as fast as the server takes it.
 
-    Returns ``(changes per second, seconds from the last answer until the picker knows them all)``. The models are
+    Returns `(changes per second, seconds from the last answer until the picker knows them all)`. The models are
     made first, and every change gives one another name.
     """
     with ThreadPoolExecutor(threads) as pool_of_threads:

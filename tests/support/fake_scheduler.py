@@ -49,6 +49,10 @@ class Magic:
     """The process stops moving."""
     DIE = 64
     """The process dies."""
+    SICKEN = 65
+    """From now on every request ends with an error."""
+    CURE = 66
+    """No more."""
 
 
 @dataclass
@@ -68,6 +72,7 @@ class FakeScheduler:
         self.hashes = itertools.count(1)
         self.updates = 0
         self.blocks: list[dict[str, object]] = []
+        self.sick = False
         info = {"context_length": CONTEXT, "longest_request": CONTEXT, "max_total_tokens": 65536}
         self.http.send(Ready("scheduler", info))
 
@@ -86,7 +91,7 @@ class FakeScheduler:
                 self.http.send(Heartbeat("scheduler", load))
 
     def load(self) -> LoadUpdate:
-        return LoadUpdate(running=len(self.runs), pages_total=4096, max_running=64)
+        return LoadUpdate(running=len(self.runs), pages_total=4096, page_size=self.page_size, max_running=64)
 
     def take(self, message: object) -> None:
         match message:
@@ -110,7 +115,11 @@ class FakeScheduler:
 
     def start(self, request: GenerateReq) -> None:
         first = request.input_ids[0]
-        if first == Magic.REFUSE:
+        if first in (Magic.SICKEN, Magic.CURE):
+            self.sick = first == Magic.SICKEN
+        if self.sick:
+            self.send(TokenOut(request.rid, [], FinishReason("error", message="it is sick", status=500)))
+        elif first == Magic.REFUSE:
             refusal = FinishReason("error", message="the queue is full", status=503)
             self.send(TokenOut(request.rid, [], refusal))
         elif first == Magic.HANG:
@@ -156,7 +165,9 @@ class FakeScheduler:
                 cached_tokens=3,
                 completion_tokens=run.produced,
                 output_token_logprobs=logprobs,
-                output_top_logprobs=[[one] for one in logprobs] if logprobs is not None else None,
+                output_top_logprobs=None
+                if logprobs is None
+                else [[one] * max(1, request.top_logprobs_num) for one in logprobs],
             )
         )
 

@@ -16,12 +16,12 @@ from typing import Any
 from aiohttp import web
 
 
-class Gone(Exception):
+class TooOld(Exception):
     """The version that was asked for is too old."""
 
 
 class Collection:
-    """Objects of one kind by name. ``log`` holds the events since ``floor``."""
+    """Objects of one kind by name. `log` holds the events since `floor`."""
 
     def __init__(self) -> None:
         self.objects: dict[str, dict[str, Any]] = {}
@@ -53,12 +53,12 @@ class Collection:
         self.log.clear()
 
     def page(self, query: dict[str, str]) -> bytes:
-        """A list, or a page of one. Raises Gone for a continue token that was compacted."""
+        """A list, or a page of one. Raises TooOld for a continue token that was compacted."""
         start, at = 0, self.version
         if token := query.get("continue"):
             start, at = (int(word) for word in token.split("@"))
             if at < self.floor:
-                raise Gone
+                raise TooOld
         seen = self._snapshots.setdefault(at, [self.objects[name] for name in sorted(self.objects)])
         limit = int(query.get("limit", 0)) or len(seen) + 1
         more = f"{start + limit}@{at}" if start + limit < len(seen) else ""
@@ -66,9 +66,9 @@ class Collection:
         return json.dumps({"metadata": meta, "items": seen[start : start + limit]}).encode()
 
     def since(self, version: int) -> list[bytes]:
-        """The events after a version, as lines. Raises Gone."""
+        """The events after a version, as lines. Raises TooOld."""
         if version < self.floor:
-            raise Gone
+            raise TooOld
         return [line(kind, obj) for at, kind, obj in self.log if at > version]
 
     def bookmark(self) -> bytes:
@@ -89,7 +89,7 @@ def expired() -> bytes:
 class FakeApi:
     """Serves collections by path. What it is told to do wrong, it does until told otherwise.
 
-    ``refuse`` maps a path to a status; ``refuse_watch`` the same for watches only. ``stall`` makes watches silent.
+    `refuse` maps a path to a status; `refuse_watch` the same for watches only. `stall` makes watches silent.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class FakeApi:
             self._runner = None
 
     def kubeconfig(self, folder: Path) -> Path:
-        """A kubeconfig that leads here; with ``token`` it carries that."""
+        """A kubeconfig that leads here; with `token` it carries that."""
         user = {} if self.token is None else {"token": self.token}
         config = {
             "current-context": "fake",
@@ -168,7 +168,7 @@ class FakeApi:
             if watch:
                 return await self._watch(request, path, int(query["resourceVersion"]))
             return web.Response(body=self.collections[path].page(query), content_type="application/json")
-        except Gone:
+        except TooOld:
             return self._status(410)
 
     async def _watch(self, request: web.Request, path: str, version: int) -> web.StreamResponse:
@@ -183,7 +183,7 @@ class FakeApi:
                 if not self.stall:
                     try:
                         lines = collection.since(version)
-                    except Gone:
+                    except TooOld:
                         await response.write(expired())
                         return response
                     for data in lines:

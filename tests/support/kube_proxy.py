@@ -32,10 +32,10 @@ def status(code: int, reason: str, **headers: str) -> web.Response:
 
 
 class KubeProxy:
-    """Forwards with the identity of a kubeconfig; ``kubeconfig`` in ``folder`` leads through it.
+    """Forwards with the identity of a kubeconfig; `kubeconfig` in `folder` leads through it.
 
-    ``fault`` is asked about each request and may answer it instead of the API server. While ``open`` is cleared,
-    requests are held: neither forwarded nor answered. ``writes`` counts what was forwarded and changes something, by
+    `fault` is asked about each request and may answer it instead of the API server. While `open` is cleared,
+    requests are held: neither forwarded nor answered. `writes` counts what was forwarded and changes something, by
     method and collection.
     """
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from treeline_operator.controller.informer import Timing
+from treeline_operator.controller.lease import LeaseTiming
 from treeline_operator.controller.run import Options, operate
-from treeline_operator.kube.lease import Terms
 
 from support.control_plane import ControlPlane
 
 QUICK = Timing(audit_s=3.0, grace_s=2.0, absent_s=1.0, backoff_s=(0.05, 0.5))
-SHORT = Terms(2.0, 1.4, 0.25)
+SHORT = LeaseTiming(2.0, 1.4, 0.25)
 
 POOLS = "/apis/treeline.dev/v1alpha1/namespaces/{}/inferencepools"
 MODELS = "/apis/treeline.dev/v1alpha1/namespaces/{}/inferencemodels"
@@ -115,7 +115,7 @@ async def operator(kubeconfig: Path, namespace: str, **options: Any) -> AsyncIte
         "namespaces": (namespace,),
         "lease_namespace": namespace,
         "leader_elect": False,
-        "terms": SHORT,
+        "lease": SHORT,
         "host": "127.0.0.1",
         "health_port": 0,
         "metrics_port": 0,

@@ -8,10 +8,10 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from treeline_operator import names
-from treeline_operator.api.conditions import POLARITY, ConditionType, Reason
+from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.api.model import InferenceModel
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.plan.revision import target
+from treeline_operator.plan.revision import target_revision
 from treeline_operator.plan.runtime import deployment as rendered
 from treeline_operator.status.conditions import same_status
 from treeline_operator.status.pool import pool_status
@@ -78,7 +78,7 @@ def deployment(name: str, replicas: int, ready: int, *, conditions: Any = ()) ->
 
 def revision(of: InferencePool, replicas: int, ready: int, *, conditions: Any = ()) -> Observed:
     """The Deployment of the pool's current revision, as the planner makes it."""
-    wanted = target(of, (), Platform())
+    wanted = target_revision(of, (), Platform())
     name = names.deployment(of.name, wanted.name)
     meta = {
         "name": name,
@@ -116,7 +116,7 @@ def pod(
         labels.POOL: of.name,
         labels.SERVING: serving,
         names.COMPONENT: "runtime",
-        names.REVISION: revision or target(of, (), Platform()).name,
+        names.REVISION: revision or target_revision(of, (), Platform()).name,
     }
     meta: dict[str, Any] = {"labels": marks, "uid": f"uid-{name}"}
     if deleting:
@@ -233,10 +233,16 @@ def check_whole(seen: PoolWorld, progress: Any = None) -> None:
     assert needed <= set(told)
     needed |= {kinds.ROUTE_ACCEPTED} & set(told)
     well = all(told[kind]["status"] == "True" for kind in needed)
-    pods_there = status["readyReplicas"] > 0 and seen.pool.spec.replicas > 0
-    assert (told[kinds.READY]["status"] == "True") == (well and pods_there and not seen.pool.deleting)
+    pods_there = status["readyReplicas"] > 0 and seen.pool.spec.replicas > 0 and not seen.pool.deleting
+    if well and pods_there:
+        assert told[kinds.READY]["status"] == "True"
+    if told[kinds.READY]["status"] == "True":
+        assert pods_there
+        way_in = [told[kind] for kind in needed - {kinds.WORKLOADS_READY}]
+        assert all(one["status"] == "True" or one["reason"] == Reason.ENDPOINTS_MISSING for one in way_in)
+    assert status["replicaSummary"] == f"{status['readyReplicas']}/{seen.pool.spec.replicas}"
     if well and told[kinds.PROGRESSING]["reason"] == Reason.ROLLOUT_COMPLETE:
-        assert told[kinds.PROGRESSING]["status"] == POLARITY[kinds.PROGRESSING]
+        assert told[kinds.PROGRESSING]["status"] == kinds.PROGRESSING.polarity
     again = pool_status(with_status(seen, status), progress)
     assert again == status, "a status that is computed from itself is the same, transition times too"
     assert same_status(again, status)

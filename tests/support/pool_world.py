@@ -11,7 +11,7 @@ from treeline_operator.actions import Apply, Delete, Mark, Plan, Scale
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
 from treeline_operator.plan.pool import plan_pool
-from treeline_operator.simulate import marked
+from treeline_operator.simulation import marked
 from treeline_operator.world import (
     GatewayWorld,
     Observed,
@@ -66,6 +66,7 @@ class SimCluster:
     def __init__(self, platform: Platform | None = None, capacity: int = 1000) -> None:
         self.platform = platform or Platform()
         self.capacity = capacity
+        self.lacking = "Insufficient cpu"
         self.objects: dict[Ref, dict[str, Any]] = {}
         self.pods: dict[str, dict[str, Any]] = {}
         self.picker: PickerView | None = None
@@ -218,9 +219,15 @@ class SimCluster:
                     placed += 1
                     pod["spec"]["nodeName"] = "node"
                     pod["status"]["conditions"] = [{"type": "PodScheduled", "status": "True"}]
-                else:
+                elif not pod["status"]["conditions"]:
                     pod["status"]["conditions"] = [
-                        {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+                        {
+                            "type": "PodScheduled",
+                            "status": "False",
+                            "reason": "Unschedulable",
+                            "message": f"0/1 nodes are available: 1 {self.lacking}. preemption: not helpful.",
+                            "lastTransitionTime": self.now.isoformat(),
+                        }
                     ]
 
     def make_ready(self, pod_name: str | None = None) -> None:

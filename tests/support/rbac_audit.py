@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from treeline_operator import rbac
+from treeline_tools import rbac
 
 from support.control_plane import ControlPlane
 

@@ -67,26 +67,15 @@ def dummy_model(config: SchedulerConfig) -> Decoder:
     return _MODELS[key]
 
 
-class Harness(Scheduler):
-    """A scheduler in memory. After every step it checks its own books and what it has sent."""
+class Memory:
+    """A transport in memory, which checks what it is sent."""
 
-    def __init__(self, model: Path, **settings: Any) -> None:
-        defaults: dict[str, Any] = {
-            "load_format": "dummy",
-            "page_size": 4,
-            "max_total_tokens": 1024,
-            "threads": 1,
-        }
-        config = SchedulerConfig(model=str(model), **(defaults | settings))
-        super().__init__(config, dummy_model(config))
+    def __init__(self) -> None:
         self.inbox: deque[ToScheduler] = deque()
         self.outs: dict[str, list[TokenOut]] = {}
         self.replies: list[Reply] = []
         self.updates: list[CacheUpdate] = []
         self.loads: list[LoadUpdate] = []
-        self.steps = 0
-
-    # ---- the scheduler's side -----------------------------------------------------------------------------
 
     def receive(self) -> list[ToScheduler]:
         messages = list(self.inbox)
@@ -103,11 +92,33 @@ class Harness(Scheduler):
             else:
                 self.replies.append(message)
 
-    def publish(self, update: ToPublisher) -> None:
+    def publish(self, update: ToPublisher) -> bool:
         if isinstance(update, CacheUpdate):
             self.updates.append(update)
         else:
             self.loads.append(update)
+        return True
+
+    def wait(self) -> None:
+        raise AssertionError("nobody would ever end this")
+
+
+class Harness(Scheduler):
+    """A scheduler that checks its own books after every step."""
+
+    def __init__(self, model: Path, **settings: Any) -> None:
+        defaults: dict[str, Any] = {
+            "load_format": "dummy",
+            "page_size": 4,
+            "max_total_tokens": 1024,
+            "threads": 1,
+        }
+        config = SchedulerConfig(model=str(model), **(defaults | settings))
+        memory = Memory()
+        super().__init__(config, dummy_model(config), memory)
+        self.inbox, self.outs, self.replies = memory.inbox, memory.outs, memory.replies
+        self.updates, self.loads = memory.updates, memory.loads
+        self.steps = 0
 
     def step(self) -> bool:
         worked = super().step()
@@ -178,8 +189,15 @@ def prompt(seed: int, length: int) -> list[int]:
 class DenseAttention(AttentionBackend):
     """Attention as the textbook has it, one sequence, one head, one token at a time: slow and plainly right."""
 
-    def plan(self, layout: Layout) -> Layout:
-        return layout
+    def capture_buffers(self, layout: Layout) -> Layout:
+        return Layout(layout.q_lens, layout.kv_lens, layout.page_table.clone(), layout.slots.clone())
+
+    def plan(self, layout: Layout, buffers: Layout | None = None) -> Layout:
+        if buffers is None:
+            return layout
+        buffers.page_table[:, : layout.page_table.shape[1]].copy_(layout.page_table)
+        buffers.slots.copy_(layout.slots)
+        return Layout(layout.q_lens, layout.kv_lens, buffers.page_table, buffers.slots)
 
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Layout

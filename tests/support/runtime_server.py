@@ -118,7 +118,8 @@ class ServerProcess:
     ) -> None:
         """`fake`: with a scheduler that has no model (support.fake_scheduler), so it starts in a moment."""
         ports = [] if "--no-events" in flags else ["--events-port=0", "--replay-port=0", "--load-port=0"]
-        port = [] if any(flag.startswith("--port") for flag in flags) else ["--port=0"]
+        named = {flag.partition("=")[0] for flag in flags}
+        own = [f"{flag}=0" for flag in ("--port", "--metrics-port", "--admin-port") if flag not in named]
         command = [
             sys.executable,
             "-m",
@@ -126,7 +127,7 @@ class ServerProcess:
             "--model",
             str(model),
             "--threads=1",
-            *port,
+            *own,
             *ports,
         ]
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": TESTS} | (environment or {})
@@ -165,12 +166,26 @@ class ServerProcess:
     def url(self) -> str:
         return self.wait_for_log(r"listening on (http://\S+)")[1]
 
+    @property
+    def metrics_url(self) -> str:
+        return self.wait_for_log(r"metrics on (http://\S+)")[1]
+
+    @property
+    def admin_url(self) -> str:
+        return self.wait_for_log(r"administration on (http://\S+)")[1]
+
     def ready(self) -> ServerProcess:
         self.wait_for_log(r"ready after")
         return self
 
     def client(self, **kwargs: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60, **kwargs)
+
+    def metrics(self, **kwargs: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.metrics_url, timeout=60, **kwargs)
+
+    def admin(self, **kwargs: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.admin_url, timeout=60, **kwargs)
 
     def children(self) -> dict[str, int]:
         """Process name → pid, of the server's children."""

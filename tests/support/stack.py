@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,8 +57,16 @@ class Stack:
     """Owns its processes. `replicas` runtimes named runtime-0 …, `picker`, `envoy`."""
 
     def __init__(self, folder: Path, replicas: int = 2, **options: Any) -> None:
-        several = ("runtime_port", "events_port", "replay_port", "load_port")
-        single = ("port", "ext_proc_port", "eds_port", "metrics_port", "envoy_admin_port")
+        several = ("runtime_port", "runtime_metrics_port", "runtime_admin_port")
+        several += ("events_port", "replay_port", "load_port")
+        single = (
+            "port",
+            "ext_proc_port",
+            "eds_port",
+            "metrics_port",
+            "picker_admin_port",
+            "envoy_admin_port",
+        )
         ports = {name: free_base(replicas) for name in several} | dict(
             zip(single, free_ports(len(single)), strict=True)
         )
@@ -113,7 +121,7 @@ class Stack:
             assert process.popen is not None
             status = process.popen.poll()
             assert status is None, f"{name} exited with {status}:\n{self.log(name)}"
-            return self._ok(process.spec.ready_url)
+            return self._ok(process.spec.ready_url, process.spec.ready_headers)
 
         until(answers, f"{name} ready", READY_TIMEOUT_S, lambda: self.log(name))
 
@@ -150,9 +158,9 @@ class Stack:
 
     # Looking
 
-    def _ok(self, url: str) -> bool:
+    def _ok(self, url: str, headers: Mapping[str, str]) -> bool:
         try:
-            return self.http.get(url).status_code == 200
+            return self.http.get(url, headers=dict(headers)).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -168,14 +176,15 @@ class Stack:
 
     def radix(self, name: str) -> dict[str, Any]:
         """What a runtime's cache holds, by its own word."""
-        return dict(self.http.get(f"http://{self.address(name)}/debug/radix").json())
+        host, port = self.processes[name].spec.ports["admin-port"]
+        return dict(self.http.get(f"http://{host}:{port}/debug/radix").json())
 
     def announced(self, name: str) -> set[int]:
         return {int(block["hash"]) for block in self.radix(name)["blocks"] if block["announced"]}
 
     def described(self, name: str) -> dict[str, Any]:
         """What the picker says of an endpoint."""
-        page = self.http.get(f"http://127.0.0.1:{self.options.metrics_port}/debug/endpoints").json()
+        page = self.http.get(f"http://127.0.0.1:{self.options.picker_admin_port}/debug/endpoints").json()
         return next(dict(endpoint) for endpoint in page["endpoints"] if endpoint["name"] == name)
 
     def child(self, name: str, word: str) -> psutil.Process:
@@ -188,7 +197,7 @@ class Stack:
     def tree(self, name: str) -> set[int]:
         """The blocks that the picker believes a runtime holds."""
         answer = self.http.get(
-            f"http://127.0.0.1:{self.options.metrics_port}/debug/tree", params={"pod": name}
+            f"http://127.0.0.1:{self.options.picker_admin_port}/debug/tree", params={"pod": name}
         )
         return {int(block) for block in answer.json()["blocks"]}
 

@@ -1,8 +1,10 @@
 """Chat templates render as `transformers` renders them."""
 
+import contextlib
 import datetime as dt
 import itertools
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
-from treeline_wire import chat
+from treeline_runtime.templates.pool import TemplatePool
+from treeline_wire import template_env
 from treeline_wire.chat import ChatTemplate
+from treeline_wire.template_inline import MAX_INPUT_CHARS
 
 TEMPLATES = sorted((Path(__file__).parent / "templates").glob("*.jinja"))
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -100,12 +104,18 @@ def _frozen_clock(monkeypatch: pytest.MonkeyPatch) -> None:
             return NOW.astimezone(tz) if tz else NOW.replace(tzinfo=None)
 
     monkeypatch.setattr(chat_template_utils, "datetime", Frozen)
-    monkeypatch.setattr(chat, "datetime", Frozen)
+    monkeypatch.setattr(template_env, "datetime", Frozen)
 
 
 @pytest.fixture(scope="module")
 def reference() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), **SPECIAL)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[TemplatePool]:
+    with contextlib.closing(TemplatePool()) as pool:
+        yield pool
 
 
 def _rendered(render: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> str | None:
@@ -116,10 +126,23 @@ def _rendered(render: Any, messages: list[dict[str, Any]], options: dict[str, An
         return None
 
 
+def _ours(template: ChatTemplate) -> Any:
+    names = {"tools", "documents", "add_generation_prompt", "continue_final_message"}
+
+    def render(messages: list[dict[str, Any]], **options: Any) -> str:
+        known = {name: value for name, value in options.items() if name in names}
+        more = {name: value for name, value in options.items() if name not in names}
+        return template.render(messages, template_kwargs=more, **known)
+
+    return render
+
+
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
-def test_templates_render_as_in_transformers(path: Path, reference: PreTrainedTokenizerFast) -> None:
+def test_templates_render_as_in_transformers(
+    path: Path, reference: PreTrainedTokenizerFast, pool: TemplatePool
+) -> None:
     source = path.read_text()
-    ours = ChatTemplate(source, special_tokens=SPECIAL)
+    ours = ChatTemplate(source, special_tokens=SPECIAL, pool=pool)
     rendered = 0
     for (name, messages), (variant, options) in itertools.product(CONVERSATIONS.items(), VARIANTS.items()):
         expected = _rendered(
@@ -127,10 +150,24 @@ def test_templates_render_as_in_transformers(path: Path, reference: PreTrainedTo
             messages,
             options,
         )
-        got = _rendered(ours.render, messages, options)
+        got = _rendered(_ours(ours), messages, options)
         assert got == expected, (name, variant)
         rendered += expected is not None
     assert rendered >= 20, "most conversations must render, or nothing is compared"
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_a_worker_renders_what_is_rendered_inline(path: Path, pool: TemplatePool) -> None:
+    """Real templates are plain ones, but for one that is made of rare idioms."""
+    inline = ChatTemplate(path.read_text(), special_tokens=SPECIAL)
+    assert (inline.not_inline is None) == (path.stem != "idioms"), inline.not_inline
+    either = ChatTemplate(path.read_text(), special_tokens=SPECIAL, pool=pool)
+    large = {"template_kwargs": {"padding": "x" * MAX_INPUT_CHARS}}  # no template reads it
+    for name, messages in CONVERSATIONS.items():
+        assert _rendered(inline.render, messages, large) is None, "it is too large to be rendered inline"
+        expected = _rendered(inline.render, messages, {})
+        if inline.not_inline is None:
+            assert _rendered(either.render, messages, large) == expected, name
 
 
 @pytest.mark.parametrize("zone", ["Pacific/Kiritimati", "Pacific/Niue"])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support import wire as support
 from tokenizers import normalizers
 from treeline_wire.keys import KeySelfTestError, PrefixKeys, escape
-from treeline_wire.normalization import compile_normalizer
+from treeline_wire.normalization import compile_normalizer, long_run
 from treeline_wire.prompt import Prompt
 from treeline_wire.tokenizer import TokenizerBundle
 
@@ -32,7 +32,7 @@ texts = st.lists(st.one_of(st.sampled_from(_FRAGMENTS), st.text(_ALPHABET, max_s
 
 @pytest.fixture(scope="module")
 def keys_of() -> "dict[str, PrefixKeys]":
-    return {name: PrefixKeys.from_tokenizer_json(support.tokenizer(name).to_str()) for name in support.GOOD}
+    return {name: PrefixKeys(support.tokenizer(name).to_str()) for name in support.GOOD}
 
 
 @pytest.mark.parametrize("name", support.GOOD)
@@ -59,7 +59,7 @@ def test_tokens_and_text_have_one_key(
 def test_a_tokenizer_that_loses_text_is_refused(name: str) -> None:
     build, reason = support.BAD[name]
     with pytest.raises(KeySelfTestError, match=reason):
-        PrefixKeys.from_tokenizer_json(build().to_str()).self_test()
+        PrefixKeys(build().to_str()).self_test()
 
 
 def test_an_escape_is_not_text() -> None:
@@ -140,3 +140,13 @@ def _seconds(keys: PrefixKeys, text: str) -> float:
     begin = time.perf_counter()
     keys.prompt_key(text, True)
     return time.perf_counter() - begin
+
+
+def test_long_runs_of_combining_marks_are_found_and_others_are_not() -> None:
+    run = "\u0300\u0316" * 50
+    assert long_run("hello a" + run) == 6
+    assert long_run("a" + run + "b" + run) == 0
+    assert long_run(run) == 0
+    assert long_run("x" * 5_000 + "é" + run) == 5_000
+    for text in ("", "plain", "漢字" * 900, "שָׁלוֹם " * 900, ("a" + "\u0300" * 15) * 900, "e\u0301" * 2_000):
+        assert long_run(text) is None

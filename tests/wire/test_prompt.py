@@ -1,11 +1,21 @@
 """From request bodies to prompts, and to namespaces."""
 
+import contextlib
 from typing import Any
 
 import pytest
+from treeline_runtime.templates.pool import TemplatePool
 from treeline_wire.chat import ChatTemplate, TemplateError
 from treeline_wire.namespaces import event_namespace, join_namespace, join_salt
-from treeline_wire.prompt import Prompt, PromptError, namespace_of, prompt_of_chat, prompt_of_completion
+from treeline_wire.prompt import (
+    Prompt,
+    PromptError,
+    TooDeep,
+    namespace_of,
+    prompt_of_chat,
+    prompt_of_completion,
+)
+from treeline_wire.template_inline import MAX_SOURCE_CHARS
 
 SHOW = ChatTemplate(
     "{% for m in messages %}[{{ m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -130,9 +140,10 @@ def test_the_templates_refusal_is_the_requests_fault_and_its_own_is_not() -> Non
     raising = ChatTemplate("{{ raise_exception('roles must alternate') }}", special_tokens={})
     with pytest.raises(PromptError, match="roles must alternate"):
         prompt_of_chat({"messages": [USER]}, raising)
-    broken = ChatTemplate("{{ 'x' * 10**10 }}", special_tokens={})
-    with pytest.raises(TemplateError):
-        prompt_of_chat({"messages": [USER]}, broken)
+    with contextlib.closing(TemplatePool()) as pool:
+        broken = ChatTemplate("{# " + "x" * MAX_SOURCE_CHARS + " #}{% for %}", special_tokens={}, pool=pool)
+        with pytest.raises(TemplateError, match="does not compile"):
+            prompt_of_chat({"messages": [USER]}, broken)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +180,8 @@ def test_special_tokens_can_be_left_out_of_a_completion() -> None:
         [True],
         [-1],
         [2**31],
-        [1.0],
+        [1.5],
+        [float("inf")],
         [["a"]],
         [None],
         "\udfff",
@@ -235,3 +247,32 @@ def test_joining() -> None:
     assert join_namespace(None, "s") == "s"
     assert join_salt("s", None) == "s"
     assert join_salt(None, "s") != "s"
+
+
+@pytest.mark.parametrize(
+    "member", ["tools", "documents", "chat_template_kwargs", "reasoning_effort", "messages"]
+)
+def test_what_is_nested_beyond_any_template_is_refused_before_it_is_rendered(member: str) -> None:
+    def nested(levels: int) -> Any:
+        value: Any = "x"
+        for _ in range(levels):
+            value = [value] if value == "x" else {"a": value}
+        return value
+
+    def body(levels: int) -> dict[str, Any]:
+        value = nested(levels)
+        message: dict[str, Any] = {"role": "user", "content": "hello"}
+        match member:
+            case "messages":
+                return {"messages": [{**message, "extra": value}]}
+            case "chat_template_kwargs":
+                return {"messages": [message], member: {"a": value}}
+            case "reasoning_effort":
+                return {"messages": [message], member: value}
+            case _:
+                return {"messages": [message], member: [{"a": value}]}
+
+    template = ChatTemplate("{{ messages[0].content }}", special_tokens={})
+    assert prompt_of_chat(body(10), template).text == "hello"
+    with pytest.raises(TooDeep, match="levels deep"):
+        prompt_of_chat(body(70), template)

@@ -72,14 +72,14 @@ def test_the_secret_is_not_printed(keys: CurveKeys) -> None:
     assert keys.secret.decode() not in repr(keys)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "::ffff:127.0.0.1", "localhost"])
 def test_loopback_needs_no_keys(host: str) -> None:
     assert is_loopback(host)
     assert bind_host(None, host) == host
 
 
 @pytest.mark.parametrize(
-    "host", ["0.0.0.0", "*", "::", "10.0.0.1", "example.org", "", "127.0.0.1.example.org"]
+    "host", ["0.0.0.0", "*", "::", "10.0.0.1", "example.org", "", "127.0.0.1.example.org", "::ffff:10.0.0.1"]
 )
 def test_the_network_needs_keys_or_permission(host: str, keys: CurveKeys) -> None:
     with pytest.raises(InsecureBindError, match="without keys"):

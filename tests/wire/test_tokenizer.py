@@ -121,4 +121,4 @@ def test_bad_directories_are_one_typed_error(folder: Path, tmp_path: Path) -> No
 )
 def test_keys_refuse_what_is_not_a_tokenizer(text: str) -> None:
     with pytest.raises(BundleError):
-        PrefixKeys.from_tokenizer_json(text)
+        PrefixKeys(text)

@@ -113,6 +113,72 @@ METRICS: dict[str, Metric] = {
         headline=False,
     ),
     "picker.errors": Metric("requests", "requests without a 200", "lower", source="none expected"),
+    "chat.render_us.4k": Metric(
+        "µs",
+        "a chat of 4 KB to its prompt, in the picker's process",
+        "lower",
+        60.0,
+        "the bound that was set",
+        headline=False,
+    ),
+    "chat.worker_us.4k": Metric(
+        "µs", "the same by a worker process, for templates that are not plain", "lower", headline=False
+    ),
+    "http.requests_s": Metric(
+        "requests/s",
+        "small completions that a runtime answers, by a scheduler without a model",
+        "higher",
+        headline=False,
+    ),
+    "http.cpu_us": Metric("µs", "what its HTTP process computes for one of them", "lower", headline=False),
+    "bodies.live_ms": Metric(
+        "ms",
+        "longest wait for /live while a prompt of so many megabytes is refused, median of five",
+        "lower",
+        source="the runtime when it still tokenized such prompts in a thread (at 30 MB it was not measured)",
+        beside="before",
+        headline=False,
+    ),
+    "bodies.rss_mb": Metric(
+        "MB",
+        "most memory that the HTTP process and its readers held then",
+        "lower",
+        source="the runtime when it still tokenized such prompts in a thread",
+        beside="before",
+        headline=False,
+    ),
+    "picker.pick_ms.1000": Metric(
+        "ms", "CPU time of one choice among 1,000 endpoints, median", "lower", 0.3, EXPECTED
+    ),
+    "picker.pick_ms.5000": Metric("ms", "the same among 5,000 endpoints", "lower", 1.0, EXPECTED),
+    "picker.pick_p99_ms": Metric(
+        "ms", "CPU time of one choice, 99th percentile", "lower", source="", headline=False
+    ),
+    "picker.followed": Metric(
+        "endpoints",
+        "publishers that one picker follows, each of whose events arrived",
+        "higher",
+        2000.0,
+        EXPECTED,
+    ),
+    "picker.live_s": Metric(
+        "s", "start of the picker's process to all publishers being live", "lower", source="", headline=False
+    ),
+    "picker.events_s": Metric(
+        "s", "until one event of each publisher has arrived", "lower", source="", headline=False
+    ),
+    "picker.idle_cores": Metric(
+        "cores", "the picker's process while publishers only report their load", "lower", 1.0, EXPECTED
+    ),
+    "picker.files": Metric(
+        "files",
+        "file descriptors of the picker's process",
+        "lower",
+        20_000.0,
+        "a usual hard limit",
+        headline=False,
+    ),
+    "picker.rss_mb": Metric("MB", "memory of the picker's process", "lower", source="", headline=False),
     "tree.match_us.2700": Metric(
         "µs", "longest cached prefix of a 2,700-token prompt", "lower", 25.0, EXPECTED
     ),
@@ -159,6 +225,30 @@ METRICS: dict[str, Metric] = {
         "s", "from the first request to create so many pools to their last child", "lower", headline=False
     ),
     "operator.children": Metric("objects", "made for so many pools, pods aside", "lower", headline=False),
+    "operator.one_gateway.converge_s": Metric(
+        "s",
+        "from the first request to create so many pools of one gateway to their last child",
+        "lower",
+        headline=False,
+    ),
+    "operator.one_gateway.cpu_ms": Metric(
+        "ms", "of the operator's processor for each of so many pools of one gateway", "lower", headline=False
+    ),
+    "operator.one_gateway.reconciles": Metric(
+        "reconciles", "of the operator for each of so many pools of one gateway", "lower", headline=False
+    ),
+    "operator.one_gateway.delete_reconciles": Metric(
+        "reconciles",
+        "of the operator when one of so many pools of one gateway is deleted",
+        "lower",
+        headline=False,
+    ),
+    "operator.one_gateway.change_cpu_ms": Metric(
+        "ms",
+        "of the operator's processor for each pool when a setting changes that holds for all",
+        "lower",
+        headline=False,
+    ),
     "epp.models_consistent_s": Metric(
         "s", "last of 1,000 changed InferenceModels to the picker's list being true", "lower", 2.0, EXPECTED
     ),

@@ -128,8 +128,8 @@ def running(load: Load, context: Context) -> Iterator[Bench]:
     cores = usable_cores()
     picker_cores, other_cores = cores[-1:], cores[:-1] or cores
     folder = context.folder
-    grpc_port, eds_port, metrics_port, bare_port, asking_port, admin_port, *sim_ports = free_ports(
-        6 + 4 * ENGINES
+    grpc_port, eds_port, metrics_port, pages_port, bare_port, asking_port, admin_port, *sim_ports = (
+        free_ports(7 + 4 * ENGINES)
     )
     with ExitStack() as stack:
         endpoints: list[str] = []
@@ -152,9 +152,9 @@ def running(load: Load, context: Context) -> Iterator[Bench]:
             *endpoints,
         ]
         argv += ["--grpc-port", str(grpc_port), "--grpc-health-port", str(eds_port)]
-        argv += ["--metrics-port", str(metrics_port)]
+        argv += ["--metrics-port", str(metrics_port), "--admin-port", str(pages_port)]
         picker = stack.enter_context(child("picker", argv, folder, picker_cores))
-        picker.wait_ready(f"http://127.0.0.1:{metrics_port}/ready", START_S)
+        picker.wait_ready(f"http://127.0.0.1:{pages_port}/ready", START_S)
         config = bootstrap(
             bare_port=bare_port,
             picker_port=asking_port,

@@ -163,6 +163,53 @@ def _tree(result: Result) -> Figure:
     return figure
 
 
+def _chat(result: Result) -> Figure:
+    inline, worker = result.row("chat.render_us.4k"), result.row("chat.worker_us.4k")
+    figure, (axes,) = _figure(f"A chat of 4 KB is rendered in {number(inline.value)} µs", 1, _size(result))
+    figure.set_size_inches(6.4, 4.4)
+    _bars(axes, ["inline", "by a worker"], [inline.value, worker.value], [OURS, OTHER])
+    _expected(axes, inline, "the bound in the picker")
+    axes.set(title="Median time of one rendering", ylabel="µs")
+    return figure
+
+
+def _http(result: Result) -> Figure:
+    answers, computed = result.row("http.requests_s"), result.row("http.cpu_us")
+    figure, axes = _figure(f"{number(answers.value)} small completions a second", 2, _size(result))
+    for axis, row, title in (
+        (axes[0], answers, "Answers a second"),
+        (axes[1], computed, "What the HTTP process computes for one"),
+    ):
+        _bars(axis, [""], [row.value], [OURS])
+        axis.set(title=title, ylabel=row.unit)
+    return figure
+
+
+def _bodies(result: Result) -> Figure:
+    waits = [row for row in result.rows if row.metric.startswith("bodies.live_ms.")]
+    memory = [row for row in result.rows if row.metric.startswith("bodies.rss_mb.")]
+    longest = number(max(row.value for row in waits))
+    figure, axes = _figure(f"A hostile body delays others by {longest} ms at most", 2, _size(result))
+    for axis, rows, title in (
+        (axes[0], waits, "Longest wait for /live"),
+        (axes[1], memory, "Memory at most"),
+    ):
+        labels = [row.metric.rpartition(".")[2].removesuffix("mb") + " MB" for row in rows]
+        _bars(axis, labels, [row.value for row in rows], [OURS] * len(rows))
+        axis.set(title=title, ylabel=rows[0].unit, xlabel="prompt")
+    return figure
+
+
+def _fleet(result: Result) -> Figure:
+    counts = (1000, 5000)
+    times = [result.value(f"picker.pick_ms.{count}") for count in counts]
+    title = f"One of 1,000 endpoints is chosen in {number(times[0])} ms"
+    figure, (axes,) = _figure(title, 1, _size(result))
+    _bars(axes, [f"{count:,} endpoints" for count in counts], times, [OURS, OURS])
+    axes.set(title="One choice, median", ylabel="ms of CPU time")
+    return figure
+
+
 def _operator(result: Result) -> Figure:
     quantiles = ("p50", "p95")
     apply_s = [result.value(f"operator.apply_s.{quantile}") for quantile in quantiles]
@@ -186,9 +233,30 @@ def _operator(result: Result) -> Figure:
     return figure
 
 
+def _one_gateway(result: Result) -> Figure:
+    cpu = [row for row in result.rows if row.metric.startswith("operator.one_gateway.cpu_ms.")]
+    looks = [row for row in result.rows if row.metric.startswith("operator.one_gateway.reconciles.")]
+    times = number(cpu[-1].value / cpu[0].value)
+    sizes = [row.metric.rpartition(".")[2] for row in cpu]
+    title = f"Of {sizes[-1]} pools of one gateway, each costs {times} times what it costs of {sizes[0]}"
+    figure, axes = _figure(title, 2, _size(result))
+    for axis, rows, what in (
+        (axes[0], cpu, "Processor of the operator"),
+        (axes[1], looks, "Reconciliations"),
+    ):
+        _bars(axis, sizes, [row.value for row in rows], [OURS] * len(rows))
+        axis.set(title=f"{what}, for each pool", ylabel=rows[0].unit, xlabel="pools")
+    return figure
+
+
 PLOTS: dict[str, Callable[[Result], Figure]] = {
     "routing": _routing,
     "picker": _picker,
     "tree": _tree,
+    "chat": _chat,
+    "bodies": _bodies,
+    "http": _http,
+    "fleet": _fleet,
     "operator": _operator,
+    "one-gateway": _one_gateway,
 }

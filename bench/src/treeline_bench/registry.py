@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treeline_bench import picker, routing, tree
+from treeline_bench import bodies, chat, fleet, http, picker, routing, tree
 from treeline_bench.context import Benchmark
 from treeline_bench.kubernetes import benchmark as operator
+from treeline_bench.kubernetes import one_gateway
 
 BENCHMARKS: dict[str, Benchmark] = {
     benchmark.name: benchmark
-    for benchmark in (tree.BENCHMARK, picker.BENCHMARK, routing.BENCHMARK, operator.BENCHMARK)
+    for benchmark in (
+        tree.BENCHMARK,
+        chat.BENCHMARK,
+        fleet.BENCHMARK,
+        picker.BENCHMARK,
+        routing.BENCHMARK,
+        bodies.BENCHMARK,
+        http.BENCHMARK,
+        operator.BENCHMARK,
+        one_gateway.BENCHMARK,
+    )
 }
 
 ELSEWHERE = ("e2e",)

@@ -171,12 +171,15 @@ def up_command(settings: Settings, context: Context, policy: str) -> tuple[list[
     names = (
         "port",
         "runtime-port",
+        "runtime-metrics-port",
+        "runtime-admin-port",
         "events-port",
         "replay-port",
         "load-port",
         "ext-proc-port",
         "eds-port",
         "metrics-port",
+        "picker-admin-port",
         "envoy-admin-port",
     )
     ports = dict(zip(names, free_ports(len(names), run=2), strict=True))

@@ -1,4 +1,4 @@
-"""``python -m treeline_epp``."""
+"""`python -m treeline_epp`."""
 
 import sys
 

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import errno
 import gc
-import json
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -16,30 +16,36 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import grpc
-import httpx
 import uvloop
+from treeline_wire.logs import set_up
 from treeline_wire.security import CurveKeys, KeyFileError
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
 
-from treeline_epp.admin import Admin, Handler, Page
-from treeline_epp.catalog import Catalog
-from treeline_epp.discovery import DiscoveryError, discover, parse_file
-from treeline_epp.eds import Eds
-from treeline_epp.endpoint import EndpointSpec
+from treeline_epp import fleet_report
+from treeline_epp.admin import Handler, Page, PageServer
+from treeline_epp.endpoints.discovery import DiscoveryError, discover, parse_file
+from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.extproc.clients import Clients
+from treeline_epp.extproc.server import ExtProcService, server_options
+from treeline_epp.extproc.session import SessionLimits
+from treeline_epp.extproc.tls import TlsError, credentials
 from treeline_epp.fleet import Fleet
 from treeline_epp.health import Health
 from treeline_epp.metrics import Metrics
 from treeline_epp.options import Options, options_of
-from treeline_epp.picker import Picker, PickerConfig
-from treeline_epp.routing import Router
-from treeline_epp.server import ExtProc, server_options
-from treeline_epp.tls import TlsError, credentials
+from treeline_epp.picking.picker import Picker, PickerConfig
+from treeline_epp.requests.body import BodyBudget
+from treeline_epp.requests.isolation import Isolation
+from treeline_epp.requests.model_registry import ModelRegistry
+from treeline_epp.requests.router import Router
+from treeline_epp.xds.eds import Eds
 
 if TYPE_CHECKING:
     from treeline_epp.kube.source import KubernetesSource
 
 log = logging.getLogger("treeline_epp")
 
+_ENOUGH_FILES = 20_000
 _WRONG_HOST = frozenset({errno.EADDRNOTAVAIL, socket.EAI_NONAME, socket.EAI_AGAIN})
 
 
@@ -50,7 +56,7 @@ class StartError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the picker until SIGTERM or SIGINT; returns the exit status."""
     options = options_of(sys.argv[1:] if argv is None else argv)
-    _log_as_json(options.log_level)
+    set_up(options.log_level, "treeline_epp", "treeline_kube")
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_until_signal(options))
@@ -69,27 +75,29 @@ async def _until_signal(options: Options) -> None:
 
 
 async def serve(options: Options, stopping: asyncio.Event) -> None:
-    """The picker's whole life, until ``stopping`` is set. Raises :class:`StartError`."""
+    """The picker's whole life, until `stopping` is set. Raises `StartError`."""
     for flag in options.ignored:
         log.warning("flag %s of other endpoint pickers is ignored", flag)
     curve, bundle = _read_secrets_and_tokenizer(options)
-    metrics, catalog, health, eds = Metrics(), Catalog(), Health(), Eds()
+    _raise_file_limit()
+    metrics, registry, eds = Metrics(), ModelRegistry(), Eds()
+    health = await Health.starting()
     seed = time.time_ns() & 0xFFFF_FFFF
     config = PickerConfig(options.policy, options.max_ttft_seconds, options.fallback_endpoints, seed)
     picker = Picker(config)
     async with contextlib.AsyncExitStack() as stack:
         # Only loopback and cluster addresses are asked; a proxy from the environment would be in the way.
-        http = httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_connections=None))
-        await stack.enter_async_context(http)
-        fleet = Fleet(picker, catalog, eds, http, curve=curve, bundle=bundle, on_gone=metrics.forget)
-        metrics.observe(fleet.samples)
-        kube = await _kubernetes(options, catalog, metrics, stack)
-        router = Router(picker, catalog, metrics, on_trouble=fleet.kick)
-        admin = Admin(_pages(options, metrics, health, fleet, picker, kube))
+        fleet = Fleet(picker, registry, eds, curve=curve, bundle=bundle, on_gone=metrics.forget)
+        metrics.observe(lambda: fleet_report.samples(fleet))
+        kube = await _kubernetes(options, registry, metrics, stack)
+        isolation = Isolation.of(options.trust_edge, curve)
+        router = Router(picker, registry, metrics, on_trouble=fleet.probe_now, isolation=isolation)
+        metrics_pages = _metrics_pages(metrics)
+        admin_pages = _admin_pages(options, health, fleet, picker, kube)
         ext_proc, control = _servers(options, router, health, eds)
         tasks: list[asyncio.Task[object]] = []
         try:
-            await _listen(options, admin, ext_proc, control)
+            await _listen(options, metrics_pages, admin_pages, ext_proc, control)
             following = asyncio.create_task(fleet.run(_source(options, kube)))
             waiting = asyncio.create_task(stopping.wait())
             tasks += [following, waiting, asyncio.create_task(_open(fleet, health, metrics, picker))]
@@ -100,14 +108,29 @@ async def serve(options: Options, stopping: asyncio.Event) -> None:
             # In order: say that we leave, finish what is open, stop following, stop listening.
             if tasks:
                 log.info("stopping")
-            health.set_ready(False)
+            await health.set_ready(False)
             metrics.ready.set(0)
             await ext_proc.stop(options.drain_timeout)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await control.stop(None)
-            await admin.stop()
+            await metrics_pages.stop()
+            await admin_pages.stop()
+
+
+def _raise_file_limit() -> None:
+    """Each endpoint takes about nine file descriptors; the usual soft limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard != resource.RLIM_INFINITY and hard < _ENOUGH_FILES:
+        log.warning(
+            "the limit of open files is %d, enough for about %d endpoints; raise it (ulimit -Hn, or the container "
+            "runtime's default) if there are to be more",
+            hard,
+            (hard - 100) // 10,
+        )
 
 
 def _source(options: Options, kube: KubernetesSource | None) -> AsyncIterator[tuple[EndpointSpec, ...]]:
@@ -115,17 +138,18 @@ def _source(options: Options, kube: KubernetesSource | None) -> AsyncIterator[tu
 
 
 async def _kubernetes(
-    options: Options, catalog: Catalog, metrics: Metrics, stack: contextlib.AsyncExitStack
+    options: Options, registry: ModelRegistry, metrics: Metrics, stack: contextlib.AsyncExitStack
 ) -> KubernetesSource | None:
-    """The source that follows Kubernetes, if that is asked for. Raises :class:`StartError`."""
+    """The source that follows Kubernetes, if that is asked for. Raises `StartError`."""
     if not options.kubernetes:
         return None
-    from treeline_epp.kube.client import KubeClient, NoCluster
+    from treeline_kube.client import Client
+    from treeline_kube.errors import NoCluster
+
     from treeline_epp.kube.source import KubernetesSource, Scope
 
-    client = KubeClient(options.kubeconfig, options.context)
     try:
-        await client.open()
+        client = await Client.from_config(options.kubeconfig, options.context)
     except NoCluster as error:
         raise StartError(str(error)) from error
     scope = Scope(
@@ -136,7 +160,7 @@ async def _kubernetes(
         selector=options.endpoint_selector,
         ports=options.endpoint_target_ports,
     )
-    source = await stack.enter_async_context(KubernetesSource(scope, client, catalog.set_pools))
+    source = await stack.enter_async_context(KubernetesSource(scope, client, registry.set_pools))
     metrics.observe(source.samples)
     return source
 
@@ -144,8 +168,8 @@ async def _kubernetes(
 async def _open(fleet: Fleet, health: Health, metrics: Metrics, picker: Picker) -> None:
     """Become ready."""
     started = time.monotonic()
-    await fleet.settle()
-    health.set_ready(True)
+    await fleet.wait_until_ready()
+    await health.set_ready(True)
     metrics.ready.set(1)
     log.info("ready after %.2f s, %d endpoints known", time.monotonic() - started, len(picker.endpoints))
     # Everything imported so far lives for ever: the collector need not look at it again. What the tree allocates later
@@ -158,33 +182,53 @@ async def _open(fleet: Fleet, health: Health, metrics: Metrics, picker: Picker) 
 def _servers(
     options: Options, router: Router, health: Health, eds: Eds
 ) -> tuple[grpc.aio.Server, grpc.aio.Server]:
-    """``(ext_proc, EDS and health)``, not yet listening."""
+    """`(ext_proc, EDS and health)`, not yet listening."""
     limits = server_options(options.max_body_bytes)
     ext_proc, control = grpc.aio.server(options=limits), grpc.aio.server(options=limits)
-    service = ExtProc(router, options.max_body_bytes, hiding=not options.expose_routing)
+    service = ExtProcService(
+        router,
+        SessionLimits(
+            options.max_body_bytes,
+            strip_response_headers=not options.expose_routing,
+            clients=None if options.max_client_requests is None else Clients(options.max_client_requests),
+            waiting=BodyBudget(options.max_waiting_body_bytes),
+        ),
+    )
     ext_proc.add_generic_rpc_handlers((service.handler(),))
     if options.health_checking:
-        ext_proc.add_generic_rpc_handlers((health.handler(),))
-    control.add_generic_rpc_handlers((eds.handler(), health.handler()))
+        health.add_to(ext_proc)
+    control.add_generic_rpc_handlers((eds.handler(),))
+    health.add_to(control)
     return ext_proc, control
 
 
 async def _listen(
-    options: Options, admin: Admin, ext_proc: grpc.aio.Server, control: grpc.aio.Server
+    options: Options,
+    metrics: PageServer,
+    admin: PageServer,
+    ext_proc: grpc.aio.Server,
+    control: grpc.aio.Server,
 ) -> None:
-    """Bind every port. Raises :class:`StartError`."""
+    """Bind every port. Raises `StartError`."""
     host = f"[{options.host}]" if ":" in options.host else options.host
     try:
         port, flag = options.grpc_port, "--grpc-port"
         _can_listen(options.host, port)
         if options.secure_serving:
-            ext_proc.add_secure_port(f"{host}:{port}", credentials(options.cert_path))
+            clients = options.require_client_certificates
+            ext_proc.add_secure_port(f"{host}:{port}", credentials(options.cert_path, clients=clients))
         else:
             ext_proc.add_insecure_port(f"{host}:{port}")
         port, flag = options.grpc_health_port, "--grpc-health-port"
         _can_listen(options.host, port)
-        control.add_insecure_port(f"{host}:{port}")
+        if options.require_client_certificates:
+            control.add_secure_port(f"{host}:{port}", credentials(options.cert_path, clients=True))
+        else:
+            control.add_insecure_port(f"{host}:{port}")
         port, flag = options.metrics_port, "--metrics-port"
+        _can_listen(options.host, port)
+        await metrics.start(options.host, port)
+        port, flag = options.admin_port, "--admin-port"
         _can_listen(options.host, port)
         await admin.start(options.host, port)
     except TlsError as error:
@@ -199,7 +243,7 @@ async def _listen(
 
 
 def _can_listen(host: str, port: int) -> None:
-    """Raises ``OSError``. gRPC would only say that it failed, and write a line of its own to stderr."""
+    """Raises `OSError`. gRPC would only say that it failed, and write a line of its own to stderr."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -217,14 +261,21 @@ def _read_secrets_and_tokenizer(options: Options) -> tuple[CurveKeys | None, Tok
     return curve, bundle
 
 
-def _pages(
+def _metrics_pages(metrics: Metrics) -> PageServer:
+    """What Prometheus reads."""
+    page = "text/plain; version=0.0.4; charset=utf-8"
+    return PageServer({"/metrics": lambda _query: Page(metrics.render(), content_type=page)})
+
+
+def _admin_pages(
     options: Options,
-    metrics: Metrics,
     health: Health,
     fleet: Fleet,
     picker: Picker,
     kube: KubernetesSource | None,
-) -> Mapping[str, Handler]:
+) -> PageServer:
+    """What the kubelet, the operator and whoever looks for a fault read."""
+
     def detail() -> dict[str, object]:
         return {} if kube is None else {"kubernetes": kube.describe()}
 
@@ -232,17 +283,15 @@ def _pages(
         return Page({"ready": health.ready, **detail()}, 200 if health.ready else 503)
 
     pages: dict[str, Handler] = {
-        "/metrics": lambda _query: Page(
-            metrics.render(), content_type="text/plain; version=0.0.4; charset=utf-8"
-        ),
         "/ready": ready,
         "/live": lambda _query: Page({"live": True}),
-        "/endpoints": lambda _query: Page({**fleet.listing(), "detail": detail()}),
+        "/endpoints": lambda _query: Page({**fleet_report.listing(fleet), "detail": detail()}),
     }
+    debug: dict[str, Handler] = {}
     if options.enable_debug_endpoints:
-        pages["/debug/endpoints"] = lambda _query: Page({"endpoints": fleet.describe()})
-        pages["/debug/tree"] = lambda query: _tree(picker, query.get("pod"))
-    return pages
+        debug["/debug/endpoints"] = lambda _query: Page({"endpoints": fleet_report.describe(fleet)})
+        debug["/debug/tree"] = lambda query: _tree(picker, query.get("pod"))
+    return PageServer(pages | debug, private=debug)
 
 
 def _tree(picker: Picker, name: str | None) -> Page:
@@ -254,28 +303,3 @@ def _tree(picker: Picker, name: str | None) -> Page:
     return Page(
         {"pod": name, "blocks": [str(block) for block in sorted(picker.index.blocks_of(endpoint.pod))]}
     )
-
-
-class _JsonLines(logging.Formatter):
-    """One JSON object a line; ``extra={"fields": {...}}`` adds members."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
-
-
-def _log_as_json(level: str) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(_JsonLines())
-    root = logging.getLogger()
-    root.handlers = [handler]
-    root.setLevel(logging.WARNING)
-    logging.getLogger("treeline_epp").setLevel(level.upper())

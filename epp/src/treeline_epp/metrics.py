@@ -21,20 +21,26 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 _PICK_BUCKETS = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.5)
 _TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
+MOST_CLIENTS = 100
+"""Clients with a label of their own: the first that ask. Keys are few; a page must stay readable when they are not."""
+OTHER_CLIENTS, NO_CLIENT = "other", ""
+
 Sample = tuple[str, str, str, dict[str, str], float]
-"""``(kind, name, help, labels, value)``; kind is "gauge" or "counter"; the name without the common prefix."""
+"""`(kind, name, help, labels, value)`; kind is "gauge" or "counter"; the name without the common prefix."""
 
 
 class Metrics:
     """The picker's metrics. Each attribute is documented by its help text.
 
-    State that has an owner elsewhere (tree, publishers, EDS) is read when somebody looks: see :meth:`observe`.
+    State that has an owner elsewhere (tree, publishers, EDS) is read when somebody looks: see `observe`.
     """
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry(auto_describe=False)
         self._decided: dict[str, Counter] = {}
         self._ended: dict[str, Counter] = {}
+        self._asked: dict[str, Counter] = {}
+        self._computed: dict[str, Counter] = {}
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"treeline_epp_{name}", text, labels, registry=registry)
@@ -42,8 +48,8 @@ class Metrics:
         self.decisions = counter("decisions", "Requests given a destination, by endpoint.", "endpoint")
         self.refusals = counter("refusals", "Requests answered by the picker itself, by error code.", "code")
         self.outcomes = counter("outcomes", "How routed requests ended, as seen by the picker.", "outcome")
-        self.elsewhere = counter(
-            "served_elsewhere",
+        self.served_by_other = counter(
+            "served_by_other",
             "Responses from another endpoint than the picked one: from the fallback list, or from any other.",
             "by",
         )
@@ -58,8 +64,20 @@ class Metrics:
             "reported_prompt_tokens", "Prompt tokens that runtimes reported."
         )
         self.rewritten = counter("rewritten", "Requests sent on under another model name.")
+        self.salted = counter("salted", "Requests whose body was given the salt of its client.")
+        self.client_requests = counter(
+            "client_requests",
+            f"Requests by client of the edge, the first {MOST_CLIENTS} by name; empty without API keys.",
+            "client",
+        )
+        self.client_prompt_tokens = counter(
+            "client_prompt_tokens", "Prompt tokens that runtimes reported, by client as above.", "client"
+        )
+        self.bounded_prompts = counter(
+            "bounded_prompts", "Requests routed by the beginning of their prompt, for its length."
+        )
         self.protocol_errors = counter("protocol_errors", "ext_proc streams that broke the protocol.")
-        self.defects = counter("defects", "Requests on which the picker itself failed.")
+        self.internal_errors = counter("internal_errors", "Requests on which the picker itself failed.")
         self.pick_seconds = Histogram(
             "treeline_epp_pick_seconds",
             "Time to parse a request, match its prefix and choose an endpoint.",
@@ -80,6 +98,20 @@ class Metrics:
     def decided(self, endpoint: str) -> None:
         """A request was given this endpoint."""
         _child(self._decided, self.decisions, endpoint).inc()
+
+    def asked(self, client: str | None) -> None:
+        """A client sent a request."""
+        _child(self._asked, self.client_requests, self._client(client)).inc()
+
+    def computed(self, client: str | None, prompt_tokens: int) -> None:
+        """A runtime reported a prompt of this client."""
+        _child(self._computed, self.client_prompt_tokens, self._client(client)).inc(prompt_tokens)
+
+    def _client(self, client: str | None) -> str:
+        if client is None:
+            return NO_CLIENT
+        known = self._asked.keys() - {NO_CLIENT, OTHER_CLIENTS} if client not in self._asked else ()
+        return client if len(known) < MOST_CLIENTS else OTHER_CLIENTS
 
     def forget(self, endpoint: str) -> None:
         """The endpoint has gone for good; pods come and go under new names, and labels must not pile up."""

@@ -10,9 +10,9 @@ from treeline_operator.world import Ref
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Server-side apply of ``object`` with our field manager, forced. Only fields that we own are in it.
+    """Server-side apply of `object` with our field manager, forced. Only fields that we own are in it.
 
-    ``drift`` are the paths that somebody else changed under us, empty where the intent itself is new.
+    `drift` are the paths that somebody else changed under us, empty where the intent itself is new.
     """
 
     object: dict[str, Any]
@@ -29,7 +29,7 @@ class Apply:
 class CreateKeys:
     """Create the Secret with a fresh CURVE key pair; that it exists already is success. It is never read.
 
-    ``object`` is the Secret without data.
+    `object` is the Secret without data.
     """
 
     object: dict[str, Any]
@@ -43,7 +43,7 @@ class CreateKeys:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Set ``spec.replicas`` of a Deployment whose template is not to be touched."""
+    """Set `spec.replicas` of a Deployment whose template is not to be touched."""
 
     ref: Ref
     uid: str
@@ -55,8 +55,8 @@ class Scale:
 class Mark:
     """Server-side apply of labels and annotations of exactly this pod, and of nothing else.
 
-    What we marked before and leave out now is removed. ``step`` says where on its way out the pod is then: it begins to
-    drain, it may go, or it serves again. ``in_flight`` are the requests that it has, where that is known; ``cut_off``
+    What we marked before and leave out now is removed. `step` says where on its way out the pod is then: it begins to
+    drain, it may go, or it serves again. `in_flight` are the requests that it has, where that is known; `cut_off`
     tells that they were waited for in vain.
     """
 
@@ -79,7 +79,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Delete exactly this object: ``uid`` is a precondition."""
+    """Delete exactly this object: `uid` is a precondition."""
 
     ref: Ref
     uid: str
@@ -93,8 +93,8 @@ Action = Apply | CreateKeys | Scale | Mark | Delete
 class Plan:
     """The actions of one unit, in the order in which they are to be done.
 
-    ``recheck_s`` asks for another look after so many seconds, where time itself is a reason (a grace period).
-    ``notes`` explain decisions that led to no action, for ``operate plan --explain``.
+    `recheck_s` asks for another look after so many seconds, where time itself is a reason (a grace period).
+    `notes` explain decisions that led to no action, for `operate plan --explain`.
     """
 
     actions: tuple[Action, ...] = ()

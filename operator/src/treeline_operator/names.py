@@ -28,6 +28,8 @@ DELETION_COST: Final = "controller.kubernetes.io/pod-deletion-cost"
 """Of pods that are equally ready a ReplicaSet gives up those with the lowest cost first."""
 LOWEST_COST: Final = "-2147483648"
 
+PICKER_ADMIN_PORT: Final = "admin"
+"""Name of the port on which a picker's pod serves its probes and its list of endpoints."""
 MAX_NAME: Final = 40
 """The longest name of a pool or gateway: derived names with their suffixes fit 63."""
 

@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from treeline_operator.controller.logs import LEVELS, set_up
-from treeline_operator.flags import add_images, add_surroundings, api_server_ports_of, images_of, port
+from treeline_wire.logs import LEVELS, set_up
+
+from treeline_operator.settings import add_flags, port, values
+from treeline_operator.world import Images, Platform
 
 log = logging.getLogger("treeline_operator")
 
@@ -54,8 +56,25 @@ def parser() -> argparse.ArgumentParser:
     )
     scope.add_argument("--kubeconfig", type=Path, help="connect by this file")
     scope.add_argument("--context", help="the context of the kubeconfig, instead of its current one")
-    add_surroundings(scope)
-    lead = p.add_argument_group("leader election")
+    add_flags(scope, Platform)
+    _add_leader_election(p.add_argument_group("leader election"))
+    pages = p.add_argument_group("pages")
+    pages.add_argument("--host", default="127.0.0.1", help="address of both ports (default: %(default)s)")
+    pages.add_argument(
+        "--health-port", type=_listening, default=8081, metavar="P", help="/healthz and /readyz (%(default)s)"
+    )
+    pages.add_argument(
+        "--metrics-port", type=_listening, default=9090, metavar="P", help="/metrics (%(default)s)"
+    )
+    add_flags(p.add_argument_group("images, where a pool names none"), Images)
+    _add_work(p.add_argument_group("work"))
+    out = p.add_argument_group("logs")
+    out.add_argument("--log-level", choices=LEVELS, default="info", help="default: %(default)s")
+    out.add_argument("--log-format", choices=("json", "text"), default="json", help="default: %(default)s")
+    return p
+
+
+def _add_leader_election(lead: argparse._ArgumentGroup) -> None:
     lead.add_argument(
         "--leader-elect",
         action=argparse.BooleanOptionalAction,
@@ -75,16 +94,9 @@ def parser() -> argparse.ArgumentParser:
             metavar="S",
             help=f"{text} (%(default)g)",
         )
-    pages = p.add_argument_group("pages")
-    pages.add_argument("--host", default="0.0.0.0", help="address of both ports (default: %(default)s)")
-    pages.add_argument(
-        "--health-port", type=_listening, default=8081, metavar="P", help="/healthz and /readyz (%(default)s)"
-    )
-    pages.add_argument(
-        "--metrics-port", type=_listening, default=9090, metavar="P", help="/metrics (%(default)s)"
-    )
-    add_images(p)
-    work = p.add_argument_group("work")
+
+
+def _add_work(work: argparse._ArgumentGroup) -> None:
     work.add_argument(
         "--resync-seconds",
         type=_seconds,
@@ -101,50 +113,54 @@ def parser() -> argparse.ArgumentParser:
         default=True,
         help="ask the pickers which pods they list; without it pools are Ready without that proof (default: yes)",
     )
-    out = p.add_argument_group("logs")
-    out.add_argument("--log-level", choices=LEVELS, default="info", help="default: %(default)s")
-    out.add_argument("--log-format", choices=("json", "text"), default="json", help="default: %(default)s")
-    return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the operator or one of its subcommands; the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["plan"]:
-        from treeline_operator.offline import main as plan
+        from treeline_operator.plan_command import main as plan
 
         return plan(argv[1:])
     given = parser().parse_args(argv)
-    set_up(given.log_level, given.log_format)
+    set_up(given.log_level, "treeline_operator", "treeline_kube", form=given.log_format)
     return asyncio.run(_serve(given))
 
 
 async def _serve(given: argparse.Namespace) -> int:
+    from treeline_kube.errors import KubeError
+
     from treeline_operator.controller.health import PortInUse
+    from treeline_operator.controller.lease import LeaseTiming, identity_of
     from treeline_operator.controller.run import Options, operate
-    from treeline_operator.kube.errors import KubeError
-    from treeline_operator.kube.lease import Terms
 
     try:
-        terms = Terms(given.lease_duration_seconds, given.lease_renew_seconds, given.lease_retry_seconds)
+        lease = LeaseTiming(
+            given.lease_duration_seconds, given.lease_renew_seconds, given.lease_retry_seconds
+        )
     except ValueError as exc:
         log.error("%s", exc)
         return 2
+    platform = Platform(**values(Platform, given))
+    identity, pod = identity_of(os.environ, socket.gethostname(), uuid.uuid4().hex[:8])
     options = Options(
-        identity=f"{os.environ.get('POD_NAME') or socket.gethostname()}_{uuid.uuid4().hex[:8]}",
+        identity=identity,
+        pod=pod,
         namespaces=tuple(dict.fromkeys(given.namespace)),
         leader_elect=given.leader_elect,
         lease_name=given.lease_name,
-        lease_namespace=given.lease_namespace,
-        terms=terms,
+        lease_namespace=platform.operator_namespace,
+        lease=lease,
         host=given.host,
         health_port=given.health_port,
         metrics_port=given.metrics_port,
-        images=images_of(given),
+        images=Images(**values(Images, given)),
         resync_s=given.resync_seconds,
         workers=given.workers,
-        cluster_domain=given.cluster_domain,
-        api_server_ports=api_server_ports_of(given),
+        cluster_domain=platform.cluster_domain,
+        api_server_ports=platform.api_server_ports,
+        metrics_from=platform.metrics_from,
+        scrape_api_ports=platform.scrape_api_ports,
         picker_probe=given.picker_probe,
         kubeconfig=given.kubeconfig,
         context=given.context,

@@ -1,37 +1,23 @@
-"""What the operator may do in a cluster: each right by feature, with its reason; the chart's Roles are made from it.
+"""What a picker may see of its namespace: the rights that the operator grants to each picker's ServiceAccount.
 
-``python -m treeline_operator.rbac`` writes ``charts/treeline/files/rbac.yaml``, which the chart renders. Two places:
-what is done in every watched namespace (``WATCHED``), and what is done in the operator's own (``OWN``). No right to
-read Secrets is declared, and none may be: tokens and keys are mounted by reference.
+The operator's own rights are declared in `tools/treeline_tools/rbac.py`, from which the chart's Roles are made. It must
+hold all of these too: nobody may grant more than he has.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 WATCH: Final = ("list", "watch")
-APPLY: Final = ("create", "patch")
-"""Server-side apply is a PATCH; where that makes the object (answer 201) the API server asks for ``create`` too."""
-ON_CONFLICT: Final = "get"
-"""Used after a write alone that found another state than was observed; the only verb whose absence seldom shows."""
-LASTING: Final = (ON_CONFLICT, *WATCH, *APPLY)
-"""A kind of which the operator makes objects and looks after them; they go with their owner alone."""
-CHILD: Final = (*LASTING, "delete")
-"""A kind of which it also removes objects, while their owner stays."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One right: verbs on resources of one API group, and why the operator asks for it.
+    """One right: verbs on resources of one API group, and why it is asked for.
 
-    ``names`` bounds it to objects of these names (verbs that name no object, such as ``create``, cannot be bounded).
-    ``asked`` is False for a right that no request uses by itself: the API server looks for it while it admits another.
+    `names` bounds it to objects of these names (verbs that name no object, such as `create`, cannot be bounded).
+    `asked` is False for a right that no request uses by itself: the API server looks for it while it admits another.
     """
 
     group: str
@@ -43,205 +29,17 @@ class Need:
 
     def rule(self) -> dict[str, Any]:
         """The rule of a Role that grants exactly this."""
-        rule: dict[str, Any] = {
-            "apiGroups": [self.group],
-            "resources": list(self.resources),
-            "verbs": list(self.verbs),
-        }
-        if self.names:
-            rule["resourceNames"] = list(self.names)
-        return rule
+        rule = {"apiGroups": [self.group], "resources": list(self.resources), "verbs": list(self.verbs)}
+        return rule | {"resourceNames": list(self.names)} if self.names else rule
 
     def covers(self, group: str, resource: str, verb: str) -> bool:
         """Whether this right allows that request, names aside."""
         return group == self.group and resource in self.resources and verb in self.verbs
 
 
-@dataclass(frozen=True, slots=True)
-class Feature:
-    """Rights that are used together.
-
-    ``value`` is the key under ``rbac`` in the chart's values that grants them, empty for what must be granted.
-    """
-
-    name: str
-    needs: tuple[Need, ...]
-    value: str = ""
-
-
 PICKER: Final = (
     Need("", ("pods",), WATCH, "the endpoints of its pools"),
     Need("treeline.dev", ("inferencepools", "inferencemodels"), WATCH, "pools and models that it serves"),
 )
-"""What the Role of an endpoint picker grants. The operator must hold all of it: nobody may grant more than he has.
-
-A picker of ours is told a gateway's name (``--gateway``), also behind a Gateway, and then asks for nothing else.
-Whoever runs one for an upstream InferencePool (``--pool-name``) gives it the rights to that kind himself.
-"""
-
-WATCHED: Final = (
-    Feature(
-        "resources",
-        (
-            Need("treeline.dev", ("inferencepools", "inferencemodels"), WATCH, "what users ask for"),
-            Need(
-                "treeline.dev",
-                ("inferencepools/status", "inferencemodels/status"),
-                ("patch",),
-                "what came of it",
-            ),
-        ),
-    ),
-    Feature(
-        "workloads",
-        (
-            Need("apps", ("deployments",), CHILD, "runtimes, pickers and Envoys"),
-            Need("", ("pods",), WATCH, "readiness and the causes of its absence"),
-            Need(
-                "",
-                ("pods",),
-                ("patch",),
-                "which pods are to go: out of the rotation first, then first of all",
-            ),
-            Need("", ("pods/log",), ("get",), "the last line of a crash, the progress of a download"),
-            Need("", ("services",), CHILD, "one URL a gateway, and the picker's address"),
-            Need("", ("serviceaccounts",), CHILD, "an identity for each picker and Envoy"),
-            Need("", ("configmaps",), CHILD, "Envoy's configuration, the gateway's anchor"),
-            Need("", ("secrets",), ("create",), "a key pair for KV sockets; no Secret is ever read"),
-        ),
-    ),
-    Feature(
-        "model-cache",
-        (
-            Need(
-                "",
-                ("persistentvolumeclaims",),
-                LASTING,
-                "the weights; never deleted by the operator",
-            ),
-        ),
-    ),
-    Feature(
-        "picker-role",
-        (
-            Need("rbac.authorization.k8s.io", ("roles", "rolebindings"), LASTING, "what a picker may see"),
-            *(
-                Need(need.group, need.resources, need.verbs, f"granted to pickers: {need.why}", asked=False)
-                for need in PICKER
-            ),
-        ),
-    ),
-    Feature(
-        "ownership",
-        (
-            Need(
-                "treeline.dev",
-                ("inferencepools/finalizers",),
-                ("update",),
-                "ownerReferences that block their owner's deletion, on API servers that check who may write them",
-                asked=False,
-            ),
-        ),
-    ),
-    Feature("disruption", (Need("policy", ("poddisruptionbudgets",), CHILD, "evictions one at a time"),)),
-    Feature(
-        "network",
-        (Need("networking.k8s.io", ("networkpolicies",), CHILD, "default deny, and the paths of requests"),),
-    ),
-    Feature(
-        "events",
-        (
-            Need(
-                "",
-                ("events",),
-                ("create", "list"),
-                "what the operator did and saw; while a pool is not Ready, what others saw of its pods",
-            ),
-        ),
-    ),
-    Feature("hpa", (Need("autoscaling", ("horizontalpodautoscalers",), CHILD, "autoscaling.type HPA"),)),
-    Feature("keda", (Need("keda.sh", ("scaledobjects",), CHILD, "autoscaling.type KEDA"),), value="keda"),
-    Feature(
-        "gateway-api",
-        (
-            Need("gateway.networking.k8s.io", ("httproutes",), CHILD, "gateway.parentRefs"),
-            Need("inference.networking.k8s.io", ("inferencepools",), CHILD, "what a route leads to"),
-        ),
-        value="gatewayApi",
-    ),
-    Feature(
-        "prometheus",
-        (Need("monitoring.coreos.com", ("podmonitors",), LASTING, "metrics of a pool's pods"),),
-        value="prometheus",
-    ),
-)
-"""What is done in the namespaces whose pools the operator looks after."""
-
-LEASE: Final = "LEASE"
-"""Stands for the name of the operator's Lease, which the chart fills in."""
-
-OWN: Final = (
-    Feature(
-        "leader-election",
-        (
-            Need("coordination.k8s.io", ("leases",), ("create",), "one of the replicas acts"),
-            Need("coordination.k8s.io", ("leases",), ("get", "update"), "the same", names=(LEASE,)),
-        ),
-    ),
-)
-"""What is done in the operator's own namespace."""
-
-
-def granted(features: Iterable[Feature]) -> set[tuple[str, str, str]]:
-    """Every (API group, resource, verb) that these features are granted."""
-    return {
-        (need.group, resource, verb)
-        for feature in features
-        for need in feature.needs
-        for resource in need.resources
-        for verb in need.verbs
-    }
-
-
-def feature_of(group: str, resource: str, verb: str) -> list[str]:
-    """The names of the features that a request belongs to; none means that nothing declares it."""
-    return [
-        feature.name
-        for feature in (*WATCHED, *OWN)
-        if any(need.asked and need.covers(group, resource, verb) for need in feature.needs)
-    ]
-
-
-def _rules(features: tuple[Feature, ...]) -> list[dict[str, Any]]:
-    """One entry a feature. What a feature that is always on grants already is not repeated by a later one."""
-    entries: list[dict[str, Any]] = []
-    held: set[tuple[str, str, str]] = set()
-    for feature in features:
-        needs = [need for need in feature.needs if need.names or not granted([Feature("", (need,))]) <= held]
-        entry: dict[str, Any] = {"feature": feature.name}
-        if feature.value:
-            entry["value"] = feature.value
-        else:
-            held |= granted([feature])
-        entries.append({**entry, "rules": [need.rule() for need in needs]})
-    return entries
-
-
-def chart_file() -> str:
-    """The text of ``charts/treeline/files/rbac.yaml``."""
-    head = "# Generated by `python -m treeline_operator.rbac` from the operator's declared needs; not to be edited.\n"
-    body = {"watched": _rules(WATCHED), "own": _rules(OWN)}
-    return head + yaml.safe_dump(body, sort_keys=False, default_flow_style=None, width=120)
-
-
-def main() -> int:
-    """Write the chart's file; the argument is its path, by default that of this checkout."""
-    default = Path(__file__).resolve().parents[3] / "charts" / "treeline" / "files" / "rbac.yaml"
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else default
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(chart_file())
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+"""A picker of ours is told a gateway's name (`--gateway`), also behind a Gateway, and then asks for nothing else.
+Whoever runs one for an upstream InferencePool (`--pool-name`) gives it the rights to that kind himself."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
+from treeline_kube.resources import Ref as Ref
+
+from treeline_operator.settings import peers, port, setting
 
 if TYPE_CHECKING:
     from treeline_operator.api.model import InferenceModel
     from treeline_operator.api.pool import InferencePool
 
-TEMPLATE_VERSION = 1
+TEMPLATE_VERSION = 2
 """The version of the pod template generator. Raise it with every change to what it renders for unchanged inputs."""
 
 
@@ -24,17 +29,8 @@ class Key(NamedTuple):
     name: str = ""
 
 
-class Ref(NamedTuple):
-    """An object's address. ``api_version`` is ``group/version``, or ``v1`` for the core group."""
-
-    api_version: str
-    kind: str
-    namespace: str
-    name: str
-
-
 class Observed(msgspec.Struct, frozen=True):
-    """An object as the API server has it, without ``managedFields``.
+    """An object as the API server has it, without `managedFields`.
 
     The body stays encoded: thousands of them are held in memory, few are looked at.
     """
@@ -63,30 +59,85 @@ class Observed(msgspec.Struct, frozen=True):
 class Images:
     """The images that are used where a pool names none."""
 
-    runtime: str = "treeline-runtime:cpu"
-    runtime_cuda: str = "treeline-runtime:cuda"
-    epp: str = "treeline-epp:latest"
-    edge: str = "treeline-edge:latest"
-    pull_policy: str = "IfNotPresent"
-    pull_secrets: tuple[str, ...] = ()
-    """Secrets with the registries' credentials, in the namespace of each pod. A pool's template may name others."""
+    runtime: str = setting(
+        "treeline-runtime:cpu", "--image-runtime", "on CPUs (%(default)s)", metavar="IMAGE"
+    )
+    runtime_cuda: str = setting(
+        "treeline-runtime:cuda", "--image-runtime-cuda", "on NVIDIA devices (%(default)s)", metavar="IMAGE"
+    )
+    epp: str = setting("treeline-epp:latest", "--image-epp", "the picker (%(default)s)", metavar="IMAGE")
+    edge: str = setting("treeline-edge:latest", "--image-edge", "Envoy (%(default)s)", metavar="IMAGE")
+    pull_policy: str = setting(
+        "IfNotPresent",
+        "--image-pull-policy",
+        "default: %(default)s",
+        choices=("Always", "IfNotPresent", "Never"),
+    )
+    pull_secrets: tuple[str, ...] = setting(
+        (),
+        "--image-pull-secret",
+        "Secret with a registry's credentials, in the namespace of each pool; may be repeated",
+        metavar="NAME",
+        action="append",
+    )
+    """A pool's template may name others."""
+
+
+PROMETHEUS: tuple[dict[str, Any], ...] = (
+    {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}},
+        "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
+    },
+)
+"""Who reads metrics unless told otherwise, as peers of a NetworkPolicy. Not "such a pod in any namespace": whoever may
+start pods anywhere could call one of them prometheus; names of namespaces are given by who runs the cluster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Platform:
     """What holds for the whole operator: its settings, and what the cluster offers.
 
-    ``apis`` are the optional kinds that discovery found, each ``group/version/Kind`` (see ``kube.discovery``).
-    ``picker_probe`` says whether pickers are asked for their lists.
-    ``api_server_ports`` are those of its Service and its own: NetworkPolicies let pickers out to them.
-    ``operator_namespace`` and ``operator_labels`` let NetworkPolicies admit the operator to the picker's status page.
+    `apis` are the optional kinds that discovery found, each `group/version/Kind` (see `controller/kinds.py`).
+    `picker_probe` says whether pickers are asked for their lists.
+    `operator_namespace` and `operator_labels` let NetworkPolicies admit the operator to the picker's admin page.
     """
 
     images: Images = Images()
     apis: frozenset[str] = frozenset()
-    cluster_domain: str = "cluster.local"
-    api_server_ports: tuple[int, ...] = (443, 6443)
-    operator_namespace: str = "treeline-system"
+    operator_namespace: str = setting(
+        "treeline-system",
+        "--lease-namespace",
+        "the operator's own namespace (default: $POD_NAMESPACE, else treeline-system)",
+        metavar="NS",
+        env="POD_NAMESPACE",
+    )
+    cluster_domain: str = setting(
+        "cluster.local", "--cluster-domain", "of the cluster's DNS (default: %(default)s)", metavar="DOMAIN"
+    )
+    api_server_ports: tuple[int, ...] = setting(
+        (443, 6443),
+        "--api-server-port",
+        "on which pods reach the API server, its Service's port and its own: NetworkPolicies let pickers out to them; "
+        "may be repeated (default: 443 and 6443)",
+        metavar="P",
+        type=port,
+        action="append",
+    )
+    metrics_from: tuple[dict[str, Any], ...] = setting(
+        PROMETHEUS,
+        "--metrics-from",
+        "who may read metrics of pods, pickers and Envoys: a list of NetworkPolicy peers, [] for nobody (default: "
+        f"{json.dumps(PROMETHEUS)})",
+        metavar="JSON",
+        type=peers,
+    )
+    scrape_api_ports: bool = setting(
+        False,
+        "--scrape-api-ports",
+        "let those also to the API ports of vllm, sglang and custom engines, which serve metrics there and all else "
+        "with them (default: no)",
+        action=argparse.BooleanOptionalAction,
+    )
     operator_labels: tuple[tuple[str, str], ...] = (("app.kubernetes.io/name", "treeline-operator"),)
     template_version: int = TEMPLATE_VERSION
     picker_probe: bool = True
@@ -94,10 +145,10 @@ class Platform:
 
 @dataclass(frozen=True, slots=True)
 class PickerEndpoint:
-    """One endpoint as the picker lists it; ``name`` is the pod's name.
+    """One endpoint as the picker lists it; `name` is the pod's name.
 
-    ``in_flight`` are the requests that it has or is about to get, None where that is not known. It is 0 only where all
-    pickers of the gateway say so, and agree on whether the pod drains. ``cached_tokens`` is what its cache holds.
+    `in_flight` are the requests that it has or is about to get, None where that is not known. It is 0 only where all
+    pickers of the gateway say so, and agree on whether the pod drains. `cached_tokens` is what its cache holds.
     """
 
     name: str
@@ -112,7 +163,7 @@ class PickerEndpoint:
 class PickerView:
     """What a picker says of itself: pool name → its endpoints, pool name → the models it serves.
 
-    It was so ``at`` that moment, by the operator's clock, or later.
+    It was so `at` that moment, by the operator's clock, or later.
     """
 
     synced: bool
@@ -125,7 +176,7 @@ class PickerView:
 class GatewayWorld:
     """A gateway name of a namespace, all pools that share it (oldest first), and what exists of it.
 
-    ``children`` carry the gateway's label and no pool's; ``pods`` are those of the picker and of Envoy. ``unreadable``
+    `children` carry the gateway's label and no pool's; `pods` are those of the picker and of Envoy. `unreadable`
     are pools that name the gateway and do not fit our types (written under a newer CRD): they still hold it.
     """
 
@@ -143,10 +194,11 @@ class GatewayWorld:
 class PoolWorld:
     """A pool and all that its plan and its status depend on.
 
-    ``children`` carry the pool's label, ``pods`` are its runtime pods. ``gateway`` is the gateway that it shares, as
-    seen by the gateway's own plan. ``picker`` is None while nothing is known of the picker's list, and then
-    ``picker_silent_since`` is when that was found. ``models`` are the namespace's InferenceModels, ``events`` Warning
-    events of its pods and replica sets (reason and message are read).
+    `children` carry the pool's label, `pods` are its runtime pods. `gateway` is the gateway that it shares, as
+    seen by the gateway's own plan. `picker` is None while nothing is known of the picker's list, and then
+    `picker_silent_since` is when that was found. `models` are the namespace's InferenceModels, `events` Warning
+    events of its pods and replica sets (reason and message are read). `parents` are those of its Gateways that may be
+    read.
     """
 
     pool: InferencePool
@@ -158,4 +210,5 @@ class PoolWorld:
     platform: Platform
     now: datetime
     events: tuple[Observed, ...] = ()
+    parents: tuple[Observed, ...] = ()
     picker_silent_since: datetime | None = None

@@ -1,20 +1,25 @@
-"""`treeline serve`: its arguments, what they mean, and how they are read."""
+"""`treeline serve`: its arguments, and how they are read. What they mean is said once, in the fields."""
 
 from __future__ import annotations
 
 import argparse
-import os
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
 
 from treeline_wire import ports
+from treeline_wire.security import KeyFileError, read_secret
+
+from treeline_runtime.config import SchedulerConfig
+from treeline_runtime.settings import SECONDS, add_flags, from_environment, setting, shown
 
 EPILOG = """\
 examples:
   treeline serve --model ./models/tiny                       a checkpoint on this disk, http://127.0.0.1:8000
   treeline serve --model Qwen/Qwen3-0.6B --port 9000         downloaded from the Hugging Face Hub (HF_TOKEN if gated)
-  treeline serve --model ./m --port 8001 --no-events         a second server on this machine, nothing published
+  treeline serve --model ./m --port 8001 --no-events --metrics-port off --admin-port off
+                                                             a second server on this machine, inference alone
   treeline serve --model ./m --host 0.0.0.0 --curve-dir /keys   in a pod: events encrypted, open to the endpoint picker
 
 try it:
@@ -26,55 +31,211 @@ Logs go to standard error. Exit status: 0 stopped as asked, 1 something failed, 
 """
 
 
-@dataclass(frozen=True)
-class ServerArgs:
+GROUPS = {
+    "serving": "serving",
+    "surfaces": "metrics and administration, each on a port of its own",
+    "engine": "engine and memory",
+    "scheduling": "scheduling",
+    "publishing": "KV events and load, for a prefix-aware router",
+    "lifetime": "life and death",
+}
+"""Of `--help`, in order: name → title."""
+
+
+def _origin(text: str) -> str:
+    if text == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9.\[\]:-]+", text):
+        return text
+    raise argparse.ArgumentTypeError(f"expected '*' or scheme://host[:port] without a path, got {text!r}")
+
+
+def _port(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and at most 65535, got {value}")
+    return value
+
+
+def _port_or_off(text: str) -> int | None:
+    return None if text == "off" else _port(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerArgs(SchedulerConfig):
     """Everything `treeline serve` was told. None = decided from the checkpoint or the machine."""
 
-    model: str
-    served_model_name: str | None = None
-    revision: str | None = None
-    host: str = "127.0.0.1"
-    port: int = ports.RUNTIME_HTTP
-    api_key: str | None = None
-    sampling_defaults: str = "model"
-    enable_debug_endpoints: bool = False
+    served_model_name: str | None = setting(
+        None,
+        group="serving",
+        metavar="NAME",
+        help="the name requests use (default: the folder's or the Hub id)",
+    )
+    revision: str | None = setting(
+        None, group="serving", metavar="REV", help="branch, tag or commit on the Hub"
+    )
+    host: str = setting(
+        "127.0.0.1",
+        group="serving",
+        help="address to listen on (default: %(default)s; 0.0.0.0 = every interface)",
+    )
+    port: int = setting(
+        ports.RUNTIME_HTTP,
+        group="serving",
+        parse=_port,
+        help="HTTP port (default: %(default)s; 0 = any free one)",
+    )
+    api_key: str | None = setting(
+        None,
+        group="serving",
+        metavar="KEY",
+        env="TREELINE_API_KEY",
+        secret=True,
+        help="demand 'Authorization: Bearer KEY' (probes and information stay open); better TREELINE_API_KEY in the "
+        "environment, since everyone on the machine sees the list of processes",
+    )
+    sampling_defaults: Literal["model", "openai"] = setting(
+        "model",
+        group="serving",
+        help="where unset sampling values come from: the checkpoint's generation_config.json, or OpenAI's defaults "
+        "(default: %(default)s)",
+    )
+    enable_debug_endpoints: bool = setting(
+        False,
+        group="surfaces",
+        help="serve /debug/radix on the admin port: it shows the prompts in the cache",
+    )
+    cors_allow_origin: tuple[str, ...] = setting(
+        (),
+        group="serving",
+        metavar="ORIGIN",
+        parse=_origin,
+        help="let pages of this origin, e.g. https://chat.example.org, call the API from a browser; repeatable, "
+        "'*' = any (default: none)",
+    )
+    max_bytes_in_flight: int = setting(
+        512 << 20,
+        group="serving",
+        metavar="BYTES",
+        at_least=1 << 20,
+        help="memory for large bodies and prompts of all requests together; beyond it 503 (default: %(default)s)",
+    )
 
-    dtype: str = "auto"
-    device: str = "auto"
-    load_format: str = "auto"
-    threads: int | None = None
-    context_length: int | None = None
-    page_size: int = 16
-    max_total_tokens: int | None = None
-    mem_fraction: float | None = None
-    max_running_requests: int | None = None
-    max_queued_requests: int | None = None
-    chunked_prefill_size: int | None = None
-    schedule_policy: str = "fcfs"
-    eviction_policy: str = "lru"
+    metrics_host: str = setting(
+        "127.0.0.1",
+        group="surfaces",
+        metavar="HOST",
+        help="address of /metrics, which needs no key (default: %(default)s)",
+    )
+    metrics_port: int | None = setting(
+        ports.RUNTIME_METRICS,
+        group="surfaces",
+        metavar="PORT",
+        parse=_port_or_off,
+        help="port of /metrics (default: %(default)s; 0 = any free one; off = none)",
+    )
+    admin_host: str = setting(
+        "127.0.0.1",
+        group="surfaces",
+        metavar="HOST",
+        help="address of administration (/flush_cache, /abort_request, /debug/radix); any but loopback needs a key "
+        "(default: %(default)s)",
+    )
+    admin_port: int | None = setting(
+        ports.RUNTIME_ADMIN,
+        group="surfaces",
+        metavar="PORT",
+        parse=_port_or_off,
+        help="port of administration (default: %(default)s; 0 = any free one; off = none)",
+    )
+    admin_key: str | None = setting(
+        None,
+        group="surfaces",
+        metavar="KEY",
+        env="TREELINE_ADMIN_KEY",
+        secret=True,
+        file_help="administration demands 'Authorization: Bearer KEY' with the key in this file, which must not be "
+        "open to everyone",
+        help="the same with the key itself, which everyone on the machine sees in the list of processes; better is "
+        "the file, or TREELINE_ADMIN_KEY in the environment",
+    )
 
-    no_events: bool = False
-    events_host: str | None = None
-    events_port: int = ports.EVENTS
-    replay_port: int = ports.REPLAY
-    load_port: int = ports.LOAD
-    curve_dir: str | None = None
-    allow_insecure_events: bool = False
+    no_events: bool = setting(False, group="publishing", help="publish nothing")
+    events_host: str | None = setting(
+        None,
+        group="publishing",
+        metavar="HOST",
+        help="address of the three sockets (default: loopback, or all with --curve-dir)",
+    )
+    events_port: int = setting(
+        ports.EVENTS,
+        group="publishing",
+        metavar="PORT",
+        parse=_port,
+        help="KV events, ZMQ PUB (default: %(default)s; 0 = any)",
+    )
+    replay_port: int = setting(
+        ports.REPLAY,
+        group="publishing",
+        metavar="PORT",
+        parse=_port,
+        help="replay and snapshot, ZMQ ROUTER (default: %(default)s)",
+    )
+    load_port: int = setting(
+        ports.LOAD,
+        group="publishing",
+        metavar="PORT",
+        parse=_port,
+        help="load reports, ZMQ PUB (default: %(default)s)",
+    )
+    curve_dir: str | None = setting(
+        None,
+        group="publishing",
+        metavar="DIR",
+        help="folder with the CURVE key pair; without it only loopback may be bound",
+    )
+    allow_insecure_events: bool = setting(
+        False,
+        group="publishing",
+        help="bind to the network without keys: everyone who can connect reads every cached prompt",
+    )
 
-    drain_timeout: float = 30.0
-    pre_stop: float = 0.0
-    start_timeout: float = 1800.0
-    watchdog_timeout: float = 300.0
-    log_level: str = "info"
+    pre_stop: float = setting(
+        0.0,
+        group="lifetime",
+        metavar=SECONDS,
+        at_least=0,
+        help="after SIGTERM, still accept for S seconds (default: 0)",
+    )
+    drain_timeout: float = setting(
+        30.0,
+        group="lifetime",
+        metavar=SECONDS,
+        at_least=0,
+        help="then finish requests for up to S seconds (default: 30)",
+    )
+    start_timeout: float = setting(
+        1800.0,
+        group="lifetime",
+        metavar=SECONDS,
+        at_least=0,
+        help="give up loading after S seconds (default: 1800)",
+    )
+    watchdog_timeout: float = setting(
+        300.0,
+        group="lifetime",
+        metavar=SECONDS,
+        at_least=0,
+        help="a process that has not moved for S seconds ends the server; 0 = never (default: 300)",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", group="lifetime", help="(default: %(default)s)"
+    )
 
     def public(self) -> dict[str, Any]:
         """The arguments as `/server_info` shows them: without secrets."""
-        shown = {field.name: getattr(self, field.name) for field in fields(self)}
-        shown["api_key"] = None if self.api_key is None else "(set)"
-        return shown
-
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+        return shown(self)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -82,43 +243,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\nTry '{self.prog} --help'.\n")
-
-
-def _int_from(low: int, high: int | None = None) -> Any:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
-        if value < low or (high is not None and value > high):
-            upper = "" if high is None else f" and at most {high}"
-            raise argparse.ArgumentTypeError(f"must be at least {low}{upper}, got {value}")
-        return value
-
-    return parse
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected seconds, got {text!r}") from None
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be 0 or more seconds, got {text}")
-    return value
-
-
-def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
-    return value
-
-
-PORT = _int_from(0, 65535)
 
 
 def build_parser(prog: str = "treeline serve") -> argparse.ArgumentParser:
@@ -129,217 +253,50 @@ def build_parser(prog: str = "treeline serve") -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _add_serving(parser.add_argument_group("serving"))
-    _add_engine(parser.add_argument_group("engine and memory"))
-    _add_scheduling(parser.add_argument_group("scheduling"))
-    _add_publishing(parser.add_argument_group("KV events and load, for a prefix-aware router"))
-    _add_lifetime(parser.add_argument_group("life and death"))
+    add_flags(parser, ServerArgs, GROUPS)
     return parser
-
-
-def _add_serving(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--model",
-        required=True,
-        metavar="PATH_OR_HF_ID",
-        help="a checkpoint folder, or org/name on the Hugging Face Hub",
-    )
-    add(
-        "--served-model-name",
-        metavar="NAME",
-        help="the name requests use (default: the folder's or the Hub id)",
-    )
-    add("--revision", metavar="REV", help="branch, tag or commit on the Hub")
-    add(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on (default: %(default)s; 0.0.0.0 = every interface)",
-    )
-    add(
-        "--port",
-        type=PORT,
-        default=ports.RUNTIME_HTTP,
-        help="HTTP port (default: %(default)s; 0 = any free one)",
-    )
-    add("--api-key", metavar="KEY", help="demand 'Authorization: Bearer KEY' (probes and metrics stay open)")
-    add(
-        "--sampling-defaults",
-        choices=("model", "openai"),
-        default="model",
-        help="where unset sampling values come from: the checkpoint's generation_config.json, or OpenAI's defaults "
-        "(default: %(default)s)",
-    )
-    add(
-        "--enable-debug-endpoints",
-        action="store_true",
-        help="serve /debug/radix: it shows the prompts in the cache",
-    )
-
-
-def _add_engine(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--dtype", choices=DTYPES, default="auto", help="(default: auto: float32 on CPU, bfloat16 on CUDA)")
-    add(
-        "--device",
-        default="auto",
-        metavar="DEVICE",
-        help="auto, cpu, cuda or cuda:N (default: what the machine has)",
-    )
-    add(
-        "--load-format",
-        choices=("auto", "dummy"),
-        default="auto",
-        help="dummy = random weights (default: auto)",
-    )
-    add("--threads", type=_int_from(1), metavar="N", help="CPU threads of the model (default: all cores)")
-    add(
-        "--context-length",
-        type=_int_from(8),
-        metavar="TOKENS",
-        help="prompt + output limit (default: the model's)",
-    )
-    add(
-        "--page-size",
-        type=_int_from(1),
-        default=16,
-        metavar="TOKENS",
-        help="cache page = event block (default: %(default)s)",
-    )
-    add(
-        "--max-total-tokens",
-        type=_int_from(16),
-        metavar="TOKENS",
-        help="size of the KV cache (default: from memory)",
-    )
-    add(
-        "--mem-fraction",
-        type=_fraction,
-        metavar="F",
-        help="share of free memory for the KV cache (default: auto)",
-    )
-
-
-def _add_scheduling(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--max-running-requests",
-        type=_int_from(1),
-        metavar="N",
-        help="requests computed at once (default: auto)",
-    )
-    add(
-        "--max-queued-requests",
-        type=_int_from(0),
-        metavar="N",
-        help="requests waiting before 503 (default: no limit)",
-    )
-    add(
-        "--chunked-prefill-size",
-        type=_int_from(1),
-        metavar="TOKENS",
-        help="prompt tokens per step (default: auto)",
-    )
-    add(
-        "--schedule-policy",
-        default="fcfs",
-        metavar="NAME",
-        help="order of the waiting queue, e.g. fcfs or lpm (default: fcfs)",
-    )
-    add(
-        "--eviction-policy",
-        default="lru",
-        metavar="NAME",
-        help="what the cache forgets first, e.g. lru or lfu (default: lru)",
-    )
-
-
-def _add_publishing(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--no-events", action="store_true", help="publish nothing")
-    add(
-        "--events-host",
-        metavar="HOST",
-        help="address of the three sockets (default: loopback, or all with --curve-dir)",
-    )
-    add(
-        "--events-port",
-        type=PORT,
-        default=ports.EVENTS,
-        help="KV events, ZMQ PUB (default: %(default)s; 0 = any)",
-    )
-    add(
-        "--replay-port",
-        type=PORT,
-        default=ports.REPLAY,
-        help="replay and snapshot, ZMQ ROUTER (default: %(default)s)",
-    )
-    add("--load-port", type=PORT, default=ports.LOAD, help="load reports, ZMQ PUB (default: %(default)s)")
-    add(
-        "--curve-dir",
-        metavar="DIR",
-        help="folder with the CURVE key pair; without it only loopback may be bound",
-    )
-    add(
-        "--allow-insecure-events",
-        action="store_true",
-        help="bind to the network without keys: everyone who can connect reads every cached prompt",
-    )
-
-
-def _add_lifetime(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--pre-stop",
-        type=_seconds,
-        default=0.0,
-        metavar="S",
-        help="after SIGTERM, still accept for S seconds (default: 0)",
-    )
-    add(
-        "--drain-timeout",
-        type=_seconds,
-        default=30.0,
-        metavar="S",
-        help="then finish requests for up to S seconds (default: 30)",
-    )
-    add(
-        "--start-timeout",
-        type=_seconds,
-        default=1800.0,
-        metavar="S",
-        help="give up loading after S seconds (default: 1800)",
-    )
-    add(
-        "--watchdog-timeout",
-        type=_seconds,
-        default=300.0,
-        metavar="S",
-        help="a process that has not moved for S seconds ends the server; 0 = never (default: 300)",
-    )
-    add(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default="info",
-        help="(default: %(default)s)",
-    )
 
 
 def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
     """Reads the command line. Exits with status 2 and one clear line on a wrong one."""
     parser = build_parser()
     values = vars(parser.parse_args(argv))
-    if values["api_key"] is None:
-        values["api_key"] = os.environ.get("TREELINE_API_KEY") or None
-    elif not values["api_key"]:
+    environment = from_environment(ServerArgs)
+    if values["api_key"] == "":
         parser.error("argument --api-key: must not be empty")
-    args = ServerArgs(**values)
+    admin_key = _admin_key(
+        parser, values.pop("admin_key"), values.pop("admin_key_file"), environment.pop("admin_key", None)
+    )
+    for name, value in environment.items():
+        if values[name] is None:
+            values[name] = value
+    values["cors_allow_origin"] = tuple(values["cors_allow_origin"])
+    args = ServerArgs(**values, admin_key=admin_key)
     _check_ports(parser, args)
     return args
 
 
+def _admin_key(
+    parser: argparse.ArgumentParser, key: str | None, file: str | None, environment: str | None
+) -> str | None:
+    """From the flag, the file or the environment. A key is one word of printable ASCII, as a header carries it."""
+    if key is not None and file is not None:
+        parser.error("argument --admin-key: not together with --admin-key-file")
+    flag = "argument --admin-key" if file is None else "argument --admin-key-file"
+    if file is not None:
+        try:
+            key = read_secret(file).decode("latin-1")
+        except KeyFileError as error:
+            parser.error(f"{flag}: {error}")
+    if key is None:
+        flag, key = "TREELINE_ADMIN_KEY", environment
+    if key is not None and not (key and all("!" <= character <= "~" for character in key)):
+        parser.error(f"{flag}: a key is one word of printable ASCII")
+    return key
+
+
 def _check_ports(parser: argparse.ArgumentParser, args: ServerArgs) -> None:
-    named = [("--port", args.port)]
+    named = [("--port", args.port), ("--metrics-port", args.metrics_port), ("--admin-port", args.admin_port)]
     if not args.no_events:
         named += [
             ("--events-port", args.events_port),
@@ -348,6 +305,8 @@ def _check_ports(parser: argparse.ArgumentParser, args: ServerArgs) -> None:
         ]
     seen: dict[int, str] = {}
     for flag, port in named:
-        if port and port in seen:
+        if not port:
+            continue  # off, or any free one
+        if port in seen:
             parser.error(f"argument {flag}: port {port} is also {seen[port]}'s")
         seen[port] = flag

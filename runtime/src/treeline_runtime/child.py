@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from treeline_runtime.args import ServerArgs
-from treeline_runtime.ipc import Addresses, Failed, Outbox
+from treeline_runtime.ipc import Addresses, Failed, Outbox, Process
 
 PR_SET_PDEATHSIG = 1
 
@@ -34,6 +34,8 @@ class ChildSpec(msgspec.Struct, frozen=True):
     addresses: Addresses
     model_dir: str
     epoch: int
+    rank: int = 0
+    """Of this process, among those of its kind."""
 
 
 class StartError(Exception):
@@ -51,11 +53,12 @@ def setup_logging(process: str, level: str) -> None:
     )
 
 
-def run_child(process: str, run: Callable[[ChildSpec, zmq.Context[zmq.Socket[bytes]]], None]) -> int:
-    """Runs `run` as the child `process`; returns the exit status (0 only when told to stop)."""
-    if process == "scheduler":
+def run_child(kind: str, run: Callable[[ChildSpec, zmq.Context[zmq.Socket[bytes]]], None]) -> int:
+    """Runs `run` as a child of this kind; returns the exit status (0 only when told to stop)."""
+    if kind == "scheduler":
         _die_with_parent()
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildSpec)
+    process = Process(kind, spec.rank).name
     setup_logging(process, spec.args.log_level)
     faulthandler.enable()  # the watchdog ends a stuck child with SIGABRT: then its stacks are in the log
     threading.Thread(target=_watch_parent, args=(spec.addresses,), name="lifeline", daemon=True).start()

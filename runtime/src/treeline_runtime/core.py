@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams, TokenLogprob
 
@@ -136,13 +136,28 @@ class Batch:
     """Whether a token is sampled after ends[i]: not before the last chunk of a prompt."""
 
     @property
+    def q_lens(self) -> list[int]:
+        """Tokens computed for each request."""
+        return [end - start for start, end in zip(self.starts, self.ends, strict=True)]
+
+    @property
     def num_tokens(self) -> int:
         return sum(self.ends) - sum(self.starts)
 
 
+class Adapters(Protocol):
+    """What the adapters (LoRA) of a step's sequences add to its projections."""
+
+    def delta(self, projection: str, x: torch.Tensor) -> torch.Tensor | None:
+        """x (tokens, inputs) → (tokens, outputs) to be added; None where no adapter of the step changes it.
+
+        `projection`: the name of its weights, without `.weight`; of several that are stacked, joined with `+`.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a model needs of the step besides its input: where to attend, and at which angles."""
+    """What a model needs of the step besides its input: where to attend, at which angles, and with which adapters."""
 
     attention: AttentionBackend
     plan: Any
@@ -150,3 +165,4 @@ class Context:
     cos: torch.Tensor
     """(tokens, 1, head_dim)"""
     sin: torch.Tensor
+    adapters: Adapters | None = None

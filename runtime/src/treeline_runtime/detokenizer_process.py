@@ -11,16 +11,18 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import zmq
 from tokenizers import Tokenizer
 
 from treeline_runtime.child import ChildSpec, run_child
-from treeline_runtime.ipc import HEARTBEAT_S, Inbox, Outbox, Pulse, Ready
+from treeline_runtime.ipc import HEARTBEAT_S, HeartbeatSender, Inbox, Outbox, Ready
 from treeline_runtime.messages import (
     BatchTextOut,
     BatchTokenOut,
     DetokenizeInit,
     FinishReason,
+    Logprobs,
     Reply,
     StopReq,
     TextLogprob,
@@ -30,11 +32,16 @@ from treeline_runtime.messages import (
     TokenOut,
     ToTokenizer,
     decode_to_detokenizer,
+    encode,
 )
 from treeline_runtime.tokens import IncrementalDetokenizer
 
 TOKEN_TEXTS = 65_536
 """Texts of single tokens that are remembered, for logprobs."""
+MESSAGE_SIZE = 256
+"""Outputs in one message to the HTTP process, and positions of a prompt whose log probabilities come together."""
+LOGPROB_BYTES = 4096
+"""Log probabilities that count as another output."""
 
 
 @dataclass(slots=True)
@@ -48,8 +55,8 @@ class _Request:
 
 
 @dataclass
-class Turn:
-    """What one turn produced."""
+class DetokenizerOutput:
+    """What the messages of one turn lead to."""
 
     to_http: list[ToTokenizer] = field(default_factory=list)
     to_scheduler: list[StopReq] = field(default_factory=list)
@@ -70,9 +77,9 @@ class DetokenizerCore:
     def open_requests(self) -> int:
         return len(self._requests) + len(self._early)
 
-    def take(self, messages: Iterable[ToDetokenizer]) -> Turn:
+    def take(self, messages: Iterable[ToDetokenizer]) -> DetokenizerOutput:
         """Handles what arrived, in order; texts of neighbouring batches leave as one."""
-        turn, texts = Turn(), list[TextOut]()
+        turn, texts = DetokenizerOutput(), _Texts()
         for message in messages:
             match message:
                 case DetokenizeInit():
@@ -83,22 +90,23 @@ class DetokenizerCore:
                     for out in message.outs:
                         self._push(out, texts, turn)
                 case Reply():
-                    if texts:
-                        turn.to_http.append(BatchTextOut(texts))
-                        texts = []
+                    turn.to_http += texts.batches()
+                    texts = _Texts()
                     turn.to_http.append(message)
-        if texts:
-            turn.to_http.append(BatchTextOut(texts))
+        turn.to_http += texts.batches()
         return turn
 
     def _request(self, init: DetokenizeInit) -> _Request:
         skip = init.skip_special_tokens
         text = IncrementalDetokenizer(
-            lambda ids: self._decode(ids, skip), stop=init.stop, no_stop_trim=init.no_stop_trim
+            lambda ids: self._decode(ids, skip),
+            stop=init.stop,
+            no_stop_trim=init.no_stop_trim,
+            min_tokens=init.min_new_tokens,
         )
         return _Request(init, text)
 
-    def _push(self, out: TokenOut, texts: list[TextOut], turn: Turn) -> None:
+    def _push(self, out: TokenOut, texts: _Texts, turn: DetokenizerOutput) -> None:
         request = self._requests.get(out.rid)
         if request is None:
             self._early.setdefault(out.rid, []).append(out)
@@ -114,7 +122,10 @@ class DetokenizerCore:
             if out.finish is None:
                 request.stopped = True
                 turn.to_scheduler.append(StopReq(out.rid, delta.matched))
-        texts.append(self._text_out(out, delta.text, finish, with_text=request.init.return_logprob_text))
+        with_text = request.init.return_logprob_text
+        for part in _parts(out):
+            texts.append(self._text_out(part, "", None, with_text=with_text))
+        texts.append(self._text_out(_rest(out), delta.text, finish, with_text=with_text))
 
     def _text_out(self, out: TokenOut, text: str, finish: FinishReason | None, *, with_text: bool) -> TextOut:
         return TextOut(
@@ -126,20 +137,72 @@ class DetokenizerCore:
             cached_tokens=out.cached_tokens,
             completion_tokens=out.completion_tokens,
             retractions=out.retractions,
-            output_token_logprobs=self._texts(out.output_token_logprobs, with_text),
-            output_top_logprobs=None
-            if out.output_top_logprobs is None
-            else [self._texts(one, with_text) or [] for one in out.output_top_logprobs],
-            input_token_logprobs=self._texts(out.input_token_logprobs, with_text),
-            input_top_logprobs=None
-            if out.input_top_logprobs is None
-            else [self._texts(one, with_text) for one in out.input_top_logprobs],
+            logprobs=self._logprobs(out, with_text),
         )
+
+    def _logprobs(self, out: TokenOut, with_text: bool) -> list[msgspec.Raw]:
+        if out.output_token_logprobs is None and out.input_token_logprobs is None:
+            return []
+        tops, input_tops = out.output_top_logprobs, out.input_top_logprobs
+        made = Logprobs(
+            self._texts(out.output_token_logprobs, with_text),
+            None if tops is None else [self._texts(one, with_text) or [] for one in tops],
+            self._texts(out.input_token_logprobs, with_text),
+            None if input_tops is None else [self._texts(one, with_text) for one in input_tops],
+        )
+        return [msgspec.Raw(encode(made))]
 
     def _texts(self, logprobs: Sequence[TokenLogprob] | None, with_text: bool) -> list[TextLogprob] | None:
         if logprobs is None:
             return None
         return [(value, id, self._token_text(id) if with_text else None) for value, id in logprobs]
+
+
+class _Texts:
+    """Texts on their way to the HTTP process, in messages that hold up its event loop for a few milliseconds only."""
+
+    def __init__(self) -> None:
+        self._batches: list[list[TextOut]] = [[]]
+        self._size = 0
+
+    def append(self, out: TextOut) -> None:
+        self._batches[-1].append(out)
+        self._size += 1 + sum(map(len, out.logprobs)) // LOGPROB_BYTES
+        if self._size >= MESSAGE_SIZE:
+            self._batches.append([])
+            self._size = 0
+
+    def batches(self) -> list[BatchTextOut]:
+        return [BatchTextOut(outs) for outs in self._batches if outs]
+
+
+def _parts(out: TokenOut) -> list[TokenOut]:
+    """The prompt's log probabilities but for the last `MESSAGE_SIZE` positions, in outputs that carry nothing else."""
+    chosen, tops = out.input_token_logprobs or [], out.input_top_logprobs
+    return [
+        TokenOut(
+            out.rid,
+            [],
+            prompt_tokens=out.prompt_tokens,
+            cached_tokens=out.cached_tokens,
+            input_token_logprobs=chosen[start : start + MESSAGE_SIZE],
+            input_top_logprobs=None if tops is None else tops[start : start + MESSAGE_SIZE],
+        )
+        for start in range(0, max(0, len(chosen) - MESSAGE_SIZE), MESSAGE_SIZE)
+    ]
+
+
+def _rest(out: TokenOut) -> TokenOut:
+    """What `_parts` leaves."""
+    chosen, tops = out.input_token_logprobs, out.input_top_logprobs
+    if chosen is None or len(chosen) <= MESSAGE_SIZE:
+        return out
+    done = -(-(len(chosen) - MESSAGE_SIZE) // MESSAGE_SIZE) * MESSAGE_SIZE
+    return msgspec.structs.replace(
+        out,
+        input_token_logprobs=chosen[done:],
+        input_top_logprobs=None if tops is None else tops[done:],
+    )
 
 
 def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -149,9 +212,9 @@ def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     http = Outbox(context, spec.addresses.http)
     scheduler = Outbox(context, spec.addresses.scheduler)
     http.send(Ready("detokenizer", {}))
-    pulse = Pulse("detokenizer", http)
+    heartbeat = HeartbeatSender("detokenizer", http)
     while True:
-        pulse.beat()
+        heartbeat.beat()
         inbox.wait(int(HEARTBEAT_S * 1000))
         turn = core.take(inbox.take())
         for message in turn.to_http:

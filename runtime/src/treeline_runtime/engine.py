@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard, overload
@@ -23,6 +23,7 @@ from treeline_runtime.messages import (
     SamplingParams,
     TokenLogprob,
     TokenOut,
+    ToPublisher,
     ToScheduler,
 )
 from treeline_runtime.models.config import ModelError
@@ -66,26 +67,50 @@ class _Running:
     deltas: deque[str] = field(default_factory=deque)
 
 
-class Engine(Scheduler):
+class _InProcess:
+    """Implements `Transport` within this process: an inbox, and a function that takes what comes out."""
+
+    def __init__(self, take: Callable[[TokenOut], None]) -> None:
+        self._take = take
+        self.inbox: list[ToScheduler] = []
+
+    def receive(self) -> list[ToScheduler]:
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def send(self, messages: list[FromScheduler]) -> None:
+        for message in messages:
+            if isinstance(message, BatchTokenOut):
+                for out in message.outs:
+                    self._take(out)
+
+    def publish(self, update: ToPublisher) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Nobody waits: `step` is called while there is something to do."""
+
+
+class Engine:
     """Load a model and generate, without a server.
 
         with Engine(model="models/tiny") as engine:
             print(engine.generate("Hello", SamplingParams(max_new_tokens=8)).text)
 
-    A Scheduler whose messages come from method calls and go into Output objects. Not for several threads.
+    Method calls become a scheduler's messages, and its answers Output objects. Not for several threads.
     """
 
     def __init__(self, model: str | Path, **config: Any) -> None:
         """`config`: fields of SchedulerConfig. Raises ModelError, ConfigError."""
-        settings = SchedulerConfig(model=str(model), **config)
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
-        self._inbox: list[ToScheduler] = []
+        self.config = SchedulerConfig(model=str(model), **config)
+        if self.config.threads is not None:
+            torch.set_num_threads(self.config.threads)
         self._runs: dict[str, _Running] = {}
         self._rids = map(str, itertools.count())
         path = Path(model) / "tokenizer.json"
         self.tokenizer: Tokenizer | None = Tokenizer.from_file(str(path)) if path.is_file() else None
-        super().__init__(settings, load_model(settings))
+        self._transport = _InProcess(self._take)
+        self.scheduler = Scheduler(self.config, load_model(self.config), self._transport)
 
     def __enter__(self) -> Engine:
         return self
@@ -95,8 +120,8 @@ class Engine(Scheduler):
 
     def close(self) -> None:
         """End whatever is still running."""
-        self._inbox.append(AbortReq())
-        while self.step():
+        self._transport.inbox.append(AbortReq())
+        while self.scheduler.step():
             pass
 
     # ---- use ----------------------------------------------------------------------------------------------
@@ -182,32 +207,20 @@ class Engine(Scheduler):
             )
         elif params.stop:
             raise ModelError(f"{self.config.model} has no tokenizer.json: stop strings need one")
-        self._inbox.append(GenerateReq(rid, ids, params, **options))
+        self._transport.inbox.append(GenerateReq(rid, ids, params, **options))
         self._runs[rid] = _Running(Output(prompt_tokens=len(ids)), text)
         return rid
 
     def _turn(self) -> None:
-        if not self.step():
+        if not self.scheduler.step():
             raise AssertionError("the scheduler has nothing to do, yet a request has not ended")
 
     def _forget(self, rids: list[str]) -> None:
         for rid in rids:
             if self._runs.pop(rid).output.finish is None:
-                self._inbox.append(AbortReq(rid))
-        if self._inbox:
-            self.step()
-
-    # ---- what the scheduler calls -------------------------------------------------------------------------
-
-    def receive(self) -> list[ToScheduler]:
-        messages, self._inbox = self._inbox, []
-        return messages
-
-    def send(self, messages: list[FromScheduler]) -> None:
-        for message in messages:
-            if isinstance(message, BatchTokenOut):
-                for out in message.outs:
-                    self._take(out)
+                self._transport.inbox.append(AbortReq(rid))
+        if self._transport.inbox:
+            self.scheduler.step()
 
     def _take(self, out: TokenOut) -> None:
         run = self._runs.get(out.rid)
@@ -227,7 +240,7 @@ class Engine(Scheduler):
             output.text += delta.text
             if delta.matched is not None:
                 if out.finish is None:
-                    self._inbox.append(AbortReq(out.rid))
+                    self._transport.inbox.append(AbortReq(out.rid))
                 output.finish = FinishReason("stop", matched=delta.matched)
             run.deltas.append(delta.text)
         else:

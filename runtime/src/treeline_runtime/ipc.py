@@ -26,7 +26,9 @@ T = TypeVar("T")
 
 
 READ_AT_ONCE = 256
-"""Messages an event loop takes before others get their turn."""
+"""Messages that a process without an event loop takes at a time."""
+DRAIN_S = 0.004
+"""How long an event loop takes messages before others get their turn."""
 HEARTBEAT_S = 0.5
 
 
@@ -68,6 +70,17 @@ decode_to_publisher = msgspec.msgpack.Decoder(
 ).decode
 
 
+class Process(msgspec.Struct, frozen=True):
+    """A child by what it does and, where several do the same, by its rank."""
+
+    kind: str
+    rank: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.rank}" if self.rank else self.kind
+
+
 class Addresses(msgspec.Struct, frozen=True):
     """Where the inboxes are, as ZMQ endpoints: sockets in one private folder."""
 
@@ -79,7 +92,8 @@ class Addresses(msgspec.Struct, frozen=True):
 
     @property
     def scheduler(self) -> str:
-        return self._at("scheduler")
+        """The first rank's, which every message to the engine goes to."""
+        return self.of(Process("scheduler"))
 
     @property
     def detokenizer(self) -> str:
@@ -88,6 +102,9 @@ class Addresses(msgspec.Struct, frozen=True):
     @property
     def publisher(self) -> str:
         return self._at("publisher")
+
+    def of(self, process: Process) -> str:
+        return self._at(process.name)
 
     def _at(self, name: str) -> str:
         return f"ipc://{self.folder}/{name}.ipc"
@@ -126,7 +143,7 @@ class Outbox:
         self._socket.close(linger=0)
 
 
-class Pulse:
+class HeartbeatSender:
     """Tells the HTTP process that `process` moves; `beat` is called whenever its loop comes round."""
 
     def __init__(self, process: str, http: Outbox) -> None:
@@ -192,11 +209,13 @@ class AsyncInbox(Generic[T]):
         # ZMQ's descriptor is edge-triggered: it must be read until empty, or scheduled to be.
         if self._closed:
             return
-        taken = self._inbox.take()
-        for message in taken:
-            self._on_message(message)
-        if len(taken) == READ_AT_ONCE:
-            self._loop.call_soon(self._drain)
+        until = time.monotonic() + DRAIN_S
+        while time.monotonic() < until:
+            taken = self._inbox.take(1)
+            if not taken:
+                return
+            self._on_message(taken[0])
+        self._loop.call_soon(self._drain)
 
     def close(self) -> None:
         if not self._closed:

@@ -12,13 +12,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from treeline_runtime.child import ChildSpec
+from treeline_runtime.ipc import Process
 
 FOLDER_PREFIX = "treeline-"
 LOCK = "lock"
@@ -70,7 +71,10 @@ class SocketFolder:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         os.rename(self.path / "new", self.path / LOCK)
 
-    def remove(self) -> None:
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
@@ -86,6 +90,21 @@ def _remove_stale(base: Path) -> None:
                 os.close(descriptor)
 
 
+def spawn(module: str, stdin: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A process of ours. It inherits blocked signals: Ctrl-C reaches the whole terminal group, but only the parent
+    decides. What it prints goes to standard error."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", module],
+            stdin=stdin,
+            stdout=sys.__stderr__,
+            env={**environment, "TOKENIZERS_PARALLELISM": "false"},
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class ProcessGroup:
     """Children of this process. `on_end` is called in the event loop for each that ends, expected or not."""
 
@@ -94,20 +113,13 @@ class ProcessGroup:
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._ended: dict[str, asyncio.Future[None]] = {}
 
-    def start(self, process: str, spec: ChildSpec) -> None:
+    def start(self, started: Process, spec: ChildSpec) -> None:
         """Starts one child and hands it its orders (see `child`)."""
-        command = [sys.executable, "-P", "-m", MODULES[process]]
-        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
-        # A child inherits the blocked signals: Ctrl-C reaches the whole terminal group, but only the parent decides.
-        signals = {signal.SIGINT, signal.SIGTERM}
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        try:
-            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.__stderr__, env=environment)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        process = started.name
+        child = spawn(MODULES[started.kind], subprocess.PIPE, os.environ)
         self._children[process] = child
         assert child.stdin is not None
-        child.stdin.write(msgspec.json.encode(spec) + b"\n")
+        child.stdin.write(msgspec.json.encode(msgspec.structs.replace(spec, rank=started.rank)) + b"\n")
         child.stdin.flush()
         loop = asyncio.get_running_loop()
         ended = self._ended[process] = loop.create_future()

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+from treeline_wire.load import TreelineLoad
 
 GREEDY_BELOW = 1e-6
 """A temperature below this means greedy decoding."""
@@ -93,7 +94,7 @@ class StateReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """Ask for a view of the scheduler; answered by Reply with `data`."""
 
     id: str
-    what: Literal["info", "radix", "load"]
+    what: Literal["radix", "load"]
 
 
 class DrainReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
@@ -123,11 +124,18 @@ class DetokenizeInit(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     skip_special_tokens: bool = True
     return_logprob_text: bool = False
     """Decode each token of the logprob lists on its own (TextOut's triples carry the text)."""
+    min_new_tokens: int = 0
+    """Stop strings that are complete within so many tokens do not count."""
 
     @classmethod
     def of(cls, rid: str, sampling: SamplingParams, *, return_logprob_text: bool = False) -> DetokenizeInit:
         return cls(
-            rid, sampling.stop, sampling.no_stop_trim, sampling.skip_special_tokens, return_logprob_text
+            rid,
+            sampling.stop,
+            sampling.no_stop_trim,
+            sampling.skip_special_tokens,
+            return_logprob_text,
+            sampling.min_new_tokens,
         )
 
 
@@ -175,7 +183,16 @@ TextLogprob = tuple[float | None, int, str | None]
 """(log probability, token id, text of that token alone)."""
 
 
-class TextOut(msgspec.Struct, frozen=True, omit_defaults=True):
+class Logprobs(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """TokenOut's log probabilities with the texts of the tokens; None for what was not asked for."""
+
+    output_tokens: list[TextLogprob] | None = None
+    output_tops: list[list[TextLogprob]] | None = None
+    input_tokens: list[TextLogprob] | None = None
+    input_tops: list[list[TextLogprob] | None] | None = None
+
+
+class TextOut(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """TokenOut with text. Concatenated `text` of a request = its full text, trimmed at the stop string."""
 
     rid: str
@@ -186,10 +203,8 @@ class TextOut(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: int = 0
     completion_tokens: int = 0
     retractions: int = 0
-    output_token_logprobs: list[TextLogprob] | None = None
-    output_top_logprobs: list[list[TextLogprob]] | None = None
-    input_token_logprobs: list[TextLogprob] | None = None
-    input_top_logprobs: list[list[TextLogprob] | None] | None = None
+    logprobs: list[msgspec.Raw] = []
+    """`Logprobs`, encoded, in order: an answer may have millions, which are nobody's objects before they are shown."""
 
 
 class BatchTextOut(msgspec.Struct, tag=True, frozen=True):
@@ -232,27 +247,24 @@ class CacheUpdate(msgspec.Struct, tag=True, frozen=True):
     events: list[CacheEvent]
 
 
-class LoadUpdate(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
-    """The scheduler's load after a step that changed it. Token counts unless a unit is named."""
+class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):
+    """The scheduler's load after a step that changed it: our report to routers, but for what the publisher puts on it
+    (`epoch`, `seq`, `in_flight`), and what SGLang's report has besides."""
 
-    running: int = 0
-    waiting: int = 0
-    waiting_uncached_tokens: int = 0
-    """Prompt tokens still to be computed, of waiting requests and of the chunked one."""
-    pages_used: int = 0
-    """Pages neither free nor evictable."""
-    pages_cached: int = 0
-    """Pages that hold a cached prefix and may be evicted."""
-    pages_total: int = 0
     tokens_used: int = 0
     total_prefill_uncached_tokens: int = 0
     """Computed since start."""
     total_prefill_busy_us: int = 0
-    prefill_tokens_per_s: float = 0.0
-    """Measured; 0 until the first prefill."""
-    decode_step_ms: float = 0.0
-    draining: bool = False
-    max_running: int = 0
+
+    @property
+    def used_share(self) -> float:
+        """Of the KV cache, held by running requests: 0 to 1."""
+        return self.pages_used / self.pages_total if self.pages_total else 0.0
+
+    @property
+    def tokens_total(self) -> int:
+        """The KV cache's size."""
+        return self.pages_total * self.page_size
 
 
 # ---- encoding --------------------------------------------------------------------------------------------
@@ -266,7 +278,7 @@ FromScheduler = BatchTokenOut | Reply
 encode = msgspec.msgpack.Encoder().encode
 """Any message → bytes."""
 
+# What a process accepts beside these, about the processes themselves, is in `ipc`.
 decode_to_scheduler = msgspec.msgpack.Decoder(ToScheduler).decode
 decode_to_detokenizer = msgspec.msgpack.Decoder(ToDetokenizer).decode
-decode_to_tokenizer = msgspec.msgpack.Decoder(ToTokenizer).decode
-decode_to_publisher = msgspec.msgpack.Decoder(ToPublisher).decode
+decode_logprobs = msgspec.msgpack.Decoder(Logprobs).decode

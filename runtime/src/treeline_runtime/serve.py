@@ -1,6 +1,6 @@
 """`treeline serve`: the life of a server, from its arguments to its exit status.
 
-    bind the port → find the model → start the children → serve HTTP (503) → all ready: serve → stop → drain → end all
+    bind the ports → find the model → start the children → serve HTTP (503) → all ready: serve → stop → drain → end all
 
 A server ends in one of three ways: a signal (drain, status 0), a second signal (at once, status 128 + signal), or the
 end of a child (requests in flight get an error, status 1).
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import dataclasses
+import gc
 import importlib.metadata
 import logging
 import os
@@ -34,16 +36,31 @@ from treeline_wire.tokenizer import BundleError, TokenizerBundle
 from treeline_runtime.args import ServerArgs, parse_args
 from treeline_runtime.child import ChildSpec, setup_logging
 from treeline_runtime.download import ModelNotFound, resolve_model
-from treeline_runtime.ipc import Addresses, AsyncInbox, Failed, Heartbeat, Outbox, Ready, decode_to_http
+from treeline_runtime.ipc import (
+    Addresses,
+    AsyncInbox,
+    Failed,
+    Heartbeat,
+    Outbox,
+    Process,
+    Ready,
+    decode_to_http,
+)
 from treeline_runtime.launch import Ended, ProcessGroup, SocketFolder
+from treeline_runtime.listeners import ListenError, Listeners, address, listening, url
 from treeline_runtime.messages import BatchTextOut, DrainReq, FinishReason, Reply
 from treeline_runtime.publisher.sockets import EventsError, check_event_ports, open_keys
+from treeline_runtime.server import surfaces
 from treeline_runtime.server.app import App
+from treeline_runtime.server.cors import Cors
+from treeline_runtime.server.limits import ByteBudget, Limits
 from treeline_runtime.server.metrics import Metrics
-from treeline_runtime.server.probes import About, Probes
+from treeline_runtime.server.probes import Probes, ServerInfo
 from treeline_runtime.server.prompts import Prompts
+from treeline_runtime.server.reader_pool import ReaderPool, ReaderSpec
 from treeline_runtime.server.sampling import SamplingDefaults
-from treeline_runtime.server.service import Limits, Service, State
+from treeline_runtime.server.service import Service, State
+from treeline_runtime.server.timeouts import HttpProtocol
 from treeline_runtime.tokenizer_manager import TokenizerManager
 
 KEEP_ALIVE_S = 3700
@@ -53,6 +70,10 @@ INTERRUPT_DRAIN_S = 3.0
 FAREWELL_S = 1.0
 """Time for error answers to leave."""
 LAST_WORDS_S = 0.2
+M_MMAP_THRESHOLD = -3
+LARGE_BLOCK_BYTES = 32 << 10
+SCHEDULER_RANKS = 1
+"""Processes that compute one model together: the first is told everything, and passes it on to the others."""
 STOPPED = FinishReason("error", message="The server is shutting down", status=503)
 MAX_SERVED_NAME = 256
 
@@ -71,24 +92,6 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """The listening HTTP socket, made before anything slow. Raises ServeError."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise ServeError(f"--host: {host!r} is no address of this machine: {error.strerror}") from None
-    made = socket.socket(family, kind, proto)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        made.bind(address)
-        made.listen(2048)
-    except OSError as error:
-        made.close()
-        raise ServeError(f"--port: cannot listen on {host}:{port}: {error.strerror}") from None
-    made.setblocking(False)
-    return made
-
-
 def served_name(args: ServerArgs) -> str:
     """What requests call the model: as asked, the Hub id, or the folder's name."""
     if args.served_model_name:
@@ -97,94 +100,123 @@ def served_name(args: ServerArgs) -> str:
     return path.resolve().name if path.is_dir() else args.model
 
 
-class Server:
-    """One runtime: the HTTP process and its children. `run` once."""
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    """What the HTTP process reads of a checkpoint."""
 
-    def __init__(self, args: ServerArgs, listener: socket.socket, model_dir: Path) -> None:
+    directory: Path
+    config: dict[str, Any]
+    prompts: Prompts
+    defaults: SamplingDefaults
+
+    @classmethod
+    def read(cls, args: ServerArgs, directory: Path) -> ServedModel:
+        """Raises ServeError."""
+        try:
+            defaults = SamplingDefaults()
+            if args.sampling_defaults == "model":
+                defaults = SamplingDefaults.from_model(directory)
+            return cls(
+                directory,
+                _read_json(directory / "config.json"),
+                Prompts(TokenizerBundle.from_dir(directory)),
+                defaults,
+            )
+        except (BundleError, TemplateError, ValueError) as error:
+            raise ServeError(f"--model: {error}") from None
+
+
+class Server:
+    """One runtime: the HTTP process and its children. Made in a running event loop; `run` once."""
+
+    def __init__(
+        self,
+        args: ServerArgs,
+        listeners: Listeners,
+        model: ServedModel,
+        addresses: Addresses,
+        context: zmq.Context[zmq.Socket[bytes]],
+    ) -> None:
         self._args = args
-        self._listener = listener
-        self._model_dir = model_dir
+        self._listeners = listeners
+        self._context = context
+        self._spec = ChildSpec(args, addresses, str(model.directory), secrets.randbits(64) or 1)
         self._started = time.monotonic()
-        self._epoch = secrets.randbits(64) or 1
         self._state = State()
-        self._metrics = Metrics(served_name(args))
-        self._processes = ["scheduler", "detokenizer"] + ([] if args.no_events else ["publisher"])
+        self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+        self._schedulers = [Process("scheduler", rank) for rank in range(SCHEDULER_RANKS)]
+        self._processes = [*self._schedulers, Process("detokenizer")]
+        if not args.no_events:
+            self._processes.append(Process("publisher"))
         self._ready: dict[str, dict[str, Any]] = {}
         self._stopping = False
-        self._service, self._probes = self._build()
-
-    def _build(self) -> tuple[Service, Probes]:
-        args = self._args
-        try:
-            prompts = Prompts(TokenizerBundle.from_dir(self._model_dir))
-        except (BundleError, TemplateError) as error:
-            raise ServeError(f"--model: {error}") from None
-        defaults = (
-            SamplingDefaults.from_model(self._model_dir)
-            if args.sampling_defaults == "model"
-            else SamplingDefaults()
+        self._to_scheduler = Outbox(context, addresses.scheduler)
+        self._to_publisher = None if args.no_events else Outbox(context, addresses.publisher)
+        self._metrics = Metrics(served_name(args))
+        self._pool = ReaderPool(
+            ReaderSpec(str(model.directory), served_name(args), model.defaults, args.log_level)
         )
-        service = Service(
+        self._service = Service(
             model_name=served_name(args),
-            prompts=prompts,
-            defaults=defaults,
-            manager=TokenizerManager(self._metrics),
+            prompts=model.prompts,
+            defaults=model.defaults,
+            manager=TokenizerManager(
+                self._metrics, self._to_scheduler, Outbox(context, addresses.detokenizer), self._to_publisher
+            ),
             metrics=self._metrics,
             state=self._state,
+            budget=ByteBudget(args.max_bytes_in_flight),
+            pool=self._pool,
         )
-        now = time.time()
-        about = About(
-            args=args,
-            version=importlib.metadata.version("treeline-runtime"),
-            epoch=self._epoch,
-            model_dir=str(self._model_dir),
-            model_config=_read_json(self._model_dir / "config.json"),
-            started_at=now,
-            created=int(now),
+        self._probes = Probes(
+            self._service,
+            ServerInfo(
+                args=args,
+                version=importlib.metadata.version("treeline-runtime"),
+                epoch=self._spec.epoch,
+                model_config=model.config,
+                started_at=time.time(),
+            ),
         )
-        return service, Probes(service, about)
 
     # ---- life -----------------------------------------------------------------------------------------------
 
     async def run(self) -> int:
         """Serves until told to stop; returns the exit status."""
         loop = asyncio.get_running_loop()
-        self._failure: asyncio.Future[str] = loop.create_future()
-        self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
-        folder = SocketFolder()
-        addresses = Addresses(str(folder.path))
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         group = ProcessGroup(self._on_end)
-        http = _HttpServer(self._http_config())
+        servers = self._servers()
         inbox = None
         try:
-            inbox = AsyncInbox(context, addresses.http, decode_to_http, self._on_message)
-            self._connect(context, addresses)
-            spec = ChildSpec(self._args, addresses, str(self._model_dir), self._epoch)
+            inbox = AsyncInbox(self._context, self._spec.addresses.http, decode_to_http, self._on_message)
             for process in self._processes:
-                group.start(process, spec)
-            serving = asyncio.create_task(http.serve([self._listener]))
+                group.start(process, self._spec)
+            serving = [asyncio.create_task(server.serve([listener])) for server, listener in servers]
             watchdog = asyncio.create_task(self._watch(group))
+            health = asyncio.create_task(self._probes.health.watch())
             try:
                 return await self._until_stopped(serving)
             finally:
                 watchdog.cancel()
+                health.cancel()
                 for number in (signal.SIGTERM, signal.SIGINT):  # stop, and do not wait
-                    http.handle_exit(number, None)
-                await asyncio.wait({serving}, timeout=FAREWELL_S)
+                    for server, _ in servers:
+                        server.handle_exit(number, None)
+                await asyncio.wait(serving, timeout=FAREWELL_S)
         finally:
             self._stopping = True
+            self._service.prompts.close()
+            await self._pool.stop()
             await group.stop()
             if inbox is not None:
                 inbox.close()
-            context.destroy(linger=0)
-            folder.remove()
 
-    async def _until_stopped(self, serving: asyncio.Task[None]) -> int:
+    async def _until_stopped(self, serving: Sequence[asyncio.Task[None]]) -> int:
         asked = asyncio.create_task(self._signals.get())
-        await _first(asked, self._failure, serving)
+        await _first(asked, self._failure, *serving)
         if self._failure.done():
             return await self._fail(self._failure.result())
         if not asked.done():
@@ -248,12 +280,12 @@ class Server:
         while not state.ready:
             await asyncio.sleep(0.2)
             if time.monotonic() - self._started > args.start_timeout:
-                missing = [process for process in self._processes if process not in self._ready]
+                missing = [process.name for process in self._processes if process.name not in self._ready]
                 self._report(f"not ready after {args.start_timeout:g} s: waiting for {', '.join(missing)}")
                 return
         while args.watchdog_timeout:
             await asyncio.sleep(min(1.0, args.watchdog_timeout / 4))
-            process, still_s = state.stillest(time.monotonic())
+            process, still_s = state.most_stale_child(time.monotonic())
             if still_s > args.watchdog_timeout:
                 self._report(f"the {process} has not moved for {still_s:.0f} s")
                 group.abort(process)
@@ -265,6 +297,7 @@ class Server:
         match message:
             case BatchTextOut():
                 self._service.manager.on_batch(message)
+                self._probes.health.on_batch(message)
             case Heartbeat():
                 if self._state.ready:
                     self._state.heartbeat_at[message.process] = time.monotonic()
@@ -281,15 +314,20 @@ class Server:
                 self._report(f"the {message.process} process failed: {message.message}")
 
     def _on_ready(self) -> None:
-        args, scheduler = self._args, self._ready["scheduler"]
+        args, scheduler = self._args, self._ready[self._schedulers[0].name]
         self._service.limits = Limits(
             context_length=scheduler["context_length"], max_request_tokens=scheduler["longest_request"]
         )
         self._probes.scheduler_info = scheduler
         if not args.no_events:
             self._probes.kv_events = _kv_events(self._ready["publisher"], args.page_size)
-        self._state.heartbeat_at = dict.fromkeys(self._processes, time.monotonic())
+        self._state.heartbeat_at = dict.fromkeys(
+            [process.name for process in self._processes], time.monotonic()
+        )
         self._state.ready = True
+        self._pool.start()
+        gc.collect()
+        gc.freeze()  # what is there now stays: no later collection walks through it while requests wait
         took_s = time.monotonic() - self._started
         self._metrics.set("startup_time_seconds", took_s)
         self._metrics.set("context_len", scheduler["context_length"])
@@ -298,7 +336,7 @@ class Server:
             "ready after %.1f s: %s on %s, cache of %d tokens, contexts of %d",
             took_s,
             self._service.model_name,
-            _url(self._listener),
+            url(self._listeners.http),
             scheduler["max_total_tokens"],
             scheduler["context_length"],
         )
@@ -318,26 +356,45 @@ class Server:
 
     # ---- pieces -------------------------------------------------------------------------------------------
 
-    def _connect(self, context: zmq.Context[zmq.Socket[bytes]], addresses: Addresses) -> None:
-        self._to_scheduler = Outbox(context, addresses.scheduler)
-        self._to_publisher = None if self._args.no_events else Outbox(context, addresses.publisher)
-        detokenizer = Outbox(context, addresses.detokenizer)
-        self._service.manager.connect(self._to_scheduler, detokenizer, self._to_publisher)
-
-    def _http_config(self) -> uvicorn.Config:
-        return uvicorn.Config(
-            App(self._service, self._probes, self._args.api_key),
-            http="httptools",
-            loop="none",
-            ws="none",
-            lifespan="off",
-            interface="asgi3",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
+    def _servers(self) -> list[tuple[_HttpServer, socket.socket]]:
+        """An HTTP server for each listener. All of them answer until the last request has been drained."""
+        args, listeners, service, probes = self._args, self._listeners, self._service, self._probes
+        metrics, admin = listeners.metrics, listeners.admin
+        inference = surfaces.inference(
+            service,
+            probes,
+            key=args.api_key,
+            metrics_at=None if metrics is None else url(metrics),
+            admin_at=None if admin is None else url(admin),
         )
+        found = [(inference, listeners.http)]
+        if metrics is not None:
+            found.append((surfaces.metrics(probes), metrics))
+        if admin is not None:
+            loopback = listeners.admin_on_loopback
+            administration = surfaces.administration(service, probes, key=args.admin_key, loopback=loopback)
+            found.append((administration, admin))
+        # Pages of other origins may be let in to inference alone.
+        apps: list[App | Cors] = [App(surface, service) for surface, _ in found]
+        apps[0] = Cors(apps[0], args.cors_allow_origin)
+        listened = [listener for _, listener in found]
+        return [(_HttpServer(_http_config(app)), at) for app, at in zip(apps, listened, strict=True)]
+
+
+def _http_config(app: App | Cors) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=HttpProtocol,
+        loop="none",
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )
 
 
 async def _first(*futures: asyncio.Future[Any]) -> None:
@@ -361,11 +418,6 @@ def _kv_events(publisher: dict[str, Any], page_size: int) -> dict[str, Any]:
     }
 
 
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
@@ -373,19 +425,48 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ServeError(f"--model: cannot read {path}: {error}") from None
 
 
+def _give_back_large_blocks() -> None:
+    """Parts of bodies and answers get memory of their own from the system, and their going gives it back.
+
+    By default glibc takes it from the heap, where whatever was allocated since keeps it from shrinking.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError):  # another C library
+            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+
+
 def serve(args: ServerArgs) -> int:
-    """Runs a server until it is stopped; returns the exit status. Raises ServeError, EventsError, ModelNotFound."""
-    with contextlib.closing(listen(args.host, args.port)) as listener:
+    """Runs a server until it is stopped; returns the exit status. Raises ListenError, ServeError, EventsError,
+    ModelNotFound.
+    """
+    with listening(args) as listeners:
         if not args.no_events:
             check_event_ports(args, open_keys(args)[1])
-        logger.info("listening on %s", _url(listener))
+        logger.info("listening on %s", url(listeners.http))
+        for what, listener in (("metrics", listeners.metrics), ("administration", listeners.admin)):
+            if listener is not None:
+                logger.info("%s on %s", what, url(listener))
         model_dir = resolve_model(
             args.model, revision=args.revision, needs_weights=args.load_format != "dummy"
         )
-        port = int(listener.getsockname()[1])
-        server = Server(dataclasses.replace(args, port=port), listener, model_dir)
+        args = dataclasses.replace(
+            args,
+            port=address(listeners.http)[1],
+            metrics_port=None if listeners.metrics is None else address(listeners.metrics)[1],
+            admin_port=None if listeners.admin is None else address(listeners.admin)[1],
+        )
+        model = ServedModel.read(args, model_dir)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(server.run())
+            return runner.run(_run(args, listeners, model))
+
+
+async def _run(args: ServerArgs, listeners: Listeners, model: ServedModel) -> int:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with SocketFolder() as folder:
+        try:
+            return await Server(args, listeners, model, Addresses(str(folder)), context).run()
+        finally:
+            context.destroy(linger=0)
 
 
 def _quit(number: int, _frame: object) -> None:
@@ -401,10 +482,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else 1
     setup_logging("http", args.log_level)
     signal.signal(signal.SIGTERM, _quit)
+    _give_back_large_blocks()
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     try:
         return serve(args)
-    except (ServeError, EventsError, ModelNotFound) as error:
+    except (ListenError, ServeError, EventsError, ModelNotFound) as error:
         print(f"treeline serve: error: {error}", file=sys.stderr)  # noqa: T201
         return 1
     except KeyboardInterrupt:  # before the server runs: during a download

@@ -1,11 +1,12 @@
 """Requests in flight, as the HTTP process sees them: text → ids → scheduler, and texts back to whoever waits.
 
-A `Flight` is one HTTP request's generations (several for `n` or a batch) and the owner of their lifetime: whoever opens
-it closes it in a `finally`, and closing aborts what has not ended. So a generation lives exactly as long as the HTTP
-request that asked for it. Closing is legal in every state and any number of times.
+An `InflightRequest` is one HTTP request's generations (several for `n` or a batch) and the owner of their lifetime:
+whoever opens it closes it in a `finally`, and closing aborts what has not ended. So a generation lives exactly as long
+as the HTTP request that asked for it. Closing is legal in every state and any number of times.
 
 Names belong to clients, who may use one again as soon as its request is over for them. Other processes may not be done
-with it then, so they see ids of ours that are never used twice.
+with it then, so they see ids of ours that are never used twice. Every tenant has names of its own: none learns which
+ones another uses, and none can take them first.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -31,8 +32,14 @@ from treeline_runtime.messages import (
     TextOut,
 )
 from treeline_runtime.server.metrics import Metrics
+from treeline_runtime.server.pacing import Pacer
 
-T = TypeVar("T")
+TOKENS_AT_ONCE = 65_536
+"""Prompt tokens that are sent to the scheduler before others get their turn: a few milliseconds."""
+MERGED_AT_ONCE = 16
+"""Outputs of a generation that wait for their reader before they become one."""
+TOKENS_PER_REQUEST = 512
+"""What sending a request costs besides its tokens, in tokens."""
 
 
 class Sender(Protocol):
@@ -42,7 +49,7 @@ class Sender(Protocol):
 
 
 class DuplicateRid(Exception):
-    """The caller's request id is already in flight."""
+    """The caller's request id is already in flight, or given twice."""
 
 
 class NoReply(Exception):
@@ -52,10 +59,10 @@ class NoReply(Exception):
 class _Generation:
     """One request at the scheduler: its output that nobody has taken yet, and its times (monotonic seconds)."""
 
-    __slots__ = ("first_at", "flight", "index", "last_at", "pending", "started_at", "tokens")
+    __slots__ = ("first_at", "index", "inflight", "last_at", "pending", "started_at", "tokens")
 
-    def __init__(self, flight: Flight, index: int, now: float) -> None:
-        self.flight = flight
+    def __init__(self, inflight: InflightRequest, index: int, now: float) -> None:
+        self.inflight = inflight
         self.index = index
         self.pending: list[TextOut] = []
         self.started_at = now
@@ -64,18 +71,25 @@ class _Generation:
         self.tokens = 0
 
 
-class Flight:
+class InflightRequest:
     """Generations of one HTTP request. `next` until it returns nothing; `close` in a `finally`."""
 
     def __init__(
-        self, manager: TokenizerManager, rids: Sequence[str], ids: Sequence[str], now: float
+        self,
+        manager: TokenizerManager,
+        rids: Sequence[str],
+        ids: Sequence[str],
+        names: Iterable[tuple[str | None, str]],
     ) -> None:
         """`rids`: what clients call the generations; `ids`: what the other processes call them."""
         self.rids = list(rids)
-        self.names: list[str] = []
+        self.names = list(names)
         """What the manager keeps for `abort` while this is open."""
         self._manager = manager
+        now = time.monotonic()
         self._generations = {id: _Generation(self, index, now) for index, id in enumerate(ids)}
+        self.on_close: Callable[[], None] | None = None
+        """Called once, when this is closed."""
         self._open = len(ids)
         self._woken = asyncio.Event()
         self._whole = False
@@ -88,11 +102,15 @@ class Flight:
         """What came since the last call, at most one merged output per generation; [] once all have ended and
         everything has been taken. `whole`: wait until a generation has ended before looking."""
         self._whole = whole
+        pacer = Pacer()
         while True:
-            ready = [(g.index, merge(g.pending)) for g in self._generations.values() if g.pending]
+            ready: list[tuple[int, TextOut]] = []
+            for generation in self._generations.values():
+                if generation.pending:
+                    outs, generation.pending = generation.pending, []
+                    ready.append((generation.index, merge(outs)))
+                    await pacer.rest()
             if ready:
-                for generation in self._generations.values():
-                    generation.pending = []
                 return ready
             if not self._open:
                 return []
@@ -106,9 +124,14 @@ class Flight:
             generation.pending = []
         self._manager.forget(self)
         self._woken.set()
+        if self.on_close is not None:
+            self.on_close()
+            self.on_close = None
 
     def _deliver(self, generation: _Generation, out: TextOut) -> None:
         generation.pending.append(out)
+        if len(generation.pending) == MERGED_AT_ONCE:
+            generation.pending = [merge(generation.pending)]
         if out.finish is not None:
             self._open -= 1
         if out.finish is not None or not self._whole:
@@ -124,85 +147,113 @@ def merge(outs: Sequence[TextOut]) -> TextOut:
         last,
         text="".join(out.text for out in outs),
         token_ids=[token for out in outs for token in out.token_ids],
-        output_token_logprobs=_joined([out.output_token_logprobs for out in outs]),
-        output_top_logprobs=_joined([out.output_top_logprobs for out in outs]),
-        input_token_logprobs=outs[0].input_token_logprobs,
-        input_top_logprobs=outs[0].input_top_logprobs,
+        logprobs=[raw for out in outs for raw in out.logprobs],
     )
-
-
-def _joined(parts: list[list[T] | None]) -> list[T] | None:
-    if all(part is None for part in parts):
-        return None
-    return [item for part in parts if part is not None for item in part]
 
 
 class TokenizerManager:
     """Sends generations to the scheduler and routes what comes back. All methods run in the event loop."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._running: dict[str, _Generation] = {}
-        """By our own ids."""
-        self._named: dict[str, list[str]] = {}
-        """What clients call a flight or one of its generations → our ids of those."""
-        self._asked: dict[str, asyncio.Future[Reply]] = {}
-        self._ids = itertools.count()
-
-    def connect(
-        self, to_scheduler: Sender, to_detokenizer: Sender, to_publisher: Sender | None = None
+    def __init__(
+        self,
+        metrics: Metrics,
+        to_scheduler: Sender,
+        to_detokenizer: Sender,
+        to_publisher: Sender | None = None,
     ) -> None:
-        """Where messages go. Before this nothing can be opened or asked."""
+        self._metrics = metrics
         self._to_scheduler = to_scheduler
         self._to_detokenizer = to_detokenizer
         self._to_publisher = to_publisher
+        self._running: dict[str, _Generation] = {}
+        """By our own ids."""
+        self._named: dict[tuple[str | None, str], list[str]] = {}
+        """By tenant: what clients call a request or one of its generations → our ids of those."""
+        self._asked: dict[str, asyncio.Future[Reply]] = {}
+        self._ids = itertools.count()
 
-    def open(self, requests: Sequence[GenerateReq], name: str | None = None) -> Flight:
-        """Starts the requests, whose `rid` is the client's; `abort` takes these and `name`, which stands for all.
+    async def open(
+        self,
+        requests: Sequence[GenerateReq],
+        name: str | None = None,
+        on_close: Callable[[], None] | None = None,
+        *,
+        tenant: str | None = None,
+    ) -> InflightRequest:
+        """Starts the requests, whose `rid` is the client's; `abort` takes these and `name`, which stands for all. They
+        may be many and long: others get their turn between them.
 
-        The caller must `close` the flight, whatever happens. Raises DuplicateRid when one of the names is in flight.
+        The caller must `close` what this returns, whatever happens; then `on_close` is called, which it is not where
+        this raises. Raises DuplicateRid when the tenant has one of the names in flight.
         """
+        inflight = self._register(requests, name, tenant)
+        try:
+            tokens = 0
+            for id, request in zip(inflight.ids, requests, strict=True):
+                if tokens > TOKENS_AT_ONCE:
+                    tokens = 0
+                    await asyncio.sleep(0)
+                self._send(id, request)
+                tokens += len(request.input_ids) + TOKENS_PER_REQUEST
+        except BaseException:
+            inflight.close()
+            raise
+        inflight.on_close = on_close
+        return inflight
+
+    def _register(
+        self, requests: Sequence[GenerateReq], name: str | None, tenant: str | None
+    ) -> InflightRequest:
         rids = [request.rid for request in requests]
         ids = [f"{rid}#{next(self._ids)}" for rid in rids]
-        names = {rid: [id] for rid, id in zip(rids, ids, strict=True)}
-        taken = next((known for known in (*rids, name) if known in self._named), None)
-        if taken is not None or len(names) < len(rids):
-            raise DuplicateRid(taken or name)
+        names: dict[tuple[str | None, str], list[str]] = {}
+        for rid, id in zip(rids, ids, strict=True):
+            if (tenant, rid) in names or (tenant, rid) in self._named:
+                raise DuplicateRid(rid)
+            names[tenant, rid] = [id]
         if name is not None:
-            names[name] = ids
+            if (tenant, name) in self._named:
+                raise DuplicateRid(name)
+            names[tenant, name] = ids
         self._named |= names
-        flight = Flight(self, rids, ids, time.monotonic())
-        flight.names = list(names)
-        self._running.update(flight._generations)
-        for id, request in zip(ids, requests, strict=True):
-            self._metrics.requests.inc()
-            self._to_detokenizer.send(
-                DetokenizeInit.of(id, request.sampling, return_logprob_text=request.return_logprob)
-            )
-            self._to_scheduler.send(msgspec.structs.replace(request, rid=id))
-        return flight
+        inflight = InflightRequest(self, rids, ids, names)
+        self._running.update(inflight._generations)
+        return inflight
 
-    def forget(self, flight: Flight) -> None:
-        """Aborts what has not ended of a flight that nobody waits for any more."""
-        for name in flight.names:
+    def _send(self, id: str, request: GenerateReq) -> None:
+        self._metrics.requests.inc()
+        self._to_detokenizer.send(
+            DetokenizeInit.of(id, request.sampling, return_logprob_text=request.return_logprob)
+        )
+        self._to_scheduler.send(msgspec.structs.replace(request, rid=id))
+
+    def forget(self, inflight: InflightRequest) -> None:
+        """Aborts what has not ended of a request that nobody waits for any more."""
+        for name in inflight.names:
             del self._named[name]
-        flight.names = []
-        for id in flight.ids:
+        inflight.names = []
+        for id in inflight.ids:
             if self._running.pop(id, None) is not None:
                 self._metrics.aborted.inc()
                 self._to_scheduler.send(AbortReq(id))
 
     def abort(self, name: str) -> None:
-        """Ends the requests of one name, or all with "": their waiters get what there is, and reason `abort`."""
-        for id in self._named.get(name, ()) if name else ("",):
-            self._to_scheduler.send(AbortReq(id))
+        """Ends the requests of one name, every tenant's, or all with "": their waiters get what there is, and reason
+        `abort`."""
+        if not name:
+            self._to_scheduler.send(AbortReq(""))
+            return
+        for (_, known), ids in self._named.items():
+            if known == name:
+                for id in ids:
+                    self._to_scheduler.send(AbortReq(id))
 
     def fail_all(self, finish: FinishReason) -> int:
         """Ends everything in flight here and now, without the scheduler; returns how many there were."""
         running = list(self._running.items())
         for id, generation in running:
             del self._running[id]
-            generation.flight._deliver(generation, TextOut(id, "", [], finish))
+            generation.inflight._deliver(generation, TextOut(id, "", [], finish))
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(NoReply(finish.message or finish.type))
@@ -219,7 +270,7 @@ class TokenizerManager:
             self._measure(generation, out, now)
             if out.finish is not None:
                 del self._running[out.rid]
-            generation.flight._deliver(generation, out)
+            generation.inflight._deliver(generation, out)
 
     def on_reply(self, reply: Reply) -> None:
         future = self._asked.get(reply.id)
@@ -253,7 +304,7 @@ class TokenizerManager:
         return await self._ask(self._to_scheduler, FlushReq(id), id, timeout_s)
 
     async def state(self, what: str, timeout_s: float = 10.0) -> dict[str, Any]:
-        """The scheduler's `info`, `radix` or `load`. Raises NoReply."""
+        """The scheduler's `radix` or `load`. Raises NoReply."""
         id = self._new_id()
         request = StateReq(id, what)  # type: ignore[arg-type]
         return (await self._ask(self._to_scheduler, request, id, timeout_s)).data or {}

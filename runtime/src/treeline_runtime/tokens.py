@@ -7,12 +7,20 @@ and text that could be the beginning of a stop string must not leave before it i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from treeline_runtime.messages import FinishReason
 
 REPLACEMENT = "�"
+
+UNDECIDED_PUSHES = 32
+"""Pushes after which a text that ends in U+FFFD, or that nothing was added to, is held back no longer. A character has
+four bytes at most and a token one at least, so a longer run is no character that is still to be completed, and must not
+be decoded anew with each token."""
+SETTLED_TOKENS = 4
+"""Of such a run, what comes before its last so many tokens does not change any more."""
 
 Decode = Callable[[list[int]], str]
 """Token ids → text, special tokens kept or skipped as the request wishes."""
@@ -27,24 +35,92 @@ class Delta:
     """The stop string that ended the text; nothing is released after it."""
 
 
+class StopFinder:
+    """Finds stop strings in a text that comes in pieces (Knuth, Morris and Pratt): O(characters x stop strings)."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(s for s in stop if s)
+        self._failures = [_failures(s) for s in self._stop]
+        self._states = [0] * len(self._stop)
+        """How many characters of each stop string the text so far ends with."""
+
+    @property
+    def begun(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        return max(self._states, default=0)
+
+    def feed(self, text: str, *, ignore: bool = False) -> tuple[int, str] | None:
+        """The match that is complete first, and of several complete at the same character the longest: the number of
+        characters of `text` up to its end, and the string. Nothing may be fed after a match.
+
+        `ignore`: a match that is complete within `text` does not count.
+        """
+        best: tuple[int, str] | None = None
+        for index, stop in enumerate(self._stop):
+            end = self._feed_one(index, stop, text, ignore)
+            if end is not None and (best is None or (end, -len(stop)) < (best[0], -len(best[1]))):
+                best = end, stop
+        return best
+
+    def _feed_one(self, index: int, stop: str, text: str, ignore: bool) -> int | None:
+        failures, state, at = self._failures[index], self._states[index], 0
+        while at < len(text):
+            if not state:  # the usual case: look for a beginning
+                at = text.find(stop[0], at)
+                if at < 0:
+                    break
+            char = text[at]
+            at += 1
+            while state and stop[state] != char:
+                state = failures[state - 1]
+            state += stop[state] == char
+            if state == len(stop):
+                if not ignore:
+                    return at
+                state = failures[state - 1]
+        self._states[index] = state
+        return None
+
+
+@functools.lru_cache(256)
+def _failures(stop: str) -> tuple[int, ...]:
+    """For each beginning of `stop`, the length of its longest proper end that is also a beginning."""
+    table = [0] * len(stop)
+    length = 0
+    for at in range(1, len(stop)):
+        while length and stop[at] != stop[length]:
+            length = table[length - 1]
+        length += stop[at] == stop[length]
+        table[at] = length
+    return tuple(table)
+
+
 class IncrementalDetokenizer:
     """One request's ids in, text out.
 
     Whatever the ids are split into, the deltas joined are `decode(all ids)` up to the end of generation or, if a stop
     string occurs in it, up to that: the one that is complete first, and of several complete at the same character the
-    longest. The stop string itself is left out unless `no_stop_trim`.
+    longest. A stop string that is complete within the first `min_tokens` tokens does not count. The stop string itself
+    is left out unless `no_stop_trim`.
 
     One exception: byte fallback decodes a whole run of byte tokens at once, and where such a run turns out not to be
-    UTF-8, all of it becomes U+FFFD; what was handed on of that run before stays as it was.
+    UTF-8, all of it becomes U+FFFD; what was handed on of that run before stays as it was, and what follows after
+    `UNDECIDED_PUSHES` of it is decoded for itself.
 
     `ids[surr:read]` is text already handed on, kept as context for decoding what follows.
     """
 
-    def __init__(self, decode: Decode, *, stop: Sequence[str] = (), no_stop_trim: bool = False) -> None:
+    def __init__(
+        self, decode: Decode, *, stop: Sequence[str] = (), no_stop_trim: bool = False, min_tokens: int = 0
+    ) -> None:
         self._decode = decode
-        self._stop = tuple(s for s in stop if s)
+        self._stop = StopFinder(stop)
         self._no_stop_trim = no_stop_trim
+        self._min_tokens = min_tokens
         self._ids: list[int] = []
+        self._count = 0
+        self._undecided = 0
+        """Pushes since text was handed on."""
         self._surr = 0
         self._read = 0
         self._held = ""
@@ -67,44 +143,52 @@ class IncrementalDetokenizer:
             and not self._no_stop_trim
         ):
             ids.pop()
+        early = max(0, self._min_tokens - self._count)
+        released = ""
+        if early and len(ids) > early:
+            released, ids = self._take(ids[:early], None).text, ids[early:]
+        delta = self._take(ids, finish)
+        return Delta(released + delta.text, delta.matched) if released else delta
+
+    def _take(self, ids: list[int], finish: FinishReason | None) -> Delta:
         self._ids += ids
+        self._count += len(ids)
         self._ended = finish is not None
-        self._held += self._new_text(final=finish is not None)
-        matched = self._first_stop()
-        if matched is not None:
-            start, stop = matched
+        text = self._new_text(final=self._ended)
+        before = len(self._held)
+        self._held += text
+        found = self._stop.feed(text, ignore=self._count <= self._min_tokens)
+        if found is not None:
+            end, stop = before + found[0], found[1]
             self._ended = True
-            return Delta(self._held[: start + len(stop) if self._no_stop_trim else start], stop)
-        keep = 0 if finish is not None else self._possible_start()
-        cut = len(self._held) - keep
-        text, self._held = self._held[:cut], self._held[cut:]
-        return Delta(text)
+            return Delta(self._held[: end if self._no_stop_trim else end - len(stop)], stop)
+        cut = len(self._held) - (0 if self._ended else self._stop.begun)
+        released, self._held = self._held[:cut], self._held[cut:]
+        return Delta(released)
 
     def _new_text(self, *, final: bool) -> str:
         if self._read == len(self._ids):
             return ""
         before = self._decode(self._ids[self._surr : self._read])
         text = self._decode(self._ids[self._surr :])
+        self._undecided += 1
+        if not final and self._undecided > UNDECIDED_PUSHES:
+            if text == before:  # special tokens that are left out: they say nothing later either
+                del self._ids[self._read :]
+                self._undecided = 0
+                return ""
+            if text.endswith(REPLACEMENT):
+                return self._settled_text(before, text)
         if len(text) <= len(before) or (text.endswith(REPLACEMENT) and not final):
             return ""
-        self._surr, self._read = self._read, len(self._ids)
+        self._surr, self._read, self._undecided = self._read, len(self._ids), 0
         return text[len(before) :]
 
-    def _first_stop(self) -> tuple[int, str] | None:
-        """(index in the held text, stop string) of the match that ends first."""
-        best: tuple[int, int, str] | None = None
-        for stop in self._stop:
-            index = self._held.find(stop)
-            if index >= 0:
-                candidate = (index + len(stop), index, stop)
-                best = candidate if best is None else min(best, candidate)
-        return best and best[1:]
-
-    def _possible_start(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
-        longest = max(map(len, self._stop), default=0) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            tail = self._held[-length:]
-            if any(stop.startswith(tail) for stop in self._stop):
-                return length
-        return 0
+    def _settled_text(self, before: str, text: str) -> str:
+        """Of a long run that is no UTF-8, what will stay as it is."""
+        end = len(self._ids) - SETTLED_TOKENS
+        settled = self._decode(self._ids[self._surr : end])
+        if len(settled) <= len(before) or not text.startswith(settled):
+            return ""  # it ends within a character: with one of the next tokens it will not
+        self._surr, self._read, self._undecided = self._read, end, 0
+        return settled[len(before) :]

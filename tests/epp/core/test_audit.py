@@ -1,61 +1,61 @@
-"""The audit: one error is a doubt, errors on unrelated prefixes are a resync, and not too often."""
+"""The audit: one error caps a hit, errors on unrelated prefixes rebuild the index, and not too often."""
 
-from treeline_epp.audit import BACKOFF_S, TOLERANCE_BLOCKS, WINDOW_S, Audit, Verdict
+from treeline_epp.picking.audit import BACKOFF_S, TOLERANCE_BLOCKS, WINDOW_S, Audit, AuditResult
 
 SLACK = TOLERANCE_BLOCKS * 16
 
 
-def over(audit: Audit, prefix: int, now: float) -> Verdict:
+def over(audit: Audit, prefix: int, now: float) -> AuditResult:
     return audit.observe(1000, 1000, 0, 16, prefix, now)
 
 
 def test_agreement_within_two_blocks() -> None:
     audit = Audit()
-    assert audit.observe(1000, 1000, 1000 - SLACK, 16, 1, 0.0) is Verdict.AGREED
-    assert audit.observe(1000, 1000, 1000 + SLACK, 16, 1, 0.0) is Verdict.AGREED
+    assert audit.observe(1000, 1000, 1000 - SLACK, 16, 1, 0.0) is AuditResult.AGREED
+    assert audit.observe(1000, 1000, 1000 + SLACK, 16, 1, 0.0) is AuditResult.AGREED
     assert (audit.checked, audit.over, audit.under) == (2, 0, 0)
 
 
 def test_a_hit_that_is_smaller_than_confirmed_is_a_doubt() -> None:
     audit = Audit()
-    assert audit.observe(1000, 1000, 1000 - SLACK - 1, 16, 1, 0.0) is Verdict.DOUBT
+    assert audit.observe(1000, 1000, 1000 - SLACK - 1, 16, 1, 0.0) is AuditResult.CAP_HIT
     assert audit.over == 1
 
 
 def test_predictions_are_not_held_against_events() -> None:
     audit = Audit()
-    assert audit.observe(100, 1000, 96, 16, 1, 0.0) is Verdict.AGREED
+    assert audit.observe(100, 1000, 96, 16, 1, 0.0) is AuditResult.AGREED
 
 
-def test_errors_on_one_prefix_never_resync() -> None:
+def test_errors_on_one_prefix_never_rebuild() -> None:
     audit = Audit()
-    assert {over(audit, 1, at / 10) for at in range(50)} == {Verdict.DOUBT}
+    assert {over(audit, 1, at / 10) for at in range(50)} == {AuditResult.CAP_HIT}
 
 
-def test_errors_on_unrelated_prefixes_resync_with_growing_pauses() -> None:
+def test_errors_on_unrelated_prefixes_rebuild_with_growing_pauses() -> None:
     audit = Audit()
     verdicts = [over(audit, at, at / 10) for at in range(3)]
-    assert verdicts == [Verdict.DOUBT, Verdict.DOUBT, Verdict.RESYNC]
-    again = [now for at in range(1000) if over(audit, at, now := 1 + at / 10) is Verdict.RESYNC]
+    assert verdicts == [AuditResult.CAP_HIT, AuditResult.CAP_HIT, AuditResult.REBUILD]
+    again = [now for at in range(1000) if over(audit, at, now := 1 + at / 10) is AuditResult.REBUILD]
     assert again[0] >= BACKOFF_S
     assert again[1] - again[0] >= 2 * BACKOFF_S
 
 
-def test_errors_among_many_right_answers_do_not_resync() -> None:
+def test_errors_among_many_right_answers_do_not_rebuild() -> None:
     audit = Audit()
     for at in range(60):
-        verdict = over(audit, at, at / 10) if at % 5 == 0 else audit.observe(64, 64, 64, 16, at, at / 10)
-        assert verdict is not Verdict.RESYNC
+        result = over(audit, at, at / 10) if at % 5 == 0 else audit.observe(64, 64, 64, 16, at, at / 10)
+        assert result is not AuditResult.REBUILD
 
 
 def test_old_errors_are_forgotten() -> None:
     audit = Audit()
     for at in range(10):
-        assert over(audit, at, at * WINDOW_S) is Verdict.DOUBT
+        assert over(audit, at, at * WINDOW_S) is AuditResult.CAP_HIT
 
 
 def test_more_hits_than_predicted_are_errors_too() -> None:
     audit = Audit()
     verdicts = [audit.observe(0, 0, 500, 16, at, 0.0) for at in range(3)]
-    assert verdicts == [Verdict.AGREED, Verdict.AGREED, Verdict.RESYNC]
+    assert verdicts == [AuditResult.AGREED, AuditResult.AGREED, AuditResult.REBUILD]
     assert audit.under == 3

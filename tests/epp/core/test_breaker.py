@@ -1,8 +1,11 @@
 """An endpoint that answers nothing but errors, or has fallen silent: left out, tried again, taken back."""
 
-from treeline_epp.breaker import ERRORS, MAX_OPEN_S, Breaker
-from treeline_epp.endpoint import EndpointSpec, Outcome, PickRequest
-from treeline_epp.picker import Lease, Picker, PickerConfig
+from treeline_epp.endpoints.breaker import ERRORS, MAX_OPEN_S, Breaker
+from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.picking.decision import Outcome
+from treeline_epp.picking.lease import Lease
+from treeline_epp.picking.picker import Picker, PickerConfig
+from treeline_epp.picking.request import PickRequest
 from treeline_wire.load import LoadStat, TreelineLoad
 
 ASK = PickRequest("id", model="m", prompt_tokens_estimate=100)
@@ -27,7 +30,7 @@ def names(picker: Picker, now: float, count: int = 20) -> set[str]:
     for _ in range(count):
         lease = send(picker, now)
         found.add(lease.endpoint.spec.name)
-        lease.close(now, Outcome.HEADERS, served=lease.endpoint.spec.address)
+        picker.close(lease, now, Outcome.HEADERS, served=lease.endpoint.spec.address)
     return found
 
 
@@ -37,7 +40,9 @@ def fail(picker: Picker, name: str, now: float) -> None:
     while not breaker.tripped:
         lease = send(picker, now)
         bad = lease.endpoint.spec.name == name
-        lease.close(now, Outcome.ERROR if bad else Outcome.HEADERS, served=lease.endpoint.spec.address)
+        picker.close(
+            lease, now, Outcome.ERROR if bad else Outcome.HEADERS, served=lease.endpoint.spec.address
+        )
 
 
 def test_errors_in_a_row_leave_an_endpoint_out() -> None:
@@ -52,7 +57,7 @@ def test_an_answer_between_errors_says_that_requests_are_at_fault() -> None:
     for _ in range(5):
         for _ in range(ERRORS - 1):
             breaker.on_error(0.0)
-        assert breaker.admits(0.0)
+        assert breaker.closed_until <= 0.0
         breaker.on_answer()
 
 
@@ -61,10 +66,10 @@ def test_one_request_tries_it_and_the_others_wait_for_the_answer() -> None:
     fail(picker, "e0", 0.0)
     trial = send(picker, 1.5)
     while trial.endpoint.spec.name != "e0":
-        trial.close(1.5, Outcome.HEADERS)
+        picker.close(trial, 1.5, Outcome.HEADERS)
         trial = send(picker, 1.5)
     assert names(picker, 1.5) == {"e1"}
-    trial.close(1.6, Outcome.HEADERS, served=trial.endpoint.spec.address)
+    picker.close(trial, 1.6, Outcome.HEADERS, served=trial.endpoint.spec.address)
     assert names(picker, 1.6) == {"e0", "e1"}
 
 
@@ -74,17 +79,17 @@ def test_it_is_tried_ever_more_seldom_until_it_answers() -> None:
         breaker.on_error(now)
     for _ in range(8):
         begun = now
-        while not breaker.admits(now):
+        while not (now >= breaker.closed_until):
             now += 0.5
         pauses.append(now - begun)
         breaker.on_pick(now)
         breaker.on_error(now)
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, MAX_OPEN_S, MAX_OPEN_S, MAX_OPEN_S]
     breaker.on_answer()
-    assert breaker.admits(now)
+    assert now >= breaker.closed_until
     for _ in range(ERRORS):
         breaker.on_error(now)
-    assert breaker.admits(now + 1.0), "it begins anew"
+    assert now + 1.0 >= breaker.closed_until, "it begins anew"
 
 
 def test_where_all_fail_none_is_left_out() -> None:
@@ -106,7 +111,7 @@ def test_an_error_of_another_endpoint_is_not_held_against_the_picked_one() -> No
     picker = make(2)
     for _ in range(2 * ERRORS):
         lease = send(picker, 0.0)
-        lease.close(0.0, Outcome.ERROR, served="10.9.9.9:8000")
+        picker.close(lease, 0.0, Outcome.ERROR, served="10.9.9.9:8000")
     assert not any(e.breaker.errors for e in picker.endpoints.values())
 
 

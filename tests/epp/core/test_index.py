@@ -5,8 +5,9 @@ from itertools import pairwise
 
 import pytest
 from support.epp_core import KEYS, WIDTH, Prompt
-from treeline_epp.announced import Skip, block_texts
-from treeline_epp.index import Hit, Index, IndexLimits, Pod
+from treeline_epp.index.event_filter import Skip, block_texts
+from treeline_epp.index.index import Index, IndexLimits
+from treeline_epp.index.pods import NO_HIT, Hit, Pod
 from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 from treeline_wire.keys import escape
 
@@ -19,8 +20,7 @@ def make(pods: int = 2, **limits: object) -> tuple[Index, list[Pod]]:
 
 
 def hit(index: Index, pod: Pod, prompt: Prompt, now: float = 0.0) -> Hit:
-    pods = list({id(p): p for p in index.pods.values()}.values())
-    return index.match(SCOPE, prompt.namespace, prompt.key, pods, now).hit(pod)
+    return index.match(SCOPE, prompt.namespace, prompt.key, now).hit(pod)
 
 
 def blocks(index: Index, pod: Pod, prompt: Prompt, now: float = 0.0) -> int:
@@ -58,13 +58,13 @@ def test_pods_of_one_scope_share_blocks_and_texts() -> None:
 
 def test_scopes_and_namespaces_share_nothing() -> None:
     index, (pod,) = make(1)
-    elsewhere = index.add_pod("other", "other model")
+    other = index.add_pod("other", "other model")
     plain, salted = Prompt.random(1, 9), Prompt.random(1, 9, namespace="salt")
     index.apply(pod, plain.stored(), KEYS)
     assert blocks(index, pod, salted) == 0
     index.apply(pod, salted.stored(), KEYS)
     assert blocks(index, pod, salted) >= 7
-    assert index.match("other model", None, plain.key, [elsewhere], 0.0).hits == {}
+    assert index.match("other model", None, plain.key, 0.0).hit(other) == NO_HIT
     index.apply(pod, BlockRemoved(plain.hashes), KEYS)
     assert blocks(index, pod, plain) == 0
     assert blocks(index, pod, salted) >= 7
@@ -80,8 +80,8 @@ def test_a_block_without_namespace_goes_where_its_parent_is() -> None:
 
 
 # The traps of foreign engines, by the number that the reference on KV events gives them. 1 and 11 are the decoder's; 7
-# is in test_publisher; 8 (a clear that idle engines announce late) cannot be seen from here, audits catch it; 14 is in
-# test_picker.
+# is in test_subscription; 8 (a clear that idle engines announce late) cannot be seen from here, audits catch it; 14 is
+# in test_picker.
 
 
 def test_trap_2_a_hash_stored_twice_survives_the_first_removal() -> None:
@@ -358,7 +358,7 @@ def test_bits_stay_few_however_often_pods_come_and_go() -> None:
             index.apply(pod, AllBlocksCleared(), KEYS)
         index.tick(float(step), max_nodes=20)
     index.check()
-    assert max(index.pods) < 1 << 12
+    assert max(index._bits.owners) < 1 << 12
 
 
 def test_a_snapshot_replaces_everything_when_it_is_complete_and_not_before() -> None:
@@ -411,7 +411,7 @@ def test_aged_blocks_count_and_take_removals_until_they_end() -> None:
     index.check()
 
 
-# Predictions and doubts
+# Predictions and hit_caps
 
 
 def test_a_routed_prompt_is_predicted_then_confirmed() -> None:
@@ -434,7 +434,7 @@ def test_a_routed_prompt_is_predicted_then_confirmed() -> None:
 
 
 def test_predictions_end_with_time_or_with_failure() -> None:
-    index, (pod,) = make(1, history_life_s=10.0)
+    index, (pod,) = make(1, eventless_life_s=10.0)
     prompt, failed = Prompt.random(1, 9), Prompt.random(2, 9)
     index.predict(pod, None, prompt.key, Hit(), now=0.0)
     ends_at = index.predict(pod, None, failed.key, Hit(), now=0.0)
@@ -458,7 +458,7 @@ def test_a_prediction_beyond_evicted_blocks_does_not_count() -> None:
 
 
 def test_predictions_keep_to_their_budget_oldest_first() -> None:
-    index, (pod,) = make(1, history_bytes=1000)
+    index, (pod,) = make(1, eventless_bytes=1000)
     prompts = [Prompt.random(seed, 40) for seed in range(6)]
     for now, prompt in enumerate(prompts):
         index.predict(pod, None, prompt.key, Hit(), now=float(now))
@@ -471,7 +471,7 @@ def test_predictions_keep_to_their_budget_oldest_first() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_predictions_survive_splits_and_merges(seed: int) -> None:
     rng = random.Random(seed)
-    index, pods = make(3, max_edge=rng.choice([5, 9, 40]), history_life_s=20.0, predicted_life_s=5.0)
+    index, pods = make(3, max_edge=rng.choice([5, 9, 40]), eventless_life_s=20.0, prediction_life_s=5.0)
     base = Prompt.random(seed, 6)
     prompts = [base.extended(seed + i, rng.randrange(1, 6)) for i in range(6)]
     for step in range(150):
@@ -497,13 +497,13 @@ def test_predictions_survive_splits_and_merges(seed: int) -> None:
 
 
 def test_a_doubt_caps_what_passes_its_node_and_ends() -> None:
-    index, (pod, other) = make(doubt_life_s=30.0)
+    index, (pod, other) = make(hit_cap_life_s=30.0)
     prompt = Prompt.random(1, 20)
     sibling = Prompt([*prompt.tokens[: 5 * WIDTH], *Prompt.random(7, 15).tokens])
     for each in (pod, other):
         index.apply(each, prompt.stored(), KEYS)
         index.apply(each, sibling.stored(), KEYS)
-    index.doubt(pod, None, prompt.key, 6 * WIDTH, now=0.0)
+    index.cap_hit(pod, None, prompt.key, 6 * WIDTH, now=0.0)
     assert blocks(index, pod, prompt) == 6
     assert blocks(index, pod, sibling) >= 18
     assert blocks(index, other, prompt) >= 18

@@ -1,7 +1,7 @@
 """The load model: queues from reports and reservations, prefill rates from three sources."""
 
 import pytest
-from treeline_epp.load import (
+from treeline_epp.endpoints.load import (
     DEFAULT_PREFILL_RATE,
     OVERLOADED_FOR_S,
     STALE_AFTER_S,

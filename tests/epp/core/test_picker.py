@@ -5,9 +5,12 @@ from collections import Counter
 
 import pytest
 from support.epp_core import KEYS, WIDTH, Prompt
-from treeline_epp.endpoint import Decision, EndpointSpec, Outcome, PickRequest, split_address
-from treeline_epp.picker import NoEndpoints, Picker, PickerConfig, Saturated
-from treeline_epp.publisher import SendHello, State
+from treeline_epp.endpoints.spec import EndpointSpec, split_address
+from treeline_epp.kvevents.states import SendHello, SubscriptionState
+from treeline_epp.kvevents.subscription import KvSubscription
+from treeline_epp.picking.decision import Decision, NoEndpoints, Outcome, Saturated
+from treeline_epp.picking.picker import Picker, PickerConfig
+from treeline_epp.picking.request import PickRequest
 from treeline_wire.events import BlockRemoved
 from treeline_wire.frames import Hello
 from treeline_wire.load import LoadStat, TreelineLoad
@@ -175,7 +178,7 @@ def test_a_lease_may_outlive_its_endpoint() -> None:
     decision = picker.pick(ask(prompt), 0.0)
     lease = picker.reserve(decision, 0.0)
     picker.remove_endpoint("e0")
-    assert lease.close(1.0, Outcome.ERROR)
+    assert picker.close(lease, 1.0, Outcome.ERROR)
     with pytest.raises(NoEndpoints):
         picker.reserve(decision, 2.0)
     picker.index.check()
@@ -185,7 +188,8 @@ def test_news_of_unknown_endpoints_is_ignored() -> None:
     picker = make(1)
     picker.set_ready("x", True)
     picker.set_draining("x", True)
-    assert picker.on_load("x", LoadStat(), now=0.0) == []
+    picker.on_load("x", LoadStat(), now=0.0)
+    assert set(picker.endpoints) == {"e0"}
 
 
 # Where a request goes
@@ -271,7 +275,7 @@ def test_an_endpoint_that_refused_is_avoided_for_a_while() -> None:
     prompt = Prompt.random(1, 20)
     store(picker, "e0", prompt)
     lease = picker.reserve(picker.pick(ask(prompt), 0.0), 0.0)
-    lease.close(0.1, Outcome.OVERLOADED)
+    picker.close(lease, 0.1, Outcome.OVERLOADED)
     assert name_of(picker.pick(ask(prompt), 0.1)) == "e1"
     assert name_of(picker.pick(ask(prompt), 2.0)) == "e0"
 
@@ -284,8 +288,8 @@ def test_a_lease_closes_once() -> None:
     lease = picker.reserve(picker.pick(ask(prompt_tokens_estimate=100), 0.0), 0.0)
     load = picker.endpoints["e0"].load
     assert load.reservations.tokens == 100
-    assert lease.close(0.1, Outcome.HEADERS, cached_tokens=0, prompt_tokens=100)
-    assert not lease.close(0.2, Outcome.OVERLOADED)
+    assert picker.close(lease, 0.1, Outcome.HEADERS, cached_tokens=0, prompt_tokens=100)
+    assert not picker.close(lease, 0.2, Outcome.OVERLOADED)
     assert load.reservations.tokens == 0
     assert load.overloaded_until < 0.2
 
@@ -298,7 +302,7 @@ def test_a_lost_stream_holds_its_reservation_for_three_times_the_prediction_at_m
     assert load.reservations.tokens == 50_000
     picker.on_tick(15.1)
     assert load.reservations.tokens == 0
-    assert lease.close(16.0, Outcome.HEADERS)
+    assert picker.close(lease, 16.0, Outcome.HEADERS)
 
 
 @pytest.mark.parametrize("outcome", [Outcome.ERROR, Outcome.CANCELLED, Outcome.OVERLOADED])
@@ -307,7 +311,7 @@ def test_a_request_that_failed_is_not_predicted_any_more(outcome: Outcome) -> No
     prompt = Prompt.random(1, 50)
     lease = picker.reserve(picker.pick(ask(prompt), 0.0), 0.0)
     assert picker.pick(ask(prompt), 0.0).cached_tokens > 0
-    lease.close(0.1, outcome)
+    picker.close(lease, 0.1, outcome)
     assert picker.pick(ask(prompt), 2.0).cached_tokens == 0
 
 
@@ -317,7 +321,8 @@ def test_feedback_counts_only_where_the_picked_endpoint_answered() -> None:
     decision = picker.pick(ask(prompt), 0.0)
     lease = picker.reserve(decision, 0.0)
     (other,) = {"e0", "e1"} - {name_of(decision)}
-    lease.close(
+    picker.close(
+        lease,
         0.1,
         Outcome.HEADERS,
         served=picker.endpoints[other].spec.address,
@@ -332,7 +337,7 @@ def test_streaming_answers_train_the_rate_of_engines_that_tell_none() -> None:
     picker = Picker()
     picker.add_endpoint(EndpointSpec("e0", "10.0.0.0:1"))
     lease = picker.reserve(picker.pick(ask(prompt_tokens_estimate=1000), 0.0), 0.0)
-    lease.close(0.5, Outcome.HEADERS, ttft_s=0.5, cached_tokens=0, prompt_tokens=1000)
+    picker.close(lease, 0.5, Outcome.HEADERS, ttft_s=0.5, cached_tokens=0, prompt_tokens=1000)
     assert picker.endpoints["e0"].load.own_rate() == 2000
     assert picker.pick(ask(prompt_tokens_estimate=1000), 1.0).predicted_ttft_s == pytest.approx(0.5)
 
@@ -347,58 +352,59 @@ def test_an_endpoint_that_nobody_has_measured_is_tried_beside_an_idle_fast_one()
     assert {name_of(picker.pick(ask(prompt_tokens_estimate=1000), 0.0)) for _ in range(20)} == {"e0"}
 
 
-# Publishers and audits
+# Events and audits
 
 
-def live_picker(prompts: list[Prompt]) -> Picker:
+def live_picker(prompts: list[Prompt]) -> tuple[Picker, KvSubscription]:
+    """A picker with one endpoint whose events are followed, and that holds these prompts."""
     picker = make(1)
-    publisher = picker.publisher("e0", KEYS)
-    assert publisher is picker.publisher("e0", KEYS)
-    assert publisher.on_connected(0.0) == [SendHello()]
-    publisher.on_reply(Hello(7), 0.0)
-    assert publisher.state is State.LIVE
+    subscription = KvSubscription(picker.index, picker.endpoints["e0"].pod, KEYS)
+    assert subscription.on_connected(0.0) == [SendHello()]
+    subscription.on_reply(Hello(7), 0.0)
+    assert subscription.live
     for prompt in prompts:
         store(picker, "e0", prompt)
-    return picker
+    return picker, subscription
 
 
 def answer(picker: Picker, prompt: Prompt, cached: int, now: float) -> None:
     lease = picker.reserve(picker.pick(ask(prompt), now), now)
-    lease.close(now, Outcome.HEADERS, cached_tokens=cached, prompt_tokens=len(prompt.tokens))
+    picker.close(lease, now, Outcome.HEADERS, cached_tokens=cached, prompt_tokens=len(prompt.tokens))
 
 
 def test_a_wrong_hit_lowers_trust_in_that_prefix_only() -> None:
     prompts = [Prompt.random(seed, 50) for seed in range(2)]
-    picker = live_picker(prompts)
+    picker, _ = live_picker(prompts)
     answer(picker, prompts[0], cached=10 * WIDTH, now=1.0)
     assert picker.pick(ask(prompts[0]), 1.0).hit.tokens == 10 * WIDTH
     assert picker.pick(ask(prompts[1]), 1.0).hit.tokens >= 48 * WIDTH
-    assert picker.endpoints["e0"].publisher.counts["resyncs"] == 0  # type: ignore[union-attr]
+    assert not picker.endpoints["e0"].pod.rebuild_wanted
 
 
 def test_wrong_hits_on_unrelated_prefixes_build_the_index_anew() -> None:
     prompts = [Prompt.random(seed, 50) for seed in range(4)]
-    picker = live_picker(prompts)
+    picker, subscription = live_picker(prompts)
     for number, prompt in enumerate(prompts):
         answer(picker, prompt, cached=0, now=1.0 + number / 10)
-    publisher = picker.endpoints["e0"].publisher
-    assert publisher is not None
-    assert publisher.on_tick(1.5) == [SendHello()]
-    assert publisher.state is State.SUSPECT
+    assert subscription.on_tick(1.5) == [SendHello()]
+    assert subscription.state is SubscriptionState.HELLO
+    assert subscription.counts["rebuilds"] == 1
 
 
 def test_more_blocks_than_memory_has_room_for_build_the_index_anew() -> None:
-    picker = live_picker([Prompt.random(1, 50)])
+    picker, _ = live_picker([Prompt.random(1, 50)])
+    pod = picker.endpoints["e0"].pod
     picker.on_load("e0", TreelineLoad(epoch=7, pages_total=40, page_size=WIDTH), now=1.0)
-    assert picker.endpoints["e0"].publisher.counts["resyncs"] == 1  # type: ignore[union-attr]
+    assert pod.rebuild_wanted
+    pod.rebuild_wanted = False
     picker.on_load("e0", TreelineLoad(epoch=7, pages_total=40, page_size=WIDTH), now=1.1)
-    assert picker.endpoints["e0"].publisher.counts["resyncs"] == 1, "not at every report"  # type: ignore[union-attr]
+    assert not pod.rebuild_wanted, "not at every report"
 
 
 def test_a_load_report_of_another_epoch_forgets_the_prefixes_at_once() -> None:
     prompt = Prompt.random(1, 50)
-    picker = live_picker([prompt])
-    assert picker.on_load("e0", TreelineLoad(epoch=8), now=1.0) == [SendHello()]
+    picker, subscription = live_picker([prompt])
+    assert subscription.on_heartbeat(8, None, now=1.0) == [SendHello()]
     assert picker.pick(ask(prompt), 1.0).cached_tokens == 0
 
 
@@ -450,7 +456,7 @@ def hit_rate(policy: str) -> float:
         if evicted is not None:
             picker.index.apply(lease.endpoint.pod, BlockRemoved(prefixes[evicted].hashes), KEYS)
         cached = 64 * WIDTH if hit else 0
-        lease.close(now + 0.1, Outcome.HEADERS, cached_tokens=cached, prompt_tokens=68 * WIDTH)
+        picker.close(lease, now + 0.1, Outcome.HEADERS, cached_tokens=cached, prompt_tokens=68 * WIDTH)
     picker.index.check()
     return hits / len(order)
 

@@ -4,18 +4,13 @@ import random
 from collections import Counter
 from itertools import pairwise
 
+import numpy as np
 import pytest
-from treeline_epp.endpoint import EndpointSpec
-from treeline_epp.load import EndpointLoad
-from treeline_epp.policy import (
-    ASSUMED_OUTPUT_TOKENS,
-    DELAYED_REQUESTS,
-    Candidate,
-    Scored,
-    TreelinePolicy,
-    create_policy,
-    score,
-)
+from treeline_epp.endpoints.load import EndpointLoad
+from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.picking.policies import Candidates, Policy, TreelinePolicy, create_policy
+from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.score import ASSUMED_OUTPUT_TOKENS, DELAYED_REQUESTS, Candidate, Scored, score
 from treeline_wire.load import TreelineLoad
 
 
@@ -49,6 +44,15 @@ def reported(**fields: object) -> EndpointLoad:
 
 def scored(name: str, cost: float, cached: int = 0) -> Scored:
     return Scored(candidate(name, cached=cached), cost)
+
+
+def ranked(policy: Policy, group: list[Scored]) -> list[Scored]:
+    candidates = Candidates(
+        np.array([s.cost_s for s in group]),
+        np.array([float(s.candidate.cached_tokens) for s in group]),
+        lambda at: group[at].candidate.spec.name,
+    )
+    return [group[at] for at in policy.rank(PickRequest("id"), candidates, len(group))]
 
 
 def test_queue_and_prefill_are_tokens_over_rate() -> None:
@@ -133,9 +137,9 @@ def test_the_cost_is_the_sum_of_its_terms() -> None:
 def test_sticky_until_saturated() -> None:
     policy = TreelinePolicy(random.Random(0))
     warm, cold = scored("warm", 1.05, cached=900), scored("cold", 1.0)
-    assert [s.candidate.spec.name for s in policy.rank([cold, warm])] == ["warm", "cold"]
+    assert [s.candidate.spec.name for s in ranked(policy, [cold, warm])] == ["warm", "cold"]
     warm = scored("warm", 1.3, cached=900)
-    assert [s.candidate.spec.name for s in policy.rank([cold, warm])] == ["cold", "warm"]
+    assert [s.candidate.spec.name for s in ranked(policy, [cold, warm])] == ["cold", "warm"]
 
 
 def test_small_differences_do_not_make_a_warm_endpoint_flap() -> None:
@@ -144,14 +148,14 @@ def test_small_differences_do_not_make_a_warm_endpoint_flap() -> None:
     for _ in range(200):
         warm = scored("warm", 0.010 + rng.random() * 0.004, cached=100)
         cold = scored("cold", 0.010 + rng.random() * 0.004)
-        assert policy.rank([warm, cold])[0] is warm
+        assert ranked(policy, [warm, cold])[0] is warm
 
 
 def test_equal_scores_are_shared_at_random_and_reproducibly() -> None:
     def run() -> list[str]:
         policy = TreelinePolicy(random.Random(7))
         group = [scored(name, 0.5) for name in "abcd"]
-        return [policy.rank(group)[0].candidate.spec.name for _ in range(400)]
+        return [ranked(policy, group)[0].candidate.spec.name for _ in range(400)]
 
     first = run()
     assert first == run()
@@ -164,14 +168,14 @@ def test_a_ranking_is_a_permutation(name: str) -> None:
     rng = random.Random(4)
     for count in range(1, 8):
         group = [scored(f"e{i}", rng.random(), rng.randrange(3)) for i in range(count)]
-        ranked = policy.rank(group)
-        assert sorted(ranked, key=id) == sorted(group, key=id)
+        order = ranked(policy, group)
+        assert sorted(order, key=id) == sorted(group, key=id)
 
 
 def test_round_robin_takes_turns_by_name() -> None:
     policy = create_policy("round_robin", random.Random(3))
     group = [scored(name, 1.0) for name in "cab"]
-    names = [policy.rank(group)[0].candidate.spec.name for _ in range(9)]
+    names = [ranked(policy, group)[0].candidate.spec.name for _ in range(9)]
     assert Counter(names) == {"a": 3, "b": 3, "c": 3}
     assert all(a != b for a, b in pairwise(names))
 

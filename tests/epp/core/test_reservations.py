@@ -3,8 +3,8 @@
 import doctest
 import random
 
-from treeline_epp import reservations
-from treeline_epp.reservations import EXPIRY_FACTOR, MIN_LIFETIME_S, Reservations
+from treeline_epp.endpoints import reservations
+from treeline_epp.endpoints.reservations import EXPIRY_FACTOR, MIN_LIFETIME_S, Reservations
 
 
 def test_the_example_in_the_docstring() -> None:

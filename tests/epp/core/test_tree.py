@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 import pytest
 from support.epp_core import NaiveTree
-from treeline_epp.history import History
-from treeline_epp.lane import KEY_MASK
-from treeline_epp.matching import Level, match, walk
-from treeline_epp.tree import Tree
+from treeline_epp.index.block_run import KEY_MASK
+from treeline_epp.index.matching import Level, match, walk
+from treeline_epp.index.predictions import Predictions
+from treeline_epp.index.radix_tree import RadixTree
 
 
-def tokens_of(tree: Tree, key: bytes, pods: int, unions: Sequence[int] = ()) -> dict[int, int]:
+def tokens_of(tree: RadixTree, key: bytes, pods: int, unions: Sequence[int] = ()) -> dict[int, int]:
     """Pod's bit → matched tokens."""
     out = {}
     for level in match(tree, walk(tree.root(None), key), pods, unions):
@@ -36,7 +36,7 @@ class World:
 
     def __init__(self, seed: int, max_edge: int, pods: int) -> None:
         self.rng = random.Random(seed)
-        self.tree = Tree(max_edge)
+        self.tree = RadixTree(max_edge)
         self.naive = NaiveTree()
         self.bits = [1 << i for i in range(pods)]
         self.known: list[Chain] = []
@@ -131,7 +131,7 @@ def test_stress_against_the_naive_model(seed: int, max_edge: int) -> None:
     assert world.tree.text_bytes == 0
 
 
-class _LongWay(Tree):
+class _LongWay(RadixTree):
     """A tree that walks always, also where a leaf only grows."""
 
     def _extend(self, *_: object) -> bool:
@@ -148,7 +148,7 @@ def test_the_short_way_into_a_leaf_makes_the_same_tree(seed: int, max_edge: int)
             world.rng.choices([world.store, world.remove], [6, 2])[0]()
     short, long = [
         [
-            (node.text, [(lane.base, lane.width, lane.chain, lane.ends, lane.sets) for lane in node.lanes])
+            (node.text, [(run.base, run.width, run.chain, run.ends, run.sets) for run in node.runs])
             for node in world.tree.nodes()
         ]
         for world in worlds
@@ -162,7 +162,7 @@ def test_the_short_way_into_a_leaf_makes_the_same_tree(seed: int, max_edge: int)
 def test_contradicting_publishers_cannot_break_the_tree(seed: int) -> None:
     """Hashes that mean different things to different pods: the first one wins, and every invariant holds."""
     rng = random.Random(seed)
-    tree = Tree(rng.choice([3, 8, 64]))
+    tree = RadixTree(rng.choice([3, 8, 64]))
     held: dict[int, set[int]] = {1: set(), 2: set()}
     for _ in range(300):
         bit = rng.choice([1, 2])
@@ -190,7 +190,7 @@ def test_contradicting_publishers_cannot_break_the_tree(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_hashes_that_differ_in_their_high_bits_only_cannot_break_the_tree(seed: int) -> None:
     rng = random.Random(seed)
-    tree = Tree(rng.choice([3, 8, 64]))
+    tree = RadixTree(rng.choice([3, 8, 64]))
     held: dict[int, set[int]] = {1: set(), 2: set()}
     for _ in range(300):
         bit = rng.choice([1, 2])
@@ -200,7 +200,7 @@ def test_hashes_that_differ_in_their_high_bits_only_cannot_break_the_tree(seed: 
                 block for block in held[1] | held[2] if block & KEY_MASK not in {h & KEY_MASK for h in hashes}
             ]
             parent = rng.choice([None, *held_by_some])
-            if parent is not None and tree.lane_of(parent) is None and tree.lane_of(hashes[0]) is None:
+            if parent is not None and tree.run_of(parent) is None and tree.run_of(hashes[0]) is None:
                 continue
             pieces = [bytes(rng.choices(b"ab", k=rng.randrange(4))) for _ in hashes]
             tree.store(tree.root(None), parent, hashes, lambda i, j, p=pieces: p[i:j], 4, bit)
@@ -217,14 +217,14 @@ def test_hashes_that_differ_in_their_high_bits_only_cannot_break_the_tree(seed: 
 
 
 def test_the_worked_example_of_the_implementation_page() -> None:
-    tree = Tree(max_edge=16)
+    tree = RadixTree(max_edge=16)
     root = tree.root(None)
     texts = [b"You are ", b"a helpful ", b"bot.\nQ: "]
     tree.store(root, None, [11, 12, 13], lambda i, j: texts[i:j], 4, 1)
 
     def picture() -> dict[bytes, list[tuple[int, tuple[int, ...], int, list[tuple[int, int, int]]]]]:
         return {
-            node.text: [(lane.base, lane.hashes(), lane.last_end(), lane.runs()) for lane in node.lanes]
+            node.text: [(run.base, run.hashes(), run.last_end(), run.segments()) for run in node.runs]
             for node in tree.nodes()
         }
 
@@ -241,10 +241,10 @@ def test_the_worked_example_of_the_implementation_page() -> None:
     }
     request = b"You are a helpful bot.\nQ: Why not a cat?"
     assert match(tree, walk(root, request), 3) == [Level(3, 8, 18)]
-    history = History()
-    history.predict(tree, root, request, 18, 1, now=0.0, life=1.0, budget=1000)
+    predictions = Predictions()
+    predictions.predict(tree, root, request, 18, 1, now=0.0, life=1.0, budget=1000)
     assert match(tree, walk(root, request), 3) == [Level(1, 12, 26), Level(2, 8, 18)]
-    history.expire(tree, now=1.0)
+    predictions.expire(tree, now=1.0)
     tree.remove([13], 1)
     assert picture() == {
         b"You are a helpfu": [(0, (11,), 8, [(0, 1, 3)])],

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 
 import pytest
 from support.http import client
-from treeline_epp.admin import Admin, Page
+from treeline_epp.admin import Page, PageServer, why_not_local
 
 
 def broken(_query: Mapping[str, str]) -> Page:
@@ -22,7 +22,7 @@ async def port() -> AsyncIterator[int]:
         "/ready": lambda _query: Page({"ready": False}, 503),
         "/broken": broken,
     }
-    admin = Admin(pages)
+    admin = PageServer(pages)
     yield await admin.start("127.0.0.1", 0)
     await admin.stop()
 
@@ -50,3 +50,48 @@ async def test_what_is_not_http_neither_hangs_nor_kills_the_server(port: int, da
     writer.close()
     async with client() as http:
         assert (await http.get(f"http://127.0.0.1:{port}/text")).text == "plain"
+
+
+async def test_a_private_page_is_shown_to_loopback_and_refused_to_web_pages() -> None:
+    admin = PageServer(
+        {"/open": lambda _query: Page({}), "/tree": lambda _query: Page({})}, private=("/tree",)
+    )
+    port = await admin.start("127.0.0.1", 0)
+    try:
+        async with client(base_url=f"http://127.0.0.1:{port}") as http:
+            assert (await http.get("/tree")).status_code == 200
+            assert (await http.get("/tree", headers={"Sec-Fetch-Site": "none"})).status_code == 200
+            for headers in ({"Host": "evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "same-origin"}):
+                assert (await http.get("/tree", headers=headers)).status_code == 403
+                assert (await http.get("/open", headers=headers)).status_code == 200
+        for version, status in ((b"1.1", b"400"), (b"1.0", b"403")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /tree HTTP/%s\r\n\r\n" % version)
+            answer = await asyncio.wait_for(reader.read(), 5)
+            assert answer.split(b" ")[1] == status, "no Host"
+            writer.close()
+    finally:
+        await admin.stop()
+
+
+@pytest.mark.parametrize("address", ["10.0.0.9", "::ffff:10.0.0.9", "fd00::9"])
+def test_what_comes_to_another_address_than_loopback_is_not_local_whatever_its_host(address: str) -> None:
+    assert why_not_local([(b"Host", b"127.0.0.1:9004")], address) == f"the request came to {address}"
+    assert why_not_local([(b"Host", b"127.0.0.1:9004")], "::ffff:127.0.0.1") is None
+
+
+async def test_a_connection_without_a_request_is_closed_after_a_while(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treeline_epp.admin._TIMEOUT_S", 0.1)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /text HT")
+    assert await asyncio.wait_for(reader.read(), 5) == b""
+    writer.close()
+
+
+async def test_only_get_is_served_and_a_connection_is_for_one_request(port: int) -> None:
+    async with client(base_url=f"http://127.0.0.1:{port}") as http:
+        assert (await http.head("/text")).status_code == 405
+        assert (await http.get("/text")).headers["connection"] == "close"
+        assert (await http.get("/nothing")).json()["pages"] == ["/broken", "/echo", "/ready", "/text"]

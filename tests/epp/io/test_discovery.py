@@ -12,8 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.epp_io import until
-from treeline_epp.discovery import DiscoveryError, discover, normal_address, parse_file, parse_flag, unique
-from treeline_epp.endpoint import EndpointSpec
+from treeline_epp.endpoints.discovery import (
+    DiscoveryError,
+    discover,
+    normal_address,
+    parse_file,
+    parse_flag,
+    unique,
+)
+from treeline_epp.endpoints.spec import EndpointSpec
 
 A = EndpointSpec("a", "127.0.0.1:8000")
 

@@ -12,7 +12,7 @@ from envoy.service.discovery.v3 import discovery_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.epp_io import until
-from treeline_epp.eds import CLUSTER, TYPE_URL, Eds, EdsState
+from treeline_epp.xds.eds import CLUSTER, TYPE_URL, Eds, EdsState
 
 A, B = "10.0.0.1:8000", "[::1]:8001"
 

@@ -20,6 +20,8 @@ from support.epp_io import (
 )
 from treeline_wire.load import TREELINE_LOAD_TOPIC, TreelineLoad
 
+LIVE = ("live", "checking")
+
 
 @dataclass
 class Runtime:
@@ -92,7 +94,7 @@ async def test_readiness_means_that_what_the_runtimes_hold_is_known() -> None:
                 name = runtime.engine.name
                 expected = {h for block in runtime.publisher.blocks for h in block.block_hashes}
                 assert await holds(picker, name) == expected
-                assert (await endpoint(picker, name))["publisher"] == "live"
+                assert (await endpoint(picker, name))["subscription"] in LIVE
         asked = [s.path for r in made for s in r.engine.seen]
         assert asked.count("/treeline/tokenizer") == 1  # equal tokenizers are fetched once
 
@@ -133,7 +135,7 @@ async def test_a_restarted_engine_holds_nothing_until_it_says_so() -> None:
 
         async def back() -> bool:
             state = await endpoint(picker)
-            return state["selectable"] and state["publisher"] == "live"
+            return state["selectable"] and state["subscription"] in LIVE
 
         await until(back, "the new process is in use", 5.0)
         other = stored(range(500, 532))
@@ -196,4 +198,22 @@ async def test_keys_that_are_needed_and_missing_are_told_and_do_not_block_readin
         info["kv_events"] = {**info["kv_events"], "curve": True}
         async with running_picker(*runtime.flags) as picker:
             state = await endpoint(picker)
-            assert (state["selectable"], state["publisher"]) == (True, None)
+            assert (state["selectable"], state["subscription"]) == (True, None)
+
+
+async def test_an_engine_that_names_another_host_is_followed_at_its_own_address_and_counted() -> None:
+    async with runtimes() as (runtime,):
+        info = runtime.engine.documents["/server_info"]
+        info["kv_events"] = {**info["kv_events"], "endpoint_host": "192.0.2.1"}
+        async with running_picker(*runtime.flags) as picker:
+            await runtime.publisher.store(stored(range(32)))
+            metric = "treeline_epp_endpoints_naming_others"
+            metrics = await until(
+                lambda: picker_sees(picker, "treeline_epp_tree_blocks", 2), "the blocks to arrive"
+            )
+            assert metrics[metric] == 1
+
+
+async def picker_sees(picker: RunningPicker, metric: str, value: float) -> dict[str, float] | None:
+    metrics = await picker.metrics()
+    return metrics if metrics.get(metric) == value else None

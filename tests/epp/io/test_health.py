@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from treeline_epp.health import (
-    NOT_SERVING,
-    READY_NAMES,
-    SERVICE_UNKNOWN,
-    SERVING,
-    Health,
-    HealthCheckRequest,
-    HealthCheckResponse,
-)
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from treeline_epp.health import READY_NAMES, Health
 
+NOT_SERVING, SERVING = HealthCheckResponse.NOT_SERVING, HealthCheckResponse.SERVING
 CODING = {
     "request_serializer": HealthCheckRequest.SerializeToString,
     "response_deserializer": HealthCheckResponse.FromString,
@@ -24,9 +19,9 @@ CODING = {
 
 @pytest.fixture
 async def health() -> AsyncIterator[tuple[Health, grpc.aio.Channel]]:
-    served = Health()
+    served = await Health.starting()
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((served.handler(),))
+    served.add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -40,7 +35,7 @@ async def test_alive_is_always_served_and_the_rest_when_ready(
     served, channel = health
     check = channel.unary_unary("/grpc.health.v1.Health/Check", **CODING)
     for ready, expected in ((False, NOT_SERVING), (True, SERVING), (False, NOT_SERVING)):
-        served.set_ready(ready)
+        await served.set_ready(ready)
         assert (await check(HealthCheckRequest(service="liveness"))).status == SERVING
         for name in READY_NAMES:
             assert (await check(HealthCheckRequest(service=name))).status == expected
@@ -58,10 +53,22 @@ async def test_watch_tells_changes_only(health: tuple[Health, grpc.aio.Channel])
     watch = channel.unary_stream("/grpc.health.v1.Health/Watch", **CODING)
     call = watch(HealthCheckRequest(service="readiness"))
     assert (await call.read()).status == NOT_SERVING
-    served.set_ready(False)
-    served.set_ready(True)
+    await served.set_ready(False)
+    await served.set_ready(True)
     assert (await call.read()).status == SERVING
     unknown = watch(HealthCheckRequest(service="nobody"))
-    assert (await unknown.read()).status == SERVICE_UNKNOWN
+    assert (await unknown.read()).status == HealthCheckResponse.SERVICE_UNKNOWN
     call.cancel()
     unknown.cancel()
+
+
+async def test_a_watcher_that_does_not_read_holds_nobody_up(
+    health: tuple[Health, grpc.aio.Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, channel = health
+    monkeypatch.setattr("treeline_epp.health._TELL_S", 0.1)
+    condition = served._servicer._server_watchers["readiness"]
+    async with condition:  # as a watcher has it while its answer cannot be sent
+        await asyncio.wait_for(served.set_ready(True), 2)
+        check = channel.unary_unary("/grpc.health.v1.Health/Check", **CODING)
+        assert (await check(HealthCheckRequest(service=""))).status == SERVING

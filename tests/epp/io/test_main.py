@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.envoy import free_ports
 from support.epp_io import running_picker
+from support.http import client
 from treeline_epp.main import StartError, main
 from treeline_epp.options import options_of
 
@@ -45,7 +46,7 @@ def test_a_wrong_command_line_is_status_2_and_a_sentence(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--grpc-port", "--grpc-health-port", "--metrics-port"])
+@pytest.mark.parametrize("flag", ["--grpc-port", "--grpc-health-port", "--metrics-port", "--admin-port"])
 async def test_a_busy_port_is_an_error_that_names_it(
     flag: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -76,14 +77,40 @@ async def test_the_debug_pages_are_there_only_if_asked_for() -> None:
     async with running_picker("--endpoint", "a=127.0.0.1:1") as picker:
         assert (await picker.get("/live")).json() == {"live": True}
         assert (await picker.get("/debug/tree?pod=nobody")).status_code == 404
-        assert "treeline_epp_extproc_ready 1.0" in (await picker.get("/metrics")).text
+        assert (await picker.metrics())["treeline_epp_extproc_ready"] == 1
     async with running_picker("--endpoint", "a=127.0.0.1:1", debug=False) as picker:
         assert (await picker.get("/debug/tree")).status_code == 404
         assert (await picker.get("/debug/endpoints")).status_code == 404
 
 
+@pytest.mark.parametrize(
+    "path", ["/", "/ready", "/live", "/endpoints", "/debug/endpoints", "/debug/tree", "/metrics/../endpoints"]
+)
+async def test_the_metrics_port_shows_metrics_and_nothing_else(path: str) -> None:
+    async with running_picker("--endpoint", "a=127.0.0.1:1") as picker, client() as http:
+        base = f"http://127.0.0.1:{picker.options.metrics_port}"
+        assert (await http.get(base + path)).status_code == 404
+        assert (await http.post(f"{base}/metrics")).status_code == 405
+        assert (await picker.get("/metrics")).status_code == 404, "and the admin port shows none"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"host": "evil.example"}, {"origin": "https://evil.example"}, {"sec-fetch-site": "cross-site"}],
+)
+async def test_the_debug_pages_are_for_clients_on_this_machine_alone(headers: dict[str, str]) -> None:
+    async with running_picker("--endpoint", "a=127.0.0.1:1", "--host", "0.0.0.0") as picker, client() as http:
+        base = f"http://127.0.0.1:{picker.options.admin_port}"
+        for path in ("/debug/endpoints", "/debug/tree"):
+            refused = await http.get(base + path, headers=headers)
+            assert refused.status_code == 403
+            assert "only for clients on this machine" in refused.json()["error"]
+            assert (await picker.get(path)).status_code == 200
+        assert (await http.get(f"{base}/ready", headers=headers)).status_code == 200, "as the kubelet asks"
+
+
 def test_sigterm_ends_the_process_with_status_0_and_json_lines(tmp_path: Path) -> None:
-    grpc_port, eds_port, metrics_port = free_ports(3)
+    grpc_port, eds_port, metrics_port, admin_port = free_ports(4)
     words = [
         sys.executable,
         "-m",
@@ -94,6 +121,7 @@ def test_sigterm_ends_the_process_with_status_0_and_json_lines(tmp_path: Path) -
         str(grpc_port),
     ]
     words += ["--grpc-health-port", str(eds_port), "--metrics-port", str(metrics_port)]
+    words += ["--admin-port", str(admin_port)]
     log = tmp_path / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(words, stdout=file, stderr=file)

@@ -9,38 +9,41 @@ from typing import Any
 import pytest
 from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
-from treeline_epp.catalog import Catalog
-from treeline_epp.endpoint import EndpointSpec
+from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.extproc.session import ExtProcSession, SessionLimits
 from treeline_epp.metrics import Metrics
-from treeline_epp.picker import Picker, PickerConfig
-from treeline_epp.routing import Router
-from treeline_epp.server import Stream
+from treeline_epp.picking.picker import Picker, PickerConfig
+from treeline_epp.requests.messages import RouteRequest
+from treeline_epp.requests.model_registry import ModelRegistry
+from treeline_epp.requests.model_table import ModelNotFound
+from treeline_epp.requests.refusals import Refusal
+from treeline_epp.requests.router import RoutedRequest, Router
 from treeline_wire import headers as names
 from treeline_wire.load import TreelineLoad
-from treeline_wire.models import ModelNotFound, ModelRule
+from treeline_wire.models import ModelRule
 
 MODES = processing_mode_pb2.ProcessingMode
 RATE = 1000.0
 
 
 class Bench:
-    """Two pools: ``a`` serves a1 and a2, ``b`` serves b1."""
+    """Two pools: `a` serves a1 and a2, `b` serves b1."""
 
     def __init__(self, *rules: ModelRule, pools: dict[str, tuple[str, ...]] | None = None) -> None:
         self.picker = Picker(PickerConfig(max_ttft_s=10.0))
-        self.catalog = Catalog()
+        self.registry = ModelRegistry()
         self.draws = [0.0]
         self.metrics = Metrics()
         self.router = Router(
-            self.picker, self.catalog, self.metrics, clock=lambda: 1.0, draw=lambda: self.draws.pop(0)
+            self.picker, self.registry, self.metrics, clock=lambda: 1.0, draw=lambda: self.draws.pop(0)
         )
-        self.catalog.set_pools(pools or {"a": ("a1",), "b": ("b1",)}, rules)
+        self.registry.set_pools(pools or {"a": ("a1",), "b": ("b1",)}, rules)
         self.add("a-0", "a", "10.0.0.1:8000", ("a1", "a2"))
         self.add("b-0", "b", "10.0.0.2:8000", ("b1",))
 
     def add(self, name: str, pool: str, address: str, models: tuple[str, ...]) -> None:
         self.picker.add_endpoint(EndpointSpec(name, address, pool=pool, models=models))
-        self.catalog.set_endpoint(name, pool, models, None)
+        self.registry.set_endpoint(name, pool, models, None)
 
     def wait(self, name: str, seconds: float) -> None:
         """Let an endpoint have so much work before it."""
@@ -52,7 +55,7 @@ class Bench:
     ) -> Any:
         """One request: the address and the body that arrives there, or the refusal."""
         self.draws = self.draws or [0.0]
-        stream = Stream(self.router, 1 << 20)
+        stream = ExtProcSession(self.router, SessionLimits(1 << 20))
         fields = {"prompt": "hello", **({} if model is None else {"model": model})}
         data = json.dumps(fields).encode()
         head = pb.ProcessingRequest()
@@ -64,9 +67,9 @@ class Bench:
             head.request_headers.headers.headers.add(key=key, raw_value=value.encode())
         if pool is not None:
             head.metadata_context.filter_metadata[names.LB].fields[names.POOL_METADATA].string_value = pool
-        replies = [pb.ProcessingResponse.FromString(r) for r in stream.step(head)]
+        replies = [pb.ProcessingResponse.FromString(r) for r in stream.steps(head) if r is not None]
         body = pb.ProcessingRequest(request_body=pb.HttpBody(body=data, end_of_stream=True))
-        replies += [pb.ProcessingResponse.FromString(r) for r in stream.step(body)]
+        replies += [pb.ProcessingResponse.FromString(r) for r in stream.steps(body) if r is not None]
         stream.close()
         if replies[-1].WhichOneof("response") == "immediate_response":
             return replies[-1].immediate_response
@@ -209,28 +212,61 @@ def test_rules_come_and_go_while_it_runs() -> None:
     older = rule("chat", "b", created="2026-01-01T00:00:00Z")
     newer = ModelRule("other", "chat", "a", targets=(("a1", None),), created="2026-01-02T00:00:00Z")
     pools = {"a": ("a1",), "b": ("b1",)}
-    bench.catalog.set_pools(pools, (newer, older))
+    bench.registry.set_pools(pools, (newer, older))
     assert bench.ask("chat").model == "b1"
-    bench.catalog.set_pools(pools, (newer,))
+    bench.registry.set_pools(pools, (newer,))
     assert bench.ask("chat").model == "a1"
-    bench.catalog.set_pools(pools, ())
+    bench.registry.set_pools(pools, ())
     assert bench.ask("chat").status.code == 404
 
 
 def test_the_list_of_models_is_what_can_be_asked_for() -> None:
     bench = Bench(rule("chat", "a", targets=(("a1", None),)), rule("lost", "nowhere"))
-    assert bench.catalog.models() == ["a1", "a2", "b1", "chat"]
-    assert bench.catalog.models_by_pool() == {"a": ["a1", "a2", "chat"], "b": ["b1"]}
+    assert bench.registry.models() == ["a1", "a2", "b1", "chat"]
+    assert bench.registry.models_by_pool() == {"a": ["a1", "a2", "chat"], "b": ["b1"]}
 
 
 def test_engines_that_name_no_models_take_any() -> None:
-    catalog = Catalog()
-    catalog.set_pools({"p": ()}, ())
-    assert catalog.empty
-    catalog.set_endpoint("e", "p", (), None)
-    assert catalog.resolve("anything").pool == "p"
-    assert catalog.resolve(None).pool == "p"
-    catalog.set_endpoint("f", "q", ("known",), None)
-    assert (catalog.resolve("known").pool, catalog.resolve("other").pool) == ("q", "p")
+    registry = ModelRegistry()
+    registry.set_pools({"p": ()}, ())
+    assert registry.empty
+    registry.set_endpoint("e", "p", (), None)
+    assert registry.resolve("anything").pool == "p"
+    assert registry.resolve(None).pool == "p"
+    registry.set_endpoint("f", "q", ("known",), None)
+    assert (registry.resolve("known").pool, registry.resolve("other").pool) == ("q", "p")
     with pytest.raises(ModelNotFound):
-        catalog.resolve("other", pool="q")
+        registry.resolve("other", pool="q")
+
+
+@pytest.mark.parametrize(
+    ("engine", "method", "path", "served"),
+    [
+        ("treeline", "POST", "/v1/completions", True),
+        ("treeline", "POST", "/v1/completions?a=b", True),
+        ("treeline", "GET", "/v1/completions", False),
+        ("treeline", "POST", "/flush_cache", False),
+        ("treeline", "POST", "//v1/completions", False),
+        ("treeline", "POST", "/x/../v1/completions", False),
+        ("vllm", "POST", "/rerank", True),
+        ("vllm", "POST", "/generate", False),
+        ("sglang", "POST", "/generate", True),
+        ("sglang", "POST", "/update_weights_from_disk", False),
+        ("", "POST", "/anything", True),
+    ],
+)
+def test_an_engine_of_a_known_type_is_asked_for_inference_only(
+    engine: str, method: str, path: str, served: bool
+) -> None:
+    picker, registry, metrics = Picker(PickerConfig()), ModelRegistry(), Metrics()
+    picker.add_endpoint(EndpointSpec("a-0", "10.0.0.1:8000", pool="a", engine=engine))
+    registry.set_endpoint("a-0", "a", ("a1",), None)
+    router = Router(picker, registry, metrics, clock=lambda: 1.0)
+    decide = RouteRequest({":path": path, ":method": method}, b'{"model": "a1", "prompt": "x"}', None)
+    result = router.route(decide)
+    if served:
+        assert isinstance(result, RoutedRequest)
+        router.release(result)
+    else:
+        assert isinstance(result, Refusal)
+        assert (result.status, result.code) == (404, "not_found")

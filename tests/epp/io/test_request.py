@@ -9,44 +9,47 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.epp_io import small_bundle
-from treeline_epp.catalog import Catalog, Renderer
-from treeline_epp.endpoint import NoEndpoints, PickError, PickRequest, Saturated
-from treeline_epp.exchange import Decide, Immediate
-from treeline_epp.refusal import DROPPED_REASON, Refusal, of_pick
-from treeline_epp.request import Parsed, parse, parse_subset
+from treeline_epp.picking.decision import NoEndpoints, PickError, Saturated
+from treeline_epp.picking.request import PickRequest
+from treeline_epp.requests.messages import Immediate, RouteRequest
+from treeline_epp.requests.model_registry import ModelRegistry, PromptKeyer
+from treeline_epp.requests.parse import ParsedRequest, parse, parse_subset
+from treeline_epp.requests.refusals import DROPPED_REASON, Refusal, of_pick
 from treeline_wire.tokenizer import TokenizerBundle
 
 
-def catalog(*pools: tuple[str, tuple[str, ...]], bundle: TokenizerBundle | None = None) -> Catalog:
-    made = Catalog()
-    fingerprint = made.add_renderer(bundle).fingerprint if bundle is not None else None
+def registry(*pools: tuple[str, tuple[str, ...]], bundle: TokenizerBundle | None = None) -> ModelRegistry:
+    made = ModelRegistry()
+    fingerprint = made.add_keyer(bundle).fingerprint if bundle is not None else None
     for i, (pool, models) in enumerate(pools):
         made.set_endpoint(f"e{i}", pool, models, fingerprint)
     return made
 
 
-ONE = catalog(("default", ("tiny",)), bundle=small_bundle())
-TWO = catalog(("default", ("tiny",)), ("big", ("huge", "tiny")))
+ONE = registry(("default", ("tiny",)), bundle=small_bundle())
+TWO = registry(("default", ("tiny",)), ("big", ("huge", "tiny")))
 
 
-def ask(path: str, body: Any = None, *, served: Catalog = ONE, method: str = "POST", **settings: Any) -> Any:
+def ask(
+    path: str, body: Any = None, *, served: ModelRegistry = ONE, method: str = "POST", **settings: Any
+) -> Any:
     data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
     headers = {":path": path, ":method": method, "x-request-id": "r1"}
-    return parse(Decide(headers, data, settings.get("subset")), served)
+    return parse(RouteRequest(headers, data, settings.get("subset")), served)
 
 
 def pick(path: str, body: Any = None, **settings: Any) -> PickRequest:
     parsed = ask(path, body, **settings)
-    assert isinstance(parsed, Parsed), parsed
+    assert isinstance(parsed, ParsedRequest), parsed
     return parsed.pick
 
 
 def test_a_completion_gets_the_key_of_its_prompt() -> None:
-    renderer = ONE.renderer_of("default")
-    assert renderer is not None
-    assert renderer.keys is not None
+    keyer = ONE.keyer_of("default")
+    assert keyer is not None
+    assert keyer.keys is not None
     request = pick("/v1/completions?x=1", {"model": "tiny", "prompt": "hello there"})
-    assert request.key == renderer.keys.prompt_key("hello there", True)
+    assert request.key == keyer.keys.prompt_key("hello there", True)
     assert (request.request_id, request.model, request.pool) == ("r1", "tiny", "default")
     assert request.prompt_tokens_estimate == len("hello there") // 4 + 1
 
@@ -73,24 +76,24 @@ def test_the_longest_output_is_what_the_request_allows(
 
 
 def test_ids_are_counted_and_several_prompts_give_the_first_ones_key() -> None:
-    renderer = ONE.renderer_of("default")
-    assert renderer is not None
-    assert renderer.keys is not None
+    keyer = ONE.keyer_of("default")
+    assert keyer is not None
+    assert keyer.keys is not None
     request = pick("/v1/completions", {"model": "tiny", "prompt": [[5, 6, 7], [8, 9]]})
-    assert request.key == renderer.keys.block_key([5, 6, 7])
+    assert request.key == keyer.keys.block_key([5, 6, 7])
     assert request.prompt_tokens_estimate == 5
     native = pick("/generate", {"input_ids": [5, 6, 7]})
     assert (native.key, native.prompt_tokens_estimate, native.model) == (request.key, 3, "tiny")
-    assert pick("/generate", {"text": "abc"}).key == renderer.keys.prompt_key("abc", True)
+    assert pick("/generate", {"text": "abc"}).key == keyer.keys.prompt_key("abc", True)
 
 
 def test_a_chat_is_rendered_with_the_models_own_template() -> None:
-    renderer = ONE.renderer_of("default")
-    assert renderer is not None
-    assert renderer.keys is not None
+    keyer = ONE.keyer_of("default")
+    assert keyer is not None
+    assert keyer.keys is not None
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "cache_salt": "s"}
     request = pick("/v1/chat/completions", body)
-    assert request.key == renderer.keys.prompt_key("user:hi;assistant:", False)
+    assert request.key == keyer.keys.prompt_key("user:hi;assistant:", False)
     assert request.namespace == "s"
 
 
@@ -131,7 +134,10 @@ def test_an_unknown_model_is_404_and_a_missing_one_is_400_only_where_there_is_a_
 
 
 def test_before_any_engine_has_spoken_no_model_is_unknown() -> None:
-    assert pick("/v1/completions", {"model": "anything", "prompt": "x"}, served=Catalog()).model == "anything"
+    assert (
+        pick("/v1/completions", {"model": "anything", "prompt": "x"}, served=ModelRegistry()).model
+        == "anything"
+    )
 
 
 def test_paths_without_a_prompt_go_anywhere_that_has_the_model() -> None:
@@ -147,6 +153,7 @@ def test_models_are_answered_without_an_endpoint() -> None:
     assert isinstance(listed, Immediate)
     assert [m["id"] for m in json.loads(listed.body)["data"]] == ["tiny", "huge"]
     assert json.loads(ask("/v1/models/huge", b"", method="GET", served=TWO).body)["id"] == "huge"
+    assert json.loads(ask("/v1/models/h%75ge", b"", method="GET", served=TWO).body)["id"] == "huge"
     assert ask("/v1/models/none", b"", method="GET", served=TWO).status == 404
 
 
@@ -197,7 +204,7 @@ BODIES = st.fixed_dictionaries(
 )
 def test_no_request_raises(path: str, method: str, body: Any) -> None:
     result = ask(path, body, method=method)
-    assert isinstance(result, Parsed | Refusal | Immediate)
+    assert isinstance(result, ParsedRequest | Refusal | Immediate)
 
 
 def test_the_pickers_ways_to_say_no() -> None:
@@ -213,24 +220,24 @@ def test_the_pickers_ways_to_say_no() -> None:
 
 
 def test_the_bytes_of_a_token_are_learnt_from_reports() -> None:
-    renderer = Renderer(small_bundle())
+    keyer = PromptKeyer(small_bundle())
     for _ in range(200):
-        renderer.learn(3000, 1000)
-    assert renderer.estimate_tokens(3000) == pytest.approx(1000, rel=0.02)
-    renderer.learn(1000, 1)  # too short to say anything
-    assert renderer.estimate_tokens(3000) == pytest.approx(1000, rel=0.02)
+        keyer.learn(3000, 1000)
+    assert keyer.estimate_tokens(3000) == pytest.approx(1000, rel=0.02)
+    keyer.learn(1000, 1)  # too short to say anything
+    assert keyer.estimate_tokens(3000) == pytest.approx(1000, rel=0.02)
 
 
 def test_a_tokenizer_without_prefix_keys_is_told_and_gives_none() -> None:
     broken = TokenizerBundle.build('{"version": "1.0"}', chat_template="{{ unclosed")
-    renderer = Renderer(broken)
-    assert renderer.keys is None
-    assert renderer.problem is not None
-    assert renderer.chat_key({"messages": [{"role": "user", "content": "x"}]}) is None
+    keyer = PromptKeyer(broken)
+    assert keyer.keys is None
+    assert keyer.problem is not None
+    assert keyer.render({"messages": [{"role": "user", "content": "x"}]}) is None
 
 
 def test_models_live_as_long_as_an_endpoint_that_serves_them() -> None:
-    served = catalog(("default", ("tiny",)), ("default", ("tiny", "lora")))
+    served = registry(("default", ("tiny",)), ("default", ("tiny", "lora")))
     served.remove_endpoint("e1")
     assert served.models() == ["tiny"]
     served.remove_endpoint("e1")

@@ -1,4 +1,4 @@
-"""Another model name in a body: one string changes, every other byte stays."""
+"""Other members in a body (model, salt): those values change, every other byte stays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treeline_epp.rewrite import with_model
+from treeline_epp.requests.rewrite import with_members, with_model
 
 
 @pytest.mark.parametrize(
@@ -75,3 +75,42 @@ def test_a_long_prompt_costs_a_pass_and_not_more() -> None:
     started = time.perf_counter()
     assert with_model(long, "b").endswith(b'"model": "b"}')
     assert time.perf_counter() - started < 0.5
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b"{}", b'{"s":"new"}'),
+        (b" {\n} ", b' {\n"s":"new"} '),
+        (b'{"a":1}', b'{"s":"new","a":1}'),
+        (b'{"s":"old","a":1}', b'{"s":"new","a":1}'),
+        (b'{"a":{"s":"old"},"s":null}', b'{"a":{"s":"old"},"s":"new"}'),
+        (b'{"s":["x",{"s":"}"}],"a":1}', b'{"s":"new","a":1}'),
+        (b'{"s":1.5e3 , "s":{} ,"s":true}', b'{"s":"new" , "s":"new" ,"s":"new"}'),
+        (b'{"\\u0073":"old","t":"x"}', b'{"\\u0073":"new","t":null}'),
+        (b'{"a":"\\"s\\":1","s":"}{"}', b'{"a":"\\"s\\":1","s":"new"}'),
+    ],
+)
+def test_a_member_has_the_given_value_wherever_and_whatever_it_was(before: bytes, after: bytes) -> None:
+    assert with_members(before, {"s": "new", "t": None}) == after
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.dictionaries(st.text(max_size=4) | st.sampled_from(["s", "t", "x"]), JSON, max_size=5),
+    st.text(max_size=6),
+    st.booleans(),
+    st.sampled_from([None, 1]),
+)
+def test_decoders_see_the_same_object_with_these_members(
+    body: dict[str, Any], value: str, plain: bool, indent: int | None
+) -> None:
+    data = json.dumps(body, ensure_ascii=plain, indent=indent).encode()
+    seen = json.loads(with_members(data, {"s": value, "t": None}))
+    assert seen == {**body, "s": value} | ({"t": None} if "t" in body else {})
+    assert list(seen)[-len(body) :] == list(body) or not body
+
+
+def test_what_is_no_object_gets_no_member() -> None:
+    with pytest.raises(ValueError, match="no JSON object"):
+        with_members(b"[1]", {"s": "x"})

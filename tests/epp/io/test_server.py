@@ -12,12 +12,12 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from google.protobuf import json_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treeline_epp.catalog import Catalog
-from treeline_epp.endpoint import EndpointSpec
+from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.extproc.session import ExtProcSession, SessionLimits
 from treeline_epp.metrics import Metrics
-from treeline_epp.picker import Picker, PickerConfig
-from treeline_epp.routing import Router
-from treeline_epp.server import Stream
+from treeline_epp.picking.picker import Picker, PickerConfig
+from treeline_epp.requests.model_registry import ModelRegistry
+from treeline_epp.requests.router import Router
 from treeline_wire import headers as names
 
 MODES = processing_mode_pb2.ProcessingMode
@@ -31,17 +31,17 @@ class Bench:
         self.now = 100.0
         self.troubles: list[str] = []
         self.metrics = Metrics()
-        catalog = Catalog()
+        registry = ModelRegistry()
         self.picker = Picker(PickerConfig(policy="round_robin"))
         for name, address in (("a", A), ("b", B)):
             self.picker.add_endpoint(EndpointSpec(name, address, models=("tiny",)))
-            catalog.set_endpoint(name, "default", ("tiny",), None)
+            registry.set_endpoint(name, "default", ("tiny",), None)
         self.router = Router(
-            self.picker, catalog, self.metrics, on_trouble=self.troubles.append, clock=lambda: self.now
+            self.picker, registry, self.metrics, on_trouble=self.troubles.append, clock=lambda: self.now
         )
 
-    def stream(self) -> Stream:
-        return Stream(self.router, body_limit=10_000)
+    def stream(self) -> ExtProcSession:
+        return ExtProcSession(self.router, SessionLimits(10_000))
 
     def reserved(self) -> int:
         return sum(len(e.load.reservations) for e in self.picker.endpoints.values())
@@ -78,8 +78,8 @@ def response(served: str | None = None, **fields: str) -> pb.ProcessingRequest:
     return request
 
 
-def replies(stream: Stream, request: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
-    return [pb.ProcessingResponse.FromString(data) for data in stream.step(request)]
+def replies(stream: ExtProcSession, request: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
+    return [pb.ProcessingResponse.FromString(data) for data in stream.steps(request) if data is not None]
 
 
 def destination(reply: pb.ProcessingResponse, part: str = "request_body") -> str:
@@ -139,7 +139,7 @@ def test_what_the_runtime_reports_is_counted_and_only_streams_give_a_first_token
 
 def test_where_nobody_else_does_the_picker_takes_the_report_out_of_the_response() -> None:
     bench = Bench()
-    stream = Stream(bench.router, body_limit=10_000, hiding=True)
+    stream = ExtProcSession(bench.router, SessionLimits(10_000, strip_response_headers=True))
     replies(stream, headers())
     (reply,) = replies(stream, body())
     assert not reply.request_body.response.header_mutation.remove_headers
@@ -181,7 +181,7 @@ def test_errors_and_detours_make_the_fleet_look_and_overload_does_not() -> None:
     assert run(response(**{":status": "503", names.OVERLOADED: "1"})) == []
     assert run(response(**{":status": "404"})) == []
     assert len(run(response(served="10.9.9.9:1"))) == 1
-    assert bench.counted("served_elsewhere_total", by="other") == 1
+    assert bench.counted("served_by_other_total", by="other") == 1
 
 
 def test_a_subset_is_obeyed_also_without_a_body() -> None:
@@ -221,7 +221,7 @@ def test_breaking_the_protocol_is_a_500_and_counted() -> None:
     assert bench.counted("protocol_errors_total") == 2
 
 
-def test_a_defect_of_ours_is_a_500_and_not_a_grpc_error(
+def test_an_internal_error_is_a_500_and_not_a_grpc_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = Bench()
@@ -235,7 +235,7 @@ def test_a_defect_of_ours_is_a_500_and_not_a_grpc_error(
     with caplog.at_level(logging.CRITICAL):
         (reply,) = replies(stream, body())
     assert reply.immediate_response.status.code == 500
-    assert bench.counted("defects_total") == 1
+    assert bench.counted("internal_errors_total") == 1
 
 
 def test_a_decision_is_one_log_line_at_debug_level_without_prompt_text(
@@ -294,7 +294,7 @@ def test_whatever_proxies_send_nothing_raises_and_nothing_stays_reserved(
                     assert reply.WhichOneof("response") is not None
             stream.close()
         assert bench.reserved() == 0
-        assert bench.counted("defects_total") == 0
+        assert bench.counted("internal_errors_total") == 0
     finally:
         logging.disable(logging.NOTSET)
 

@@ -51,7 +51,7 @@ async def test_a_request_goes_where_header_and_metadata_say(tmp_path: Path) -> N
             assert line["served"] == line["endpoint"]
         metrics = await plane.picker.metrics()
         assert metrics['treeline_epp_outcomes_total{outcome="headers"}'] == 4
-        assert not [name for name in metrics if name.startswith("treeline_epp_served_elsewhere_total")]
+        assert not [name for name in metrics if name.startswith("treeline_epp_served_by_other_total")]
 
 
 @pytest.mark.integration
@@ -71,7 +71,7 @@ async def test_every_body_mode_delivers_the_body_and_the_answer_unchanged(tmp_pa
             assert seen.headers[names.DESTINATION]
             for fake in fakes:
                 fake.seen.clear()
-        answer = await plane.http.get("/somewhere")
+        answer = await plane.http.get("/health")
         assert answer.status_code == 200
 
 
@@ -194,7 +194,7 @@ async def test_a_dead_first_entry_is_retried_on_the_second(tmp_path: Path) -> No
         assert [a.status_code for a in answers] == [200] * 6
         assert {a.json()["engine"] for a in answers} == {alive.name}
         metrics = await plane.picker.metrics()
-        assert metrics['treeline_epp_served_elsewhere_total{by="fallback"}'] >= 1
+        assert metrics['treeline_epp_served_by_other_total{by="fallback"}'] >= 1
         # That was a hint; the picker has asked, and does not name the dead one any more.
 
         async def noticed() -> bool:
@@ -355,7 +355,7 @@ async def test_endpoints_come_and_go_with_the_file(tmp_path: Path) -> None:
             file.write_text("endpoints: nonsense")
             assert {a.json()["engine"] for a in await enough(plane, 3)} == {"e1"}
             metrics = await plane.picker.metrics()
-            assert "treeline_epp_served_elsewhere_total" not in str(metrics)
+            assert "treeline_epp_served_by_other_total" not in str(metrics)
 
 
 @pytest.mark.integration

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from support.epp_io import engines, running_picker
 from support.epp_kube import asked
-from treeline_epp.health import SERVING, HealthCheckRequest, HealthCheckResponse
+from treeline_epp.extproc.server import SERVICE
+from treeline_epp.extproc.tls import TlsError, credentials, self_signed
 from treeline_epp.main import main
-from treeline_epp.server import SERVICE
-from treeline_epp.tls import TlsError, credentials, self_signed
 
 
 def write(folder: Path, pair: tuple[bytes, bytes], stamp: int) -> None:
@@ -59,7 +59,9 @@ async def test_without_files_one_is_made_and_health_is_served_there_if_asked_for
                     response_deserializer=HealthCheckResponse.FromString,
                 )
                 for name in ("", "liveness", "readiness", "inference-extension", SERVICE):
-                    assert (await check(HealthCheckRequest(service=name))).status == SERVING
+                    assert (
+                        await check(HealthCheckRequest(service=name))
+                    ).status == HealthCheckResponse.SERVING
 
 
 def test_files_that_cannot_be_used_are_told(tmp_path: Path) -> None:

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kube_api import own_model, own_pool, pod
-from treeline_epp.endpoint import EndpointSpec
+from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.kube import pools
 from treeline_epp.kube.models import read_model
 from treeline_epp.kube.pods import endpoints, read_pod
 from treeline_epp.kube.pools import Pool
-from treeline_operator.api.pool import ModelSource
 
 
 def raw(obj: dict[str, Any]) -> msgspec.Raw:
@@ -32,7 +31,7 @@ def found(*pods: dict[str, Any], of: tuple[Pool, ...] | None = None) -> tuple[En
 
 def test_a_ready_pod_of_a_pool_is_an_endpoint() -> None:
     (spec,) = found(pod("p", uid="u", restarts=2))
-    assert spec == EndpointSpec("p", "10.0.0.1:8000", pool="a", uid="u:2")
+    assert spec == EndpointSpec("p", "10.0.0.1:8000", pool="a", uid="u:2", engine="treeline")
     (spec,) = found(pod("p", ip="fd00:0::1"), of=(pool(port=9000),))
     assert spec.address == "[fd00::1]:9000"
 
@@ -100,7 +99,7 @@ def test_upstream_pools_have_an_endpoint_for_each_port() -> None:
     made = pools.upstream_pool(raw(UPSTREAM))
     labels = {"app": "vllm", "env": "x", "more": "y"}
     specs = found(pod("p", labels=labels), pod("q", labels={"app": "vllm"}), of=(made,))
-    assert [(s.name, s.address, s.pool, s.vouched) for s in specs] == [
+    assert [(s.name, s.address, s.pool, s.trust_ready) for s in specs] == [
         ("p-rank-0", "10.0.0.1:3000", "up", True),
         ("p-rank-1", "10.0.0.1:3002", "up", True),
     ]
@@ -152,14 +151,6 @@ def test_our_pools_serve_the_name_given_or_the_last_part_of_the_uri(model: dict[
     obj = own_pool("a")
     obj["spec"]["model"] = model
     assert pools.own_pool(raw(obj)).models == (name,)
-
-
-def test_a_served_name_is_the_operators() -> None:
-    uris = ("builtin://tiny", "hf://o/n@r", "hf://o/n", "pvc://c/p/q", "path:///m/x", "path:///m@1")
-    for uri in uris:
-        obj = own_pool("a")
-        obj["spec"]["model"] = {"uri": uri}
-        assert pools.own_pool(raw(obj)).models == (ModelSource(uri=uri).served_name,), uri
 
 
 def test_pools_without_the_defaults_of_the_schema_get_them_here() -> None:

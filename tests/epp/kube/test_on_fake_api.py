@@ -248,11 +248,12 @@ async def test_without_pods_it_is_not_ready_until_they_may_be_read(tmp_path: Pat
         it.api.refuse[PODS_OF] = 403
         async with running_picker(*it.flags(), ready=False) as picker:
 
-            async def told() -> Any:
-                return (await picker.get("/ready")).json()["kubernetes"]["kinds"]["pods"]["error"]
+            async def forbidden() -> bool:
+                error = (await picker.get("/ready")).json()["kubernetes"]["kinds"]["pods"]["error"]
+                assert error, "what is not known yet has a reason at every moment"
+                return bool(error.startswith("forbidden"))
 
-            await until(told, "it says what is wrong")
-            assert (await told()).startswith("forbidden")
+            await until(forbidden, "it says what is wrong")
             answer = await picker.get("/ready")
             assert answer.status_code == 503
             assert (await listing(picker))["synced"] is False
@@ -356,7 +357,9 @@ async def test_pods_of_a_selector_need_no_pool(tmp_path: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def behind_envoy(picker: RunningPicker, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+async def behind_envoy(
+    picker: RunningPicker, folder: Path, **settings: Any
+) -> AsyncIterator[httpx.AsyncClient]:
     """A client of an Envoy that asks this picker."""
     listen, admin = free_ports(2)
     config = EnvoyConfig(
@@ -365,6 +368,7 @@ async def behind_envoy(picker: RunningPicker, folder: Path) -> AsyncIterator[htt
         ext_proc_port=picker.options.grpc_port,
         eds_port=picker.options.grpc_health_port,
         access_log=str(folder / "access.log"),
+        **settings,
     )
     async with (
         running_envoy(config, folder) as envoy,
@@ -470,3 +474,25 @@ async def test_through_envoy_weights_share_names_are_rewritten_and_a_fallback_se
                 assert (
                     await http.post("/v1/completions", json={"model": "no", "prompt": "x"})
                 ).status_code == 404
+
+
+async def test_behind_a_shared_edge_no_engine_is_asked_what_only_another_engine_infers(
+    tmp_path: Path,
+) -> None:
+    async with cluster(tmp_path) as it:
+        other = own_pool("p1", port=it.engines[1].port, model="m1")
+        other["spec"]["engine"]["type"] = "sglang"
+        it.put(POOLS_OF, other)
+        async with running_picker(*it.flags()) as picker:
+            await ready_is(picker, "pod-0", ready=True)
+            await ready_is(picker, "pod-1", ready=True)
+            async with behind_envoy(picker, tmp_path, engines=("sglang", "treeline")) as http:
+                for path, expected in (("/v1/completions", [200, 200]), ("/encode", [404, 200])):
+                    for model, status in zip(("m0", "m1"), expected, strict=True):
+                        answer = await http.post(path, json={"model": model, "prompt": "x"})
+                        assert answer.status_code == status, (path, model, answer.text)
+                assert [seen.path for seen in it.engines[0].served] == ["/v1/completions"]
+                refused = await http.post("/encode", json={"model": "m0", "prompt": "x"})
+                assert refused.json()["error"]["code"] == "not_found"
+                page = (await picker.get("/debug/endpoints")).json()
+                assert [endpoint["reservations"] for endpoint in page["endpoints"]] == [0, 0]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 
 import pytest
 from support.control_plane import ControlPlane
 from support.epp_io import FakeEngine, engines, running_picker, until
 from support.epp_kube import Cluster, asked, burst_of_models, crd, listed, listed_so, models
 from support.kube_api import MODELS, PODS, POOLS
-from treeline_epp.kube import client as kube_client
-from treeline_epp.kube import mirror
+from treeline_kube import reflector
 from treeline_operator.rbac import PICKER
 
 UPSTREAM = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
@@ -92,9 +92,9 @@ async def _is(value: AsyncIterator[object] | object, expected: object) -> bool:
 async def test_a_restart_of_the_api_server_is_not_felt(
     plane: ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirror, "BACKOFF_S", (0.2, 1.0))
+    monkeypatch.setattr(reflector, "Timing", partial(reflector.Timing, backoff_s=(0.2, 1.0)))
     # While it installs its kinds, the server says 503 and "in 5 s".
-    monkeypatch.setattr(kube_client, "LONGEST_RETRY_AFTER_S", 0.5)
+    monkeypatch.setattr(reflector, "LONGEST_RETRY_AFTER_S", 0.5)
     async with serving(plane, namespace) as (cluster, fakes), running_picker(*cluster.flags()) as picker:
         await listed_so(picker, "pod-0", ready=True)
         before = await listed(picker)

@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 import yaml
+from pydantic import ValidationError
 from support.api_specs import Chance, document
 from support.control_plane import ControlPlane
-from treeline_operator.api import crds
 from treeline_operator.api.model import InferenceModel
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import KEYWORD, violations
+from treeline_tools import crds
 
 pytestmark = pytest.mark.integration
 
 PLURALS = {"InferencePool": "inferencepools", "InferenceModel": "inferencemodels"}
 KINDS = {"InferencePool": InferencePool, "InferenceModel": InferenceModel}
+
+HOSTILE_ENDS = (
+    " x",
+    "\n",
+    "\t",
+    "\u00a0",
+    "\u2028",
+    "\u0000",
+    "\u001b[0m",
+    "$(HF_TOKEN)",
+    "`id`",
+    ";id",
+    "'",
+    '"',
+    "é",
+)
+"""What no name and no path may end in: blanks, controls, variables that the kubelet replaces, a shell's own."""
+HOSTILE_WORDS = ("--trust-remote-code", "-", *(f"a{end}" for end in HOSTILE_ENDS))
+"""What no word of a command line, path, label or header may be."""
 
 REFUSED_POOLS = [
     ("model: {uri: s3://bucket/model}", "no model URI: write hf://org/name"),
@@ -30,6 +51,42 @@ REFUSED_POOLS = [
     ("model: {uri: 'builtin://a/b'}", "write builtin://tiny"),
     ("model: {uri: 'path:///models/../etc'}", "remove '..'"),
     ("model: {uri: pvc://claim/..}", "remove '..'"),
+    ("model: {uri: hf://o/n@..}", "remove '..'"),
+    ("model: {uri: hf://o/n@refs/../x}", "remove '..'"),
+    (
+        "model: {uri: hf://o/n@a--b}",
+        "an organisation, name or revision of Hugging Face has no -- or .. in it",
+    ),
+    ("model: {uri: hf://a--b/c}", "an organisation, name or revision of Hugging Face has no -- or .. in it"),
+    ("model: {uri: hf://a/b..c}", "an organisation, name or revision of Hugging Face has no -- or .. in it"),
+    (
+        "{model: {uri: hf://o/n}, gateway: {isolation: PerKey}}",
+        "without API keys there are no clients to keep apart",
+    ),
+    (
+        "gateway: {isolation: PerKey, standalone: {tls: {secretRef: {name: t}}}}",
+        "without API keys there are no clients to keep apart",
+    ),
+    (
+        "gateway: {isolation: PerKey, parentRefs: [{name: g}]}",
+        "without API keys there are no clients to keep apart",
+    ),
+    *(
+        (f"model: {{uri: {json.dumps(form.format(bad))}}}", says)
+        for form, says in (
+            ("pvc://claim/{}", "write pvc://claim/path"),
+            ("pvc://claim/a/{}", "write pvc://claim/path"),
+            ("path:///{}", "write path:///models/name"),
+            ("path:///a/{}/b", "write path:///models/name"),
+            ("hf://org/name@{}", "write hf://org/name or hf://org/name@revision"),
+            ("hf://org/{}", "write hf://org/name or hf://org/name@revision"),
+        )
+        for bad in HOSTILE_WORDS
+    ),
+    *(
+        (f"model: {{uri: {json.dumps('builtin://tiny' + end)}}}", "write builtin://tiny")
+        for end in HOSTILE_ENDS
+    ),
     ("model: {tokenSecretRef: {name: hf}}", "remove tokenSecretRef, or use an hf:// uri"),
     ("model: {uri: hf://o/n, size: 20Gi, cache: {size: 10Gi}}", "raise cache.size to model.size"),
     ("model: {uri: hf://o/n, cache: {}}", "set exactly one of them"),
@@ -121,10 +178,52 @@ REFUSED_POOLS = [
         "set minReplicas to 1 or more, or use type KEDA",
     ),
     ("rollout: {maxSurge: 0}", "raise maxSurge or maxUnavailable"),
+    ("rollout: {maxSurge: 0%, maxUnavailable: 0}", "raise maxSurge or maxUnavailable"),
+    ("rollout: {maxSurge: 0, maxUnavailable: 0%}", "raise maxSurge or maxUnavailable"),
+    (
+        "disruptionBudget: {maxUnavailable: 0}",
+        "keeps nodes from being drained: set maxUnavailable to 1 or more",
+    ),
+    (
+        "disruptionBudget: {maxUnavailable: 0%}",
+        "keeps nodes from being drained: set maxUnavailable to 1 or more",
+    ),
+    ("engine: {cache: {}}", "set exactly one of them"),
+    ("engine: {cache: {claimName: a, accessModes: [ReadWriteMany]}}", "set size for claimName"),
+    ("rollout: {strategy: Replace, maxSurge: 10%}", "remove maxSurge, or use strategy SurgeIfCapacity"),
     ("rollout: {strategy: Replace, maxSurge: 2}", "remove maxSurge, or use strategy SurgeIfCapacity"),
     ("roles: [{name: prefill, replicas: 1}, {name: decode, replicas: 1}]", "use role both, or remove roles"),
     ("roles: [{name: both, replicas: 2}]", "remove replicas here"),
     ("template: {metadata: {labels: {treeline.dev/pool: x}}}", "remove them from template.metadata.labels"),
+    *(
+        (
+            f"template: {{metadata: {{annotations: {{{key}: x}}}}}}",
+            "annotations of treeline.dev and controller.kubernetes.io/pod-deletion-cost on pods are the operator's:"
+            " remove them from template.metadata.annotations",
+        )
+        for key in (
+            "treeline.dev/draining-since",
+            "treeline.dev/applied",
+            "controller.kubernetes.io/pod-deletion-cost",
+        )
+    ),
+    *(
+        (f"gateway: {{standalone: {{annotations: {{a.b/c: d, {key}: x}}}}}}", "remove them from annotations")
+        for key in ("treeline.dev/applied", "kubectl.kubernetes.io/last-applied-configuration")
+    ),
+    *(
+        (
+            form.replace("KEY", json.dumps(key)),
+            "a key is a name of 63 characters or fewer, or example.com/name: correct it",
+        )
+        for form in (
+            "gateway: {standalone: {annotations: {KEY: x}}}",
+            "template: {metadata: {labels: {KEY: x}}}",
+            "template: {metadata: {annotations: {KEY: x}}}",
+        )
+        for key in ("", "a b", "-a", "a/b/c", "/a", "a/", "a\n", "A/b", "a" * 64, f"{'a' * 254}/b")
+    ),
+    ("{model: {uri: hf://o/n, name: 'm:8b'}, engine: {type: sglang}}", "choose a model.name without ':'"),
 ]
 REFUSED_MODELS = [
     ("targetModels: [{name: a, weight: 1}, {name: b}]", "give every target a weight, or none"),
@@ -139,6 +238,13 @@ REFUSED_NAMES = [
 ]
 REFUSED_BY_SHAPE = [
     ("InferencePool", "replicas: 1001", "spec.replicas"),
+    ("InferencePool", "rollout: {maxSurge: 101%}", "spec.rollout.maxSurge"),
+    ("InferencePool", "rollout: {maxSurge: '1'}", "spec.rollout.maxSurge"),
+    ("InferencePool", 'rollout: {maxSurge: "5%\\n"}', "spec.rollout.maxSurge"),
+    ("InferencePool", "rollout: {maxUnavailable: -1}", "spec.rollout.maxUnavailable"),
+    ("InferencePool", "rollout: {maxUnavailable: 1001}", "spec.rollout.maxUnavailable"),
+    ("InferencePool", "rollout: {surgeTimeoutSeconds: 604801}", "spec.rollout.surgeTimeoutSeconds"),
+    ("InferencePool", "disruptionBudget: {maxUnavailable: 5 %}", "spec.disruptionBudget.maxUnavailable"),
     ("InferencePool", "model: {uri: ''}", "spec.model.uri"),
     ("InferencePool", "model: {size: -1}", "spec.model.size"),
     ("InferencePool", "model: {size: big}", "spec.model.size"),
@@ -177,6 +283,54 @@ REFUSED_BY_SHAPE = [
         "at most 10 items",
     ),
 ]
+HOSTILE_STRINGS = [
+    *(
+        ("InferencePool", text.replace("WORD", json.dumps(bad)), field)
+        for text, field in (
+            ("model: {uri: hf://o/n, name: WORD}", "spec.model.name"),
+            (
+                "{model: {uri: hf://o/n}, engine: {type: vllm, adapters: [{name: WORD, uri: hf://o/a}]}}",
+                "spec.engine.adapters[0].name",
+            ),
+            ("engine: {dtype: WORD}", "spec.engine.dtype"),
+            ("engine: {evictionPolicy: WORD}", "spec.engine.evictionPolicy"),
+            ("engine: {schedulePolicy: WORD}", "spec.engine.schedulePolicy"),
+            ("accelerator: {type: nvidia, class: WORD}", "spec.accelerator.class"),
+            ("accelerator: {type: nvidia, resourceName: WORD}", "spec.accelerator.resourceName"),
+            (
+                "accelerator: {type: nvidia, tolerations: [{key: WORD, operator: Exists}]}",
+                "spec.accelerator.tolerations[0].key",
+            ),
+            (
+                "accelerator: {type: nvidia, tolerations: [{key: a, value: WORD}]}",
+                "spec.accelerator.tolerations[0].value",
+            ),
+            ("{model: {uri: hf://o/n, tokenSecretRef: {name: WORD}}}", "spec.model.tokenSecretRef.name"),
+            ("{model: {uri: hf://o/n, cache: {claimName: WORD}}}", "spec.model.cache.claimName"),
+            ("gateway: {name: WORD}", "spec.gateway.name"),
+            ("gateway: {standalone: {apiKeysSecretRef: {name: WORD}}}", "apiKeysSecretRef.name"),
+            ("gateway: {parentRefs: [{name: g, group: WORD}]}", "spec.gateway.parentRefs[0].group"),
+            ("gateway: {parentRefs: [{name: g, kind: WORD}]}", "spec.gateway.parentRefs[0].kind"),
+            ("gateway: {parentRefs: [{name: g}], hostnames: [WORD]}", "spec.gateway.hostnames[0]"),
+        )
+        for bad in HOSTILE_WORDS
+    ),
+    ("InferencePool", "{model: {uri: hf://o/n, name: 'a=/etc'}}", "spec.model.name"),
+    *(
+        ("InferencePool", f"engine: {{image: {json.dumps('i' + end)}}}", "spec.engine.image")
+        for end in HOSTILE_ENDS[:7]
+    ),
+    *(
+        ("InferenceModel", text.replace("WORD", json.dumps(bad)), field)
+        for text, field in (
+            ("modelName: WORD", "spec.modelName"),
+            ("targetModels: [{name: WORD}]", "spec.targetModels[0].name"),
+            ("fallbackPools: [{name: WORD}]", "spec.fallbackPools[0].name"),
+        )
+        for bad in HOSTILE_WORDS
+    ),
+]
+"""Every string of a user's that stands in a command line, a path, a label, a header or an environment."""
 ACCEPTED_POOLS = [
     "",
     "model: {uri: pvc://claim}",
@@ -192,13 +346,29 @@ ACCEPTED_POOLS = [
     " engine: {type: vllm, tensorParallel: 2, dataParallel: 2, adapters: [{name: a, uri: pvc://c/a}]}}",
     "{model: {uri: path:///m}, engine: {type: custom, image: 'me/mine:1', port: 5557, command: [serve], args: [x]}}",
     "gateway: {parentRefs: [{name: g}, {name: g, sectionName: https}], hostnames: ['*.example.com']}",
+    "{model: {uri: 'hf://o/n@v1.0', name: 'org/name:tag_1.0@x+y'}, engine: {type: vllm, dtype: bfloat16}}",
+    "model: {uri: 'pvc://claim/.cache/a_b@1+2=3/v1'}",
+    "gateway: {isolation: PerKey, standalone: {apiKeysSecretRef: {name: k}}}",
+    "gateway: {isolation: Shared, standalone: {apiKeysSecretRef: {name: k}}}",
+    "gateway: {isolation: Shared}",
     "gateway: {name: g, standalone: {serviceType: LoadBalancer, annotations: {a.b/c: d}, apiKeysSecretRef: {name: k}}}",
     "autoscaling: {type: HPA, maxReplicas: 4, hpa: {metrics: [{type: Resource, resource: {name: cpu}}]}}",
     "autoscaling: {type: KEDA, minReplicas: 0, maxReplicas: 1, keda: {triggers: [{type: cron, metadata: {a: b}}]}}",
     "rollout: {strategy: Replace, maxSurge: 0, maxUnavailable: 1, templateVersion: 3}",
     "rollout: {maxSurge: 0, maxUnavailable: 1, paused: true}",
+    "rollout: {maxSurge: 25%, maxUnavailable: 100%, surgeTimeoutSeconds: 0}",
+    "rollout: {strategy: Replace, maxSurge: 0%, maxUnavailable: 10%}",
+    "disruptionBudget: {maxUnavailable: 25%}",
+    "{replicas: 3, disruptionBudget: {maxUnavailable: 2}, rollout: {surgeTimeoutSeconds: 604800}}",
+    "engine: {cache: {size: 10Gi, storageClassName: fast, accessModes: [ReadWriteMany]}}",
+    "engine: {cache: {claimName: compiled}}",
+    "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 8}, engine: {type: vllm}}",
+    "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 8}, engine: {type: sglang, dataParallel: 4}}",
+    "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 8}, engine: {type: custom, image: i}}",
     "roles: [{name: both}]",
-    "template: {metadata: {labels: {a: b}}, spec: {containers: [{name: runtime, env: []}], hostIPC: true}}",
+    "{model: {uri: 'hf://o/n@v1.0', name: 'm:8b'}, engine: {type: vllm}}",
+    "template: {metadata: {labels: {a: b}, annotations: {kubectl.kubernetes.io/default-container: runtime}},"
+    " spec: {containers: [{name: runtime, env: []}], hostIPC: true}}",
     "replicas: 0",
 ]
 ACCEPTED_MODELS = [
@@ -268,6 +438,16 @@ def test_names_are_bounded_so_that_derived_names_fit(api, kind, name, message):
 @pytest.mark.parametrize(("kind", "text", "message"), REFUSED_BY_SHAPE)
 def test_what_has_the_wrong_shape_is_refused(api, kind, text, message):
     assert message in api.refusal(document(kind, text))
+
+
+@pytest.mark.parametrize(("kind", "text", "field"), HOSTILE_STRINGS)
+def test_a_string_that_could_be_taken_for_something_else_is_refused_by_the_api_server_and_by_us(
+    api, kind, text, field
+):
+    obj = document(kind, text)
+    assert field in api.refusal(obj)
+    with pytest.raises(ValidationError):
+        KINDS[kind].from_object(obj)
 
 
 @pytest.mark.parametrize(

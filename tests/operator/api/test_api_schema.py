@@ -1,4 +1,4 @@
-"""The generated schemas: committed as generated, structural, documented, in agreement with the types, only growing."""
+"""The generated schemas: committed as generated, structural, documented, in agreement with the types."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.api_specs import Chance
-from treeline_operator.api import crds, docs
-from treeline_operator.api.__main__ import RELEASED, definitions, documents, main, problems
+from treeline_operator.api.engine import SETTINGS
 from treeline_operator.api.model import InferenceModel
-from treeline_operator.api.pool import SETTINGS, InferencePool
+from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.engines import FLAGS
+from treeline_tools import api_page, crds
+from treeline_tools.__main__ import documents, main
 
 ROOT = Path(__file__).parents[3]
-POOL = crds.pools()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-SCHEMAS = {InferencePool: POOL, InferenceModel: definitions()["inferencemodels"]["schema"]}
+POOL, MODEL = (
+    crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"] for crd in (crds.pools(), crds.models())
+)
+SCHEMAS = {InferencePool: POOL, InferenceModel: MODEL}
 
 
 def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -31,15 +34,14 @@ def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[st
             yield from nodes(schema[inner], f"{path}[]")
 
 
-def test_what_is_committed_is_what_is_generated_and_contains_what_was_released():
-    assert problems(ROOT) == []
+def test_what_is_committed_is_what_is_generated():
+    assert main(["--root", str(ROOT), "--check"]) == 0
 
 
 def test_check_tells_what_differs(tmp_path, capsys):
     assert main(["--root", str(tmp_path)]) == 0
-    assert main(["--root", str(tmp_path), "--release"]) == 0
     assert main(["--root", str(tmp_path), "--check"]) == 0
-    assert {p.relative_to(tmp_path) for p in tmp_path.rglob("*.*")} == {*documents(), RELEASED}
+    assert {p.relative_to(tmp_path) for p in tmp_path.rglob("*.*")} == set(documents())
     (tmp_path / "docs/api.md").write_text("old")
     (tmp_path / "crds/inferencepools.yaml").unlink()
     assert main(["--root", str(tmp_path), "--check"]) == 1
@@ -167,7 +169,7 @@ def _leaves(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def test_the_page_has_every_field_and_every_rule():
-    page = docs.page()
+    page = api_page.page()
     for schema in SCHEMAS.values():
         for path, node in nodes(schema):
             field = path.removeprefix(".spec.").removeprefix(".status.")

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from support.api_specs import document
 from support.control_plane import ControlPlane, ControlPlaneFailed
-from treeline_operator.api import policies
 from treeline_operator.api.pool import InferencePool
+from treeline_tools import policies
 
 pytestmark = pytest.mark.integration
 
@@ -40,12 +40,19 @@ def test_defaults_can_be_read_and_are_those_of_our_types(control_plane, namespac
         "model": {"uri": "builtin://tiny"},
         "replicas": 1,
         "accelerator": {"type": "cpu", "count": 1, "resourceName": "nvidia.com/gpu"},
-        "engine": {"type": "treeline", "port": 8000, "tensorParallel": 1, "dataParallel": 1},
+        "engine": {"type": "treeline", "port": 8000, "dataParallel": 1},
         "endpointPicker": {"policy": "treeline", "failureMode": "FailOpen", "replicas": 1},
         "gateway": {"name": "treeline"},
         "autoscaling": {"type": "None"},
         "drain": {"timeoutSeconds": 60},
-        "rollout": {"strategy": "SurgeIfCapacity", "maxSurge": 1, "maxUnavailable": 0, "paused": False},
+        "rollout": {
+            "strategy": "SurgeIfCapacity",
+            "maxSurge": 1,
+            "maxUnavailable": 0,
+            "surgeTimeoutSeconds": 120,
+            "paused": False,
+        },
+        "disruptionBudget": {"maxUnavailable": 1},
     }
 
 
@@ -55,7 +62,6 @@ def test_defaults_are_filled_in_beside_what_is_set(control_plane, namespace):
     assert spec["engine"] == {
         "type": "treeline",
         "port": 8000,
-        "tensorParallel": 1,
         "dataParallel": 1,
         "threads": 2,
     }
@@ -63,6 +69,7 @@ def test_defaults_are_filled_in_beside_what_is_set(control_plane, namespace):
         "serviceType": "ClusterIP",
         "port": 8080,
         "replicas": 1,
+        "limits": {"receiveTimeoutSeconds": 60, "connections": 10_000, "unansweredRequests": 1000},
         "exposeRouting": False,
     }
     assert spec["rollout"]["maxSurge"] == 1
@@ -113,6 +120,8 @@ def test_columns_tell_what_people_look_for(control_plane, namespace):
     merge = "application/merge-patch+json"
     status = {
         "replicas": 3,
+        "readyReplicas": 2,
+        "replicaSummary": "2/3",
         "modelName": "tiny",
         "url": "http://treeline-gateway.x.svc",
         "conditions": [
@@ -132,7 +141,7 @@ def test_columns_tell_what_people_look_for(control_plane, namespace):
 
     heads, row = table("tlpool")
     assert heads == ["NAME", "READY", "MODEL", "REPLICAS", "URL", "REASON", "AGE"]
-    assert row[:6] == ["shown", "True", "tiny", "3", "http://treeline-gateway.x.svc", "Serving"]
+    assert row[:6] == ["shown", "True", "tiny", "2/3", "http://treeline-gateway.x.svc", "Serving"]
     heads, row = table("tlmodel")
     assert heads == ["NAME", "ACCEPTED", "MODEL", "POOL", "REASON", "AGE"]
     assert row[:5] == ["alias", "False", "chat", "shown", "ModelNameInUse"]
@@ -305,10 +314,51 @@ def test_pools_that_disagree_on_their_gateway_are_warned_of(control_plane, judge
         assert ("Warning" in reply.headers) is warned, text
 
 
+KEYS, TLS = "apiKeysSecretRef: {name: k}", "tls: {secretRef: {name: t}}"
+VLLM = "model: {uri: hf://o/n}, engine: {type: vllm}"
+OPEN = {
+    "gateway: {standalone: {serviceType: LoadBalancer}}": ["no apiKeysSecretRef", "no tls"],
+    f"gateway: {{standalone: {{serviceType: LoadBalancer, {KEYS}}}}}": ["no tls"],
+    f"gateway: {{standalone: {{serviceType: LoadBalancer, {TLS}}}}}": ["no apiKeysSecretRef"],
+    f"gateway: {{standalone: {{serviceType: LoadBalancer, {KEYS}, {TLS}}}}}": [],
+    f"gateway: {{standalone: {{{KEYS}}}}}": [],
+    "gateway: {parentRefs: [{name: g}]}": [],
+    "": [],
+    f"{{{VLLM}, gateway: {{standalone: {{{KEYS}}}}}}}": [
+        "without a picker requests are refused all the same"
+    ],
+    f"{{{VLLM}, gateway: {{isolation: Shared, standalone: {{{KEYS}}}}}}}": [],
+    f"{{{VLLM}, gateway: {{standalone: {{{KEYS}}}}}, endpointPicker: {{failureMode: FailClose}}}}": [],
+    f"{{model: {{uri: path:///m}}, engine: {{type: custom, image: i}}, gateway: {{standalone: {{{KEYS}}}}},"
+    " endpointPicker: {failureMode: FailClose}}": ["engine custom keeps clients apart only if"],
+}
+
+
+def test_a_gateway_that_is_open_or_keeps_clients_less_apart_than_it_seems_is_warned_of(control_plane, judged):
+    until_said(control_plane, judged, pool("p", next(iter(OPEN))), "no apiKeysSecretRef")
+    for text, warnings in OPEN.items():
+        reply = attempt(control_plane, judged, pool("p", text))
+        assert reply.is_success, reply.text
+        told = reply.headers.get_list("Warning", split_commas=False)
+        said = [one for one in told if "open-gateways" in one]
+        assert len(said) == len(warnings), (text, said)
+        for words in warnings:
+            assert any(words in one for one in said), (text, said)
+
+
+def test_pools_of_a_gateway_that_differ_in_isolation_are_warned_of(control_plane, judged):
+    settings = f"gateway: {{name: kept, isolation: %s, standalone: {{{KEYS}}}}}"
+    assert attempt(control_plane, judged, pool("kept", settings % "PerKey"), dry=False).is_success
+    until_said(
+        control_plane, judged, pool("other", settings % "Shared"), "InferencePool kept shares gateway kept"
+    )
+    assert "Warning" not in attempt(control_plane, judged, pool("other", settings % "PerKey")).headers
+
+
 def test_policies_are_type_checked_without_a_warning(control_plane, judged):
     def checked() -> list[Any]:
         listed = control_plane.request("GET", f"{ADMISSION}/{POLICIES}")["items"]
         ours = [item for item in listed if item["metadata"]["name"].endswith(".treeline.dev")]
         return [item["status"]["typeChecking"] for item in ours if "typeChecking" in item.get("status", {})]
 
-    assert until(lambda: (found := checked())[2:] and found, "the policies to be checked") == [{}] * 3
+    assert until(lambda: (found := checked())[3:] and found, "the policies to be checked") == [{}] * 4

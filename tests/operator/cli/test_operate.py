@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 
 import pytest
 from treeline_operator.operate import main, parser
+from treeline_operator.world import PROMETHEUS
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,14 +99,15 @@ def test_without_a_cluster_it_says_so_in_one_line(
     argv = ["--host", "127.0.0.1", "--health-port", "0", "--metrics-port", "0", "--log-format", "text"]
     assert main([*argv, "--kubeconfig", str(file)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "no cluster to talk to: " in line
     assert complaint in line
+    assert "--kubeconfig" in line
     assert str(file) in line
 
 
 def test_the_defaults_are_those_that_the_documentation_names() -> None:
     given = parser().parse_args([])
     assert (given.health_port, given.metrics_port, given.resync_seconds) == (8081, 9090, 300.0)
+    assert given.host == "127.0.0.1"
     assert given.leader_elect
     assert given.picker_probe
     assert given.namespace == []
@@ -114,3 +117,31 @@ def test_the_defaults_are_those_that_the_documentation_names() -> None:
 def test_registry_credentials_may_be_several() -> None:
     given = parser().parse_args(["--image-pull-secret", "a", "--image-pull-secret=b"])
     assert given.image_pull_secret == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("monitoring", "not JSON"),
+        ("{}", "not a list"),
+        ("null", "not a list"),
+        ("[{}]", "{} is no NetworkPolicy peer"),
+        ('["monitoring"]', "is no NetworkPolicy peer"),
+        ('[{"namespace": {}}]', "it has ipBlock, namespaceSelector, podSelector"),
+        ('[{"podSelector": "prometheus"}]', "its fields are objects"),
+    ],
+)
+def test_readers_of_metrics_that_are_no_peers_are_refused(
+    text: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parser().parse_args(["--metrics-from", text])
+    assert end.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_readers_of_metrics_can_be_chosen_and_can_be_nobody() -> None:
+    assert parser().parse_args([]).metrics_from == PROMETHEUS
+    assert parser().parse_args(["--metrics-from", "[]"]).metrics_from == ()
+    peer = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app": "x"}}}
+    assert parser().parse_args([f"--metrics-from={json.dumps([peer])}"]).metrics_from == (peer,)

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 from support.virtual_loop import run
+from treeline_kube.errors import Unavailable
 from treeline_operator.controller.downloads import Downloads, parse
 from treeline_operator.controller.store import Store
-from treeline_operator.kube.errors import Unavailable
 from treeline_operator.world import Key
 
 KEY = Key("pool", "n", "p")

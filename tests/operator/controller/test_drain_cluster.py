@@ -11,11 +11,11 @@ from typing import Any
 
 from aiohttp import web
 from support.operator_run import PODS, POOLS, Room, condition, operator, ready
+from treeline_kube.client import Client
 from treeline_operator import names
 from treeline_operator.actions import Mark, Plan
 from treeline_operator.controller.execute import Executor
 from treeline_operator.controller.store import Store
-from treeline_operator.kube.client import Cluster
 from treeline_operator.world import Ref
 from treeline_wire.labels import POOL, SERVING
 
@@ -171,14 +171,14 @@ async def test_a_pod_that_has_gone_is_not_made_by_marking_it(room: Room) -> None
     there = await room.request(
         "POST", PODS.format(room.namespace), {"kind": "Pod", "metadata": meta, "spec": body}
     )
-    async with await Cluster.from_config(room.plane.admin) as cluster:
+    async with await Client.from_config(room.plane.admin) as cluster:
         for name in ("p", "absent"):
             store, ref = Store(), Ref("v1", "Pod", room.namespace, name)
             store.put(
                 {**there, "apiVersion": "v1", "metadata": {**there["metadata"], "name": name, "uid": "x"}}
             )
             mark = Mark(ref, "x", {SERVING: "false"}, {}, "", "drain")
-            done = await Executor(cluster, store, lambda: datetime.now(UTC)).carry_out(Plan((mark,)))
+            done = await Executor(cluster, store, lambda: datetime.now(UTC)).execute(Plan((mark,)))
             assert done.stale
             assert store.get(ref) is None
     assert await room.get(f"{PODS}/absent") is None

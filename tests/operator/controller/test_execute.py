@@ -5,11 +5,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from treeline_operator.actions import Action, Apply, CreateKeys, Delete, Mark, Plan, Scale
-from treeline_operator.api.conditions import Reason
-from treeline_operator.controller.execute import Done, Executor, with_keys
-from treeline_operator.controller.store import Store
-from treeline_operator.kube.errors import (
+from treeline_kube.errors import (
     AlreadyExists,
     Cause,
     Conflict,
@@ -20,6 +16,10 @@ from treeline_operator.kube.errors import (
     NotFound,
     Unavailable,
 )
+from treeline_operator.actions import Action, Apply, CreateKeys, Delete, Mark, Plan, Scale
+from treeline_operator.api.conditions import Reason
+from treeline_operator.controller.execute import Done, Executor, with_keys
+from treeline_operator.controller.store import Store
 from treeline_operator.world import Ref
 from treeline_wire.security import CurveKeys
 
@@ -85,16 +85,16 @@ def seen(store: Store, name: str, kind: str = "Service") -> Ref:
     return Ref(thing["apiVersion"], kind, "n", name)
 
 
-async def carry_out(server: Server, store: Store, *actions: Action) -> Done:
+async def execute(server: Server, store: Store, *actions: Action) -> Done:
     executor = Executor(server, store, lambda: datetime(2026, 11, 1, tzinfo=UTC))
-    return await executor.carry_out(Plan(actions))
+    return await executor.execute(Plan(actions))
 
 
 async def test_answers_are_known_at_once_and_told_by_reason() -> None:
     store = Store()
     ref = seen(store, "old")
     runtime = seen(store, "d", "Deployment")
-    done = await carry_out(
+    done = await execute(
         Server(),
         store,
         Apply(obj("new"), "because"),
@@ -118,7 +118,7 @@ async def test_answers_are_known_at_once_and_told_by_reason() -> None:
 async def test_drift_is_told_apart_from_a_change_of_mind() -> None:
     store = Store()
     ref = seen(store, "s")
-    done = await carry_out(Server(), store, Apply(obj("s"), "because", drift=("spec.ports[80]",)))
+    done = await execute(Server(), store, Apply(obj("s"), "because", drift=("spec.ports[80]",)))
     assert done.drifted == [(ref, ("spec.ports[80]",))]
     assert not done.written
 
@@ -126,7 +126,7 @@ async def test_drift_is_told_apart_from_a_change_of_mind() -> None:
 async def test_in_a_namespace_that_is_being_deleted_nothing_more_is_tried() -> None:
     going = Cause("", "NamespaceTerminating", "namespace n is being terminated")
     server = Server(apply_bad=Forbidden("403: no", code=403, causes=(going,)))
-    done = await carry_out(server, Store(), Apply(obj("bad"), ""), Apply(obj("good"), ""))
+    done = await execute(server, Store(), Apply(obj("bad"), ""), Apply(obj("good"), ""))
     assert [call for call in server.calls if not call.startswith("get")] == ["apply bad"]
     assert (done.refused, done.stale) == ([], False)
 
@@ -143,7 +143,7 @@ async def test_behind_a_refusal_others_are_applied_but_nothing_is_scaled_or_dele
         Apply(obj("good"), ""),
         Delete(ref, "u-old", ""),
     ]
-    done = await carry_out(server, store, *actions)
+    done = await execute(server, store, *actions)
     assert [call for call in server.calls if not call.startswith("get")] == ["apply bad", "apply good"]
     assert [(refused.name, exc) for refused, exc in done.refused] == [("bad", fault)]
     assert not done.stale
@@ -162,7 +162,7 @@ async def test_pods_that_begin_to_drain_come_back_or_are_cut_off_are_told_of() -
         mark("e", "release", in_flight=2, cut_off=True),
     ]
     server = Server()
-    done = await carry_out(server, Store(), *actions)
+    done = await execute(server, Store(), *actions)
     assert done.written == {
         Reason.DRAINING: ["Pod a (3 in flight)", "Pod b"],
         Reason.DRAIN_CANCELLED: ["Pod c"],
@@ -174,7 +174,7 @@ async def test_pods_that_begin_to_drain_come_back_or_are_cut_off_are_told_of() -
 async def test_behind_a_refusal_pods_come_back_but_none_leaves() -> None:
     server = Server(apply_bad=Invalid("422: no", code=422))
     actions = [Apply(obj("bad"), ""), mark("a", "drain"), mark("b", "release"), mark("c", "return")]
-    await carry_out(server, Store(), *actions)
+    await execute(server, Store(), *actions)
     assert [call for call in server.calls if not call.startswith("get")] == ["apply bad", "apply c"]
 
 
@@ -182,16 +182,16 @@ async def test_behind_a_pod_that_has_gone_nothing_is_scaled_and_nothing_is_read(
     store = Store()
     pod, runtime = seen(store, "p", "Pod"), seen(store, "d", "Deployment")
     server = Server(apply_p=Conflict("409", code=409))
-    done = await carry_out(server, store, mark("p", "release"), Scale(runtime, "u-d", 1, ""))
+    done = await execute(server, store, mark("p", "release"), Scale(runtime, "u-d", 1, ""))
     assert done.stale
     assert server.calls == ["apply p"]
     assert store.get(pod) is None
 
 
 async def test_an_object_of_somebody_else_is_never_taken_over() -> None:
-    stranger = {**obj("s"), "metadata": {"name": "s", "namespace": "n", "labels": {"app": "mine"}}}
-    server = Server(stranger)
-    done = await carry_out(server, Store(), Apply(obj("s"), ""))
+    foreign = {**obj("s"), "metadata": {"name": "s", "namespace": "n", "labels": {"app": "mine"}}}
+    server = Server(foreign)
+    done = await execute(server, Store(), Apply(obj("s"), ""))
     assert server.calls == ["get s"]
     assert "exists and is not the operator's" in str(done.refused[0][1])
 
@@ -199,7 +199,7 @@ async def test_an_object_of_somebody_else_is_never_taken_over() -> None:
 @pytest.mark.parametrize("meta", [{"labels": {}}, {"ownerReferences": []}])
 async def test_one_of_ours_that_we_did_not_see_is_applied(meta: dict[str, Any]) -> None:
     server = Server(obj("s", **meta))
-    done = await carry_out(server, Store(), Apply(obj("s"), ""))
+    done = await execute(server, Store(), Apply(obj("s"), ""))
     assert server.calls == ["get s", "apply s"]
     assert not done.refused
 
@@ -214,7 +214,7 @@ async def test_what_pools_share_and_lost_its_label_is_known_by_its_owners(
         return [{"kind": "InferencePool", "name": uid, "uid": uid} for uid in uids]
 
     server = Server(obj("s", "ConfigMap", labels={}, ownerReferences=shared(*owners)))
-    done = await carry_out(server, Store(), Apply(obj("s", "ConfigMap", ownerReferences=shared("pool")), ""))
+    done = await execute(server, Store(), Apply(obj("s", "ConfigMap", ownerReferences=shared("pool")), ""))
     assert bool(done.refused) is not is_ours
     assert server.calls == (["get s", "apply s"] if is_ours else ["get s"])
 
@@ -222,7 +222,7 @@ async def test_what_pools_share_and_lost_its_label_is_known_by_its_owners(
 async def test_something_that_one_of_our_owners_merely_holds_is_not_ours() -> None:
     held = [{"kind": "InferencePool", "name": "p", "uid": "pool"}]
     server = Server(obj("s", labels={}, ownerReferences=held))
-    assert (await carry_out(server, Store(), Apply(obj("s"), ""))).refused
+    assert (await execute(server, Store(), Apply(obj("s"), ""))).refused
 
 
 async def test_what_is_not_as_observed_is_looked_at_and_planned_anew() -> None:
@@ -230,10 +230,10 @@ async def test_what_is_not_as_observed_is_looked_at_and_planned_anew() -> None:
     gone, other = seen(store, "gone"), seen(store, "other")
     there = obj("other", uid="another")
     server = Server(there, delete_gone=NotFound("404", code=404), delete_other=Conflict("409", code=409))
-    done = await carry_out(server, store, Delete(gone, "u-gone", ""))
+    done = await execute(server, store, Delete(gone, "u-gone", ""))
     assert done.stale
     assert store.get(gone) is None
-    done = await carry_out(server, store, Delete(other, "u-other", ""))
+    done = await execute(server, store, Delete(other, "u-other", ""))
     assert done.stale
     found = store.get(other)
     assert found is not None
@@ -244,14 +244,14 @@ async def test_what_is_not_as_observed_is_looked_at_and_planned_anew() -> None:
 async def test_what_no_plan_can_mend_ends_it(fault: KubeError) -> None:
     server = Server(apply_a=fault)
     with pytest.raises(type(fault)):
-        await carry_out(server, Store(), Apply(obj("a"), ""), Apply(obj("b"), ""))
+        await execute(server, Store(), Apply(obj("a"), ""), Apply(obj("b"), ""))
     assert "apply b" not in server.calls
 
 
 async def test_keys_are_made_once_and_never_read() -> None:
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "k", "namespace": "n"}}
     server = Server(create_k=AlreadyExists("409", code=409))
-    done = await carry_out(server, Store(), CreateKeys(secret, "keys"))
+    done = await execute(server, Store(), CreateKeys(secret, "keys"))
     assert server.calls == ["create k"]
     assert done == Done()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from treeline_operator.controller.observe import Observer, concerned
+from treeline_operator import names
+from treeline_operator.controller.observe import Observer, keys_for_change
 from treeline_operator.controller.store import Change, Store
 from treeline_operator.world import Platform
 
@@ -13,7 +14,7 @@ NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 
 
 def put(store: Store, name: str, version: int, *, kind: str = "InferencePool", **fields: Any) -> None:
-    meta = {
+    meta: dict[str, Any] = {
         "name": name,
         "namespace": "shop",
         "uid": f"uid-{name}",
@@ -21,6 +22,8 @@ def put(store: Store, name: str, version: int, *, kind: str = "InferencePool", *
         "generation": fields.pop("generation", 1),
         "creationTimestamp": "2026-11-01T00:00:00Z",
     }
+    if gateway := fields.pop("of_gateway", None):
+        meta["labels"] = {names.GATEWAY: gateway}
     obj = {"apiVersion": "treeline.dev/v1alpha1", "kind": kind, "metadata": meta, **fields}
     store.put({"spec": {"model": {"uri": "builtin://tiny"}}, **obj})
 
@@ -43,7 +46,7 @@ def test_a_status_changes_nothing_for_the_pools_beside_it() -> None:
     assert changed[1] is before[1]
 
 
-def test_the_settings_of_a_gateway_concern_all_its_pools() -> None:
+def test_a_pool_concerns_itself_and_its_gateways_and_what_a_gateway_has_concerns_its_pools() -> None:
     store = Store()
     changes: list[Change] = []
     store.listeners.append(changes.append)
@@ -52,15 +55,17 @@ def test_the_settings_of_a_gateway_concern_all_its_pools() -> None:
     put(store, "c", 3, spec=asking(gateway={"name": "other"}))
 
     def concerned_by_last() -> set[tuple[str, str]]:
-        return {(key.kind, key.name) for key in concerned(changes[-1], store)}
+        return {(key.kind, key.name) for key in keys_for_change(changes[-1], store)}
 
     put(store, "a", 4, generation=2, spec=asking(replicas=4))
     assert concerned_by_last() == {("pool", "a"), ("gateway", "treeline"), ("models", "")}
-    put(store, "a", 5, generation=3, spec=asking(endpointPicker={"failureMode": "FailClose"}))
-    assert concerned_by_last() == {("pool", "a"), ("pool", "b"), ("gateway", "treeline"), ("models", "")}
-    put(store, "a", 6, generation=4, spec=asking(gateway={"name": "other"}))
-    gateways, pools = {("gateway", "treeline"), ("gateway", "other")}, {("pool", name) for name in "abc"}
-    assert concerned_by_last() == {*pools, *gateways, ("models", "")}
+    put(store, "a", 5, generation=3, spec=asking(gateway={"name": "other"}))
+    gateways = {("gateway", "treeline"), ("gateway", "other")}
+    assert concerned_by_last() == {("pool", "a"), *gateways, ("models", "")}
+    put(store, "envoy", 6, kind="Deployment", apiVersion="apps/v1", of_gateway="other")
+    assert concerned_by_last() == {("pool", "a"), ("pool", "c"), ("gateway", "other")}
+    put(store, "anchor", 7, kind="ConfigMap", apiVersion="v1", of_gateway="other")
+    assert concerned_by_last() == {("gateway", "other")}, "which changes with every pool"
 
 
 def asking(**spec: Any) -> dict[str, Any]:

@@ -386,7 +386,7 @@ async def test_the_process_says_how_it_is_and_ends_in_order(room: Room) -> None:
         def roles() -> list[str]:
             return [page(health, "/readyz") for _, health, _ in replicas]
 
-        await room.until(lambda: sorted(roles()) == ["ok: leading", "ok: standby"], "one to lead", 30.0)
+        await room.until(lambda: sorted(roles()) == ["ok: leading", "ok: standby"], "one to lead", 90.0)
         leader, standby = sorted(replicas, key=lambda replica: page(replica[1], "/readyz"))
         assert page(leader[1], "/healthz") == "ok: leading"
         figures = page(leader[2], "/metrics")
@@ -395,8 +395,8 @@ async def test_the_process_says_how_it_is_and_ends_in_order(room: Room) -> None:
         assert "treeline_operator_is_leader 0.0" in page(standby[2], "/metrics")
         assert psutil.Process(leader[0].pid).memory_info().rss < 90 << 20
         leader[0].send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(leader[0].wait(), 10) == 0
-        await room.until(lambda: page(standby[1], "/readyz") == "ok: leading", "the hand-over", 10.0)
+        assert await asyncio.wait_for(leader[0].wait(), 20) == 0
+        await room.until(lambda: page(standby[1], "/readyz") == "ok: leading", "the hand-over", 20.0)
     finally:
         await kill(one, two)
 

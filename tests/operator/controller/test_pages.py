@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import io
-import json
-import logging
 from datetime import UTC, datetime
 from typing import Any
 
 import aiohttp
 import pytest
 from support.virtual_loop import run
+from treeline_kube.errors import Forbidden
 from treeline_operator.controller.health import Pages, PortInUse, Vitals
-from treeline_operator.controller.logs import JsonLines, TextLines
 from treeline_operator.controller.metrics import Metrics
 from treeline_operator.controller.queue import Outcome
 from treeline_operator.controller.recorder import Recorder
-from treeline_operator.kube.errors import Forbidden
 from treeline_operator.world import Key, Ref
 
 POOL = Ref("treeline.dev/v1alpha1", "InferencePool", "n", "p")
@@ -100,8 +96,8 @@ def test_events_are_few_and_say_a_thing_once() -> None:
         recorder = Recorder(api, metrics, "me", lambda: datetime(2026, 11, 1, tzinfo=UTC))
         task = asyncio.create_task(recorder.run())
         for _ in range(3):
-            recorder.tell(POOL, "u", "Normal", "Created", "Created Service p-pods")
-        recorder.tell(POOL, "other", "Normal", "Created", "Created Service p-pods")
+            recorder.emit(POOL, "u", "Normal", "Created", "Created Service p-pods")
+        recorder.emit(POOL, "other", "Normal", "Created", "Created Service p-pods")
         await recorder.flush(1)
         assert len(api.events) == 2
         first = api.events[0]
@@ -115,20 +111,20 @@ def test_events_are_few_and_say_a_thing_once() -> None:
         assert first["metadata"]["namespace"] == "n"
         assert first["firstTimestamp"] == "2026-11-01T00:00:00Z"
         await asyncio.sleep(601)
-        recorder.tell(POOL, "u", "Normal", "Created", "Created Service p-pods")
+        recorder.emit(POOL, "u", "Normal", "Created", "Created Service p-pods")
         await recorder.flush(1)
         assert len(api.events) == 3, "after ten minutes it is news again"
         for number in range(100):
-            recorder.tell(POOL, "u", "Warning", "ReconcileFailed", f"{number} " + "x" * 5000)
+            recorder.emit(POOL, "u", "Warning", "ReconcileFailed", f"{number} " + "x" * 5000)
         await recorder.flush(1)
         assert len(api.events) == 3 + 19
         assert len(api.events[-1]["message"]) == 1000
         assert b'events_dropped_total{why="rate"} 81.0' in metrics.text()
         api.fault = Forbidden("403", code=403)
-        recorder.tell(POOL, "third", "Normal", "Created", "x")
+        recorder.emit(POOL, "third", "Normal", "Created", "x")
         await recorder.flush(1)
         api.fault = None
-        recorder.tell(POOL, "fourth", "Normal", "Created", "x")
+        recorder.emit(POOL, "fourth", "Normal", "Created", "x")
         await recorder.flush(1)
         assert len(api.events) == 23, "a refusal does not end the recorder"
         task.cancel()
@@ -147,38 +143,10 @@ def test_an_event_that_cannot_be_written_is_not_waited_for() -> None:
         recorder = Recorder(Stuck(), metrics, "me", lambda: datetime(2026, 11, 1, tzinfo=UTC))
         task = asyncio.create_task(recorder.run())
         for number in range(1100):
-            recorder.tell(POOL, f"u{number}", "Normal", "Created", "x")
+            recorder.emit(POOL, f"u{number}", "Normal", "Created", "x")
         await recorder.flush(2)
         assert asyncio.get_running_loop().time() == pytest.approx(2.0)
         assert b'why="backlog"} 100.0' in metrics.text()
         task.cancel()
 
     run(main())
-
-
-@pytest.mark.parametrize("formatter", [JsonLines(), TextLines()])
-def test_log_lines_carry_their_fields(formatter: logging.Formatter) -> None:
-    out = io.StringIO()
-    handler = logging.StreamHandler(out)
-    handler.setFormatter(formatter)
-    log = logging.Logger("treeline_operator.x", logging.INFO)
-    log.addHandler(handler)
-    log.info("created %s", "a", extra={"key": Key("pool", "n", "p"), "uid": 7})
-    try:
-        raise ValueError("why")
-    except ValueError:
-        log.exception("failed")
-    lines = out.getvalue().splitlines()
-    if isinstance(formatter, JsonLines):
-        first, second = map(json.loads, lines)
-        assert (first["msg"], first["level"], first["key"], first["uid"]) == (
-            "created a",
-            "info",
-            ["pool", "n", "p"],
-            7,
-        )
-        assert "ValueError: why" in second["exc"]
-    else:
-        assert "created a  key=Key(" in lines[0]
-        assert "uid=7" in lines[0]
-        assert any("ValueError: why" in line for line in lines)

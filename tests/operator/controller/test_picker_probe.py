@@ -57,9 +57,10 @@ class Picker:
     def __init__(self) -> None:
         self.answer: dict[str, Any] | None = {"synced": True, "pools": {}}
         self.asked: list[float] = []
+        self.port = 9004
 
-    async def ask(self, address: str) -> bytes:
-        assert address == "10.0.0.9"
+    async def ask(self, address: str, port: int) -> bytes:
+        assert (address, port) == ("10.0.0.9", self.port)
         self.asked.append(round(asyncio.get_running_loop().time(), 2))
         if self.answer is None:
             raise ConnectionError("refused")
@@ -195,6 +196,35 @@ def test_an_answer_that_is_none_is_no_view(body: bytes) -> None:
     run(main())
 
 
+@pytest.mark.parametrize(
+    ("declared", "asked"),
+    [
+        ({"ext-proc": 9002, "metrics": 9090, "admin": 9004}, 9004),
+        ({"ext-proc": 9002, "metrics": 9090, "admin": 9104}, 9104),
+        ({"ext-proc": 9002, "metrics": 9090}, 9090),
+        ({}, 9004),
+    ],
+)
+def test_a_picker_is_asked_at_the_port_that_its_pod_names_also_if_an_earlier_operator_made_it(
+    declared: dict[str, int], asked: int
+) -> None:
+    async def main() -> None:
+        store, _, picker, probe, _ = set_up()
+        picker.port = asked
+        ports = [{"name": name, "containerPort": number} for name, number in declared.items()]
+        store.put(
+            {**picker_pod(2), "spec": {"containers": [{"name": "mesh"}, {"name": "epp", "ports": ports}]}}
+        )
+        task = asyncio.create_task(probe.run())
+        probe.look("n", "treeline")
+        await asyncio.sleep(1)
+        assert picker.asked == [0]
+        await probe.stop()
+        await task
+
+    run(main())
+
+
 async def test_asking_over_http() -> None:
     app = web.Application()
     body = b"x" * 3_000_000
@@ -204,11 +234,11 @@ async def test_asking_over_http() -> None:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     async with aiohttp.ClientSession() as session:
-        asker = HttpAsker(session, runner.addresses[0][1])
-        assert await asker.ask("127.0.0.1") == body
+        asker, port = HttpAsker(session), runner.addresses[0][1]
+        assert await asker.ask("127.0.0.1", port) == body
         replies["/endpoints"] = web.Response(status=500)
         with pytest.raises(ConnectionError, match="answered 500"):
-            await asker.ask("127.0.0.1")
+            await asker.ask("127.0.0.1", port)
         await runner.cleanup()
         with pytest.raises(ConnectionError, match=r"127\.0\.0\.1"):
-            await asker.ask("127.0.0.1")
+            await asker.ask("127.0.0.1", port)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
 import pytest
@@ -14,6 +14,7 @@ from treeline_operator.controller.metrics import Metrics
 from treeline_operator.controller.observe import Observer
 from treeline_operator.controller.reconciler import Reconciler
 from treeline_operator.controller.store import Store
+from treeline_operator.plan.routes import ROUTE, UPSTREAM
 from treeline_operator.world import Key, Platform, Ref
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
@@ -35,7 +36,7 @@ class Api:
         there = stored.object
         return {**there, "status": obj["status"], "metadata": {**there["metadata"], "resourceVersion": "9"}}
 
-    async def carry_out(self, plan: Plan) -> Done:
+    async def execute(self, plan: Plan) -> Done:
         return Done()
 
     async def list(self, *_: Any, **__: Any) -> list[Any]:
@@ -53,7 +54,7 @@ class Api:
     def progress(self, key: Key) -> dict[str, Any]:
         return {}
 
-    def tell(self, ref: Any, uid: str, type_: str, reason: str, message: str) -> None:
+    def emit(self, ref: Any, uid: str, type_: str, reason: str, message: str) -> None:
         self.events.append((ref.name, reason))
 
 
@@ -69,7 +70,9 @@ def model(name: str, **spec: Any) -> dict[str, Any]:
     }
 
 
-def reconciler_of(store: Store, api: Api, changed: Callable[[Key], None] = lambda _: None) -> Reconciler:
+def reconciler_of(
+    store: Store, api: Api, wake: Callable[[Iterable[Key]], None] = lambda _: None
+) -> Reconciler:
     fakes = cast("Any", api)
     return Reconciler(
         observer=Observer(store, Platform()),
@@ -80,7 +83,7 @@ def reconciler_of(store: Store, api: Api, changed: Callable[[Key], None] = lambd
         probe=fakes,
         downloads=fakes,
         clock=lambda: NOW,
-        changed=changed,
+        wake=wake,
     )
 
 
@@ -112,7 +115,7 @@ async def test_a_plan_that_cannot_be_made_is_told_by_the_status(monkeypatch: pyt
     store, woken = Store(), []
     api = Api(store)
     store.put(pool("a"))
-    reconciler = reconciler_of(store, api, woken.append)
+    reconciler = reconciler_of(store, api, woken.extend)
 
     def broken(world: Any) -> Plan:
         raise KeyError("a secret of the innermost")
@@ -142,7 +145,7 @@ async def test_a_plan_that_cannot_be_made_is_told_by_the_status(monkeypatch: pyt
 async def test_nothing_is_told_before_the_gateway_knows_what_is_asked_for() -> None:
     store, woken = Store(), []
     api = Api(store)
-    reconciler = reconciler_of(store, api, woken.append)
+    reconciler = reconciler_of(store, api, woken.extend)
     one, gateway = Key("pool", "shop", "a"), Key("gateway", "shop", "treeline")
 
     async def told() -> bool:
@@ -170,3 +173,90 @@ async def test_nothing_is_told_before_the_gateway_knows_what_is_asked_for() -> N
     assert await told()
     await reconciler.reconcile(gateway)
     assert woken == [one, one], "it knows already"
+
+
+async def test_a_model_whose_pool_comes_a_moment_later_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, now = Store(), [NOW]
+    api = Api(store)
+    reconciler = reconciler_of(store, api)
+    monkeypatch.setattr(reconciler, "clock", lambda: now[0])
+    store.put(model("early"))
+    outcome = await reconciler.reconcile(Key("models", "shop"))
+    assert api.statuses["early"]["conditions"][0]["reason"] == "PoolNotFound"
+    assert (api.events, outcome.after_s) == ([], 15)
+    now[0] += timedelta(seconds=14)
+    outcome = await reconciler.reconcile(Key("models", "shop"))
+    assert (api.events, outcome.after_s) == ([], 1)
+    now[0] += timedelta(seconds=1)
+    outcome = await reconciler.reconcile(Key("models", "shop"))
+    assert (api.events, outcome.after_s) == ([("early", "PoolNotFound")], None)
+    await reconciler.reconcile(Key("models", "shop"))
+    assert len(api.events) == 1
+
+
+async def test_a_pool_says_what_its_gateway_lacks_and_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store()
+    api = Api(store)
+    parent = {"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": "front"}
+    told = {"type": "Accepted", "status": "True", "reason": "Accepted", "message": ""}
+    group = "gateway.networking.k8s.io/v1"
+    attached = pool("a")
+    attached["spec"]["gateway"] = {"parentRefs": [parent]}
+    store.put(attached)
+    meta = {"namespace": "shop", "uid": "u", "resourceVersion": "1", "generation": 1}
+    labels = {"treeline.dev/pool": "a", "treeline.dev/gateway": "treeline"}
+    status = {"parents": [{"parentRef": parent, "conditions": [told]}]}
+    route = {"apiVersion": group, "kind": "HTTPRoute", "metadata": {**meta, "name": "a", "labels": labels}}
+    store.put({**route, "status": status})
+    programmed = {"type": "Programmed", "status": "False", "reason": "Pending", "message": "no address"}
+    asked = []
+
+    async def get(ref: Ref) -> dict[str, Any]:
+        asked.append(ref)
+        found = {"apiVersion": group, "kind": "Gateway", "metadata": {**meta, "name": "front"}}
+        return {**found, "status": {"conditions": [programmed]}}
+
+    monkeypatch.setattr(api, "get", get, raising=False)
+    reconciler = reconciler_of(store, api)
+    reconciler.observer.platform = Platform(apis=frozenset((ROUTE, UPSTREAM)))
+    await reconciler.reconcile(Key("gateway", "shop", "treeline"))
+    outcome = await reconciler.reconcile(Key("pool", "shop", "a"))
+    found = {one["type"]: one for one in api.statuses["a"]["conditions"]}["GatewayReady"]
+    assert (found["status"], found["reason"]) == ("False", "GatewayNotProgrammed")
+    assert "Pending: no address" in found["message"]
+    assert asked == [Ref(group, "Gateway", "shop", "front")]
+    assert outcome.after_s is not None
+    assert outcome.after_s <= 10
+
+
+async def test_of_a_gateways_pools_those_are_told_whom_a_change_concerns() -> None:
+    store, woken = Store(), []
+    reconciler = reconciler_of(store, Api(store), woken.extend)
+    gateway, names = Key("gateway", "shop", "treeline"), [f"p{number}" for number in range(8)]
+
+    async def told() -> list[str]:
+        woken.clear()
+        await reconciler.reconcile(gateway)
+        return [key.name for key in woken]
+
+    def change(name: str, version: int, **spec: Any) -> None:
+        made = pool(name)
+        made["metadata"] |= {"resourceVersion": str(version), "generation": version}
+        store.put(made | {"spec": made["spec"] | spec})
+
+    for version, name in enumerate(names[:-1], 10):
+        change(name, version)
+        expected = [name] if version > 10 else names[:1]
+        assert await told() == expected, "one that comes concerns itself"
+    change("p3", 30, replicas=4)
+    assert await told() == []
+    change("p3", 31, endpointPicker={"failureMode": "FailClose"})
+    assert await told() == ["p3"], "a younger one's settings do not hold for the others"
+    change("p0", 32, endpointPicker={"failureMode": "FailClose"})
+    assert await told() == names[:-1], "those of the oldest do"
+    change(names[-1], 33, engine={"type": "vllm"}, gateway={"isolation": "Shared"})
+    assert await told() == names[-1:]
+    store.remove(Ref("treeline.dev/v1alpha1", "InferencePool", "shop", "p5"), "uid-p5", "40")
+    assert await told() == []
+    store.remove(Ref("treeline.dev/v1alpha1", "InferencePool", "shop", "p0"), "uid-p0", "41")
+    assert await told() == [name for name in names if name not in ("p0", "p5")], "the next oldest's hold now"

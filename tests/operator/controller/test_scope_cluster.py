@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.operator_run import DEPLOYMENTS, POOLS, Room, operator
 from support.rbac_audit import RBAC, Grants, rules_of
-from treeline_operator import rbac
+from treeline_tools import rbac
 
 DEFINITION = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/inferencepools.treeline.dev"
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from treeline_operator.api.parts import API_VERSION
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.controller.observe import concerned
-from treeline_operator.controller.store import Change, Store, place_of
+from treeline_operator.controller.observe import keys_for_change
+from treeline_operator.controller.store import Change, Store, membership_of
 from treeline_operator.world import Key, Ref
 
 
@@ -61,7 +61,7 @@ def test_an_object_is_found_by_kind_pool_and_gateway() -> None:
 
 def test_a_pool_that_names_no_gateway_has_the_same_default_everywhere() -> None:
     typed = InferencePool.from_object(pool("p", 1))
-    assert place_of(pool("p", 1)).gateway == typed.spec.gateway.name
+    assert membership_of(pool("p", 1)).gateway == typed.spec.gateway.name
 
 
 def test_managed_fields_are_not_kept() -> None:
@@ -121,9 +121,9 @@ def test_an_answer_that_is_not_told_is_told_where_it_has_a_newer_spec() -> None:
     store = Store()
     store.put(pool("p", 10))
     changes = heard(store)
-    assert store.put(pool("p", 11, status={"url": "x"}), tell=False)
+    assert store.put(pool("p", 11, status={"url": "x"}), notify=False)
     assert changes == []
-    assert store.put(pool("p", 13, generation=2), tell=False), "somebody was faster than our status"
+    assert store.put(pool("p", 13, generation=2), notify=False), "somebody was faster than our status"
     assert not store.put(pool("p", 12, generation=2)), "what the watch tells of it is old by then"
     assert len(changes) == 1
 
@@ -131,17 +131,17 @@ def test_an_answer_that_is_not_told_is_told_where_it_has_a_newer_spec() -> None:
 def test_a_doomed_object_says_so_until_the_watch_does() -> None:
     store = Store()
     store.put(child("d", 5))
-    store.doom(ref("d"), "uid-d", "2026-11-01T00:00:00Z")
+    store.mark_deleting(ref("d"), "uid-d", "2026-11-01T00:00:00Z")
     found = store.get(ref("d"))
     assert found is not None
     assert found.object["metadata"]["deletionTimestamp"] == "2026-11-01T00:00:00Z"
-    store.doom(ref("d"), "another", "x")
-    store.doom(ref("e"), "uid-e", "x")
+    store.mark_deleting(ref("d"), "another", "x")
+    store.mark_deleting(ref("e"), "uid-e", "x")
     assert store.put(child("d", 6))
 
 
 def keys_of(change: Change, store: Store) -> set[tuple[str, str]]:
-    return {(key.kind, key.name) for key in concerned(change, store)}
+    return {(key.kind, key.name) for key in keys_for_change(change, store)}
 
 
 def test_a_pools_new_spec_concerns_its_gateways_old_and_new() -> None:
@@ -188,8 +188,12 @@ def test_a_model_concerns_its_namespace_and_the_pools_that_it_names() -> None:
     store.put(model)
     moved = {**model, "spec": {"modelName": "x", "poolRef": {"name": "q"}}}
     store.put({**moved, "metadata": {**model["metadata"], "resourceVersion": "2"}})
-    assert concerned(changes[0], store) == {Key("models", "n"), Key("pool", "n", "p")}
-    assert concerned(changes[1], store) == {Key("models", "n"), Key("pool", "n", "p"), Key("pool", "n", "q")}
+    assert keys_for_change(changes[0], store) == {Key("models", "n"), Key("pool", "n", "p")}
+    assert keys_for_change(changes[1], store) == {
+        Key("models", "n"),
+        Key("pool", "n", "p"),
+        Key("pool", "n", "q"),
+    }
 
 
 NAMES = ["a", "b", "c"]

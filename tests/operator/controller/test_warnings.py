@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from support.operator_status import deployment, gateway_children, pod, pool, world
+from treeline_kube.errors import Forbidden, KubeError
 from treeline_operator.controller.warnings import Warnings, is_stuck
-from treeline_operator.kube.errors import Forbidden, KubeError
 from treeline_operator.world import Key, Observed
 
 KEY, OTHER = Key("pool", "shop", "tiny"), Key("pool", "shop", "large")

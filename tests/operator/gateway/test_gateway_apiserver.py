@@ -10,9 +10,9 @@ import pytest
 from support.control_plane import ControlPlane
 from support.epp_io import until
 from support.gateway_cluster import CASES, NOW, pool
+from treeline_kube.client import Client
 from treeline_operator.actions import Apply, CreateKeys, Delete, Plan
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.kube.client import Cluster
 from treeline_operator.plan.gateway import plan_gateway
 from treeline_operator.world import GatewayWorld, Observed, Platform
 
@@ -31,13 +31,13 @@ KINDS = (
 
 
 @pytest.fixture
-async def cluster(control_plane: ControlPlane) -> AsyncIterator[Cluster]:
-    async with await Cluster.from_config(control_plane.admin) as cluster:
+async def cluster(control_plane: ControlPlane) -> AsyncIterator[Client]:
+    async with await Client.from_config(control_plane.admin) as cluster:
         yield cluster
 
 
-async def observed(cluster: Cluster, namespace: str, *pools: InferencePool) -> GatewayWorld:
-    """What an operator sees of the gateway ``treeline``."""
+async def observed(cluster: Client, namespace: str, *pools: InferencePool) -> GatewayWorld:
+    """What an operator sees of the gateway `treeline`."""
 
     async def everything(api_version: str, kind: str) -> tuple[Observed, ...]:
         found = cluster.list(api_version, kind, namespace, "treeline.dev/gateway=treeline")
@@ -48,7 +48,7 @@ async def observed(cluster: Cluster, namespace: str, *pools: InferencePool) -> G
     return GatewayWorld(namespace, "treeline", pools, children, pods, Platform(), NOW)
 
 
-async def do(cluster: Cluster, plan: Plan) -> None:
+async def do(cluster: Client, plan: Plan) -> None:
     """Carry out a plan; any refusal fails."""
     for action in plan.actions:
         match action:
@@ -62,7 +62,7 @@ async def do(cluster: Cluster, plan: Plan) -> None:
 
 
 def owned(uid: str, namespace: str, **spec: Any) -> InferencePool:
-    """The pool ``llama`` of a namespace, with its uid there."""
+    """The pool `llama` of a namespace, with its uid there."""
     made = pool("llama", **spec)
     return made.model_copy(
         update={"metadata": made.metadata.model_copy(update={"uid": uid, "namespace": namespace})}
@@ -70,7 +70,7 @@ def owned(uid: str, namespace: str, **spec: Any) -> InferencePool:
 
 
 async def test_it_is_accepted_its_pods_are_let_in_and_it_rests(
-    control_plane: ControlPlane, cluster: Cluster, namespace: str
+    control_plane: ControlPlane, cluster: Client, namespace: str
 ) -> None:
     labels = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn")}
     path = f"/api/v1/namespaces/{namespace}"
@@ -106,7 +106,7 @@ async def test_it_is_accepted_its_pods_are_let_in_and_it_rests(
             await until(let_in, "the pods are made", timeout_s=20)
 
 
-async def _a_pool(cluster: Cluster, namespace: str) -> str:
+async def _a_pool(cluster: Client, namespace: str) -> str:
     made = await cluster.create(
         {
             "apiVersion": "treeline.dev/v1alpha1",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -14,22 +13,23 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import golden
 from support.envoy import ENVOY, self_signed
 from support.gateway_cluster import ATTACHED, CASES, FULL, Cluster, pool
 from treeline_epp.options import options_of as picker_options
 from treeline_operator import names, rbac
 from treeline_operator.actions import Apply, CreateKeys, Delete, Scale
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.envoy.edge import options_of as launcher_options
 from treeline_operator.envoy.keys import credentials, discovery_json
+from treeline_operator.envoy.launcher import options_of as launcher_options
 from treeline_operator.plan import edge
-from treeline_operator.plan.anchored import Ground
 from treeline_operator.plan.gateway import gateway_children, gateway_url, plan_gateway
+from treeline_operator.plan.gateway_common import GatewayContext
 from treeline_operator.plan.network import pods_policy
-from treeline_operator.plan.revision import Target
+from treeline_operator.plan.revision import TargetRevision
 from treeline_operator.plan.runtime import deployment
 from treeline_operator.plan.sharing import share
-from treeline_operator.world import Images, Observed, Platform
+from treeline_operator.world import PROMETHEUS, TEMPLATE_VERSION, Images, Observed, Platform
 from treeline_wire import headers
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -53,25 +53,37 @@ def container(cluster: Cluster, deployment: str) -> dict[str, Any]:
 # --- what is made -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_what_is_made_is_what_was_agreed(case: str) -> None:
-    """The whole of it, as text. A change of a pod template here wants a new TEMPLATE_VERSION, or pods roll unasked."""
+BASE = "plain"
+
+
+def parts(case: str) -> dict[str, str]:
+    """Every object of a gateway, and of its configuration every file, as text."""
     cluster = converged(pool("llama", **CASES[case]))
-    shown = []
+    shown: dict[str, Any] = {}
     for ref in sorted(cluster.objects):
         if ref.kind == "Pod":
             continue
         obj = rendered(cluster, ref.kind, ref.name)
         obj["metadata"] = {k: v for k, v in obj["metadata"].items() if k not in ("uid", "generation")}
+        obj["metadata"].get("annotations", {}).pop(names.APPLIED, None)
         if obj["kind"] == "ConfigMap" and "envoy.json" in obj["data"]:
             obj["data"] = {k: json.loads(text) for k, text in obj["data"].items()}
-        shown.append(obj)
-    text = yaml.safe_dump_all(shown, sort_keys=True, width=110)
-    path = GOLDEN / f"{case}.yaml"
-    if os.environ.get("TREELINE_UPDATE_GOLDEN"):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-    assert text == path.read_text(), "set TREELINE_UPDATE_GOLDEN=1 to accept, then look at the difference"
+            content = obj["metadata"]["labels"][names.REVISION]
+        shown[f"{obj['kind']} {ref.name}"] = obj
+    texts = {
+        title: yaml.dump(obj, Dumper=golden.Plain, sort_keys=True, width=110) for title, obj in shown.items()
+    }
+    if CASES[case] == ATTACHED:
+        return texts
+    return {"configuration": f"{content}\n"} | {
+        title.replace(content, "CONTENT"): text.replace(content, "CONTENT") for title, text in texts.items()
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_made_is_what_was_agreed(case: str) -> None:
+    """The whole of it, as text. A change of a pod template here wants a new TEMPLATE_VERSION, or pods roll unasked."""
+    golden.check(GOLDEN, case, parts(case), BASE, parts(BASE))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -215,10 +227,12 @@ def test_everything_may_take_as_long_as_the_slowest_pool() -> None:
 @given(st.lists(st.integers(1, 3600), min_size=1, max_size=4))
 def test_no_pod_of_a_pool_gets_longer_to_end_than_those_in_front_of_it(drains: list[int]) -> None:
     pools = [pool(f"p{i}", drain={"timeoutSeconds": s}) for i, s in enumerate(drains)]
-    ground = Ground.of(Cluster().world(*pools), share(pools).gateways["treeline"], "uid")
+    context = GatewayContext.of(Cluster().world(*pools), share(pools).gateways["treeline"], "uid")
     for p in pools:
-        template = deployment(p, Target("r", "", 1, None), 1, {"labels": {}}, Images())["spec"]["template"]
-        assert template["spec"]["terminationGracePeriodSeconds"] <= ground.grace_s
+        template = deployment(p, TargetRevision("r", "", 1, None), 1, {"labels": {}}, Images())["spec"][
+            "template"
+        ]
+        assert template["spec"]["terminationGracePeriodSeconds"] <= context.grace_s
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -319,6 +333,69 @@ def test_clients_see_the_routing_where_somebody_asks_for_it_and_nowhere_else() -
     assert headers.CACHED_TOKENS not in shown
 
 
+KEYED: dict[str, Any] = {"standalone": {"apiKeysSecretRef": {"name": "keys"}}}
+VLLM: dict[str, Any] = {"model": {"uri": "hf://org/name"}, "engine": {"type": "vllm"}}
+
+
+def envoys_listener(cluster: Cluster) -> dict[str, Any]:
+    """The connection manager in the configuration that Envoy's pods mount."""
+    volumes = cluster.get("Deployment", "treeline-edge")["spec"]["template"]["spec"]["volumes"]
+    (config,) = [volume["configMap"]["name"] for volume in volumes if "configMap" in volume]
+    document = json.loads(cluster.get("ConfigMap", config)["data"]["envoy.json"])
+    (listener,) = [one for one in document["static_resources"]["listeners"] if one["name"] == "gateway"]
+    found: dict[str, Any] = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    return found
+
+
+def told_by_the_edge(cluster: Cluster) -> str | None:
+    """What Envoy says of isolation; None where it says nothing."""
+    manager = envoys_listener(cluster)
+    changes = manager["http_filters"][0]["typed_config"]["mutations"]["request_mutations"]
+    appended = [change["append"]["header"] for change in changes if "append" in change]
+    return next((header["value"] for header in appended if header["key"] == headers.ISOLATION), None)
+
+
+@pytest.mark.parametrize(
+    ("gateway", "said", "trusted"),
+    [
+        ({}, None, False),
+        ({"isolation": "Shared"}, None, False),
+        (KEYED, headers.PER_KEY, True),
+        ({**KEYED, "isolation": "PerKey"}, headers.PER_KEY, True),
+        ({**KEYED, "isolation": "Shared"}, headers.SHARED, True),
+        ({"isolation": "Shared", "standalone": {**KEYED["standalone"], "exposeRouting": True}}, None, True),
+    ],
+)
+def test_clients_with_keys_have_caches_of_their_own_unless_they_are_to_share(
+    gateway: dict[str, Any], said: str | None, trusted: bool
+) -> None:
+    cluster = converged(pool("llama", gateway=gateway))
+    assert told_by_the_edge(cluster) == said
+    assert ("--trust-edge" in container(cluster, "treeline-epp")["args"]) is trusted
+
+
+def fails_open(*pools: InferencePool) -> bool:
+    filters = envoys_listener(converged(*pools))["http_filters"]
+    (asking,) = [one["typed_config"] for one in filters if one["name"].endswith("ext_proc")]
+    return bool(asking.get("failure_mode_allow", False))
+
+
+def test_without_a_picker_requests_are_refused_where_it_alone_keeps_clients_apart() -> None:
+    ours = pool("ours", gateway=KEYED)
+    assert fails_open(ours), "the runtime reads the header itself"
+    assert not fails_open(pool("theirs", gateway=KEYED, **VLLM))
+    assert not fails_open(ours, pool("theirs", gateway=KEYED, **VLLM)), "one is enough: it is one Envoy"
+    assert fails_open(pool("theirs", gateway={**KEYED, "isolation": "Shared"}, **VLLM))
+    assert fails_open(pool("theirs", **VLLM))
+
+
+def test_an_engine_that_joins_changes_envoys_configuration_where_it_must() -> None:
+    cluster = converged(pool("ours", gateway=KEYED))
+    before = cluster.get("Deployment", "treeline-edge")["metadata"]["annotations"][names.INPUTS]
+    cluster.converge(pool("ours", gateway=KEYED), pool("theirs", gateway=KEYED, **VLLM))
+    assert cluster.get("Deployment", "treeline-edge")["metadata"]["annotations"][names.INPUTS] != before
+
+
 def test_a_changed_configuration_is_a_new_one_and_the_old_stays_while_pods_mount_it() -> None:
     cluster, changed = converged(pool("a")), pool("a", endpointPicker={"failureMode": "FailClose"})
     (old,) = [name for name in cluster.names("ConfigMap") if name != "treeline-gateway"]
@@ -361,6 +438,76 @@ def test_envoy_gets_as_many_threads_as_it_has_cpus() -> None:
 # --- networks ---------------------------------------------------------------------------------------------------------
 
 
+def heap_limit(cluster: Cluster) -> int:
+    (text,) = [
+        obj["data"]["envoy.json"] for obj in cluster.objects.values() if "envoy.json" in obj.get("data", {})
+    ]
+    monitors = json.loads(text)["overload_manager"]
+    (heap,) = [m for m in monitors["resource_monitors"] if "fixed_heap" in m["name"]]
+    return int(heap["typed_config"]["max_heap_size_bytes"])
+
+
+@pytest.mark.parametrize(
+    ("resources", "body_limit", "limit", "heap_mib"),
+    [
+        (None, None, "1024Mi", 768),
+        ({"limits": {"cpu": 2}}, None, "1024Mi", 768),
+        ({"limits": {"memory": "2Gi"}}, None, "2Gi", 1536),
+        ({"requests": {"memory": "3Gi"}}, None, "3072Mi", 2304),
+        (None, 1 << 30, "8192Mi", 6144),
+        ({"limits": {"memory": "16Mi"}}, None, "16Mi", 32),
+    ],
+)
+def test_what_envoy_takes_in_follows_from_its_memory_limit_which_is_always_there(
+    resources: Any, body_limit: int | None, limit: str, heap_mib: int
+) -> None:
+    standalone = {} if resources is None else {"resources": resources}
+    parameters = {} if body_limit is None else {"maxBodyBytes": body_limit}
+    gateway = {"standalone": standalone} if standalone else {}
+    cluster = converged(pool("a", gateway=gateway, endpointPicker={"parameters": parameters}))
+    assert container(cluster, "treeline-edge")["resources"]["limits"]["memory"] == limit
+    assert heap_limit(cluster) == heap_mib << 20
+
+
+def test_limits_reach_envoy_and_picker_and_each_change_rolls_only_who_is_concerned() -> None:
+    plain = converged(pool("a"))
+    limits = {"receiveTimeoutSeconds": 7, "connections": 77, "requestsPerSecond": 777}
+    changed = converged(pool("a", gateway={"standalone": {"limits": limits}}))
+    shares = converged(pool("a", gateway={"standalone": {"limits": {"unansweredRequests": 5}}}))
+    assert "--max-client-requests=1000" in container(plain, "treeline-epp")["args"]
+    assert "--max-client-requests=5" in container(shares, "treeline-epp")["args"]
+
+    def inputs(cluster: Cluster, name: str) -> str:
+        return str(cluster.get("Deployment", name)["metadata"]["annotations"][names.INPUTS])
+
+    for cluster, rolled in ((changed, "treeline-edge"), (shares, "treeline-epp")):
+        for name in ("treeline-edge", "treeline-epp"):
+            assert (inputs(cluster, name) == inputs(plain, name)) == (name != rolled)
+    text = next(
+        obj["data"]["envoy.json"] for obj in changed.objects.values() if "envoy.json" in obj.get("data", {})
+    )
+    for part in ('"request_timeout": "7s"', '"max_active_downstream_connections": "77"', "777"):
+        assert part in text
+
+
+def test_a_gateway_serves_the_inference_paths_of_all_its_pools_engines() -> None:
+    def paths(*pools: InferencePool) -> set[str]:
+        text = next(
+            obj["data"]["envoy.json"]
+            for obj in converged(*pools).objects.values()
+            if "envoy.json" in obj.get("data", {})
+        )
+        manager = json.loads(text)["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]
+        (host,) = manager["typed_config"]["route_config"]["virtual_hosts"]
+        return {route["match"]["path"] for route in host["routes"] if "path" in route["match"]}
+
+    alone = paths(pool("a"))
+    both = paths(pool("a"), pool("b", created=1, engine={"type": "vllm"}))
+    assert both - alone >= {"/v1/embeddings", "/rerank"}
+    assert "/generate" in alone & both
+    assert not {path for path in both if "flush" in path or "metrics" in path}
+
+
 def test_all_is_denied_but_the_paths_that_are_needed() -> None:
     cluster = converged(pool("a"), pool("b", created=1, **FULL))
     deny = cluster.get("NetworkPolicy", "treeline-gateway-deny")["spec"]
@@ -377,10 +524,12 @@ def test_all_is_denied_but_the_paths_that_are_needed() -> None:
     to_picker, to_pods, dns = envoy["egress"]
     assert (numbers(to_picker), numbers(to_pods), numbers(dns)) == ([9002, 9003], [8000, 30000], [53, 53])
     picker = cluster.get("NetworkPolicy", "treeline-epp")["spec"]
-    from_envoy, readers = picker["ingress"]
+    from_envoy, from_operator, readers = picker["ingress"]
     assert from_envoy["from"] == [{"podSelector": selector_of("edge")}]
     assert to_picker["to"] == [{"podSelector": selector_of("epp")}]
-    operator = readers["from"][0]
+    assert (numbers(from_operator), numbers(readers)) == ([9004, 9090], [9090])
+    assert readers["from"] == list(PROMETHEUS)
+    (operator,) = from_operator["from"]
     assert operator["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "treeline-system"}
     assert operator["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "treeline-operator"}
     to_pods, to_api, dns = picker["egress"]
@@ -388,12 +537,14 @@ def test_all_is_denied_but_the_paths_that_are_needed() -> None:
     assert (numbers(to_api), numbers(dns)) == ([443, 6443], [53, 53])
     # What goes out at this end is let in at the other.
     for p in (pool("a"), pool("b", created=1, **FULL)):
-        ours = pods_policy(p, (), {})["spec"]["ingress"]
+        ours = pods_policy(p, (), Platform(metrics_from=()), {})["spec"]["ingress"]
         let_in = {rule["from"][0]["podSelector"]["matchLabels"].get(names.COMPONENT): rule for rule in ours}
         assert set(numbers(let_in["edge"])) <= set(numbers(envoy["egress"][1]))
         reached = {port[0] if isinstance(port, tuple) else port for port in numbers(to_pods)}
         assert {port[0] if isinstance(port, tuple) else port for port in numbers(let_in["epp"])} <= reached
-        template = deployment(p, Target("r", "", 1, None), 1, {"labels": {}}, Images())["spec"]["template"]
+        template = deployment(p, TargetRevision("r", "", 1, None), 1, {"labels": {}}, Images())["spec"][
+            "template"
+        ]
         assert (
             to_pods["to"][0]["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
         )
@@ -543,22 +694,23 @@ def test_what_somebody_changed_is_set_back_and_what_is_not_ours_stays() -> None:
     assert cluster.get("Service", "treeline-gateway")["spec"]["clusterIP"] == "10.0.0.1"
 
 
-NEWER = Platform(images=Images(epp="epp:2", edge="edge:2"), template_version=2)
+NEXT = TEMPLATE_VERSION + 1
+NEWER = Platform(images=Images(epp="epp:2", edge="edge:2"), template_version=NEXT)
 
 
-@pytest.mark.parametrize("platform", [NEWER, dataclasses.replace(NEWER, template_version=1)])
+@pytest.mark.parametrize("platform", [NEWER, dataclasses.replace(NEWER, template_version=TEMPLATE_VERSION)])
 def test_an_operator_upgrade_rolls_nothing(platform: Platform) -> None:
     p, cluster = pool("a"), converged(pool("a"))
     before = {name: cluster.get("Deployment", name)["spec"] for name in cluster.names("Deployment")}
     plan = plan_gateway(cluster.world(p, platform=platform))
     assert plan.actions == ()
-    left_alone = [note for note in plan.notes if "template version 1" in note]
-    assert len(left_alone) == (2 if platform.template_version == 2 else 0)
+    left_alone = [note for note in plan.notes if f"template version {TEMPLATE_VERSION}" in note]
+    assert len(left_alone) == (2 if platform.template_version == NEXT else 0)
     # Its number of pods is not the template's.
     more = pool("a", endpointPicker={"replicas": 2}, gateway={"standalone": {"replicas": 4}})
     plans = cluster.converge(more, platform=platform)
     kinds = {type(a) for plan in plans for a in plan.actions if a.ref.kind == "Deployment"}
-    assert kinds == ({Scale} if platform.template_version == 2 else {Apply})
+    assert kinds == ({Scale} if platform.template_version == NEXT else {Apply})
     for name, spec in before.items():
         now = cluster.get("Deployment", name)["spec"]
         assert now["template"] == spec["template"]
@@ -575,11 +727,11 @@ def test_registry_credentials_reach_picker_and_envoy() -> None:
 
 def test_any_pool_may_ask_for_the_newer_version() -> None:
     cluster = converged(pool("a"), pool("b", created=1))
-    asking = [pool("a"), pool("b", created=1, rollout={"templateVersion": 2})]
+    asking = [pool("a"), pool("b", created=1, rollout={"templateVersion": NEXT})]
     cluster.converge(*asking, platform=NEWER)
     for name in ("treeline-epp", "treeline-edge"):
         deployment = cluster.get("Deployment", name)
-        assert deployment["metadata"]["annotations"][names.TEMPLATE_VERSION] == "2"
+        assert deployment["metadata"]["annotations"][names.TEMPLATE_VERSION] == str(NEXT)
         assert container(cluster, name)["image"] == f"{name.removeprefix('treeline-')}:2"
     # More than this operator has is as much as it has.
     eager = [pool("a", rollout={"templateVersion": 9}), asking[1]]
@@ -650,3 +802,36 @@ def test_the_children_that_a_status_is_read_from() -> None:
     ]
     nothing = gateway_children(Cluster().world(pool("a")))
     assert (nothing.anchor, nothing.epp, nothing.edge, nothing.service) == (None,) * 4
+
+
+def test_mutual_tls_is_mounted_into_both_and_told_to_both(tmp_path: Path) -> None:
+    settings = {"standalone": {"pickerTls": {"secretRef": {"name": "inner"}}}}
+    cluster = converged(pool("a", gateway=settings))
+    for name, folder in (
+        ("treeline-edge", "/etc/treeline/picker-tls"),
+        ("treeline-epp", "/etc/treeline/tls"),
+    ):
+        template = cluster.get("Deployment", name)["spec"]["template"]["spec"]
+        (volume,) = [
+            v["name"] for v in template["volumes"] if v.get("secret", {}).get("secretName") == "inner"
+        ]
+        mounts = {m["name"]: m["mountPath"] for m in container(cluster, name)["volumeMounts"]}
+        assert mounts[volume] == folder
+    options = picker_options(container(cluster, "treeline-epp")["args"])
+    assert (options.secure_serving, options.require_client_certificates) == (True, True)
+    assert str(options.cert_path) == "/etc/treeline/tls"
+    # What is told to a Gateway's proxy by default is not what is told to our own.
+    assert (options.fallback_endpoints, options.expose_routing) == (1, True)
+    (data,) = [obj["data"] for obj in cluster.objects.values() if "envoy.json" in obj.get("data", {})]
+    assert data.keys() == {"envoy.json", "picker-certificate.json", "picker-authority.json"}
+    assert '"treeline-epp.ns.svc"' in data["picker-authority.json"]
+    clusters = {c["name"]: c for c in json.loads(data["envoy.json"])["static_resources"]["clusters"]}
+    for name in ("ext_proc", "eds"):
+        assert clusters[name]["transport_socket"]["typed_config"]["sni"] == "treeline-epp.ns.svc"
+    assert "transport_socket" not in clusters["pods"]
+
+
+def test_through_a_gateway_that_exists_mutual_tls_and_limits_of_our_own_envoy_mean_nothing() -> None:
+    cluster = converged(pool("a", **ATTACHED))
+    args = container(cluster, "treeline-epp")["args"]
+    assert not [word for word in args if "client" in word or "cert" in word]

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from treeline_operator import names
-from treeline_operator.plan.canonical import canonical, quantity
+from treeline_operator.plan.canonical import canonical
 from treeline_operator.plan.diff import applying, differences, prune
+from treeline_operator.quantity import quantity
 from treeline_operator.world import Observed, Ref
 
 
@@ -172,6 +173,16 @@ def test_what_was_applied_is_not_applied_again() -> None:
     assert applying(DEPLOYMENT, as_seen(first.object), "again") is None
 
 
+def test_a_mark_of_somebody_else_in_what_is_wanted_is_left_out_and_the_writes_come_to_an_end() -> None:
+    metadata = {**DEPLOYMENT["metadata"], "annotations": {names.APPLIED: "mine", "a": "b"}}
+    marked = {**DEPLOYMENT, "metadata": metadata}
+    first = applying(marked, None, "new")
+    assert first is not None
+    assert first.object["metadata"]["annotations"].keys() == {names.APPLIED, "a"}
+    assert first.object["metadata"]["annotations"][names.APPLIED] != "mine"
+    assert applying(marked, as_seen(first.object), "again") is None
+
+
 def test_a_change_by_somebody_is_drift_and_a_change_of_intent_is_not() -> None:
     first = applying(DEPLOYMENT, None, "new")
     assert first is not None
@@ -186,14 +197,14 @@ def test_a_change_by_somebody_is_drift_and_a_change_of_intent_is_not() -> None:
 
 
 def test_what_is_decided_apart_is_no_reason_to_write_in_either_direction() -> None:
-    apart = ("spec.replicas",)
-    first = applying(DEPLOYMENT, None, "new", apart=apart)
+    ignore_paths = ("spec.replicas",)
+    first = applying(DEPLOYMENT, None, "new", ignore_paths=ignore_paths)
     assert first is not None
     assert first.object["spec"]["replicas"] == 2
     scaled = {**first.object, "spec": {**first.object["spec"], "replicas": 7}}
-    assert applying(DEPLOYMENT, as_seen(scaled), "mend", apart=apart) is None
+    assert applying(DEPLOYMENT, as_seen(scaled), "mend", ignore_paths=ignore_paths) is None
     wanting = {**DEPLOYMENT, "spec": {**DEPLOYMENT["spec"], "replicas": 5}}
-    assert applying(wanting, as_seen(scaled), "mend", apart=apart) is None
+    assert applying(wanting, as_seen(scaled), "mend", ignore_paths=ignore_paths) is None
 
 
 def test_a_field_that_is_set_no_more_is_a_write() -> None:

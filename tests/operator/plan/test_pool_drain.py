@@ -14,7 +14,7 @@ from support.pool_world import NOW, SimCluster, a_pool
 from treeline_operator import names
 from treeline_operator.actions import Action, Mark, Plan, Scale
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.plan.drain import BLIND_S, SETTLE_S, Terms, stamp, take_out, victims
+from treeline_operator.plan.drain import BLIND_S, SETTLE_S, DrainPolicy, drain_step, stamp, victims
 from treeline_operator.world import PickerEndpoint
 from treeline_wire.labels import SERVING
 
@@ -26,7 +26,7 @@ def pool(replicas: int, **spec: Any) -> InferencePool:
 
 
 def cluster_of(replicas: int, **streams: int) -> SimCluster:
-    """Ready pods ``p1``, ``p2``, … of one revision, a picker that lists them, and their streams."""
+    """Ready pods `p1`, `p2`, … of one revision, a picker that lists them, and their streams."""
     cluster = SimCluster()
     cluster.converge(pool(replicas))
     cluster.rename_pods("p{}")
@@ -342,15 +342,15 @@ def test_the_order_in_which_pods_go() -> None:
     ]
     told = {"busy": (3, 0), "warm": (0, 500), "draining": (9, 900)}
     endpoints = {n: PickerEndpoint(n, n, True, False, *told.get(n, (0, 10))) for n in ("old", "new", *told)}
-    terms = Terms(NOW, timedelta(seconds=60), endpoints=endpoints)
-    order = [pod["metadata"]["name"] for pod in victims(pods, 0, terms)]
+    policy = DrainPolicy(NOW, timedelta(seconds=60), endpoints=endpoints)
+    order = [pod["metadata"]["name"] for pod in victims(pods, 0, policy)]
     assert order == ["unready", "released", "draining", "new", "old", "warm", "busy"]
-    assert [pod["metadata"]["name"] for pod in victims(pods, 5, terms)] == ["unready", "released"]
+    assert [pod["metadata"]["name"] for pod in victims(pods, 5, policy)] == ["unready", "released"]
 
 
 def test_a_cost_of_somebody_else_is_left_alone() -> None:
     theirs = a_pod("a", annotations={names.DELETION_COST: "5"})
-    assert take_out([theirs], 1, 1, Terms(NOW, timedelta(seconds=60)), "").marks == ()
+    assert drain_step([theirs], 1, 1, DrainPolicy(NOW, timedelta(seconds=60)), "").marks == ()
 
 
 # ---- any story ----------------------------------------------------------------------------------------------

@@ -14,8 +14,11 @@ from support.pool_world import EVERY_API, NOW, SimCluster, a_pool
 from treeline_operator import names
 from treeline_operator.actions import Apply, CreateKeys, Delete, Mark, Plan, Scale
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.world import Images, PickerEndpoint, PickerView, Platform
+from treeline_operator.world import TEMPLATE_VERSION, Images, PickerEndpoint, PickerView, Platform
+from treeline_wire.labels import SERVING
+from treeline_wire.paths import INFERENCE
 
+NEXT = TEMPLATE_VERSION + 1
 HF = {"model": {"uri": "hf://org/name"}}
 
 
@@ -282,18 +285,18 @@ def test_an_upgrade_rolls_no_pods_until_it_is_asked_to() -> None:
     cluster = settled(a_pool(replicas=2))
     (before,) = cluster.deployments()
     cluster.platform = replace(
-        cluster.platform, template_version=2, images=Images(runtime="treeline-runtime:next")
+        cluster.platform, template_version=NEXT, images=Images(runtime="treeline-runtime:next")
     )
     plan = cluster.plan(a_pool(replicas=2))
     assert plan.actions == ()
-    assert any("rollout.templateVersion: 2 asks for the newest" in note for note in plan.notes)
+    assert any(f"rollout.templateVersion: {NEXT} asks for the newest" in note for note in plan.notes)
     assert [type(a) for a in cluster.plan(a_pool(replicas=3)).actions] == [Scale]
 
-    asked = a_pool(replicas=2, rollout={"templateVersion": 2})
+    asked = a_pool(replicas=2, rollout={"templateVersion": NEXT})
     cluster.converge(asked)
     (serving,) = [obj for obj in cluster.deployments().values() if obj["spec"]["replicas"]]
     assert serving["metadata"]["name"] != before
-    assert serving["metadata"]["annotations"][names.TEMPLATE_VERSION] == "2"
+    assert serving["metadata"]["annotations"][names.TEMPLATE_VERSION] == str(NEXT)
     # Asked no more: what is there stays.
     assert cluster.plan(a_pool(replicas=2)).actions == ()
 
@@ -316,7 +319,7 @@ def test_other_default_images_alone_touch_no_revision_and_drift_is_still_mended(
 
 def test_more_than_this_operator_has_is_told() -> None:
     plan = SimCluster().plan(a_pool(rollout={"templateVersion": 7}))
-    assert any("asks for 7, this operator has 1" in note for note in plan.notes)
+    assert any(f"asks for 7, this operator has {TEMPLATE_VERSION}" in note for note in plan.notes)
 
 
 def test_lost_annotations_start_no_rollout() -> None:
@@ -467,7 +470,48 @@ def test_a_claim_only_grows_and_keeps_what_cannot_change() -> None:
 
 def test_a_claim_of_one_node_for_many_pods_is_told() -> None:
     plan = SimCluster().plan(a_pool(replicas=2, model={"uri": "hf://org/name", "cache": {"size": "5Gi"}}))
-    assert any("can be mounted on one node only" in note for note in plan.notes)
+    assert any("claim tiny-models is ReadWriteOnce: all 2 pods must be on one node" in n for n in plan.notes)
+    shared = {"size": "5Gi", "accessModes": ["ReadWriteMany"]}
+    plan = SimCluster().plan(a_pool(replicas=2, model={"uri": "hf://org/name", "cache": shared}))
+    assert plan.notes == ()
+
+
+def test_the_claim_of_a_compile_cache_is_made_grows_and_outlives_a_change_of_mind() -> None:
+    small, large = ({"engine": {"cache": {"size": size}}} for size in ("5Gi", "20Gi"))
+    cluster = settled(a_pool(**small))
+    made = cluster.get("PersistentVolumeClaim", "tiny-cache")
+    assert made["spec"]["resources"]["requests"]["storage"] == "5Gi"
+    before = set(cluster.deployments())
+    cluster.converge(a_pool(**large))
+    claim = cluster.get("PersistentVolumeClaim", "tiny-cache")
+    assert claim["spec"]["resources"]["requests"]["storage"] == "20Gi"
+    assert set(cluster.deployments()) == before, "the claim's size is no matter of the pods"
+    cluster.converge(a_pool())
+    assert cluster.get("PersistentVolumeClaim", "tiny-cache") == claim
+
+
+@pytest.mark.parametrize("budget", [1, 3, "25%"])
+def test_the_budget_is_as_asked(budget: int | str) -> None:
+    cluster = settled(a_pool(replicas=4, disruptionBudget={"maxUnavailable": budget}))
+    assert cluster.get("PodDisruptionBudget", "tiny")["spec"]["maxUnavailable"] == budget
+
+
+def test_percentages_are_parts_of_the_replicas() -> None:
+    for replicas, surge, pods in ((4, "50%", 6), (3, "25%", 4), (10, "100%", 20)):
+        cluster = settled(a_pool(replicas=replicas))
+        cluster.do(
+            cluster.plan(a_pool(replicas=replicas, engine={"contextLength": 9}, rollout={"maxSurge": surge}))
+        )
+        assert sum(obj["spec"]["replicas"] for obj in cluster.deployments().values()) == pods
+    for replicas, missing, left in ((4, "50%", 2), (3, "25%", 3), (8, "30%", 6)):
+        cluster = settled(a_pool(replicas=replicas), capacity=replicas)
+        rollout = {"maxUnavailable": missing}
+        changed = a_pool(replicas=replicas, engine={"contextLength": 9}, rollout=rollout)
+        for _ in range(3):
+            cluster.do(cluster.plan(changed))
+            cluster.controllers()
+        serving = [pod for pod in cluster.pods.values() if pod["metadata"]["labels"][SERVING] == "true"]
+        assert sum(any(c["type"] == "Ready" for c in pod["status"]["conditions"]) for pod in serving) == left
 
 
 def test_a_claim_that_exists_is_used_and_never_made() -> None:
@@ -524,11 +568,35 @@ def test_of_several_pools_behind_a_gateway_the_oldest_takes_what_names_no_other(
     cluster.others = (older,)
     cluster.do(cluster.plan(younger))
     route = cluster.get("HTTPRoute", "younger")["spec"]
-    (match,) = route["rules"][0]["matches"]
-    assert match["headers"] == [{"type": "Exact", "name": "X-Gateway-Model-Name", "value": "tiny"}]
+    for match in (match for rule in route["rules"] for match in rule["matches"]):
+        assert match["headers"] == [{"type": "Exact", "name": "X-Gateway-Model-Name", "value": "tiny"}]
     assert route["hostnames"] == ["llm.example.com"]
     mirror = cluster.get("InferencePool", "younger-gie")["spec"]
     assert mirror["endpointPickerRef"]["failureMode"] == "FailClose"
+
+
+@pytest.mark.parametrize("engine", sorted(INFERENCE))
+def test_a_gateway_routes_the_inference_paths_of_the_pools_engine_and_nothing_else(engine: str) -> None:
+    gateway = {"parentRefs": [{"name": "front"}]}
+    custom = {"image": "example.com/engine:1"} if engine == "custom" else {}
+    pool = a_pool("tiny", gateway=gateway, engine={"type": engine, **custom})
+    cluster = SimCluster(Platform(apis=EVERY_API))
+    cluster.do(cluster.plan(pool))
+    rules = cluster.get("HTTPRoute", "tiny")["spec"]["rules"]
+    assert len(rules) <= 16
+    assert all(len(rule["matches"]) <= 8 for rule in rules)
+    routed = {
+        (match["path"]["type"], match["path"]["value"], match["method"])
+        for rule in rules
+        for match in rule["matches"]
+    }
+    assert routed == {
+        ("PathPrefix" if rule.path == "/v1/models" else "Exact", rule.path, method)
+        for rule in INFERENCE[engine]
+        for method in rule.methods
+    }
+    assert sum(len(rule["matches"]) for rule in rules) == len(routed)
+    assert not any(kind == "PathPrefix" and path != "/v1/models" for kind, path, _ in routed)
 
 
 def test_a_pool_that_disagrees_on_the_kind_of_gateway_follows_the_oldest() -> None:

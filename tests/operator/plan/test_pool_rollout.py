@@ -8,13 +8,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from treeline_operator.plan.rollout import Policy, Revision, Step, next_step
+from treeline_operator.plan.rollout import Revision, RolloutPolicy, RolloutStep, next_step
 
-SURGE = Policy()
-REPLACE = Policy("Replace")
+SURGE = RolloutPolicy()
+REPLACE = RolloutPolicy("Replace")
 
 
-def step(desired: int, policy: Policy, target: Revision, *olds: Revision) -> dict[str, int]:
+def step(desired: int, policy: RolloutPolicy, target: Revision, *olds: Revision) -> dict[str, int]:
     return next_step(desired, policy, target, olds).replicas
 
 
@@ -48,8 +48,40 @@ def test_a_surge_without_a_place_waits_if_nothing_may_be_missing() -> None:
     assert "no node has room for 1 pod(s) of revision b" in waits.waiting
 
 
+def test_a_surge_without_a_place_waits_for_nodes_and_then_replaces_one_by_one() -> None:
+    patient = RolloutPolicy(patience_s=120)
+    pending = {"unschedulable": 1, "fits": True}
+    waits = next_step(3, patient, rev("b", 1, 0, waited_s=50, **pending), [rev("a", 3)])
+    assert (waits.replicas, waits.recheck_s) == ({"a": 3, "b": 1}, 70)
+    assert waits.insufficient_capacity
+    assert "they are replaced one by one in 70 s" in waits.waiting
+    moves = next_step(3, patient, rev("b", 1, 0, waited_s=120, **pending), [rev("a", 3)])
+    assert (moves.replicas, moves.recheck_s, moves.waiting) == ({"a": 2, "b": 2}, None, "")
+    # One takes the place and starts, the other waits: nothing more goes before the first serves.
+    assert step(3, patient, rev("b", 2, 0, waited_s=500, **pending), rev("a", 2)) == {"a": 2, "b": 2}
+    assert step(3, patient, rev("b", 2, 1, waited_s=500, **pending), rev("a", 2)) == {"a": 1, "b": 3}
+    assert step(3, patient, rev("b", 3, 2, waited_s=500, **pending), rev("a", 1)) == {"a": 0, "b": 3}
+
+
+def test_the_only_pod_goes_for_one_that_fits_in_its_place_and_for_no_other() -> None:
+    patient = RolloutPolicy(patience_s=120)
+    fits = rev("b", 1, 0, unschedulable=1, waited_s=120, fits=True)
+    assert step(1, patient, fits, rev("a", 1)) == {"a": 0, "b": 1}
+    larger = rev("b", 1, 0, unschedulable=1, waited_s=9999, fits=False)
+    stays = next_step(1, patient, larger, [rev("a", 1)])
+    assert stays.replicas == {"a": 1, "b": 1}
+    assert stays.insufficient_capacity
+    assert "the new ones would not fit in their place" in stays.waiting
+    assert stays.recheck_s is None, "time alone changes nothing"
+
+
+def test_a_failing_revision_is_not_helped_by_room() -> None:
+    failing = rev("b", 2, 0, unschedulable=1, failing=1, waited_s=9999, fits=True)
+    assert step(3, RolloutPolicy(patience_s=120), failing, rev("a", 3)) == {"a": 3, "b": 2}
+
+
 def test_a_surge_without_a_place_replaces_as_far_as_pods_may_be_missing() -> None:
-    policy = Policy(max_unavailable=1)
+    policy = RolloutPolicy(max_unavailable=1)
     took = next_step(3, policy, rev("b", 1, 0, unschedulable=1), [rev("a", 3)])
     assert took.replicas == {"a": 2, "b": 2}
     assert not took.insufficient_capacity
@@ -60,7 +92,7 @@ def test_a_surge_without_a_place_replaces_as_far_as_pods_may_be_missing() -> Non
 
 
 def test_a_failing_revision_takes_no_ready_pod() -> None:
-    for policy in (SURGE, REPLACE, Policy(max_unavailable=2)):
+    for policy in (SURGE, REPLACE, RolloutPolicy(max_unavailable=2)):
         stays = next_step(3, policy, rev("b", 1, 0, failing=1), [rev("a", 3)])
         assert stays.replicas == {"a": 3, "b": 1}
         assert "fail" in stays.waiting
@@ -98,7 +130,7 @@ def test_several_old_revisions_give_up_what_does_not_serve_first() -> None:
 
 
 def test_paused_keeps_old_and_new_pods_and_follows_the_number() -> None:
-    paused = Policy(paused=True)
+    paused = RolloutPolicy(paused=True)
     assert step(3, paused, rev("b", 0), rev("a", 3)) == {"a": 3, "b": 0}
     assert step(3, paused, rev("b", 2), rev("a", 2)) == {"a": 2, "b": 2}
     assert step(5, paused, rev("b", 1, 0), rev("a", 3)) == {"a": 4, "b": 1}
@@ -108,13 +140,13 @@ def test_paused_keeps_old_and_new_pods_and_follows_the_number() -> None:
 
 
 def test_no_surge_and_nothing_missing_still_moves() -> None:
-    assert step(2, Policy(max_surge=0), rev("b", 0), rev("a", 2)) == {"a": 2, "b": 1}
+    assert step(2, RolloutPolicy(max_surge=0), rev("b", 0), rev("a", 2)) == {"a": 2, "b": 1}
 
 
 @pytest.mark.parametrize(
-    "policy", [SURGE, REPLACE, Policy(max_surge=3), Policy(max_surge=0, max_unavailable=2)]
+    "policy", [SURGE, REPLACE, RolloutPolicy(max_surge=3), RolloutPolicy(max_surge=0, max_unavailable=2)]
 )
-def test_what_has_converged_stays(policy: Policy) -> None:
+def test_what_has_converged_stays(policy: RolloutPolicy) -> None:
     assert step(4, policy, rev("a", 4), rev("b", 0)) == {"a": 4}
 
 
@@ -141,7 +173,7 @@ class RolloutStory(RuleBasedStateMachine):
     )
     def begin(self, desired: int, strategy: str, surge: int, missing: int, spare: int) -> None:
         self.desired = desired
-        self.policy = Policy(strategy, surge, missing)  # type: ignore[arg-type]
+        self.policy = RolloutPolicy(strategy, surge, missing)  # type: ignore[arg-type]
         self.capacity = desired + spare
         self.bad: set[str] = set()
         self.target = "a"
@@ -176,7 +208,7 @@ class RolloutStory(RuleBasedStateMachine):
     @rule(paused=st.booleans())
     def pause(self, paused: bool) -> None:
         old = self.policy
-        self.policy = Policy(old.strategy, old.max_surge, old.max_unavailable, paused=paused)
+        self.policy = RolloutPolicy(old.strategy, old.max_surge, old.max_unavailable, paused=paused)
         self.move()
 
     @rule()
@@ -244,7 +276,7 @@ class RolloutStory(RuleBasedStateMachine):
     def serving(self) -> int:
         return sum(pods.count("ready") for pods in self.revisions.values())
 
-    def plan(self) -> Step:
+    def plan(self) -> RolloutStep:
         seen = {
             name: Revision(
                 name, pods.replicas, pods.count("ready"), pods.count("pending"), pods.count("failing")
@@ -254,7 +286,7 @@ class RolloutStory(RuleBasedStateMachine):
         olds = [revision for name, revision in seen.items() if name != self.target]
         return next_step(self.desired, self.policy, seen[self.target], olds)
 
-    def apply(self, plan: Step) -> None:
+    def apply(self, plan: RolloutStep) -> None:
         before = sum(pods.replicas for pods in self.revisions.values())
         for name, pods in self.revisions.items():
             pods.replicas = plan.replicas.get(name, 0)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,7 +75,7 @@ def test_lists_are_merged_by_name() -> None:
     assert env["MINE"] == {"name": "MINE", "value": "1"}
     assert env["HF_HOME"] == {"name": "HF_HOME", "valueFrom": {"fieldRef": {"fieldPath": "x"}}}
     assert env["HOME"]["value"] == "/tmp"
-    assert [m["name"] for m in made["volumeMounts"]] == ["big", "kv-keys"]
+    assert [m["name"] for m in made["volumeMounts"]] == ["big", "cache", "kv-keys"]
 
 
 def test_maps_are_merged_and_a_null_takes_away() -> None:
@@ -136,7 +139,8 @@ def test_labels_ports_and_the_time_to_drain_stay_ours() -> None:
     assert made["metadata"]["labels"]["treeline.dev/serving"] == "true"
     assert made["spec"]["terminationGracePeriodSeconds"] == 75
     ports = {p["name"]: p["containerPort"] for p in made["spec"]["containers"][0]["ports"]}
-    assert ports == {"http": 8000, "kv-events": 5557, "kv-replay": 5657, "load": 5757, "debug": 9999}
+    ours = {"http": 8000, "kv-events": 5557, "kv-replay": 5657, "load": 5757, "metrics": 9600}
+    assert ports == {**ours, "debug": 9999}
     longer = template(template={"spec": {"terminationGracePeriodSeconds": 900}})
     assert longer["spec"]["terminationGracePeriodSeconds"] == 900
 
@@ -286,14 +290,177 @@ def _sized(size: str | None, uri: str = "hf://org/name") -> InferencePool:
     return a_pool(model={"uri": uri} | ({"size": size} if size else {}))
 
 
-def test_a_start_may_take_as_long_as_the_weights_need() -> None:
-    assert start_seconds(_sized("1Gi")) == 120
-    assert start_seconds(_sized("16Gi")) == 320
-    assert start_seconds(_sized("140Gi")) == 2800
-    assert start_seconds(_sized(None)) == 1800
+def test_a_start_may_take_as_long_as_the_weights_need_and_never_less_than_without_a_size() -> None:
+    for size, seconds in (("1Gi", 1800), ("8Gi", 1800), ("90Gi", 1800), ("140Gi", 2800), (None, 1800)):
+        assert start_seconds(_sized(size)) == seconds
     assert start_seconds(_sized(None, "builtin://tiny")) == 120
-    probe = pod_template(_sized("16Gi"), "abc", Images())["spec"]["containers"][0]["startupProbe"]
-    assert probe["periodSeconds"] * probe["failureThreshold"] == 320
+    assert start_seconds(_sized("1Gi", "builtin://tiny")) == 120
+    assert start_seconds(_sized("10Gi", "builtin://tiny")) == 200
+    probe = pod_template(_sized("140Gi"), "abc", Images())["spec"]["containers"][0]["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == 2800
+
+
+@pytest.mark.parametrize("seconds", [1, 60, 3600])
+@pytest.mark.parametrize("engine", ["treeline", "sglang", "vllm", "custom"])
+def test_what_hangs_is_killed_long_before_a_drain_would_be_over(seconds: int, engine: str) -> None:
+    made = runtime(engine={"type": engine, "image": "x"}, drain={"timeoutSeconds": seconds})
+    assert made["livenessProbe"]["terminationGracePeriodSeconds"] == 15
+    assert made["startupProbe"]["terminationGracePeriodSeconds"] == 15
+    assert "terminationGracePeriodSeconds" not in made["readinessProbe"], "the API server refuses it there"
+
+
+# ---- what a pod is provided with ----------------------------------------------------------------------------
+
+GPU = {"accelerator": {"type": "nvidia"}}
+
+
+@pytest.mark.parametrize("engine", ["treeline", "sglang", "vllm", "custom"])
+def test_the_root_filesystem_is_writable_on_gpus_alone(engine: str) -> None:
+    spec = {"model": {"uri": "hf://org/name"}, "engine": {"type": engine, "image": "x"}}
+    for more, read_only in ((GPU, False), ({}, True)):
+        pod = template(**spec, **more)["spec"]
+        for container in (*pod["initContainers"], *pod["containers"]):
+            assert container["securityContext"]["readOnlyRootFilesystem"] is read_only, container["name"]
+        assert exceptions(pod, gpu=bool(more)) == ()
+
+
+@pytest.mark.parametrize(
+    ("spec", "cpu", "memory"),
+    [
+        ({}, "100m", "512Mi"),
+        (GPU, "2", "8Gi"),
+        ({**GPU, "model": {"uri": "hf://org/name", "size": "16Gi"}}, "2", "12Gi"),
+        ({**GPU, "model": {"uri": "hf://org/name", "size": "500M"}}, "2", "5Gi"),
+        (
+            {
+                "model": {"uri": "hf://org/name", "size": "140Gi"},
+                "accelerator": {"type": "nvidia", "count": 8},
+                "engine": {"type": "vllm"},
+            },
+            "16",
+            "74Gi",
+        ),
+        ({"accelerator": {"type": "nvidia", "count": 4}, "engine": {"type": "sglang"}}, "8", "32Gi"),
+    ],
+)
+def test_requests_follow_the_devices_and_the_weights(spec: dict[str, Any], cpu: str, memory: str) -> None:
+    asked = runtime(**spec)["resources"]["requests"]
+    assert (asked["cpu"], asked["memory"]) == (cpu, memory)
+
+
+def test_requests_that_somebody_names_are_taken_one_by_one() -> None:
+    own = {"requests": {"cpu": 7}, "limits": {"memory": "30Gi"}}
+    made = runtime(**GPU, engine={"resources": own})["resources"]
+    assert made["requests"] == {"cpu": "7", "nvidia.com/gpu": "1"}, "a limit without a request is the request"
+    assert made["limits"] == {"nvidia.com/gpu": "1", "memory": "30Gi"}
+
+
+def volumes(**spec: Any) -> dict[str, Any]:
+    return {volume.pop("name"): volume for volume in template(**spec)["spec"]["volumes"]}
+
+
+def test_what_a_pod_writes_is_limited() -> None:
+    for engine in ("treeline", "vllm"):
+        found = volumes(**GPU, engine={"type": engine})
+        assert found["tmp"] == {"emptyDir": {"sizeLimit": "10Gi"}}
+        assert found["cache"] == {"emptyDir": {"sizeLimit": "20Gi"}}
+    assert "shm" not in volumes()
+    for count, size in ((1, "4Gi"), (2, "4Gi"), (8, "16Gi")):
+        accelerator = {"type": "nvidia", "count": count}
+        found = volumes(accelerator=accelerator, engine={"type": "vllm"})
+        assert found["shm"] == {"emptyDir": {"medium": "Memory", "sizeLimit": size}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "own"),
+    [
+        ("treeline", {}),
+        ("custom", {}),
+        ("vllm", {"VLLM_CACHE_ROOT": "/cache/vllm"}),
+        ("sglang", {"SGLANG_CACHE_DIR": "/cache/sglang", "SGLANG_DG_CACHE_DIR": "/cache/deep-gemm"}),
+    ],
+)
+def test_every_cache_of_the_engine_is_in_the_volume(engine: str, own: dict[str, str]) -> None:
+    made = runtime(**GPU, engine={"type": engine, "image": "x"})
+    env = {one["name"]: one["value"] for one in made["env"]}
+    common = {
+        "HF_HOME": "/cache/hf",
+        "XDG_CACHE_HOME": "/cache/xdg",
+        "TORCHINDUCTOR_CACHE_DIR": "/cache/inductor",
+        "TORCH_EXTENSIONS_DIR": "/cache/torch-extensions",
+        "TRITON_CACHE_DIR": "/cache/triton",
+        "CUDA_CACHE_PATH": "/cache/cuda",
+        "FLASHINFER_WORKSPACE_BASE": "/cache/flashinfer",
+    }
+    assert common.items() | own.items() <= env.items()
+    assert sum(value.startswith("/cache") for value in env.values()) == len(common) + len(own)
+    assert {"name": "cache", "mountPath": "/cache"} in made["volumeMounts"]
+
+
+def test_the_cache_may_be_a_claim_of_ones_own_or_one_that_is_made() -> None:
+    for cache, claim in (({"size": "9Gi"}, "tiny-cache"), ({"claimName": "ours"}, "ours")):
+        found = volumes(engine={"cache": cache})
+        assert found["cache"] == {"persistentVolumeClaim": {"claimName": claim}}
+
+
+@pytest.mark.parametrize(
+    ("package", "module", "name"),
+    [
+        ("torch", "_inductor/runtime/cache_dir_utils.py", "TORCHINDUCTOR_CACHE_DIR"),
+        ("torch", "_inductor/runtime/cache_dir_utils.py", "TRITON_CACHE_DIR"),
+        ("huggingface_hub", "constants.py", "HF_HOME"),
+    ],
+)
+def test_the_names_of_caches_are_those_that_the_installed_libraries_read(
+    package: str, module: str, name: str
+) -> None:
+    """Read, not run: inductor alone takes ten seconds to import."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    source = (Path(spec.origin).parent / module).read_text()
+    assert name in re.findall(r"""(?:environ\.get|getenv)\(\s*["'](\w+)["']""", source)
+
+
+@pytest.mark.parametrize(
+    ("engine", "count", "flags"),
+    [
+        ({"type": "vllm"}, 8, {"--tensor-parallel-size": "8"}),
+        ({"type": "sglang"}, 8, {"--tp-size": "8"}),
+        ({"type": "vllm"}, 1, {}),
+        ({"type": "vllm", "tensorParallel": 2}, 8, {"--tensor-parallel-size": "2"}),
+        ({"type": "vllm", "tensorParallel": 1}, 8, {}),
+        ({"type": "sglang", "dataParallel": 4}, 8, {"--tp-size": "2", "--dp-size": "4"}),
+        (
+            {"type": "sglang", "dataParallel": 8, "args": ["--enable-dp-attention"]},
+            8,
+            {"--tp-size": "8", "--dp-size": "8"},
+        ),
+        ({"type": "vllm", "args": ["--pipeline-parallel-size=4"]}, 8, {}),
+        ({"type": "vllm", "args": ["-tp", "4"]}, 8, {}),
+        ({"type": "custom", "image": "x"}, 8, {}),
+    ],
+)
+def test_layers_are_split_over_the_devices_unless_something_else_is_said(
+    engine: dict[str, Any], count: int, flags: dict[str, str]
+) -> None:
+    made = runtime(accelerator={"type": "nvidia", "count": count}, engine=engine)
+    args = " ".join(made.get("args", ())).replace("=", " ").split()
+    own = engine.get("args", [])
+    found = {
+        flag: args[args.index(flag) + 1]
+        for flag in ("--tensor-parallel-size", "--tp-size", "--dp-size", "--data-parallel-size")
+        if flag in args and flag not in own
+    }
+    assert found == flags
+
+
+def test_a_pool_that_begins_to_say_how_it_is_split_keeps_its_pods() -> None:
+    devices = {"accelerator": {"type": "nvidia", "count": 4}}
+    said = a_pool(**devices, engine={"type": "vllm", "tensorParallel": 4})
+    assert inputs(a_pool(**devices, engine={"type": "vllm"})) == inputs(said)
+    one = a_pool(**devices, engine={"type": "vllm", "tensorParallel": 1})
+    assert inputs(one) != inputs(said)
 
 
 # ---- security -----------------------------------------------------------------------------------------------

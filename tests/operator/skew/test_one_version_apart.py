@@ -1,6 +1,6 @@
 """What one version made and said is understood by the next one, and is not rolled by it.
 
-``released.json`` is what the last release made (``support.released``). An operator of this version takes over its
+`released.json` is what the last release made (`support.released`). An operator of this version takes over its
 objects; pickers, Envoys, launchers, runtimes and downloads of this version take its flags, its configuration and its
 messages. What a version later than this one may add is played by fields that nobody knows.
 """
@@ -28,7 +28,7 @@ from treeline_operator import names
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.controller import picker_probe
 from treeline_operator.envoy import EnvoyConfig
-from treeline_operator.envoy.edge import options_of as launcher_options
+from treeline_operator.envoy.launcher import options_of as launcher_options
 from treeline_operator.plan import edge, revision
 from treeline_operator.world import TEMPLATE_VERSION, PickerEndpoint, Platform
 from treeline_runtime import fetch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -14,7 +13,7 @@ import pytest
 import yaml
 from support.control_plane import ControlPlane
 from support.operator_run import DEPLOYMENTS, POOLS, Room, condition, operator
-from treeline_operator import names, offline
+from treeline_operator import names, plan_command
 from treeline_operator.controller import run
 from treeline_operator.plan import edge, epp, pool
 from treeline_operator.world import TEMPLATE_VERSION, Images, Platform
@@ -23,6 +22,13 @@ NEWER = TEMPLATE_VERSION + 1
 HOME = {"lease_namespace": Platform().operator_namespace}
 """Where an operator lives is in the NetworkPolicies."""
 IMAGES = Images("runtime:next", "runtime-cuda:next", "epp:next", "edge:next")
+
+
+class NewerPlatform(Platform):
+    """The settings of an operator whose templates have another version."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options, template_version=NEWER)
 
 
 @pytest.fixture
@@ -44,8 +50,8 @@ def become_newer(patch: pytest.MonkeyPatch) -> None:
 
     for module in (pool, epp, edge):
         patch.setattr(module, "deployment", other(module.deployment))
-    for module in (run, offline):
-        patch.setattr(module, "Platform", functools.partial(Platform, template_version=NEWER))
+    for module in (run, plan_command):
+        patch.setattr(module, "Platform", NewerPlatform)
 
 
 async def made(room: Room) -> dict[str, Any]:
@@ -124,7 +130,7 @@ async def test_a_newer_operator_rolls_nothing_shows_what_it_would_and_does_it_wh
 
 
 def planned(room: Room, folder: Path, pool_: Any) -> str:
-    """What ``treeline operate plan`` says of the namespace as kubectl writes it."""
+    """What `treeline operate plan` says of the namespace as kubectl writes it."""
     kinds = "tlpool,deploy,svc,cm,sa,pdb,networkpolicy,role,rolebinding,pods"
     observed = folder / "observed"
     observed.mkdir()
@@ -135,5 +141,5 @@ def planned(room: Room, folder: Path, pool_: Any) -> str:
         yaml.safe_dump({**{k: pool_[k] for k in ("apiVersion", "kind", "spec")}, "metadata": meta})
     )
     out = io.StringIO()
-    assert offline.main(("-f", str(file), "--observed", str(observed)), out, datetime.now(UTC)) == 0
+    assert plan_command.main(("-f", str(file), "--observed", str(observed)), out, datetime.now(UTC)) == 0
     return out.getvalue()

@@ -17,7 +17,7 @@ from support.operator_trouble import (
     unscheduled,
 )
 from treeline_operator.api.conditions import Reason
-from treeline_operator.status.causes import dig, percent, size
+from treeline_operator.status.causes import diagnose, percent, size
 from treeline_operator.status.pool import refusal
 
 POOL = pool()
@@ -28,7 +28,7 @@ def test_the_cause_is_found(status, events, reason, text):
     """Among other pods, with events of others around."""
     noise = event("tiny-7", "FailedMount", 'secret "other" not found')
     pods = [pod(POOL, "tiny-0", **ready()).object, pod(POOL, POD, **status).object]
-    causes = dig(pods, (), [one.object for one in (noise, *events)])
+    causes = diagnose(pods, (), [one.object for one in (noise, *events)])
     assert [cause.reason for cause in causes] == [reason]
     assert causes[0].detail.startswith("1 of 2 pods (tiny-1): ")
     assert text in causes[0].detail
@@ -46,14 +46,14 @@ def test_the_cause_is_found(status, events, reason, text):
 )
 def test_a_download_tells_how_far_it_is(told, text):
     pods = [pod(POOL, POD, **init(RUNNING)).object]
-    causes = dig(pods, progress={} if told is None else {POD: told})
+    causes = diagnose(pods, progress={} if told is None else {POD: told})
     assert text in causes[0].detail
 
 
 def test_pods_that_are_ready_or_end_have_no_cause():
     gone = pod(POOL, "a", deleting=True, **runtime(BACK_OFF)).object
     done = pod(POOL, "b", phase="Succeeded").object
-    assert dig([pod(POOL, "c", **ready()).object, gone, done]) == []
+    assert diagnose([pod(POOL, "c", **ready()).object, gone, done]) == []
 
 
 def test_the_most_useful_cause_comes_first_and_says_how_many_pods_have_it():
@@ -62,7 +62,7 @@ def test_the_most_useful_cause_comes_first_and_says_how_many_pods_have_it():
         pod(POOL, "p-5", **runtime(BACK_OFF, restartCount=1, lastState=ended(1, message="boom"))).object
     )
     pods.append(pod(POOL, "p-6", **init(RUNNING)).object)
-    crash, capacity, download = dig(reversed(pods))
+    crash, capacity, download = diagnose(reversed(pods))
     assert (crash.reason, crash.pods) == (Reason.CRASH_LOOPING, ("p-5",))
     assert capacity.detail == "5 of 7 pods (p-0, p-1, p-2 and 2 more): 3 Insufficient nvidia.com/gpu"
     assert download.reason is Reason.WEIGHTS_DOWNLOADING
@@ -74,12 +74,12 @@ def test_the_same_trouble_in_other_words_is_told_in_those_of_most_pods():
         pod(POOL, f"p-{n}", **runtime(BACK_OFF, restartCount=1, lastState=ended(1, message=text))).object
         for n, text in enumerate(words)
     ]
-    assert "last words: two" in dig(pods)[0].detail
+    assert "last words: two" in diagnose(pods)[0].detail
 
 
 def test_a_long_last_line_is_cut():
     status = runtime(BACK_OFF, restartCount=1, lastState=ended(1, message="x" * 5000))
-    assert len(dig([pod(POOL, POD, **status).object])[0].detail) < 500
+    assert len(diagnose([pod(POOL, POD, **status).object])[0].detail) < 500
 
 
 @pytest.mark.parametrize(("reason", "message"), REJECTIONS.items(), ids=REJECTIONS)
@@ -87,7 +87,7 @@ def test_pods_that_cannot_be_made(reason, message):
     """From the Deployment's condition, or from events while the condition is not there yet."""
     failed = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": message}
     told = deployment("tiny-ab12", 2, 0, conditions=[failed]).object
-    (cause,) = dig([], [told])
+    (cause,) = diagnose([], [told])
     assert cause.reason is reason
     assert cause.detail.startswith("Deployment tiny-ab12 cannot make pods: ")
     assert "x7k2p" not in cause.detail, "a name that is another at every try would never come to rest"
@@ -95,8 +95,8 @@ def test_pods_that_cannot_be_made(reason, message):
     silent = observed("Deployment", "tiny-ab12", "apps/v1", spec={"replicas": 2}, status=status).object
     about = event("tiny-ab12-6d5f", "FailedCreate", f"Error creating: {message}", kind="ReplicaSet").object
     other = event("tiny-cd34-6d5f", "FailedCreate", "Error creating: other", kind="ReplicaSet").object
-    assert dig([], [silent], [other, about])[0].reason is reason
-    assert dig([], [silent], [other]) == []
+    assert diagnose([], [silent], [other, about])[0].reason is reason
+    assert diagnose([], [silent], [other]) == []
 
 
 def test_events_of_the_newer_api_are_read_too():
@@ -107,7 +107,10 @@ def test_events_of_the_newer_api_are_read_too():
         "regarding": about,
         "eventTime": "2026-11-20T11:59:00Z",
     }
-    assert dig([pod(POOL, POD, **runtime(CREATING)).object], (), [newer])[0].reason is Reason.VOLUME_NOT_READY
+    assert (
+        diagnose([pod(POOL, POD, **runtime(CREATING)).object], (), [newer])[0].reason
+        is Reason.VOLUME_NOT_READY
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +124,7 @@ def test_events_of_the_newer_api_are_read_too():
 )
 def test_old_news_is_no_cause(status, why, text):
     """Events stay for an hour after what they tell of was mended."""
-    (cause,) = dig([pod(POOL, POD, **status).object], (), [event(POD, why, text).object])
+    (cause,) = diagnose([pod(POOL, POD, **status).object], (), [event(POD, why, text).object])
     assert cause.reason in (Reason.MODEL_LOADING, Reason.WEIGHTS_DOWNLOADING, Reason.PODS_STARTING)
     assert text not in cause.detail
 

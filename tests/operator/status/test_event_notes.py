@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 from support.operator_status import NOW, pod, pool, view, world
 from support.operator_trouble import RUNNING, TROUBLES, init, runtime
 from treeline_operator.api.conditions import ConditionType, Reason
+from treeline_operator.status.alarms import Alarms
 from treeline_operator.status.conditions import Finding, build
 from treeline_operator.status.events import transitions
 from treeline_operator.status.pool import pool_status
+from treeline_operator.world import Ref
 
 SERVING = pool_status(world())
 STARTING = pool_status(world(pods=(pod(pool(), "tiny-1", **runtime(RUNNING, started=False)),)))
@@ -43,7 +47,12 @@ def test_what_needs_somebody_is_a_warning_said_once(name):
     bad = pool_status(
         world(pods=(pod(pool(), "tiny-1", **found),), events=tuple(events), picker=view(pool()))
     )
+    ref, alarms = Ref("treeline.dev/v1alpha1", "InferencePool", "shop", "tiny"), Alarms()
     notes = [note for note in transitions(STARTING, bad) if note.type == "Warning"]
+    assert alarms.due(ref, STARTING, bad, NOW).notes == ()
+    later = NOW + timedelta(seconds=reason.info.patience_s)
+    notes += alarms.due(ref, bad, bad, later).notes
+    assert alarms.due(ref, bad, bad, later + timedelta(hours=1)).notes == ()
     assert [note.reason for note in notes] == [reason]
     assert text in notes[0].message
     assert reason.fix in notes[0].message

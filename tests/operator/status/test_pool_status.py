@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from support.operator_status import (
     LATER,
+    NOW,
     check_whole,
     conditions,
     container,
@@ -29,7 +31,7 @@ from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.plan.routes import ROUTE, UPSTREAM
 from treeline_operator.status.causes import Cause
 from treeline_operator.status.pool import MAX_ENDPOINTS, not_understood, pool_status
-from treeline_operator.world import Observed, PickerEndpoint, PickerView, Platform
+from treeline_operator.world import TEMPLATE_VERSION, Observed, PickerEndpoint, PickerView, Platform
 
 TWO = {"replicas": 2}
 GATED = pool(gateway={"parentRefs": [{"name": "edge", "namespace": "infra"}], "hostnames": ["llm.example"]})
@@ -86,6 +88,16 @@ def upstream(status, reason):
     return observed(
         "InferencePool", "tiny-gie", "inference.networking.k8s.io/v1", status={"parents": entries}
     )
+
+
+def front(status="True", reason="Programmed", listener="True"):
+    """The Gateway that the pool is attached to, and whether it listens."""
+    told = {"type": "Programmed", "status": status, "reason": reason, "message": "told by its controller"}
+    said = {"type": "Programmed", "status": listener, "reason": "Invalid", "message": "no certificate"}
+    conditions = [] if status is None else [told]
+    listeners = [{"name": "https", "conditions": [said]}]
+    fields = {"meta": {"namespace": "infra"}, "status": {"conditions": conditions, "listeners": listeners}}
+    return observed("Gateway", "edge", "gateway.networking.k8s.io/v1", **fields)
 
 
 FINE = (("True", "Accepted"), ("True", "ResolvedRefs"))
@@ -147,6 +159,10 @@ ROOT = pool(template={"spec": {"hostNetwork": True}})
 BROKEN = pool(template={"containers": []})
 ZERO = pool(replicas=0)
 KEYS = 'MountVolume.SetUp failed for volume "keys" : secret "treeline-kv-keys" not found'
+BALANCER = {"serviceType": "LoadBalancer"}
+KEYED = {"apiKeysSecretRef": {"name": "keys"}}
+ADDRESS = {"loadBalancer": {"ingress": [{"ip": "192.0.2.7"}]}}
+SALTED = pool(model={"uri": "hf://o/n"}, engine={"type": "vllm"}, gateway={"standalone": KEYED})
 BALANCED = pool(gateway={"standalone": {"serviceType": "LoadBalancer", "port": 8080}})
 LATE = pool("late", created="2026-11-02T00:00:00Z", endpointPicker={"policy": "random"})
 UNHEALTHY = {"phase": "Running", "containerStatuses": [container("c", RUNNING, started=True)]}
@@ -158,6 +174,12 @@ CREATING_ONE = {"phase": "Pending", "containerStatuses": [container("c", CREATIN
 def part_pod(component, status=UNHEALTHY):
     meta = {"labels": {names.COMPONENT: component}}
     return observed("Pod", f"treeline-{component}-1", meta=meta, status=status)
+
+
+def unready(seconds):
+    """The condition of a pod that has not been ready for so long."""
+    since = (NOW - timedelta(seconds=seconds)).isoformat().replace("+00:00", "Z")
+    return {"type": "Ready", "status": "False", "lastTransitionTime": since}
 
 
 def part_event(component):
@@ -388,7 +410,7 @@ STATES = {
     ),
     "picker lacks one": (
         world(pool(**TWO), picker=view(pool(), "tiny-2")),
-        T.READY,
+        T.ENDPOINT_PICKER_READY,
         "False",
         Reason.ENDPOINTS_MISSING,
         "would choose 1 of 2 ready pods, not tiny-1",
@@ -431,6 +453,39 @@ STATES = {
         "True",
         Reason.GATEWAY_CONFLICT,
         "with the settings of pool older: endpointPicker.policy is random here, treeline in pool older (older)",
+    ),
+    "open to the world": (
+        world(BALANCED, gateway_parts=gateway_children(service=ADDRESS)),
+        T.GATEWAY_READY,
+        "True",
+        Reason.GATEWAY_OPEN,
+        "its load balancer has no apiKeysSecretRef and no tls",
+    ),
+    "keys in the clear": (
+        world(
+            pool(gateway={"standalone": BALANCER | KEYED}), gateway_parts=gateway_children(service=ADDRESS)
+        ),
+        T.GATEWAY_READY,
+        "True",
+        Reason.GATEWAY_OPEN,
+        "its load balancer has no tls",
+    ),
+    "keys and certificate": (
+        world(
+            pool(gateway={"standalone": BALANCER | KEYED | {"tls": {"secretRef": {"name": "cert"}}}}),
+            gateway_parts=gateway_children(service=ADDRESS),
+        ),
+        T.GATEWAY_READY,
+        "True",
+        Reason.GATEWAY_SERVING,
+        "is ready",
+    ),
+    "clients kept apart by the picker alone": (
+        world(SALTED),
+        T.GATEWAY_READY,
+        "True",
+        Reason.FAIL_CLOSE_FORCED,
+        "it refuses requests while no picker answers",
     ),
     "no Gateway API": (
         gated(platform=Platform()),
@@ -544,6 +599,61 @@ STATES = {
         Reason.METRICS_API_MISSING,
         "FailedGetResourceMetric",
     ),
+    "Gateway listens": (
+        gated(route(FINE), upstream("True", "Accepted"), parents=(front(),)),
+        T.READY,
+        "True",
+        Reason.SERVING,
+        "served by 1 pod",
+    ),
+    "Gateway does not listen": (
+        gated(route(FINE), upstream("True", "Accepted"), parents=(front("False", "AddressNotAssigned"),)),
+        T.READY,
+        "False",
+        Reason.GATEWAY_NOT_PROGRAMMED,
+        "Gateway infra/edge: it is not Programmed: AddressNotAssigned: told by its controller",
+    ),
+    "Gateway says nothing yet": (
+        gated(route(FINE), upstream("True", "Accepted"), parents=(front(None),)),
+        T.GATEWAY_READY,
+        "False",
+        Reason.GATEWAY_NOT_PROGRAMMED,
+        "not told yet",
+    ),
+    "claim for one node": (
+        world(pool(replicas=2, engine={"cache": {"size": "10Gi"}})),
+        T.WARNINGS,
+        "True",
+        Reason.CLAIM_NOT_SHAREABLE,
+        "claim tiny-cache is ReadWriteOnce: all 2 pods must be on one node",
+    ),
+    "claim for one node, autoscaled": (
+        world(pool(engine={"cache": {"size": "10Gi"}}, autoscaling=HPA)),
+        T.WARNINGS,
+        "True",
+        Reason.CLAIM_NOT_SHAREABLE,
+        "all 4 pods",
+    ),
+    "claim for one pod": (
+        world(pool(engine={"cache": {"size": "10Gi", "accessModes": ["ReadWriteOncePod"]}})),
+        T.WARNINGS,
+        "True",
+        Reason.CLAIM_NOT_SHAREABLE,
+        "one pod at a time can have it, also while a rollout",
+    ),
+    "devices without work": (
+        world(
+            pool(
+                model={"uri": "path:///m", "name": "tiny"},
+                accelerator={"type": "nvidia", "count": 8},
+                engine={"type": "vllm", "tensorParallel": 2},
+            )
+        ),
+        T.WARNINGS,
+        "True",
+        Reason.DEVICES_UNUSED,
+        "accelerator.count is 8, and the engine uses 6 fewer",
+    ),
     "no KEDA": (scaled(KEDA), T.SCALING_ACTIVE, "False", Reason.KEDA_MISSING, "keda.sh/v1alpha1"),
     "KEDA works": (
         scaled(KEDA, keda(said("Ready", "True"), said("Active", "False")), platform=WITH_KEDA),
@@ -571,10 +681,14 @@ def test_what_keeps_a_pod_from_being_ready_is_what_the_pool_says(name):
     told = conditions(pool_status(seen))
     if status.get("phase") == "Failed":  # such a pod is nobody's any more; its Deployment makes another
         reason, text = Reason.PODS_STARTING, ""
-    for kind in (T.WORKLOADS_READY, T.READY):
-        assert (told[kind]["status"], told[kind]["reason"]) == ("False", reason)
-        assert text in told[kind]["message"]
-        assert told[kind]["message"].startswith("1 of 2 pods are ready")
+    workloads, whole = told[T.WORKLOADS_READY], told[T.READY]
+    assert (workloads["status"], workloads["reason"]) == ("False", reason)
+    assert workloads["message"].startswith("1 of 2 pods are ready")
+    assert whole["status"] == "True", "the other pod serves"
+    assert whole["reason"] == (reason if reason.info.good is False else Reason.SERVING)
+    assert whole["message"].startswith("tiny is served by 1 pod at ")
+    assert text in workloads["message"]
+    assert text in whole["message"]
     check_whole(seen, PROGRESS)
 
 
@@ -600,7 +714,8 @@ def test_the_figures_of_a_pool_that_serves():
         "url": "http://treeline-gateway.shop.svc",
         "modelName": "big",
         "revision": revision_name,
-        "templateVersion": 1,
+        "replicaSummary": "2/2",
+        "templateVersion": TEMPLATE_VERSION,
         "endpoints": [
             {"name": "tiny-1", "address": "10.0.0.1:8000", "ready": True, "serving": True},
             {"name": "tiny-2", "address": "10.0.0.2:8000", "ready": True, "serving": True},
@@ -753,6 +868,26 @@ def test_envoys_that_never_come_to_their_settings_are_told_of():
     assert (found["status"], found["reason"]) == ("False", Reason.IMAGE_PULL_FAILING)
 
 
+@pytest.mark.parametrize(
+    ("component", "kind", "sick"),
+    [
+        ("epp", T.ENDPOINT_PICKER_READY, Reason.PICKER_NOT_READY),
+        ("edge", T.GATEWAY_READY, Reason.GATEWAY_NOT_READY),
+    ],
+)
+def test_a_probe_that_fails_is_part_of_a_start_for_the_first_minute(component, kind, sick):
+    for seconds, reason in ((1, Reason.PODS_STARTING), (59, Reason.PODS_STARTING), (60, sick)):
+        starting = part_pod(component, {**UNHEALTHY, "conditions": [unready(seconds)]})
+        seen = world(
+            gateway_parts=gateway_children(**{component: 0}),
+            gateway_pods=(starting,),
+            events=(part_event(component),),
+        )
+        found = conditions(pool_status(seen))[kind]
+        assert (found["status"], found["reason"]) == ("False", reason), seconds
+        assert "Readiness probe failed" in found["message"]
+
+
 def test_what_needs_somebody_is_told_before_what_passes():
     """The pods only start, but Envoy's image is wrong."""
     status = {"containerStatuses": [container("envoy", {"waiting": {"reason": "InvalidImageName"}})]}
@@ -798,6 +933,26 @@ def test_a_spec_that_is_not_understood_keeps_the_figures_and_drops_stale_conditi
         {**obj, "status": status}, "spec.engine.type: Input should be 'treeline'", LATER, T.READY
     )
     assert again == status
+
+
+def test_a_listener_that_is_not_programmed_keeps_the_routes_attached_to_it_from_being_ready():
+    for section, status in ((None, "True"), ("https", "False"), ("http", "True")):
+        ref = {"name": "edge", "namespace": "infra", **({"sectionName": section} if section else {})}
+        mine = pool(gateway={"parentRefs": [ref]})
+        told = route(FINE).object
+        told["status"]["parents"][0]["parentRef"] = ref
+        seen = world(
+            mine,
+            children=(revision(mine, 1, 1), Observed.of(told), upstream("True", "Accepted")),
+            platform=BOTH_APIS,
+            gateway_parts=(deployment("treeline-epp", 1, 1),),
+            parents=(front(listener="False"),),
+        )
+        found = conditions(pool_status(seen))[T.READY]
+        assert found["status"] == status, found
+        assert (status == "True") or "listener https is not Programmed: Invalid: no certificate" in found[
+            "message"
+        ]
 
 
 def test_conditions_that_have_no_meaning_any_more_are_gone():

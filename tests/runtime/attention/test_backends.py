@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,14 +21,16 @@ SHAPES = [(4, 4, 8), (4, 2, 8), (6, 1, 16)]
 class World:
     """Sequences whose keys and values are in a pool at scattered pages; the same numbers, contiguous, as the truth."""
 
-    def __init__(self, name: str, shape: tuple[int, int, int], page_size: int, seed: int = 0) -> None:
+    def __init__(
+        self, name: str, shape: tuple[int, int, int], page_size: int, seed: int = 0, num_pages: int = 64
+    ) -> None:
         self.heads, self.kv_heads, self.dim = shape
         self.page_size = page_size
         self.generator = torch.Generator().manual_seed(seed)
         self.random = random.Random(seed)
         self.pool = KVPool(
             num_layers=2,
-            num_pages=64,
+            num_pages=num_pages,
             page_size=page_size,
             num_kv_heads=self.kv_heads,
             head_dim=self.dim,
@@ -35,13 +38,27 @@ class World:
             device=torch.device("cpu"),
         )
         self.backend: AttentionBackend = ATTENTION_BACKENDS.get(name)(self.pool, *shape)
+        self.buffers: Any = None
+
+    def capture(self, sequences: int, max_pages: int) -> bool:
+        """From now on steps are planned into buffers, if the backend has some."""
+        pages = torch.zeros(sequences, max_pages, dtype=torch.int64)
+        ones = [1] * sequences
+        layout = Layout(ones, ones, pages, torch.zeros(sequences, dtype=torch.int64))
+        self.buffers = self.backend.capture_buffers(layout)
+        return self.buffers is not None
 
     def noise(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator)
 
     def check(self, lens: list[tuple[int, int]], layer: int = 1) -> None:
         """lens: (cached, new) of each sequence."""
-        free = self.random.sample(range(64), 64)
+        out, expected = self.attend(lens, layer)
+        np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+
+    def attend(self, lens: list[tuple[int, int]], layer: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """→ what the backend computes, and the truth."""
+        free = self.random.sample(range(self.pool.num_pages), self.pool.num_pages)
         tables, qs, ks, vs, slots, expected = [], [], [], [], [], []
         for cached, new in lens:
             total = cached + new
@@ -65,9 +82,9 @@ class World:
             page_table=torch.tensor([t + [0] * (longest - len(t)) for t in tables]),
             slots=torch.cat(slots),
         )
-        plan = self.backend.plan(layout)
+        plan = self.backend.plan(layout, self.buffers)
         out = self.backend.forward(layer, torch.cat(qs), torch.cat(ks), torch.cat(vs), plan)
-        np.testing.assert_allclose(out, torch.cat(expected), rtol=1e-4, atol=1e-5)
+        return out, torch.cat(expected)
 
     def truth(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         new, total = q.shape[0], k.shape[0]
@@ -124,6 +141,41 @@ def test_random_steps(backend: str, seed: int) -> None:
     rng = random.Random(seed)
     lens = [(rng.choice([0, 1, 4, 9, 20]), rng.choice([1, 1, 1, 2, 7])) for _ in range(rng.randint(1, 6))]
     World(backend, rng.choice(SHAPES), rng.choice([1, 4]), seed).check(lens)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(
+    "lens",
+    [
+        [(0, 19)],
+        [(16, 21)],
+        [(7, 1), (7, 1)],
+        [(1, 1), (300, 1), (3, 1), (90, 1)],
+        [(5, 1), (0, 9), (12, 1), (64, 6), (0, 1), (4, 1)],
+    ],
+    ids=["prompt", "behind a prefix", "equal decodes", "unequal decodes", "mixed"],
+)
+def test_what_lies_in_slots_that_nobody_sees_changes_no_bit(
+    backend: str, page_size: int, lens: list[tuple[int, int]]
+) -> None:
+    outs = []
+    for garbage in (0.0, torch.nan, torch.inf, -torch.inf, 3e38):
+        world = World(backend, (4, 2, 8), page_size, num_pages=512)
+        for part in (*world.pool.keys, *world.pool.values):
+            part.fill_(garbage)
+        outs.append(world.attend(lens)[0])
+    assert outs[0].isfinite().all()
+    for out in outs[1:]:
+        assert torch.equal(out, outs[0])
+
+
+def test_steps_that_are_planned_into_buffers_find_their_pages(backend: str) -> None:
+    """As a captured graph does: the plan of each step lies where that of the first did."""
+    world = World(backend, (4, 2, 8), 4)
+    if not world.capture(sequences=2, max_pages=8):
+        pytest.skip("steps of this backend cannot be captured")
+    for lens in ([(7, 1), (3, 1)], [(20, 1), (9, 1)], [(1, 1), (29, 1)]):
+        world.check(lens)
 
 
 def test_layers_do_not_share_memory(backend: str) -> None:

@@ -59,7 +59,7 @@ def test_a_list_of_texts_and_ids_in_order(model: Path) -> None:
             engine.generate(prompts, lengths[:2])
         with pytest.raises(ValueError, match="one prompt takes one"):
             engine.generate("one", lengths)  # type: ignore[call-overload]
-        engine.check_integrity()
+        engine.scheduler.check_integrity()
 
 
 def test_a_stream_is_the_same_text_in_pieces(model: Path) -> None:
@@ -75,10 +75,10 @@ def test_leaving_a_stream_early_ends_the_request(model: Path) -> None:
     with Engine(model=model, **SETTINGS) as engine:
         stream = engine.stream("Hello", SamplingParams(max_new_tokens=400))
         next(stream)
-        assert engine.cache.used_pages > 0
+        assert engine.scheduler.cache.used_pages > 0
         stream.close()
-        assert engine.is_idle
-        assert engine.cache.used_pages == 0
+        assert engine.scheduler.is_idle
+        assert engine.scheduler.cache.used_pages == 0
 
 
 def test_a_stop_string_ends_the_text(model: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_stop_string_ends_the_text(model: Path) -> None:
             text for text, _ in engine.stream("Hello", SamplingParams(temperature=0.0, stop=(stop,)))
         )
         assert streamed == whole[:cut]
-        assert engine.is_idle
+        assert engine.scheduler.is_idle
 
 
 def test_logprobs(model: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_refused_request_is_an_exception_and_the_engine_goes_on(model: Path) -
         with pytest.raises(GenerationError, match="600 tokens") as caught:
             engine.generate([prompt(1, 10), [1] * 600], GREEDY)
         assert caught.value.finish.status == 400
-        assert engine.is_idle, "the other request was ended"
+        assert engine.scheduler.is_idle, "the other request was ended"
         with pytest.raises(GenerationError, match="temperature"):
             list(engine.stream("x", SamplingParams(temperature=-1.0)))
         assert len(engine.generate("fine", GREEDY).token_ids) == 10
@@ -144,7 +144,7 @@ def test_sampling_parameters_may_be_a_mapping_and_are_checked(model: Path) -> No
         for params, problem in wrong:
             with pytest.raises(TypeError, match=problem):
                 engine.generate("Hello", params)
-        assert engine.is_idle
+        assert engine.scheduler.is_idle
 
 
 def test_without_a_tokenizer_prompts_are_ids(tmp_path: Path) -> None:

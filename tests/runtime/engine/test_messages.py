@@ -6,11 +6,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from treeline_runtime import ipc
 from treeline_runtime import messages as m
 
 PARAMS = m.SamplingParams(
     stop=("a", "b"), stop_token_ids=(1,), logit_bias={3: -1.5}, seed=2**63, max_new_tokens=0
 )
+LOGPROBS = m.Logprobs(input_tokens=[(None, 1, "x"), (-2.0, 2, None)])
 FINISH = m.FinishReason("abort", message="gone", status=500)
 EXAMPLES: dict[Any, list[Any]] = {
     m.decode_to_scheduler: [
@@ -40,12 +42,12 @@ EXAMPLES: dict[Any, list[Any]] = {
         ),
         m.Reply("i", data={"blocks": [{"hash": str(2**64 - 1)}]}),
     ],
-    m.decode_to_tokenizer: [
+    ipc.decode_to_http: [
         m.BatchTextOut([m.TextOut("r", "text", [5], m.FinishReason("stop", matched="END"))]),
-        m.BatchTextOut([m.TextOut("r", "", [], input_token_logprobs=[(None, 1, "x"), (-2.0, 2, None)])]),
+        m.BatchTextOut([m.TextOut("r", "", [], logprobs=[msgspec.Raw(m.encode(LOGPROBS))])]),
         m.Reply("f", ok=False, message="busy"),
     ],
-    m.decode_to_publisher: [
+    ipc.decode_to_publisher: [
         m.CacheUpdate([m.Stored([2**64 - 1], None, [1, 2], "ns", 1), m.Removed([1]), m.Cleared()]),
         m.LoadUpdate(running=3, prefill_tokens_per_s=10.5, draining=True),
     ],
@@ -62,7 +64,9 @@ def test_a_process_refuses_what_is_not_for_it() -> None:
     for decode in EXAMPLES:
         for other, examples in EXAMPLES.items():
             for message in examples:
-                if other is not decode and not isinstance(message, m.Reply):
+                if other is not decode and not isinstance(
+                    message, m.Reply | m.DrainReq
+                ):  # two processes take them
                     with pytest.raises(msgspec.ValidationError):
                         decode(m.encode(message))
 

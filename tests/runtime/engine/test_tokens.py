@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from treeline_runtime.messages import FinishReason
-from treeline_runtime.tokens import Delta, IncrementalDetokenizer
+from treeline_runtime.tokens import UNDECIDED_PUSHES, Delta, IncrementalDetokenizer, StopFinder
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog. The end.",
@@ -189,3 +190,83 @@ def test_a_stop_token_is_not_text_unless_asked_for() -> None:
         assert detokenizer.push([x, y], finish).text == expected
     by_text = IncrementalDetokenizer(lambda ids: decode("byte_level", ids))
     assert by_text.push([x, y], FinishReason("stop", matched="z")).text == "xy"
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    tail=st.lists(st.integers(0, 255), max_size=12),
+    run=st.lists(st.sampled_from([0x80, 0xBF, 0xE4, 0xB8, 0xF0, 0xFF, 0xC3]), min_size=60, max_size=120),
+    size=st.integers(1, 5),
+)
+def test_a_long_run_that_is_no_text_is_handed_on_as_it_is(tail: list[int], run: list[int], size: int) -> None:
+    alphabet = TOKENIZERS["byte_level"].get_vocab()
+    by_byte = {byte: alphabet[char] for byte, char in enumerate(_byte_chars())}
+    ids = [by_byte[byte] for byte in [*b"ok ", *run, *tail]]
+    pieces = [ids[at : at + size] for at in range(0, len(ids), size)]
+    assert feed("byte_level", pieces) == (decode("byte_level", ids), None)
+
+
+def _byte_chars() -> list[str]:
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
+
+
+@pytest.mark.parametrize("token", ["<|end|>", "broken"])
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_tokens_that_never_make_text_cost_the_same_each(name: str, token: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    byte = "<0x80>" if name == "metaspace" else _byte_chars()[0x80]
+    id = tokenizer.token_to_id(byte if token == "broken" else token)
+    longest = 0
+
+    def counted(ids: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return decode(name, ids)
+
+    detokenizer = IncrementalDetokenizer(counted)
+    text = "".join(detokenizer.push([id], LENGTH if i == 999 else None).text for i in range(1000))
+    assert text == decode(name, [id] * 1000)
+    assert longest <= 4 * UNDECIDED_PUSHES
+
+
+def test_a_stop_string_within_the_first_tokens_does_not_count() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    ids = [tokenizer.token_to_id(c) for c in "ENDxENDy"]
+    for pieces in splits(ids):
+        for least, expected in [
+            (2, ("", "END")),
+            (3, ("ENDx", "END")),
+            (6, ("ENDx", "END")),
+            (7, ("ENDxENDy", None)),
+        ]:
+            detokenizer = IncrementalDetokenizer(
+                lambda ids: decode("byte_level", ids), stop=["END"], min_tokens=least
+            )
+            deltas = [detokenizer.push(piece) for piece in pieces] + [detokenizer.push([], LENGTH)]
+            matched = next((delta.matched for delta in deltas if delta.matched), None)
+            assert ("".join(delta.text for delta in deltas), matched) == expected
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    text=st.text(alphabet="ab", max_size=60),
+    stop=st.lists(st.text(alphabet="ab", min_size=1, max_size=8), min_size=1, max_size=4).map(tuple),
+    cut=st.integers(0, 60),
+)
+def test_stop_strings_that_overlap_themselves_are_found(text: str, stop: tuple[str, ...], cut: int) -> None:
+    ids = [TOKENIZERS["byte_level"].token_to_id(c) for c in text]
+    for trim in (True, False):
+        pieces = [ids[:cut], *([id] for id in ids[cut:])]
+        assert feed("byte_level", pieces, stop, trim) == truncated(text, stop, trim)
+
+
+def test_many_long_stop_strings_cost_little() -> None:
+    stop = [f"{'a' * 1000}{i}" for i in range(64)]
+    finder = StopFinder(stop)
+    started = time.process_time()
+    for _ in range(250):
+        finder.feed("aaaa")
+    assert finder.begun == 1000
+    assert time.process_time() - started < 2.0  # by comparing every end with every string: 40 s

@@ -205,7 +205,6 @@ ORDERS = {
     "filo": "cba",
     "lfu": "cab",
     "slru": "cab",
-    "priority": "cab",
 }
 
 
@@ -213,8 +212,8 @@ ORDERS = {
 def test_eviction_order(policy: str) -> None:
     tree = Tree(policy)
     leaves = {"a": [1, 1], "b": [2, 2], "c": [3, 3]}
-    for priority, (name, tokens) in zip([5, 9, 1], leaves.items(), strict=True):
-        tree.cache.insert(key_of(tokens), np.array([ord(name)]), prompt_tokens=2, priority=priority)
+    for name, tokens in leaves.items():
+        tree.cache.insert(key_of(tokens), np.array([ord(name)]), prompt_tokens=2)
     tree.unlock(tree.lock(leaves["b"]))
     tree.unlock(tree.lock(leaves["b"]))
     tree.cache.insert(key_of(leaves["c"]), np.array([0]), prompt_tokens=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,9 @@ import numpy as np
 import pytest
 import torch
 from support.runtime_engine import Harness
-from treeline_runtime.config import EngineConfig
+from support.runtime_models import IDS, Runner, ours, reference, save
 from treeline_runtime.core import Batch, Phase, Req
-from treeline_runtime.kvcache import KVPool
 from treeline_runtime.messages import GenerateReq, SamplingParams
-from treeline_runtime.models.decoder import Decoder
-from treeline_runtime.models.loader import load_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -80,82 +76,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
-
-
-def reference(family: str, changes: dict[str, Any]) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**(SIZES | changes))
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith(
-                "bias"
-            ):  # initialised to constants: a mistake there would not show
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-    return model
-
-
-def save(model: Any, path: Path, **options: Any) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model.save_pretrained(path, **options)
-    return path
-
-
-class Runner:
-    """Feeds one sequence in pieces through model, pool and attention. → logits of every new position."""
-
-    def __init__(self, model: Decoder) -> None:
-        from treeline_runtime.attention import ATTENTION_BACKENDS
-
-        shape = model.config
-        self.model = model
-        self.page_size = 4
-        pool = KVPool(
-            num_layers=shape.num_layers,
-            num_pages=64,
-            page_size=4,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        )
-        self.attention = ATTENTION_BACKENDS.get("torch_sdpa")(
-            pool, shape.num_heads, shape.num_kv_heads, shape.head_dim
-        )
-        self.pages = torch.randperm(64, generator=torch.Generator().manual_seed(1))
-        self.length = 0
-
-    @torch.inference_mode()
-    def feed(self, ids: list[int]) -> torch.Tensor:
-        from treeline_runtime.attention import Layout
-        from treeline_runtime.core import Context
-
-        positions = torch.arange(self.length, self.length + len(ids))
-        self.length += len(ids)
-        slots = self.pages[positions // self.page_size] * self.page_size + positions % self.page_size
-        layout = Layout([len(ids)], [self.length], self.pages[None], slots)
-        cos, sin = self.model.rope(positions)
-        context = Context(self.attention, self.attention.plan(layout), cos, sin)
-        return self.model.logits(self.model.forward(torch.tensor(ids), context))
-
-
-def ours(path: Path, **config: Any) -> Decoder:
-    return load_model(EngineConfig(model=str(path), device="cpu", **config))
-
-
-IDS = torch.randint(0, 128, (50,), generator=torch.Generator().manual_seed(2)).tolist()
-
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
@@ -169,20 +89,6 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     pieces = [runner.feed(IDS[:16]), runner.feed(IDS[16:17]), runner.feed(IDS[17:40])]
     pieces += [runner.feed([token]) for token in IDS[40:]]
     np.testing.assert_allclose(torch.cat(pieces), expected, rtol=1e-4, atol=2e-4)
-
-
-def test_dynamic_rope_past_the_trained_length_equals_decoding_token_by_token(tmp_path: Path) -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-    theirs = reference("Llama", {"max_position_embeddings": 16, "rope_parameters": rope})
-    model = ours(save(theirs, tmp_path), context_length=60)
-    expected = []
-    cache = None
-    with torch.inference_mode():
-        for token in IDS[:40]:
-            out = theirs(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            expected.append(out.logits[0, -1])
-    np.testing.assert_allclose(Runner(model).feed(IDS[:40]), torch.stack(expected), rtol=1e-4, atol=2e-4)
 
 
 def test_keys_of_older_configurations_mean_the_same(tmp_path: Path) -> None:

@@ -183,7 +183,9 @@ def test_the_death_of_a_child_is_told_to_everyone_and_ends_the_server(start: Any
         assert time.monotonic() - killed_at < 2
     assert answers[0].status_code == 503
     assert f"the {victim} process was killed by SIGKILL" in answers[0].json()["error"]["message"]
-    assert victim in json.loads(stream.ended()[-1])["error"]["message"]
+    last = json.loads(stream.ended()[-1])["error"]
+    assert victim in last["message"]
+    assert last["type"] == answers[0].json()["error"]["type"] == "server_error"
     assert server.wait(10) == 1
     assert all(gone(pid) for pid in children.values())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import shutil
 import socket
 import subprocess
@@ -17,8 +18,11 @@ from treeline_runtime.args import ServerArgs, parse_args
 from treeline_runtime.child import ChildSpec, StartError
 from treeline_runtime.download import ModelNotFound, resolve_model
 from treeline_runtime.ipc import Addresses
+from treeline_runtime.listeners import ListenError
 from treeline_runtime.publisher.sockets import EventsError
-from treeline_runtime.serve import ServeError, main, serve
+from treeline_runtime.serve import main, serve
+
+OWN_PORTS = ("--port=0", "--metrics-port=0", "--admin-port=0")
 
 
 def run(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, str]:
@@ -43,6 +47,16 @@ def run(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, st
         (["--model", "m", "--drain-timeout", "soon"], "--drain-timeout: expected seconds"),
         (["--model", "m", "--mem-fraction", "1.5"], "--mem-fraction"),
         (["--model", "m", "--api-key", ""], "--api-key"),
+        (["--model", "m", "--metrics-port", "8000"], "argument --metrics-port: port 8000 is also --port's"),
+        (
+            ["--model", "m", "--admin-port", "9600"],
+            "argument --admin-port: port 9600 is also --metrics-port's",
+        ),
+        (["--model", "m", "--admin-port", "none"], "--admin-port: expected a whole number, got 'none'"),
+        (["--model", "m", "--admin-key", ""], "--admin-key: a key is one word"),
+        (["--model", "m", "--admin-key", "two words"], "--admin-key: a key is one word"),
+        (["--model", "m", "--admin-key", "a", "--admin-key-file", "b"], "not together with --admin-key-file"),
+        (["--model", "m", "--admin-key-file", "/nowhere"], "--admin-key-file: cannot read /nowhere"),
     ],
 )
 def test_a_wrong_argument_is_named_in_two_lines(
@@ -57,7 +71,7 @@ def test_a_wrong_argument_is_named_in_two_lines(
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    for word in ("examples:", "curl", "--pre-stop", "SIGTERM", "Exit status", "8000"):
+    for word in ("examples:", "curl", "--pre-stop", "SIGTERM", "Exit status", "8000", "--admin-key-file"):
         assert word in shown
 
 
@@ -68,8 +82,25 @@ def test_the_api_key_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_args(["--model", "m"]).api_key == "other"
 
 
+def test_the_admin_key_comes_from_flag_file_or_environment_and_is_never_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parse_args(["--model", "m"]).admin_key is None
+    file = tmp_path / "key"
+    file.write_text("from-file\n")
+    file.chmod(0o640)
+    monkeypatch.setenv("TREELINE_ADMIN_KEY", "from-environment")
+    assert parse_args(["--model", "m"]).admin_key == "from-environment"
+    args = parse_args(["--model", "m", "--admin-key-file", str(file)])
+    assert (args.admin_key, args.public()["admin_key"]) == ("from-file", "(set)")
+    assert parse_args(["--model", "m", "--admin-key", "from-flag"]).admin_key == "from-flag"
+    file.chmod(0o644)
+    assert main(["--model", "m", "--admin-key-file", str(file)]) == 2
+    assert "is open to everyone (mode 0644); chmod o-rwx it" in capsys.readouterr().err
+
+
 def test_an_error_is_one_line_and_status_1() -> None:
-    status, log = run("--model", "/nowhere/at/all", "--port=0", "--no-events")
+    status, log = run("--model", "/nowhere/at/all", *OWN_PORTS, "--no-events")
     assert status == 1
     assert "treeline serve: error: --model: there is no folder '/nowhere/at/all'" in log.splitlines()[-1]
 
@@ -89,35 +120,58 @@ def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path, model: Path) ->
 
 def test_a_hub_id_without_a_network_is_a_clear_error(tmp_path: Path) -> None:
     environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    status, log = run("--model", "org/name", "--port=0", "--no-events", environment=environment)
+    status, log = run("--model", "org/name", *OWN_PORTS, "--no-events", environment=environment)
     assert status == 1
     assert "org/name is not a folder here, is not downloaded yet, and the Hub cannot be reached" in log
 
 
-@pytest.mark.parametrize("flag", ["--port", "--events-port", "--replay-port", "--load-port"])
+PORT_FLAGS = ("--port", "--metrics-port", "--admin-port", "--events-port", "--replay-port", "--load-port")
+
+
+@pytest.mark.parametrize("flag", PORT_FLAGS)
 def test_a_busy_port_is_named_before_the_model_is_looked_at(flag: str) -> None:
-    names = ("--port", "--events-port", "--replay-port", "--load-port")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        flags = [f"{name}={port if name == flag else 0}" for name in names]
+        flags = [f"{name}={port if name == flag else 0}" for name in PORT_FLAGS]
         with pytest.raises(
-            (ServeError, EventsError), match=rf"^{flag}: cannot .*:{port}: Address already in use"
+            (ListenError, EventsError), match=rf"^{flag}: cannot .*:{port}: Address already in use"
         ):
             serve(parse_args(["--model", "/nowhere", *flags]))
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", socket.gethostname()])
+def test_administration_is_not_opened_to_the_network_without_a_key(host: str, tmp_path: Path) -> None:
+    flags = ["--model", "/nowhere", *OWN_PORTS, "--no-events", "--admin-host", host]
+    if not ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0]).is_loopback:
+        with pytest.raises(
+            ListenError, match=r"^--admin-host: refusing .* without a key: .*--admin-key-file"
+        ):
+            serve(parse_args(flags))
+    key = tmp_path / "key"
+    key.write_text("k")
+    key.chmod(0o600)
+    with pytest.raises(ModelNotFound):  # all ports are open by then
+        serve(parse_args([*flags, "--admin-key-file", str(key)]))
+
+
+@pytest.mark.parametrize("flag", ["--host", "--metrics-host", "--admin-host"])
+def test_a_host_that_is_no_address_is_named(flag: str) -> None:
+    with pytest.raises(ListenError, match=f"^{flag}: 'no such host' is no address"):
+        serve(parse_args(["--model", "/nowhere", *OWN_PORTS, "--no-events", flag, "no such host"]))
+
+
 def test_events_are_not_opened_to_the_network_without_keys(tmp_path: Path) -> None:
     with pytest.raises(EventsError, match=r"--events-host: refusing to bind to 0\.0\.0\.0"):
-        serve(parse_args(["--model", "/nowhere", "--port=0", "--events-host", "0.0.0.0"]))
+        serve(parse_args(["--model", "/nowhere", *OWN_PORTS, "--events-host", "0.0.0.0"]))
     with pytest.raises(EventsError, match="--curve-dir: cannot read"):
-        serve(parse_args(["--model", "/nowhere", "--port=0", "--curve-dir", str(tmp_path)]))
+        serve(parse_args(["--model", "/nowhere", *OWN_PORTS, "--curve-dir", str(tmp_path)]))
     with pytest.raises(EventsError, match="'no such host' is no address"):
         serve(
             parse_args(
                 [
                     "--model",
                     "/nowhere",
-                    "--port=0",
+                    *OWN_PORTS,
                     "--allow-insecure-events",
                     "--events-host",
                     "no such host",

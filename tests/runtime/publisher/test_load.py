@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from treeline_runtime.messages import LoadUpdate
-from treeline_runtime.publisher.load import HEARTBEAT_S, MIN_INTERVAL_S, LoadFeed
+from treeline_runtime.publisher.load import HEARTBEAT_S, MIN_INTERVAL_S, LoadStream
 from treeline_wire import frames
 from treeline_wire.load import LoadStat, TreelineLoad, decode_load
 
@@ -13,23 +13,23 @@ def reports(messages: list[list[bytes]]) -> list[LoadStat | TreelineLoad]:
 
 
 def test_the_first_report_is_due_at_once_and_then_every_second() -> None:
-    feed = LoadFeed(1, 16)
-    assert len(feed.take(0.0)) == 2
-    assert feed.take(HEARTBEAT_S - 0.01) == []
-    assert len(feed.take(HEARTBEAT_S)) == 2
+    stream = LoadStream(1, 16)
+    assert len(stream.take(0.0)) == 2
+    assert stream.take(HEARTBEAT_S - 0.01) == []
+    assert len(stream.take(HEARTBEAT_S)) == 2
 
 
 def test_changes_are_reported_at_most_every_fifty_milliseconds() -> None:
-    feed = LoadFeed(1, 16)
-    feed.take(0.0)
+    stream = LoadStream(1, 16)
+    stream.take(0.0)
     sent = 0
     for tick in range(1000):
-        feed.on_load(LoadUpdate(running=tick, pages_cached=tick), tick / 1000)
-        sent += bool(feed.take(tick / 1000))
+        stream.on_load(LoadUpdate(running=tick, pages_cached=tick), tick / 1000)
+        sent += bool(stream.take(tick / 1000))
     assert sent == 19
-    feed.on_load(LoadUpdate(running=5000, pages_cached=7), 1.0)
-    assert feed.due_at() <= 1.0 + MIN_INTERVAL_S
-    stat, ours = reports(feed.take(2.0))
+    stream.on_load(LoadUpdate(running=5000, pages_cached=7), 1.0)
+    assert stream.due_at() <= 1.0 + MIN_INTERVAL_S
+    stat, ours = reports(stream.take(2.0))
     assert isinstance(stat, LoadStat)
     assert isinstance(ours, TreelineLoad)
     assert stat.num_running == ours.running == 5000
@@ -37,49 +37,55 @@ def test_changes_are_reported_at_most_every_fifty_milliseconds() -> None:
 
 
 def test_an_unchanged_load_is_not_news() -> None:
-    feed = LoadFeed(1, 16)
-    feed.on_load(LoadUpdate(running=1), 0.0)
-    feed.take(0.0)
-    feed.on_load(LoadUpdate(running=1), 0.5)
-    assert feed.take(0.5) == []
+    stream = LoadStream(1, 16)
+    stream.on_load(LoadUpdate(running=1), 0.0)
+    stream.take(0.0)
+    stream.on_load(LoadUpdate(running=1), 0.5)
+    assert stream.take(0.5) == []
 
 
 def test_reports_end_when_the_scheduler_says_nothing_more_and_begin_again_with_it() -> None:
-    feed = LoadFeed(1, 16)
-    feed.on_load(LoadUpdate(running=1), 0.0)
-    sent = [second for second in range(60) if feed.take(float(second))]
+    stream = LoadStream(1, 16)
+    stream.on_load(LoadUpdate(running=1), 0.0)
+    sent = [second for second in range(60) if stream.take(float(second))]
     assert sent == [0, 1, 2, 3]
-    assert feed.due_at() == float("inf"), "nobody waits for it"
-    feed.on_draining()
-    assert feed.take(60.0), "what the router must know it is told"
-    feed.on_load(LoadUpdate(running=1), 70.0)
-    assert feed.take(70.0)
+    assert stream.due_at() == float("inf"), "nobody waits for it"
+    stream.on_draining()
+    assert stream.take(60.0), "what the router must know it is told"
+    stream.on_load(LoadUpdate(running=1), 70.0)
+    assert stream.take(70.0)
 
 
 def test_draining_is_told_at_once_once_and_for_good() -> None:
-    feed = LoadFeed(1, 16)
-    feed.take(0.0)
-    feed.on_draining()
-    _, ours = reports(feed.take(0.001))
+    stream = LoadStream(1, 16)
+    stream.take(0.0)
+    stream.on_draining()
+    _, ours = reports(stream.take(0.001))
     assert isinstance(ours, TreelineLoad)
     assert ours.draining
-    feed.on_draining()
-    assert feed.take(0.002) == []
-    feed.on_load(LoadUpdate(running=3), 0.1)
-    _, later = reports(feed.take(0.2))
+    stream.on_draining()
+    assert stream.take(0.002) == []
+    stream.on_load(LoadUpdate(running=3), 0.1)
+    _, later = reports(stream.take(0.2))
     assert isinstance(later, TreelineLoad)
     assert later.draining
 
 
 def test_both_forms_carry_the_load_and_the_same_number() -> None:
-    feed = LoadFeed(42, 16)
-    feed.on_load(
+    stream = LoadStream(42, 16)
+    stream.on_load(
         LoadUpdate(
-            running=2, waiting=3, waiting_uncached_tokens=50, pages_used=4, pages_total=10, tokens_used=60
+            running=2,
+            waiting=3,
+            waiting_uncached_tokens=50,
+            pages_used=4,
+            pages_total=10,
+            page_size=16,
+            tokens_used=60,
         ),
         0.0,
     )
-    first, second = feed.take(0.0)
+    first, second = stream.take(0.0)
     assert frames.parse_live(first)[:2] == (b"load", 0)
     assert frames.parse_live(second)[:2] == (b"treeline.load", 0)
     stat, ours = reports([first, second])

@@ -9,7 +9,6 @@ import torch
 from treeline_runtime.messages import SamplingParams
 from treeline_runtime.sampling import Row, check_sampling, is_plain_greedy, sample
 from treeline_runtime.sampling.logprobs import chosen_and_top
-from treeline_runtime.sampling.sampler import uniform
 
 VOCAB = 8
 LOGITS = torch.tensor([0.0, 3.0, 1.0, -2.0, 2.5, -1.0, 0.5, -9.0])
@@ -36,18 +35,6 @@ def frequencies(count: int = 4000, **params: Any) -> dict[int, float]:
     rows = [row(seed=i, **params) for i in range(count)]
     counts = Counter(sample(LOGITS.repeat(count, 1), rows).tolist())
     return {token: n / count for token, n in sorted(counts.items())}
-
-
-def test_uniform_is_uniform_and_independent_of_nothing_but_seed_and_index() -> None:
-    values = torch.tensor(
-        [uniform(seed, index) for seed in range(100) for index in range(100)], dtype=torch.float64
-    )
-    assert values.min() >= 0
-    assert values.max() < 1
-    assert abs(values.mean() - 0.5) < 0.01
-    histogram = torch.histc(values, 20, 0, 1)
-    assert (histogram - 500).abs().max() < 100
-    assert uniform(-5, 3) == uniform(-5, 3) != uniform(-5, 4)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +70,70 @@ def test_top_p_applies_to_what_top_k_left() -> None:
 def test_filtered_frequencies_are_renormalised() -> None:
     p1, p4 = LOGITS.softmax(-1)[[1, 4]].tolist()
     assert frequencies(top_k=2)[1] == pytest.approx(p1 / (p1 + p4), abs=0.03)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 1.8, "top_k": 40},
+        {"top_p": 0.9},
+        {"top_k": 50, "top_p": 0.8},
+        {"min_p": 0.02},
+        {"temperature": 1.3, "top_k": 30, "top_p": 0.95, "min_p": 0.01},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ranked", [16, 1024])
+def test_every_token_is_drawn_as_often_as_its_probability_says(
+    params: dict[str, Any], ranked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chi-square against the distribution, computed the plain way; where too few tokens are ranked at first, too."""
+    monkeypatch.setattr("treeline_runtime.sampling.sampler.RANKED", ranked)
+    vocab, draws = 300, 20_000
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 2
+    wanted = (logits.double() / params.get("temperature", 1.0)).softmax(-1)
+    ordered, ids = wanted.sort(descending=True)
+    ordered[params.get("top_k", vocab) :] = 0
+    ordered[ordered.cumsum(-1) - ordered >= params.get("top_p", 1.0) * ordered.sum()] = 0
+    ordered[ordered < params.get("min_p", 0.0) * ordered[0]] = 0
+    wanted = torch.zeros(vocab, dtype=torch.float64).scatter(0, ids, ordered / ordered.sum())
+    counts = torch.zeros(vocab, dtype=torch.float64)
+    for start in range(0, draws, 10_000):
+        rows = [row(seed=seed, index=seed % 5, **params) for seed in range(start, start + 10_000)]
+        counts += torch.bincount(sample(logits.repeat(10_000, 1), rows), minlength=vocab)
+    assert counts[wanted == 0].sum() == 0
+    common = wanted * draws >= 10
+    expected = torch.cat((wanted[common], wanted[~common].sum()[None])) * draws
+    seen = torch.cat((counts[common], counts[~common].sum()[None]))
+    chi = float(((seen - expected)[expected > 0] ** 2 / expected[expected > 0]).sum())
+    freedom = int((expected > 0).sum()) - 1
+    assert abs(chi - freedom) < 4 * math.sqrt(2 * freedom)
+
+
+def test_equal_logits_are_kept_by_token_id_whatever_else_is_in_the_batch() -> None:
+    logits = torch.zeros(1, 64)
+    for params in ({"top_k": 3}, {"top_p": 0.04}):
+        alone = [int(sample(logits.clone(), [row(seed=s, **params)])[0]) for s in range(200)]
+        assert set(alone) == {0, 1, 2}
+        others = [row(seed=1, top_k=40), row(seed=2, min_p=0.5), row(seed=3)]
+        for seed, token in enumerate(alone):
+            rows = [*others, row(seed=seed, **params)]
+            assert sample(logits.repeat(len(rows), 1), rows)[-1] == token
+
+
+@pytest.mark.parametrize(
+    "params", [{}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.95}, {"min_p": 0.02}], ids=str
+)
+def test_the_last_bits_of_the_logits_hardly_ever_decide(params: dict[str, Any]) -> None:
+    """What the kernels' order of summation changes: here every logit moves by up to 1e-6 of its size."""
+    generator = torch.Generator().manual_seed(3)
+    rows, vocab = 2000, 4096
+    logits = torch.randn(rows, vocab, generator=generator) * 3
+    moved = logits * (1 + 1e-6 * (2 * torch.rand(rows, vocab, generator=generator) - 1))
+    how = [row(seed=i, index=i, **params) for i in range(rows)]
+    assert int((sample(logits, how) != sample(moved, how)).sum()) <= 1
 
 
 def test_a_seed_gives_the_same_token_in_any_company() -> None:

@@ -171,18 +171,18 @@ def test_flush_works_when_idle_and_is_refused_when_busy(tiny: Path) -> None:
 def test_state_can_be_asked_for(tiny: Path) -> None:
     engine = Harness(tiny)
     engine.generate("a", prompt(1, 20))
-    engine.inbox += [StateReq("i", "info"), StateReq("r", "radix"), StateReq("l", "load")]
+    engine.inbox += [StateReq("r", "radix"), StateReq("l", "load")]
     engine.step()
     engine.inbox += [DrainReq(), StateReq("m", "load")]
     engine.run()
-    info, radix, load, drained = (reply.data for reply in engine.replies)
-    assert info is not None
+    radix, load, drained = (reply.data for reply in engine.replies)
     assert radix is not None
     assert load is not None
     assert drained is not None
-    assert info["max_total_tokens"] == 1024
-    assert info["longest_request"] == info["context_length"] == 512
-    assert info["dtype"] == "float32"
+    limits = engine.limits.as_dict()
+    assert limits["max_total_tokens"] == 1024
+    assert limits["longest_request"] == limits["context_length"] == 512
+    assert limits["dtype"] == "float32"
     blocks = radix["blocks"]
     assert len(blocks) == (20 + 7) // 4
     assert blocks[0]["parent"] is None
@@ -250,7 +250,7 @@ def test_a_model_that_computes_nan_is_an_error_not_a_text(
     engine.submit("a", prompt(1, 10))
     engine.submit("b", prompt(2, 10))
     engine.step()
-    assert finish(engine, "a").message == "the model computed NaN"
+    assert finish(engine, "a").message == "the model computed NaN or infinity"
     assert engine.last("b").finish is None
     monkeypatch.undo()
     engine.run()
@@ -270,14 +270,14 @@ def test_a_result_that_cannot_be_read_fails_the_batch_and_the_scheduler_goes_on(
 
 def test_a_result_that_cannot_be_taken_fails_its_request(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Harness(tiny)
-    keep = engine.cache.keep
+    keep = engine.cache.cache_unfinished
 
     def broken(req: Any) -> None:
         if req.rid == "bad":
             raise RuntimeError("no")
         keep(req)
 
-    monkeypatch.setattr(engine.cache, "keep", broken)
+    monkeypatch.setattr(engine.cache, "cache_unfinished", broken)
     engine.submit("bad", prompt(1, 10))
     engine.submit("good", prompt(2, 10))
     engine.run()

@@ -106,7 +106,7 @@ def test_one_computes_a_shared_prefix_and_the_others_hit(tiny: Path, policy: str
     engine.run()
     assert engine.prefills()[0] == ["0", "other"]
     assert [engine.last(str(i)).cached_tokens for i in range(6)] == [0] + [64] * 5
-    assert engine.meter.total_prefill_tokens == 69 + 5 * 5 + 50
+    assert engine.stats.total_prefill_tokens == 69 + 5 * 5 + 50
 
 
 def test_the_others_wait_for_all_chunks_of_a_shared_prefix(tiny: Path) -> None:

@@ -100,7 +100,7 @@ def test_pages_are_held_until_the_launched_batch_is_processed(tiny: Path) -> Non
     assert req.in_flight == 1
     # the abort itself, before the loop goes on: the terminal message is queued, nothing is released
     engine.abort("a")
-    for message in engine.receive():
+    for message in engine._transport.receive():
         engine._handle(message)
     assert req.finish is not None
     assert req.in_flight == 1

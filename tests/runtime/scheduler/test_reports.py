@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.runtime_engine import Harness, prompt
 from treeline_runtime.messages import CacheUpdate, Cleared, DrainReq, FlushReq, Removed, Stored
-from treeline_runtime.scheduler.meter import Meter
+from treeline_runtime.scheduler.stats import SchedulerStats
 
 
 def test_load_is_published_after_each_step_that_changes_it(tiny: Path) -> None:
@@ -51,20 +51,33 @@ def test_draining_is_reported_at_once(tiny: Path) -> None:
     assert engine.generate("a", prompt(1, 5), max_new_tokens=2), "requests go on"
 
 
-def test_the_meter_weighs_prefill_by_tokens_and_forgets() -> None:
-    meter = Meter()
-    assert meter.prefill_tokens_per_s == 0.0
-    meter.on_prefill(1000, 1.0)
-    assert meter.prefill_tokens_per_s == pytest.approx(1000)
-    meter.on_prefill(1, 0.01)
-    assert meter.prefill_tokens_per_s == pytest.approx(901 / 0.91)
+def test_the_first_prefill_and_decode_step_say_nothing_of_the_speed() -> None:
+    stats = SchedulerStats()
+    stats.on_prefill(30, 2.0)
+    stats.on_decode(1.0)
+    assert (stats.prefill_tokens_per_s, stats.decode_step_ms) == (0.0, 0.0)
+    assert (stats.total_prefill_tokens, stats.total_prefill_busy_us) == (30, 2_000_000)
+    stats.on_prefill(450, 0.25)
+    stats.on_decode(0.01)
+    assert (stats.prefill_tokens_per_s, stats.decode_step_ms) == (pytest.approx(1800), pytest.approx(10))
+
+
+def test_prefill_is_weighed_by_tokens_and_the_past_is_forgotten() -> None:
+    stats = SchedulerStats()
+    stats.on_prefill(1, 1.0)
+    stats.on_decode(1.0)
+    assert stats.prefill_tokens_per_s == 0.0
+    stats.on_prefill(1000, 1.0)
+    assert stats.prefill_tokens_per_s == pytest.approx(1000)
+    stats.on_prefill(1, 0.01)
+    assert stats.prefill_tokens_per_s == pytest.approx(901 / 0.91)
     for _ in range(100):
-        meter.on_prefill(2000, 1.0)
-    assert meter.prefill_tokens_per_s == pytest.approx(2000, rel=1e-3)
-    meter.on_decode(0.010)
-    assert meter.decode_step_ms == pytest.approx(10)
-    meter.on_decode(0.020)
-    assert meter.decode_step_ms == pytest.approx(11)
+        stats.on_prefill(2000, 1.0)
+    assert stats.prefill_tokens_per_s == pytest.approx(2000, rel=1e-3)
+    stats.on_decode(0.010)
+    assert stats.decode_step_ms == pytest.approx(10)
+    stats.on_decode(0.020)
+    assert stats.decode_step_ms == pytest.approx(11)
 
 
 def mirror(updates: list[CacheUpdate]) -> dict[int, int | None]:
@@ -90,7 +103,7 @@ def test_events_tell_what_the_tree_holds(tiny: Path) -> None:
         engine.submit(str(i), prompt(i % 5, 30 + i), max_new_tokens=5 + i)
         engine.step()
     engine.run()
-    blocks = {int(b["hash"]): b["parent"] and int(b["parent"]) for b in engine.radix_blocks()}
+    blocks = {int(b["hash"]): b["parent"] and int(b["parent"]) for b in engine.reporter.blocks()}
     assert mirror(engine.updates) == blocks
     engine.inbox.append(FlushReq("f"))
     engine.step()

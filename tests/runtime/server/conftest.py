@@ -21,6 +21,18 @@ def fake(model: Path) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
+def admin(fake: ServerProcess) -> Iterator[httpx.Client]:
+    with fake.admin() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def metrics(fake: ServerProcess) -> Iterator[httpx.Client]:
+    with fake.metrics() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
 def http(fake: ServerProcess) -> Iterator[httpx.Client]:
     with fake.client() as client:
         yield client

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treeline_runtime.detokenizer_process import DetokenizerCore, Turn
+from treeline_runtime.detokenizer_process import MESSAGE_SIZE, DetokenizerCore, DetokenizerOutput
 from treeline_runtime.messages import (
     BatchTextOut,
     BatchTokenOut,
@@ -12,6 +12,7 @@ from treeline_runtime.messages import (
     StopReq,
     TextOut,
     TokenOut,
+    decode_logprobs,
 )
 
 LENGTH = FinishReason("length")
@@ -26,7 +27,7 @@ def tokens(rid: str, text: str, finish: FinishReason | None = None) -> BatchToke
     return BatchTokenOut([TokenOut(rid, [ord(char) for char in text], finish)])
 
 
-def texts(turn: Turn) -> list[TextOut]:
+def texts(turn: DetokenizerOutput) -> list[TextOut]:
     return [out for message in turn.to_http if isinstance(message, BatchTextOut) for out in message.outs]
 
 
@@ -93,6 +94,25 @@ def test_logprobs_carry_the_text_of_each_token_when_asked_for() -> None:
     made = core()
     made.take([DetokenizeInit("a", return_logprob_text=True)])
     (shown,) = texts(made.take([BatchTokenOut([out])]))
-    assert shown.output_token_logprobs == [(-1.0, 104, "h")]
-    assert shown.output_top_logprobs == [[(-1.0, 104, "h"), (-2.0, 105, "i")]]
-    assert (shown.input_token_logprobs, shown.input_top_logprobs) == ([(None, 112, "p")], [None])
+    [logprobs] = map(decode_logprobs, shown.logprobs)
+    assert logprobs.output_tokens == [(-1.0, 104, "h")]
+    assert logprobs.output_tops == [[(-1.0, 104, "h"), (-2.0, 105, "i")]]
+    assert (logprobs.input_tokens, logprobs.input_tops) == ([(None, 112, "p")], [None])
+
+
+def test_a_long_prompts_logprobs_come_in_parts_with_the_rest_in_the_last() -> None:
+    count = 2 * MESSAGE_SIZE + 7
+    chosen: list[tuple[float | None, int]] = [(-float(i), 97 + i % 26) for i in range(count)]
+    tops = [[one] for one in chosen]
+    out = TokenOut(
+        "a", [104], FinishReason("length"), input_token_logprobs=chosen, input_top_logprobs=[*tops]
+    )
+    made = core()
+    made.take([DetokenizeInit("a")])
+    shown = texts(made.take([BatchTokenOut([out])]))
+    assert [(one.text, one.token_ids, one.finish is None) for one in shown] == [("", [], True)] * 2 + [
+        ("h", [104], False)
+    ]
+    parts = [decode_logprobs(raw) for one in shown for raw in one.logprobs]
+    assert [id for part in parts for _, id, _ in part.input_tokens or []] == [id for _, id in chosen]
+    assert [len(part.input_tops or []) for part in parts] == [MESSAGE_SIZE, MESSAGE_SIZE, 7]

@@ -36,6 +36,12 @@ def http(server: ServerProcess) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.fixture(scope="module")
+def admin(server: ServerProcess) -> Iterator[httpx.Client]:
+    with server.admin() as client:
+        yield client
+
+
 def idle(http: httpx.Client) -> bool:
     load = http.get("/v1/loads").json()["loads"][0]
     return bool(load["num_total_reqs"] == 0 and load["pages_used"] == 0)
@@ -47,8 +53,8 @@ def complete(http: httpx.Client, **fields: object) -> dict[str, object]:
     return dict(answer.json())
 
 
-def test_the_second_time_the_prompt_is_cached(http: httpx.Client) -> None:
-    assert http.post("/flush_cache").status_code == 200
+def test_the_second_time_the_prompt_is_cached(http: httpx.Client, admin: httpx.Client) -> None:
+    assert admin.post("/flush_cache").status_code == 200
     first = http.post("/v1/completions", json={"prompt": LONG, "max_tokens": 8, "temperature": 0})
     second = http.post("/v1/completions", json={"prompt": LONG, "max_tokens": 8, "temperature": 0})
     usage = second.json()["usage"]
@@ -135,7 +141,7 @@ def test_a_client_that_leaves_frees_its_pages(http: httpx.Client, server: Server
 
 
 def test_clients_that_leave_under_load_free_everything_and_disturb_nobody(
-    http: httpx.Client, server: ServerProcess
+    http: httpx.Client, admin: httpx.Client, server: ServerProcess
 ) -> None:
     """Four stay, four leave in the middle of a stream, four while waiting for a whole answer."""
     alone = [str(complete(http, prompt=f"{i} {LONG}", max_tokens=40)["choices"]) for i in range(4)]
@@ -168,19 +174,19 @@ def test_clients_that_leave_under_load_free_everything_and_disturb_nobody(
     assert [answers[i] for i in range(4)] == alone
     eventually(lambda: idle(http), 10, "everything is released")
     load = http.get("/v1/loads").json()["loads"][0]
-    assert load["pages_cached"] == len(http.get("/debug/radix").json()["blocks"]), "the rest is free"
+    assert load["pages_cached"] == len(admin.get("/debug/radix").json()["blocks"]), "the rest is free"
 
 
-def test_events_add_up_to_the_cache(http: httpx.Client) -> None:
+def test_events_add_up_to_the_cache(http: httpx.Client, admin: httpx.Client) -> None:
     ports = http.get("/server_info").json()["kv_events"]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     client = context.socket(zmq.DEALER)
     client.connect(f"tcp://127.0.0.1:{ports['replay_endpoint_port_base']}")
     try:
-        assert http.post("/flush_cache").status_code == 200
+        assert admin.post("/flush_cache").status_code == 200
         for number in range(30):  # more than the cache holds, so pages are evicted
             complete(http, prompt=f"{number} {LONG}", max_tokens=40, ignore_eos=True)
-        shown = http.get("/debug/radix").json()
+        shown = admin.get("/debug/radix").json()
         client.send_multipart(frames.replay_request(0))
         consumer = Consumer()
         while True:

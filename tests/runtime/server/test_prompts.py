@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import time
 from typing import Any
 
 import pytest
 from support.runtime_server import make_tokenizer
 from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.prompts import Prompts
+from treeline_wire.chat import NeedsWorkerError
 from treeline_wire.tokenizer import TokenizerBundle
 
 HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
@@ -25,7 +29,12 @@ def prompts(tokenizer: str, template: str | None, **more: Any) -> Prompts:
 
 
 async def text_of(made: Prompts, **body: Any) -> str:
-    ids = await made.of_chat({"messages": HI} | body, 0)
+    """As a server reads a chat: in the loop where that is certain to be short, else where it may take long."""
+    asked = {"messages": HI} | body
+    try:
+        ids = made.of_chat(asked)
+    except NeedsWorkerError:
+        ids = await asyncio.to_thread(made.of_chat, asked)
     return made.decode(ids, skip_special_tokens=False)
 
 
@@ -40,15 +49,18 @@ async def test_tools_have_their_own_template_where_the_model_has_one(tokenizer: 
 @pytest.mark.parametrize(
     ("template", "status", "message"),
     [
-        ("{% for i in range(10 ** 9) %}x{% endfor %}", 500, "The model's chat template failed: "),
-        ("{{ ''.__class__.__mro__ }}", 500, "The model's chat template failed: "),
+        ("{% for i in range(10 ** 9) %}x{% endfor %}", 400, "cannot render this request"),
+        ("{{ ('x' * 10 ** 10)|length }}", 400, "needs more than 2 s or 256 MiB"),
+        ("{{ ''.__class__.__mro__ }}", 400, "cannot render this request"),
+        ("{{ messages[0].content + 1 }}", 400, "cannot render this request"),
+        ("{# " + "long" * 9999 + " #}{% for %}", 500, "The model's chat template failed: "),
         ("{{ raise_exception('roles must alternate') }}", 400, "roles must alternate"),
         (None, 400, "no chat template"),
     ],
 )
 async def test_a_template_that_fails(tokenizer: str, template: str | None, status: int, message: str) -> None:
-    with pytest.raises(ApiError) as caught:
-        await text_of(prompts(tokenizer, template))
+    with contextlib.closing(prompts(tokenizer, template)) as made, pytest.raises(ApiError) as caught:
+        await text_of(made)
     error = caught.value
     assert error.status == status
     assert message in error.body["error"]["message"]
@@ -63,3 +75,75 @@ async def test_fields_of_messages_are_known_where_the_template_reads_them(tokeni
     with pytest.raises(ApiError) as caught:
         await text_of(prompts(tokenizer, "{{ messages[0].content }}"), messages=named)
     assert caught.value.body["error"]["param"] == "messages[0].name"
+
+
+@pytest.mark.parametrize(
+    ("template", "reads"),
+    [
+        ("{{ messages[0].name }}", True),
+        ("{{ messages[0]['name'] }}", True),
+        ("{% if 'name' in messages[0] %}x{% endif %}", True),
+        ("{{ messages[0].get('name') }}", True),
+        ("{{ messages | map(attribute='name') | join }}", True),
+        ("say your name {{ messages[0].content }}", False),
+        ("{{ 'your name' }}{# name #}{{ messages[0].nickname }}", False),
+        ("{% set name = 'x' %}{{ messages[0].content }}", False),
+    ],
+)
+def test_a_template_reads_what_it_names_not_what_it_says(tokenizer: str, template: str, reads: bool) -> None:
+    assert prompts(tokenizer, template).template_reads("name") is reads
+
+
+async def test_documents_are_refused_where_the_template_does_not_read_them(tokenizer: str) -> None:
+    documents = [{"text": "d"}]
+    made = prompts(tokenizer, "no documents: {{ messages[0].content }}")
+    with pytest.raises(ApiError) as caught:
+        await text_of(made, documents=documents)
+    assert (caught.value.status, caught.value.body["error"]["param"]) == (400, "documents")
+    for nothing in ([], None):
+        assert await text_of(made, documents=nothing) == "no documents: hi"
+    assert await text_of(prompts(tokenizer, "{{ documents[0].text }}"), documents=documents) == "d"
+
+
+RECURSIVE = "{% for m in messages recursive %}{{ m.content }}{% endfor %}"
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+async def test_a_template_that_needs_a_worker_has_one(tokenizer: str) -> None:
+    with contextlib.closing(prompts(tokenizer, RECURSIVE)) as made:
+        assert await text_of(made) == "hi"
+
+
+async def test_without_a_worker_the_client_may_try_again(tokenizer: str) -> None:
+    made = prompts(tokenizer, RECURSIVE)
+    made.close()
+    with pytest.raises(ApiError) as caught:
+        await text_of(made)
+    assert caught.value.status == 503
+
+
+async def test_the_event_loop_runs_while_hostile_templates_are_rendered(tokenizer: str) -> None:
+    """What the loop's thread itself spends on them, measured in its own time: others use this machine, too."""
+    with contextlib.closing(prompts(tokenizer, ENDLESS)) as made:
+        renderings = [asyncio.create_task(text_of(made)) for _ in range(4)]
+        turns, longest_s = 0, 0.0
+        while not all(task.done() for task in renderings):
+            begin = time.thread_time()
+            await asyncio.sleep(0.001)
+            longest_s = max(longest_s, time.thread_time() - begin)
+            turns += 1
+        assert [type(task.exception()) for task in renderings] == [ApiError] * 4
+    assert turns > 100
+    # all four have their first few milliseconds in one turn of the loop
+    assert longest_s < 4 * 0.02
+
+
+@pytest.mark.parametrize("depth", [20, 900])
+async def test_nested_template_arguments_are_the_clients_fault(tokenizer: str, depth: int) -> None:
+    nested: Any = {}
+    for _ in range(depth):
+        nested = {"a": nested}
+    with pytest.raises(ApiError) as caught:
+        await text_of(prompts(tokenizer, "{{ a }}"), chat_template_kwargs=nested)
+    assert caught.value.status == 400
+    assert caught.value.body["error"]["param"] == "chat_template_kwargs"

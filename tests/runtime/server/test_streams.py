@@ -196,6 +196,7 @@ def connected(server: ServerProcess, path: str, body: dict[str, object]) -> sock
 )
 def test_a_client_that_leaves_ends_its_requests(
     http: httpx.Client,
+    metrics: httpx.Client,
     fake: ServerProcess,
     path: str,
     body: dict[str, object],
@@ -206,7 +207,7 @@ def test_a_client_that_leaves_ends_its_requests(
         eventually(lambda: load(http) == generations, 5, "all run")
     eventually(lambda: load(http) == 0, 2, "all are gone")
     aborted = [
-        line for line in http.get("/metrics").text.splitlines() if "num_aborted_requests_total{" in line
+        line for line in metrics.get("/metrics").text.splitlines() if "num_aborted_requests_total{" in line
     ]
     assert float(aborted[0].split()[-1]) >= generations
 
@@ -221,7 +222,9 @@ def test_many_clients_that_leave_at_once(http: httpx.Client, fake: ServerProcess
     assert http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 2}).status_code == 200
 
 
-def test_abort_request_ends_a_request_with_what_it_has(http: httpx.Client, fake: ServerProcess) -> None:
+def test_abort_request_ends_a_request_with_what_it_has(
+    http: httpx.Client, admin: httpx.Client, fake: ServerProcess
+) -> None:
     answers: list[httpx.Response] = []
 
     def ask() -> None:
@@ -234,7 +237,7 @@ def test_abort_request_ends_a_request_with_what_it_has(http: httpx.Client, fake:
     eventually(lambda: load(http) == 2, 5, "both run")
     again = http.post("/generate", json={"text": "x", "rid": "mine"})
     assert (again.status_code, again.json()["error"]["param"]) == (400, "rid")
-    assert http.post("/abort_request", json={"rid": "mine"}).status_code == 200
+    assert admin.post("/abort_request", json={"rid": "mine"}).status_code == 200
     thread.join(10)
     assert [answer["meta_info"]["finish_reason"]["type"] for answer in answers[0].json()] == [
         "abort",
@@ -248,15 +251,17 @@ def test_abort_request_ends_a_request_with_what_it_has(http: httpx.Client, fake:
     )
 
 
-def test_flush_is_refused_while_busy_and_can_wait(http: httpx.Client, fake: ServerProcess) -> None:
+def test_flush_is_refused_while_busy_and_can_wait(
+    http: httpx.Client, admin: httpx.Client, fake: ServerProcess
+) -> None:
     with connected(fake, "/v1/completions", {"prompt": "hello", "max_tokens": 40}):
         eventually(lambda: load(http) == 1, 5, "it runs")
-        busy = http.post("/flush_cache")
+        busy = admin.post("/flush_cache")
         assert (busy.status_code, busy.json()["error"]["code"]) == (400, "cache_busy")
-        assert http.post("/flush_cache?timeout=20").status_code == 200
-    assert http.get("/flush_cache").status_code == 200
+        assert admin.post("/flush_cache?timeout=20").status_code == 200
+    assert admin.post("/flush_cache").status_code == 200
     for timeout in ("soon", "nan"):
-        refused = http.get(f"/flush_cache?timeout={timeout}")
+        refused = admin.post(f"/flush_cache?timeout={timeout}")
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "timeout")
 
 
@@ -295,6 +300,8 @@ def test_native_batches_take_one_value_or_one_each(http: httpx.Client) -> None:
     for field, value in {"rid": ["x"], "return_logprob": [True], "logprob_start_len": [0, 0, 0]}.items():
         refused = http.post("/generate", json=body | {field: value})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+    twice = http.post("/generate", json={"text": ["a", "b"], "rid": ["x", "x"]})
+    assert (twice.status_code, twice.json()["error"]["message"]) == (400, "rid 'x' is given twice")
     one = {"text": "a", "rid": "mine", "sampling_params": {"max_new_tokens": 1, "n": 2}}
     assert [answer["meta_info"]["id"] for answer in http.post("/generate", json=one).json()] == [
         "mine:0",
@@ -316,7 +323,9 @@ def test_tokenize_and_detokenize_are_inverse(http: httpx.Client) -> None:
     assert kept == {"text": "<|im_end|>"}
 
 
-def test_what_the_server_says_about_itself(http: httpx.Client, fake: ServerProcess) -> None:
+def test_what_the_server_says_about_itself(
+    http: httpx.Client, metrics: httpx.Client, fake: ServerProcess
+) -> None:
     info = http.get("/server_info").json()
     assert info == {**http.get("/get_server_info").json(), "internal_states": info["internal_states"]}
     events = info["kv_events"]
@@ -342,25 +351,24 @@ def test_what_the_server_says_about_itself(http: httpx.Client, fake: ServerProce
     assert http.get("/v1/models/random").json()["max_model_len"] == 4096
     assert http.get("/health_generate").status_code == 200
     assert http.get("/live").json()["heartbeats"] > 0
-    metrics = http.get("/metrics").text
-    assert http.get("/v1/loads?format=prometheus").text.splitlines()[0] == metrics.splitlines()[0]
+    page = metrics.get("/metrics").text
     for name in (
         "time_to_first_token_seconds_bucket",
         "num_running_reqs",
         "prompt_tokens_total",
         "token_usage",
     ):
-        assert f"treeline:{name}{{" in metrics
+        assert f"treeline:{name}{{" in page
 
 
-def test_debug_radix_joins_the_tree_and_what_was_announced(http: httpx.Client) -> None:
+def test_debug_radix_joins_the_tree_and_what_was_announced(http: httpx.Client, admin: httpx.Client) -> None:
     salted = {
         "prompt": "The quick brown fox jumps over the lazy dog " * 2,
         "max_tokens": 1,
         "cache_salt": "s",
     }
     assert http.post("/v1/completions", json=salted).status_code == 200
-    shown = http.get("/debug/radix").json()
+    shown = admin.get("/debug/radix").json()
     assert shown["epoch"] == http.get("/server_info").json()["epoch"]
     block = shown["blocks"][-1]
     assert (block["namespace"], block["announced"], block["parent"]) == ("s", True, None)
@@ -376,7 +384,6 @@ def test_the_api_key_guards_all_but_probes(fake: ServerProcess, model: object) -
                 "/live",
                 "/ready",
                 "/health",
-                "/metrics",
                 "/server_info",
                 "/model_info",
                 "/treeline/tokenizer",
@@ -386,7 +393,6 @@ def test_the_api_key_guards_all_but_probes(fake: ServerProcess, model: object) -
             assert client.get("/server_info").json()["kv_events"] is None
             for answer in (client.get("/v1/models"), client.post("/v1/completions", json={"prompt": "hi"})):
                 assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
-            assert client.get("/debug/radix", headers={"authorization": "Bearer secret"}).status_code == 404
         with (
             openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as wrong,
             pytest.raises(openai.AuthenticationError),

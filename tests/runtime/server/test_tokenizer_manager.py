@@ -1,4 +1,4 @@
-"""Flights: outputs reach who waits for them, and closing ends what has not ended, once."""
+"""Requests in flight: outputs reach who waits for them, and closing ends what has not ended, once."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ class Sent(list[Any]):
 class World:
     def __init__(self) -> None:
         self.scheduler, self.detokenizer = Sent(), Sent()
-        self.manager = TokenizerManager(Metrics("m"))
-        self.manager.connect(self.scheduler, self.detokenizer)
+        self.manager = TokenizerManager(Metrics("m"), self.scheduler, self.detokenizer)
 
     def requests(self, *rids: str) -> list[GenerateReq]:
         return [GenerateReq(rid, [1], SamplingParams(stop=("x",))) for rid in rids]
@@ -56,33 +55,33 @@ DONE = FinishReason("length")
 
 async def test_the_detokenizer_is_told_before_the_scheduler() -> None:
     world = World()
-    flight = world.manager.open(world.requests("a"))
+    inflight = await world.manager.open(world.requests("a"))
     (id,) = world.sent("a")
     assert world.detokenizer == [DetokenizeInit(id, ("x",))]
     assert [message.rid for message in world.scheduler] == [id]
-    assert flight.rids == ["a"]
-    flight.close()
+    assert inflight.rids == ["a"]
+    inflight.close()
 
 
 async def test_outputs_of_one_turn_are_merged_and_kept_apart_by_index() -> None:
     world = World()
-    flight = world.manager.open(world.requests("a", "b"))
+    inflight = await world.manager.open(world.requests("a", "b"))
     world.arrive(
         TextOut("a", "he", [1]), TextOut("b", "x", [9]), TextOut("a", "llo", [2], completion_tokens=2)
     )
-    outs = await flight.next()
+    outs = await inflight.next()
     assert [(index, out.text, out.token_ids) for index, out in outs] == [(0, "hello", [1, 2]), (1, "x", [9])]
     world.arrive(TextOut("a", "", [], DONE), TextOut("b", "", [], DONE))
-    assert len(await flight.next()) == 2
-    assert await flight.next() == []
-    flight.close()
+    assert len(await inflight.next()) == 2
+    assert await inflight.next() == []
+    inflight.close()
     assert world.aborted == []
 
 
 async def test_who_wants_it_whole_is_woken_at_the_end_only() -> None:
     world = World()
-    flight = world.manager.open(world.requests("a"))
-    task = asyncio.create_task(flight.next(whole=True))
+    inflight = await world.manager.open(world.requests("a"))
+    task = asyncio.create_task(inflight.next(whole=True))
     await asyncio.sleep(0)
     world.arrive(TextOut("a", "he", [1]))
     await asyncio.sleep(0)
@@ -90,58 +89,83 @@ async def test_who_wants_it_whole_is_woken_at_the_end_only() -> None:
     world.arrive(TextOut("a", "llo", [2], DONE))
     ((_, out),) = await task
     assert out.text == "hello"
-    flight.close()
+    inflight.close()
 
 
 async def test_closing_aborts_what_has_not_ended_and_only_once() -> None:
     world = World()
-    flight = world.manager.open(world.requests("a", "b"))
+    inflight = await world.manager.open(world.requests("a", "b"))
     world.arrive(TextOut("a", "", [], DONE))
     for _ in range(3):
-        flight.close()
+        inflight.close()
     assert world.aborted == ["b"]
     world.arrive(TextOut("b", "late", [1], FinishReason("abort")))
-    assert await flight.next() == []
+    assert await inflight.next() == []
 
 
 async def test_closing_wakes_who_waits() -> None:
     world = World()
-    flight = world.manager.open(world.requests("a"))
-    task = asyncio.create_task(flight.next())
+    inflight = await world.manager.open(world.requests("a"))
+    task = asyncio.create_task(inflight.next())
     await asyncio.sleep(0)
-    flight.close()
+    inflight.close()
     assert await task == []
 
 
 async def test_an_id_in_flight_cannot_be_used_again() -> None:
     world = World()
-    flight = world.manager.open(world.requests("a"), name="a")
+    inflight = await world.manager.open(world.requests("a"), name="a")
     with pytest.raises(DuplicateRid):
-        world.manager.open(world.requests("a"))
+        await world.manager.open(world.requests("a"))
     with pytest.raises(DuplicateRid):
-        world.manager.open(world.requests("c"), name="a")
+        await world.manager.open(world.requests("c"), name="a")
     with pytest.raises(DuplicateRid):
-        world.manager.open(world.requests("d", "d"))
-    flight.close()
-    world.manager.open(world.requests("a"), name="a").close()
+        await world.manager.open(world.requests("d", "d"))
+    inflight.close()
+    (await world.manager.open(world.requests("a"), name="a")).close()
 
 
 async def test_aborting_a_name_ends_all_of_its_requests() -> None:
     world = World()
-    flight = world.manager.open(world.requests("a:0", "a:1"), name="a")
+    inflight = await world.manager.open(world.requests("a:0", "a:1"), name="a")
     world.manager.abort("a")
     world.manager.abort("b")
     world.manager.abort("")
     assert world.aborted == ["a:0", "a:1", ""]
     world.manager.abort("a:1")
     assert world.aborted == ["a:0", "a:1", "", "a:1"]
-    flight.close()
+    inflight.close()
+
+
+async def test_each_tenant_has_names_of_its_own_and_an_abort_ends_all_of_one_name() -> None:
+    world = World()
+    opened = [
+        await world.manager.open(world.requests("a"), name="a", tenant=tenant)
+        for tenant in (None, "ada", "bob")
+    ]
+    with pytest.raises(DuplicateRid):
+        await world.manager.open(world.requests("a"), tenant="ada")
+    world.manager.abort("a")
+    assert world.aborted == ["a", "a", "a"]
+    opened[1].close()
+    (await world.manager.open(world.requests("a"), name="a", tenant="ada")).close()
+    with pytest.raises(DuplicateRid):
+        await world.manager.open(world.requests("a"), tenant="bob")
+    for inflight in opened:
+        inflight.close()
+
+
+async def test_a_name_given_twice_is_the_one_that_is_told() -> None:
+    world = World()
+    with pytest.raises(DuplicateRid, match=r"^d$"):
+        await world.manager.open(world.requests("d", "d"), name="generated")
+    (await world.manager.open(world.requests("d"), name="generated")).close()
 
 
 async def test_the_end_of_a_closed_request_is_not_that_of_its_namesake() -> None:
     world = World()
-    world.manager.open(world.requests("a"), name="a").close()
-    again = world.manager.open(world.requests("a"), name="a")
+    (await world.manager.open(world.requests("a"), name="a")).close()
+    again = await world.manager.open(world.requests("a"), name="a")
     old, new = world.sent("a")
     world.manager.on_batch(BatchTextOut([TextOut(old, "old", [1], FinishReason("abort"))]))
     world.manager.on_batch(BatchTextOut([TextOut(new, "new", [2], DONE)]))
@@ -152,39 +176,39 @@ async def test_the_end_of_a_closed_request_is_not_that_of_its_namesake() -> None
 
 async def test_when_everything_fails_everyone_is_told() -> None:
     world = World()
-    flight = world.manager.open(world.requests("a", "b"))
+    inflight = await world.manager.open(world.requests("a", "b"))
     asked = asyncio.create_task(world.manager.state("load"))
     await asyncio.sleep(0)
     world.arrive(TextOut("a", "hi", [1]))
     assert world.manager.fail_all(FinishReason("error", message="gone", status=503)) == 2
-    outs = await flight.next()
+    outs = await inflight.next()
     assert [(out.text, out.finish and out.finish.message) for _, out in outs] == [
         ("hi", "gone"),
         ("", "gone"),
     ]
     with pytest.raises(NoReply, match="gone"):
         await asked
-    flight.close()
+    inflight.close()
     assert world.aborted == []
 
 
 async def test_questions_are_answered_or_time_out() -> None:
     world = World()
-    asked = asyncio.create_task(world.manager.state("info"))
+    asked = asyncio.create_task(world.manager.state("load"))
     await asyncio.sleep(0)
     world.manager.on_reply(Reply(world.scheduler[0].id, data={"x": 1}))
     assert await asked == {"x": 1}
     with pytest.raises(NoReply):
-        await world.manager.state("info", timeout_s=0.01)
+        await world.manager.state("load", timeout_s=0.01)
     world.manager.on_reply(Reply("unknown"))
 
 
 async def test_counts_and_times_are_measured() -> None:
     world = World()
-    flight = world.manager.open(world.requests("a"))
+    inflight = await world.manager.open(world.requests("a"))
     world.arrive(TextOut("a", "x", [1], prompt_tokens=10, cached_tokens=4, completion_tokens=1))
     world.arrive(TextOut("a", "y", [2, 3], DONE, prompt_tokens=10, cached_tokens=4, completion_tokens=3))
-    flight.close()
+    inflight.close()
     shown = world.manager._metrics.render().decode()
     for name, value in {
         "prompt_tokens_total": 10,
@@ -199,12 +223,8 @@ async def test_counts_and_times_are_measured() -> None:
 
 
 def test_merging_joins_lists_and_keeps_the_last_counts() -> None:
-    first = TextOut(
-        "a", "x", [1], output_token_logprobs=[(-1.0, 1, "x")], input_token_logprobs=[(None, 7, "p")]
-    )
-    second = TextOut("a", "y", [2], DONE, completion_tokens=2, output_token_logprobs=[(-2.0, 2, "y")])
+    first = TextOut("a", "x", [1], logprobs=[msgspec.Raw(b"1"), msgspec.Raw(b"2")])
+    second = TextOut("a", "y", [2], DONE, completion_tokens=2, logprobs=[msgspec.Raw(b"3")])
     merged = merge([first, second])
     assert (merged.text, merged.token_ids, merged.finish, merged.completion_tokens) == ("xy", [1, 2], DONE, 2)
-    assert merged.output_token_logprobs == [(-1.0, 1, "x"), (-2.0, 2, "y")]
-    assert merged.input_token_logprobs == [(None, 7, "p")]
-    assert merged.output_top_logprobs is None
+    assert b"".join(map(bytes, merged.logprobs)) == b"123"

@@ -5,13 +5,15 @@ piece between them; at each place the longest token wins. A token may swallow wh
 `rstrip`) and may demand word boundaries (`single_word`).
 """
 
+from __future__ import annotations
+
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from .normalization import Step, identity
+from .normalization import TextTransform, identity
 
 # Unicode's White_Space and word characters as the library's regular expressions know them; Python's differ.
 _SPACE: Final = "[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
@@ -35,7 +37,7 @@ class AddedToken:
     special: bool = False
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> "AddedToken":
+    def from_spec(cls, spec: dict[str, Any]) -> AddedToken:
         """Read an entry. Raises KeyError and TypeError for what is not one."""
         flags = {
             name: bool(spec.get(name))
@@ -44,7 +46,7 @@ class AddedToken:
         return cls(int(spec["id"]), str(spec["content"]), **flags)
 
 
-class Piece(NamedTuple):
+class TextSegment(NamedTuple):
     """A part of a text: an added token, or (`token` None) normalized text. `first`: it begins where the text does."""
 
     token: AddedToken | None
@@ -55,32 +57,32 @@ class Piece(NamedTuple):
 class AddedTokens:
     """All added tokens of a tokenizer, ready to be found."""
 
-    def __init__(self, tokens: list[AddedToken], normalize: Step) -> None:
+    def __init__(self, tokens: list[AddedToken], normalize: TextTransform) -> None:
         self._normalize = normalize
         self._raw = _Finder({t.content: t for t in tokens if t.content and not t.normalized})
         later = {normalize(t.content): t for t in tokens if t.content and t.normalized}
         later.pop("", None)
         self._later = _Finder(later) if later else None
 
-    def split(self, text: str) -> list[Piece]:
+    def split(self, text: str) -> list[TextSegment]:
         """Cut a text into its added tokens and what lies between, normalized. O(len(text)), one or two scans."""
         if not text:
             return []
         if self._later is None and self._raw.absent(text):
-            return [Piece(None, self._normalize(text), True)]
-        pieces: list[Piece] = []
+            return [TextSegment(None, self._normalize(text), True)]
+        segments: list[TextSegment] = []
         for token, start, stop in self._raw.find(text):
             if token is not None:
-                pieces.append(Piece(token, "", start == 0))
+                segments.append(TextSegment(token, "", start == 0))
                 continue
             normal = text[start:stop] if self._normalize is identity else self._normalize(text[start:stop])
             if self._later is None:
-                pieces.append(Piece(None, normal, start == 0))
+                segments.append(TextSegment(None, normal, start == 0))
                 continue
             for inner, inner_start, inner_stop in self._later.find(normal):
                 part = "" if inner is not None else normal[inner_start:inner_stop]
-                pieces.append(Piece(inner, part, start == 0 and inner_start == 0))
-        return pieces
+                segments.append(TextSegment(inner, part, start == 0 and inner_start == 0))
+        return segments
 
 
 class PlainScan:

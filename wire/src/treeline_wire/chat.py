@@ -1,41 +1,89 @@
-"""Chat templates: messages to prompt text, exactly as `transformers` renders them, but bounded.
+"""Chat templates: messages to prompt text, as `transformers` renders them, and safely.
 
-A template comes with a model, from strangers; messages come from other strangers. The template runs in `sandbox`
-under a `budget`, and sees only plain copies of what it is given.
+A template comes with a model, from strangers; messages and `chat_template_kwargs` come from other strangers. What a
+template can reach is the matter of `template_env`. What it may cost is bounded in one of two ways: plain templates and
+short requests are rendered inline (`template_inline`, microseconds), everything else by whoever is given as a
+`Renderer`: the runtime's worker processes, which have limits and are killed at their deadline.
 """
 
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from jinja2.exceptions import SecurityError
+from jinja2.exceptions import TemplateSyntaxError
 
-from .budget import Budget, LimitError, Limits, current
-from .sandbox import RaisedError, compile_template
+from .template_env import RaisedError, TemplateEnvironment, line_of
+from .template_inline import MAX_INPUT_CHARS, MAX_INPUT_ITEMS, InlineTemplate, NotInlineError
+from .template_inline import MAX_SOURCE_CHARS as MAX_INLINE_SOURCE_CHARS
 from .tokenizer import TokenizerBundle
 
-#: Characters of a template's source. Known templates have up to 20 thousand.
 MAX_SOURCE_CHARS: Final = 256 << 10
-_MAX_DATE_FORMAT: Final = 256
-_MAX_MESSAGE: Final = 2000
+"""Characters of a template's source. Known templates have up to 20 thousand."""
+MAX_ITEMS: Final = 200_000
+"""Values of a request (members of objects and lists), and how deep they may be nested."""
+MAX_DEPTH: Final = 64
+_MAX_MESSAGE: Final = 500
+_MAX_INT: Final = 1 << 63
 # Names under which a message's reasoning is passed. The first is what templates read.
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 _TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
+_REFUSES: Final = "the model's chat template refuses these messages"
+_CANNOT: Final = (
+    "the model's chat template cannot render this request: check the roles and contents of its messages, its tools, "
+    "and chat_template_kwargs"
+)
+
+log = logging.getLogger(__name__)
+_keys = itertools.count(1)
 
 
 class TemplateError(ValueError):
-    """Rendering failed. `user_error`: the request is at fault (a 400), not the template (a 500)."""
+    """Rendering failed. `user_error`: the request is at fault (a 400), not the template (a 500).
+
+    The text may be shown to clients: it is ours, or a constant of the template, and has nothing of the values.
+    """
 
     def __init__(self, message: str, *, user_error: bool) -> None:
         self.user_error = user_error
         super().__init__(message[:_MAX_MESSAGE])
 
 
-class ChatTemplate:
-    """A compiled chat template. Immutable; may be rendered by several threads.
+class TooLargeError(TemplateError):
+    """The request is nested too deeply (`deep`), or has too many values."""
 
-    `tool_source` is the template for requests with tools, where a model has a separate one. Raises
-    `TemplateError` when a source does not compile or may not be run.
+    def __init__(self, message: str, *, deep: bool) -> None:
+        self.deep = deep
+        super().__init__(message, user_error=True)
+
+
+class TemplateBusyError(TemplateError):
+    """Too much is being rendered at once: try again (a 503)."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, user_error=False)
+
+
+class NeedsWorkerError(Exception):
+    """Only a worker process may render this, and there is none, or it must be waited for in a thread."""
+
+
+class Renderer(Protocol):
+    """Renders what may take long; waits for it. `key` stands for `source` among the templates of this process."""
+
+    def render(self, key: int, source: str, variables: dict[str, Any]) -> str:
+        """The text. Raises `TemplateError`."""
+
+
+class ChatTemplate:
+    """A chat template, parsed once. Immutable; may be rendered by several threads.
+
+    `tool_source` is the template for requests with tools, where a model has a separate one. `pool` renders what is not
+    rendered inline; without one, that is refused. Raises `TemplateError` when a source does not compile or may not be
+    run.
     """
 
     def __init__(
@@ -44,15 +92,14 @@ class ChatTemplate:
         *,
         special_tokens: Mapping[str, str],
         tool_source: str | None = None,
-        limits: Limits | None = None,
+        pool: Renderer | None = None,
     ) -> None:
-        self._limits = limits or Limits()
         self._special_tokens = dict(special_tokens)
-        self._plain = _Source(source)
-        self._with_tools = self._plain if tool_source is None else _Source(tool_source)
+        self._plain = _Source(source, pool)
+        self._with_tools = self._plain if tool_source is None else _Source(tool_source, pool)
 
     @classmethod
-    def from_bundle(cls, bundle: TokenizerBundle) -> "ChatTemplate | None":
+    def from_bundle(cls, bundle: TokenizerBundle, pool: Renderer | None = None) -> ChatTemplate | None:
         """The template of a bundle, None if it has none. Raises `TemplateError`."""
         if bundle.chat_template is None:
             return None
@@ -60,7 +107,13 @@ class ChatTemplate:
             bundle.chat_template,
             special_tokens=bundle.special_tokens,
             tool_source=bundle.tool_template,
+            pool=pool,
         )
+
+    @property
+    def not_inline(self) -> str | None:
+        """Why requests without tools are always rendered by a worker; None if most are rendered inline."""
+        return self._plain.not_inline
 
     def render(
         self,
@@ -70,73 +123,161 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool | str = False,
         documents: Sequence[Mapping[str, Any]] | None = None,
-        **template_kwargs: Any,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Render messages, as `apply_chat_template(tokenize=False)` does.
 
         `continue_final_message`: leave the last message open, so that the model goes on with it; a name says which
         field of it, `content` by default. It excludes `add_generation_prompt`. `template_kwargs` are passed on and
-        win over the special tokens. Raises `TemplateError`.
+        win over the special tokens.
+
+        Raises `TemplateError`; and `NeedsWorkerError` where a worker is needed and there is no pool, or this is the
+        thread of a running event loop. So without a pool, or on such a thread, it returns within some 10 ms.
         """
         if continue_final_message and add_generation_prompt:
             raise TemplateError("continue_final_message excludes add_generation_prompt", user_error=True)
+        if not messages:
+            raise TemplateError("there are no messages", user_error=True)
         source = self._plain if tools is None else self._with_tools
-        budget = Budget(self._limits)
-        token = current.set(budget)
-        try:
-            chat = [_aliased(_present(message)) for message in messages]
-            variables = {
+        admission = Admission()
+        chat = admission.plain([_aliased(_present(message)) for message in messages])
+        variables: dict[str, Any] = admission.plain(
+            {
                 **self._special_tokens,
-                **template_kwargs,
+                **(template_kwargs or {}),
                 "tools": tools,
                 "documents": documents,
             }
-            chat = budget.admit_input(chat)
-            variables = budget.admit_input(variables)
-            variables["add_generation_prompt"] = add_generation_prompt
-            if not continue_final_message:
-                return source.render(chat, variables)
-            field = "content" if continue_final_message is True else continue_final_message
-            final = _tag_final(chat, field, source.text)
-            return _cut_at_tag(source.render(chat, variables), final)
-        except LimitError as error:
-            raise TemplateError(f"the chat template was stopped: {error}", user_error=False) from error
-        finally:
-            current.reset(token)
+        )
+        variables["messages"] = chat
+        variables["add_generation_prompt"] = add_generation_prompt
+        if not continue_final_message:
+            return source.render(variables, admission.small)
+        field = "content" if continue_final_message is True else continue_final_message
+        final = _tag_final(chat, field, source.text)
+        return _cut_at_tag(source.render(variables, admission.small), final)
 
 
 class _Source:
     """One template and its text."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, pool: Renderer | None) -> None:
         if len(text) > MAX_SOURCE_CHARS:
             raise TemplateError(f"the chat template has {len(text)} characters", user_error=False)
         self.text = text
+        self.not_inline: str | None = None
+        self._pool = pool
+        self._key = next(_keys)
+        self._inline: InlineTemplate | None = None
         try:
-            self._template = compile_template(text, {"strftime_now": _strftime_now})
+            self._inline = InlineTemplate(text)
+        except NotInlineError as reason:
+            self.not_inline = str(reason)
+            _check_syntax(text)
         except (Exception, RecursionError, MemoryError) as error:
-            raise TemplateError(f"the chat template does not compile: {error}", user_error=False) from error
+            # What the inline language lacks (a filter, say), the worker's may have.
+            self.not_inline = f"{type(error).__name__}: {error}"
+            _check_syntax(text)
 
-    def render(self, chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """Run it under the current budget."""
-        if not chat:
-            raise TemplateError("there are no messages", user_error=True)
-        try:
-            return self._template.render(messages=chat, **variables)
-        except RaisedError as error:
-            raise TemplateError(str(error), user_error=True) from error
-        except LimitError:
-            raise
-        except (SecurityError, OverflowError) as error:
-            raise TemplateError(f"the chat template was stopped: {error}", user_error=False) from error
-        except (RecursionError, MemoryError) as error:
-            raise TemplateError(
-                f"the chat template was stopped: {type(error).__name__}", user_error=False
-            ) from error
-        except Exception as error:
-            raise TemplateError(
-                f"the chat template cannot render these messages: {error}", user_error=True
-            ) from error
+    def render(self, variables: dict[str, Any], small: bool) -> str:
+        if self._inline is not None and small:
+            try:
+                return self._inline.render(variables)
+            except NotInlineError as reason:
+                log.debug("a worker renders a chat: %s", reason)
+            except RaisedError as error:
+                text = str(error)
+                raise refused(text if text in self._inline.raised_texts else "") from None
+            except Exception as error:
+                raise failed(f"{type(error).__name__} at line {line_of(error)}") from None
+        if self._pool is None or _on_event_loop():
+            raise NeedsWorkerError
+        return self._pool.render(self._key, self.text, variables)
+
+
+def _on_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def refused(text: str) -> TemplateError:
+    """The template refuses the messages: `text` is a constant of it, or "" where its words may hold values."""
+    return TemplateError(text or _REFUSES, user_error=True)
+
+
+def failed(where: str) -> TemplateError:
+    """The template does not fit the request. `where` has the kind of error and the line, for the log.
+
+    The error's own text has parts of messages, so nobody is shown it.
+    """
+    log.info("a chat template failed: %s", where)
+    return TemplateError(_CANNOT, user_error=True)
+
+
+def _check_syntax(text: str) -> None:
+    """Refuse what the worker would not compile, as far as that can be told cheaply."""
+    if len(text) > MAX_INLINE_SOURCE_CHARS:
+        return  # parsing it would take long; the worker does it, at the first request
+    try:
+        TemplateEnvironment().compile(text, raw=True)
+    except TemplateSyntaxError as error:
+        reason = f"{error.message} (line {error.lineno})"
+        raise TemplateError(f"the chat template does not compile: {reason}", user_error=False) from error
+    except (Exception, RecursionError, MemoryError) as error:
+        raise TemplateError(f"the chat template does not compile: {error}", user_error=False) from error
+
+
+class Admission:
+    """Makes plain copies of values of JSON, and counts them. Templates must meet no objects of ours."""
+
+    def __init__(self, max_depth: int = MAX_DEPTH, max_values: float = MAX_ITEMS) -> None:
+        self._max_depth = max_depth
+        self._max_values = max_values
+        self._items = 0
+        self.chars = 0
+
+    @property
+    def small(self) -> bool:
+        """Small enough to be rendered inline."""
+        return self._items <= MAX_INPUT_ITEMS and self.chars <= MAX_INPUT_CHARS
+
+    def plain(self, value: Any, depth: int = 0) -> Any:
+        """A copy made of dict, list, str, int, float, bool and None. Raises `TemplateError` beyond the limits."""
+        kind = type(value)
+        if kind is str:
+            self.chars += len(value)
+            return value
+        if value is None or kind is bool or kind is float:
+            return value
+        if kind is int:
+            if not -_MAX_INT <= value < 2 * _MAX_INT:
+                raise TemplateError("a number of the request does not fit into 64 bits", user_error=True)
+            return value
+        if depth > self._max_depth:
+            raise TooLargeError(f"the request is nested more than {self._max_depth} deep", deep=True)
+        if kind is dict:
+            self._count(len(value))
+            copy = {}
+            for name, item in value.items():
+                if type(item) is str:  # most are
+                    self.chars += len(name) + len(item)
+                    copy[name] = item
+                else:
+                    self.chars += len(name)
+                    copy[name] = self.plain(item, depth + 1)
+            return copy
+        if kind is list or kind is tuple:
+            self._count(len(value))
+            return [self.plain(item, depth + 1) for item in value]
+        return f"<{kind.__name__}>"
+
+    def _count(self, items: int) -> None:
+        self._items += items
+        if self._items > self._max_values:
+            raise TooLargeError(f"the request has more than {self._max_values} values", deep=False)
 
 
 def _present(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,10 +286,10 @@ def _present(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _aliased(message: dict[str, Any]) -> dict[str, Any]:
-    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
-    if reasoning is None:
-        return message
-    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    for name in _REASONING:
+        if name in message:
+            return {"thinking": message[name], **message, "reasoning_content": message[name]}
+    return message
 
 
 def _tag_final(chat: list[dict[str, Any]], field: str, source: str) -> str:
@@ -185,10 +326,3 @@ def _cut_at_tag(rendered: str, final: str) -> str:
     if rendered.startswith(_TAG, at):
         return rendered[:at]
     return rendered[:at].rstrip()  # the template trims messages, so the tag lost its blank
-
-
-def _strftime_now(format: str) -> str:
-    """The date, in UTC: a prompt must not depend on where it is rendered."""
-    if len(format) > _MAX_DATE_FORMAT:
-        raise LimitError("its date format is too long")
-    return datetime.now(UTC).strftime(format)

@@ -6,6 +6,8 @@ unsigned or as 32 raw bytes, tokens as numbers or pairs. The common forms go thr
 looks at each event on its own, so that one bad event costs one event, never the batch.
 """
 
+from __future__ import annotations
+
 import hashlib
 import math
 import struct
@@ -19,8 +21,8 @@ from msgspec import Meta, Struct
 from .errors import WireError
 from .namespaces import event_namespace
 
-#: A batch larger than this is refused before it is decoded, in bytes.
 MAX_PAYLOAD_BYTES: Final = 64 << 20
+"""A batch larger than this is refused before it is decoded, in bytes."""
 
 _U64: Final = (1 << 64) - 1
 _SIGN: Final = 1 << 63
@@ -123,7 +125,6 @@ _TYPES: Final[dict[str, Any]] = {
     "BlockRemoved": BlockRemoved,
     "AllBlocksCleared": AllBlocksCleared,
 }
-#: Field order of the positional form, after its head. It was cut off at the tail, and only there.
 _POSITIONS: Final[dict[str, tuple[str, ...]]] = {
     "BlockStored": (
         "block_hashes",
@@ -141,6 +142,7 @@ _POSITIONS: Final[dict[str, tuple[str, ...]]] = {
     "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "AllBlocksCleared": (),
 }
+"""Field order of the positional form, after its head. It was cut off at the tail, and only there."""
 
 _STORED_OPTIONAL: Final = (
     "medium",

@@ -5,6 +5,8 @@ Live and replay are the peers' formats. Hello and snapshot are ours, on the same
 functions take and return what a DEALER sees: an empty delimiter first, no identity.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
@@ -14,8 +16,8 @@ from msgspec import Struct
 from .errors import WireError
 from .events import BlockStored, DecodeError, decode_batch, encode_batch
 
-#: Version of hello and snapshot that we speak. New members of a payload are additive and need no new version.
 VERSION: Final = 1
+"""Version of hello and snapshot that we speak. New members of a payload are additive and need no new version."""
 
 _MAGIC: Final = b"treeline"
 _HELLO: Final = b"hello"

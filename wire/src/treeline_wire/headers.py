@@ -21,9 +21,19 @@ POOL_METADATA = "treeline-pool"
 CACHED_TOKENS = "x-treeline-cached-tokens"
 PROMPT_TOKENS = "x-treeline-prompt-tokens"
 ENDPOINT = "x-treeline-endpoint"
-#: A 503 with this header says "full, ask another", never "broken".
 OVERLOADED = "x-treeline-overloaded"
-#: On every request that came through our edge. No destination beside it: no picker was asked, the edge fails open.
+"""A 503 with this header says "full, ask another", never "broken"."""
 EDGE = "x-treeline-edge"
-#: A 503 with this header says "not served here under that name, perhaps by another endpoint".
+"""On every request that came through our edge. No destination beside it: no picker was asked, the edge fails open."""
 ELSEWHERE = "x-treeline-elsewhere"
+"""A 503 with this header says "not served here under that name, perhaps by another endpoint"."""
+CLIENT = "x-treeline-client"
+"""The client whose API key the edge has recognised. Set by our edge alone, which removes what the caller sends."""
+ISOLATION = "x-treeline-isolation"
+"""How the edge wants its clients' caches kept: one of the two values below. Absent: nothing to keep apart or to
+hide."""
+PER_KEY = "PerKey"
+"""Every client of the edge has a cache of its own."""
+SHARED = "Shared"
+"""Clients share one cache, but do not know each other: none is told how much of its prompt was cached."""
+FORWARDED_FOR = "x-forwarded-for"

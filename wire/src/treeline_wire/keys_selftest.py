@@ -1,5 +1,7 @@
 """Does a tokenizer hold `block_key(encode(text)) == prompt_key(text)`? Tried on texts that have broken it before."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 

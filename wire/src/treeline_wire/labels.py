@@ -2,5 +2,5 @@
 
 POOL = "treeline.dev/pool"
 ROLE = "treeline.dev/role"
-#: "true" while the pod may be chosen for new requests, "false" while it drains.
 SERVING = "treeline.dev/serving"
+""""true" while the pod may be chosen for new requests, "false" while it drains."""

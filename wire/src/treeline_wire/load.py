@@ -4,6 +4,8 @@
 ignores members that it does not know and fills missing ones with their defaults.
 """
 
+from __future__ import annotations
+
 from typing import Annotated, Final, TypeAlias
 
 import msgspec

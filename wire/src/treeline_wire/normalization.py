@@ -5,6 +5,8 @@ only the text, so the steps that models use are done by Python's own string func
 fallback for the rest. In tokenizers that write a mark (`▁`) for a space, the result here has the space instead.
 """
 
+from __future__ import annotations
+
 import functools
 import re
 import unicodedata
@@ -14,7 +16,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 from tokenizers import normalizers
 
-Step: TypeAlias = Callable[[str], str]
+TextTransform: TypeAlias = Callable[[str], str]
 Form: TypeAlias = Literal["NFC", "NFD", "NFKC", "NFKD"]
 
 
@@ -24,12 +26,11 @@ class Normalizer(NamedTuple):
     `local`: where it leaves a text as it is, it leaves each part of that text as it is, too.
     """
 
-    normalize: Step
+    normalize: TextTransform
     local: bool
 
 
 _FORMS: Final = ("NFC", "NFD", "NFKC", "NFKD")
-#: Where characters that combine or decompose are, or may come to be: neither ideographs nor Hangul nor private use.
 _COMBINING_RANGES: Final = tuple(
     range(first, last)
     for first, last in (
@@ -41,6 +42,10 @@ _COMBINING_RANGES: Final = tuple(
         (0x2F800, 0x2FA20),
     )
 )
+"""Where characters that combine or decompose are, or may come to be: neither ideographs nor Hangul nor private use."""
+_STRIDE: Final = 16
+"""A long run of marks is one that every so many characters shows at least so many marks in a row."""
+_IN_A_ROW: Final = 4
 _ASTRAL: Final = re.compile("[\U00010000-\U0010ffff]+")
 
 
@@ -78,7 +83,7 @@ def compile_normalizer(spec: dict[str, Any] | None, rust: Any, mark: str | None)
     flat = flatten(spec, "normalizers")
     unmark = [] if mark is None else [functools.partial(_replace, old=mark, new=" ")]
     compiled = [_compile_step(step, mark) for step in flat]
-    steps: list[Step] = []
+    steps: list[TextTransform] = []
     for step in compiled:
         if step is None:
             steps = [rust.normalize_str]
@@ -89,7 +94,7 @@ def compile_normalizer(spec: dict[str, Any] | None, rust: Any, mark: str | None)
     return Normalizer(_composed([*steps, *unmark]), local)
 
 
-def _compile_step(step: dict[str, Any], mark: str | None) -> Step | None:
+def _compile_step(step: dict[str, Any], mark: str | None) -> TextTransform | None:
     kind = step.get("type")
     if kind in _FORMS:
         return functools.partial(_unicode, form=cast(Form, kind))
@@ -109,13 +114,13 @@ def _compile_step(step: dict[str, Any], mark: str | None) -> Step | None:
     return None
 
 
-def _composed(steps: list[Step]) -> Step:
+def _composed(steps: list[TextTransform]) -> TextTransform:
     if len(steps) > 1:
         return functools.partial(_chain, steps=tuple(steps))
     return steps[0] if steps else identity
 
 
-def _chain(text: str, steps: Iterable[Step]) -> str:
+def _chain(text: str, steps: Iterable[TextTransform]) -> str:
     for step in steps:
         text = step(text)
     return text
@@ -139,6 +144,41 @@ def _unicode(text: str, form: Form) -> str:
     if _is_disputed(text, form):
         return str(getattr(normalizers, form)().normalize_str(text))
     return unicodedata.normalize(form, text)
+
+
+def long_run(text: str) -> int | None:
+    """Where the first long run of combining marks begins, with the character that they combine with; None: nowhere.
+
+    Python puts a run in order by insertion, in quadratic time: 64 KB of marks would take seconds. Texts have a few in a
+    row, Unicode's stream-safe format allows 30; from 64 on they are found here. Only samples are looked at, so that
+    other texts cost next to nothing.
+    """
+    if text.isascii():
+        return None
+    few, mark = _marks()
+    samples = text[::_STRIDE]
+    found = few.search(samples)
+    while found is not None:
+        first = found.start() * _STRIDE
+        run = mark.match(text, first)
+        if run is not None and run.end() - first > _STRIDE * (_IN_A_ROW - 1):
+            while first > 0 and mark.match(text, first - 1, first) is not None:
+                first -= 1
+            return max(0, first - 1)
+        found = few.search(samples, found.start() + 1)
+    return None
+
+
+@functools.cache
+def _marks() -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Some combining marks in a row, and a run of them: all characters that some form reorders."""
+    codes = [
+        code
+        for code in chain(*_COMBINING_RANGES)
+        if unicodedata.combining(unicodedata.normalize("NFKD", chr(code))[0])
+    ]
+    one = _char_class(codes)
+    return re.compile(one + f"{{{_IN_A_ROW}}}"), re.compile(one + "+")
 
 
 def _is_disputed(text: str, form: Form) -> bool:

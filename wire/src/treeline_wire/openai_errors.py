@@ -1,5 +1,7 @@
 """The shape in which OpenAI's API reports an error."""
 
+from __future__ import annotations
+
 from typing import Any
 
 

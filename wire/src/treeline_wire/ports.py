@@ -1,10 +1,14 @@
 """The ports that the rooms use unless told otherwise. Event, replay and load ports count up by data-parallel rank."""
 
 RUNTIME_HTTP = 8000
+RUNTIME_METRICS = 9600
+RUNTIME_ADMIN = 9700
 EVENTS = 5557
 REPLAY = 5657
 LOAD = 5757
 EXT_PROC = 9002
 EDS = 9003
+PICKER_ADMIN = 9004
 METRICS = 9090
+"""The picker's."""
 GATEWAY = 8080

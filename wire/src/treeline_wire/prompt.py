@@ -1,19 +1,26 @@
 """From an OpenAI request body to the prompt that it stands for: the one function that runtime and picker agree on."""
 
+from __future__ import annotations
+
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
 from msgspec import Struct
 
-from .chat import ChatTemplate, TemplateError
+from .chat import MAX_DEPTH, Admission, ChatTemplate, TemplateError, TooLargeError
 from .namespaces import join_namespace, join_salt
 
 _MAX_ID: Final = 0x7FFF_FFFF
-#: Names that a template is called with anyway; `chat_template_kwargs` may not replace them.
 _RESERVED: Final = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 )
+"""Names that a template is called with anyway; `chat_template_kwargs` may not replace them."""
+MAX_KWARGS_DEPTH: Final = 16
+"""`chat_template_kwargs` are switches for a template: a few names, lists and small objects."""
+MAX_KWARGS_VALUES: Final = 1000
+MAX_KWARGS_CHARS: Final = 64 << 10
 
 
 class PromptError(ValueError):
@@ -22,6 +29,10 @@ class PromptError(ValueError):
     def __init__(self, param: str, message: str) -> None:
         self.param = param
         super().__init__(message)
+
+
+class TooDeep(PromptError):
+    """Objects and lists nested beyond what any template could mean; nothing that renders or prints them is safe."""
 
 
 class Prompt(Struct, frozen=True):
@@ -42,30 +53,41 @@ def prompt_of_chat(body: Mapping[str, Any], template: ChatTemplate) -> Prompt:
     `continue_final_message`, `chat_template_kwargs`, `reasoning_effort`. Text parts of a message are joined with a
     newline; arguments of tool calls are parsed, since templates expect objects.
 
-    Raises `PromptError` for what the client did, `chat.TemplateError` where the template itself is at fault.
+    Raises `PromptError` for what the client did, `chat.TemplateError` where the template itself is at fault, and what
+    else `ChatTemplate.render` raises.
     """
+    try:
+        text = template.render(**_arguments(body))
+    except TooLargeError as error:
+        if error.deep:
+            _name_the_deep_one(body)
+        raise PromptError("messages", str(error)) from error
+    except TemplateError as error:
+        if error.user_error:
+            raise PromptError("messages", str(error)) from error
+        raise
+    return Prompt(text=_encodable(text, "messages"), add_special_tokens=False)
+
+
+def _arguments(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What `ChatTemplate.render` is given. Raises `PromptError`, and `TemplateError` for what no template takes."""
     messages = _messages(body.get("messages"))
     continue_final = _flag(body, "continue_final_message", False)
     add_generation = _flag(body, "add_generation_prompt", not continue_final)
     if continue_final and add_generation:
         raise PromptError("continue_final_message", "cannot be combined with add_generation_prompt")
     tools = _objects(body.get("tools"), "tools")
-    if body.get("tool_choice") == "none":
+    if tools and body.get("tool_choice") == "none":
+        _check_size(tools, "tools")  # a template does not get them, but an engine does
         tools = None
-    try:
-        text = template.render(
-            messages,
-            tools=tools or None,
-            add_generation_prompt=add_generation,
-            continue_final_message=continue_final,
-            documents=_objects(body.get("documents"), "documents"),
-            **_template_kwargs(body),
-        )
-    except TemplateError as error:
-        if error.user_error:
-            raise PromptError("messages", str(error)) from error
-        raise
-    return Prompt(text=_encodable(text, "messages"), add_special_tokens=False)
+    return {
+        "messages": messages,
+        "tools": tools or None,
+        "add_generation_prompt": add_generation,
+        "continue_final_message": continue_final,
+        "documents": _objects(body.get("documents"), "documents"),
+        "template_kwargs": _template_kwargs(body),
+    }
 
 
 def prompt_of_completion(body: Mapping[str, Any]) -> list[Prompt]:
@@ -88,13 +110,18 @@ def prompt_of_completion(body: Mapping[str, Any]) -> list[Prompt]:
     return [Prompt(ids=_ids(value), add_special_tokens=False)]
 
 
-def namespace_of(body: Mapping[str, Any]) -> str | None:
-    """The namespace in which the request's prefix is cached: its `lora_path`, `cache_salt` and `extra_key`.
+def namespace_of(body: Mapping[str, Any], client: str | None = None) -> str | None:
+    """The namespace in which the request's prefix is cached: its `lora_path`, `cache_salt` and `extra_key`, and the
+    client whose cache is kept apart, if there is one.
 
-    None when it names none of them. Raises `PromptError`.
+    None when there is none of them. Raises `PromptError`.
     """
-    lora, salt, extra = (_optional_text(body, name) for name in ("lora_path", "cache_salt", "extra_key"))
-    return join_namespace(lora, join_salt(salt, extra))
+    return join_namespace(_optional_text(body, "lora_path"), salt_of(body), client)
+
+
+def salt_of(body: Mapping[str, Any]) -> str | None:
+    """The caller's own salt: `cache_salt` and `extra_key` in one. Raises `PromptError`."""
+    return join_salt(_optional_text(body, "cache_salt"), _optional_text(body, "extra_key"))
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
@@ -111,6 +138,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     message = dict(value)
     content = message.get("content")
     if isinstance(content, list):
+        _check_size(content, f"{where}.content")  # a template gets the text of it alone
         message["content"] = "\n".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
     elif content is not None and not isinstance(content, str):
         raise PromptError(f"{where}.content", "must be a string or a list of parts")
@@ -142,6 +170,7 @@ def _tool_call(value: Any, where: str) -> dict[str, Any]:
         arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):
         raise PromptError(f"{where}.function.arguments", "must be JSON") from None
+    _check_size(arguments, f"{where}.function.arguments")
     return {**value, "function": {**function, "arguments": arguments}}
 
 
@@ -151,11 +180,34 @@ def _template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
         value = {}
     if not isinstance(value, dict):
         raise PromptError("chat_template_kwargs", "must be an object")
+    if _check_size(value, "chat_template_kwargs", MAX_KWARGS_DEPTH, MAX_KWARGS_VALUES) > MAX_KWARGS_CHARS:
+        raise PromptError("chat_template_kwargs", f"must not be longer than {MAX_KWARGS_CHARS} characters")
     clash = _RESERVED.intersection(value)
     if clash:
         raise PromptError("chat_template_kwargs", f"must not contain {', '.join(sorted(clash))}")
     effort = body.get("reasoning_effort")
     return value if effort is None else {"reasoning_effort": effort, **value}
+
+
+def _check_size(value: Any, param: str, max_depth: int = MAX_DEPTH, max_values: float = math.inf) -> int:
+    """Its characters. Raises `TooDeep` and `PromptError` beyond the limits: the nesting is the client's."""
+    admission = Admission(max_depth, max_values)
+    try:
+        admission.plain(value, 1)
+    except TooLargeError as error:
+        if error.deep:
+            raise TooDeep(param, f"is nested more than {max_depth} levels deep") from None
+        raise PromptError(param, f"must not have more than {max_values} values") from None
+    return admission.chars
+
+
+def _name_the_deep_one(body: Mapping[str, Any]) -> None:
+    """Raises `TooDeep` for what is nested too deeply of what a template is given."""
+    for i, message in enumerate(body["messages"]):
+        for name, member in message.items():
+            _check_size(member, f"messages[{i}].{name}")
+    for param in ("tools", "documents", "reasoning_effort"):
+        _check_size(body.get(param), param)
 
 
 def _objects(value: Any, param: str) -> list[dict[str, Any]] | None:
@@ -179,12 +231,15 @@ def _optional_text(body: Mapping[str, Any], name: str) -> str | None:
     value = body.get(name)
     if value is not None and not isinstance(value, str):
         raise PromptError(name, "must be a string")
-    return value
+    return value if value is None else _encodable(value, name)
 
 
 def _ids(value: list[Any]) -> list[int]:
+    """The ids. JSON has one kind of number: 5.0 is 5."""
     if not value:
         raise PromptError("prompt", "must not be empty")
+    if any(isinstance(item, float) for item in value):
+        value = [int(item) if isinstance(item, float) and item.is_integer() else item for item in value]
     for item in value:
         if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= _MAX_ID:
             raise PromptError("prompt", "token ids must be non-negative integers")

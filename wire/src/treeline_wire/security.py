@@ -5,6 +5,8 @@ begin CURVE's handshake without the server's public key, so the *whole pair* is 
 Without keys, sockets bind to loopback unless told otherwise.
 """
 
+from __future__ import annotations
+
 import ipaddress
 import os
 import stat
@@ -35,7 +37,7 @@ class CurveKeys:
     secret: bytes = field(repr=False)
 
     @classmethod
-    def load(cls, directory: str | os.PathLike[str]) -> "CurveKeys":
+    def load(cls, directory: str | os.PathLike[str]) -> CurveKeys:
         """Read `public.key` and `secret.key`. Raises `KeyFileError`."""
         folder = Path(directory)
         keys = cls(_read(folder / PUBLIC_FILE), _read(folder / SECRET_FILE))
@@ -48,7 +50,7 @@ class CurveKeys:
         return keys
 
     @classmethod
-    def generate(cls, directory: str | os.PathLike[str]) -> "CurveKeys":
+    def generate(cls, directory: str | os.PathLike[str]) -> CurveKeys:
         """Make a new pair and write it, readable by the owner only. Existing files are never replaced."""
         folder = Path(directory)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -62,13 +64,13 @@ class CurveKeys:
                 file.write(value + b"\n")
         return cls(public, secret)
 
-    def secure_server(self, sock: "zmq.Socket[Any]") -> None:
+    def secure_server(self, sock: zmq.Socket[Any]) -> None:
         """Let only holders of the pair talk to `sock`. Call before bind."""
         sock.curve_publickey = self.public
         sock.curve_secretkey = self.secret
         sock.curve_server = True
 
-    def secure_client(self, sock: "zmq.Socket[Any]") -> None:
+    def secure_client(self, sock: zmq.Socket[Any]) -> None:
         """Let `sock` talk to servers that hold the pair. Call before connect."""
         sock.curve_publickey = self.public
         sock.curve_secretkey = self.secret
@@ -90,19 +92,26 @@ def is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        address = ipaddress.ip_address(host.strip("[]"))
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
     except ValueError:
         return False
 
 
-def _read(path: Path) -> bytes:
+def read_secret(path: str | os.PathLike[str]) -> bytes:
+    """What a file holds, without blanks around it. Raises `KeyFileError`, also where everyone may read the file."""
     try:
-        mode = path.stat().st_mode
-        value = path.read_bytes().strip()
+        mode = Path(path).stat().st_mode
+        value = Path(path).read_bytes().strip()
     except OSError as error:
         raise KeyFileError(f"cannot read {path}: {error.strerror}") from error
     if stat.S_IMODE(mode) & 0o007:
         raise KeyFileError(f"{path} is open to everyone (mode {stat.S_IMODE(mode):04o}); chmod o-rwx it")
+    return value
+
+
+def _read(path: Path) -> bytes:
+    value = read_secret(path)
     if len(value) != _Z85_LEN:
         raise KeyFileError(f"{path} is not a key: {_Z85_LEN} characters expected, {len(value)} found")
     return value

@@ -1,5 +1,7 @@
 """A tokenizer and its chat template as one value that can be sent: runtimes serve it, pickers fetch it."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
@@ -10,8 +12,8 @@ import msgspec
 from msgspec import Struct
 
 _SPECIAL_SUFFIX: Final = "_token"
-#: More than any known tokenizer.json (about 35 MB), in bytes.
 MAX_BUNDLE_BYTES: Final = 256 << 20
+"""More than any known tokenizer.json (about 35 MB), in bytes."""
 
 
 class BundleError(ValueError):
@@ -45,7 +47,7 @@ class TokenizerBundle(Struct, frozen=True, kw_only=True):
         tool_template: str | None = None,
         special_tokens: dict[str, str] | None = None,
         add_bos: bool | None = None,
-    ) -> "TokenizerBundle":
+    ) -> TokenizerBundle:
         """Make a bundle from its parts and compute the fingerprint."""
         tokens = dict(sorted((special_tokens or {}).items()))
         parts = [tokenizer_json, chat_template, tool_template, tokens, add_bos]
@@ -61,7 +63,7 @@ class TokenizerBundle(Struct, frozen=True, kw_only=True):
         )
 
     @classmethod
-    def from_dir(cls, path: str | os.PathLike[str]) -> "TokenizerBundle":
+    def from_dir(cls, path: str | os.PathLike[str]) -> TokenizerBundle:
         """Read a model directory in Hugging Face's layout. Raises `BundleError`."""
         folder = Path(path)
         tokenizer_json = _text(folder / "tokenizer.json")
@@ -84,7 +86,7 @@ class TokenizerBundle(Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(self)
 
     @classmethod
-    def from_json(cls, document: bytes) -> "TokenizerBundle":
+    def from_json(cls, document: bytes) -> TokenizerBundle:
         """Read what `to_json` wrote; unknown members are ignored. Raises `BundleError`."""
         if len(document) > MAX_BUNDLE_BYTES:
             raise BundleError(f"a tokenizer of {len(document)} bytes is too large")

@@ -30,7 +30,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from treeline_bench.context import Benchmark, BenchmarkError, Context
@@ -41,7 +40,7 @@ from treeline_bench.kubernetes.changes import change
 from treeline_bench.kubernetes.children import Children
 from treeline_bench.kubernetes.models import Burst, Truth, await_truth, run_burst
 from treeline_bench.kubernetes.objects import Fleet
-from treeline_bench.kubernetes.running import OWN_NAMESPACE, Operator, operator, picker, writes_seen
+from treeline_bench.kubernetes.running import OWN_NAMESPACE, Operator, cluster, operator, picker, writes_seen
 from treeline_bench.metrics import row
 from treeline_bench.results import Row
 from treeline_bench.stats import percentile
@@ -217,25 +216,14 @@ def _models(bursts: dict[str, list[Burst]]) -> Iterator[Row]:
         yield row(f"epp.models_changes_s.{beside}", max(each.rate for each in found))
 
 
-@contextmanager
-def _prepared(settings: Settings, context: Context) -> Iterator[_Run]:
-    with ExitStack() as stack:
-        plane = ControlPlane(parent=context.folder)
-        stack.callback(plane.stop)
-        plane.start(crds=True)
-        host, _, port = plane.url.removeprefix("https://").partition(":")
-        api = Api(host, int(port), plane.tls())
-        stack.callback(api.close)
-        prepared = _Run(settings, context, plane, api)
-        stack.callback(prepared.children.stop)
-        yield prepared
-
-
 def measure(settings: Settings, context: Context) -> list[Row]:
     """The rows of one run of such a size."""
-    context.display.phase("starting etcd, the API server and the controller manager")
-    with _prepared(settings, context) as prepared:
-        return prepared.rows()
+    with cluster(context) as (plane, api):
+        prepared = _Run(settings, context, plane, api)
+        try:
+            return prepared.rows()
+        finally:
+            prepared.children.stop()
 
 
 def run(context: Context) -> list[Row]:

@@ -8,15 +8,16 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from treeline_bench.context import BenchmarkError
+from treeline_bench.context import BenchmarkError, Context
 from treeline_bench.control_plane import ControlPlane
+from treeline_bench.kubernetes.api import Api
 from treeline_bench.processes import Child, answers, child, free_ports
 
 OPERATOR = ("treeline-operator", ("system:masters",))
@@ -86,6 +87,20 @@ class Operator:
 
 
 @contextmanager
+def cluster(context: Context) -> Iterator[tuple[ControlPlane, Api]]:
+    """A control plane with the CRDs, and a client of its API server; both are stopped at the end."""
+    context.display.phase("starting etcd, the API server and the controller manager")
+    with ExitStack() as stack:
+        plane = ControlPlane(parent=context.folder)
+        stack.callback(plane.stop)
+        plane.start(crds=True)
+        host, _, port = plane.url.removeprefix("https://").partition(":")
+        api = Api(host, int(port), plane.tls())
+        stack.callback(api.close)
+        yield plane, api
+
+
+@contextmanager
 def operator(plane: ControlPlane, folder: Path, *flags: str) -> Iterator[Operator]:
     """The operator for all namespaces, leading and synced; stopped at the end. Raises ChildFailed."""
     health, metrics = free_ports(2)
@@ -125,13 +140,14 @@ class Picker:
 @contextmanager
 def picker(plane: ControlPlane, folder: Path, namespace: str, gateway: str) -> Iterator[Picker]:
     """The picker of a gateway, synced; stopped at the end. Raises ChildFailed."""
-    grpc, health, metrics = free_ports(3)
+    grpc, health, metrics, admin = free_ports(4)
     argv = [sys.executable, "-m", "treeline_epp", "--kubeconfig", str(plane.kubeconfig(*PICKER))]
     argv += ["--gateway", gateway, "--pool-namespace", namespace, "--log-level", "warning"]
-    argv += ["--grpc-port", str(grpc), "--grpc-health-port", str(health), "--metrics-port", str(metrics)]
+    argv += ["--grpc-port", str(grpc), "--grpc-health-port", str(health)]
+    argv += ["--metrics-port", str(metrics), "--admin-port", str(admin)]
     with child("picker", argv, folder) as process:
-        process.wait_ready(f"http://127.0.0.1:{metrics}/ready", START_S)
-        yield Picker(process, f"http://127.0.0.1:{metrics}/endpoints")
+        process.wait_ready(f"http://127.0.0.1:{admin}/ready", START_S)
+        yield Picker(process, f"http://127.0.0.1:{admin}/endpoints")
 
 
 def writes_seen(plane: ControlPlane) -> list[str]:

@@ -75,8 +75,8 @@ class SimEngine:
         body = json.loads(case.body)
         if case.path == COMPLETIONS:
             return prompt_of_completion(body)[0]
-        assert self._bundle.chat_template is not None, "the model has no chat template"
-        template = ChatTemplate(self._bundle.chat_template, special_tokens=self._bundle.special_tokens)
+        template = ChatTemplate.from_bundle(self._bundle)
+        assert template is not None, "the model has no chat template"
         return prompt_of_chat(body, template)
 
     def _fixed_answers(self) -> dict[str, bytes]:

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 from treeline_operator.envoy import EnvoyConfig, bootstrap_json
+from treeline_operator.envoy.keys import KEY_FORM, read_secret
 
 from treeline.envoy import EnvoyNotFound, envoy_binary
 from treeline.up.plan import TINY_MODEL, UpOptions, busy_ports, gateway_url, plan
@@ -61,30 +63,56 @@ def parser() -> argparse.ArgumentParser:
         default=defaults.policy,
         help="how the picker chooses",
     )
-    for option, meaning in {
-        "runtime-port": "HTTP port of the first runtime",
-        "events-port": "KV-event port of the first runtime",
-        "replay-port": "replay port of the first runtime",
-        "load-port": "load port of the first runtime",
-        "ext-proc-port": "the picker's ext_proc port",
-        "eds-port": "the picker's EDS and health port",
-        "metrics-port": "the picker's metrics and admin port",
-        "envoy-admin-port": "Envoy's admin port",
-    }.items():
-        default = getattr(defaults, option.replace("-", "_"))
-        up.add_argument(
-            f"--{option}", type=_port, default=default, metavar="PORT", help=f"{meaning} (default: {default})"
-        )
+    _add_ports(up, defaults)
+    up.add_argument(
+        "--api-keys",
+        type=Path,
+        metavar="DIR",
+        help="serve only clients with a key: a file for each client, named by it, with its key in it "
+        "(default: everybody is served)",
+    )
+    up.add_argument(
+        "--isolation",
+        choices=("PerKey", "Shared"),
+        default=defaults.isolation,
+        help="with --api-keys: each client has a cache of its own, or all share one (default: %(default)s)",
+    )
+    up.add_argument(
+        "--expose-routing",
+        action=argparse.BooleanOptionalAction,
+        default=defaults.expose_routing,
+        help="show clients which runtime served them and how much of the prompt was cached (default: %(default)s)",
+    )
     up.add_argument(
         "--debug-endpoints",
         action="store_true",
-        help="serve /debug/radix and /debug/tree (they show prompts)",
+        help="serve /debug/radix and /debug/tree on the admin ports (they show prompts)",
     )
     up.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default=defaults.log_level)
     up.add_argument(
         "--log-dir", type=Path, help="keep the children's logs here (default: a temporary folder)"
     )
     return up
+
+
+def _add_ports(up: argparse.ArgumentParser, defaults: UpOptions) -> None:
+    for option, meaning in {
+        "runtime-port": "HTTP port of the first runtime",
+        "runtime-metrics-port": "metrics port of the first runtime",
+        "runtime-admin-port": "admin port of the first runtime",
+        "events-port": "KV-event port of the first runtime",
+        "replay-port": "replay port of the first runtime",
+        "load-port": "load port of the first runtime",
+        "ext-proc-port": "the picker's ext_proc port",
+        "eds-port": "the picker's EDS and health port",
+        "metrics-port": "the picker's metrics port",
+        "picker-admin-port": "the picker's admin port",
+        "envoy-admin-port": "Envoy's admin port",
+    }.items():
+        default = getattr(defaults, option.replace("-", "_"))
+        up.add_argument(
+            f"--{option}", type=_port, default=default, metavar="PORT", help=f"{meaning} (default: {default})"
+        )
 
 
 def _positive(text: str) -> int:
@@ -120,8 +148,33 @@ def _options(argv: Sequence[str]) -> tuple[UpOptions, Path | None]:
             )
         model = str(TINY_MODEL)
         args["served_model_name"] = args["served_model_name"] or "tiny"
+    try:
+        args["api_keys"] = _api_keys(args["api_keys"])
+    except ValueError as error:
+        up.error(f"--api-keys: {error}")
     threads = args.pop("threads") or max(1, (os.cpu_count() or 1) // args["replicas"])
     return UpOptions(model=model, threads=threads, runtime_args=runtime_args, **args), log_dir
+
+
+_CLIENT = re.compile(r"[-._A-Za-z0-9]{1,253}")
+
+
+def _api_keys(folder: Path | None) -> dict[str, str]:
+    """Client → key from a folder like a mounted Secret. Raises ValueError."""
+    if folder is None:
+        return {}
+    try:
+        found = read_secret(folder)
+    except OSError as error:
+        raise ValueError(f"cannot read {folder}: {error.strerror}") from error
+    if not found:
+        raise ValueError(f"{folder} has no file, so nobody could be served: add one for each client")
+    for client, keys in found.items():
+        if not _CLIENT.fullmatch(client):
+            raise ValueError(f"{client!r} is no client's name: use letters, digits, '-', '_' and '.'")
+        if len(keys) != 1:
+            raise ValueError(f"the file of client {client} must hold one key: {KEY_FORM}")
+    return {client: keys[0] for client, keys in found.items()}
 
 
 def envoy_config(options: UpOptions) -> EnvoyConfig:
@@ -131,21 +184,26 @@ def envoy_config(options: UpOptions) -> EnvoyConfig:
         admin_port=options.envoy_admin_port,
         ext_proc_port=options.ext_proc_port,
         eds_port=options.eds_port,
-        expose_cached_tokens=True,
-        add_endpoint_header=True,
+        api_keys=options.api_keys,
+        isolation=options.isolation,
+        expose_cached_tokens=options.expose_routing,
+        add_endpoint_header=options.expose_routing,
     )
 
 
 def _how_to_try(options: UpOptions) -> str:
     url = gateway_url(options)
     model = options.served_model_name or Path(options.model).name
+    key = " -H 'authorization: Bearer …'" if options.api_keys else ""
     return f"""ready: {url}
 
 try it:
-  curl -i {url}/v1/chat/completions -H 'content-type: application/json' \\
+  curl -i {url}/v1/chat/completions -H 'content-type: application/json'{key} \\
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
 
-the picker: http://127.0.0.1:{options.metrics_port}/metrics    stop: Ctrl-C"""
+metrics: http://127.0.0.1:{options.metrics_port}/metrics (picker), \
+http://127.0.0.1:{options.runtime_metrics_port}/metrics (runtime-0)
+administration: http://127.0.0.1:{options.runtime_admin_port} (runtime-0)    stop: Ctrl-C"""
 
 
 async def _run(options: UpOptions, folder: Path, log_dir: Path, console: Console) -> int:

@@ -24,24 +24,31 @@ class UpOptions:
     served_model_name: str | None = None
     threads: int = 1
     runtime_port: int = ports.RUNTIME_HTTP
+    runtime_metrics_port: int = ports.RUNTIME_METRICS
+    runtime_admin_port: int = ports.RUNTIME_ADMIN
     events_port: int = ports.EVENTS
     replay_port: int = ports.REPLAY
     load_port: int = ports.LOAD
     ext_proc_port: int = ports.EXT_PROC
     eds_port: int = ports.EDS
     metrics_port: int = ports.METRICS
+    picker_admin_port: int = ports.PICKER_ADMIN
     envoy_admin_port: int = 9901
     runtime_args: tuple[str, ...] = ()
     debug_endpoints: bool = False
     log_level: str = "info"
+    api_keys: Mapping[str, str] = field(default_factory=dict)
+    """Client → its key; empty means open."""
+    isolation: envoy.Isolation = "PerKey"
+    expose_routing: bool = True
 
 
 @dataclass(frozen=True)
 class ChildSpec:
     """One process to start.
 
-    `ready_url` answers 200 when it is ready; `after` names the children that must be ready before this one is started;
-    `ports` maps what a port is for to (host, port), all of which must be free beforehand.
+    `ready_url` answers 200 to `ready_headers` when it is ready; `after` names the children that must be ready before
+    this one is started; `ports` maps what a port is for to (host, port), all of which must be free beforehand.
     """
 
     name: str
@@ -50,6 +57,7 @@ class ChildSpec:
     ports: Mapping[str, tuple[str, int]]
     after: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    ready_headers: Mapping[str, str] = field(default_factory=dict)
 
 
 LOOPBACK = "127.0.0.1"
@@ -69,6 +77,8 @@ def _flags(values: Mapping[str, object]) -> list[str]:
 def _runtime(options: UpOptions, index: int) -> ChildSpec:
     own_ports: dict[str, int] = {
         "--port": options.runtime_port + index,
+        "--metrics-port": options.runtime_metrics_port + index,
+        "--admin-port": options.runtime_admin_port + index,
         "--events-port": options.events_port + index,
         "--replay-port": options.replay_port + index,
         "--load-port": options.load_port + index,
@@ -95,6 +105,7 @@ def _picker(options: UpOptions, runtimes: Iterable[ChildSpec]) -> ChildSpec:
         "--grpc-port": options.ext_proc_port,
         "--grpc-health-port": options.eds_port,
         "--metrics-port": options.metrics_port,
+        "--admin-port": options.picker_admin_port,
     }
     settings = {"--host": LOOPBACK, "--policy": options.policy, "--log-level": options.log_level}
     argv = [sys.executable, "-m", "treeline_epp", *_flags({**settings, **own_ports})]
@@ -103,10 +114,12 @@ def _picker(options: UpOptions, runtimes: Iterable[ChildSpec]) -> ChildSpec:
         argv += ["--endpoint", f"{runtime.name}={host}:{port}"]
     if options.debug_endpoints:
         argv += ["--enable-debug-endpoints"]
+    if options.api_keys:
+        argv += ["--trust-edge"]
     return ChildSpec(
         name="picker",
         argv=tuple(argv),
-        ready_url=f"http://{LOOPBACK}:{options.metrics_port}/ready",
+        ready_url=f"http://{LOOPBACK}:{options.picker_admin_port}/ready",
         ports={flag.removeprefix("--"): (LOOPBACK, port) for flag, port in own_ports.items()},
     )
 
@@ -119,6 +132,7 @@ def _envoy(options: UpOptions, binary: Path, bootstrap: Path) -> ChildSpec:
         ready_url=f"{gateway_url(options)}/health",
         ports={"gateway": (options.host, options.port), "admin": (LOOPBACK, options.envoy_admin_port)},
         after=("picker",),
+        ready_headers={"x-api-key": next(iter(options.api_keys.values()))} if options.api_keys else {},
     )
 
 
@@ -129,15 +143,29 @@ def plan(options: UpOptions, envoy_binary: Path, bootstrap: Path) -> list[ChildS
 
 
 def busy_ports(children: Iterable[ChildSpec]) -> list[str]:
-    """A line for every port that cannot be bound, naming it and its use; empty when all are free."""
+    """A line for every port that cannot be bound or that two uses share, naming it and its use; empty when all are
+    free."""
     found: list[str] = []
+    used: dict[int, str] = {}
     for child in children:
         for use, (host, port) in child.ports.items():
-            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-                # As the children themselves bind: a port in TIME_WAIT is free to them.
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind((host, port))
-                except OSError as error:
-                    found.append(f"port {port} on {host} ({child.name}, {use}): {error.strerror}")
+            user = f"{child.name}, {use}"
+            if port > 65535:
+                found.append(f"port {port} ({user}): there is none beyond 65535")
+            elif port in used:
+                found.append(f"port {port} ({user}): it is the port of {used[port]} too")
+            elif problem := _why_busy(host, port):
+                found.append(f"port {port} on {host} ({user}): {problem}")
+            used.setdefault(port, user)
     return found
+
+
+def _why_busy(host: str, port: int) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As the children themselves bind: a port in TIME_WAIT is free to them.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.strerror
+    return None

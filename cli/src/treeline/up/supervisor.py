@@ -143,7 +143,8 @@ class Supervisor:
         async with httpx.AsyncClient(timeout=1.0, trust_env=False) as client:
             while True:
                 with contextlib.suppress(httpx.HTTPError):
-                    if (await client.get(child.spec.ready_url)).status_code == 200:
+                    answer = await client.get(child.spec.ready_url, headers=dict(child.spec.ready_headers))
+                    if answer.status_code == 200:
                         child.enter(Phase.READY)
                         child.ready.set()
                         return

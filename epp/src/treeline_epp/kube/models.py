@@ -9,7 +9,7 @@ from treeline_epp.kube import objects
 
 
 def read_model(data: msgspec.Raw) -> ModelRule | None:
-    """An InferenceModel from its JSON; ``None`` when it is being deleted. Raises ``msgspec.MsgspecError``.
+    """An InferenceModel from its JSON; `None` when it is being deleted. Raises `msgspec.MsgspecError`.
 
     Whoever deletes one takes its name away at once, also where a finalizer keeps the object: the operator sees it so.
     """

@@ -6,7 +6,7 @@ import msgspec
 
 
 class Metadata(msgspec.Struct, rename="camel"):
-    """The part of ``metadata`` that matters here."""
+    """The part of `metadata` that matters here."""
 
     name: str
     uid: str = ""
@@ -18,14 +18,14 @@ class Metadata(msgspec.Struct, rename="camel"):
 
 
 class Condition(msgspec.Struct):
-    """One entry of ``status.conditions``."""
+    """One entry of `status.conditions`."""
 
     type: str
     status: str
 
 
 class ContainerStatus(msgspec.Struct, rename="camel"):
-    """One entry of ``status.containerStatuses``."""
+    """One entry of `status.containerStatuses`."""
 
     name: str
     restart_count: int = 0
@@ -58,10 +58,11 @@ class _ModelSource(msgspec.Struct):
 
 class _Engine(msgspec.Struct):
     port: int = 8000
+    type: str = "treeline"
 
 
 class OwnPoolSpec(msgspec.Struct):
-    """``spec`` of an InferencePool of treeline.dev."""
+    """`spec` of an InferencePool of treeline.dev."""
 
     model: _ModelSource = msgspec.field(default_factory=_ModelSource)
     engine: _Engine = msgspec.field(default_factory=_Engine)
@@ -84,7 +85,7 @@ class _TargetPort(msgspec.Struct):
 
 
 class UpstreamPoolSpec(msgspec.Struct, rename="camel"):
-    """``spec`` of an InferencePool of inference.networking.k8s.io/v1."""
+    """`spec` of an InferencePool of inference.networking.k8s.io/v1."""
 
     selector: _LabelSelector = msgspec.field(default_factory=_LabelSelector)
     target_ports: list[_TargetPort] = []
@@ -98,7 +99,7 @@ class UpstreamPool(msgspec.Struct):
 
 
 class OldPoolSpec(msgspec.Struct, rename="camel"):
-    """``spec`` of an InferencePool of inference.networking.x-k8s.io/v1alpha2."""
+    """`spec` of an InferencePool of inference.networking.x-k8s.io/v1alpha2."""
 
     selector: dict[str, str] = {}
     target_port_number: int = 0
@@ -122,7 +123,7 @@ class _Target(msgspec.Struct):
 
 
 class ModelSpec(msgspec.Struct, rename="camel"):
-    """``spec`` of an InferenceModel, ours or the upstream one that ours grew from."""
+    """`spec` of an InferenceModel, ours or the upstream one that ours grew from."""
 
     model_name: str
     pool_ref: _Ref

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 from treeline_wire import labels
 
-from treeline_epp.endpoint import EndpointSpec, normal_ip
+from treeline_epp.endpoints.spec import EndpointSpec, normal_ip
 from treeline_epp.kube import objects
 from treeline_epp.kube.pools import Pool
 
@@ -23,7 +23,7 @@ _ENDED = frozenset({"Succeeded", "Failed"})
 
 
 class Pod(msgspec.Struct, frozen=True):
-    """A pod, reduced to what decides about its endpoints. ``active_ports`` is ``None`` where all are active."""
+    """A pod, reduced to what decides about its endpoints. `active_ports` is `None` where all are active."""
 
     name: str
     uid: str
@@ -43,7 +43,7 @@ class Pod(msgspec.Struct, frozen=True):
 
 
 def read_pod(data: msgspec.Raw) -> Pod:
-    """A pod from its JSON. Raises ``msgspec.MsgspecError``."""
+    """A pod from its JSON. Raises `msgspec.MsgspecError`."""
     found = _pod(data)
     meta, status = found.metadata, found.status
     return Pod(
@@ -95,7 +95,8 @@ def _of_pod(pool: Pool, pod: Pod) -> Iterable[EndpointSpec]:
                 uid=f"{pod.uid}:{pod.restarts}",
                 ready=pod.ready,
                 draining=pod.draining,
-                vouched=pool.vouched,
+                trust_ready=pool.trust_ready,
+                engine=pool.engine,
             )
 
 

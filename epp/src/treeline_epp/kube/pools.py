@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 from treeline_wire import labels
+from treeline_wire.models import served_name
 
 from treeline_epp.kube.objects import OldPool, OwnPool, UpstreamPool
 
@@ -19,9 +20,10 @@ VERSIONS = {OWN_GROUP: "v1alpha1", UPSTREAM_GROUP: "v1", OLD_GROUP: "v1alpha2"}
 class Pool(msgspec.Struct, frozen=True):
     """A pool: which pods are its own, and on which ports they serve.
 
-    ``ranks``: every port is an endpoint of its own, named ``<pod>-rank-<i>``, as other endpoint pickers name them.
-    ``models`` are the names that it is configured to serve; empty where the object does not say. ``vouched``: that a
-    pod is Ready is enough, its engine may be one that answers none of our questions.
+    `ranks`: every port is an endpoint of its own, named `<pod>-rank-<i>`, as other endpoint pickers name them.
+    `models` are the names that it is configured to serve; empty where the object does not say. `trust_ready`: that a
+    pod is Ready is enough, its engine may be one that answers none of our questions. `engine` is the type of its
+    engines, empty where the object does not say.
     """
 
     name: str
@@ -30,8 +32,9 @@ class Pool(msgspec.Struct, frozen=True):
     models: tuple[str, ...] = ()
     gateway: str = ""
     ranks: bool = False
-    vouched: bool = False
+    trust_ready: bool = False
     created: str = ""
+    engine: str = ""
 
     def matches(self, pod_labels: Mapping[str, str]) -> bool:
         """Are these the labels of one of its pods? An empty selector has none."""
@@ -40,28 +43,29 @@ class Pool(msgspec.Struct, frozen=True):
 
 
 def own_pool(data: msgspec.Raw) -> Pool:
-    """An InferencePool of treeline.dev. Raises ``msgspec.MsgspecError``."""
+    """An InferencePool of treeline.dev. Raises `msgspec.MsgspecError`."""
     found = _own(data)
     spec, meta = found.spec, found.metadata
     return Pool(
         meta.name,
         {labels.POOL: meta.name},
         (spec.engine.port,),
-        models=(_served_name(spec.model.name, spec.model.uri),),
+        models=(served_name(spec.model.name, spec.model.uri),),
         gateway=spec.gateway.name,
         created=meta.creation_timestamp or "",
+        engine=spec.engine.type,
     )
 
 
 def upstream_pool(data: msgspec.Raw) -> Pool:
-    """An InferencePool of inference.networking.k8s.io. Raises ``msgspec.MsgspecError``."""
+    """An InferencePool of inference.networking.k8s.io. Raises `msgspec.MsgspecError`."""
     found = _upstream(data)
     ports = tuple(dict.fromkeys(port.number for port in found.spec.target_ports))
     return _foreign(found.metadata.name, found.spec.selector.match_labels or {}, ports)
 
 
 def old_pool(data: msgspec.Raw) -> Pool:
-    """An InferencePool of inference.networking.x-k8s.io. Raises ``msgspec.MsgspecError``."""
+    """An InferencePool of inference.networking.x-k8s.io. Raises `msgspec.MsgspecError`."""
     found = _old(data)
     port = found.spec.target_port_number
     return _foreign(found.metadata.name, found.spec.selector, (port,) if port else ())
@@ -78,17 +82,7 @@ def in_order(pools: Iterable[Pool]) -> list[Pool]:
 
 
 def _foreign(name: str, selector: Mapping[str, str], ports: tuple[int, ...]) -> Pool:
-    return Pool(name, selector, ports, ranks=True, vouched=True)
-
-
-def _served_name(name: str | None, uri: str) -> str:
-    """The name that a pool's engines serve: the one given, else the last part of the uri without its revision."""
-    if name:
-        return name
-    scheme, _, rest = uri.rpartition("://")
-    if scheme == "hf":
-        rest = rest.partition("@")[0]
-    return rest.rstrip("/").rpartition("/")[2]
+    return Pool(name, selector, ports, ranks=True, trust_ready=True)
 
 
 _own = msgspec.json.Decoder(OwnPool).decode

@@ -1,7 +1,7 @@
 """The Kubernetes source: which kinds are followed for a scope, and the lists of endpoints that come of it.
 
-Everything here is level-triggered: when a mirror has changed, the whole view is computed anew from all mirrors, at most
-so often that it takes a tenth of the time. What cannot be followed stays as it was last seen; :meth:`describe` says so.
+Everything here is level-triggered: when an object has changed, the whole view is computed anew from all of them, so
+seldom that it takes a tenth of the time. What cannot be followed stays as it was last seen; `describe` says so.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, ValuesView
+from typing import Any, Generic, TypeVar
 
 import msgspec
+from treeline_kube.client import Client
+from treeline_kube.driver import Driver
+from treeline_kube.objects import Objects
+from treeline_kube.reflector import Health, Reflector
+from treeline_kube.resources import Collection, Resource, selector_text
 from treeline_wire import labels
 from treeline_wire.models import ModelRule
 
-from treeline_epp.endpoint import EndpointSpec
-from treeline_epp.kube.client import KubeClient
-from treeline_epp.kube.mirror import Health, Mirror, Resource, selector_text
+from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.kube.models import read_model
 from treeline_epp.kube.pods import Pod, endpoints, read_pod
 from treeline_epp.kube.pools import (
@@ -33,11 +36,13 @@ from treeline_epp.kube.pools import (
     selected_pods,
     upstream_pool,
 )
-from treeline_epp.kube.reflector import Reflector
 from treeline_epp.metrics import Sample
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+_PODS = Resource("v1", "Pod", "pods")
 _PACE_S = 0.02
 _SHARE = 9.0
 """Pause between two computations, as a multiple of what the last one took."""
@@ -46,6 +51,33 @@ _READERS: Mapping[str, Callable[[msgspec.Raw], Pool]] = {
     UPSTREAM_GROUP: upstream_pool,
     OLD_GROUP: old_pool,
 }
+
+
+class Followed(Generic[T]):
+    """The objects of a kind, kept as the API server has them while this is driven."""
+
+    def __init__(self, reflector: Reflector, objects: Objects[T], driver: Driver) -> None:
+        self.reflector = reflector
+        self._objects = objects
+        self._driver = driver
+
+    @property
+    def usable(self) -> bool:
+        """They were seen once, or the kind is optional and there is none."""
+        return self.reflector.usable
+
+    @property
+    def revision(self) -> int:
+        """Another number whenever one of them has changed."""
+        return self._objects.revision
+
+    def values(self) -> ValuesView[T]:
+        """All of them."""
+        return self._objects.objects.values()
+
+    async def stop(self) -> None:
+        """Follow them no more."""
+        await self._driver.stop()
 
 
 class Scope(msgspec.Struct, frozen=True):
@@ -68,12 +100,12 @@ OnModels = Callable[[Mapping[str, Sequence[str]], Sequence[ModelRule]], None]
 
 
 class KubernetesSource:
-    """Use it as a context; then iterate over :meth:`specs`."""
+    """Use it as a context; then iterate over `specs`."""
 
     def __init__(
         self,
         scope: Scope,
-        client: KubeClient,
+        client: Client,
         on_models: OnModels,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -82,12 +114,12 @@ class KubernetesSource:
         self._on_models = on_models
         self._clock = clock
         self._changed = asyncio.Event()
-        self._pools: Reflector[Pool] | None = None
-        self._models: Reflector[ModelRule | None] | None = None
-        self._pods: Reflector[Pod] | None = None
-        self._next_pods: Reflector[Pod] | None = None
-        self._told: tuple[object, ...] | None = None
-        self._missed = False
+        self._pools: Followed[Pool] | None = None
+        self._models: Followed[ModelRule | None] | None = None
+        self._pods: Followed[Pod] | None = None
+        self._next_pods: Followed[Pod] | None = None
+        self._reported: tuple[object, ...] | None = None
+        self._none_found = False
         self._specs: tuple[EndpointSpec, ...] = ()
         self._specs_of: tuple[object, ...] | None = None
         self.passes = 0
@@ -96,15 +128,17 @@ class KubernetesSource:
     async def __aenter__(self) -> KubernetesSource:
         scope = self.scope
         if not scope.selector:
-            self._pools = self._follow("inferencepools", _READERS[scope.group], scope.group)
+            resource = Resource(f"{scope.group}/{VERSIONS[scope.group]}", "InferencePool", "inferencepools")
+            self._pools = self._follow(resource, _READERS[scope.group])
         if scope.group != UPSTREAM_GROUP and not scope.selector:
-            self._models = self._follow("inferencemodels", read_model, scope.group, optional=True)
+            resource = Resource(f"{scope.group}/{VERSIONS[scope.group]}", "InferenceModel", "inferencemodels")
+            self._models = self._follow(resource, read_model, optional=True)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         if self._next_pods is not None:
             await self._next_pods.stop()
-        await asyncio.gather(*(reflector.stop() for reflector in self._reflectors()))
+        await asyncio.gather(*(followed.stop() for followed in self._followed()))
         await self._client.close()
 
     async def specs(self) -> AsyncIterator[tuple[EndpointSpec, ...]]:
@@ -132,42 +166,41 @@ class KubernetesSource:
     # --- one pass -----------------------------------------------------------------------------------------------------
 
     async def _pass(self) -> tuple[EndpointSpec, ...] | None:
-        """The endpoints as they are now; ``None`` while something that is needed has never been seen."""
+        """The endpoints as they are now; `None` while something that is needed has never been seen."""
         pools = self._current_pools()
         if pools is None:
             return None
         await self._follow_pods(pools)
-        if self._pods is None or not self._pods.mirror.settled:
+        if self._pods is None or not self._pods.usable:
             return None
-        if self._models is not None and not self._models.mirror.settled:
+        if self._models is not None and not self._models.usable:
             return None
-        models = None if self._models is None else self._models.mirror
-        told = (pools, None if models is None else models.revision)
-        if self._told != told:
-            self._told = told
-            known = () if models is None else models.objects.values()
+        models = self._models
+        reported = (pools, None if models is None else models.revision)
+        if self._reported != reported:
+            self._reported = reported
+            known = () if models is None else models.values()
             rules = tuple(rule for rule in known if rule is not None)
             self._on_models({pool.name: pool.models for pool in pools}, rules)
-        pods = self._pods.mirror
+        pods = self._pods
         if self._specs_of != (pools, pods, pods.revision):
             self._specs_of = (pools, pods, pods.revision)
-            self._specs = endpoints(pools, pods.objects.values())
+            self._specs = endpoints(pools, pods.values())
         return self._specs
 
     def _current_pools(self) -> list[Pool] | None:
-        """Our pools, oldest first. ``None`` before they were listed, or before the one that was named exists."""
+        """Our pools, oldest first. `None` before they were listed, or before the one that was named exists."""
         scope = self.scope
         if scope.selector:
             return [selected_pods(scope.selector, scope.ports)]
         assert self._pools is not None
-        mirror = self._pools.mirror
-        if not mirror.settled:
+        if not self._pools.usable:
             return None
-        ours = in_order(pool for pool in mirror.objects.values() if scope.has(pool))
-        if not ours and not self._missed:
+        ours = in_order(pool for pool in self._pools.values() if scope.has(pool))
+        if not ours and not self._none_found:
             log.warning("%s: is --pool-namespace right? It is used as soon as it is there", self._nothing())
-        self._missed = not ours
-        return None if scope.pool and not ours and self._told is None else ours
+        self._none_found = not ours
+        return None if scope.pool and not ours and self._reported is None else ours
 
     def _nothing(self) -> str:
         """There is no pool of ours. (A namespace that does not exist looks like an empty one.)"""
@@ -188,73 +221,77 @@ class KubernetesSource:
         elif self.scope.pool:
             selector = f"{labels.POOL}={self.scope.pool}"
         newest = self._next_pods or self._pods
-        if newest is None or newest.mirror.resource.selector != selector:
+        if newest is None or newest.reflector.collection.selector != selector:
             if self._next_pods is not None:
                 await self._next_pods.stop()
-            self._next_pods = self._follow("pods", read_pod, "", selector)
-        if self._next_pods is not None and (self._pods is None or self._next_pods.mirror.settled):
+            self._next_pods = self._follow(_PODS, read_pod, selector)
+        if self._next_pods is not None and (self._pods is None or self._next_pods.usable):
             if self._pods is not None:
                 await self._pods.stop()
             self._pods, self._next_pods = self._next_pods, None
 
     def _follow(
         self,
-        plural: str,
-        read: Callable[[msgspec.Raw], Any],
-        group: str,
+        resource: Resource,
+        read: Callable[[msgspec.Raw], T],
         selector: str = "",
         *,
         optional: bool = False,
-    ) -> Reflector[Any]:
-        resource = Resource(
-            plural,
-            VERSIONS.get(group, "v1"),
-            self.scope.namespace,
-            group=group,
-            selector=selector,
-            optional=optional,
-        )
-        reflector = Reflector(self._client, Mirror(resource, read), self._changed.set, self._clock)
-        reflector.start()
-        return reflector
+    ) -> Followed[T]:
+        collection = Collection(resource, self.scope.namespace, selector)
+        objects = Objects(read)
+        reflector = Reflector(collection, objects, optional=optional, advice=_advice(collection))
+        driver = Driver(self._client, reflector, self._changed.set, self._clock)
+        driver.start()
+        return Followed(reflector, objects, driver)
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, object]:
-        """How fresh each kind is, for the readiness page; ``stale`` names those that are not followed at the moment.
+        """How fresh each kind is, for the readiness page; `stale` names those that are not followed at the moment.
 
-        ``missing`` says, where there is no pool to pick for, which one is meant.
+        `missing` says, where there is no pool to pick for, which one is meant.
         """
         now = self._clock()
-        kinds = {r.mirror.resource.label: r.mirror.health(now) for r in self._reflectors()}
+        kinds = {one.reflector.label: one.reflector.health(now) for one in self._followed()}
         if self._pods is None:
             waiting = f"InferencePool {self.scope.pool}" if self.scope.pool else "the list of InferencePools"
             kinds["pods"] = Health(False, False, None, f"waiting for {waiting} of {self.scope.group}")
         stale = sorted(kind for kind, health in kinds.items() if not health.watching)
-        missing = self._nothing() if self._missed else None
+        missing = self._nothing() if self._none_found else None
         return {"namespace": self.scope.namespace, "kinds": kinds, "stale": stale, "missing": missing}
 
     def samples(self) -> Iterator[Sample]:
         """Gauges and counters for the metrics page."""
         now = self._clock()
-        for reflector in self._reflectors():
-            mirror = reflector.mirror
-            kind = {"kind": mirror.resource.label}
-            health = mirror.health(now)
+        for followed in self._followed():
+            reflector = followed.reflector
+            kind = {"kind": reflector.label}
+            health = reflector.health(now)
             yield "gauge", "kube_synced", "1 when the kind has been listed once.", kind, health.synced
             yield "gauge", "kube_watching", "1 while a watch of the kind is open.", kind, health.watching
             if health.age_s is not None:
                 text = "Seconds since the API server was last heard about the kind."
                 yield "gauge", "kube_watch_age_seconds", text, kind, health.age_s
-            yield "gauge", "kube_objects", "Objects known of the kind.", kind, len(mirror.objects)
-            yield "counter", "kube_lists", "Complete lists of the kind.", kind, mirror.lists
-            yield "counter", "kube_events", "Watch events of the kind.", kind, mirror.events
-            for reason, count in mirror.errors.items():
+            yield "gauge", "kube_objects", "Objects known of the kind.", kind, len(followed.values())
+            yield "counter", "kube_lists", "Complete lists of the kind.", kind, reflector.lists
+            yield "counter", "kube_events", "Watch events of the kind.", kind, reflector.events
+            for reason, count in reflector.errors.items():
                 text = "What went wrong while following the kind, by reason."
                 yield "counter", "kube_errors", text, {**kind, "reason": reason}, count
         yield "counter", "kube_passes", "Times that endpoints and models were computed anew.", {}, self.passes
         yield "counter", "kube_pass_seconds", "Time that took.", {}, self.pass_seconds
 
-    def _reflectors(self) -> list[Reflector[Any]]:
-        found = (self._pools, self._models, self._pods)
-        return [reflector for reflector in found if reflector is not None]
+    def _followed(self) -> list[Followed[Any]]:
+        return [one for one in (self._pools, self._models, self._pods) if one is not None]
+
+
+def _advice(collection: Collection) -> dict[str, str]:
+    """What whoever has just started the picker can do about an error."""
+    label, namespace = collection.resource.label, collection.namespace
+    return {
+        "unreachable": "is that the API server's address (--kubeconfig, --context), and can it be reached from here?",
+        "unauthorized": "log in again, or choose other credentials with --kubeconfig or --context",
+        "forbidden": f"grant `list` and `watch` of {label} in namespace {namespace}",
+        "not_found": "its CustomResourceDefinition is not installed; --pool-group says which API group is meant",
+    }

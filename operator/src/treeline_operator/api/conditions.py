@@ -3,394 +3,412 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Final, Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 Status = Literal["True", "False", "Unknown"]
 
 
 class ConditionType(StrEnum):
-    """The conditions of an InferencePool, and ``ACCEPTED`` of an InferenceModel."""
+    """The conditions of an InferencePool, and `ACCEPTED` of an InferenceModel."""
 
-    READY = "Ready"
-    PROGRESSING = "Progressing"
-    WORKLOADS_READY = "WorkloadsReady"
-    MODEL_READY = "ModelReady"
-    ENDPOINT_PICKER_READY = "EndpointPickerReady"
-    GATEWAY_READY = "GatewayReady"
-    ROUTE_ACCEPTED = "RouteAccepted"
-    SCALING_ACTIVE = "ScalingActive"
-    SECURITY_EXCEPTIONS = "SecurityExceptions"
-    ACCEPTED = "Accepted"
+    polarity: Status
+    """The status that it has when all is well."""
+    summary: str
+
+    def __new__(cls, value: str, polarity: Status = "True", summary: str = "") -> Self:
+        kind = str.__new__(cls, value)
+        kind._value_, kind.polarity, kind.summary = value, polarity, summary
+        return kind
+
+    READY = (
+        "Ready",
+        "True",
+        "A request for the model to status.url would succeed, also while pods are added or replaced.",
+    )
+    PROGRESSING = "Progressing", "False", "Something is under way: a rollout, a change of replicas, a drain."
+    WORKLOADS_READY = "WorkloadsReady", "True", "All pods that are wanted run as the spec says and are ready."
+    MODEL_READY = "ModelReady", "True", "The weights are there and loaded."
+    ENDPOINT_PICKER_READY = "EndpointPickerReady", "True", "The picker is ready and lists the pool's pods."
+    GATEWAY_READY = (
+        "GatewayReady",
+        "True",
+        "The gateway is ready; with Gateway API its parents know the route.",
+    )
+    ROUTE_ACCEPTED = "RouteAccepted", "True", "Every parent accepts the route. Only with gateway.parentRefs."
+    SCALING_ACTIVE = "ScalingActive", "True", "An autoscaler sets the replicas."
+    SECURITY_EXCEPTIONS = "SecurityExceptions", "False", "The pods go beyond Pod Security level restricted."
+    WARNINGS = "Warnings", "False", "Something that the spec asks for will not be had so."
+    ACCEPTED = "Accepted", "True", "The InferenceModel's name is served."
+
+
+class ReasonInfo(NamedTuple):
+    """What a reason means. `good` is False for what needs somebody, None for what passes or is neither.
+
+    `patience_s` is how long it may be so in a normal start or change; a Warning is told of what lasts longer.
+    """
+
+    good: bool | None
+    summary: str
+    fix: str = ""
+    """One line that says what to do; empty where nothing is to be done."""
+    patience_s: int = 0
+
+
+def _well(value: str, summary: str) -> tuple[str, ReasonInfo]:
+    return value, ReasonInfo(True, summary)
+
+
+def _passes(value: str, summary: str, fix: str) -> tuple[str, ReasonInfo]:
+    return value, ReasonInfo(None, summary, fix)
+
+
+def _needs_you(value: str, summary: str, fix: str, *, patience_s: int = 0) -> tuple[str, ReasonInfo]:
+    return value, ReasonInfo(False, summary, fix, patience_s)
 
 
 class Reason(StrEnum):
     """Why a condition is as it is. Conditions, Events and metrics use the same words."""
 
-    # The pool as a whole
-    SERVING = "Serving"
-    PENDING = "Pending"
-    SPEC_NOT_UNDERSTOOD = "SpecNotUnderstood"
-    RECONCILE_FAILED = "ReconcileFailed"
-    DELETING = "Deleting"
-    # Rollouts
-    ROLLING_OUT = "RollingOut"
-    ROLLOUT_COMPLETE = "RolloutComplete"
-    ROLLOUT_STALLED = "RolloutStalled"
-    PAUSED = "Paused"
-    SCALING = "Scaling"
-    DRAINING = "Draining"
-    # Pods
-    PODS_READY = "PodsReady"
-    PODS_STARTING = "PodsStarting"
-    INSUFFICIENT_CAPACITY = "InsufficientCapacity"
-    IMAGE_PULL_FAILING = "ImagePullFailing"
-    CRASH_LOOPING = "CrashLooping"
-    OUT_OF_MEMORY = "OutOfMemory"
-    PROBE_FAILING = "ProbeFailing"
-    CONFIG_ERROR = "ConfigError"
-    KEYS_PENDING = "KeysPending"
-    KEY_SECRET_MISSING = "KeySecretMissing"
-    VOLUME_NOT_READY = "VolumeNotReady"
-    QUOTA_EXCEEDED = "QuotaExceeded"
-    POD_REJECTED = "PodRejected"
-    TEMPLATE_INVALID = "TemplateInvalid"
-    SCALED_TO_ZERO = "ScaledToZero"
-    # The model
-    MODEL_LOADED = "ModelLoaded"
-    MODEL_LOADING = "ModelLoading"
-    WEIGHTS_DOWNLOADING = "WeightsDownloading"
-    WEIGHTS_MISSING = "WeightsMissing"
-    DOWNLOAD_FAILED = "DownloadFailed"
-    MODEL_TOO_LARGE = "ModelTooLarge"
-    MODEL_NOT_SERVED = "ModelNotServed"
-    # The picker
-    PICKER_SYNCED = "PickerSynced"
-    PICKER_NOT_READY = "PickerNotReady"
-    PICKER_NOT_SYNCED = "PickerNotSynced"
-    PICKER_UNREACHABLE = "PickerUnreachable"
-    ENDPOINTS_MISSING = "EndpointsMissing"
-    # The gateway
-    GATEWAY_SERVING = "GatewayServing"
-    GATEWAY_NOT_READY = "GatewayNotReady"
-    GATEWAY_CONFLICT = "GatewayConflict"
-    GATEWAY_API_MISSING = "GatewayApiMissing"
-    INFERENCE_EXTENSION_MISSING = "InferenceExtensionMissing"
-    ADDRESS_PENDING = "AddressPending"
-    ROUTE_ACCEPTED = "RouteAccepted"
-    ROUTE_PENDING = "RoutePending"
-    ROUTE_NOT_ACCEPTED = "RouteNotAccepted"
-    UNSUPPORTED_BY_PARENT = "UnsupportedByParent"
-    # Scaling
-    NOT_AUTOSCALED = "NotAutoscaled"
-    AUTOSCALER_ACTIVE = "AutoscalerActive"
-    AUTOSCALER_NOT_READY = "AutoscalerNotReady"
-    KEDA_MISSING = "KedaMissing"
-    METRICS_API_MISSING = "MetricsApiMissing"
-    # Security
-    POD_SECURITY_RESTRICTED = "PodSecurityRestricted"
-    POD_SECURITY_EXCEPTION = "PodSecurityException"
-    # InferenceModels
-    ACCEPTED = "Accepted"
-    POOL_NOT_FOUND = "PoolNotFound"
-    MODEL_NAME_IN_USE = "ModelNameInUse"
-    WEIGHTS_INVALID = "WeightsInvalid"
-    # What the operator did (Events only)
-    CREATED = "Created"
-    APPLIED = "Applied"
-    SCALED = "Scaled"
-    DELETED = "Deleted"
-    DRIFT_CORRECTED = "DriftCorrected"
-    DRAIN_CANCELLED = "DrainCancelled"
-    DRAIN_TIMEOUT = "DrainTimeout"
+    info: ReasonInfo
 
-    @property
-    def info(self) -> ReasonInfo:
-        return INFO[self]
+    def __new__(cls, value: str, info: ReasonInfo = ReasonInfo(None, "")) -> Self:  # noqa: B008
+        reason = str.__new__(cls, value)
+        reason._value_, reason.info = value, info
+        return reason
 
     @property
     def fix(self) -> str:
-        """One line that says what to do; empty where nothing is to be done."""
-        return INFO[self].fix
+        return self.info.fix
 
-
-class ReasonInfo(NamedTuple):
-    """What a reason means. ``good`` is False for what needs somebody, None for what passes or is neither."""
-
-    good: bool | None
-    summary: str
-    fix: str = ""
-
-
-_R = Reason
-INFO: Final[dict[Reason, ReasonInfo]] = {
-    _R.SERVING: ReasonInfo(
-        True, "Pods of this generation serve, the picker has them, a request would succeed."
-    ),
-    _R.PENDING: ReasonInfo(
-        None,
+    # The pool as a whole
+    SERVING = _well("Serving", "Pods serve the model, the picker has them, a request would succeed.")
+    PENDING = _passes(
+        "Pending",
         "The operator has not seen enough yet to judge.",
         "Wait some seconds; if it stays, look at the operator's log.",
-    ),
-    _R.SPEC_NOT_UNDERSTOOD: ReasonInfo(
-        False,
+    )
+    SPEC_NOT_UNDERSTOOD = _needs_you(
+        "SpecNotUnderstood",
         "The stored spec does not fit this version of the operator.",
-        "Upgrade the operator to the version of the CRDs, or set the named field to a value that this version knows.",
-    ),
-    _R.RECONCILE_FAILED: ReasonInfo(
-        False,
+        "Upgrade the operator to the version of the CRDs, or set the named field to a value that this version "
+        "knows.",
+    )
+    RECONCILE_FAILED = _needs_you(
+        "ReconcileFailed",
         "The API server refuses what the operator writes (the message quotes it), or no plan could be made.",
-        "Correct what the message names (a quota, a policy, a right); report a defect. It is tried again by itself.",
-    ),
-    _R.DELETING: ReasonInfo(
-        None, "The object is being deleted.", "Wait for the pods to drain; drain.timeoutSeconds bounds it."
-    ),
-    _R.ROLLING_OUT: ReasonInfo(
-        None, "Pods of a new revision replace the old ones.", "Wait; the old pods serve meanwhile."
-    ),
-    _R.ROLLOUT_COMPLETE: ReasonInfo(True, "All pods are of the current revision, and the picker has them."),
-    _R.ROLLOUT_STALLED: ReasonInfo(
-        False,
+        "Correct what the message names (a quota, a policy, a right); report a defect. It is tried again by "
+        "itself.",
+        patience_s=10,
+    )
+    DELETING = _passes(
+        "Deleting",
+        "The object is being deleted.",
+        "Wait for the pods to drain; drain.timeoutSeconds bounds it.",
+    )
+    # Rollouts
+    ROLLING_OUT = _passes(
+        "RollingOut", "Pods of a new revision replace the old ones.", "Wait; the old pods serve meanwhile."
+    )
+    ROLLOUT_COMPLETE = _well(
+        "RolloutComplete", "All pods are of the current revision, and the picker has them."
+    )
+    ROLLOUT_STALLED = _needs_you(
+        "RolloutStalled",
         "The new revision's pods do not become ready; the old ones serve on.",
         "Look at WorkloadsReady for the cause; going back to the former spec ends the rollout.",
-    ),
-    _R.PAUSED: ReasonInfo(None, "The rollout is paused.", "Set rollout.paused to false to go on."),
-    _R.SCALING: ReasonInfo(None, "Pods are added or taken away.", "Wait; pods that go drain first."),
-    _R.DRAINING: ReasonInfo(None, "Old pods finish their requests.", "Wait; drain.timeoutSeconds bounds it."),
-    _R.PODS_READY: ReasonInfo(True, "All pods are ready."),
-    _R.PODS_STARTING: ReasonInfo(None, "Pods start.", "Wait; `kubectl describe pod` shows how far they are."),
-    _R.INSUFFICIENT_CAPACITY: ReasonInfo(
-        False,
+    )
+    PAUSED = _passes("Paused", "The rollout is paused.", "Set rollout.paused to false to go on.")
+    SCALING = _passes("Scaling", "Pods are added or taken away.", "Wait; pods that go drain first.")
+    DRAINING = _passes("Draining", "Old pods finish their requests.", "Wait; drain.timeoutSeconds bounds it.")
+    # Pods
+    PODS_READY = _well("PodsReady", "All pods are ready.")
+    PODS_STARTING = _passes(
+        "PodsStarting", "Pods start.", "Wait; `kubectl describe pod` shows how far they are."
+    )
+    INSUFFICIENT_CAPACITY = _needs_you(
+        "InsufficientCapacity",
         "No node has room for a pod.",
-        "Add nodes, lower replicas or engine.resources, or correct accelerator.class, count and tolerations.",
-    ),
-    _R.IMAGE_PULL_FAILING: ReasonInfo(
-        False,
+        "Add nodes, lower replicas or engine.resources, or correct accelerator.class, count and tolerations. "
+        "A rollout that finds no room replaces pods one by one after rollout.surgeTimeoutSeconds where the "
+        "new ones fit in the place of the old; rollout.maxUnavailable 1 or more, or strategy Replace, makes "
+        "room at once; the former spec ends the rollout.",
+        patience_s=60,
+    )
+    IMAGE_PULL_FAILING = _needs_you(
+        "ImagePullFailing",
         "An image cannot be pulled.",
         "Correct the image's name, or give the pods a pull secret by template.spec.imagePullSecrets.",
-    ),
-    _R.CRASH_LOOPING: ReasonInfo(
-        False,
+        patience_s=15,
+    )
+    CRASH_LOOPING = _needs_you(
+        "CrashLooping",
         "A container ends again and again; the message has its last words.",
         "Act on the quoted last line, or see `kubectl logs --previous`.",
-    ),
-    _R.OUT_OF_MEMORY: ReasonInfo(
-        False,
+    )
+    OUT_OF_MEMORY = _needs_you(
+        "OutOfMemory",
         "A container was killed for its memory.",
-        "Raise the memory limit in engine.resources, or lower engine.contextLength, memoryFraction or maxTotalTokens.",
-    ),
-    _R.PROBE_FAILING: ReasonInfo(
-        False,
+        "Raise the memory limit in engine.resources, or lower engine.contextLength, memoryFraction or "
+        "maxTotalTokens.",
+    )
+    PROBE_FAILING = _needs_you(
+        "ProbeFailing",
         "A container runs but its probe fails.",
-        "See the pod's log; set model.size if loading takes longer, engine.port if the server listens elsewhere.",
-    ),
-    _R.CONFIG_ERROR: ReasonInfo(
-        False,
+        "See the pod's log; set engine.port if the server listens elsewhere. A start may take 30 minutes, or "
+        "20 s for each GiB of model.size where that is longer; template.spec.containers[runtime].startupProbe "
+        "changes it.",
+        patience_s=60,
+    )
+    CONFIG_ERROR = _needs_you(
+        "ConfigError",
         "A container cannot be made from its configuration.",
         "Create the Secret or ConfigMap that the message names, or correct the reference to it.",
-    ),
-    _R.KEYS_PENDING: ReasonInfo(
-        None,
+        patience_s=15,
+    )
+    KEYS_PENDING = _passes(
+        "KeysPending",
         "The pods are made when the gateway has made the Secret with the keys of the cache events.",
         "Wait some seconds; if it stays, see GatewayReady and EndpointPickerReady.",
-    ),
-    _R.KEY_SECRET_MISSING: ReasonInfo(
-        False,
+    )
+    KEY_SECRET_MISSING = _needs_you(
+        "KeySecretMissing",
         "The Secret with the keys of the cache events is gone.",
         "Wait: the operator makes a new one; then delete the pods that hold the old keys.",
-    ),
-    _R.VOLUME_NOT_READY: ReasonInfo(
-        False,
+        patience_s=30,
+    )
+    VOLUME_NOT_READY = _needs_you(
+        "VolumeNotReady",
         "A volume is not bound or cannot be mounted.",
-        "Correct model.cache (claimName, storageClassName, accessModes) as the message says.",
-    ),
-    _R.QUOTA_EXCEEDED: ReasonInfo(
-        False,
+        "Correct model.cache or engine.cache (claimName, storageClassName, accessModes) as the message says.",
+        patience_s=60,
+    )
+    QUOTA_EXCEEDED = _needs_you(
+        "QuotaExceeded",
         "A quota of the namespace forbids more pods.",
         "Raise the ResourceQuota or lower replicas or resources.",
-    ),
-    _R.POD_REJECTED: ReasonInfo(
-        False,
+    )
+    POD_REJECTED = _needs_you(
+        "PodRejected",
         "An admission policy refuses the pods.",
         "Remove from template what the message names, or run the pool in a namespace whose policy allows it.",
-    ),
-    _R.TEMPLATE_INVALID: ReasonInfo(
-        False,
+    )
+    TEMPLATE_INVALID = _needs_you(
+        "TemplateInvalid",
         "The pods rendered with spec.template are no valid pods.",
         "Correct the field of spec.template that the message names.",
-    ),
-    _R.SCALED_TO_ZERO: ReasonInfo(
-        None,
+    )
+    SCALED_TO_ZERO = _passes(
+        "ScaledToZero",
         "The pool has no pods because none are asked for.",
         "Set replicas to 1 or more, or let an autoscaler do it.",
-    ),
-    _R.MODEL_LOADED: ReasonInfo(True, "The model is loaded."),
-    _R.MODEL_LOADING: ReasonInfo(
-        None, "The engine loads the model.", "Wait; set model.size if the start-up budget is too short."
-    ),
-    _R.WEIGHTS_DOWNLOADING: ReasonInfo(
-        None,
+    )
+    # The model
+    MODEL_LOADED = _well("ModelLoaded", "The model is loaded.")
+    MODEL_LOADING = _passes(
+        "ModelLoading",
+        "The engine loads the model.",
+        "Wait: it may take 30 minutes, or 20 s for each GiB of model.size where that is longer; "
+        "template.spec.containers[runtime].startupProbe changes it. With engine.cache later pods compile "
+        "less.",
+    )
+    WEIGHTS_DOWNLOADING = _passes(
+        "WeightsDownloading",
         "The weights are being downloaded; status.download has the figures.",
         "Wait; with model.cache the next pods need not download again.",
-    ),
-    _R.WEIGHTS_MISSING: ReasonInfo(
-        False,
+    )
+    WEIGHTS_MISSING = _needs_you(
+        "WeightsMissing",
         "There are no weights where model.uri points.",
         "Correct model.uri, or put the files (config.json, *.safetensors, tokenizer.json) there.",
-    ),
-    _R.DOWNLOAD_FAILED: ReasonInfo(
-        False,
+    )
+    DOWNLOAD_FAILED = _needs_you(
+        "DownloadFailed",
         "The download of the weights fails; the message says why.",
-        "Correct model.uri or model.tokenSecretRef (gated models need a token), or allow egress to the source.",
-    ),
-    _R.MODEL_TOO_LARGE: ReasonInfo(
-        False,
+        "Correct model.uri or model.tokenSecretRef (gated models need a token), or allow egress to the "
+        "source.",
+    )
+    MODEL_TOO_LARGE = _needs_you(
+        "ModelTooLarge",
         "The model does not fit into the memory or the volume.",
         "Take a larger accelerator or more of them, more memory or cache.size, or a smaller model.",
-    ),
-    _R.MODEL_NOT_SERVED: ReasonInfo(
-        False,
+    )
+    MODEL_NOT_SERVED = _needs_you(
+        "ModelNotServed",
         "The pods answer to other model names than the pool's.",
         "Set model.name to a name that the engine serves, or tell the engine the name by engine.args.",
-    ),
-    _R.PICKER_SYNCED: ReasonInfo(True, "The picker is ready and lists the pool's pods."),
-    _R.PICKER_NOT_READY: ReasonInfo(
-        False,
+        patience_s=15,
+    )
+    # The picker
+    PICKER_SYNCED = _well("PickerSynced", "The picker is ready and lists the pool's pods.")
+    PICKER_NOT_READY = _needs_you(
+        "PickerNotReady",
         "No pod of the picker is ready.",
-        "See its pods (`kubectl get pods -l treeline.dev/component=epp`); with FailOpen requests are served meanwhile.",
-    ),
-    _R.PICKER_NOT_SYNCED: ReasonInfo(
-        None,
+        "See its pods (`kubectl get pods -l treeline.dev/component=epp`); with FailOpen requests are served "
+        "meanwhile.",
+        patience_s=60,
+    )
+    PICKER_NOT_SYNCED = _passes(
+        "PickerNotSynced",
         "The picker has not read the cluster yet.",
         "Wait some seconds; if it stays, look at the picker's log.",
-    ),
-    _R.PICKER_UNREACHABLE: ReasonInfo(
-        None,
+    )
+    PICKER_UNREACHABLE = _passes(
+        "PickerUnreachable",
         "The operator cannot ask the picker for its list.",
-        "Allow the operator to reach port 9090 of the picker's pods (NetworkPolicy).",
-    ),
-    _R.ENDPOINTS_MISSING: ReasonInfo(
-        None,
+        "Allow the operator to reach port 9004 of the picker's pods (NetworkPolicy).",
+    )
+    ENDPOINTS_MISSING = _passes(
+        "EndpointsMissing",
         "Ready pods are not in the picker's list yet.",
         "Wait some seconds; if it stays, look at the picker's log and its Role.",
-    ),
-    _R.GATEWAY_SERVING: ReasonInfo(True, "The gateway serves at status.url."),
-    _R.GATEWAY_NOT_READY: ReasonInfo(
-        False,
+    )
+    # The gateway
+    GATEWAY_SERVING = _well("GatewayServing", "The gateway serves at status.url.")
+    GATEWAY_NOT_READY = _needs_you(
+        "GatewayNotReady",
         "No Envoy of the gateway is ready.",
         "See its pods (`kubectl get pods -l treeline.dev/component=edge`).",
-    ),
-    _R.GATEWAY_CONFLICT: ReasonInfo(
-        False,
+        patience_s=60,
+    )
+    GATEWAY_CONFLICT = _needs_you(
+        "GatewayConflict",
         "Another, older pool of the same gateway asks for other settings; those hold.",
         "Make the named settings equal to the older pool's, or give this pool another gateway.name.",
-    ),
-    _R.GATEWAY_API_MISSING: ReasonInfo(
-        False,
+    )
+    GATEWAY_OPEN = _needs_you(
+        "GatewayOpen",
+        "The gateway serves, but its load balancer lets everybody in, or shows prompts to the network.",
+        "Set gateway.standalone.apiKeysSecretRef and tls; or use serviceType ClusterIP behind a proxy of "
+        "yours.",
+    )
+    FAIL_CLOSE_FORCED = _passes(
+        "FailCloseForced",
+        "The gateway serves, and without a picker it will refuse requests, although failureMode is FailOpen: "
+        "at an engine other than treeline the picker alone keeps the clients apart.",
+        "Set endpointPicker.failureMode to FailClose, or gateway.isolation to Shared.",
+    )
+    GATEWAY_API_MISSING = _needs_you(
+        "GatewayApiMissing",
         "The cluster has no Gateway API.",
         "Install the Gateway API CRDs and a controller, or remove gateway.parentRefs.",
-    ),
-    _R.INFERENCE_EXTENSION_MISSING: ReasonInfo(
-        False,
+        patience_s=60,
+    )
+    INFERENCE_EXTENSION_MISSING = _needs_you(
+        "InferenceExtensionMissing",
         "The cluster has no Gateway API Inference Extension.",
         "Install the InferencePool CRD of inference.networking.k8s.io/v1, or remove gateway.parentRefs.",
-    ),
-    _R.ADDRESS_PENDING: ReasonInfo(
-        None,
+        patience_s=60,
+    )
+    ADDRESS_PENDING = _passes(
+        "AddressPending",
         "The load balancer has no address yet.",
         "Wait; a cluster without load balancers needs gateway.standalone.serviceType ClusterIP or NodePort.",
-    ),
-    _R.ROUTE_ACCEPTED: ReasonInfo(True, "Every parent accepts the route."),
-    _R.ROUTE_PENDING: ReasonInfo(
-        None,
+    )
+    ROUTE_ACCEPTED = _well("RouteAccepted", "Every parent accepts the route.")
+    ROUTE_PENDING = _passes(
+        "RoutePending",
         "No controller has judged the route yet.",
         "Check that the parent Gateway exists and that its controller runs.",
-    ),
-    _R.ROUTE_NOT_ACCEPTED: ReasonInfo(
-        False,
+    )
+    ROUTE_NOT_ACCEPTED = _needs_you(
+        "RouteNotAccepted",
         "A parent refuses the route; the message quotes it.",
         "Let the Gateway's listener allow this namespace and these host names, or correct gateway.parentRefs.",
-    ),
-    _R.UNSUPPORTED_BY_PARENT: ReasonInfo(
-        False,
+        patience_s=30,
+    )
+    UNSUPPORTED_BY_PARENT = _needs_you(
+        "UnsupportedByParent",
         "The parent's controller does not support inference pools.",
         "Use a gateway that supports the Inference Extension, or remove gateway.parentRefs.",
-    ),
-    _R.NOT_AUTOSCALED: ReasonInfo(
-        None,
+        patience_s=30,
+    )
+    GATEWAY_NOT_PROGRAMMED = _needs_you(
+        "GatewayNotProgrammed",
+        "A Gateway of gateway.parentRefs has no data plane that listens; the message quotes it.",
+        "See `kubectl describe gateway`: its controller says there what it lacks (an address, a certificate, "
+        "a port).",
+        patience_s=120,
+    )
+    # Scaling
+    NOT_AUTOSCALED = _passes(
+        "NotAutoscaled",
         "Nobody but you sets spec.replicas.",
         "Nothing; with autoscaling.type HPA or KEDA an autoscaler does it.",
-    ),
-    _R.AUTOSCALER_ACTIVE: ReasonInfo(True, "The autoscaler sets spec.replicas."),
-    _R.AUTOSCALER_NOT_READY: ReasonInfo(
-        False,
+    )
+    AUTOSCALER_ACTIVE = _well("AutoscalerActive", "The autoscaler sets spec.replicas.")
+    AUTOSCALER_NOT_READY = _needs_you(
+        "AutoscalerNotReady",
         "The autoscaler cannot compute the replicas; the message quotes it.",
         "Correct the metric or trigger that the message names.",
-    ),
-    _R.KEDA_MISSING: ReasonInfo(
-        False, "The cluster has no KEDA.", "Install KEDA, or set autoscaling.type to HPA or None."
-    ),
-    _R.METRICS_API_MISSING: ReasonInfo(
-        False,
+        patience_s=120,
+    )
+    KEDA_MISSING = _needs_you(
+        "KedaMissing",
+        "The cluster has no KEDA.",
+        "Install KEDA, or set autoscaling.type to HPA or None.",
+        patience_s=60,
+    )
+    METRICS_API_MISSING = _needs_you(
+        "MetricsApiMissing",
         "The API that the autoscaler's metrics come from is missing.",
         "Install metrics-server (resource metrics) or an adapter (custom and external metrics).",
-    ),
-    _R.POD_SECURITY_RESTRICTED: ReasonInfo(True, "The pods keep to Pod Security level restricted."),
-    _R.POD_SECURITY_EXCEPTION: ReasonInfo(
-        None,
+        patience_s=120,
+    )
+    # Security
+    POD_SECURITY_RESTRICTED = _well(
+        "PodSecurityRestricted", "The pods keep to Pod Security level restricted."
+    )
+    POD_SECURITY_EXCEPTION = _passes(
+        "PodSecurityException",
         "spec.template asks for what Pod Security level restricted forbids.",
         "Remove the named fields from spec.template if they are not needed.",
-    ),
-    _R.ACCEPTED: ReasonInfo(True, "The name is served."),
-    _R.POOL_NOT_FOUND: ReasonInfo(
-        False,
+    )
+    # What the spec asks for in vain
+    CLAIM_NOT_SHAREABLE = _needs_you(
+        "ClaimNotShareable",
+        "Pods on several nodes are to have a claim that only one node can mount; some would never start.",
+        "Set accessModes of the named cache to [ReadWriteMany], with a storage class that has it, or keep one "
+        "replica.",
+    )
+    DEVICES_UNUSED = _needs_you(
+        "DevicesUnused",
+        "Pods ask for more devices than the engine uses.",
+        "Remove engine.tensorParallel (it follows accelerator.count), or lower accelerator.count.",
+    )
+    # InferenceModels
+    ACCEPTED = _well("Accepted", "The name is served.")
+    POOL_NOT_FOUND = _needs_you(
+        "PoolNotFound",
         "poolRef or a fallback names a pool that does not exist.",
         "Create the InferencePool in this namespace, or correct poolRef.name.",
-    ),
-    _R.MODEL_NAME_IN_USE: ReasonInfo(
-        False,
+        patience_s=15,
+    )
+    MODEL_NAME_IN_USE = _needs_you(
+        "ModelNameInUse",
         "An older InferenceModel has the name.",
         "Choose another modelName, or delete the older one: this one is then promoted.",
-    ),
-    _R.WEIGHTS_INVALID: ReasonInfo(
-        False,
+    )
+    WEIGHTS_INVALID = _needs_you(
+        "WeightsInvalid",
         "The weights of targetModels are not usable.",
         "Give every target a weight of 1 or more, or none of them.",
-    ),
-    _R.CREATED: ReasonInfo(True, "The operator made an object."),
-    _R.APPLIED: ReasonInfo(True, "The operator changed an object that it made."),
-    _R.SCALED: ReasonInfo(True, "The operator changed the number of a revision's pods."),
-    _R.DELETED: ReasonInfo(True, "The operator removed an object that is not needed any more."),
-    _R.DRIFT_CORRECTED: ReasonInfo(
-        None,
+    )
+    # What the operator did (Events only)
+    CREATED = _well("Created", "The operator made an object.")
+    APPLIED = _well("Applied", "The operator changed an object that it made.")
+    SCALED = _well("Scaled", "The operator changed the number of a revision's pods.")
+    DELETED = _well("Deleted", "The operator removed an object that is not needed any more.")
+    DRIFT_CORRECTED = _passes(
+        "DriftCorrected",
         "Somebody changed fields that the operator owns; they are as before again.",
         "Change the InferencePool instead; what may be changed on pods goes into spec.template.",
-    ),
-    _R.DRAIN_CANCELLED: ReasonInfo(
-        None, "Pods that were to go stay after all.", "Nothing; they serve again."
-    ),
-    _R.DRAIN_TIMEOUT: ReasonInfo(
-        False,
-        "Pods are told to end with requests in flight; they have drain.timeoutSeconds once more to finish them.",
+    )
+    DRAIN_CANCELLED = _passes(
+        "DrainCancelled", "Pods that were to go stay after all.", "Nothing; they serve again."
+    )
+    DRAIN_TIMEOUT = _needs_you(
+        "DrainTimeout",
+        "Pods are told to end with requests in flight; they have drain.timeoutSeconds once more to finish "
+        "them.",
         "Raise drain.timeoutSeconds if requests may take longer.",
-    ),
-}
-
-POLARITY: Final[dict[ConditionType, Status]] = {
-    **dict.fromkeys(ConditionType, "True"),
-    ConditionType.PROGRESSING: "False",
-    ConditionType.SECURITY_EXCEPTIONS: "False",
-}
-"""The status that each condition has when all is well."""
-
-SUMMARY: Final[dict[ConditionType, str]] = {
-    ConditionType.READY: "A request to status.url would succeed, with pods of this generation.",
-    ConditionType.PROGRESSING: "Something is under way: a rollout, a change of replicas, a drain.",
-    ConditionType.WORKLOADS_READY: "The pods run and are ready.",
-    ConditionType.MODEL_READY: "The weights are there and loaded.",
-    ConditionType.ENDPOINT_PICKER_READY: "The picker is ready and lists the pool's pods.",
-    ConditionType.GATEWAY_READY: "The gateway is ready; with Gateway API its parents know the route.",
-    ConditionType.ROUTE_ACCEPTED: "Every parent accepts the route. Only with gateway.parentRefs.",
-    ConditionType.SCALING_ACTIVE: "An autoscaler sets the replicas.",
-    ConditionType.SECURITY_EXCEPTIONS: "The pods go beyond Pod Security level restricted.",
-    ConditionType.ACCEPTED: "The InferenceModel's name is served.",
-}
+    )

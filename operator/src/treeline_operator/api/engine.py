@@ -6,15 +6,22 @@ from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
 from pydantic import Field, StrictFloat, StrictInt, StringConstraints
-from pydantic.alias_generators import to_snake
 from treeline_wire import ports
 
-from treeline_operator.api.parts import LIST_MAP, DnsName, Part, Resources, Toleration
-from treeline_operator.api.rules import Rule
-from treeline_operator.api.source import Uri
+from treeline_operator.api.parts import (
+    LABEL_VALUE_PATTERN,
+    LIST_MAP,
+    DnsName,
+    Part,
+    Resources,
+    ServedName,
+    Toleration,
+)
+from treeline_operator.api.rules import Rule, forbidden
+from treeline_operator.api.source import Cache, Uri
 
 Text = Annotated[str, StringConstraints(max_length=1024)]
-Image = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"^\S+$")]
+Image = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"^[!-~]+$")]
 EngineType = Literal["treeline", "sglang", "vllm", "custom"]
 RESOURCE_NAME: Final = "nvidia.com/gpu"
 
@@ -43,13 +50,10 @@ def _listed(words: tuple[str, ...]) -> str:
 
 
 def _setting_rule(setting: str, engines: tuple[EngineType, ...]) -> Rule:
-    attribute = to_snake(setting)
-    return Rule(
+    return forbidden(
         f"!has(self.{setting}) || self.type in {list(engines)}",
         f"{setting} is a setting of {_listed(engines)}: remove it, or pass the engine's own flag in args",
-        lambda e: getattr(e, attribute) is None or e.type in engines,
         field=f".{setting}",
-        reason="FieldValueForbidden",
     )
 
 
@@ -60,33 +64,25 @@ class Accelerator(Part):
     """What a pod computes on."""
 
     RULES = (
-        Rule(
+        forbidden(
             "self.type == 'nvidia' || self.count == 1",
             f"count {_NVIDIA_ONLY}; CPUs are asked for by engine.resources",
-            lambda a: a.is_gpu or a.count == 1,
             field=".count",
-            reason="FieldValueForbidden",
         ),
-        Rule(
+        forbidden(
             "self.type == 'nvidia' || !has(self.class)",
             f"class {_NVIDIA_ONLY}; choose nodes by template.spec.nodeSelector",
-            lambda a: a.is_gpu or a.class_ is None,
             field=".class",
-            reason="FieldValueForbidden",
         ),
-        Rule(
+        forbidden(
             f"self.type == 'nvidia' || self.resourceName == '{RESOURCE_NAME}'",
             f"resourceName {_NVIDIA_ONLY}",
-            lambda a: a.is_gpu or a.resource_name == RESOURCE_NAME,
             field=".resourceName",
-            reason="FieldValueForbidden",
         ),
-        Rule(
+        forbidden(
             "self.type == 'nvidia' || !has(self.tolerations) || self.tolerations.size() == 0",
             "these tolerations are for type nvidia only: use template.spec.tolerations for other taints",
-            lambda a: a.is_gpu or not a.tolerations,
             field=".tolerations",
-            reason="FieldValueForbidden",
         ),
     )
 
@@ -94,9 +90,9 @@ class Accelerator(Part):
     """Kind of device."""
     count: Annotated[StrictInt, Field(ge=1, le=16)] = 1
     """Devices per pod. For type nvidia."""
-    class_: Annotated[str, StringConstraints(min_length=1, max_length=63)] | None = Field(
-        default=None, alias="class"
-    )
+    class_: (
+        Annotated[str, StringConstraints(pattern=LABEL_VALUE_PATTERN, min_length=1, max_length=63)] | None
+    ) = Field(default=None, alias="class")
     """Product of the device: value of the node label `nvidia.com/gpu.product`. For type nvidia."""
     runtime_class_name: DnsName | None = None
     """RuntimeClass of the pods, where the device needs one."""
@@ -115,7 +111,7 @@ class Accelerator(Part):
 class Adapter(Part):
     """A LoRA adapter."""
 
-    name: Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^\S+$")]
+    name: ServedName
     """Name under which clients ask for the adapter."""
     uri: Uri
     """Where the adapter's weights are."""
@@ -129,48 +125,37 @@ class Engine(Part):
         Rule(
             "self.type != 'custom' || has(self.image)",
             "engine custom has no image of its own: set engine.image",
-            lambda e: e.type != "custom" or e.image is not None,
             field=".image",
             reason="FieldValueRequired",
         ),
-        Rule(
-            "self.type != 'treeline' || self.tensorParallel == 1",
+        forbidden(
+            "self.type != 'treeline' || !has(self.tensorParallel) || self.tensorParallel == 1",
             "engine treeline computes on one device: remove tensorParallel, or use engine sglang or vllm",
-            lambda e: e.type != "treeline" or e.tensor_parallel == 1,
             field=".tensorParallel",
-            reason="FieldValueForbidden",
         ),
-        Rule(
+        forbidden(
             "self.type != 'treeline' || self.dataParallel == 1",
             "engine treeline runs one copy of the model in a pod: remove dataParallel and raise replicas",
-            lambda e: e.type != "treeline" or e.data_parallel == 1,
             field=".dataParallel",
-            reason="FieldValueForbidden",
         ),
-        Rule(
+        forbidden(
             "self.type != 'treeline' || !has(self.adapters) || self.adapters.size() == 0",
             "engine treeline cannot load adapters: remove adapters, or use engine sglang or vllm",
-            lambda e: e.type != "treeline" or not e.adapters,
             field=".adapters",
-            reason="FieldValueForbidden",
         ),
-        Rule(
-            "self.type != 'custom' || (self.tensorParallel == 1 && self.dataParallel == 1)",
+        forbidden(
+            "self.type != 'custom' || ((!has(self.tensorParallel) || self.tensorParallel == 1)"
+            " && self.dataParallel == 1)",
             "the flags of a custom engine are not known: remove tensorParallel and dataParallel and use args",
-            lambda e: e.type != "custom" or (e.tensor_parallel == 1 and e.data_parallel == 1),
-            reason="FieldValueForbidden",
         ),
-        Rule(
+        forbidden(
             "self.type != 'custom' || !has(self.adapters) || self.adapters.size() == 0",
             "the flags of a custom engine are not known: remove adapters and use args",
-            lambda e: e.type != "custom" or not e.adapters,
             field=".adapters",
-            reason="FieldValueForbidden",
         ),
         Rule(
             f"self.type == 'custom' || !(self.port in {sorted(KV_PORTS)})",
             f"ports {', '.join(map(str, sorted(KV_PORTS)))} are those of cache events and load reports: choose another",
-            lambda e: e.type == "custom" or e.port not in KV_PORTS,
             field=".port",
         ),
     )
@@ -193,8 +178,9 @@ class Engine(Part):
     """Part of the device's memory for weights and KV cache."""
     page_size: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
     """Tokens per page of the KV cache."""
-    tensor_parallel: Annotated[StrictInt, Field(ge=1, le=16)] = 1
-    """Devices over which each layer is split. For engines sglang and vllm."""
+    tensor_parallel: Annotated[StrictInt, Field(ge=1, le=16)] | None = None
+    """Devices over which each layer is split; absent means all of accelerator.count that dataParallel leaves for a
+    copy, unless args split the devices themselves. For engines sglang and vllm."""
     data_parallel: Annotated[StrictInt, Field(ge=1, le=64)] = 1
     """Copies of the model in one pod. For engines sglang and vllm."""
     max_running_requests: Annotated[StrictInt, Field(ge=1)] | None = None
@@ -209,11 +195,19 @@ class Engine(Part):
     """Number format of weights and activations, in the engine's words."""
     threads: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
     """Threads of computation."""
-    eviction_policy: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_-]+$", max_length=32)] | None = None
+    eviction_policy: (
+        Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=32)] | None
+    ) = None
     """Which pages leave the prefix cache first, in the engine's words."""
-    schedule_policy: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_-]+$", max_length=32)] | None = None
+    schedule_policy: (
+        Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=32)] | None
+    ) = None
     """Which waiting request is next, in the engine's words."""
     adapters: Annotated[tuple[Adapter, ...], Field(max_length=64, json_schema_extra=LIST_MAP)] = ()
     """LoRA adapters that are served beside the model. For engines sglang and vllm."""
     resources: Resources | None = None
-    """Resources of the runtime container."""
+    """Resources of the runtime container. On GPUs the requests are, where nothing is said, 2 CPUs for each device and
+    4Gi of memory besides half of model.size (8Gi for each device where that is not known)."""
+    cache: Cache | None = None
+    """Volume that keeps what the engine compiles (kernels, graphs) for the next pods; absent means that every pod
+    compiles anew into an emptyDir. Whoever can write to it can run code in the pods."""

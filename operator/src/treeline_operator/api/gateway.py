@@ -9,6 +9,8 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt, StringConstraint
 from treeline_operator.api.engine import Image, Text
 from treeline_operator.api.parts import (
     DNS_NAME_PATTERN,
+    NO_QUALIFIED_NAME,
+    QUALIFIED_NAME_PATTERN,
     SET,
     SHORT_NAME_PATTERN,
     DnsLabel,
@@ -17,7 +19,7 @@ from treeline_operator.api.parts import (
     Part,
     Resources,
 )
-from treeline_operator.api.rules import Rule
+from treeline_operator.api.rules import Rule, forbidden
 from treeline_operator.names import MAX_NAME
 
 
@@ -55,8 +57,47 @@ class Tls(Part):
     """Secret of type kubernetes.io/tls. The operator never reads it; Envoy mounts it."""
 
 
+class PickerTls(Part):
+    """Mutual TLS between our own Envoy and the picker."""
+
+    secret_ref: NamedRef
+    """Secret with tls.crt, tls.key and ca.crt, which both mount; the operator never reads it. The certificate is for
+    server and client authentication and valid for `<gateway>-epp.<namespace>.svc`. Whoever has a certificate signed by
+    ca.crt may ask the picker: use an authority of the gateway's own. Changes are taken without a restart."""
+
+
+class ClientLimits(Part):
+    """What clients may ask of our own Envoy at most."""
+
+    receive_timeout_seconds: Annotated[StrictInt, Field(ge=1, le=3600)] = 60
+    """How long a request may take to arrive, its body included; then it is answered 408. An answer may take as long as
+    it takes."""
+    connections: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 10_000
+    """Connections of all clients together to one Envoy; more are closed at once."""
+    requests_per_second: Annotated[StrictInt, Field(ge=1, le=1_000_000)] | None = None
+    """Requests of one client a second at one Envoy, of which two seconds' worth may come at once; more are answered
+    429. A client is who has an API key, and without keys an address. Absent means any number."""
+    unanswered_requests: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 1000
+    """Requests of one client whose answer has not begun, at one picker; more are answered 429."""
+
+
 class Standalone(Part):
     """The Envoy that the operator runs. Shared by the pools of a gateway."""
+
+    RULES = (
+        forbidden(
+            "!has(self.annotations)"
+            " || self.annotations.all(k, !k.startsWith('treeline.dev/') && !k.startsWith('kubectl.kubernetes.io/'))",
+            "annotations of treeline.dev and kubectl.kubernetes.io are the operator's and kubectl's:"
+            " remove them from annotations",
+            field=".annotations",
+        ),
+        Rule(
+            f"!has(self.annotations) || self.annotations.all(k, k.matches('{QUALIFIED_NAME_PATTERN}'))",
+            NO_QUALIFIED_NAME,
+            field=".annotations",
+        ),
+    )
 
     service_type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
     """Type of the Service in front of Envoy."""
@@ -75,6 +116,11 @@ class Standalone(Part):
     anybody who reaches the Service is served."""
     tls: Tls | None = None
     """TLS towards the clients; absent means plain HTTP."""
+    picker_tls: PickerTls | None = None
+    """Mutual TLS between Envoy and the picker; absent means plain text, which the NetworkPolicies alone protect."""
+    limits: ClientLimits = Field(default_factory=ClientLimits)
+    """What clients may ask at most. The memory for all requests together follows from the limit in `resources`, which
+    is 1Gi where none is given, or eight times `endpointPicker.parameters.maxBodyBytes` if that is more."""
     expose_routing: StrictBool = False
     """Response headers `x-treeline-endpoint` (the pod that served) and `x-treeline-cached-tokens`, to see the routing.
     Off, because they tell clients addresses of pods, and whether somebody else has asked the same before."""
@@ -83,9 +129,13 @@ class Standalone(Part):
 class ParentRef(Part):
     """A Gateway (Gateway API) whose listeners serve the pool."""
 
-    group: Annotated[str, StringConstraints(max_length=253)] = "gateway.networking.k8s.io"
+    group: Annotated[str, StringConstraints(pattern=rf"^$|{DNS_NAME_PATTERN}", max_length=253)] = (
+        "gateway.networking.k8s.io"
+    )
     """API group of the parent."""
-    kind: Annotated[str, StringConstraints(min_length=1, max_length=63)] = "Gateway"
+    kind: Annotated[
+        str, StringConstraints(pattern=r"^[a-zA-Z]([-a-zA-Z0-9]*[a-zA-Z0-9])?$", min_length=1, max_length=63)
+    ] = "Gateway"
     """Kind of the parent."""
     namespace: DnsLabel | None = None
     """Namespace of the parent; absent means the pool's."""
@@ -108,24 +158,25 @@ class Gateway(Part):
 
     RULES = (
         Rule(
+            "!has(self.isolation) || self.isolation == 'Shared'"
+            " || (has(self.standalone) && has(self.standalone.apiKeysSecretRef))",
+            "without API keys there are no clients to keep apart: set standalone.apiKeysSecretRef, or remove isolation",
+            field=".isolation",
+        ),
+        forbidden(
             "!has(self.standalone) || !has(self.parentRefs) || self.parentRefs.size() == 0",
             "parentRefs means that your Gateway serves the pool and no Envoy of ours runs:"
             " remove standalone, or remove parentRefs",
-            lambda g: g.standalone is None or not g.parent_refs,
-            reason="FieldValueForbidden",
         ),
-        Rule(
+        forbidden(
             "!has(self.hostnames) || self.hostnames.size() == 0"
             " || (has(self.parentRefs) && self.parentRefs.size() > 0)",
             "host names are matched by a Gateway; our own Envoy serves every name: remove hostnames, or set parentRefs",
-            lambda g: not g.hostnames or bool(g.parent_refs),
             field=".hostnames",
-            reason="FieldValueForbidden",
         ),
         Rule(
             "!has(self.parentRefs) || self.parentRefs.all(a, self.parentRefs.exists_one(b, a == b))",
             "a parent is named twice: remove one of them",
-            lambda g: all(g.parent_refs.count(parent) == 1 for parent in g.parent_refs),
             field=".parentRefs",
         ),
     )
@@ -142,6 +193,21 @@ class Gateway(Part):
     """Gateways (Gateway API) to attach to, instead of an Envoy of our own."""
     hostnames: Annotated[tuple[Hostname, ...], Field(max_length=16, json_schema_extra=SET)] = ()
     """Host names of the HTTPRoute. Only with parentRefs."""
+
+    isolation: Literal["PerKey", "Shared"] | None = None
+    """Whose prompts a client's requests find in the caches. PerKey: its own alone, each API key's client has a cache of
+    its own. Shared: everybody's, and what a request found is told to nobody, unless exposeRouting is set; how fast an
+    answer comes tells it still. Absent means PerKey where there are API keys, else Shared."""
+
+    @property
+    def has_clients(self) -> bool:
+        """Whether our own Envoy knows its clients by their keys."""
+        return self.mode == "standalone" and self.edge.api_keys_secret_ref is not None
+
+    @property
+    def kept_apart(self) -> bool:
+        """Whether each client has a cache of its own."""
+        return self.has_clients and self.isolation != "Shared"
 
     @property
     def mode(self) -> Literal["standalone", "gateway-api"]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, StrictBool, StrictInt, WithJsonSchema
 
-from treeline_operator.api.parts import FOREIGN, Part
-from treeline_operator.api.rules import Rule
+from treeline_operator.api.parts import FOREIGN, CountOrPercent, Part
+from treeline_operator.api.rules import Rule, forbidden
 
 Foreign = Annotated[dict[str, Any], WithJsonSchema({"type": "object", **FOREIGN})]
 """An object of another API, kept as it is."""
@@ -37,57 +37,46 @@ class Autoscaling(Part):
     """Who owns the replicas."""
 
     RULES = (
-        Rule(
+        forbidden(
             "self.type != 'None' || (!has(self.minReplicas) && !has(self.maxReplicas))",
             "type None follows spec.replicas: remove minReplicas and maxReplicas, or set type to HPA or KEDA",
-            lambda a: a.type != "None" or (a.min_replicas is None and a.max_replicas is None),
-            reason="FieldValueForbidden",
         ),
-        Rule(
+        forbidden(
             "self.type == 'HPA' || !has(self.hpa)",
             "hpa is for type HPA only: remove it, or set type to HPA",
-            lambda a: a.type == "HPA" or a.hpa is None,
             field=".hpa",
-            reason="FieldValueForbidden",
         ),
-        Rule(
+        forbidden(
             "self.type == 'KEDA' || !has(self.keda)",
             "keda is for type KEDA only: remove it, or set type to KEDA",
-            lambda a: a.type == "KEDA" or a.keda is None,
             field=".keda",
-            reason="FieldValueForbidden",
         ),
         Rule(
             "self.type != 'HPA' || has(self.hpa)",
             "type HPA needs to know by what to scale: set hpa.metrics",
-            lambda a: a.type != "HPA" or a.hpa is not None,
             field=".hpa",
             reason="FieldValueRequired",
         ),
         Rule(
             "self.type != 'KEDA' || has(self.keda)",
             "type KEDA needs to know by what to scale: set keda.triggers",
-            lambda a: a.type != "KEDA" or a.keda is not None,
             field=".keda",
             reason="FieldValueRequired",
         ),
         Rule(
             "self.type == 'None' || has(self.maxReplicas)",
             "an autoscaler needs an upper bound: set maxReplicas",
-            lambda a: a.type == "None" or a.max_replicas is not None,
             field=".maxReplicas",
             reason="FieldValueRequired",
         ),
         Rule(
             "!has(self.minReplicas) || !has(self.maxReplicas) || self.minReplicas <= self.maxReplicas",
             "minReplicas is more than maxReplicas: lower the one or raise the other",
-            lambda a: a.min_replicas is None or a.max_replicas is None or a.min_replicas <= a.max_replicas,
             field=".minReplicas",
         ),
         Rule(
             "self.type != 'HPA' || !has(self.minReplicas) || self.minReplicas > 0",
             "a HorizontalPodAutoscaler cannot wake a pool from zero: set minReplicas to 1 or more, or use type KEDA",
-            lambda a: a.type != "HPA" or a.min_replicas is None or a.min_replicas > 0,
             field=".minReplicas",
         ),
     )
@@ -111,31 +100,51 @@ class Drain(Part):
     """Longest time that running requests get to end. Grace period, preStop and timeouts follow from it."""
 
 
+_NOTHING: Final = (0, "0%")
+
+
+class DisruptionBudget(Part):
+    """The pool's PodDisruptionBudget."""
+
+    RULES = (
+        Rule(
+            "!(string(self.maxUnavailable) in ['0', '0%'])",
+            "a budget that allows no eviction keeps nodes from being drained: set maxUnavailable to 1 or more",
+            field=".maxUnavailable",
+        ),
+    )
+
+    max_unavailable: CountOrPercent = 1
+    """Pods that may be missing while nodes are drained, as a number or a percentage of the pods (rounded up)."""
+
+
 class Rollout(Part):
     """How a change reaches the pods."""
 
     RULES = (
         Rule(
-            "self.maxSurge > 0 || self.maxUnavailable > 0",
+            "!(string(self.maxSurge) in ['0', '0%']) || !(string(self.maxUnavailable) in ['0', '0%'])",
             "with neither a pod more nor a pod less nothing can be replaced: raise maxSurge or maxUnavailable",
-            lambda r: r.max_surge > 0 or r.max_unavailable > 0,
         ),
-        Rule(
-            "self.strategy != 'Replace' || self.maxSurge <= 1",
+        forbidden(
+            "self.strategy != 'Replace' || string(self.maxSurge) in ['0', '0%', '1']",
             "strategy Replace starts no pod above replicas: remove maxSurge, or use strategy SurgeIfCapacity",
-            lambda r: r.strategy != "Replace" or r.max_surge <= 1,
             field=".maxSurge",
-            reason="FieldValueForbidden",
         ),
     )
 
     strategy: Literal["SurgeIfCapacity", "Replace"] = "SurgeIfCapacity"
-    """SurgeIfCapacity starts new pods beside the old ones; where there is no room it takes as many old pods away as
-    maxUnavailable allows. Replace takes old pods away first, one or maxUnavailable at a time."""
-    max_surge: Annotated[StrictInt, Field(ge=0, le=1000)] = 1
-    """Pods above replicas while rolling. For strategy SurgeIfCapacity."""
-    max_unavailable: Annotated[StrictInt, Field(ge=0, le=1000)] = 0
-    """Pods below replicas while rolling."""
+    """SurgeIfCapacity starts new pods beside the old ones. Where no node has had room for surgeTimeoutSeconds, it
+    replaces them one by one: an old pod finishes its requests, goes, and the new one takes its place. Replace takes old
+    pods away first, one or maxUnavailable at a time, and does not wait for their requests."""
+    max_surge: CountOrPercent = 1
+    """Pods above replicas while rolling, as a number or a percentage of replicas (rounded up). For strategy
+    SurgeIfCapacity."""
+    max_unavailable: CountOrPercent = 0
+    """Pods below replicas while rolling, as a number or a percentage of replicas (rounded down)."""
+    surge_timeout_seconds: Annotated[StrictInt, Field(ge=0, le=604800)] = 120
+    """How long strategy SurgeIfCapacity waits for a node with room for a new pod before it replaces pods one by one.
+    More gives a cluster autoscaler time to add nodes; a pool of one pod does not serve while its pod is replaced."""
     paused: StrictBool = False
     """Keep old and new pods as they are."""
     template_version: Annotated[StrictInt, Field(ge=1)] | None = None
@@ -147,19 +156,15 @@ class Role(Part):
     """One role of a pool that separates prefill from decode."""
 
     RULES = (
-        Rule(
+        forbidden(
             "self.name == 'both'",
             "the runtime cannot pass a prefill's cache to a decode yet: use role both, or remove roles",
-            lambda r: r.name == "both",
             field=".name",
-            reason="FieldValueForbidden",
         ),
-        Rule(
+        forbidden(
             "self.name != 'both' || !has(self.replicas)",
             "the pods of role both are counted by spec.replicas: remove replicas here",
-            lambda r: r.name != "both" or r.replicas is None,
             field=".replicas",
-            reason="FieldValueForbidden",
         ),
     )
 

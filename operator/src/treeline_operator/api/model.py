@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StrictInt, StringConstraints
+from pydantic import Field, StrictInt
 from typing_extensions import TypedDict
 
 from treeline_operator.api.parts import (
@@ -16,17 +16,16 @@ from treeline_operator.api.parts import (
     ObjectMeta,
     Part,
     Resource,
+    ServedName,
 )
 from treeline_operator.api.rules import Rule
 from treeline_operator.names import MAX_NAME
-
-ModelName = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^\S+$")]
 
 
 class TargetModel(Part):
     """A model of the pool that answers for the name."""
 
-    name: ModelName
+    name: ServedName
     """Name of a model or adapter that the pool serves."""
     weight: Annotated[StrictInt, Field(ge=1, le=1_000_000)] | None = None
     """Share of the requests, relative to the other targets' weights. On all targets or on none."""
@@ -40,18 +39,16 @@ class ModelSpec(Part):
             "!has(self.targetModels) || self.targetModels.all(t, has(t.weight))"
             " || self.targetModels.all(t, !has(t.weight))",
             "some targets have a weight and some have none: give every target a weight, or none",
-            lambda m: len({target.weight is None for target in m.target_models}) <= 1,
             field=".targetModels",
         ),
         Rule(
             "!has(self.fallbackPools) || self.fallbackPools.all(p, p.name != self.poolRef.name)",
             "the pool is its own fallback: remove it from fallbackPools",
-            lambda m: all(pool.name != m.pool_ref.name for pool in m.fallback_pools),
             field=".fallbackPools",
         ),
     )
 
-    model_name: ModelName
+    model_name: ServedName
     """Name that clients ask for in `model`. Unique in the namespace's gateway; of two the oldest holds it."""
     pool_ref: NamedRef
     """The InferencePool that serves it."""
@@ -85,7 +82,6 @@ class InferenceModel(Resource):
         Rule(
             f"self.metadata.name.size() <= {MAX_NAME}",
             f"the name of the object is too long: use {MAX_NAME} characters or fewer; modelName may have 256",
-            lambda m: len(m.name) <= MAX_NAME,
             field=".metadata.name",
         ),
     )

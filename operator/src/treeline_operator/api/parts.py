@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from datetime import datetime
-from decimal import Decimal
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
@@ -19,7 +18,7 @@ from pydantic import (
 from pydantic.alias_generators import to_camel
 from typing_extensions import TypedDict
 
-from treeline_operator.api.rules import Rule, Ruled
+from treeline_operator.api.rules import Rule, Ruled, forbidden
 
 GROUP: Final = "treeline.dev"
 VERSION: Final = "v1alpha1"
@@ -33,23 +32,15 @@ SHORT_NAME_PATTERN: Final = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 DNS_LABEL_PATTERN: Final = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 DNS_NAME_PATTERN: Final = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 
-_SUFFIXES: Final = {
-    **{
-        s: Decimal(10) ** e
-        for s, e in (("n", -9), ("u", -6), ("m", -3), ("", 0), ("k", 3), ("M", 6), ("G", 9))
-    },
-    **{s: Decimal(10) ** e for s, e in (("T", 12), ("P", 15), ("E", 18))},
-    **{f"{s}i": Decimal(1024) ** e for e, s in enumerate("KMGTPE", start=1)},
-}
-
-
-def quantity(text: str) -> Decimal:
-    """The value of a Kubernetes quantity: ``200m`` → 0.2, ``4Gi`` → 4294967296. Raises ValueError."""
-    if not re.match(QUANTITY_PATTERN, text):
-        raise ValueError(f"{text!r} is no quantity; write a number with a suffix such as m, k, M, Gi")
-    number = text.rstrip("KMGTPEinumk")
-    suffix = text[len(number) :]
-    return Decimal(number) * _SUFFIXES[suffix]
+SERVED_NAME_PATTERN: Final = r"^[A-Za-z0-9_][A-Za-z0-9._:/@+-]*$"
+"""A name by which a model is asked for. It stands in command lines, where `-` would begin a flag, `=` end the name of
+an adapter and `$(NAME)` be replaced by the kubelet, and in the headers that routes match."""
+LABEL_VALUE_PATTERN: Final = r"^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
+QUALIFIED_NAME_PATTERN: Final = (
+    r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
+)
+"""A key of labels, annotations and taints: `name` or `example.com/name`."""
+NO_QUALIFIED_NAME: Final = "a key is a name of 63 characters or fewer, or example.com/name: correct it"
 
 
 def _quantity_text(value: Any) -> Any:
@@ -70,7 +61,45 @@ Quantity = Annotated[
         }
     ),
 ]
-"""A Kubernetes quantity as written, none below zero; ``quantity`` gives its value."""
+"""A Kubernetes quantity as written, none below zero."""
+
+PERCENT_PATTERN: Final = r"^(0|[1-9][0-9]?|100)%$"
+
+
+def _count_or_percent(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError("write a number of pods, such as 1, or a part of replicas, such as 25%")
+    if isinstance(value, str) and not re.fullmatch(PERCENT_PATTERN, value):
+        raise ValueError(f"{value!r} is no percentage: write one from 0% to 100%, or a number of pods")
+    if isinstance(value, int) and not 0 <= value <= 1000:
+        raise ValueError(f"{value} is no number of pods: write one from 0 to 1000")
+    return value
+
+
+CountOrPercent = Annotated[
+    int | str,
+    BeforeValidator(_count_or_percent),
+    WithJsonSchema(
+        {
+            "x-kubernetes-int-or-string": True,
+            "anyOf": [{"type": "integer"}, {"type": "string"}],
+            "pattern": PERCENT_PATTERN,
+            "maxLength": 4,
+            "minimum": 0,
+            "maximum": 1000,
+        }
+    ),
+]
+"""A number of pods, or a percentage of `replicas` such as `25%`; `pods_of` gives the number."""
+
+
+def pods_of(value: int | str, replicas: int, *, up: bool) -> int:
+    """How many pods of `replicas` a `CountOrPercent` is; percentages are rounded `up`, or down."""
+    if isinstance(value, int):
+        return value
+    share = int(value.removesuffix("%")) * replicas
+    return -(-share // 100) if up else share // 100
+
 
 LIST_MAP: Final[dict[str, Any]] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
 """Schema of a list whose items are told apart by their names."""
@@ -80,6 +109,7 @@ FOREIGN: Final[dict[str, Any]] = {"x-kubernetes-preserve-unknown-fields": True}
 """Schema of a fragment that belongs to another API and is kept as it is."""
 
 DnsLabel = Annotated[str, StringConstraints(pattern=DNS_LABEL_PATTERN, min_length=1, max_length=63)]
+ServedName = Annotated[str, StringConstraints(pattern=SERVED_NAME_PATTERN, min_length=1, max_length=256)]
 DnsName = Annotated[str, StringConstraints(pattern=DNS_NAME_PATTERN, min_length=1, max_length=253)]
 
 
@@ -122,10 +152,10 @@ class Resource(Ruled):
 
     @classmethod
     def from_object(cls, obj: dict[str, Any], *, strict: bool = False) -> Self:
-        """From a decoded object. Raises ``pydantic.ValidationError`` where it does not fit.
+        """From a decoded object. Raises `pydantic.ValidationError` where it does not fit.
 
         Fields that we do not know are passed over, since an object in the cluster may have been written under a newer
-        version of the CRD. ``strict`` refuses them, as the API server does with ``--validate=strict``: for files.
+        version of the CRD. `strict` refuses them, as the API server does with `--validate=strict`: for files.
         """
         return cls.model_validate(obj, extra="forbid" if strict else "ignore")
 
@@ -183,30 +213,27 @@ class Toleration(Part):
         Rule(
             "has(self.key) || self.operator == 'Exists'",
             "a toleration without a key tolerates every taint: set operator to Exists, or name the key",
-            lambda t: t.key is not None or t.operator == "Exists",
             field=".operator",
         ),
-        Rule(
+        forbidden(
             "!has(self.value) || self.operator == 'Equal'",
             "operator Exists does not look at the value: remove value, or set operator to Equal",
-            lambda t: t.value is None or t.operator == "Equal",
             field=".value",
-            reason="FieldValueForbidden",
         ),
-        Rule(
+        forbidden(
             "!has(self.tolerationSeconds) || (has(self.effect) && self.effect == 'NoExecute')",
             "tolerationSeconds is for effect NoExecute only: set the effect, or remove tolerationSeconds",
-            lambda t: t.toleration_seconds is None or t.effect == "NoExecute",
             field=".tolerationSeconds",
-            reason="FieldValueForbidden",
         ),
     )
 
-    key: Annotated[str, Field(max_length=316)] | None = None
+    key: Annotated[str, StringConstraints(pattern=QUALIFIED_NAME_PATTERN, max_length=316)] | None = None
     """Key of the taint; absent means every key."""
     operator: Literal["Exists", "Equal"] = "Equal"
     """Whether the taint's value counts."""
-    value: Annotated[str, Field(max_length=63)] | None = None
+    value: Annotated[str, StringConstraints(pattern=rf"^$|{LABEL_VALUE_PATTERN}", max_length=63)] | None = (
+        None
+    )
     """Value of the taint, with operator Equal."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
     """Effect of the taint; absent means every effect."""

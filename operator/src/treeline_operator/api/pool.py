@@ -2,56 +2,30 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, StrictInt, StringConstraints, WithJsonSchema
 from typing_extensions import TypedDict
 
-from treeline_operator.api.engine import SETTINGS, Accelerator, Adapter, Engine, EngineType
-from treeline_operator.api.gateway import EndpointPicker, Gateway, ParentRef, PickerParameters, Standalone
-from treeline_operator.api.lifecycle import Autoscaling, Drain, Role, Rollout
+from treeline_operator.api.engine import Accelerator, Engine
+from treeline_operator.api.gateway import EndpointPicker, Gateway
+from treeline_operator.api.lifecycle import Autoscaling, DisruptionBudget, Drain, Role, Rollout
 from treeline_operator.api.parts import (
     BY_TYPE,
     DOCUMENTED,
     FOREIGN,
     LIST_MAP,
+    NO_QUALIFIED_NAME,
+    QUALIFIED_NAME_PATTERN,
     SHORT_NAME_PATTERN,
     Condition,
     ObjectMeta,
     Part,
     Resource,
 )
-from treeline_operator.api.rules import Rule
-from treeline_operator.api.source import Cache, ModelSource, Source
-from treeline_operator.names import MAX_NAME
-
-__all__ = [
-    "KIND",
-    "SETTINGS",
-    "Accelerator",
-    "Adapter",
-    "Autoscaling",
-    "Cache",
-    "DownloadStatus",
-    "Drain",
-    "EndpointPicker",
-    "EndpointStatus",
-    "Engine",
-    "EngineType",
-    "Gateway",
-    "GatewayStatus",
-    "InferencePool",
-    "ModelSource",
-    "ParentRef",
-    "PickerParameters",
-    "PoolSpec",
-    "PoolStatus",
-    "Role",
-    "Rollout",
-    "Source",
-    "Standalone",
-]
+from treeline_operator.api.rules import Rule, forbidden
+from treeline_operator.api.source import ModelSource
+from treeline_operator.names import DELETION_COST, MAX_NAME
 
 KIND: Final = "InferencePool"
 
@@ -77,7 +51,10 @@ _TEMPLATE: Final[dict[str, Any]] = {
             "description": "Labels and annotations of the pods.",
             "properties": {
                 "labels": {**_STRINGS, "description": "Labels; those of treeline.dev are the operator's."},
-                "annotations": {**_STRINGS, "description": "Annotations."},
+                "annotations": {
+                    **_STRINGS,
+                    "description": "Annotations; those of treeline.dev are the operator's.",
+                },
             },
         },
         "spec": {
@@ -99,6 +76,23 @@ _TEMPLATE: Final[dict[str, Any]] = {
 
 _OTHER_SPLITS: Final = ("--enable-dp-attention", "--data-parallel-size-local")
 """Flags under which copies share devices, or lie elsewhere."""
+_OWN_SPLITS: Final = frozenset(
+    {
+        *("--tp", "--tp-size", "-tp", "--tensor-parallel-size"),
+        *("--pp-size", "-pp", "--pipeline-parallel-size"),
+        *("-dpl", "--data-parallel-size-local"),
+    }
+)
+"""Flags in `engine.args` that say by themselves how the devices are shared out."""
+
+
+def _keys_rule(which: Literal["labels", "annotations"]) -> Rule:
+    return Rule(
+        f"!has(self.template) || !has(self.template.metadata) || !has(self.template.metadata.{which})"
+        f" || self.template.metadata.{which}.all(k, k.matches('{QUALIFIED_NAME_PATTERN}'))",
+        NO_QUALIFIED_NAME,
+        field=f".template.metadata.{which}",
+    )
 
 
 class PoolSpec(Part):
@@ -108,59 +102,65 @@ class PoolSpec(Part):
         Rule(
             "self.engine.type == 'treeline' || !self.model.uri.startsWith('builtin://')",
             "builtin:// models are in the image of engine treeline: use hf://, pvc:// or path://",
-            lambda s: s.engine.type == "treeline" or not s.model.uri.startswith("builtin://"),
             field=".model.uri",
         ),
-        Rule(
+        forbidden(
             "self.engine.type in ['sglang', 'vllm'] || !has(self.model.tokenizer)",
             "the engine takes the tokenizer from the folder of the weights: remove model.tokenizer and put it there",
-            lambda s: s.engine.type in ("sglang", "vllm") or s.model.tokenizer is None,
             field=".model.tokenizer",
-            reason="FieldValueForbidden",
         ),
-        Rule(
+        forbidden(
             "!has(self.model.cache) || self.model.uri.startsWith('hf://')"
             " || (has(self.model.tokenizer) && self.model.tokenizer.startsWith('hf://'))"
             " || (has(self.engine.adapters) && self.engine.adapters.exists(a, a.uri.startsWith('hf://')))",
             "nothing is downloaded, so there is nothing to cache: remove model.cache, or use an hf:// uri",
-            lambda s: s.model.cache is None or s.downloads,
             field=".model.cache",
-            reason="FieldValueForbidden",
         ),
         Rule(
             "!has(self.model.name) || !has(self.engine.adapters)"
             " || self.engine.adapters.all(a, a.name != self.model.name)",
             "an adapter has the name of the model: give it another name",
-            lambda s: all(adapter.name != s.model.name for adapter in s.engine.adapters),
             field=".engine.adapters",
         ),
         Rule(
             "self.accelerator.type != 'nvidia' || self.engine.type != 'treeline' || self.accelerator.count == 1",
             "engine treeline computes on one device: set accelerator.count to 1 and raise replicas",
-            lambda s: not s.accelerator.is_gpu or s.engine.type != "treeline" or s.accelerator.count == 1,
             field=".accelerator.count",
         ),
         Rule(
-            "self.accelerator.type != 'nvidia' || self.accelerator.count % self.engine.tensorParallel == 0",
+            "self.accelerator.type != 'nvidia' || !has(self.engine.tensorParallel)"
+            " || self.accelerator.count % self.engine.tensorParallel == 0",
             "layers are split over tensorParallel devices: set accelerator.count to a multiple of it",
-            lambda s: not s.accelerator.is_gpu or s.accelerator.count % s.engine.tensor_parallel == 0,
             field=".accelerator.count",
         ),
         Rule(
             "self.accelerator.type != 'nvidia'"
-            " || self.accelerator.count >= self.engine.tensorParallel * self.engine.dataParallel"
+            " || self.accelerator.count >="
+            " (has(self.engine.tensorParallel) ? self.engine.tensorParallel : 1) * self.engine.dataParallel"
             f" || (has(self.engine.args) && self.engine.args.exists(a, a in {list(_OTHER_SPLITS)}))",
             "every copy of the model needs its devices: set accelerator.count to tensorParallel times dataParallel",
-            lambda s: s.has_devices,
             field=".accelerator.count",
         ),
-        Rule(
+        forbidden(
             "!has(self.template) || !has(self.template.metadata) || !has(self.template.metadata.labels)"
             " || self.template.metadata.labels.all(k, !k.startsWith('treeline.dev/'))",
             "labels of treeline.dev on pods are the operator's: remove them from template.metadata.labels",
-            lambda s: not any(label.startswith("treeline.dev/") for label in s.template_labels),
             field=".template.metadata.labels",
-            reason="FieldValueForbidden",
+        ),
+        forbidden(
+            "!has(self.template) || !has(self.template.metadata) || !has(self.template.metadata.annotations)"
+            " || self.template.metadata.annotations.all(k,"
+            f" !k.startsWith('treeline.dev/') && k != '{DELETION_COST}')",
+            f"annotations of treeline.dev and {DELETION_COST} on pods are the operator's:"
+            " remove them from template.metadata.annotations",
+            field=".template.metadata.annotations",
+        ),
+        _keys_rule("labels"),
+        _keys_rule("annotations"),
+        Rule(
+            "self.engine.type != 'sglang' || !has(self.model.name) || !self.model.name.contains(':')",
+            "engine sglang takes what follows ':' in a model's name for an adapter: choose a model.name without ':'",
+            field=".model.name",
         ),
     )
 
@@ -184,6 +184,8 @@ class PoolSpec(Part):
     """How a pod ends."""
     rollout: Rollout = Field(default_factory=Rollout)
     """How a change reaches the pods."""
+    disruption_budget: DisruptionBudget = Field(default_factory=DisruptionBudget)
+    """How many pods may be missing while nodes are drained."""
     roles: Annotated[tuple[Role, ...], Field(max_length=3, json_schema_extra=LIST_MAP)] = ()
     """Roles of the pods; absent means that every pod does both."""
 
@@ -193,18 +195,30 @@ class PoolSpec(Part):
         return self.model.downloads or any(a.uri.startswith("hf://") for a in self.engine.adapters)
 
     @property
-    def has_devices(self) -> bool:
-        """Whether a pod has a device for every part of every copy of the model."""
+    def tensor_parallel(self) -> int:
+        """Devices over which each layer is split: as asked, or all that `dataParallel` leaves for a copy."""
         engine, accelerator = self.engine, self.accelerator
-        enough = accelerator.count >= engine.tensor_parallel * engine.data_parallel
-        return not accelerator.is_gpu or enough or not set(_OTHER_SPLITS).isdisjoint(engine.args)
+        if engine.tensor_parallel is not None:
+            return engine.tensor_parallel
+        if not accelerator.is_gpu or engine.type not in ("sglang", "vllm") or self.splits_by_args:
+            return 1
+        shares = engine.type == "sglang" and "--enable-dp-attention" in engine.args
+        return accelerator.count if shares else max(1, accelerator.count // engine.data_parallel)
 
     @property
-    def template_labels(self) -> dict[str, str]:
-        """The labels that the user's fragment gives the pods."""
-        metadata = (self.template or {}).get("metadata")
-        found = metadata.get("labels") if isinstance(metadata, dict) else None
-        return found if isinstance(found, dict) else {}
+    def unused_devices(self) -> int:
+        """Devices of a pod that the engine, as far as its settings tell, does nothing with."""
+        engine, accelerator = self.engine, self.accelerator
+        if not accelerator.is_gpu or engine.type == "custom" or self.splits_by_args:
+            return 0
+        if not set(_OTHER_SPLITS).isdisjoint(engine.args):
+            return 0
+        return accelerator.count - self.tensor_parallel * engine.data_parallel
+
+    @property
+    def splits_by_args(self) -> bool:
+        """Whether `engine.args` say how the devices are shared out."""
+        return any(arg.partition("=")[0] in _OWN_SPLITS for arg in self.engine.args)
 
 
 @DOCUMENTED
@@ -257,6 +271,8 @@ class PoolStatus(TypedDict, total=False):
     """Pods that are there."""
     readyReplicas: int
     """Pods that are ready."""
+    replicaSummary: Annotated[str, StringConstraints(max_length=16)]
+    """Pods that are ready of those that are wanted, as `2/3`."""
     selector: str
     """Label selector of the pods, for autoscalers."""
     url: str
@@ -285,19 +301,16 @@ class InferencePool(Resource):
         Rule(
             f"self.metadata.name.size() <= {MAX_NAME}",
             f"longer names are made from the pool's, and 63 characters is their limit: use {MAX_NAME} or fewer",
-            lambda p: len(p.name) <= MAX_NAME,
             field=".metadata.name",
         ),
         Rule(
             f"self.metadata.name.matches('{SHORT_NAME_PATTERN}')",
             "names of Services are made from the pool's: use small letters, digits and '-', a letter first",
-            lambda p: re.match(SHORT_NAME_PATTERN, p.name) is not None,
             field=".metadata.name",
         ),
         Rule(
             f"!self.metadata.name.matches('({'|'.join(_RESERVED)})$')",
             f"objects of gateways and pools end in {', '.join(_RESERVED)}: choose a name without such an end",
-            lambda p: not p.name.endswith(_RESERVED),
             field=".metadata.name",
         ),
     )

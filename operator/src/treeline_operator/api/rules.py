@@ -1,14 +1,16 @@
-"""Owns rules across fields: each in CEL for the API server, as a function for files, and with the fix in words."""
+"""Owns rules across fields: each in CEL, which the API server asks and we for files, and with the fix in words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
+
+from treeline_operator.api.cel import holds
 
 KEYWORD = "x-kubernetes-validations"
 RefusalReason = Literal[
@@ -18,21 +20,22 @@ RefusalReason = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What must hold of a value. ``cel`` and ``holds`` say the same, the one of ``self``, the other of our model of it.
-
-    ``field`` is the path, from the value, of the field that is to blame: ``.image``.
-    """
+    """What must hold of a value, `self` in CEL. `field` is the path, from the value, of the field that is to blame."""
 
     cel: str
     message: str
-    holds: Callable[[Any], bool]
     field: str = ""
     reason: RefusalReason = "FieldValueInvalid"
 
     def as_validation(self) -> dict[str, str]:
-        """The rule as an item of ``x-kubernetes-validations``."""
+        """The rule as an item of `x-kubernetes-validations`."""
         validation = {"rule": self.cel, "message": self.message, "reason": self.reason}
         return validation | {"fieldPath": self.field} if self.field else validation
+
+
+def forbidden(cel: str, message: str, field: str = "") -> Rule:
+    """A rule of a field that must not be set."""
+    return Rule(cel, message, field, "FieldValueForbidden")
 
 
 class Ruled(BaseModel):
@@ -48,14 +51,27 @@ class Ruled(BaseModel):
         return schema
 
 
-def violations(value: Any, path: str = "") -> Iterator[str]:
-    """Every rule that a parsed object breaks, each as ``path: message``, as the API server would refuse it."""
-    if isinstance(value, Ruled):
-        for rule in value.RULES:
-            if not rule.holds(value):
-                yield f"{(path + rule.field).lstrip('.') or 'object'}: {rule.message}"
-        for name, field in type(value).model_fields.items():
-            yield from violations(getattr(value, name), f"{path}.{field.alias or name}")
-    elif isinstance(value, tuple):
-        for index, item in enumerate(value):
-            yield from violations(item, f"{path}[{index}]")
+def violations(value: Ruled) -> Iterator[str]:
+    """Every rule that a parsed object breaks, each as `path: message`, as the API server would refuse it."""
+    yield from _violations(value, _pruned(value.model_dump(mode="json", by_alias=True)), "")
+
+
+def _pruned(value: Any) -> Any:
+    """Without nulls, which the API server drops before it looks."""
+    if isinstance(value, dict):
+        return {name: _pruned(inner) for name, inner in value.items() if inner is not None}
+    return [_pruned(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _violations(value: Ruled, plain: dict[str, Any], path: str) -> Iterator[str]:
+    for rule in value.RULES:
+        if not holds(rule.cel, plain):
+            yield f"{(path + rule.field).lstrip('.') or 'object'}: {rule.message}"
+    for name, field in type(value).model_fields.items():
+        alias, inner = field.alias or name, getattr(value, name)
+        if isinstance(inner, Ruled):
+            yield from _violations(inner, plain[alias], f"{path}.{alias}")
+        elif isinstance(inner, tuple):
+            for index, item in enumerate(inner):
+                if isinstance(item, Ruled):
+                    yield from _violations(item, plain[alias][index], f"{path}.{alias}[{index}]")

@@ -6,29 +6,46 @@ import re
 from typing import Annotated, Final, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, StringConstraints
+from treeline_wire.models import served_name
 
-from treeline_operator.api.parts import SET, DnsName, KeyRef, Part, Quantity, quantity
-from treeline_operator.api.rules import KEYWORD, Rule
+from treeline_operator.api.parts import SET, DnsName, KeyRef, Part, Quantity, ServedName
+from treeline_operator.api.rules import KEYWORD, Rule, forbidden
 
 Scheme = Literal["hf", "pvc", "path", "builtin"]
+
+_PART: Final = "[A-Za-z0-9_.@+][A-Za-z0-9_.@+=-]*"
+"""One part of a path. Paths stand in command lines, mounts and environments: nothing there may be taken for a flag, for
+two words, or for a variable (`$(NAME)`, which the kubelet replaces)."""
+_REVISION: Final = "[A-Za-z0-9_.][A-Za-z0-9_.-]*"
+_PLAIN: Final = "in letters, digits and . _ @ + = -, no part of it beginning with = or -"
 
 _FORMS: Final[tuple[tuple[str, str, str], ...]] = (
     (
         "hf://",
-        r"^hf://[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*(@[A-Za-z0-9_./-]+)?$",
+        rf"^hf://[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*(@{_REVISION}(/{_REVISION})*)?$",
         "hf:// needs an organisation and a name: write hf://org/name or hf://org/name@revision",
     ),
     (
         "pvc://",
-        r"^pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/[^/]+)*$",
-        "pvc:// needs the name of a claim and a path in it: write pvc://claim/path",
+        rf"^pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/{_PART})*$",
+        f"pvc:// needs the name of a claim and a path in it: write pvc://claim/path, {_PLAIN}",
     ),
-    ("path://", r"^path://(/[^/]+)+$", "path:// needs an absolute directory: write path:///models/name"),
+    (
+        "path://",
+        rf"^path://(/{_PART})+$",
+        f"path:// needs an absolute directory: write path:///models/name, {_PLAIN}",
+    ),
     (
         "builtin://",
         r"^builtin://[a-z0-9][-a-z0-9]*$",
         "builtin:// needs a model of the image: write builtin://tiny",
     ),
+)
+_UPWARDS: Final = "[/@][.][.](/|$)"
+_MERGED: Final = "^hf://.*(--|[.][.])"
+"""Two sources would be downloaded into one folder, which is called after all parts with `--` between them."""
+_MERGED_MESSAGE: Final = (
+    "an organisation, name or revision of Hugging Face has no -- or .. in it: correct the hf:// uri"
 )
 _SCHEMES: Final = "write hf://org/name, pvc://claim/path, path:///directory or builtin://tiny"
 
@@ -36,10 +53,12 @@ _SCHEMES: Final = "write hf://org/name, pvc://claim/path, path:///directory or b
 def _check_uri(uri: str) -> str:
     for scheme, form, message in _FORMS:
         if uri.startswith(scheme):
-            if not re.match(form, uri):
+            if not re.fullmatch(form, uri):
                 raise ValueError(message)
-            if ".." in uri.split("/"):
+            if re.search(_UPWARDS, uri):
                 raise ValueError("a model URI must not lead upwards: remove '..'")
+            if re.search(_MERGED, uri):
+                raise ValueError(_MERGED_MESSAGE)
             return uri
     raise ValueError(f"{uri!r} is no model URI: {_SCHEMES}")
 
@@ -50,7 +69,8 @@ _URI_RULES: Final = [
         {"rule": f"!self.startsWith('{scheme}') || self.matches('{form}')", "message": message}
         for scheme, form, message in _FORMS
     ),
-    {"rule": "!self.matches('/[.][.](/|$)')", "message": "a model URI must not lead upwards: remove '..'"},
+    {"rule": f"!self.matches('{_UPWARDS}')", "message": "a model URI must not lead upwards: remove '..'"},
+    {"rule": f"!self.matches('{_MERGED}')", "message": _MERGED_MESSAGE},
 ]
 
 Uri = Annotated[
@@ -64,7 +84,7 @@ Uri = Annotated[
 class Source(NamedTuple):
     """A model URI taken apart.
 
-    ``root`` is the repository, claim, directory or built-in name, ``path`` what is in it.
+    `root` is the repository, claim, directory or built-in name, `path` what is in it.
     """
 
     scheme: Scheme
@@ -89,28 +109,20 @@ class Source(NamedTuple):
                 return cls("builtin", rest)
         raise ValueError(f"{uri!r} is no model URI; write hf://, pvc://, path:// or builtin://")
 
-    @property
-    def last(self) -> str:
-        """The last part, by which the model is called where no name is given."""
-        return (self.path or self.root).rstrip("/").rsplit("/", 1)[-1]
-
 
 class Cache(Part):
-    """Where downloaded weights stay between pods: a claim that exists, or one that is made for the pool."""
+    """Where files stay between pods: a claim that exists, or one that is made for the pool."""
 
     RULES = (
         Rule(
             "has(self.claimName) != has(self.size)",
             "name a claim that exists with claimName, or have one made with size: set exactly one of them",
-            lambda c: (c.claim_name is None) != (c.size is None),
         ),
-        Rule(
+        forbidden(
             "!has(self.claimName) || (!has(self.storageClassName)"
             " && (!has(self.accessModes) || self.accessModes.size() == 0))",
             "storageClassName and accessModes are those of a claim to make: remove them, or set size for claimName",
-            lambda c: c.claim_name is None or (c.storage_class_name is None and not c.access_modes),
             field=".claimName",
-            reason="FieldValueForbidden",
         ),
     )
 
@@ -133,19 +145,16 @@ class ModelSource(Part):
     """The model that the pool serves."""
 
     RULES = (
-        Rule(
+        forbidden(
             "!has(self.tokenSecretRef) || self.uri.startsWith('hf://')"
             " || (has(self.tokenizer) && self.tokenizer.startsWith('hf://'))",
             "a token is sent to Hugging Face only: remove tokenSecretRef, or use an hf:// uri",
-            lambda m: m.token_secret_ref is None or m.downloads,
             field=".tokenSecretRef",
-            reason="FieldValueForbidden",
         ),
         Rule(
             "!has(self.size) || !has(self.cache) || !has(self.cache.size)"
             " || quantity(string(self.cache.size)).compareTo(quantity(string(self.size))) >= 0",
             "the weights do not fit into the cache: raise cache.size to model.size or more",
-            lambda m: not (m.size and m.cache and m.cache.size) or quantity(m.cache.size) >= quantity(m.size),
             field=".cache.size",
         ),
     )
@@ -153,7 +162,7 @@ class ModelSource(Part):
     uri: Uri
     """Where the weights are: `hf://org/name[@revision]`, `pvc://claim/path`, `builtin://tiny`, or `path:///directory`
     in the image or in a volume of the template."""
-    name: Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^\S+$")] | None = None
+    name: ServedName | None = None
     """Name under which clients ask for the model; absent means the last part of the uri."""
     tokenizer: Uri | None = None
     """Where the tokenizer is, if not with the weights. For engines sglang and vllm."""
@@ -175,4 +184,4 @@ class ModelSource(Part):
 
     @property
     def served_name(self) -> str:
-        return self.name or self.source.last
+        return served_name(self.name, self.uri)

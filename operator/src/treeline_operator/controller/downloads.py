@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import msgspec
+from treeline_kube.errors import KubeError
 
 from treeline_operator.controller.queue import Backoff, Outcome, Queue, Uncounted
 from treeline_operator.controller.store import Store
-from treeline_operator.kube.errors import KubeError
-from treeline_operator.plan.pods import DOWNLOAD
+from treeline_operator.plan.pod_state import DOWNLOAD
 from treeline_operator.world import Key, Observed
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Logs(Protocol):
 
 
 class _Line(msgspec.Struct):
-    """What ``treeline_runtime.fetch`` logs as it goes, one JSON object a line."""
+    """What `treeline_runtime.fetch` logs as it goes, one JSON object a line."""
 
     bytes_done: int
     bytes_total: int = 0
@@ -63,7 +63,7 @@ class Downloads:
             self._progress.pop(key, None)
 
     async def run(self) -> None:
-        """Until :meth:`stop`."""
+        """Until `stop`."""
         await self._queue.run()
 
     async def stop(self) -> None:

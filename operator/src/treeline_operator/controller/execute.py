@@ -10,13 +10,13 @@ from datetime import datetime
 from typing import Any, Protocol
 
 import zmq
+from treeline_kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, KubeError, NotFound
 from treeline_wire.security import PUBLIC_FILE, SECRET_FILE
 
 from treeline_operator import names
 from treeline_operator.actions import Action, Apply, CreateKeys, Delete, Mark, Plan, Scale
 from treeline_operator.api.conditions import Reason
 from treeline_operator.controller.store import Store
-from treeline_operator.kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, KubeError, NotFound
 from treeline_operator.status.conditions import timestamp
 from treeline_operator.world import Ref
 
@@ -35,7 +35,7 @@ class Writer(Protocol):
         """POST."""
 
     async def scale(self, ref: Ref, uid: str, replicas: int) -> Object:
-        """Set ``spec.replicas``."""
+        """Set `spec.replicas`."""
 
     async def delete(self, ref: Ref, *, uid: str) -> None:
         """Delete exactly this object."""
@@ -46,7 +46,7 @@ class Writer(Protocol):
 
 @dataclass(slots=True)
 class Done:
-    """What came of a plan. ``refused`` are the objects that could not be written as planned, each with the reason."""
+    """What came of a plan. `refused` are the objects that could not be written as planned, each with the reason."""
 
     written: dict[Reason, list[str]] = field(default_factory=dict)
     drifted: list[tuple[Ref, tuple[str, ...]]] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Executor:
     store: Store
     clock: Callable[[], datetime]
 
-    async def carry_out(self, plan: Plan) -> Done:
+    async def execute(self, plan: Plan) -> Done:
         """Do all of a plan. A refusal does not keep the other objects from being applied, but nothing is scaled or
         deleted behind one: what should have replaced it may not be there. Other KubeErrors end it.
         """
@@ -96,8 +96,8 @@ class Executor:
         match action:
             case Apply():
                 known = self.store.get(action.ref) is not None
-                if not known and (stranger := await self._stranger(action)):
-                    done.refused.append((action.ref, stranger))
+                if not known and (foreign := await self._foreign_object(action)):
+                    done.refused.append((action.ref, foreign))
                     return
                 self.store.put(await self.writer.apply(action.object))
                 if action.drift:
@@ -118,10 +118,10 @@ class Executor:
                 _note_mark(action, done)
             case Delete():
                 await self.writer.delete(action.ref, uid=action.uid)
-                self.store.doom(action.ref, action.uid, timestamp(self.clock()))
+                self.store.mark_deleting(action.ref, action.uid, timestamp(self.clock()))
                 done.note(Reason.DELETED, action.ref)
 
-    async def _stranger(self, action: Apply) -> KubeError | None:
+    async def _foreign_object(self, action: Apply) -> KubeError | None:
         """What is wrong with applying an object that we do not see: one of that name may be somebody else's.
 
         Server-side apply would take it over. An object of ours that lost its label is ours by its owner.
@@ -174,7 +174,7 @@ def _note_mark(mark: Mark, done: Done) -> None:
 
 
 def with_keys(secret: Object) -> Object:
-    """The Secret with a fresh key pair, as ``treeline_wire.security`` reads it."""
+    """The Secret with a fresh key pair, as `treeline_wire.security` reads it."""
     public, private = zmq.curve_keypair()
     data = {PUBLIC_FILE: public, SECRET_FILE: private}
     return {**secret, "data": {name: base64.b64encode(key + b"\n").decode() for name, key in data.items()}}

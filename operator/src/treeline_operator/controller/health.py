@@ -11,7 +11,7 @@ from aiohttp import web
 from treeline_operator.controller.metrics import Metrics
 
 STALE_WATCH_S: Final = 210.0
-"""Three times the silence after which a watch is begun anew."""
+"""Several times the minute after which a watch that is dead was begun anew."""
 STUCK_KEY_S: Final = 600.0
 
 
@@ -21,7 +21,7 @@ class PortInUse(Exception):
 
 @dataclass(slots=True)
 class Vitals:
-    """What the probes judge. ``phase`` is ``starting``, ``standby``, ``syncing`` or ``leading``."""
+    """What the probes judge. `phase` is `starting`, `standby`, `syncing` or `leading`."""
 
     phase: str = "starting"
     watch_ages: Callable[[], Mapping[str, float]] = dict
@@ -30,7 +30,7 @@ class Vitals:
     stale_watch_s: float = STALE_WATCH_S
     stuck_key_s: float = STUCK_KEY_S
 
-    def illness(self) -> list[str]:
+    def liveness_failures(self) -> list[str]:
         """Why the process should be restarted."""
         ages = self.watch_ages().items()
         found = [f"nothing heard of {kind} for {age:.0f} s" for kind, age in ages if age > self.stale_watch_s]
@@ -38,7 +38,7 @@ class Vitals:
             found.append(f"a key has waited or run for {oldest:.0f} s")
         return found
 
-    def unready(self) -> list[str]:
+    def readiness_failures(self) -> list[str]:
         """Why the process does not do its work yet; a standby does its work by waiting."""
         return [] if self.phase in ("standby", "leading") else [f"{self.phase}", *self.troubles()]
 
@@ -52,7 +52,7 @@ class Pages:
     _runners: list[web.AppRunner] = field(default_factory=list)
 
     async def open(self, host: str, health_port: int, metrics_port: int) -> Self:
-        """Raises :class:`PortInUse`. Port 0 takes a free one."""
+        """Raises `PortInUse`. Port 0 takes a free one."""
         await self._serve(
             host, health_port, {"/healthz": self._healthz, "/readyz": self._readyz}, "--health-port"
         )
@@ -91,10 +91,10 @@ class Pages:
             ) from exc
 
     async def _healthz(self, _: web.Request) -> web.Response:
-        return _verdict(self.vitals.illness(), self.vitals.phase)
+        return _verdict(self.vitals.liveness_failures(), self.vitals.phase)
 
     async def _readyz(self, _: web.Request) -> web.Response:
-        return _verdict(self.vitals.unready(), self.vitals.phase)
+        return _verdict(self.vitals.readiness_failures(), self.vitals.phase)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=self.metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4"})

@@ -1,12 +1,11 @@
-"""Keeps the store equal to the cluster: kopf's events, and an audit of what kopf cannot tell.
+"""Keeps the store equal to the cluster: a reflector for each kind of child, kopf and an audit for our own kinds.
 
-kopf does not say when a list has ended, what was deleted while nobody watched, or whether a quiet watch still lives.
-So each kind's names and versions are listed by themselves, at the start, whenever kopf lists anew and every minute:
+A reflector knows by itself what was deleted unseen and whether its watch lives. kopf tells its handlers neither, nor
+when a list has ended. So the names and versions of our own kinds are listed every minute, and at the start:
 
 - what the store has and the list has not was deleted unseen, and is dropped;
-- the store is *synced* when it has all that the first lists named;
-- a kind is *fresh* when an audit finds nothing that kopf has not told within a few seconds. Where that fails, kopf is
-  started anew.
+- the kind is *synced* and *fresh* when the store has all that the list names. Where kopf does not tell of something for
+  some seconds, it is started anew.
 
 What cannot be read: an absent kind is empty, but for our own, without which nothing is judged: they are waited for, and
 what is known of them stays. Of several namespaces one in which nothing may be read any more is *closed*: it, or its
@@ -20,25 +19,41 @@ import logging
 import random
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
-from treeline_operator.api.parts import API_VERSION
-from treeline_operator.controller.kinds import KINDS, OPTIONAL, Watched
+from treeline_kube.connection import JSON, Connection
+from treeline_kube.driver import Driver
+from treeline_kube.errors import Forbidden, NotFound
+from treeline_kube.reflector import Reflector
+from treeline_kube.reflector import Timing as ReflectorTiming
+from treeline_kube.resources import Collection, Ref
+
+from treeline_operator.controller.handlers import Deliver, follow
+from treeline_operator.controller.kinds import KINDS, OPTIONAL, OWN, Watched
+from treeline_operator.controller.sinks import AuditSink, Meta, StoreSink
 from treeline_operator.controller.store import Store
-from treeline_operator.controller.stream import Deliver, WatchSettings, stream
-from treeline_operator.kube.errors import Forbidden, KubeError, NotFound
-from treeline_operator.kube.metadata import Meta, list_metadata
-from treeline_operator.kube.transport import Connection
-from treeline_operator.world import Ref
 
 log = logging.getLogger(__name__)
+
+_METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+_PAGE = 250
+_ADVICE = {
+    "not_found": "the API server does not serve it; is the CRD installed?",
+    "forbidden": "see the operator's role",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds. An audit whose findings kopf has not told after ``grace_s`` means that its watch is dead."""
+    """Seconds.
 
-    watch: WatchSettings = field(default_factory=WatchSettings)
+    A watch ends every `watch_s` and is dead when it is silent for `silence_s`, so that what a dead one has missed is
+    known within a minute. Kopf is started anew when it has not told what an audit has found for `grace_s`.
+    """
+
+    watch_s: float = 45.0
+    silence_s: float = 55.0
     audit_s: float = 60.0
     grace_s: float = 15.0
     absent_s: float = 30.0
@@ -46,8 +61,8 @@ class Timing:
     patience_s: float = 5.0
 
 
-Source = Callable[[Sequence[Watched], Sequence[str], Any, WatchSettings, Deliver], Coroutine[Any, Any, None]]
-"""What :func:`stream` is: kinds, namespaces, the client's configuration, settings, and whom to tell."""
+Source = Callable[[Sequence[Watched], Sequence[str], Any, Deliver], Coroutine[Any, Any, None]]
+"""What `handlers.follow` is: kinds, namespaces, the client's configuration, and whom to tell."""
 
 
 class Target(NamedTuple):
@@ -57,131 +72,210 @@ class Target(NamedTuple):
     namespace: str
 
 
-class _Audited:
-    """What the audits of one target have found."""
+@dataclass(slots=True)
+class _Followed:
+    """A target with its reflector. `fresh` is when it was last known to be as the API server has it, or excused."""
 
-    def __init__(self) -> None:
-        self.synced = asyncio.Event()
-        self.wanted = asyncio.Event()
-        self.unreadable = False
-        self.trouble = ""
-        self.fresh = _now()
+    reflector: Reflector
+    driver: Driver
+    fresh: float
+    synced: asyncio.Event = field(default_factory=asyncio.Event)
+    unreadable: bool = False
+    behind: str = ""
+    check: asyncio.Task[None] | None = None
 
 
 @dataclass(slots=True)
 class Informer:
-    """All kinds. Optional ones come and go with :meth:`set_optional`."""
+    """All kinds. Optional ones come and go with `set_optional`."""
 
-    cluster: Connection
+    client: Connection
     store: Store
     namespaces: Sequence[str] = ("",)
     timing: Timing = field(default_factory=Timing)
-    source: Source = stream
-    _audited: dict[Target, _Audited] = field(default_factory=dict)
-    _audits: dict[Target, asyncio.Task[None]] = field(default_factory=dict)
-    _streaming: asyncio.Task[None] | None = None
+    source: Source = follow
+    _followed: dict[Target, _Followed] = field(default_factory=dict)
+    _kopf: asyncio.Task[None] | None = None
     _restart: asyncio.Event = field(default_factory=asyncio.Event)
-    _heard: asyncio.Event = field(default_factory=asyncio.Event)
+    _delivered: asyncio.Event = field(default_factory=asyncio.Event)
     _trouble: str = ""
 
     def start(self) -> None:
         """Begin to watch the kinds that are always there."""
         self._begin(KINDS)
-        self._streaming = asyncio.create_task(self._stream(), name="kopf")
+        self._kopf = asyncio.create_task(self._run_kopf(), name="kopf")
 
     async def set_optional(self, apis: Iterable[str]) -> frozenset[str]:
-        """Watch exactly those optional kinds that are among ``apis``.
+        """Watch exactly those optional kinds that are among `apis`.
 
-        Returns ``apis`` without what cannot be read, be it that it may not: nothing is to be built on it.
+        Returns `apis` without what cannot be read, be it that it may not: nothing is to be built on it.
         """
         offered = frozenset(apis)
         wanted = {watched for watched in OPTIONAL if watched.api in offered}
-        dropped = [t for t in self._audits if t.watched in OPTIONAL and t.watched not in wanted]
-        for target in dropped:
-            self._audits.pop(target).cancel()
-            del self._audited[target]
-            self.store.retain(target.watched.api_version, target.watched.kind, target.namespace, set(), "")
-        if self._begin(wanted) or dropped:
-            self._restart.set()
-        new = {target: audited for target, audited in self._audited.items() if target.watched in wanted}
-        waiting = [asyncio.create_task(audited.synced.wait()) for audited in new.values()]
+        for target in [t for t in self._followed if t.watched in OPTIONAL and t.watched not in wanted]:
+            await self._followed.pop(target).driver.stop()
+            self._forget_objects(target)
+        self._begin(wanted)
+        new = {target: followed for target, followed in self._followed.items() if target.watched in wanted}
+        waiting = [asyncio.create_task(followed.synced.wait()) for followed in new.values()]
         if waiting:
             await asyncio.wait(waiting, timeout=self.timing.patience_s)
             for task in waiting:
                 task.cancel()
         return offered - {
             t.watched.api
-            for t, a in new.items()
-            if (a.unreadable or not a.synced.is_set()) and not self._closed(t.namespace)
+            for t, followed in new.items()
+            if (followed.unreadable or not followed.synced.is_set()) and not self._closed(t.namespace)
         }
 
     async def synced(self) -> None:
-        """Returns when the store has all that there was at the start. Raises as :meth:`watch` does."""
-        waiting = [asyncio.create_task(audited.synced.wait()) for audited in self._audited.values()]
-        watching = asyncio.create_task(self.watch())
-        try:
-            while any(not task.done() for task in waiting) and not watching.done():
-                left = [task for task in waiting if not task.done()]
-                await asyncio.wait((*left, watching), return_when=asyncio.FIRST_COMPLETED)
-            if watching.done():
-                watching.result()
-        finally:
-            for task in (watching, *waiting):
-                task.cancel()
+        """Returns when the store has all that there was at the start."""
+        for followed in list(self._followed.values()):
+            await followed.synced.wait()
 
     async def watch(self) -> None:
-        """Never returns; raises what ended one of the tasks, which is a defect."""
-        while True:
-            tasks = {*self._audits.values(), *([self._streaming] if self._streaming else [])}
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=5.0)
-            for task in done:
-                if not task.cancelled():
-                    task.result()
+        """Never returns; raises what ended the task that runs kopf, which is a defect."""
+        assert self._kopf is not None
+        await self._kopf
 
     def ages(self) -> dict[str, float]:
         """Per kind the seconds since it was last known to be as the API server has it."""
         ages: dict[str, float] = {}
-        for target, audited in self._audited.items():
-            kind = target.watched.api
-            ages[kind] = max(ages.get(kind, 0.0), _now() - audited.fresh)
+        now = _now()
+        for target, followed in self._followed.items():
+            age, heard = now - followed.fresh, followed.reflector.health(now).age_s
+            if heard is not None and target.watched not in OWN:
+                age = min(age, heard)
+            ages[target.watched.api] = max(ages.get(target.watched.api, 0.0), age)
         return ages
 
     def troubles(self) -> list[str]:
         """What cannot be read at the moment, and why."""
-        found = [f"{t.watched.path(t.namespace)}: {a.trouble}" for t, a in self._audited.items() if a.trouble]
-        return [*found, *([self._trouble] if self._trouble else [])]
+        told = [
+            (followed.reflector.collection.path, followed.reflector.advised() or followed.behind)
+            for followed in self._followed.values()
+        ]
+        return [*(f"{path}: {trouble}" for path, trouble in told if trouble), *filter(None, [self._trouble])]
 
     async def stop(self) -> None:
         """End all watches."""
-        tasks = [*self._audits.values(), *([self._streaming] if self._streaming else [])]
+        tasks = [followed.check for followed in self._followed.values() if followed.check is not None]
+        tasks += [self._kopf] if self._kopf is not None else []
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._audits.clear()
+        stopping = (followed.driver.stop() for followed in self._followed.values())
+        await asyncio.gather(*tasks, *stopping, return_exceptions=True)
+        self._followed.clear()
 
-    # ---- events ---------------------------------------------------------------------------------------------
+    # ---- reflectors -----------------------------------------------------------------------------------------
 
-    async def _stream(self) -> None:
-        """Runs kopf for the kinds that there are; again when these change, when it falls behind, and when it fails."""
+    def _begin(self, kinds: Iterable[Watched]) -> None:
+        for target in (Target(watched, namespace) for watched in kinds for namespace in self.namespaces):
+            if target not in self._followed:
+                followed = self._followed[target] = self._follow(target)
+                followed.driver.start()
+
+    def _follow(self, target: Target) -> _Followed:
+        watched, timing = target.watched, self.timing
+        collection = Collection(watched.resource, target.namespace, watched.selector)
+        own = watched in OWN
+        sink = (AuditSink if own else StoreSink)(self.store, collection, partial(self._listed, target))
+        reflector = Reflector(
+            collection,
+            sink,
+            timing=ReflectorTiming(
+                watch_s=timing.watch_s,
+                silence_s=timing.silence_s,
+                absent_s=timing.absent_s,
+                backoff_s=timing.backoff_s,
+                poll_s=timing.audit_s if own else None,
+            ),
+            optional=watched in OPTIONAL,
+            page=_PAGE,
+            accept=_METADATA if own else JSON,
+            advice=_ADVICE,
+        )
+        driver = Driver(self.client, reflector, lambda: self._judge(target), _now)
+        return _Followed(reflector, driver, _now())
+
+    def _listed(self, target: Target, named: dict[Ref, Meta]) -> None:
+        followed = self._followed[target]
+        if target.watched not in OWN:
+            followed.synced.set()
+        elif followed.check is None or followed.check.done():
+            followed.check = asyncio.create_task(
+                self._check(followed, named), name=f"check {target.watched.api}"
+            )
+
+    def _judge(self, target: Target) -> None:
+        """A reflector has heard something, or failed: what follows from a kind that cannot be read."""
+        followed = self._followed.get(target)
+        if followed is None:
+            return
+        reflector = followed.reflector
+        if reflector.unavailable != followed.unreadable:
+            closed = self._closed(target.namespace)
+            followed.unreadable = reflector.unavailable
+            if target.watched in OWN or self._closed(target.namespace) != closed:
+                self._restart.set()
+        error = reflector.error if reflector.unavailable else None
+        if isinstance(error, NotFound):
+            followed.fresh = _now()  # a new process would help nothing
+            if target.watched not in OWN:
+                self._forget(target)
+        elif isinstance(error, Forbidden) and target.watched in OPTIONAL:
+            followed.fresh = _now()
+        elif isinstance(error, Forbidden) and self._closed(target.namespace):
+            for other in self._followed:
+                if other.namespace == target.namespace:
+                    self._forget(other)
+
+    def _forget(self, target: Target) -> None:
+        self._forget_objects(target)
+        self._followed[target].fresh = _now()
+        self._followed[target].synced.set()
+
+    def _forget_objects(self, target: Target) -> None:
+        resource = target.watched.resource
+        self.store.retain(resource.api_version, resource.kind, target.namespace, set(), "")
+
+    def _closed(self, namespace: str) -> bool:
+        """Whether nothing may be read in this namespace, and something in another."""
+        unreadable = dict.fromkeys(self.namespaces, True)
+        for target, followed in self._followed.items():
+            if target.watched in KINDS:
+                unreadable[target.namespace] &= followed.unreadable
+        return unreadable[namespace] and not all(unreadable.values())
+
+    # ---- our own kinds --------------------------------------------------------------------------------------
+
+    async def _run_kopf(self) -> None:
+        """Runs kopf for those kinds that there are; again when these change, when it falls behind, when it fails."""
         failures = 0
         while True:
             self._restart.clear()
-            kinds = sorted(
-                {t.watched for t, a in self._audited.items() if not a.unreadable}, key=lambda w: w.api
-            )
+            kinds = [
+                w for w in OWN if any(t.watched == w and not f.unreadable for t, f in self._followed.items())
+            ]
             open_ = [namespace for namespace in self.namespaces if not self._closed(namespace)]
             begun = _now()
             running = asyncio.create_task(
-                self.source(kinds, open_, self.cluster.configuration, self.timing.watch, self._see)
+                self.source(kinds, open_, self.client.configuration, self._deliver)
+                if kinds
+                else asyncio.sleep(3600)
             )
             restart = asyncio.create_task(self._restart.wait())
             try:
                 await asyncio.wait((running, restart), return_when=asyncio.FIRST_COMPLETED)
                 if not running.done():
-                    log.info("watching anew: %d kinds", len(kinds))
+                    log.info(
+                        "kopf is started anew for %s",
+                        ", ".join(watched.api for watched in kinds) or "nothing",
+                    )
                     continue
-                self._trouble = f"watching failed: {running.exception()}"
-                log.warning(self._trouble)
+                if kinds:
+                    self._trouble = f"kopf ended: {running.exception()}"
+                    log.warning(self._trouble)
             finally:
                 for task in (running, restart):
                     task.cancel()
@@ -190,130 +284,44 @@ class Informer:
             failures = failures + 1 if _now() - begun < 2 * cap else 1
             await asyncio.sleep(min(cap, base * 2.0 ** min(failures, 20)) * random.uniform(0.5, 1.0))
 
-    def _see(self, watched: Watched, type_: str | None, obj: dict[str, Any]) -> None:
-        obj.setdefault("apiVersion", watched.api_version)
-        obj.setdefault("kind", watched.kind)
+    def _deliver(self, watched: Watched, type_: str | None, obj: dict[str, Any]) -> None:
+        resource = watched.resource
+        obj.setdefault("apiVersion", resource.api_version)
+        obj.setdefault("kind", resource.kind)
         meta = obj["metadata"]
         if type_ == "DELETED":
-            ref = Ref(watched.api_version, watched.kind, meta.get("namespace", ""), meta["name"])
+            ref = Ref(resource.api_version, resource.kind, meta.get("namespace", ""), meta["name"])
             self.store.remove(ref, meta["uid"], meta["resourceVersion"])
         else:
             self.store.put(obj)
         self._trouble = ""
-        self._heard.set()
-        if type_ is None:  # kopf lists: whatever it does not name may have been deleted
-            for target, audited in self._audited.items():
-                if target.watched == watched and audited.synced.is_set():
-                    audited.wanted.set()
+        self._delivered.set()
 
-    # ---- audits ---------------------------------------------------------------------------------------------
-
-    def _begin(self, kinds: Iterable[Watched]) -> bool:
-        """Whether any of them is new."""
-        new = [Target(w, ns) for w in kinds for ns in self.namespaces if Target(w, ns) not in self._audits]
-        for target in new:
-            self._audited[target] = _Audited()
-            path = target.watched.path(target.namespace)
-            self._audits[target] = asyncio.create_task(self._audit_for_ever(target), name=f"audit {path}")
-        return bool(new)
-
-    async def _audit_for_ever(self, target: Target) -> None:
-        audited, failures = self._audited[target], 0
-        base, cap = self.timing.backoff_s
-        while True:
-            try:
-                await self._audit(target, audited)
-                failures, wait = 0, self.timing.audit_s
-            except (NotFound, Forbidden) as exc:
-                self._cannot(target, audited, exc)
-                failures, wait = 0, self.timing.absent_s
-            except KubeError as exc:
-                failures += 1
-                wait = min(cap, base * 2.0 ** min(failures, 20))
-                if str(exc) != audited.trouble:
-                    log.warning("%s: %s", target.watched.path(target.namespace), exc)
-                    audited.trouble = str(exc)
-            try:
-                async with asyncio.timeout(wait * random.uniform(0.75, 1.0)):
-                    await audited.wanted.wait()
-                    await asyncio.sleep(base)  # a list of kopf names many
-            except TimeoutError:
-                pass
-
-    async def _audit(self, target: Target, audited: _Audited) -> None:
-        """Compare with a list; returns when kopf has told all that it named, or after the grace."""
-        audited.wanted.clear()
-        watched = target.watched
-        items, version = await list_metadata(
-            self.cluster, watched.plural, watched.path(target.namespace), watched.selector
-        )
-        named = {Ref(watched.api_version, watched.kind, meta.namespace, meta.name): meta for meta in items}
-        if audited.unreadable:
-            audited.unreadable = False
-            self._restart.set()
-        uids = {meta.uid for meta in named.values()}
-        gone = self.store.retain(watched.api_version, watched.kind, target.namespace, uids, version)
-        if gone and audited.synced.is_set():
-            log.info("%d of %s were deleted unseen", gone, watched.path(target.namespace))
-        behind = await self._await_told(named)
-        if behind:
-            audited.trouble = (
-                f"{len(behind)} objects are newer than what was told of them, {behind[0]} for one"
-            )
-            log.warning("%s: %s", watched.path(target.namespace), audited.trouble)
-            self._restart.set()
-            return
-        audited.trouble = ""
-        audited.fresh = _now()
-        audited.synced.set()
-
-    async def _await_told(self, named: dict[Ref, Meta]) -> list[str]:
-        """The objects that kopf has not told, when it has told none of them for the length of the grace."""
+    async def _check(self, followed: _Followed, named: dict[Ref, Meta]) -> None:
+        """Returns when kopf has told all that a list named, or none of it for the length of the grace."""
         while named := {ref: meta for ref, meta in named.items() if not self._is_told(ref, meta)}:
             left = len(named)
             try:
                 async with asyncio.timeout(self.timing.grace_s):
                     while sum(not self._is_told(ref, meta) for ref, meta in named.items()) == left:
-                        self._heard.clear()
-                        await self._heard.wait()
+                        self._delivered.clear()
+                        await self._delivered.wait()
                         await asyncio.sleep(0.05)  # many come together
             except TimeoutError:
                 break
-        return [ref.name for ref in named]
+        if named:
+            followed.behind = (
+                f"{len(named)} objects are newer than what kopf told, {next(iter(named)).name} for one"
+            )
+            log.warning("%s: %s", followed.reflector.collection.path, followed.behind)
+            self._restart.set()
+            return
+        followed.behind = ""
+        followed.fresh = _now()
+        followed.synced.set()
 
     def _is_told(self, ref: Ref, meta: Meta) -> bool:
         return self.store.has_seen(ref, meta.uid, meta.resourceVersion)
-
-    def _cannot(self, target: Target, audited: _Audited, exc: KubeError) -> None:
-        """The kind is not served, or it may not be read."""
-        watched = target.watched
-        if not audited.unreadable:
-            audited.unreadable = True
-            absent = "the API server does not serve it; is the CRD installed?"
-            audited.trouble = absent if isinstance(exc, NotFound) else f"see the operator's role: {exc}"
-            log.warning("%s: %s", watched.path(target.namespace), audited.trouble)
-            self._restart.set()
-        if isinstance(exc, NotFound) and watched.api_version != API_VERSION:
-            self._forget(target, audited)
-        elif isinstance(exc, NotFound) or watched in OPTIONAL:
-            audited.fresh = _now()
-        elif self._closed(target.namespace):
-            for other, also in self._audited.items():
-                if other.namespace == target.namespace:
-                    self._forget(other, also)
-
-    def _forget(self, target: Target, audited: _Audited) -> None:
-        self.store.retain(target.watched.api_version, target.watched.kind, target.namespace, set(), "")
-        audited.fresh = _now()
-        audited.synced.set()
-
-    def _closed(self, namespace: str) -> bool:
-        """Whether nothing may be read in this namespace, and something in another."""
-        unreadable = dict.fromkeys(self.namespaces, True)
-        for target, audited in self._audited.items():
-            if target.watched in KINDS:
-                unreadable[target.namespace] &= audited.unreadable
-        return unreadable[namespace] and not all(unreadable.values())
 
 
 def _now() -> float:

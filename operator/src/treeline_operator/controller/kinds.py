@@ -1,64 +1,61 @@
-"""The kinds that the operator watches, and the paths of their collections."""
+"""The kinds that the operator watches."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
+from treeline_kube.resources import Resource
+
 from treeline_operator.api.parts import API_VERSION
 from treeline_operator.controller.store import MODEL, POOL
 from treeline_operator.names import MANAGED_BY, MANAGER
 
-_OURS: Final = f"{MANAGED_BY}={MANAGER}"
-
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A kind, and which of its objects are looked at. Secrets are never among them."""
+    """A kind, and the label selector of those objects that are looked at. Secrets are never among them."""
 
-    api_version: str
-    kind: str
-    plural: str
-    selector: str = _OURS
+    resource: Resource
+    selector: str = f"{MANAGED_BY}={MANAGER}"
 
     @property
     def api(self) -> str:
-        """``group/version/Kind``, as discovery names it."""
-        return f"{self.api_version}/{self.kind}"
-
-    @property
-    def group_version_plural(self) -> tuple[str, str, str]:
-        """The three words by which the kind is addressed; the core group is empty."""
-        group, _, version = self.api_version.rpartition("/")
-        return group, version, self.plural
-
-    def path(self, namespace: str) -> str:
-        """The path of the collection in a namespace, or in all of them if it is empty."""
-        root = f"/apis/{self.api_version}" if "/" in self.api_version else f"/api/{self.api_version}"
-        return f"{root}/namespaces/{namespace}/{self.plural}" if namespace else f"{root}/{self.plural}"
+        """`group/version/Kind`, as discovery names it."""
+        return self.resource.api
 
 
-KINDS: Final = (
-    Watched(API_VERSION, POOL, "inferencepools", ""),
-    Watched(API_VERSION, MODEL, "inferencemodels", ""),
-    Watched("apps/v1", "Deployment", "deployments"),
-    Watched("v1", "Service", "services"),
-    Watched("v1", "Pod", "pods"),
-    Watched("v1", "ConfigMap", "configmaps"),
-    Watched("v1", "ServiceAccount", "serviceaccounts"),
-    Watched("rbac.authorization.k8s.io/v1", "Role", "roles"),
-    Watched("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings"),
-    Watched("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
-    Watched("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
-    Watched("v1", "PersistentVolumeClaim", "persistentvolumeclaims"),
-    Watched("autoscaling/v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers"),
+def _watched(api_version: str, kind: str, plural: str) -> Watched:
+    return Watched(Resource(api_version, kind, plural))
+
+
+OWN: Final = (
+    Watched(Resource(API_VERSION, POOL, "inferencepools"), ""),
+    Watched(Resource(API_VERSION, MODEL, "inferencemodels"), ""),
 )
-"""Watched always."""
+"""What users ask for. Their events come through kopf."""
+
+CHILDREN: Final = (
+    _watched("apps/v1", "Deployment", "deployments"),
+    _watched("v1", "Service", "services"),
+    _watched("v1", "Pod", "pods"),
+    _watched("v1", "ConfigMap", "configmaps"),
+    _watched("v1", "ServiceAccount", "serviceaccounts"),
+    _watched("rbac.authorization.k8s.io/v1", "Role", "roles"),
+    _watched("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings"),
+    _watched("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
+    _watched("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
+    _watched("v1", "PersistentVolumeClaim", "persistentvolumeclaims"),
+    _watched("autoscaling/v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers"),
+)
+"""What is made of it, in every cluster. Each is followed by a reflector, and so are the optional ones."""
+
+KINDS: Final = (*OWN, *CHILDREN)
 
 OPTIONAL: Final = (
-    Watched("gateway.networking.k8s.io/v1", "HTTPRoute", "httproutes"),
-    Watched("inference.networking.k8s.io/v1", "InferencePool", "inferencepools"),
-    Watched("keda.sh/v1alpha1", "ScaledObject", "scaledobjects"),
-    Watched("monitoring.coreos.com/v1", "PodMonitor", "podmonitors"),
+    _watched("gateway.networking.k8s.io/v1", "HTTPRoute", "httproutes"),
+    _watched("inference.networking.k8s.io/v1", "InferencePool", "inferencepools"),
+    _watched("keda.sh/v1alpha1", "ScaledObject", "scaledobjects"),
+    _watched("monitoring.coreos.com/v1", "PodMonitor", "podmonitors"),
 )
 """Watched while discovery finds them."""

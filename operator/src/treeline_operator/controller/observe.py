@@ -33,8 +33,12 @@ class Observer:
     silent: dict[tuple[str, str], datetime] = field(default_factory=dict)
     """Since when a gateway's picker is known to say nothing; filled by the picker probe."""
     _typed: dict[Ref, tuple[str, Resource | str]] = field(default_factory=dict)
-    _settled: dict[Ref, InferencePool] = field(default_factory=dict)
+    _without_status: dict[Ref, InferencePool] = field(default_factory=dict)
     """Pools as they were when somebody last asked for something else: the same objects through changes of status."""
+    _kept: dict[tuple[str, str], tuple[int, tuple[InferencePool, ...], tuple[Observed, ...]]] = field(
+        default_factory=dict
+    )
+    """The pools of each gateway with the store's number at that time; see `_members`."""
 
     def pool(self, namespace: str, name: str) -> InferencePool | str | None:
         """The pool; a text where it does not fit our types; None where it is not there."""
@@ -61,23 +65,40 @@ class Observer:
 
     def gateway_world(self, namespace: str, name: str, now: datetime) -> GatewayWorld:
         """A gateway; with no pools if none names it any more."""
-        children, pods = _apart(self.store.gateway_children(namespace, name))
-        members = self.store.gateway_pools(namespace, name)
+        children, pods = _split_pods(self.store.gateway_children(namespace, name))
+        pools, unreadable = self._members(namespace, name)
         return GatewayWorld(
             namespace=namespace,
             name=name,
-            pools=self._pools(members),
+            pools=pools,
             children=children,
             pods=pods,
             platform=self.platform,
             now=now,
-            unreadable=tuple(o for o in members if isinstance(self._parse(o), str)),
+            unreadable=unreadable,
         )
+
+    def _members(
+        self, namespace: str, gateway: str
+    ) -> tuple[tuple[InferencePool, ...], tuple[Observed, ...]]:
+        """The pools of a gateway, and those that do not fit our types. Each of its pools asks; kept while none of them
+        asks for something else, so that to look at all pools costs by the pools and not by their square."""
+        changes = self.store.spec_changes(namespace, gateway)
+        known = self._kept.get((namespace, gateway))
+        if known is None or known[0] != changes:
+            members = self.store.gateway_pools(namespace, gateway)
+            unreadable = tuple(o for o in members if isinstance(self._parse(o), str))
+            known = changes, self._pools(members), unreadable
+            if members and not unreadable:  # what does not fit is told with its newest version
+                self._kept[namespace, gateway] = known
+            else:
+                self._kept.pop((namespace, gateway), None)
+        return known[1], known[2]
 
     def pool_world(self, pool: InferencePool, now: datetime) -> PoolWorld:
         """A pool and what its plan depends on."""
         namespace, gateway = pool.namespace, pool.spec.gateway.name
-        children, pods = _apart(self.store.pool_children(namespace, pool.name))
+        children, pods = _split_pods(self.store.pool_children(namespace, pool.name))
         return PoolWorld(
             pool=pool,
             children=children,
@@ -103,20 +124,20 @@ class Observer:
         """Drop the typed object of one that is gone."""
         if change.after is None:
             self._typed.pop(change.ref, None)
-            self._settled.pop(change.ref, None)
+            self._without_status.pop(change.ref, None)
 
     def _pools(self, observed: Iterable[Observed]) -> tuple[InferencePool, ...]:
-        found = (self._settle(o) for o in observed)
+        found = (self._spec_only(o) for o in observed)
         return tuple(sorted((p for p in found if p is not None), key=_age))
 
-    def _settle(self, observed: Observed) -> InferencePool | None:
+    def _spec_only(self, observed: Observed) -> InferencePool | None:
         """The pool as the others of its gateway see it: with a status that may be older than the observed one."""
         typed = self._parse(observed)
         if not isinstance(typed, InferencePool):
             return None
-        known = self._settled.get(observed.ref)
-        if known is None or (known is not typed and _asks(known) != _asks(typed)):
-            self._settled[observed.ref] = known = typed
+        known = self._without_status.get(observed.ref)
+        if known is None or (known is not typed and _spec_of(known) != _spec_of(typed)):
+            self._without_status[observed.ref] = known = typed
         return known
 
     def _parse(self, observed: Observed) -> Resource | str:
@@ -139,7 +160,7 @@ def explain(exc: ValidationError) -> str:
     return "; ".join(problems)
 
 
-def concerned(change: Change, store: Store) -> set[Key]:
+def keys_for_change(change: Change, store: Store) -> set[Key]:
     """The keys whose plan or status may differ after the change."""
     ref = change.ref
     if ref.api_version == API_VERSION and ref.kind == MODEL:
@@ -147,19 +168,18 @@ def concerned(change: Change, store: Store) -> set[Key]:
     if ref.api_version == API_VERSION and ref.kind == POOL:
         keys = {Key("pool", ref.namespace, ref.name)}
         if _intent(change.before) != _intent(change.after):
-            keys |= {Key("gateway", ref.namespace, place.gateway) for place in change.places}
+            keys |= {Key("gateway", ref.namespace, membership.gateway) for membership in change.memberships}
             keys.add(Key("models", ref.namespace))
-        if _asks_of_gateway(change.before) != _asks_of_gateway(change.after):
-            # The settings of the oldest pool hold for all that share its gateway.
-            for place in change.places:
-                keys |= _of_gateway(store, ref.namespace, place.gateway)
-        return keys
+        return keys  # what this means for other pools of the gateway, its reconciliation finds out and tells them
     keys = set()
-    for place in change.places:
-        if place.pool:
-            keys.add(Key("pool", ref.namespace, place.pool))
-        elif place.gateway:
-            keys |= _of_gateway(store, ref.namespace, place.gateway)
+    for membership in change.memberships:
+        if membership.pool:
+            keys.add(Key("pool", ref.namespace, membership.pool))
+        elif membership.gateway and ref.kind == "ConfigMap":
+            # It changes with every pool, and nothing in it concerns a pool.
+            keys.add(Key("gateway", ref.namespace, membership.gateway))
+        elif membership.gateway:
+            keys |= _of_gateway(store, ref.namespace, membership.gateway)
     return keys
 
 
@@ -185,21 +205,13 @@ def _intent(observed: Observed | None) -> object:
     return [meta.get(name) for name in fields]
 
 
-def _asks_of_gateway(observed: Observed | None) -> object:
-    """What of a pool concerns the others behind its gateway."""
-    if observed is None:
-        return None
-    meta, spec = observed.object["metadata"], observed.object.get("spec") or {}
-    return meta.get("uid"), meta.get("deletionTimestamp"), spec.get("gateway"), spec.get("endpointPicker")
-
-
-def _apart(found: list[Observed]) -> tuple[tuple[Observed, ...], tuple[Observed, ...]]:
+def _split_pods(found: list[Observed]) -> tuple[tuple[Observed, ...], tuple[Observed, ...]]:
     """Children, and pods."""
     pods = tuple(o for o in found if o.ref.kind == "Pod")
     return tuple(o for o in found if o.ref.kind != "Pod"), pods
 
 
-def _asks(pool: InferencePool) -> object:
+def _spec_of(pool: InferencePool) -> object:
     return pool.metadata.uid, pool.metadata.generation, pool.deleting, pool.spec
 
 

@@ -49,23 +49,22 @@ _decode = msgspec.json.Decoder(_Answer).decode
 class Asker(Protocol):
     """How a picker is asked."""
 
-    async def ask(self, address: str) -> bytes:
+    async def ask(self, address: str, port: int) -> bytes:
         """The body of its list of endpoints. Raises OSError where there is none to be had."""
 
 
 @dataclass(slots=True)
 class HttpAsker:
-    """Asks over HTTP, at the picker's port for metrics and status."""
+    """Asks over HTTP."""
 
     session: aiohttp.ClientSession
-    port: int = ports.METRICS
     timeout_s: float = 3.0
 
-    async def ask(self, address: str) -> bytes:
+    async def ask(self, address: str, port: int) -> bytes:
         host = f"[{address}]" if ":" in address else address
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
         try:
-            async with self.session.get(f"http://{host}:{self.port}/endpoints", timeout=timeout) as answer:
+            async with self.session.get(f"http://{host}:{port}/endpoints", timeout=timeout) as answer:
                 if answer.status != 200:
                     raise ConnectionError(f"the picker at {address} answered {answer.status}")
                 body = bytearray()
@@ -120,11 +119,15 @@ def _agreed(told: Sequence[PickerEndpoint]) -> PickerEndpoint:
 
 @dataclass(slots=True)
 class PickerProbe:
-    """Keeps ``observer.pickers`` filled, and tells of the pools whose list has changed."""
+    """Keeps `observer.pickers` filled, and tells of the pools whose list has changed.
+
+    `port` is asked instead of the one that a picker's pod names.
+    """
 
     observer: Observer
     asker: Asker
     changed: Callable[[Key], None]
+    port: int | None = None
     calm_s: float = 10.0
     hurried_s: float = 0.5
     clock: Callable[[], datetime] = lambda: datetime.now(UTC)
@@ -154,7 +157,7 @@ class PickerProbe:
         self._queue.add(Key("gateway", namespace, gateway))
 
     async def run(self) -> None:
-        """Until :meth:`stop`."""
+        """Until `stop`."""
         await self._queue.run()
 
     async def stop(self) -> None:
@@ -171,7 +174,7 @@ class PickerProbe:
         delay = self.hurried_s if self._is_awaited(*gateway) else self.calm_s
         try:
             asked_at = self.clock()
-            answers = await asyncio.gather(*(self.asker.ask(address) for address in addresses))
+            answers = await asyncio.gather(*(self.asker.ask(*address) for address in addresses))
             view = merge(_view(_decode(answer), asked_at) for answer in answers)
         except (OSError, msgspec.MsgspecError) as exc:
             failures = self._failures[gateway] = self._failures.get(gateway, 0) + 1
@@ -186,7 +189,7 @@ class PickerProbe:
     def _is_awaited(self, namespace: str, gateway: str) -> bool:
         return any(space == namespace and of == gateway for (space, _), of in self._waiting.items())
 
-    def _addresses(self, key: Key) -> list[str]:
+    def _addresses(self, key: Key) -> list[tuple[str, int]]:
         found = []
         for observed in self.observer.store.gateway_children(key.namespace, key.name):
             if observed.ref.kind != "Pod":
@@ -199,7 +202,7 @@ class PickerProbe:
                 c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ()
             )
             if picks and ready and not meta.get("deletionTimestamp") and status.get("podIP"):
-                found.append(status["podIP"])
+                found.append((status["podIP"], self.port or _admin_port(pod)))
         return found
 
     def _set(self, gateway: tuple[str, str], view: PickerView | None) -> None:
@@ -215,6 +218,16 @@ class PickerProbe:
         for pool in pools:
             if _of(before, pool.ref.name) != _of(view, pool.ref.name):
                 self.changed(Key("pool", pool.ref.namespace, pool.ref.name))
+
+
+def _admin_port(pod: dict[str, Any]) -> int:
+    """Where a picker's pod serves its list. One that an earlier operator made has a single port for all its pages."""
+    numbers = {
+        port.get("name"): int(port["containerPort"])
+        for container in (pod.get("spec") or {}).get("containers") or ()
+        for port in container.get("ports") or ()
+    }
+    return numbers.get(names.PICKER_ADMIN_PORT) or numbers.get("metrics") or ports.PICKER_ADMIN
 
 
 def _view(answer: _Answer, at: datetime | None = None) -> PickerView:

@@ -18,22 +18,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Delays between failed attempts: exponential from ``base_s`` to ``cap_s``, each shortened by up to a half."""
+    """Delays between failed attempts: exponential from `base_s` to `cap_s`, each shortened by up to a half."""
 
     base_s: float = 0.2
     cap_s: float = 60.0
 
     def delay(self, failures: int, chance: float) -> float:
-        """The delay behind the ``failures``-th failure in a row; ``chance`` in 0..1 spreads equal cases."""
+        """The delay behind the `failures`-th failure in a row; `chance` in 0..1 spreads equal cases."""
         full = min(self.cap_s, self.base_s * 2.0 ** min(failures - 1, 30))
         return float(full * (1.0 - 0.5 * chance))
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a reconciliation ended. ``result`` is a metric's label.
+    """How a reconciliation ended. `result` is a metric's label.
 
-    With ``retry`` it comes again after the backoff (or ``after_s``, if that is longer); else after ``after_s``, if set.
+    With `retry` it comes again after the backoff (or `after_s`, if that is longer); else after `after_s`, if set.
     """
 
     result: str = "ok"
@@ -73,7 +73,7 @@ class Schedule:
         self._ready.setdefault(key, now)
 
     def add_after(self, key: Key, delay_s: float, now: float) -> None:
-        """In ``delay_s``, or sooner if it is to come sooner already."""
+        """In `delay_s`, or sooner if it is to come sooner already."""
         due = now + delay_s
         if run := self._running.get(key):
             run.after = due if run.after is None else min(run.after, due)
@@ -81,7 +81,7 @@ class Schedule:
             self._delay(key, due)
 
     def pop(self, now: float) -> Key | None:
-        """The next key to run, which counts as running until :meth:`done`."""
+        """The next key to run, which counts as running until `done`."""
         self._wake(now)
         for key, queued in self._ready.items():
             del self._ready[key]
@@ -169,10 +169,10 @@ class Uncounted:
 
 
 class Queue:
-    """Runs ``reconcile`` for the keys that are added, some at once, one at a time for each key.
+    """Runs `reconcile` for the keys that are added, some at once, one at a time for each key.
 
-    Times are those of the event loop. An exception out of ``reconcile`` is logged and retried; one of the types in
-    ``fatal`` ends :meth:`run`.
+    Times are those of the event loop. An exception out of `reconcile` is logged and retried; one of the types in
+    `fatal` ends `run`.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Queue:
         self._changed.set()
 
     def add_after(self, key: Key, delay_s: float) -> None:
-        """Reconcile the key in ``delay_s`` at the latest."""
+        """Reconcile the key in `delay_s` at the latest."""
         self._schedule.add_after(key, delay_s, _now())
         self._changed.set()
 
@@ -222,7 +222,7 @@ class Queue:
         return not self._tasks and not self._schedule.depth()
 
     async def run(self) -> None:
-        """Until :meth:`stop`; raises what ended a run fatally."""
+        """Until `stop`; raises what ended a run fatally."""
         while not self._stopping and self._failed is None:
             self._changed.clear()
             while len(self._tasks) < self._concurrency and (key := self._schedule.pop(_now())):
@@ -239,7 +239,7 @@ class Queue:
             raise self._failed
 
     async def stop(self, grace_s: float) -> int:
-        """Start nothing more, let what runs end for ``grace_s``, then cancel it; returns how many were cancelled."""
+        """Start nothing more, let what runs end for `grace_s`, then cancel it; returns how many were cancelled."""
         self._stopping = True
         self._changed.set()
         if not self._tasks:

@@ -1,4 +1,4 @@
-"""Brings one key to where it should be: observe, plan, carry out, tell; level-triggered, so it may run at any time."""
+"""Brings one key to where it should be: observe, plan, execute, report; level-triggered, so it may run at any time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import asyncio
 import importlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from typing import Any, Final, Literal, Protocol
+
+from treeline_kube.errors import Conflict, KubeError, LostLease, NotFound
 
 from treeline_operator.actions import Plan
 from treeline_operator.api.conditions import ConditionType, Reason
@@ -17,6 +20,7 @@ from treeline_operator.api.parts import API_VERSION, Condition
 from treeline_operator.api.pool import InferencePool, PoolStatus
 from treeline_operator.controller.downloads import Downloads
 from treeline_operator.controller.execute import Done, Executor
+from treeline_operator.controller.gateways import AWAITED_S, SETTLED_S, Gateways, Getter
 from treeline_operator.controller.metrics import Metrics
 from treeline_operator.controller.observe import Observer
 from treeline_operator.controller.picker_probe import PickerProbe
@@ -24,26 +28,28 @@ from treeline_operator.controller.queue import Outcome
 from treeline_operator.controller.recorder import Recorder
 from treeline_operator.controller.store import MODEL, POOL
 from treeline_operator.controller.warnings import Lister, Warnings, is_stuck
-from treeline_operator.kube.errors import Conflict, KubeError, LostLease, NotFound
 from treeline_operator.plan.gateway import plan_gateway
-from treeline_operator.plan.pods import is_draining
+from treeline_operator.plan.pod_state import is_draining
 from treeline_operator.plan.pool import plan_pool
-from treeline_operator.plan.sharing import share
+from treeline_operator.plan.sharing import Shared, share
+from treeline_operator.status.alarms import Alarms
 from treeline_operator.status.causes import Cause
 from treeline_operator.status.conditions import same_status
 from treeline_operator.status.events import transitions
+from treeline_operator.status.gateway_status import UNHEARD_S
 from treeline_operator.status.models import model_statuses
-from treeline_operator.status.pool import not_understood, pool_status, refusal
+from treeline_operator.status.pool import not_understood, parent_gateways, pool_status, refusal
 from treeline_operator.world import Key, PoolWorld, Ref
 
 log = logging.getLogger(__name__)
 
 _REFUSED_AGAIN_S: Final = 30.0
 _PATHS: Final = 5
+_WHOLE: Final = (ConditionType.READY, ConditionType.WORKLOADS_READY)
 _ENVOY: Final = "treeline_operator.envoy.document"
 
 
-class Statuses(Lister, Protocol):
+class Statuses(Lister, Getter, Protocol):
     """What statuses are made of and written by, beside the store."""
 
     async def apply_status(self, obj: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +58,7 @@ class Statuses(Lister, Protocol):
 
 @dataclass(slots=True)
 class Reconciler:
-    """One :meth:`reconcile` for all kinds of keys. What a gateway's plan was refused is told by its pools."""
+    """One `reconcile` for all kinds of keys. What a gateway's plan was refused is told by its pools."""
 
     observer: Observer
     executor: Executor
@@ -62,14 +68,17 @@ class Reconciler:
     probe: PickerProbe
     downloads: Downloads
     clock: Callable[[], datetime]
-    changed: Callable[[Key], None]
+    wake: Callable[[Iterable[Key]], None]
     _refused: dict[Key, Cause] = field(default_factory=dict)
-    _heard: dict[Key, dict[str, object]] = field(default_factory=dict)
-    """What each gateway's last plan knew of the wishes of its pools, by their uid."""
+    _acknowledged: dict[Key, _Acknowledged] = field(default_factory=dict)
+    """What each gateway's last plan knew of its pools."""
     _warnings: Warnings = field(init=False)
+    _gateways: Gateways = field(init=False)
+    _alarms: Alarms = field(default_factory=Alarms)
 
     def __post_init__(self) -> None:
         self._warnings = Warnings(self.statuses)
+        self._gateways = Gateways(self.statuses)
 
     async def reconcile(self, key: Key) -> Outcome:
         """What the queue runs. LostLease is the only exception that is no defect."""
@@ -98,6 +107,7 @@ class Reconciler:
             self.probe.forget(key.namespace, key.name)
             self._refused.pop(key, None)
             self._warnings.forget(key)
+            self._alarms.forget(Ref(API_VERSION, POOL, key.namespace, key.name))
             self.downloads.see(key, ())
             return Outcome("gone")
         if isinstance(pool, str):
@@ -105,21 +115,22 @@ class Reconciler:
         world = self.observer.pool_world(pool, self.clock())
         self.downloads.see(key, world.pods)
         plan = self._planned(key, lambda: plan_pool(world))
-        done = await self._carry_out(key, plan, pool) if plan else Done()
+        done = await self._execute(key, plan, pool) if plan else Done()
         gateway = key._replace(kind="gateway", name=pool.spec.gateway.name)
-        if not pool.deleting and self._heard.get(gateway, {}).get(pool.metadata.uid) != _wishes(pool):
+        acknowledged = self._acknowledged.get(gateway, _NOTHING_ACKNOWLEDGED)
+        if not pool.deleting and acknowledged.settings.get(pool.metadata.uid) != _gateway_settings(pool):
             # Told before, the status would speak of a gateway that does not know the spec yet. Its plan wakes us.
             return _outcome(plan, done)
         after = self.observer.pool_world(pool, self.clock())
         refused = self._refused.get(key) or self._refused.get(gateway)
         status, again_s = await self._status(key, after, refused)
-        await self._tell(
+        due_s = await self._report(
             pool.kind, pool.namespace, pool.name, pool.metadata.uid, dict(pool.status), dict(status)
         )
         self.probe.wait(
             pool.namespace, pool.spec.gateway.name, pool.name, _waits(status, after) and not pool.deleting
         )
-        return _outcome(plan, done, again_s)
+        return _outcome(plan, done, _sooner(again_s, due_s))
 
     def _planned(self, key: Key, plan: Callable[[], Plan]) -> Plan | None:
         """The plan. A defect in making it is told in the status, not in the log alone, and tried again later."""
@@ -136,17 +147,35 @@ class Reconciler:
         self, key: Key, world: PoolWorld, refused: Cause | None
     ) -> tuple[PoolStatus, float | None]:
         """The status, and when it is to be looked at anew where no watch will tell of the next change."""
+        world, again_s = await self._with_gateways(world)
         world = replace(world, events=self._warnings.about(world))
         status = pool_status(world, self.downloads.progress(key), refused)
-        if _told(status, ConditionType.READY)["status"] == "True" or world.pool.deleting:
+        if (
+            world.picker is None
+            and _condition(status, ConditionType.ENDPOINT_PICKER_READY)["status"] == "True"
+        ):
+            again_s = _sooner(again_s, UNHEARD_S)
+        if _is_whole(status) or world.pool.deleting:
             self._warnings.forget(key)
-            return status, None
+            return status, again_s
         if not is_stuck(world):
-            return status, None
+            return status, again_s
         if await self._warnings.look(key):
             world = replace(world, events=self._warnings.about(world))
             status = pool_status(world, self.downloads.progress(key), refused)
-        return status, self._warnings.again_s(key, _told(status, ConditionType.READY)["reason"])
+        waits = next(c for c in map(partial(_condition, status), _WHOLE) if c["status"] != "True")
+        return status, _sooner(again_s, self._warnings.again_s(key, waits["reason"]))
+
+    async def _with_gateways(self, world: PoolWorld) -> tuple[PoolWorld, float | None]:
+        """The world with the Gateways that it hangs on, and when they are to be read again."""
+        refs = () if world.pool.deleting else parent_gateways(world)
+        if not refs:
+            return world, None
+        before = world.pool.status.get("conditions", ())
+        reported = next((one for one in before if one["type"] == ConditionType.GATEWAY_READY), None)
+        awaited = reported is None or reported["status"] != "True"
+        parents = await self._gateways.read(refs, awaited=awaited)
+        return replace(world, parents=parents), AWAITED_S if awaited else SETTLED_S
 
     async def _not_understood(self, key: Key, problem: str) -> Outcome:
         observed = self.observer.store.get(Ref(API_VERSION, POOL, key.namespace, key.name))
@@ -154,7 +183,7 @@ class Reconciler:
             return Outcome("gone")
         obj = observed.object
         status = not_understood(obj, problem, self.clock(), ConditionType.READY)
-        await self._tell(POOL, key.namespace, key.name, observed.uid, obj.get("status") or {}, status)
+        await self._report(POOL, key.namespace, key.name, observed.uid, obj.get("status") or {}, status)
         return Outcome("invalid")
 
     # ---- gateways ---------------------------------------------------------------------------------------------
@@ -165,15 +194,19 @@ class Reconciler:
         before = self._refused.get(key)
         await _load_envoy()
         plan = self._planned(key, lambda: plan_gateway(world))
-        owner = share(world.pools).gateways[key.name].owner if world.pools else None
-        done = await self._carry_out(key, plan, owner) if plan else Done()
-        known = self._heard.pop(key, {})
-        heard = known if done.stale else {pool.metadata.uid: _wishes(pool) for pool in world.pools}
-        if heard:
-            self._heard[key] = heard
-        if self._refused.get(key) != before or known != heard:
-            for pool in world.pools:
-                self.changed(Key("pool", pool.namespace, pool.name))
+        shared = share(world.pools).gateways[key.name] if world.pools else None
+        done = await self._execute(key, plan, shared.owner if shared else None) if plan else Done()
+        known = self._acknowledged.pop(key, _NOTHING_ACKNOWLEDGED)
+        acknowledged = known if done.stale else _acknowledge(shared)
+        if acknowledged.settings:
+            self._acknowledged[key] = acknowledged
+        all_of_them = self._refused.get(key) != before or known.common != acknowledged.common
+        self.wake(
+            Key("pool", pool.namespace, pool.name)
+            for pool in world.pools
+            if all_of_them
+            or known.settings.get(pool.metadata.uid) != acknowledged.settings.get(pool.metadata.uid)
+        )
         return _outcome(plan, done) if world.pools or world.children else Outcome("gone")
 
     # ---- models -----------------------------------------------------------------------------------------------
@@ -181,22 +214,29 @@ class Reconciler:
     async def _models(self, key: Key) -> Outcome:
         models = self.observer.models(key.namespace)
         by_name = {model.name: model for model in models}
-        for name, told in model_statuses(models, self.observer.pools(key.namespace), self.clock()).items():
+        due_s: float | None = None
+        self._alarms.retain(MODEL, key.namespace, by_name)
+        for name, reported in model_statuses(
+            models, self.observer.pools(key.namespace), self.clock()
+        ).items():
             model = by_name[name]
-            await self._tell(MODEL, key.namespace, name, model.metadata.uid, dict(model.status), dict(told))
+            again_s = await self._report(
+                MODEL, key.namespace, name, model.metadata.uid, dict(model.status), dict(reported)
+            )
+            due_s = _sooner(due_s, again_s)
         for observed, problem in self.observer.unreadable_models(key.namespace):
             obj = observed.object
             status = not_understood(obj, problem, self.clock(), ConditionType.ACCEPTED)
             name, before = observed.ref.name, obj.get("status") or {}
-            await self._tell(MODEL, key.namespace, name, observed.uid, before, status)
-        return Outcome()
+            await self._report(MODEL, key.namespace, name, observed.uid, before, status)
+        return Outcome(after_s=due_s)
 
     # ---- what all do ------------------------------------------------------------------------------------------
 
-    async def _carry_out(self, key: Key, plan: Plan, subject: InferencePool | None) -> Done:
+    async def _execute(self, key: Key, plan: Plan, subject: InferencePool | None) -> Done:
         for note in plan.notes:
             log.debug("%s", note, extra=_about(key))
-        done = await self.executor.carry_out(plan)
+        done = await self.executor.execute(plan)
         if done.refused:
             ref, exc = done.refused[0]
             self._refused[key] = refusal(exc.code, ref.kind, str(exc))
@@ -221,26 +261,33 @@ class Reconciler:
     ) -> None:
         if subject is not None:
             ref = Ref(API_VERSION, POOL, subject.namespace, subject.name)
-            self.recorder.tell(ref, subject.metadata.uid, type_, reason, text)
+            self.recorder.emit(ref, subject.metadata.uid, type_, reason, text)
 
-    async def _tell(
+    async def _report(
         self, kind: str, namespace: str, name: str, uid: str, before: dict[str, Any], status: dict[str, Any]
-    ) -> None:
-        """Write a status if it says something new, and Events for what is new in it."""
+    ) -> float | None:
+        """Write a status if it says something new, and Events for what is new in it, or has lasted for long enough now.
+
+        When to look again for what has not.
+        """
         ref = Ref(API_VERSION, kind, namespace, name)
         self.metrics.conditions(ref, status.get("conditions", ()))
+        due = self._alarms.due(ref, before, status, self.clock())
+        for note in due.notes:
+            self.recorder.emit(ref, uid, note.type, note.reason, note.message)
         if same_status(before, status):
-            return
+            return due.again_s
         meta = {"name": name, "namespace": namespace, "uid": uid}
         obj = {"apiVersion": API_VERSION, "kind": kind, "metadata": meta, "status": status}
         try:
             answer = await self.statuses.apply_status(obj)
         except (Conflict, NotFound):
-            return  # it has just gone, or another one has its name; the watch will say so
+            return due.again_s  # it has just gone, or another one has its name; the watch will say so
         # Nobody else's plan depends on a status, and ours has just been made from it.
-        self.observer.store.put(answer, tell=False)
+        self.observer.store.put(answer, notify=False)
         for note in transitions(before, status):
-            self.recorder.tell(ref, uid, note.type, note.reason, note.message)
+            self.recorder.emit(ref, uid, note.type, note.reason, note.message)
+        return due.again_s
 
 
 async def _load_envoy() -> None:
@@ -263,23 +310,55 @@ def _outcome(plan: Plan | None, done: Done, again_s: float | None = None) -> Out
     return Outcome("changed" if plan.actions else "ok", after_s=min(due, default=None))
 
 
-def _wishes(pool: InferencePool) -> object:
+def _sooner(one_s: float | None, other_s: float | None) -> float | None:
+    """The earlier of two delays, where there are any."""
+    return min((delay for delay in (one_s, other_s) if delay is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Acknowledged:
+    """What a gateway's plan knew: of each pool by its uid, and what holds for all of them."""
+
+    settings: Mapping[str, object]
+    common: object = None
+
+
+_NOTHING_ACKNOWLEDGED: Final = _Acknowledged({})
+
+
+def _acknowledge(shared: Shared | None) -> _Acknowledged:
+    if shared is None:
+        return _NOTHING_ACKNOWLEDGED
+    owner = shared.owner
+    common = (owner.metadata.uid, owner.deleting, _gateway_settings(owner), shared.salts)
+    return _Acknowledged({pool.metadata.uid: _gateway_settings(pool) for pool in shared.members}, common)
+
+
+def _gateway_settings(pool: InferencePool) -> object:
     """What of a pool's spec its clients meet at the gateway."""
     return pool.spec.gateway, pool.spec.endpoint_picker
 
 
 def _waits(status: PoolStatus, world: PoolWorld) -> bool:
     """Whether somebody waits for the picker: all is not well yet, or pods come and go."""
-    ready, progressing = _told(status, ConditionType.READY), _told(status, ConditionType.PROGRESSING)
+    ready, progressing = (
+        _condition(status, ConditionType.READY),
+        _condition(status, ConditionType.PROGRESSING),
+    )
     if ready["status"] != "True" or progressing["status"] == "True":
         return True
     return any(is_draining(pod.object) for pod in world.pods)
 
 
-def _told(status: PoolStatus, kind: ConditionType) -> Condition:
+def _is_whole(status: PoolStatus) -> bool:
+    """Whether the pool serves, and with all the pods that it is to have."""
+    return all(_condition(status, kind)["status"] == "True" for kind in _WHOLE)
+
+
+def _condition(status: PoolStatus, kind: ConditionType) -> Condition:
     """A condition that every pool has."""
     return next(condition for condition in status["conditions"] if condition["type"] == kind)
 
 
-def _about(key: Key) -> dict[str, str]:
-    return {"kind": key.kind, "namespace": key.namespace, "name_": key.name}
+def _about(key: Key) -> dict[str, object]:
+    return {"fields": key._asdict()}

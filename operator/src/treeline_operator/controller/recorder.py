@@ -61,7 +61,7 @@ class Recorder:
     _said: OrderedDict[tuple[str, str, str], float] = field(default_factory=OrderedDict)
     _buckets: OrderedDict[str, _Bucket] = field(default_factory=OrderedDict)
 
-    def tell(
+    def emit(
         self, ref: Ref, uid: str, type_: Literal["Normal", "Warning"], reason: str, message: str
     ) -> None:
         """Queue an Event about an object."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine, Iterable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -13,23 +13,25 @@ from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+from treeline_kube.client import Client
+from treeline_kube.discovery import Discovery
+from treeline_kube.errors import KubeError, LostLease
 
+from treeline_operator.controller.account import own_account
 from treeline_operator.controller.downloads import Downloads
 from treeline_operator.controller.execute import Executor
 from treeline_operator.controller.health import Pages, Vitals
 from treeline_operator.controller.informer import Informer, Timing
+from treeline_operator.controller.kinds import OPTIONAL
+from treeline_operator.controller.lease import Elector, LeaseTiming
 from treeline_operator.controller.metrics import Metrics
-from treeline_operator.controller.observe import Observer, concerned
+from treeline_operator.controller.observe import Observer, keys_for_change
 from treeline_operator.controller.picker_probe import HttpAsker, PickerProbe
 from treeline_operator.controller.queue import Queue
 from treeline_operator.controller.reconciler import Reconciler
 from treeline_operator.controller.recorder import Recorder
 from treeline_operator.controller.store import Change, Store
-from treeline_operator.kube.account import own_account
-from treeline_operator.kube.client import Cluster
-from treeline_operator.kube.discovery import Discovery
-from treeline_operator.kube.errors import KubeError, LostLease
-from treeline_operator.kube.lease import Elector, Terms
+from treeline_operator.names import FIELD_MANAGER, STATUS_MANAGER
 from treeline_operator.world import Images, Key, Platform
 
 log = logging.getLogger(__name__)
@@ -41,15 +43,16 @@ _CROWD_SPACING_S: Final = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The operator's settings; each is a flag, explained in ``treeline operate --help``."""
+    """The operator's settings; each is a flag, explained in `treeline operate --help`."""
 
     identity: str
+    pod: str = ""
     namespaces: tuple[str, ...] = ()
     leader_elect: bool = True
     lease_name: str = "treeline-operator"
     lease_namespace: str = "treeline-system"
-    terms: Terms = field(default_factory=Terms)
-    host: str = "0.0.0.0"
+    lease: LeaseTiming = field(default_factory=LeaseTiming)
+    host: str = "127.0.0.1"
     health_port: int = 8081
     metrics_port: int = 9090
     images: Images = field(default_factory=Images)
@@ -58,7 +61,9 @@ class Options:
     cluster_domain: str = Platform().cluster_domain
     api_server_ports: tuple[int, ...] = Platform().api_server_ports
     picker_probe: bool = True
-    picker_port: int = 9090
+    picker_port: int | None = None
+    metrics_from: tuple[dict[str, Any], ...] = Platform().metrics_from
+    scrape_api_ports: bool = Platform().scrape_api_ports
     kubeconfig: Path | None = None
     context: str | None = None
     shutdown_s: float = 10.0
@@ -66,28 +71,30 @@ class Options:
 
 
 class Operator:
-    """One replica. ``phase`` and ``pages`` may be looked at from outside, for tests and benchmarks."""
+    """One replica. `phase` and `pages` may be looked at from outside, for tests and benchmarks."""
 
-    def __init__(self, options: Options, cluster: Cluster, metrics: Metrics, vitals: Vitals) -> None:
+    def __init__(self, options: Options, cluster: Client, metrics: Metrics, vitals: Vitals) -> None:
         self.options = options
         self.store = Store()
         self.metrics = metrics
         self.vitals = vitals
         self._cluster = cluster
-        self._discovery = Discovery(cluster)
+        self._discovery = Discovery(cluster, (watched.api for watched in OPTIONAL))
         platform = Platform(
             images=options.images,
             cluster_domain=options.cluster_domain,
             api_server_ports=options.api_server_ports,
             operator_namespace=options.lease_namespace,
             picker_probe=options.picker_probe,
+            metrics_from=options.metrics_from,
+            scrape_api_ports=options.scrape_api_ports,
         )
         self.observer = Observer(self.store, platform)
         self.informer = Informer(cluster, self.store, options.namespaces or ("",), options.timing)
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=32))
         self._recorder = Recorder(cluster, metrics, options.identity, _clock)
         self._downloads = Downloads(self.store, cluster, self.enqueue)
-        self._probe = PickerProbe(self.observer, HttpAsker(self._session, options.picker_port), self.enqueue)
+        self._probe = PickerProbe(self.observer, HttpAsker(self._session), self.enqueue, options.picker_port)
         reconciler = Reconciler(
             observer=self.observer,
             executor=Executor(cluster, self.store, _clock),
@@ -97,7 +104,7 @@ class Operator:
             probe=self._probe,
             downloads=self._downloads,
             clock=_clock,
-            changed=self.enqueue,
+            wake=self._wake,
         )
         self.queue = Queue(
             reconciler.reconcile, gauges=metrics, concurrency=options.workers, fatal=(LostLease,)
@@ -156,8 +163,11 @@ class Operator:
     def _changed(self, change: Change) -> None:
         if change.after is None:
             self.metrics.conditions(change.ref, ())
-        keys = concerned(change, self.store)
-        for number, key in enumerate(sorted(keys)):
+        self._wake(keys_for_change(change, self.store))
+
+    def _wake(self, found: Iterable[Key]) -> None:
+        keys = sorted(found)
+        for number, key in enumerate(keys):
             # What concerns a crowd is spread out, so that a single pool's change is not behind hundreds of others.
             if len(keys) > _CROWD and key.kind == "pool":
                 self.queue.add_after(key, number * _CROWD_SPACING_S)
@@ -197,7 +207,7 @@ class Operator:
 
 
 async def operate(options: Options, stop: asyncio.Event) -> int:
-    """Run one replica until ``stop`` is set (0), or the lease or something else is lost (1).
+    """Run one replica until `stop` is set (0), or the lease or something else is lost (1).
 
     Raises PortInUse, and what the configuration of the client raises.
     """
@@ -205,7 +215,13 @@ async def operate(options: Options, stop: asyncio.Event) -> int:
     async with AsyncExitStack() as stack:
         pages = await Pages(vitals, metrics).open(options.host, options.health_port, options.metrics_port)
         stack.push_async_callback(pages.close)
-        cluster = await Cluster.from_config(options.kubeconfig, options.context, on_request=metrics.requested)
+        cluster = await Client.from_config(
+            options.kubeconfig,
+            options.context,
+            on_request=metrics.requested,
+            field_manager=FIELD_MANAGER,
+            status_manager=STATUS_MANAGER,
+        )
         stack.push_async_callback(cluster.close)
         elector = None
         if options.leader_elect:
@@ -215,8 +231,9 @@ async def operate(options: Options, stop: asyncio.Event) -> int:
                 options.lease_namespace,
                 options.lease_name,
                 options.identity,
-                options.terms,
+                options.lease,
                 owner=owner,
+                pod=options.pod,
             )
             cluster.deadline = elector.valid_until
             vitals.phase = "standby"
@@ -259,7 +276,7 @@ async def _sync_and_work(operator: Operator) -> None:
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None] | Awaitable[None]) -> bool:
-    """Whether the work came to its end before ``stop``."""
+    """Whether the work came to its end before `stop`."""
     task, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
     await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
     finished = task.done()

@@ -1,4 +1,4 @@
-"""Warning Events about what is made for pools: listed while a pool is not Ready, and never watched.
+"""Warning Events about what is made for pools: listed while pods are missing, and never watched.
 
 Kubelets and controllers tell in Events alone why a volume cannot be mounted or a pod cannot be made. A namespace may
 have thousands, most of them about others: nothing is asked while all is well, and one list serves all its pools.
@@ -12,9 +12,10 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
-from treeline_operator.kube.clock import now
-from treeline_operator.kube.errors import Forbidden, KubeError
-from treeline_operator.plan.pods import is_leaving, is_ready
+from treeline_kube.clock import now
+from treeline_kube.errors import Forbidden, KubeError
+
+from treeline_operator.plan.pod_state import is_leaving, is_ready
 from treeline_operator.world import Key, Observed, PoolWorld
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class _Listed:
 
 
 class _Wait(NamedTuple):
-    """A pool that is not Ready: why, when its namespace was listed (as a count), and how often nothing had changed."""
+    """A pool that lacks pods: why, when its namespace was listed (as a count), and how often nothing had changed."""
 
     reason: str
     listed: int
@@ -56,7 +57,7 @@ class _Wait(NamedTuple):
 
 @dataclass(slots=True)
 class Warnings:
-    """What was listed last of each namespace, and when a pool that is not Ready is to be looked at again."""
+    """What was listed last of each namespace, and when a pool that lacks pods is to be looked at again."""
 
     source: Lister
     clock: Callable[[], float] = now
@@ -93,7 +94,7 @@ class Warnings:
         return changed
 
     def again_s(self, key: Key, reason: str) -> float:
-        """When a pool that is not Ready for this reason is to be looked at again: less and less often."""
+        """When a pool that lacks pods for this reason is to be looked at again: less and less often."""
         space = self._spaces.get(key.namespace)
         listed = space.times if space is not None else 0
         wait = self._waiting.get(key)
@@ -105,7 +106,7 @@ class Warnings:
         return min(_LONGEST_S, _EVERY_S * 2.0 ** min(wait.idle, 30))
 
     def forget(self, key: Key) -> None:
-        """The pool is Ready, or gone."""
+        """The pool has all its pods, or is gone."""
         if self._waiting.pop(key, None) and not any(k.namespace == key.namespace for k in self._waiting):
             self._spaces.pop(key.namespace, None)
 

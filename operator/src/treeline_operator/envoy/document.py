@@ -1,16 +1,19 @@
-"""The bootstrap document, as one pure function of an :class:`EnvoyConfig`, and the files beside it.
+"""The bootstrap document, as one pure function of an `EnvoyConfig`, and the files beside it.
 
-The messages are those of ``envoy-data-plane``, so a misspelt field fails here and not in Envoy. What the configuration
+The messages are those of `envoy-data-plane`, so a misspelt field fails here and not in Envoy. What the configuration
 promises:
 
-- The picker is asked over ext_proc and its answer is followed: cluster ``pods`` selects the host named by the
+- The picker is asked over ext_proc and its answer is followed: cluster `pods` selects the host named by the
   destination header (then by dynamic metadata), walks the list on retries, and falls back to round robin when there is
   no answer.
 - Nothing a client sends can address a host: the first filter removes every destination header before the picker is
   asked.
-- The picker may be away: with ``fail_open`` requests are then spread evenly over the last known endpoints.
+- The picker may be away: with `fail_open` requests are then spread evenly over the last known endpoints.
 - Which endpoints exist is learnt from the picker's EDS server; they stay in use while the picker is away.
 - No prompt text is ever logged: the access log has no body, no query string, and no header but the request id.
+- Only inference paths of the engines behind it are served; everything else is 404, and the picker is not asked.
+- No client holds memory for long or without bound: half-sent requests end after a time, and near the heap limit nothing
+  more is taken in.
 - Nothing of the admin page but readiness and metrics can be reached from another machine.
 """
 
@@ -31,10 +34,11 @@ from treeline_operator.envoy.clusters import admin_cluster, eds_cluster, ext_pro
 from treeline_operator.envoy.config import CERTIFICATE, EnvoyConfig, Tls, address
 from treeline_operator.envoy.health import health_listener
 from treeline_operator.envoy.listener import listener
+from treeline_operator.envoy.overload import overload_manager
 
 
 def bootstrap(config: EnvoyConfig) -> dict[str, Any]:
-    """The bootstrap as plain JSON types; ``json.dump`` of it is a file for ``envoy --config-path``."""
+    """The bootstrap as plain JSON types; `json.dump` of it is a file for `envoy --config-path`."""
     listeners = [listener(config)]
     clusters = [pods_cluster(config), ext_proc_cluster(config), eds_cluster(config)]
     if config.health_port is not None:
@@ -43,7 +47,8 @@ def bootstrap(config: EnvoyConfig) -> dict[str, Any]:
     message = Bootstrap(
         node=Node(id=config.node_id, cluster=config.node_cluster),
         # The admin page can stop the process and shows the configuration with its keys: loopback only.
-        admin=Admin(address=address("127.0.0.1", config.admin_port)),
+        admin=Admin(address=address("127.0.0.1", config.admin_port), ignore_global_conn_limit=True),
+        overload_manager=overload_manager(config),
         static_resources=BootstrapStaticResources(listeners=listeners, clusters=clusters),
     )
     return message.to_dict(casing=betterproto2.Casing.SNAKE)
@@ -55,7 +60,7 @@ def bootstrap_json(config: EnvoyConfig) -> str:
 
 
 def tls_json(tls: Tls) -> str:
-    """The text of ``tls.discovery_file``: it names the certificate's files, so that Envoy loads them anew when they
+    """The text of `tls.discovery_file`: it names the certificate's files, so that Envoy loads them anew when they
     change. It holds no secret itself."""
     watched = PurePosixPath(tls.certificate_file).parent
     certificate = TlsCertificate(

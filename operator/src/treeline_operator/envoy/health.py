@@ -6,19 +6,10 @@ from datetime import timedelta
 
 from envoy_data_plane.envoy.config.core.v3 import DataSource
 from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
-from envoy_data_plane.envoy.config.route.v3 import (
-    DirectResponseAction,
-    HeaderMatcher,
-    Route,
-    RouteAction,
-    RouteConfiguration,
-    RouteMatch,
-    VirtualHost,
-)
+from envoy_data_plane.envoy.config.route import v3 as route_v3
 from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
-from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
-    HttpConnectionManager,
-    HttpFilter,
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import (
+    v3 as hcm_v3,
 )
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from envoy_data_plane.google.protobuf import Any
@@ -26,28 +17,33 @@ from envoy_data_plane.google.protobuf import Any
 from treeline_operator.envoy.config import ADMIN_CLUSTER, address
 
 _PAGES = {"/ready": "/ready", "/metrics": "/stats/prometheus"}
-"""Our page → the admin page's. ``/ready`` is 503 until everything is loaded and once the health check is failed."""
+"""Our page → the admin page's. `/ready` is 503 until everything is loaded and once the health check is failed."""
 
 
 def health_listener(host: str, port: int) -> Listener:
     """A listener of its own, which a graceful drain of the inbound one leaves open."""
     routes = [
-        Route(
-            match=RouteMatch(
-                path=ours, headers=[HeaderMatcher(name=":method", string_match=StringMatcher(exact="GET"))]
+        route_v3.Route(
+            match=route_v3.RouteMatch(
+                path=ours,
+                headers=[route_v3.HeaderMatcher(name=":method", string_match=StringMatcher(exact="GET"))],
             ),
-            route=RouteAction(cluster=ADMIN_CLUSTER, prefix_rewrite=theirs, timeout=timedelta(seconds=10)),
+            route=route_v3.RouteAction(
+                cluster=ADMIN_CLUSTER, prefix_rewrite=theirs, timeout=timedelta(seconds=10)
+            ),
         )
         for ours, theirs in _PAGES.items()
     ]
-    nothing = DirectResponseAction(status=404, body=DataSource(inline_string="GET /ready or /metrics\n"))
-    routes.append(Route(match=RouteMatch(prefix="/"), direct_response=nothing))
-    manager = HttpConnectionManager(
+    nothing = route_v3.DirectResponseAction(
+        status=404, body=DataSource(inline_string="GET /ready or /metrics\n")
+    )
+    routes.append(route_v3.Route(match=route_v3.RouteMatch(prefix="/"), direct_response=nothing))
+    manager = hcm_v3.HttpConnectionManager(
         stat_prefix="health",
-        route_config=RouteConfiguration(
-            name="health", virtual_hosts=[VirtualHost(name="health", domains=["*"], routes=routes)]
+        route_config=route_v3.RouteConfiguration(
+            name="health", virtual_hosts=[route_v3.VirtualHost(name="health", domains=["*"], routes=routes)]
         ),
-        http_filters=[HttpFilter(name="envoy.filters.http.router", typed_config=Any.pack(Router()))],
+        http_filters=[hcm_v3.HttpFilter(name="envoy.filters.http.router", typed_config=Any.pack(Router()))],
         normalize_path=True,
         request_headers_timeout=timedelta(seconds=10),
         request_timeout=timedelta(seconds=10),
@@ -57,5 +53,11 @@ def health_listener(host: str, port: int) -> Listener:
         filters=[Filter(name="envoy.filters.network.http_connection_manager", typed_config=Any.pack(manager))]
     )
     return Listener(
-        name="health", address=address(host, port), enable_reuse_port=False, filter_chains=[chain]
+        name="health",
+        address=address(host, port),
+        enable_reuse_port=False,
+        filter_chains=[chain],
+        # An edge that refuses some requests is still ready for others, and can still be looked at.
+        bypass_overload_manager=True,
+        ignore_global_conn_limit=True,
     )

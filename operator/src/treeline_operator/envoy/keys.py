@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
+
+from treeline_wire import headers
 
 log = logging.getLogger(__name__)
 
@@ -15,8 +18,16 @@ FILTER: Final = "envoy.filters.http.api_key_auth"
 """The filter's name, which is also the name of the resource that Envoy looks for in the file."""
 TYPE_URL: Final = "type.googleapis.com/envoy.extensions.filters.http.api_key_auth.v3.ApiKeyAuth"
 KEY_HEADERS: Final = ("authorization", "x-api-key")
-"""Where a client may put its key. ``Bearer `` is stripped by the filter; the second is what several clients send."""
-CLIENT_HEADER: Final = "x-treeline-client"
+"""Where a client may put its key. `Bearer ` is stripped by the filter; the second is what several clients send."""
+CLIENT_HEADER: Final = headers.CLIENT
+"""Where Envoy says which client a key belongs to."""
+
+MIN_KEY: Final = 8
+"""Characters of the shortest key: with fewer a client could be guessed."""
+KEY_FORM: Final = f"an API key is {MIN_KEY} or more printable ASCII characters without blanks, one a line"
+_KEY: Final = re.compile(rb"[!-~]{%d,}" % MIN_KEY)
+_LINES_TOLD: Final = 5
+"""A binary file has thousands of lines that are no key; its first ones say which file it is."""
 
 Credentials = tuple[tuple[str, str], ...]
 """Pairs of a key and the client whom it belongs to; a client may have several keys."""
@@ -30,7 +41,7 @@ def credentials(keys: Mapping[str, Iterable[str]]) -> Credentials:
     owners: dict[str, str] = {}
     for client in sorted(keys):
         if not any(keys[client]):
-            log.warning("the API key of client %s is empty: it is refused", client)
+            log.warning("client %s has no API key: it is refused", client)
         for key in filter(None, keys[client]):
             if owners.setdefault(key, client) != client:
                 log.warning("client %s has the same API key as client %s", client, owners[key])
@@ -40,15 +51,29 @@ def credentials(keys: Mapping[str, Iterable[str]]) -> Credentials:
 def read_secret(folder: Path) -> dict[str, tuple[str, ...]]:
     """The Secret that is mounted there: file name = client, content = its key, or several, one a line.
 
-    Two keys of one client are what a change of keys without a gap needs. Raises OSError.
+    Two keys of one client are what a change of keys without a gap needs. A line that is no key (`KEY_FORM`) is left
+    out, and the log says where it is. Raises OSError.
     """
-    found: dict[str, tuple[str, ...]] = {}
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") or path.is_dir():  # the kubelet's own links
-            continue
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        found[path.name] = tuple(line.strip() for line in lines if line.strip())
-    return found
+    return {client: _keys(client, content) for client, content in _contents(folder).items()}
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(folder.iterdir())
+        if not (path.name.startswith(".") or path.is_dir())  # the kubelet's own links
+    }
+
+
+def _keys(client: str, content: bytes) -> tuple[str, ...]:
+    # Bytes, and no line ends but \n: decoded with replacements, or split as text is, a random key would become several
+    # short ones, equal to those of others.
+    lines = {number: line.strip(b" \t\r") for number, line in enumerate(content.split(b"\n"), start=1)}
+    refused = [str(number) for number, line in lines.items() if line and not _KEY.fullmatch(line)]
+    if refused:
+        shown = ", ".join(refused[:_LINES_TOLD]) + (", ..." if len(refused) > _LINES_TOLD else "")
+        log.warning("file %r, line %s: refused: %s", client, shown, KEY_FORM)
+    return tuple(line.decode("ascii") for line in lines.values() if _KEY.fullmatch(line))
 
 
 def filter_config(known: Credentials) -> dict[str, Any]:
@@ -77,15 +102,15 @@ class KeyFile:
     def __init__(self, secret: Path, file: Path) -> None:
         self._secret = secret
         self._file = file
-        self._read: dict[str, tuple[str, ...]] | None = None
+        self._read: dict[str, bytes] | None = None
         self._version = 0
 
     def refresh(self) -> bool:
         """Write the file if the Secret has changed; True if it was written. Raises OSError."""
-        found = read_secret(self._secret)
+        found = _contents(self._secret)
         if found == self._read:
             return False
-        known = credentials(found)
+        known = credentials({client: _keys(client, content) for client, content in found.items()})
         self._version += 1
         unfinished = self._file.with_name(f".{self._file.name}.new")
         unfinished.unlink(missing_ok=True)

@@ -5,81 +5,28 @@ from __future__ import annotations
 from datetime import timedelta
 
 import betterproto2
-from envoy_data_plane.envoy.config.accesslog.v3 import (
-    AccessLog,
-    AccessLogFilter,
-    ComparisonFilter,
-    ExtensionFilter,
-    ResponseFlagFilter,
-    StatusCodeFilter,
-)
+from envoy_data_plane.envoy.config.accesslog import v3 as accesslog_v3
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation as HeaderChange
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutationRemoveOnMatch
-from envoy_data_plane.envoy.config.core.v3 import (
-    ApiVersion,
-    ConfigSource,
-    DataSource,
-    ExtensionConfigSource,
-    GrpcService,
-    GrpcServiceEnvoyGrpc,
-    HeaderValue,
-    HeaderValueOption,
-    HeaderValueOptionHeaderAppendAction,
-    PathConfigSource,
-    RuntimeUInt32,
-    SubstitutionFormatString,
-    TrafficDirection,
-    TransportSocket,
-)
+from envoy_data_plane.envoy.config.core import v3 as core_v3
 from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
-from envoy_data_plane.envoy.config.route.v3 import (
-    HeaderMatcher,
-    RetryPolicy,
-    RetryPolicyRetryBackOff,
-    RetryPolicyRetryHostPredicate,
-    Route,
-    RouteAction,
-    RouteConfiguration,
-    RouteMatch,
-    VirtualHost,
-)
+from envoy_data_plane.envoy.config.route import v3 as route_v3
 from envoy_data_plane.envoy.extensions.access_loggers.file.v3 import FileAccessLog
-from envoy_data_plane.envoy.extensions.access_loggers.filters.cel.v3 import ExpressionFilter
-from envoy_data_plane.envoy.extensions.filters.http.api_key_auth.v3 import (
-    ApiKeyAuth,
-    Credential,
-    Forwarding,
-    KeySource,
-)
-from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
-    ExternalProcessor,
-    MetadataOptions,
-    MetadataOptionsMetadataNamespaces,
-    ProcessingMode,
-    ProcessingModeBodySendMode,
-    ProcessingModeHeaderSendMode,
-)
+from envoy_data_plane.envoy.extensions.filters.http.api_key_auth import v3 as api_key_auth_v3
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc_v3
 from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import HeaderMutation, Mutations
 from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
-from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
-    HttpConnectionManager,
-    HttpFilter,
-    LocalReplyConfig,
-    ResponseMapper,
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import (
+    v3 as hcm_v3,
 )
 from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
-from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import (
-    CommonTlsContext,
-    DownstreamTlsContext,
-    SdsSecretConfig,
-    TlsCertificate,
-)
+from envoy_data_plane.envoy.extensions.transport_sockets.tls import v3 as tls_v3
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 from envoy_data_plane.google.protobuf import Any, Struct
 from treeline_wire import headers
 
-from treeline_operator.envoy import keys
+from treeline_operator.envoy import keys, overload, paths
 from treeline_operator.envoy.config import (
     CERTIFICATE,
     EXT_PROC_CLUSTER,
@@ -91,6 +38,8 @@ from treeline_operator.envoy.config import (
     Tls,
     address,
 )
+from treeline_operator.envoy.isolation import LOG_FIELDS, isolation_header
+from treeline_operator.envoy.replies import anything_else, expression, reply, status
 
 
 def listener(config: EnvoyConfig) -> Listener:
@@ -105,47 +54,61 @@ def listener(config: EnvoyConfig) -> Listener:
         # Two Envoys sharing one port would split requests silently; a busy port should be an error.
         enable_reuse_port=False,
         # What `drain_listeners?inboundonly` ends, while the health listener goes on.
-        traffic_direction=TrafficDirection.INBOUND,
-        filter_chains=[FilterChain(filters=[manager], transport_socket=_tls(config.tls))],
+        traffic_direction=core_v3.TrafficDirection.INBOUND,
+        filter_chains=[
+            FilterChain(
+                filters=[manager],
+                transport_socket=_tls(config.tls),
+                transport_socket_connect_timeout=timedelta(seconds=config.limits.headers_timeout_s),
+            )
+        ],
+        per_connection_buffer_limit_bytes=overload.BUFFER_BYTES,
     )
 
 
-def _tls(tls: Tls | None) -> TransportSocket | None:
+def _tls(tls: Tls | None) -> core_v3.TransportSocket | None:
     if tls is None:
         return None
     fixed, watched = [], []
     if tls.discovery_file is None:
-        certificate = TlsCertificate(
-            certificate_chain=DataSource(filename=tls.certificate_file),
-            private_key=DataSource(filename=tls.key_file),
+        certificate = tls_v3.TlsCertificate(
+            certificate_chain=core_v3.DataSource(filename=tls.certificate_file),
+            private_key=core_v3.DataSource(filename=tls.key_file),
         )
         fixed.append(certificate)
     else:
-        watched.append(SdsSecretConfig(name=CERTIFICATE, sds_config=_watched(tls.discovery_file)))
-    context = CommonTlsContext(
+        watched.append(tls_v3.SdsSecretConfig(name=CERTIFICATE, sds_config=_watched(tls.discovery_file)))
+    context = tls_v3.CommonTlsContext(
         tls_certificates=fixed,
         tls_certificate_sds_secret_configs=watched,
         alpn_protocols=["h2", "http/1.1"],
     )
-    return TransportSocket(
+    return core_v3.TransportSocket(
         name="envoy.transport_sockets.tls",
-        typed_config=Any.pack(DownstreamTlsContext(common_tls_context=context)),
+        typed_config=Any.pack(tls_v3.DownstreamTlsContext(common_tls_context=context)),
     )
 
 
-def _watched(file: str) -> ConfigSource:
+def _watched(file: str) -> core_v3.ConfigSource:
     """A file that Envoy reads again when it is replaced by renaming."""
-    return ConfigSource(path_config_source=PathConfigSource(path=file), resource_api_version=ApiVersion.V3)
+    return core_v3.ConfigSource(
+        path_config_source=core_v3.PathConfigSource(path=file), resource_api_version=core_v3.ApiVersion.V3
+    )
 
 
-def _connection_manager(config: EnvoyConfig) -> HttpConnectionManager:
+def _connection_manager(config: EnvoyConfig) -> hcm_v3.HttpConnectionManager:
+    rate = overload.client_rate(config)
     filters = [
         _filter("header_mutation", _edge_headers(config)),
         *_api_keys(config),
-        _filter("ext_proc", _ext_proc(config)),
+        *([] if rate is None else [_filter("local_ratelimit", rate)]),
+        # The routes of the allow-list switch it on.
+        hcm_v3.HttpFilter(
+            name=paths.EXT_PROC_FILTER, typed_config=Any.pack(_ext_proc(config)), disabled=True
+        ),
         _filter("router", Router(suppress_envoy_headers=True)),
     ]
-    return HttpConnectionManager(
+    return hcm_v3.HttpConnectionManager(
         stat_prefix="gateway",
         route_config=_routes(config),
         http_filters=filters,
@@ -154,11 +117,16 @@ def _connection_manager(config: EnvoyConfig) -> HttpConnectionManager:
         use_remote_address=True,
         normalize_path=True,
         merge_slashes=True,
+        # Undone before the path is compared, and passed on undone: an engine sees the path that was allowed.
+        path_with_escaped_slashes_action=hcm_v3.HttpConnectionManagerPathWithEscapedSlashesAction.UNESCAPE_AND_FORWARD,
         # A client's own request id is kept, so that its logs, ours and the runtime's can be joined.
         preserve_external_request_id=True,
         always_set_request_id_in_response=True,
-        request_headers_timeout=timedelta(seconds=10),
-        request_timeout=NO_TIMEOUT,
+        common_http_protocol_options=overload.connection_options(config),
+        http2_protocol_options=overload.http2_options(config),
+        request_headers_timeout=timedelta(seconds=config.limits.headers_timeout_s),
+        request_timeout=timedelta(seconds=config.limits.body_timeout_s),
+        stream_flush_timeout=timedelta(seconds=config.limits.body_timeout_s),
         # A stream is idle while the picker holds it, and while a long prompt is computed.
         stream_idle_timeout=LONGEST_HOLD,
     )
@@ -181,6 +149,8 @@ def _edge_headers(config: EnvoyConfig) -> HeaderMutation:
     request.append(HeaderChange(remove="test-epp-endpoint-selection"))
     # A runtime that sees this and no destination knows that no picker was asked, who would have known every name.
     request.append(_set(headers.EDGE, "true"))
+    if (isolation := isolation_header(config)) is not None:
+        request.append(_set(headers.ISOLATION, isolation))
     hidden = [] if config.expose_cached_tokens else [headers.CACHED_TOKENS, headers.PROMPT_TOKENS]
     response = [HeaderChange(remove=name) for name in (*hidden, headers.DESTINATION, headers.SERVED)]
     if config.add_endpoint_header:
@@ -194,132 +164,112 @@ def _set(name: str, value: str) -> HeaderChange:
     return HeaderChange(append=_option(name, value))
 
 
-def _option(name: str, value: str) -> HeaderValueOption:
-    return HeaderValueOption(
-        header=HeaderValue(key=name, value=value),
-        append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+def _option(name: str, value: str) -> core_v3.HeaderValueOption:
+    return core_v3.HeaderValueOption(
+        header=core_v3.HeaderValue(key=name, value=value),
+        append_action=core_v3.HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
     )
 
 
-def _api_keys(config: EnvoyConfig) -> list[HttpFilter]:
+def _api_keys(config: EnvoyConfig) -> list[hcm_v3.HttpFilter]:
     """The filter that knows the keys; none where everybody is served."""
     if config.api_keys_file is not None:
-        source = ExtensionConfigSource(
+        source = core_v3.ExtensionConfigSource(
             config_source=_watched(config.api_keys_file), type_urls=[keys.TYPE_URL]
         )
-        return [HttpFilter(name=keys.FILTER, config_discovery=source)]
+        return [hcm_v3.HttpFilter(name=keys.FILTER, config_discovery=source)]
     if not config.api_keys:
         return []
-    known = ApiKeyAuth(
-        credentials=[Credential(key=key, client=client) for client, key in config.api_keys.items()],
-        key_sources=[KeySource(header=header) for header in keys.KEY_HEADERS],
-        forwarding=Forwarding(header=keys.CLIENT_HEADER, hide_credentials=True),
+    known = api_key_auth_v3.ApiKeyAuth(
+        credentials=[
+            api_key_auth_v3.Credential(key=key, client=client) for client, key in config.api_keys.items()
+        ],
+        key_sources=[api_key_auth_v3.KeySource(header=header) for header in keys.KEY_HEADERS],
+        forwarding=api_key_auth_v3.Forwarding(header=headers.CLIENT, hide_credentials=True),
     )
     return [_filter("api_key_auth", known)]
 
 
-def _filter(name: str, message: betterproto2.Message) -> HttpFilter:
-    return HttpFilter(name=f"envoy.filters.http.{name}", typed_config=Any.pack(message))
+def _filter(name: str, message: betterproto2.Message) -> hcm_v3.HttpFilter:
+    return hcm_v3.HttpFilter(name=f"envoy.filters.http.{name}", typed_config=Any.pack(message))
 
 
-def _ext_proc(config: EnvoyConfig) -> ExternalProcessor:
-    send, skip = ProcessingModeHeaderSendMode.SEND, ProcessingModeHeaderSendMode.SKIP
+def _ext_proc(config: EnvoyConfig) -> ext_proc_v3.ExternalProcessor:
+    send, skip = ext_proc_v3.ProcessingModeHeaderSendMode.SEND, ext_proc_v3.ProcessingModeHeaderSendMode.SKIP
 
-    def trailers(mode: BodyMode) -> ProcessingModeHeaderSendMode:
+    def trailers(mode: BodyMode) -> ext_proc_v3.ProcessingModeHeaderSendMode:
         return send if mode == "FULL_DUPLEX_STREAMED" else skip  # Envoy refuses full duplex without trailers
 
-    return ExternalProcessor(
-        grpc_service=GrpcService(envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=EXT_PROC_CLUSTER)),
+    return ext_proc_v3.ExternalProcessor(
+        grpc_service=core_v3.GrpcService(
+            envoy_grpc=core_v3.GrpcServiceEnvoyGrpc(cluster_name=EXT_PROC_CLUSTER)
+        ),
         failure_mode_allow=config.fail_open,
-        processing_mode=ProcessingMode(
+        processing_mode=ext_proc_v3.ProcessingMode(
             request_header_mode=send,
             response_header_mode=send,
-            request_body_mode=ProcessingModeBodySendMode[config.request_body_mode],
-            response_body_mode=ProcessingModeBodySendMode[config.response_body_mode],
+            request_body_mode=ext_proc_v3.ProcessingModeBodySendMode[config.request_body_mode],
+            response_body_mode=ext_proc_v3.ProcessingModeBodySendMode[config.response_body_mode],
             request_trailer_mode=trailers(config.request_body_mode),
             response_trailer_mode=trailers(config.response_body_mode),
         ),
         message_timeout=timedelta(seconds=config.message_timeout_s),
         max_message_timeout=LONGEST_HOLD,
         status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
-        metadata_options=MetadataOptions(
-            receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[headers.LB]),
-            forwarding_namespaces=MetadataOptionsMetadataNamespaces(untyped=[headers.LB_SUBSET, headers.LB]),
+        metadata_options=ext_proc_v3.MetadataOptions(
+            receiving_namespaces=ext_proc_v3.MetadataOptionsMetadataNamespaces(untyped=[headers.LB]),
+            forwarding_namespaces=ext_proc_v3.MetadataOptionsMetadataNamespaces(
+                untyped=[headers.LB_SUBSET, headers.LB]
+            ),
         ),
     )
 
 
-def _routes(config: EnvoyConfig) -> RouteConfiguration:
+def _routes(config: EnvoyConfig) -> route_v3.RouteConfiguration:
     # What is retried was never started: the next entry of the picker's list, or another pod, takes it. A reset after
     # the request was sent is not retried, so that a request that kills a server does not visit all of them.
-    retry = RetryPolicy(
+    retry = route_v3.RetryPolicy(
         retry_on="connect-failure,refused-stream,reset-before-request,retriable-headers",
         retriable_headers=[
-            HeaderMatcher(name=name, present_match=True) for name in (headers.OVERLOADED, headers.ELSEWHERE)
+            route_v3.HeaderMatcher(name=name, present_match=True)
+            for name in (headers.OVERLOADED, headers.ELSEWHERE)
         ],
         num_retries=2,
         retry_host_predicate=[
-            RetryPolicyRetryHostPredicate(
+            route_v3.RetryPolicyRetryHostPredicate(
                 name="envoy.retry_host_predicates.previous_hosts",
                 typed_config=Any.pack(PreviousHostsPredicate()),
             )
         ],
         host_selection_retry_max_attempts=5,
-        retry_back_off=RetryPolicyRetryBackOff(
+        retry_back_off=route_v3.RetryPolicyRetryBackOff(
             base_interval=timedelta(milliseconds=5), max_interval=timedelta(milliseconds=50)
         ),
     )
-    to_pods = Route(
-        match=RouteMatch(prefix="/"),
-        route=RouteAction(
-            cluster=PODS_CLUSTER, timeout=NO_TIMEOUT, idle_timeout=LONGEST_HOLD, retry_policy=retry
-        ),
+    to_pods = route_v3.RouteAction(
+        cluster=PODS_CLUSTER, timeout=NO_TIMEOUT, idle_timeout=LONGEST_HOLD, retry_policy=retry
     )
-    everything = VirtualHost(
-        name="all", domains=["*"], routes=[to_pods], request_body_buffer_limit=config.body_limit
+    everything = route_v3.VirtualHost(
+        name="all",
+        domains=["*"],
+        routes=paths.routes(config.engines, to_pods),
+        request_body_buffer_limit=config.body_limit,
     )
-    return RouteConfiguration(name="gateway", virtual_hosts=[everything])
+    return route_v3.RouteConfiguration(name="gateway", virtual_hosts=[everything])
 
 
-def _local_replies() -> LocalReplyConfig:
+def _local_replies() -> hcm_v3.LocalReplyConfig:
     """Errors made by Envoy itself, in the shape that OpenAI clients parse. Those of the picker pass unchanged."""
 
-    def reply(
-        when: AccessLogFilter,
-        message: str,
-        kind: str,
-        code: str,
-        *,
-        retry_after: str = "",
-        as_status: int | None = None,
-    ) -> ResponseMapper:
-        body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
-        return ResponseMapper(
-            filter=when,
-            status_code=as_status,
-            body_format_override=SubstitutionFormatString(json_format=Struct.from_dict(body)),
-            headers_to_add=[_option("retry-after", retry_after)] if retry_after else [],
+    def flags(*names: str) -> accesslog_v3.AccessLogFilter:
+        return accesslog_v3.AccessLogFilter(
+            response_flag_filter=accesslog_v3.ResponseFlagFilter(flags=list(names))
         )
 
-    def picker_failed() -> AccessLogFilter:
-        # No response flag tells it, and the picker's own answers are 503 too.
-        expression = ExpressionFilter(expression='response.code_details.startsWith("ext_proc_error")')
-        cel = ExtensionFilter(
-            name="envoy.access_loggers.extension_filters.cel", typed_config=Any.pack(expression)
-        )
-        return AccessLogFilter(extension_filter=cel)
-
-    def status(code: int) -> AccessLogFilter:
-        comparison = ComparisonFilter(
-            value=RuntimeUInt32(default_value=code, runtime_key=f"treeline.reply.{code}")
-        )
-        return AccessLogFilter(status_code_filter=StatusCodeFilter(comparison=comparison))
-
-    def flags(*names: str) -> AccessLogFilter:
-        return AccessLogFilter(response_flag_filter=ResponseFlagFilter(flags=list(names)))
-
-    return LocalReplyConfig(
+    return hcm_v3.LocalReplyConfig(
         mappers=[
+            paths.not_found(),
+            *overload.mappers(),
             reply(status(401), "Missing or unknown API key.", "authentication_error", "invalid_api_key"),
             reply(
                 status(413), "The request body is too large.", "invalid_request_error", "request_too_large"
@@ -334,17 +284,19 @@ def _local_replies() -> LocalReplyConfig:
                 as_status=503,
             ),
             reply(
-                picker_failed(),
+                # No response flag tells it, and the picker's own answers are 503 too.
+                expression('response.code_details.startsWith("ext_proc_error")'),
                 "The picker does not answer; try again.",
                 "service_unavailable",
                 "picker_unavailable",
                 retry_after="1",
             ),
+            *anything_else(),
         ]
     )
 
 
-def _access_log(config: EnvoyConfig) -> list[AccessLog]:
+def _access_log(config: EnvoyConfig) -> list[accesslog_v3.AccessLog]:
     if config.access_log is None:
         return []
     line = {
@@ -364,7 +316,8 @@ def _access_log(config: EnvoyConfig) -> list[AccessLog]:
         "ms": "%DURATION%",
         "first_byte_ms": "%RESPONSE_DURATION%",
         "client": "%DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT%",
+        **LOG_FIELDS,
     }
-    log_format = SubstitutionFormatString(json_format=Struct.from_dict(line))
+    log_format = core_v3.SubstitutionFormatString(json_format=Struct.from_dict(line))
     file = FileAccessLog(path=config.access_log, log_format=log_format)
-    return [AccessLog(name="envoy.access_loggers.file", typed_config=Any.pack(file))]
+    return [accesslog_v3.AccessLog(name="envoy.access_loggers.file", typed_config=Any.pack(file))]

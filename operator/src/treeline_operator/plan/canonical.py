@@ -2,31 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from decimal import Decimal
 from typing import Any, Final
 
-_SUFFIX: Final = {
-    "n": Decimal("1e-9"),
-    "u": Decimal("1e-6"),
-    "m": Decimal("1e-3"),
-    "": Decimal(1),
-    "k": Decimal(10**3),
-    "M": Decimal(10**6),
-    "G": Decimal(10**9),
-    "T": Decimal(10**12),
-    "P": Decimal(10**15),
-    "E": Decimal(10**18),
-    "Ki": Decimal(2**10),
-    "Mi": Decimal(2**20),
-    "Gi": Decimal(2**30),
-    "Ti": Decimal(2**40),
-    "Pi": Decimal(2**50),
-    "Ei": Decimal(2**60),
-}
-_QUANTITY: Final = re.compile(
-    r"([+-]?(?:\d+(?:\.\d*)?|\.\d+))(?:[eE]([+-]?\d{1,3})|(n|u|m|k|[KMGTPE]i|[MGTPE])?)"
-)
+from treeline_operator.quantity import quantity
 
 QUANTITY_MAPS: Final = frozenset({"requests", "limits", "capacity", "overhead"})
 """Fields whose every value is a quantity."""
@@ -54,18 +32,6 @@ _FALSE_IS_UNSET: Final = frozenset(
 _ZERO_IS_UNSET: Final = frozenset({"initialDelaySeconds", "minReadySeconds", "hostPort"})
 
 
-def quantity(value: object) -> Decimal | None:
-    """The number that a Kubernetes quantity (``200m``, ``1Gi``, 0.2) stands for; None if it is none."""
-    if isinstance(value, bool):
-        return None
-    match = _QUANTITY.fullmatch(str(value))
-    if match is None:
-        return None
-    number, exponent, suffix = match.groups()
-    scale = Decimal(f"1e{exponent}") if exponent else _SUFFIX[suffix or ""]
-    return Decimal(number) * scale
-
-
 def is_quantity(path: tuple[str, ...]) -> bool:
     """Whether the field at this path of keys holds a quantity."""
     if not path or any(key in STRING_MAPS for key in path[:-1]):
@@ -79,7 +45,7 @@ def is_quantity(path: tuple[str, ...]) -> bool:
 def is_unset(key: str, value: object) -> bool:
     """Whether the API server leaves a field with this value out.
 
-    ``{}`` often says something (``emptyDir: {}``, ``podSelector: {}``), and so do ``false`` and 0 of optional fields.
+    `{}` often says something (`emptyDir: {}`, `podSelector: {}`), and so do `false` and 0 of optional fields.
     """
     if value is None or value == "" or value == []:
         return True
@@ -93,7 +59,7 @@ def is_unset(key: str, value: object) -> bool:
 def canonical(value: Any, path: tuple[str, ...] = (), *, keep_unset: bool = False) -> Any:
     """The same data with quantities as plain numbers in text, and without what the API server leaves out.
 
-    ``keep_unset`` is for patches, where nothing (a null) is an instruction. What says nothing there either are empty
+    `keep_unset` is for patches, where nothing (a null) is an instruction. What says nothing there either are empty
     maps, which somebody leaves behind who takes the last label out again.
     """
     if isinstance(value, dict):

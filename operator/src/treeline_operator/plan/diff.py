@@ -7,7 +7,8 @@ from typing import Any, Final
 
 from treeline_operator import names
 from treeline_operator.actions import Apply, Delete
-from treeline_operator.plan.canonical import canonical, is_quantity, is_unset, quantity
+from treeline_operator.plan.canonical import canonical, is_quantity, is_unset
+from treeline_operator.quantity import quantity
 from treeline_operator.world import Observed, Ref
 
 _KEYS: Final[dict[str, tuple[str, ...]]] = {
@@ -36,9 +37,9 @@ KEPT_KINDS: Final = frozenset({"PersistentVolumeClaim"})
 
 
 def differences(desired: dict[str, Any], observed: dict[str, Any]) -> tuple[str, ...]:
-    """The paths at which a field of ``desired`` does not have that value in ``observed``.
+    """The paths at which a field of `desired` does not have that value in `observed`.
 
-    Whatever else ``observed`` has is not ours: defaults, injected sidecars, labels of users.
+    Whatever else `observed` has is not ours: defaults, injected sidecars, labels of users.
     """
     identity = {"apiVersion", "kind", "status"}
     wanted = {k: v for k, v in desired.items() if k not in identity}
@@ -46,7 +47,7 @@ def differences(desired: dict[str, Any], observed: dict[str, Any]) -> tuple[str,
 
 
 def _differing(keys: tuple[str, ...], path: str, want: Any, have: Any) -> Iterator[str]:
-    """``keys`` are the names of the fields on the way; ``path`` says the same for people, with list keys."""
+    """`keys` are the names of the fields on the way; `path` says the same for people, with list keys."""
     if want is None:
         return
     if isinstance(want, dict):
@@ -78,7 +79,7 @@ def _differing(keys: tuple[str, ...], path: str, want: Any, have: Any) -> Iterat
 
 
 def _trimmed(keys: tuple[str, ...], value: Any) -> Any:
-    """``value`` as the API server would keep it; a map of nothing but unset fields is nothing."""
+    """`value` as the API server would keep it; a map of nothing but unset fields is nothing."""
     kept = canonical(value, keys)
     return None if kept == {} and value != {} else kept
 
@@ -119,24 +120,34 @@ def _equal(keys: tuple[str, ...], want: Any, have: Any) -> bool:
 
 
 def applying(
-    desired: dict[str, Any], observed: Observed | None, why: str, *, apart: Collection[str] = ()
+    desired: dict[str, Any], observed: Observed | None, why: str, *, ignore_paths: Collection[str] = ()
 ) -> Apply | None:
-    """The write that makes ``observed`` what is ``desired``; None when it is so already.
+    """The write that makes `observed` what is `desired`; None when it is so already.
 
-    ``apart`` are paths that are in the object but that somebody else decides on from moment to moment (the replicas of
-    a revision): they alone are no reason to write. ``drift`` is told only where the intent is that of our last write.
+    `ignore_paths` are in the object, but somebody else decides on them from moment to moment (the replicas of a
+    revision): they alone are no reason to write. `drift` is told only where the intent is that of our last write.
     """
-    mark = names.digest(canonical(_without(desired, apart)))
+    desired = _unmarked(desired)
+    mark = names.digest(canonical(_without(desired, ignore_paths)))
     annotations = {**desired["metadata"].get("annotations", {}), names.APPLIED: mark}
     wanted = {**desired, "metadata": {**desired["metadata"], "annotations": annotations}}
     if observed is None:
         return Apply(wanted, why)
     there = observed.object
     before = there["metadata"].get("annotations", {}).get(names.APPLIED)
-    differing = tuple(path for path in differences(desired, there) if path not in apart)
+    differing = tuple(path for path in differences(desired, there) if path not in ignore_paths)
     if before == mark:
         return Apply(wanted, f"{why}: somebody changed it", differing) if differing else None
     return Apply(wanted, why)
+
+
+def _unmarked(desired: dict[str, Any]) -> dict[str, Any]:
+    """`desired` without a mark: a mark is made from what is wanted, and one in it would never equal it."""
+    annotations = desired["metadata"].get("annotations", {})
+    if names.APPLIED not in annotations:
+        return desired
+    kept = {name: value for name, value in annotations.items() if name != names.APPLIED}
+    return {**desired, "metadata": {**desired["metadata"], "annotations": kept}}
 
 
 def _without(obj: dict[str, Any], paths: Collection[str]) -> dict[str, Any]:
@@ -151,7 +162,7 @@ def _without(obj: dict[str, Any], paths: Collection[str]) -> dict[str, Any]:
 def prune(
     children: Collection[Observed], wanted: Collection[Ref], owner_uid: str, *, kept: Collection[Ref] = ()
 ) -> tuple[Delete, ...]:
-    """Deletes what carries our label, has the object ``owner_uid`` as its controller, and is wanted no more.
+    """Deletes what carries our label, has the object `owner_uid` as its controller, and is wanted no more.
 
     Whatever is being deleted already is left alone, and so are models that were downloaded.
     """

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from treeline_operator.api.pool import InferencePool, Source
-from treeline_operator.plan.canonical import quantity
-from treeline_operator.plan.pods import DOWNLOAD
-from treeline_operator.world import Observed
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.api.source import Source
+from treeline_operator.plan.pod_state import DOWNLOAD
 
 BUILTIN_ROOT: Final = "/opt/treeline/models"
 """Where the runtime image has the models that come with it."""
@@ -24,7 +22,7 @@ _UNSAFE: Final = re.compile(r"[^\w.-]+")
 class Files:
     """Paths of everything that an engine reads, and what must be in the pod for them to be there.
 
-    ``fetches`` are arguments of ``treeline_runtime.fetch``: what is downloaded and to where.
+    `fetches` are arguments of `treeline_runtime.fetch`: what is downloaded and to where.
     """
 
     model: str
@@ -44,13 +42,13 @@ def files(pool: InferencePool) -> Files:
         arg
         for uri, source in sources.items()
         if source.scheme == "hf"
-        for arg in ("--uri", uri, "--to", path(source))
+        for arg in (f"--uri={uri}", f"--to={path(source)}")
     ]
     tokenizer = spec.model.tokenizer
     if tokenizer and tokenizer not in sources:
         sources[tokenizer] = Source.parse(tokenizer)
         if sources[tokenizer].scheme == "hf":
-            fetches += ["--tokenizer-uri", tokenizer, "--tokenizer-to", path(sources[tokenizer])]
+            fetches += [f"--tokenizer-uri={tokenizer}", f"--tokenizer-to={path(sources[tokenizer])}"]
     volumes: list[dict[str, Any]] = []
     mounts: list[dict[str, Any]] = []
     for number, claim in enumerate(sorted({s.root for s in sources.values() if s.scheme == "pvc"})):
@@ -125,51 +123,3 @@ def init_container(pool: InferencePool, found: Files, image: str, pull_policy: s
 def claim_name(pool: str) -> str:
     """The claim that is made for a pool's downloads."""
     return f"{pool}-models"
-
-
-def claim(pool: InferencePool, observed: Observed | None, meta: dict[str, Any]) -> dict[str, Any] | None:
-    """The claim that the pool's cache asks for; None if it asks for none of its own.
-
-    What a claim cannot change any more (class, access modes, a smaller size) stays as it is.
-    """
-    cache = pool.spec.model.cache
-    if cache is None or cache.claim_name is not None or cache.size is None or not files(pool).fetches:
-        return None
-    size, modes, storage_class = cache.size, list(cache.access_modes), cache.storage_class_name
-    if observed is not None:
-        there = observed.object["spec"]
-        held = there.get("resources", {}).get("requests", {}).get("storage", "0")
-        size = max(size, held, key=lambda text: quantity(text) or 0)
-        modes = list(there.get("accessModes", ()))
-        storage_class = there.get("storageClassName") if storage_class else None
-    spec: dict[str, Any] = {
-        "accessModes": modes or ["ReadWriteOnce"],
-        "resources": {"requests": {"storage": size}},
-    }
-    if storage_class:
-        spec["storageClassName"] = storage_class
-    return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": meta, "spec": spec}
-
-
-def claim_notes(pool: InferencePool, observed: Observed | None) -> Iterable[str]:
-    """What somebody should know about the pool's cache."""
-    cache = pool.spec.model.cache
-    if cache is None or cache.claim_name is not None:
-        return
-    modes = cache.access_modes or ("ReadWriteOnce",)
-    name = claim_name(pool.name)
-    if pool.spec.replicas > 1 and "ReadWriteMany" not in modes:
-        yield (
-            f"claim {name} can be mounted on one node only, so all {pool.spec.replicas} pods must share it; "
-            "set model.cache.accessModes to [ReadWriteMany] to use more nodes"
-        )
-    if observed is None:
-        return
-    there = observed.object["spec"]
-    if sorted(there.get("accessModes", ())) != sorted(modes):
-        yield f"claim {name} keeps its access modes {there.get('accessModes')}; delete it to have it made anew"
-    if cache.storage_class_name and there.get("storageClassName") != cache.storage_class_name:
-        yield f"claim {name} keeps its class {there.get('storageClassName')}; delete it to have it made anew"
-    held = there.get("resources", {}).get("requests", {}).get("storage", "0")
-    if cache.size is not None and (quantity(held) or 0) > (quantity(cache.size) or 0):
-        yield f"claim {name} keeps its size {held}: claims cannot shrink"

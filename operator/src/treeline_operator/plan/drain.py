@@ -2,7 +2,7 @@
 
 A pod goes in three steps, and which one it has reached stands on the pod alone:
 
-1. *draining*: label ``treeline.dev/serving: "false"`` and the time; the picker sends it nothing new;
+1. *draining*: label `treeline.dev/serving: "false"` and the time; the picker sends it nothing new;
 2. *released*: it has no requests any more, or was waited for long enough; it gets the lowest deletion cost;
 3. the Deployment has one replica less, and its ReplicaSet gives up a pod of the lowest cost.
 
@@ -24,7 +24,7 @@ from treeline_wire import labels
 
 from treeline_operator import names
 from treeline_operator.actions import Mark
-from treeline_operator.plan import pods as reading
+from treeline_operator.plan import pod_state
 from treeline_operator.world import PickerEndpoint, PoolWorld, Ref
 
 Pod = dict[str, Any]
@@ -41,8 +41,8 @@ _LOOK_AGAIN_S: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """What decides when a pod may go. ``waits`` is False where pods are replaced without more ado."""
+class DrainPolicy:
+    """What decides when a pod may go. `waits` is False where pods are replaced without more ado."""
 
     now: datetime
     timeout: timedelta
@@ -54,7 +54,7 @@ class Terms:
     """Since when the picker says nothing; None while it has not been asked."""
 
     @classmethod
-    def of(cls, world: PoolWorld) -> Terms:
+    def of(cls, world: PoolWorld) -> DrainPolicy:
         """Those of a pool."""
         spec, picker, now = world.pool.spec, world.picker, world.now
         listed = None
@@ -91,8 +91,8 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Exit:
-    """What is due for the pods of one revision; ``replicas`` are those that its Deployment is to have now."""
+class DrainStep:
+    """What is due for the pods of one revision; `replicas` are those that its Deployment is to have now."""
 
     replicas: int
     marks: tuple[Mark, ...] = ()
@@ -100,7 +100,7 @@ class Exit:
     notes: tuple[str, ...] = ()
 
 
-class _Verdict(NamedTuple):
+class _ReleaseDecision(NamedTuple):
     """Whether a victim may go. If not, when to look again at the latest."""
 
     may_go: bool
@@ -109,12 +109,12 @@ class _Verdict(NamedTuple):
     cut_off: bool = False
 
 
-def take_out(pods: Sequence[Pod], wanted: int, replicas: int, terms: Terms, why: str) -> Exit:
-    """What is due so that of these pods ``wanted`` remain, where the Deployment asks for ``replicas`` now.
+def drain_step(pods: Sequence[Pod], wanted: int, replicas: int, policy: DrainPolicy, why: str) -> DrainStep:
+    """What is due so that of these pods `wanted` remain, where the Deployment asks for `replicas` now.
 
-    ``why`` says what the pods have to go for.
+    `why` says what the pods have to go for.
     """
-    leaving = victims(pods, wanted, terms)
+    leaving = victims(pods, wanted, policy)
     chosen = {pod["metadata"]["name"] for pod in leaving}
     marks = [_serving_again(pod) for pod in pods if pod["metadata"]["name"] not in chosen and _is_marked(pod)]
     notes: list[str] = []
@@ -125,39 +125,39 @@ def take_out(pods: Sequence[Pod], wanted: int, replicas: int, terms: Terms, why:
         if _is_released(pod):
             continue
         waiting += 1
-        verdict = _verdict(pod, terms)
+        decision = _may_release(pod, policy)
         place = _place(pod)
-        if verdict.may_go and blocked in (-1, place):
-            marks.append(_released(pod, terms, f"{why}; {verdict.why}", cut_off=verdict.cut_off))
+        if decision.may_go and blocked in (-1, place):
+            marks.append(_released(pod, policy, f"{why}; {decision.why}", cut_off=decision.cut_off))
             continue
-        if not verdict.may_go:
+        if not decision.may_go:
             blocked = place if blocked == -1 else blocked
-            again.append(verdict.again_s)
-            notes.append(f"pod {pod['metadata']['name']} is to go: {verdict.why}")
-        if _since(pod, terms.now) is None and not _is_undecided(pod, terms):
-            marks.append(_draining(pod, terms, why))
+            again.append(decision.again_s)
+            notes.append(f"pod {pod['metadata']['name']} is to go: {decision.why}")
+        if _since(pod, policy.now) is None and not _is_undecided(pod, policy):
+            marks.append(_draining(pod, policy, why))
     # What goes at the next look is still a replica now: its cost has to be there before the number falls.
     left = wanted if wanted >= replicas else min(replicas, wanted + waiting)
-    return Exit(left, tuple(marks), min(again, default=None), tuple(notes))
+    return DrainStep(left, tuple(marks), min(again, default=None), tuple(notes))
 
 
-def victims(pods: Sequence[Pod], wanted: int, terms: Terms) -> list[Pod]:
-    """The pods beyond ``wanted``, in the order in which they are to go.
+def victims(pods: Sequence[Pod], wanted: int, policy: DrainPolicy) -> list[Pod]:
+    """The pods beyond `wanted`, in the order in which they are to go.
 
     Of equally ready ones those that are on their way out already, then the least in flight, the coldest cache, the
     newest.
     """
 
     def order(pod: Pod) -> tuple[Any, ...]:
-        endpoint = terms.endpoint(pod)
+        endpoint = policy.endpoint(pod)
         cached = endpoint.cached_tokens if endpoint is not None else 0
-        stage = 0 if _is_released(pod) else 1 if reading.is_draining(pod) else 2
+        stage = 0 if _is_released(pod) else 1 if pod_state.is_draining(pod) else 2
         meta = pod["metadata"]
         created = datetime.fromisoformat(meta.get("creationTimestamp") or "1970-01-01T00:00:00Z")
         return (
             _place(pod),
             stage,
-            terms.in_flight(pod) or 0,
+            policy.in_flight(pod) or 0,
             cached,
             -created.timestamp(),
             meta["name"],
@@ -172,52 +172,56 @@ def deadline(pod: Pod, timeout: timedelta, now: datetime) -> datetime | None:
     return None if since is None else since + timeout
 
 
-def _verdict(pod: Pod, terms: Terms) -> _Verdict:
-    if _is_undecided(pod, terms):
-        return _Verdict(False, "the picker is asked first who has the least to do", again_s=_LOOK_AGAIN_S)
-    if not terms.waits:
-        return _Verdict(True, "its pool does not wait for requests")
-    if not reading.may_have_requests(pod):
-        return _Verdict(True, "it serves no requests")
-    since = _since(pod, terms.now)
+def _may_release(pod: Pod, policy: DrainPolicy) -> _ReleaseDecision:
+    if _is_undecided(pod, policy):
+        return _ReleaseDecision(
+            False, "the picker is asked first who has the least to do", again_s=_LOOK_AGAIN_S
+        )
+    if not policy.waits:
+        return _ReleaseDecision(True, "its pool does not wait for requests")
+    if not pod_state.may_have_requests(pod):
+        return _ReleaseDecision(True, "it serves no requests")
+    since = _since(pod, policy.now)
     if since is None:
-        return _Verdict(False, "it begins", again_s=SETTLE_S)
-    in_flight = terms.in_flight(pod)
-    ends = since + terms.timeout
-    left_s = (ends - terms.now).total_seconds()
+        return _ReleaseDecision(False, "it begins", again_s=SETTLE_S)
+    in_flight = policy.in_flight(pod)
+    ends = since + policy.timeout
+    left_s = (ends - policy.now).total_seconds()
     if left_s <= 0:
-        return _Verdict(True, f"drained for {terms.timeout.seconds} s", cut_off=bool(in_flight))
+        return _ReleaseDecision(True, f"drained for {policy.timeout.seconds} s", cut_off=bool(in_flight))
     if in_flight:
-        return _Verdict(False, f"{requests(in_flight)}, until {stamp(ends)} at the latest", again_s=left_s)
-    endpoint = terms.endpoint(pod)
+        return _ReleaseDecision(
+            False, f"{requests(in_flight)}, until {stamp(ends)} at the latest", again_s=left_s
+        )
+    endpoint = policy.endpoint(pod)
     if in_flight == 0 and endpoint is not None and endpoint.draining:
         settled = since + timedelta(seconds=SETTLE_S)
-        if terms.seen_at is not None and terms.seen_at >= settled:
-            return _Verdict(True, "no requests left")
-        soon = max(_LOOK_AGAIN_S, (settled - terms.now).total_seconds())
-        return _Verdict(False, "no requests left, as it seems", again_s=min(left_s, soon))
-    return _unseen(terms, since, left_s)
+        if policy.seen_at is not None and policy.seen_at >= settled:
+            return _ReleaseDecision(True, "no requests left")
+        soon = max(_LOOK_AGAIN_S, (settled - policy.now).total_seconds())
+        return _ReleaseDecision(False, "no requests left, as it seems", again_s=min(left_s, soon))
+    return _unseen(policy, since, left_s)
 
 
-def _unseen(terms: Terms, since: datetime, left_s: float) -> _Verdict:
+def _unseen(policy: DrainPolicy, since: datetime, left_s: float) -> _ReleaseDecision:
     """Nobody can tell whether the pod has requests."""
-    if terms.silent_since is None:
-        return _Verdict(False, "its requests are not known yet", again_s=min(left_s, SETTLE_S))
-    silent = terms.silent_since
-    blind_s = (max(since, silent) + timedelta(seconds=BLIND_S) - terms.now).total_seconds()
+    if policy.silent_since is None:
+        return _ReleaseDecision(False, "its requests are not known yet", again_s=min(left_s, SETTLE_S))
+    silent = policy.silent_since
+    blind_s = (max(since, silent) + timedelta(seconds=BLIND_S) - policy.now).total_seconds()
     if blind_s <= 0:
-        return _Verdict(True, "its requests cannot be seen; it finishes them by itself")
-    return _Verdict(False, "its requests cannot be seen", again_s=min(left_s, blind_s))
+        return _ReleaseDecision(True, "its requests cannot be seen; it finishes them by itself")
+    return _ReleaseDecision(False, "its requests cannot be seen", again_s=min(left_s, blind_s))
 
 
-def _is_undecided(pod: Pod, terms: Terms) -> bool:
+def _is_undecided(pod: Pod, policy: DrainPolicy) -> bool:
     """Whether another pod may be the better victim, as far as can be told before the picker is asked."""
-    return not terms.fresh and reading.is_ready(pod) and not reading.is_draining(pod)
+    return not policy.fresh and pod_state.is_ready(pod) and not pod_state.is_draining(pod)
 
 
 def _place(pod: Pod) -> int:
     """In which order a ReplicaSet gives up pods before it looks at their costs."""
-    if reading.is_ready(pod):
+    if pod_state.is_ready(pod):
         return 3
     if not pod.get("spec", {}).get("nodeName"):
         return 0
@@ -229,7 +233,7 @@ def _annotation(pod: Pod, name: str) -> str:
 
 
 def _is_released(pod: Pod) -> bool:
-    return reading.is_draining(pod) and _annotation(pod, names.DELETION_COST) == names.LOWEST_COST
+    return pod_state.is_draining(pod) and _annotation(pod, names.DELETION_COST) == names.LOWEST_COST
 
 
 def _is_marked(pod: Pod) -> bool:
@@ -241,7 +245,7 @@ def _is_marked(pod: Pod) -> bool:
 
 def _since(pod: Pod, now: datetime) -> datetime | None:
     """Since when the pod drains; None where it does not, or where no time stands that may have been."""
-    if not reading.is_draining(pod):
+    if not pod_state.is_draining(pod):
         return None
     try:
         since = datetime.fromisoformat(_annotation(pod, names.DRAINING_SINCE))
@@ -255,13 +259,13 @@ def stamp(moment: datetime) -> str:
     return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _draining(pod: Pod, terms: Terms, why: str) -> Mark:
-    return _mark(pod, "drain", why, terms.in_flight(pod), since=stamp(terms.now))
+def _draining(pod: Pod, policy: DrainPolicy, why: str) -> Mark:
+    return _mark(pod, "drain", why, policy.in_flight(pod), since=stamp(policy.now))
 
 
-def _released(pod: Pod, terms: Terms, why: str, *, cut_off: bool) -> Mark:
-    since = _since(pod, terms.now) or terms.now
-    return _mark(pod, "release", why, terms.in_flight(pod), since=stamp(since), cut_off=cut_off)
+def _released(pod: Pod, policy: DrainPolicy, why: str, *, cut_off: bool) -> Mark:
+    since = _since(pod, policy.now) or policy.now
+    return _mark(pod, "release", why, policy.in_flight(pod), since=stamp(since), cut_off=cut_off)
 
 
 def _serving_again(pod: Pod) -> Mark:

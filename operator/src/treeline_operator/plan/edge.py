@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Final
+from typing import Final
 
 from treeline_operator import envoy, names
-from treeline_operator.api.pool import Standalone
-from treeline_operator.plan.anchored import (
-    SECRET_MODE,
-    Ground,
-    Making,
+from treeline_operator.api.gateway import Standalone
+from treeline_operator.plan.canonical import canonical
+from treeline_operator.plan.gateway_common import (
+    GatewayContext,
     deployment,
     disruption_budget,
     resources,
     service_account,
 )
-from treeline_operator.plan.canonical import canonical, quantity
+from treeline_operator.plan.objects import Object, get_probe, manifest, mount, secret_volume
+from treeline_operator.quantity import quantity
 
 LISTEN_PORT: Final = 8080
 ADMIN_PORT: Final = 9901
@@ -25,164 +25,195 @@ HEALTH_PORT: Final = 8081
 CONFIG_DIR: Final = "/etc/treeline/envoy"
 TLS_DIR: Final = "/etc/treeline/tls"
 KEYS_DIR: Final = "/etc/treeline/api-keys"
+PICKER_TLS_DIR: Final = "/etc/treeline/picker-tls"
 RUN_DIR: Final = "/run/treeline"
 KEYS_FILE: Final = f"{RUN_DIR}/api-keys.json"
 _REQUESTS: Final = {"cpu": "50m", "memory": "64Mi"}
 _BODY_LIMIT: Final = 32 * 1024 * 1024
+_MEMORY_LIMIT: Final = 1024 * 1024 * 1024
+_BODIES: Final = 8
+"""So many of the longest bodies fit into memory. One takes up to three times its length while it is handed to the
+picker and to its endpoint."""
+_SMALLEST_HEAP: Final = 32 * 1024 * 1024
 _WORKERS: Final = 2
 _LINGER_S: Final = 10
 """Longer than it takes until a pod in the place of the only one is ready: nobody else accepts connections meanwhile."""
 _HOST: Final = "picker.host.placeholder"
+_NAME: Final = "picker.name.placeholder"
 
 
-def inputs(ground: Ground) -> str:
+def inputs(context: GatewayContext) -> str:
     """Hash of everything in the pools' specs that Envoy's pods and their configuration are made from."""
-    settings = ground.shared.edge.model_dump(
+    settings = context.shared.edge.model_dump(
         mode="json",
         by_alias=True,
         exclude_defaults=True,
         exclude_none=True,
-        # Those are the Service's, and no part of a pod.
-        exclude={"service_type", "port", "annotations", "replicas"},
+        # Those are the Service's, the Deployment's and the picker's, and no part of a pod.
+        exclude={"service_type": True, "port": True, "annotations": True, "replicas": True}
+        | {"limits": {"unanswered_requests"}},
     )
-    picker = ground.shared.picker
-    made_from = {
-        "gateway": ground.gateway,
+    picker = context.shared.picker
+    made_from: Object = {
+        "gateway": context.gateway,
         "edge": settings,
-        "failureMode": picker.failure_mode,
+        # Forced where clients are kept apart by the picker alone; Envoy must hear of it then.
+        "failureMode": picker.failure_mode if context.shared.fails_open else "FailClose",
         "maxBodyBytes": picker.parameters.max_body_bytes,
-        "drain": ground.drain_s,
-        "domain": ground.platform.cluster_domain,
+        "drain": context.drain_s,
+        "domain": context.platform.cluster_domain,
     }
+    if context.shared.has_clients and not context.shared.kept_apart:
+        made_from["isolation"] = "Shared"
+    if (
+        len(_engines(context)) > 1
+    ):  # left out where all pools have the same, as they had before it was counted
+        made_from["engines"] = _engines(context)
     return names.digest(canonical(made_from))
 
 
-def config_map(ground: Ground) -> dict[str, Any]:
+def config_map(context: GatewayContext) -> Object:
     """The bootstrap, immutable and named by its content: pods of two configurations live side by side in a rollout."""
-    settings, picker = ground.shared.edge, ground.shared.picker
+    settings = context.shared.edge
     files = _files(
-        fail_open=picker.failure_mode == "FailOpen",
-        body_limit=picker.parameters.max_body_bytes or _BODY_LIMIT,
+        fail_open=context.shared.fails_open,
+        engines=_engines(context),
+        body_limit=_body_limit(context),
+        limits=envoy.Limits(
+            body_timeout_s=settings.limits.receive_timeout_seconds,
+            connections=settings.limits.connections,
+            client_requests_per_s=settings.limits.requests_per_second,
+            heap_bytes=_heap_bytes(context),
+        ),
         has_keys=settings.api_keys_secret_ref is not None,
         has_tls=settings.tls is not None,
+        has_picker_tls=settings.picker_tls is not None,
         expose_routing=settings.expose_routing,
+        isolation="PerKey" if context.shared.kept_apart else "Shared",
     )
-    host = f"{names.epp(ground.gateway)}.{ground.namespace}.svc.{ground.platform.cluster_domain}"
-    data = {name: text.replace(_HOST, host) for name, text in files}
+    host = f"{names.epp(context.gateway)}.{context.namespace}.svc.{context.platform.cluster_domain}"
+    # What the picker's certificate is for: the same in clusters of any domain.
+    name = f"{names.epp(context.gateway)}.{context.namespace}.svc"
+    data = {file: text.replace(_HOST, host).replace(_NAME, name) for file, text in files}
     content = names.digest(data)
-    meta = ground.meta(f"{names.edge(ground.gateway)}-{content}", "edge")
+    meta = context.meta(f"{names.edge(context.gateway)}-{content}", "edge")
     meta["labels"][names.REVISION] = content
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "immutable": True, "data": data}
 
 
 @functools.lru_cache(maxsize=32)
 def _files(
-    *, fail_open: bool, body_limit: int, has_keys: bool, has_tls: bool, expose_routing: bool
+    *,
+    fail_open: bool,
+    engines: tuple[str, ...],
+    body_limit: int,
+    limits: envoy.Limits,
+    has_keys: bool,
+    has_tls: bool,
+    has_picker_tls: bool,
+    expose_routing: bool,
+    isolation: envoy.Isolation,
 ) -> tuple[tuple[str, str], ...]:
     """File name and text of what is mounted, the picker's address apart: making it takes a tenth of a second.
 
     (The messages of Envoy's API are loaded here, at the first gateway: without one they are 20 MB for nothing.)
     """
     tls = envoy.Tls(f"{TLS_DIR}/tls.crt", f"{TLS_DIR}/tls.key", f"{CONFIG_DIR}/tls.json") if has_tls else None
+    picker_tls = envoy.PickerTls(PICKER_TLS_DIR, _NAME, CONFIG_DIR) if has_picker_tls else None
     config = envoy.EnvoyConfig(
         listen_host="0.0.0.0",
         listen_port=LISTEN_PORT,
         admin_port=ADMIN_PORT,
         health_port=HEALTH_PORT,
         epp_host=_HOST,
+        engines=engines,
         body_limit=body_limit,
+        limits=limits,
         api_keys_file=KEYS_FILE if has_keys else None,
         tls=tls,
+        picker_tls=picker_tls,
         fail_open=fail_open,
         add_endpoint_header=expose_routing,
         expose_cached_tokens=expose_routing,
+        isolation=isolation,
     )
     files = [("envoy.json", envoy.bootstrap_json(config))]
     if tls is not None:
         files.append(("tls.json", envoy.tls_json(tls)))
+    if picker_tls is not None:
+        files += envoy.picker_tls_files(picker_tls).items()
     return tuple(files)
 
 
-def identity(ground: Ground) -> dict[str, Any]:
+def identity(context: GatewayContext) -> Object:
     """An identity of its own, without rights and without a token."""
-    return service_account(ground, "edge", names.edge(ground.gateway))
+    return service_account(context, "edge", names.edge(context.gateway))
 
 
-def service(ground: Ground) -> dict[str, Any]:
+def service(context: GatewayContext) -> Object:
     """The Service behind the URL."""
-    settings = ground.shared.edge
-    meta = ground.meta(names.url_service(ground.gateway), "edge", settings.annotations)
+    settings = context.shared.edge
     scheme = "https" if settings.tls else "http"
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": meta,
-        "spec": {
-            "type": settings.service_type,
-            "selector": ground.pods("edge"),
-            "ports": [{"name": scheme, "port": settings.port, "targetPort": "gateway", "protocol": "TCP"}],
-        },
+    spec = {
+        "type": settings.service_type,
+        "selector": context.pods("edge"),
+        "ports": [{"name": scheme, "port": settings.port, "targetPort": "gateway", "protocol": "TCP"}],
     }
+    meta = context.meta(names.url_service(context.gateway), "edge", settings.annotations)
+    return manifest("v1", "Service", meta, spec)
 
 
-def workload(ground: Ground, made: Making, config: dict[str, Any]) -> dict[str, Any]:
+def workload(context: GatewayContext, image: str, config: Object) -> Object:
     """Envoy's Deployment. The launcher in its pods lingers, drains and ends Envoy, so there is no preStop."""
-    settings = ground.shared.edge
-    name = config["metadata"]["name"]
+    settings = context.shared.edge
     mounts = [
-        {"name": "config", "mountPath": CONFIG_DIR, "readOnly": True},
-        {"name": "run", "mountPath": RUN_DIR},
-        {"name": "tmp", "mountPath": "/tmp"},
+        mount("config", CONFIG_DIR),
+        *(mount(name, path, read_only=False) for name, path in (("run", RUN_DIR), ("tmp", "/tmp"))),
     ]
-    volumes: list[dict[str, Any]] = [
-        {"name": "config", "configMap": {"name": name}},
+    volumes: list[Object] = [
+        {"name": "config", "configMap": {"name": config["metadata"]["name"]}},
         {"name": "run", "emptyDir": {"medium": "Memory", "sizeLimit": "8Mi"}},
         {"name": "tmp", "emptyDir": {}},
     ]
     for volume, ref, folder in (
         ("api-keys", settings.api_keys_secret_ref, KEYS_DIR),
         ("tls", settings.tls.secret_ref if settings.tls else None, TLS_DIR),
+        ("picker-tls", settings.picker_tls.secret_ref if settings.picker_tls else None, PICKER_TLS_DIR),
     ):
         if ref is not None:
-            mounts.append({"name": volume, "mountPath": folder, "readOnly": True})
-            secret = {"secretName": ref.name, "defaultMode": SECRET_MODE}
-            volumes.append({"name": volume, "secret": secret})
+            mounts.append(mount(volume, folder))
+            volumes.append(secret_volume(volume, ref.name))
     container = {
         "command": ["python", "-m", "treeline_operator.envoy"],
-        "args": arguments(ground),
+        "args": arguments(context),
         "ports": [
             {"name": "gateway", "containerPort": LISTEN_PORT, "protocol": "TCP"},
             {"name": "health", "containerPort": HEALTH_PORT, "protocol": "TCP"},
         ],
-        "resources": resources(settings.resources, _REQUESTS),
-        "readinessProbe": {
-            "httpGet": {"path": "/ready", "port": "health"},
-            "periodSeconds": 2,
-            "timeoutSeconds": 2,
-            "failureThreshold": 1,
-        },
+        "resources": _resources(context),
+        "readinessProbe": get_probe("/ready", "health", 2, 1),
         "volumeMounts": mounts,
     }
     pod = {"automountServiceAccountToken": False, "volumes": volumes}
     return deployment(
-        ground,
+        context,
         "edge",
-        names.edge(ground.gateway),
+        names.edge(context.gateway),
         replicas=settings.replicas,
-        image=made.image,
-        inputs=inputs(ground),
+        image=image,
+        inputs=inputs(context),
         container=container,
         pod=pod,
         labels={names.REVISION: config["metadata"]["labels"][names.REVISION]},
     )
 
 
-def arguments(ground: Ground) -> list[str]:
+def arguments(context: GatewayContext) -> list[str]:
     """The launcher's flags."""
-    settings = ground.shared.edge
+    settings = context.shared.edge
     words = [
         f"--config={CONFIG_DIR}/envoy.json",
-        f"--drain-timeout={ground.drain_s}",
+        f"--drain-timeout={context.drain_s}",
         f"--linger={_LINGER_S}",
         f"--concurrency={_workers(settings)}",
     ]
@@ -191,9 +222,40 @@ def arguments(ground: Ground) -> list[str]:
     return words
 
 
-def budget(ground: Ground) -> dict[str, Any]:
+def budget(context: GatewayContext) -> Object:
     """Envoy's PodDisruptionBudget."""
-    return disruption_budget(ground, "edge", names.edge(ground.gateway))
+    return disruption_budget(context, "edge", names.edge(context.gateway))
+
+
+def _resources(context: GatewayContext) -> Object:
+    """Those asked for, and always a limit of memory: what Envoy may take in follows from it."""
+    found = resources(context.shared.edge.resources, _REQUESTS)
+    limits = {"memory": f"{_memory_limit(context) >> 20}Mi", **found.get("limits", {})}
+    return {**found, "limits": limits}
+
+
+def _memory_limit(context: GatewayContext) -> int:
+    """Bytes of the container's memory limit: the one given, else enough for some bodies at once."""
+    asked = context.shared.edge.resources
+    given = None if asked is None else quantity(asked.limits.get("memory"))
+    if given is not None:
+        return int(given)
+    requested = None if asked is None else quantity(asked.requests.get("memory"))
+    return max(_MEMORY_LIMIT, _BODIES * _body_limit(context), int(requested or 0))
+
+
+def _heap_bytes(context: GatewayContext) -> int:
+    """Of the memory limit, what is left beside the launcher and what Envoy needs beside its heap."""
+    return max(_SMALLEST_HEAP, _memory_limit(context) * 3 // 4)
+
+
+def _body_limit(context: GatewayContext) -> int:
+    return context.shared.picker.parameters.max_body_bytes or _BODY_LIMIT
+
+
+def _engines(context: GatewayContext) -> tuple[str, ...]:
+    """The engines behind the edge, whose inference paths it serves."""
+    return tuple(sorted({pool.spec.engine.type for pool in context.pools}))
 
 
 def _workers(settings: Standalone) -> int:

@@ -10,9 +10,11 @@ from typing import Any, Final
 
 from treeline_wire import ports as wire
 
-from treeline_operator.api.pool import EngineType, InferencePool
-from treeline_operator.plan.canonical import quantity
+from treeline_operator.api.engine import EngineType
+from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.download import Files
+from treeline_operator.plan.provision import gib
+from treeline_operator.quantity import quantity
 from treeline_operator.world import Images
 
 KEYS_DIR: Final = "/var/run/treeline/keys"
@@ -63,19 +65,22 @@ FLAGS: Final[Mapping[EngineType, Mapping[str, str]]] = {
     },
     "custom": {},
 }
-"""Setting of ``spec.engine`` → the engine's flag. A setting that is not here has no meaning for the engine."""
+"""Setting of `spec.engine` → the engine's flag. A setting that is not here has no meaning for the engine."""
 
-SHORTEST_START_S: Final = 120
-UNKNOWN_START_S: Final = 1800
+BUILTIN_START_S: Final = 120
+DEFAULT_START_S: Final = 1800
+"""Loading, and on GPUs compiling kernels and capturing graphs, which takes minutes whatever the model's size."""
 START_S_PER_GIB: Final = 20
 """A network disk at 50 MiB/s; the download has its own container and does not count."""
+HUNG_GRACE_S: Final = 15
+"""What hangs is killed soon: it has no streams left to finish, and its restart is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
     """What an engine's container is, apart from what all have in common.
 
-    ``drains`` tells whether the engine finishes its requests when it is asked to stop.
+    `drains` tells whether the engine finishes its requests when it is asked to stop.
     """
 
     image: str
@@ -93,7 +98,7 @@ class Launch:
 
 
 def launch(pool: InferencePool, files: Files, images: Images) -> Launch:
-    """How the pool's engine is started. ``images`` are used where the pool names none."""
+    """How the pool's engine is started. `images` are used where the pool names none."""
     match pool.spec.engine.type:
         case "treeline":
             return _treeline(pool, files, images)
@@ -105,13 +110,31 @@ def launch(pool: InferencePool, files: Files, images: Images) -> Launch:
             return _custom(pool, files)
 
 
+def tells_hits(pool: InferencePool) -> bool:
+    """Whether answers say how much of the prompt was cached: not to strangers who share a cache.
+
+    A runtime of ours is told so by the edge, request by request; others by their command lines.
+    """
+    gateway = pool.spec.gateway
+    strangers = gateway.has_clients and not gateway.kept_apart and not gateway.edge.expose_routing
+    return pool.spec.engine.type not in ("sglang", "vllm") or not strangers
+
+
 def start_seconds(pool: InferencePool) -> int:
-    """How long a start may take once the weights are on disk."""
+    """How long a start may take once the weights are on disk. A size that is known can only make it longer."""
     model = pool.spec.model
-    if model.size is None:
-        return SHORTEST_START_S if model.source.scheme == "builtin" else UNKNOWN_START_S
-    gib = (quantity(model.size) or 0) / 2**30
-    return max(SHORTEST_START_S, math.ceil(gib * START_S_PER_GIB))
+    least = BUILTIN_START_S if model.source.scheme == "builtin" else DEFAULT_START_S
+    return max(least, math.ceil(gib(model.size) * START_S_PER_GIB))
+
+
+def metrics_port(pool: InferencePool) -> int | None:
+    """The port that serves metrics and nothing else; None for engines that serve them on their API's."""
+    return _beside(pool, wire.RUNTIME_METRICS) if pool.spec.engine.type == "treeline" else None
+
+
+def _beside(pool: InferencePool, port: int) -> int:
+    """A port of ours, or the next one where the pool has its API there."""
+    return port + (pool.spec.engine.port == port)
 
 
 def _settings(pool: InferencePool) -> list[str]:
@@ -119,18 +142,21 @@ def _settings(pool: InferencePool) -> list[str]:
     engine = pool.spec.engine
     args = []
     for setting, flag in FLAGS[engine.type].items():
-        value = getattr(engine, setting)
+        value = pool.spec.tensor_parallel if setting == "tensor_parallel" else getattr(engine, setting)
         parallel = setting in ("tensor_parallel", "data_parallel")
         if value is not None and not (parallel and value == 1):
-            args += [flag, f"{value:g}" if isinstance(value, float) else str(value)]
+            args.append(f"{flag}={value:g}" if isinstance(value, float) else f"{flag}={value}")
     return args
 
 
 def _treeline(pool: InferencePool, files: Files, images: Images) -> Launch:
     spec = pool.spec
     gpu = spec.accelerator.is_gpu
-    args = ["--model", files.model, "--served-model-name", spec.model.served_name]
+    args = [f"--model={files.model}", f"--served-model-name={spec.model.served_name}"]
     args += ["--host", "0.0.0.0", "--port", str(spec.engine.port), "--device", "cuda" if gpu else "cpu"]
+    # Administration stays on loopback: who may forward a port to the pod, or run a command in it, may administer.
+    args += ["--metrics-host", "0.0.0.0", "--metrics-port", str(_beside(pool, wire.RUNTIME_METRICS))]
+    args += ["--admin-host", "127.0.0.1", "--admin-port", str(_beside(pool, wire.RUNTIME_ADMIN))]
     args += _settings(pool)
     threads = None if gpu or spec.engine.threads else _cpu_limit(pool)
     if threads is not None:
@@ -143,7 +169,11 @@ def _treeline(pool: InferencePool, files: Files, images: Images) -> Launch:
         command=spec.engine.command or ("python", "-m", "treeline_runtime"),
         args=(*args, *spec.engine.args),
         env=(("HF_HUB_OFFLINE", "1"),),
-        ports=(*_kv_ports(spec.engine.port), ("load", wire.LOAD)),
+        ports=(
+            *_kv_ports(spec.engine.port),
+            ("load", wire.LOAD),
+            ("metrics", _beside(pool, wire.RUNTIME_METRICS)),
+        ),
         probes=_probes(pool, _http("/ready"), _http("/live"), period=2),
         drains=True,
         keys=True,
@@ -159,9 +189,9 @@ def _sglang(pool: InferencePool, files: Files) -> Launch:
         "endpoint": f"tcp://*:{wire.EVENTS}",
         "replay_endpoint": f"tcp://*:{wire.REPLAY}",
     }
-    args = ["--model-path", files.model, "--served-model-name", spec.model.served_name]
+    args = [f"--model-path={files.model}", f"--served-model-name={spec.model.served_name}"]
     args += ["--host", "0.0.0.0", "--port", str(spec.engine.port)]
-    args += ["--tokenizer-path", files.tokenizer] if files.tokenizer else []
+    args += [f"--tokenizer-path={files.tokenizer}"] if files.tokenizer else []
     args += [] if spec.accelerator.is_gpu else ["--device", "cpu"]
     args += _settings(pool)
     if spec.engine.page_size is None:
@@ -169,7 +199,8 @@ def _sglang(pool: InferencePool, files: Files) -> Launch:
         args += ["--page-size", "16"]
     if files.adapters:
         args += ["--lora-paths", *(f"{name}={path}" for name, path in files.adapters.items())]
-    args += ["--enable-metrics", "--enable-cache-report", "--kv-events-config", _compact(events)]
+    args += ["--enable-metrics", *(["--enable-cache-report"] if tells_hits(pool) else [])]
+    args += ["--kv-events-config", _compact(events)]
     args += ["--load-publish-endpoint", f"tcp://*:{wire.LOAD}"]
     return Launch(
         image=spec.engine.image or DEFAULT_IMAGES["sglang"],
@@ -194,14 +225,15 @@ def _vllm(pool: InferencePool, files: Files) -> Launch:
         "endpoint": f"tcp://*:{wire.EVENTS}",
         "replay_endpoint": f"tcp://*:{wire.REPLAY}",
     }
-    args = [files.model, "--served-model-name", spec.model.served_name]
+    args = [files.model, f"--served-model-name={spec.model.served_name}"]
     args += ["--host", "0.0.0.0", "--port", str(spec.engine.port)]
-    args += ["--tokenizer", files.tokenizer] if files.tokenizer else []
+    args += [f"--tokenizer={files.tokenizer}"] if files.tokenizer else []
     args += _settings(pool)
     if files.adapters:
         args += ["--enable-lora", "--lora-modules"]
         args += [f"{name}={path}" for name, path in files.adapters.items()]
-    args += ["--enable-prompt-tokens-details", "--kv-events-config", _compact(events)]
+    args += ["--enable-prompt-tokens-details"] if tells_hits(pool) else []
+    args += ["--kv-events-config", _compact(events)]
     args += ["--shutdown-timeout", str(spec.drain.timeout_seconds)]
     return Launch(
         image=spec.engine.image or DEFAULT_IMAGES["vllm"],
@@ -256,9 +288,16 @@ def _probes(
             "periodSeconds": period,
             "timeoutSeconds": 5,
             "failureThreshold": math.ceil(start_seconds(pool) / period),
+            "terminationGracePeriodSeconds": HUNG_GRACE_S,
         },
         "readinessProbe": {**ready, "periodSeconds": period, "timeoutSeconds": 5, "failureThreshold": 2},
-        "livenessProbe": {**live, "periodSeconds": live_period, "timeoutSeconds": 10, "failureThreshold": 6},
+        "livenessProbe": {
+            **live,
+            "periodSeconds": live_period,
+            "timeoutSeconds": 10,
+            "failureThreshold": 6,
+            "terminationGracePeriodSeconds": HUNG_GRACE_S,
+        },
     }
 
 

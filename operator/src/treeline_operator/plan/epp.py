@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from treeline_wire import ports
 
 from treeline_operator import names, rbac
-from treeline_operator.plan.anchored import (
+from treeline_operator.api.gateway import ClientLimits
+from treeline_operator.plan.canonical import canonical
+from treeline_operator.plan.engines import HUNG_GRACE_S
+from treeline_operator.plan.gateway_common import (
     LINGER_S,
-    SECRET_MODE,
-    Ground,
-    Making,
+    GatewayContext,
     deployment,
     disruption_budget,
     resources,
     service_account,
 )
-from treeline_operator.plan.canonical import canonical
+from treeline_operator.plan.objects import Object, get_probe, manifest, mount, secret_volume
 
 KEYS_DIR: Final = "/etc/treeline/kv-keys"
+TLS_DIR: Final = "/etc/treeline/tls"
 _REQUESTS: Final = {"cpu": "100m", "memory": "256Mi"}
 _RBAC: Final = "rbac.authorization.k8s.io"
 
 
-def inputs(ground: Ground) -> str:
+def inputs(context: GatewayContext) -> str:
     """Hash of everything in the pools' specs that the picker's pods are made from.
 
     Fields that have their default are left out: a field that a later version of the API adds changes no hash.
     """
-    picker = ground.shared.picker.model_dump(
+    picker = context.shared.picker.model_dump(
         mode="json",
         by_alias=True,
         exclude_defaults=True,
@@ -37,35 +39,43 @@ def inputs(ground: Ground) -> str:
         # Envoy decides what happens without a picker, and replicas are no part of a pod.
         exclude={"failure_mode", "replicas"},
     )
-    made_from = {
-        "gateway": ground.gateway,
+    made_from: Object = {
+        "gateway": context.gateway,
         "picker": picker,
-        "mode": ground.shared.mode,
-        "drain": ground.drain_s,
+        "mode": context.shared.mode,
+        "drain": context.drain_s,
     }
+    if context.shared.salts:
+        # Clients are kept apart by the picker alone then: one of a former version, which cannot, is not left as it is.
+        made_from["salts"] = True
+    unanswered = context.shared.edge.limits.unanswered_requests
+    if unanswered != ClientLimits().unanswered_requests:  # left out where it is the default, as all else
+        made_from["unanswered"] = unanswered
+    if (secret := _tls_secret(context)) is not None:
+        made_from["tls"] = secret
     return names.digest(canonical(made_from))
 
 
-def identity(ground: Ground) -> list[dict[str, Any]]:
+def identity(context: GatewayContext) -> list[Object]:
     """ServiceAccount, Role and RoleBinding: what a picker may see of the namespace, and nothing it may change."""
-    name = names.epp(ground.gateway)
+    name = names.epp(context.gateway)
     role = {
         "apiVersion": f"{_RBAC}/v1",
         "kind": "Role",
-        "metadata": ground.meta(name, "epp"),
+        "metadata": context.meta(name, "epp"),
         "rules": [need.rule() for need in rbac.PICKER],
     }
     binding = {
         "apiVersion": f"{_RBAC}/v1",
         "kind": "RoleBinding",
-        "metadata": ground.meta(name, "epp"),
+        "metadata": context.meta(name, "epp"),
         "roleRef": {"apiGroup": _RBAC, "kind": "Role", "name": name},
-        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": ground.namespace}],
+        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": context.namespace}],
     }
-    return [service_account(ground, "epp", name), role, binding]
+    return [service_account(context, "epp", name), role, binding]
 
 
-def service(ground: Ground) -> dict[str, Any]:
+def service(context: GatewayContext) -> Object:
     """The picker's address, which never changes.
 
     A cluster address, and not the pods' own by DNS: when a picker is replaced, Envoy's connections come to the new one
@@ -75,70 +85,68 @@ def service(ground: Ground) -> dict[str, Any]:
     fallback serves the request. Only what a picker learns from its own routing (engines without events) is its own.
     """
     named = (("ext-proc", ports.EXT_PROC), ("control", ports.EDS), ("metrics", ports.METRICS))
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": ground.meta(names.epp(ground.gateway), "epp"),
-        "spec": {
-            "type": "ClusterIP",
-            "selector": ground.pods("epp"),
-            "ports": [
-                {"name": name, "port": port, "targetPort": name, "protocol": "TCP"} for name, port in named
-            ],
-        },
+    spec = {
+        "type": "ClusterIP",
+        "selector": context.pods("epp"),
+        "ports": [
+            {"name": name, "port": port, "targetPort": name, "protocol": "TCP"} for name, port in named
+        ],
     }
+    return manifest("v1", "Service", context.meta(names.epp(context.gateway), "epp"), spec)
 
 
-def workload(ground: Ground, made: Making) -> dict[str, Any]:
+def workload(context: GatewayContext, image: str) -> Object:
     """The picker's Deployment. Its pods alone of all that is made have a token of the API server."""
-    gateway, picker = ground.gateway, ground.shared.picker
-    named = (("ext-proc", ports.EXT_PROC), ("control", ports.EDS), ("metrics", ports.METRICS))
-    container = {
+    gateway, picker = context.gateway, context.shared.picker
+    named = (
+        ("ext-proc", ports.EXT_PROC),
+        ("control", ports.EDS),
+        ("metrics", ports.METRICS),
+        (names.PICKER_ADMIN_PORT, ports.PICKER_ADMIN),
+    )
+    container: Object = {
         "command": ["treeline", "pick"],
-        "args": arguments(ground),
+        "args": arguments(context),
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in named],
         "resources": resources(picker.resources, _REQUESTS),
-        "readinessProbe": _probe("/ready", 2, 1),
-        "livenessProbe": _probe("/live", 10, 6),
+        "readinessProbe": get_probe("/ready", names.PICKER_ADMIN_PORT, 2, 1),
+        "livenessProbe": {
+            **get_probe("/live", names.PICKER_ADMIN_PORT, 10, 6),
+            "terminationGracePeriodSeconds": HUNG_GRACE_S,
+        },
         # Envoy's connections are moved while the picker still answers.
         "lifecycle": {"preStop": {"sleep": {"seconds": LINGER_S}}},
-        "volumeMounts": [
-            {"name": "kv-keys", "mountPath": KEYS_DIR, "readOnly": True},
-            {"name": "tmp", "mountPath": "/tmp"},
-        ],
+        "volumeMounts": [mount("kv-keys", KEYS_DIR), mount("tmp", "/tmp", read_only=False)],
     }
-    pod = {
+    pod: Object = {
         "automountServiceAccountToken": True,
-        "volumes": [
-            {
-                "name": "kv-keys",
-                "secret": {"secretName": names.kv_keys(gateway), "defaultMode": SECRET_MODE},
-            },
-            {"name": "tmp", "emptyDir": {}},
-        ],
+        "volumes": [secret_volume("kv-keys", names.kv_keys(gateway)), {"name": "tmp", "emptyDir": {}}],
     }
+    if (tls := _tls_secret(context)) is not None:
+        container["volumeMounts"].append(mount("tls", TLS_DIR))
+        pod["volumes"].append(secret_volume("tls", tls))
     return deployment(
-        ground,
+        context,
         "epp",
         names.epp(gateway),
         replicas=picker.replicas,
-        image=made.image,
-        inputs=inputs(ground),
+        image=image,
+        inputs=inputs(context),
         container=container,
         pod=pod,
     )
 
 
-def arguments(ground: Ground) -> list[str]:
+def arguments(context: GatewayContext) -> list[str]:
     """The picker's flags."""
-    picker = ground.shared.picker
+    picker = context.shared.picker
     flags: dict[str, object] = {
-        "--gateway": ground.gateway,
-        "--pool-namespace": ground.namespace,
+        "--gateway": context.gateway,
+        "--pool-namespace": context.namespace,
         "--host": "0.0.0.0",
         "--policy": picker.policy,
         "--curve-dir": KEYS_DIR,
-        "--drain-timeout": ground.drain_s,
+        "--drain-timeout": context.drain_s,
     }
     parameters = picker.parameters
     if parameters.max_ttft_seconds is not None:
@@ -146,21 +154,27 @@ def arguments(ground: Ground) -> list[str]:
     if parameters.max_body_bytes is not None:
         flags["--max-body-bytes"] = parameters.max_body_bytes
     words = ["--kubernetes", *(f"{flag}={value}" for flag, value in flags.items())]
-    if ground.shared.mode == "gateway-api":
+    if context.shared.mode == "gateway-api":
         # A Gateway speaks TLS to an endpoint picker and may ask for its health there; our own Envoy does neither.
         words += ["--secure-serving", "--health-checking"]
+    else:
+        # Our own Envoy says who the client is; through a Gateway anybody may say anything.
+        words.append(f"--max-client-requests={context.shared.edge.limits.unanswered_requests}")
+        if _tls_secret(context) is not None:
+            words += ["--secure-serving", f"--cert-path={TLS_DIR}", "--require-client-certificates"]
+            # With TLS the picker takes its proxy for a stranger's, unless it is told.
+            words += ["--fallback-endpoints=1", "--expose-routing"]
+    if context.shared.has_clients:
+        words.append("--trust-edge")
     return words
 
 
-def budget(ground: Ground) -> dict[str, Any]:
+def _tls_secret(context: GatewayContext) -> str | None:
+    """The Secret of mutual TLS with our own Envoy, where that is asked for."""
+    tls = context.shared.edge.picker_tls if context.shared.mode == "standalone" else None
+    return None if tls is None else tls.secret_ref.name
+
+
+def budget(context: GatewayContext) -> Object:
     """The picker's PodDisruptionBudget."""
-    return disruption_budget(ground, "epp", names.epp(ground.gateway))
-
-
-def _probe(path: str, period_s: int, failures: int) -> dict[str, Any]:
-    return {
-        "httpGet": {"path": path, "port": "metrics"},
-        "periodSeconds": period_s,
-        "timeoutSeconds": 2,
-        "failureThreshold": failures,
-    }
+    return disruption_budget(context, "epp", names.epp(context.gateway))

@@ -9,10 +9,12 @@ from typing import Any, Final
 from treeline_operator import names
 from treeline_operator.actions import Action, CreateKeys, Delete, Plan, Scale
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.plan import edge, epp, gateway_network
-from treeline_operator.plan.anchored import Ground, Making, find, making
+from treeline_operator.plan import edge, epp
 from treeline_operator.plan.diff import applying, prune
+from treeline_operator.plan.gateway_common import GatewayContext, ImageDecision, decide_image
 from treeline_operator.plan.keys import STUCK_S, has_keys, keys, keys_again, longest_wait
+from treeline_operator.plan.network import gateway_policies
+from treeline_operator.plan.objects import find, ref_of
 from treeline_operator.plan.sharing import Shared, share
 from treeline_operator.world import GatewayWorld, Observed, Ref
 
@@ -47,16 +49,18 @@ def shared(world: GatewayWorld) -> Shared | None:
     return share(world.pools).gateways.get(world.name)
 
 
-def ground_of(world: GatewayWorld) -> Ground | None:
+def context_of(world: GatewayWorld) -> GatewayContext | None:
     """What the gateway's objects are built from; None before its anchor is there."""
     found, observed = shared(world), gateway_children(world).anchor
-    return Ground.of(world, found, observed.uid) if found is not None and observed is not None else None
+    return (
+        GatewayContext.of(world, found, observed.uid) if found is not None and observed is not None else None
+    )
 
 
 def gateway_url(world: GatewayWorld, pool: InferencePool | None = None) -> str | None:
     """Where clients reach the gateway: the load balancer's address once it has one, else the Service's name.
 
-    With Gateway API it is the first host name of ``pool`` (without one, of the first pool that has any), and None where
+    With Gateway API it is the first host name of `pool` (without one, of the first pool that has any), and None where
     none is given: the Gateway's address is not ours to know.
     """
     found = shared(world)
@@ -118,7 +122,7 @@ def plan_gateway(world: GatewayWorld) -> Plan:
     if left := [child.ref.name for child in world.children if _is_left_over(child, observed)]:
         text = f"{', '.join(sorted(set(left)))} are of a former gateway of this name, and made anew when they are gone"
         return Plan((first,) if first else (), recheck_s=_GOING_S, notes=(text,))
-    planning = _Planning(world, Ground.of(world, found, observed.uid))
+    planning = _Planning(world, GatewayContext.of(world, found, observed.uid))
     planning.everything()
     actions = (*([first] if first else ()), *planning.actions, *planning.prunes())
     return Plan(actions, planning.recheck_s, tuple(planning.notes))
@@ -181,38 +185,37 @@ def _listed(found: Shared) -> str:
 class _Planning:
     """One pass: collects the actions, and what must not be pruned."""
 
-    def __init__(self, world: GatewayWorld, ground: Ground) -> None:
+    def __init__(self, world: GatewayWorld, context: GatewayContext) -> None:
         self.actions: list[Action] = []
         self.notes: list[str] = []
         self.recheck_s: float | None = None
         self._world = world
-        self._ground = ground
+        self._context = context
         self._wanted = [Ref("v1", "ConfigMap", world.namespace, names.anchor(world.name))]
 
     def everything(self) -> None:
         """In the order in which it is needed: who may talk, who somebody is, keys, picker, Envoy."""
-        ground = self._ground
-        for policy in gateway_network.policies(ground):
+        context = self._context
+        for policy in gateway_policies(context):
             self._apply(policy, "only the paths that are needed")
-        for thing in epp.identity(ground):
+        for thing in epp.identity(context):
             self._apply(thing, "what the picker may see")
         self._keys()
-        self._apply(epp.service(ground), "the picker's address")
+        self._apply(epp.service(context), "the picker's address")
         self._picker()
-        if ground.shared.mode == "standalone":
-            self._apply(edge.identity(ground), "an identity without rights for Envoy")
-            self._apply(edge.service(ground), "the URL")
+        if context.shared.mode == "standalone":
+            self._apply(edge.identity(context), "an identity without rights for Envoy")
+            self._apply(edge.service(context), "the URL")
             self._envoy()
-        for pool, conflicts in sorted(ground.shared.conflicts.items()):
+        for pool, conflicts in sorted(context.shared.conflicts.items()):
             self.notes += [f"pool {pool}: {conflict}" for conflict in conflicts]
 
     def prunes(self) -> tuple[Action, ...]:
         """What an earlier plan wanted and this one does not."""
-        return prune(self._world.children, self._wanted, self._ground.owner_uid)
+        return prune(self._world.children, self._wanted, self._context.owner_uid)
 
     def _apply(self, desired: dict[str, Any], why: str) -> None:
-        meta = desired["metadata"]
-        ref = Ref(desired["apiVersion"], desired["kind"], meta["namespace"], meta["name"])
+        ref = ref_of(desired)
         self._wanted.append(ref)
         action = applying(desired, find(self._world.children, ref.kind, ref.name), why)
         if action is not None:
@@ -221,9 +224,9 @@ class _Planning:
     def _keys(self) -> None:
         """The key pair must be there before the first pod that mounts it; nobody can be asked whether it is."""
         if not has_keys(self._world):
-            self.actions.append(CreateKeys(keys(self._ground), "keys for the runtimes' KV sockets"))
+            self.actions.append(CreateKeys(keys(self._context), "keys for the runtimes' KV sockets"))
             return
-        selector = self._ground.pods("epp").items()
+        selector = self._context.pods("epp").items()
         pickers = (
             pod for pod in self._world.pods if selector <= pod.object["metadata"].get("labels", {}).items()
         )
@@ -232,45 +235,46 @@ class _Planning:
             return
         self.recheck_s = STUCK_S
         if waited >= STUCK_S:
-            self.actions.append(keys_again(self._ground))
+            self.actions.append(keys_again(self._context))
 
     def _picker(self) -> None:
-        ground = self._ground
+        context = self._context
         observed = gateway_children(self._world).epp
-        images, settings = ground.platform.images, ground.shared.picker
-        made = making(ground, observed, epp.inputs(ground), settings.image, images.epp)
-        if not self._kept(made, settings.replicas, "the picker"):
-            self._apply(epp.workload(ground, made), "the picker")
-        self._apply(epp.budget(ground), "evictions of pickers one at a time")
+        images, settings = context.platform.images, context.shared.picker
+        decided = decide_image(context, observed, epp.inputs(context), settings.image, images.epp)
+        if not self._kept(decided, settings.replicas, "the picker"):
+            self._apply(epp.workload(context, decided.image), "the picker")
+        self._apply(epp.budget(context), "evictions of pickers one at a time")
 
     def _envoy(self) -> None:
-        ground, children = self._ground, self._world.children
+        context, children = self._context, self._world.children
         observed = gateway_children(self._world).edge
-        images, settings = ground.platform.images, ground.shared.edge
-        made = making(ground, observed, edge.inputs(ground), settings.image, images.edge)
-        if made.kept and _mounted(made.kept) and find(children, "ConfigMap", _mounted(made.kept)) is None:
+        images, settings = context.platform.images, context.shared.edge
+        decided = decide_image(context, observed, edge.inputs(context), settings.image, images.edge)
+        config_of_kept = decided.kept and _mounted(decided.kept)
+        if config_of_kept and find(children, "ConfigMap", config_of_kept) is None:
             # Its configuration is gone, and this version cannot write that of another.
-            made = Making(settings.image or images.edge)
-        if not self._kept(made, settings.replicas, "Envoy"):
-            config = edge.config_map(ground)
+            decided = ImageDecision(settings.image or images.edge)
+        if not self._kept(decided, settings.replicas, "Envoy"):
+            config = edge.config_map(context)
             self._apply(config, "Envoy's configuration")
-            self._apply(edge.workload(ground, made, config), "Envoy")
-        self._apply(edge.budget(ground), "evictions of Envoys one at a time")
+            self._apply(edge.workload(context, decided.image, config), "Envoy")
+        self._apply(edge.budget(context), "evictions of Envoys one at a time")
         self._keep_mounted(observed)
 
-    def _kept(self, made: Making, replicas: int, what: str) -> bool:
+    def _kept(self, decided: ImageDecision, replicas: int, what: str) -> bool:
         """Whether the Deployment is left as another version made it; only its number of pods is followed."""
-        if made.kept is None:
+        if decided.kept is None:
             return False
-        obj = made.kept.object
+        kept, obj = decided.kept, decided.kept.object
         version = obj["metadata"]["annotations"][names.TEMPLATE_VERSION]
         self.notes.append(
             f"{what} stays as template version {version} made it; rollout.templateVersion: "
-            f"{self._ground.platform.template_version} of a pool rolls it"
+            f"{self._context.platform.template_version} of a pool rolls it"
         )
-        self._wanted.append(made.kept.ref)
+        self._wanted.append(kept.ref)
         if obj["spec"].get("replicas", 1) != replicas:
-            self.actions.append(Scale(made.kept.ref, made.kept.uid, replicas, f"replicas of {what}"))
+            self.actions.append(Scale(kept.ref, kept.uid, replicas, f"replicas of {what}"))
         return True
 
     def _keep_mounted(self, deployment: Observed | None) -> None:

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from treeline_operator import names
 from treeline_operator.actions import CreateKeys
-from treeline_operator.plan.anchored import Ground, find
+from treeline_operator.plan.gateway_common import GatewayContext
+from treeline_operator.plan.objects import condition_of, find
 from treeline_operator.world import GatewayWorld, Observed
 
 STUCK_S: Final = 30.0
@@ -24,21 +25,21 @@ def has_keys(world: GatewayWorld) -> bool:
     return find(world.children, "Deployment", names.epp(world.name)) is not None
 
 
-def keys(ground: Ground) -> dict[str, Any]:
+def keys(context: GatewayContext) -> dict[str, Any]:
     """The Secret with the key pair, without its data."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": ground.meta(names.kv_keys(ground.gateway)),
+        "metadata": context.meta(names.kv_keys(context.gateway)),
         "type": "Opaque",
         "immutable": True,
     }
 
 
-def keys_again(ground: Ground) -> CreateKeys:
+def keys_again(context: GatewayContext) -> CreateKeys:
     """Make the key pair once more for pods that mount it and do not start; if it is there, that changes nothing."""
     return CreateKeys(
-        keys(ground), "a pod waits for its volumes; should the keys be missing, they are made again"
+        keys(context), "a pod waits for its volumes; should the keys be missing, they are made again"
     )
 
 
@@ -50,8 +51,7 @@ def longest_wait(pods: Iterable[Observed], now: datetime) -> float | None:
 
 def volumes_awaited(pod: dict[str, Any], now: datetime) -> float | None:
     """For how many seconds a pod that has its node has waited to have its volumes; None if it does not wait."""
-    conditions = {c["type"]: c for c in pod.get("status", {}).get("conditions", ())}
-    placed, begun = conditions.get("PodScheduled", {}), conditions.get("PodReadyToStartContainers", {})
+    placed, begun = condition_of(pod, "PodScheduled"), condition_of(pod, "PodReadyToStartContainers")
     if placed.get("status") != "True" or begun.get("status") != "False":
         return None
     since = datetime.fromisoformat(placed.get("lastTransitionTime") or pod["metadata"]["creationTimestamp"])

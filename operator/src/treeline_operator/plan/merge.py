@@ -24,7 +24,7 @@ class TemplateInvalid(ValueError):
 
 
 def merged(ours: Any, theirs: Any, name: str = "") -> Any:
-    """``theirs`` over ``ours``; ``name`` is the field that both are the value of.
+    """`theirs` over `ours`; `name` is the field that both are the value of.
 
     Maps are merged, and a null takes our field away. Containers are merged by name; environment, volumes, mounts and
     ports are replaced one by one; tolerations are added; all other lists are replaced. A probe or hook has one handler:

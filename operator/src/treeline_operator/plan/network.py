@@ -1,70 +1,159 @@
-"""Who may reach a pool's pods and what they may reach: nobody and nothing, but for the paths that serving needs."""
+"""NetworkPolicies of runtimes, pickers and Envoys: everything is denied but the paths that serving needs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from treeline_wire import ports as wire
+from treeline_wire import ports
 
 from treeline_operator import names
-from treeline_operator.api.pool import InferencePool, ParentRef
+from treeline_operator.api.gateway import ParentRef
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.plan.edge import HEALTH_PORT, LISTEN_PORT
+from treeline_operator.plan.engines import metrics_port
+from treeline_operator.plan.gateway_common import Component, GatewayContext
+from treeline_operator.plan.objects import Object, manifest, port
 from treeline_operator.plan.runtime import selector
+from treeline_operator.world import Platform
 
-NAMESPACE: Final = "kubernetes.io/metadata.name"
+_NAMESPACE: Final = "kubernetes.io/metadata.name"
 ADMITTED: Final = "treeline.dev/gateway-access"
-"""Namespaces with this label set to "true" may reach the pods: those of a gateway's proxies, if they are elsewhere."""
+"""Namespaces with this label set to "true" may reach runtimes and pickers: those of a Gateway's proxies, where they do
+not run in the Gateway's own namespace."""
 _NODE_LOCAL_DNS: Final = "169.254.20.10/32"
+_DNS: Final = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
+_EVENT_PORTS: Final = (ports.EVENTS, ports.REPLAY, ports.LOAD)
 
 
-def pods_policy(pool: InferencePool, parents: Sequence[ParentRef], meta: dict[str, Any]) -> dict[str, Any]:
-    """What holds for as long as the pool is there. ``parents`` are the Gateways that send requests to it."""
-    gateway = pool.spec.gateway.name
-    ranks = pool.spec.engine.data_parallel
-    picker = [
-        _port(pool.spec.engine.port),
-        *(_port(base, base + ranks - 1) for base in (wire.EVENTS, wire.REPLAY, wire.LOAD)),
-    ]
-    http = [_port(pool.spec.engine.port)]
+def pods_policy(
+    pool: InferencePool, parents: Sequence[ParentRef], platform: Platform, meta: Object
+) -> Object:
+    """What holds for as long as the pool is there. `parents` are the Gateways that send requests to it.
+
+    Administration is let in from nowhere: it listens on the pod's loopback.
+    """
+    gateway, http = pool.spec.gateway.name, [port(pool.spec.engine.port)]
     ingress = [
-        {"from": [_component(gateway, "edge")], "ports": http},
-        {"from": [_component(gateway, "epp")], "ports": picker},
-        {"from": [_prometheus()], "ports": http},
+        {"from": [_pods(gateway, "edge")], "ports": http},
+        {"from": [_pods(gateway, "epp")], "ports": http + _event_ports(pool.spec.engine.data_parallel)},
     ]
+    metrics = scraped_port(pool, platform)
+    if metrics is not None and platform.metrics_from:
+        ingress.append({"from": list(platform.metrics_from), "ports": [port(metrics[1])]})
     if parents:
-        namespaces = sorted({parent.namespace or pool.namespace for parent in parents})
-        peers = [{"namespaceSelector": {"matchLabels": {NAMESPACE: namespace}}} for namespace in namespaces]
-        peers.append({"namespaceSelector": {"matchLabels": {ADMITTED: "true"}}})
-        ingress.append({"from": peers, "ports": http})
-    return _policy(pool, meta, ["Ingress", "Egress"], ingress=ingress, egress=[_dns()])
+        ingress.append({"from": _proxies(parents, pool.namespace), "ports": http})
+    dns = {"to": [{"namespaceSelector": {}}, {"ipBlock": {"cidr": _NODE_LOCAL_DNS}}], **_DNS}
+    return _policy(meta, {"matchLabels": selector(pool.name)}, ingress=ingress, egress=[dns])
 
 
-def download_policy(pool: InferencePool, meta: dict[str, Any]) -> dict[str, Any]:
+def scraped_port(pool: InferencePool, platform: Platform) -> tuple[str, int] | None:
+    """Name and number of the port where Prometheus may read the pods' metrics; None where there is no such port.
+
+    An engine that is not ours serves them on its API port, with everything else; that one is opened to Prometheus only
+    where the operator was told to.
+    """
+    own = metrics_port(pool)
+    if own is not None:
+        return "metrics", own
+    return ("http", pool.spec.engine.port) if platform.scrape_api_ports else None
+
+
+def download_policy(pool: InferencePool, meta: Object) -> Object:
     """The way out to the model's source; it exists only while some pod has yet to download."""
-    return _policy(pool, meta, ["Egress"], egress=[{"ports": [_port(443)]}])
+    return _policy(
+        meta, {"matchLabels": selector(pool.name)}, types=["Egress"], egress=[{"ports": [port(443)]}]
+    )
 
 
-def _policy(pool: InferencePool, meta: dict[str, Any], types: list[str], **rules: Any) -> dict[str, Any]:
-    spec = {"podSelector": {"matchLabels": selector(pool.name)}, "policyTypes": types, **rules}
-    return {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": meta, "spec": spec}
+def gateway_policies(context: GatewayContext) -> list[Object]:
+    """Those of picker and Envoy: default deny first, then what is allowed."""
+    found = [_deny(context), _picker(context)]
+    return [*found, _envoy(context)] if context.shared.mode == "standalone" else found
 
 
-def _component(gateway: str, component: str) -> dict[str, Any]:
+def _deny(context: GatewayContext) -> Object:
+    both = {
+        "matchLabels": {names.GATEWAY: context.gateway},
+        "matchExpressions": [{"key": names.COMPONENT, "operator": "In", "values": ["edge", "epp"]}],
+    }
+    return _policy(context.meta(f"{context.gateway}-gateway-deny"), both)
+
+
+def _envoy(context: GatewayContext) -> Object:
+    ingress = [
+        {"ports": [port(LISTEN_PORT)]},
+        # Readiness and metrics: Envoy's own admin page is on its loopback.
+        {"from": [_operator(context), *context.platform.metrics_from], "ports": [port(HEALTH_PORT)]},
+    ]
+    egress = [
+        {"to": [_pods(context.gateway, "epp")], "ports": [port(ports.EXT_PROC), port(ports.EDS)]},
+        {"to": [_pods(context.gateway, "runtime")], "ports": _serving_ports(context)},
+        _DNS,
+    ]
+    match = {"matchLabels": context.pods("edge")}
+    return _policy(context.meta(names.edge(context.gateway)), match, ingress=ingress, egress=egress)
+
+
+def _picker(context: GatewayContext) -> Object:
+    platform = context.platform
+    if context.shared.mode == "standalone":
+        callers = [_pods(context.gateway, "edge")]
+    else:
+        parents = (parent for pool in context.pools for parent in pool.spec.gateway.parent_refs)
+        callers = _proxies(parents, context.namespace)
+    ingress = [
+        {"from": callers, "ports": [port(ports.EXT_PROC), port(ports.EDS)]},
+        # A picker that an earlier operator made has its admin page on the port for metrics.
+        {"from": [_operator(context)], "ports": [port(ports.PICKER_ADMIN), port(ports.METRICS)]},
+    ]
+    if platform.metrics_from:
+        ingress.append({"from": list(platform.metrics_from), "ports": [port(ports.METRICS)]})
+    ranks = max(pool.spec.engine.data_parallel for pool in context.pools)
+    egress = [
+        {
+            "to": [_pods(context.gateway, "runtime")],
+            "ports": _serving_ports(context) + _event_ports(ranks),
+        },
+        # The API server has no labels; which of its ports counts depends on whether its Service is resolved first.
+        {"ports": [port(number) for number in platform.api_server_ports]},
+        # To anywhere: a node's own DNS cache has an address that no selector covers.
+        _DNS,
+    ]
+    match = {"matchLabels": context.pods("epp")}
+    return _policy(context.meta(names.epp(context.gateway)), match, ingress=ingress, egress=egress)
+
+
+def _policy(
+    meta: Object, match: Object, *, types: Sequence[str] = ("Ingress", "Egress"), **rules: Any
+) -> Object:
+    spec = {"podSelector": match, "policyTypes": list(types), **rules}
+    return manifest("networking.k8s.io/v1", "NetworkPolicy", meta, spec)
+
+
+def _serving_ports(context: GatewayContext) -> list[Object]:
+    return [port(number) for number in sorted({pool.spec.engine.port for pool in context.pools})]
+
+
+def _event_ports(ranks: int) -> list[Object]:
+    """Events, replay and load, of so many data-parallel ranks."""
+    return [port(first, first + ranks - 1) for first in _EVENT_PORTS]
+
+
+def _pods(gateway: str, component: Component | str) -> Object:
     return {"podSelector": {"matchLabels": {names.GATEWAY: gateway, names.COMPONENT: component}}}
 
 
-def _prometheus() -> dict[str, Any]:
-    return {
-        "namespaceSelector": {},
-        "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
-    }
+def _proxies(parents: Iterable[ParentRef], home: str) -> list[Object]:
+    namespaces = sorted({parent.namespace or home for parent in parents})
+    return [*(_namespace(_NAMESPACE, name) for name in namespaces), _namespace(ADMITTED, "true")]
 
 
-def _dns() -> dict[str, Any]:
-    to = [{"namespaceSelector": {}}, {"ipBlock": {"cidr": _NODE_LOCAL_DNS}}]
-    return {"to": to, "ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
+def _operator(context: GatewayContext) -> Object:
+    platform = context.platform
+    pods = {"podSelector": {"matchLabels": dict(platform.operator_labels)}}
+    return {**_namespace(_NAMESPACE, platform.operator_namespace), **pods}
 
 
-def _port(first: int, last: int | None = None) -> dict[str, Any]:
-    port: dict[str, Any] = {"port": first, "protocol": "TCP"}
-    return port if last is None or last == first else {**port, "endPort": last}
+def _namespace(label: str, value: str) -> Object:
+    return {"namespaceSelector": {"matchLabels": {label: value}}}

@@ -11,16 +11,25 @@ from treeline_wire import labels
 from treeline_operator import names
 from treeline_operator.actions import Action, Apply, Delete, Plan, Scale
 from treeline_operator.api.gateway import ParentRef
+from treeline_operator.api.parts import pods_of
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.plan import pods as reading
+from treeline_operator.plan import claims, pod_state
 from treeline_operator.plan.diff import applying, differences, prune
-from treeline_operator.plan.download import claim, claim_name, claim_notes, files
-from treeline_operator.plan.drain import Exit, Terms, take_out
-from treeline_operator.plan.gateway import ground_of
+from treeline_operator.plan.download import files
+from treeline_operator.plan.drain import DrainPolicy, DrainStep, drain_step
+from treeline_operator.plan.gateway import context_of
 from treeline_operator.plan.keys import STUCK_S, has_keys, keys_again, longest_wait
-from treeline_operator.plan.network import download_policy, pods_policy
-from treeline_operator.plan.revision import Existing, Target, existing, outdated, routable, target
-from treeline_operator.plan.rollout import Policy, Revision, Step, next_step
+from treeline_operator.plan.network import download_policy, pods_policy, scraped_port
+from treeline_operator.plan.objects import disruption_budget, find, manifest, ref_of
+from treeline_operator.plan.revision import (
+    ExistingRevision,
+    TargetRevision,
+    existing_revisions,
+    outdated,
+    routable,
+    target_revision,
+)
+from treeline_operator.plan.rollout import Revision, RolloutPolicy, RolloutStep, next_step
 from treeline_operator.plan.routes import ROUTE, UPSTREAM, http_route, missing_apis, upstream_pool
 from treeline_operator.plan.runtime import deployment, images_of, needs_keys, selector, template_problem
 from treeline_operator.plan.scaling import KEDA, autoscaler
@@ -49,9 +58,9 @@ class _Planner:
 
     def plan(self) -> Plan:
         pool = self.pool
-        there = existing(self.world)
-        aim = target(pool, there, self.world.platform)
-        problem = template_problem(pool) or self._missing_keys(aim)
+        there = existing_revisions(self.world)
+        target = target_revision(pool, there, self.world.platform)
+        problem = template_problem(pool) or self._missing_keys(target)
         asked = pool.spec.rollout.template_version or 0
         if asked > self.world.platform.template_version:
             self.notes.append(
@@ -59,12 +68,16 @@ class _Planner:
             )
         if problem:
             self.notes.append(f"{problem}; the pods stay as they are")
-        step = self._step(there, aim) if not problem else Step({one.name: one.replicas for one in there})
-        first = [*self._keys(), *self._network(self._wants_download(there, aim, step)), *self._claim()]
-        pods = [*self._services(), *self._revisions(there, aim, step)]
+        step = (
+            self._step(there, target)
+            if not problem
+            else RolloutStep({one.name: one.replicas for one in there})
+        )
+        first = [*self._keys(), *self._network(self._wants_download(there, target, step)), *self._claims()]
+        pods = [*self._services(), *self._revisions(there, target, step)]
         rest = [*self._routes(), *self._scaling()]
         return Plan(
-            (*first, *pods, *rest, *self._deletes(there, aim)),
+            (*first, *pods, *rest, *self._deletes(there, target)),
             recheck_s=self.recheck_s,
             notes=tuple(self.notes),
         )
@@ -73,82 +86,106 @@ class _Planner:
     def pool(self) -> InferencePool:
         return self.world.pool
 
-    def _missing_keys(self, aim: Target) -> str:
+    def _missing_keys(self, target: TargetRevision) -> str:
         """Why the target's Deployment is not made yet: pods without the Secret that they mount only fail to start.
 
         What the gateway's plan makes is told to its pools, so there is nothing to wait for here.
         """
-        if aim.existing is not None or not needs_keys(self.pool) or has_keys(self.world.gateway):
+        if target.existing is not None or not needs_keys(self.pool) or has_keys(self.world.gateway):
             return ""
-        return f"revision {aim.name} waits until gateway {self.world.gateway.name} has made its keys"
+        return f"revision {target.name} waits until gateway {self.world.gateway.name} has made its keys"
 
     def _keys(self) -> Iterator[Action]:
         """A Secret that is gone is missed by the next pod that mounts it, and that may be ours."""
         waited = longest_wait(self.world.pods, self.world.now)
         if waited is None or not needs_keys(self.pool) or not has_keys(self.world.gateway):
             return
-        ground = ground_of(self.world.gateway)
-        if ground is None:
+        context = context_of(self.world.gateway)
+        if context is None:
             return
         self._look_again(STUCK_S)
         if waited >= STUCK_S:
-            yield keys_again(ground)
+            yield keys_again(context)
 
     # ---- revisions ------------------------------------------------------------------------------------------
 
-    def _step(self, there: tuple[Existing, ...], aim: Target) -> Step:
-        rollout = self.pool.spec.rollout
-        policy = Policy(rollout.strategy, rollout.max_surge, rollout.max_unavailable, rollout.paused)
-        olds = [one.measured(None) for one in there if one.name != aim.name]
-        step = next_step(self.pool.spec.replicas, policy, self._measured(aim, bool(olds)), olds)
+    def _step(self, there: tuple[ExistingRevision, ...], target: TargetRevision) -> RolloutStep:
+        olds = [one for one in there if one.name != target.name]
+        step = next_step(
+            self.pool.spec.replicas,
+            self._policy(),
+            self._measured(target, olds),
+            [one.measured(None, self.world.now) for one in olds],
+        )
         if step.waiting:
             self.notes.append(("InsufficientCapacity: " if step.insufficient_capacity else "") + step.waiting)
+        if step.recheck_s is not None:
+            self._look_again(step.recheck_s)
         return step
 
-    def _measured(self, aim: Target, rolling: bool) -> Revision:
+    def _policy(self) -> RolloutPolicy:
+        rollout, replicas = self.pool.spec.rollout, self.pool.spec.replicas
+        return RolloutPolicy(
+            rollout.strategy,
+            pods_of(rollout.max_surge, replicas, up=True),
+            pods_of(rollout.max_unavailable, replicas, up=False),
+            rollout.paused,
+            float(rollout.surge_timeout_seconds),
+        )
+
+    def _measured(self, target: TargetRevision, olds: Sequence[ExistingRevision]) -> Revision:
         """The target's numbers. While it replaces another, only pods that the picker would choose count as ready."""
-        if aim.existing is None:
-            return Revision(aim.name, 0)
-        seen = aim.existing.measured(None)
-        if not rolling:
+        if target.existing is None:
+            return Revision(target.name, 0)
+        seen = target.existing.measured(None, self.world.now, olds)
+        if not olds:
             return seen
-        chosen = aim.existing.measured(routable(self.world.picker, self.pool.name))
+        listed = routable(self.world.picker, self.pool.name)
+        chosen = target.existing.measured(listed, self.world.now, olds)
         if chosen.ready < seen.ready:
             self._look_again(_PICKER_RECHECK_S)
             self.notes.append(
-                f"the picker knows {chosen.ready} of {seen.ready} ready pods of revision {aim.name}"
+                f"the picker knows {chosen.ready} of {seen.ready} ready pods of revision {target.name}"
             )
         return chosen
 
-    def _revisions(self, there: tuple[Existing, ...], aim: Target, step: Step) -> Iterator[Action]:
-        terms = Terms.of(self.world)
+    def _revisions(
+        self, there: tuple[ExistingRevision, ...], target: TargetRevision, step: RolloutStep
+    ) -> Iterator[Action]:
+        draining = DrainPolicy.of(self.world)
         others = 0
         olds: list[Action] = []
         for one in there:
             self.wanted.append(one.observed.ref)
-            if one.name == aim.name:
+            if one.name == target.name:
                 continue
-            why = f"revision {aim.name} replaces it" if self.pool.spec.replicas else "the pool is scaled to 0"
-            out = self._out(one, step.replicas.get(one.name, 0), terms, why)
+            why = (
+                f"revision {target.name} replaces it"
+                if self.pool.spec.replicas
+                else "the pool is scaled to 0"
+            )
+            out = self._out(one, step.replicas.get(one.name, 0), draining, why)
             others += out.replicas
             scale = Scale(one.observed.ref, one.observed.uid, out.replicas, why)
             olds += _around(out, one, (scale,) if one.replicas != out.replicas else ())
-        if aim.name in step.replicas:
-            yield from self._aimed_at(aim, step, others, terms)
+        if target.name in step.replicas:
+            yield from self._aimed_at(target, step, others, draining)
         yield from olds
 
-    def _aimed_at(self, aim: Target, step: Step, others: int, terms: Terms) -> Iterator[Action]:
-        there = aim.existing
+    def _aimed_at(
+        self, target: TargetRevision, step: RolloutStep, others: int, draining: DrainPolicy
+    ) -> Iterator[Action]:
+        there = target.existing
         if there is None:
-            yield from self._target(aim, step.beside(Revision(aim.name, 0), others))
+            yield from self._target(target, step.beside(Revision(target.name, 0), others))
             return
-        wanted = step.beside(there.measured(None), others)
-        out = self._out(there, wanted, terms, self._why_fewer(wanted))
-        yield from _around(out, there, self._target(aim, out.replicas))
+        wanted = step.beside(there.measured(None, self.world.now), others)
+        out = self._out(there, wanted, draining, self._why_fewer(wanted))
+        yield from _around(out, there, self._target(target, out.replicas))
 
-    def _out(self, one: Existing, wanted: int, terms: Terms, why: str) -> Exit:
+    def _out(self, one: ExistingRevision, wanted: int, draining: DrainPolicy, why: str) -> DrainStep:
         """The pods of a revision that are to go leave the rotation first, and are waited for."""
-        out = take_out(one.pods, wanted, one.replicas, terms, why)
+        out = drain_step(one.pods, wanted, one.replicas, draining, why)
         if out.recheck_s is not None:
             self._look_again(out.recheck_s)
         self.notes.extend(out.notes)
@@ -157,18 +194,18 @@ class _Planner:
     def _look_again(self, after_s: float) -> None:
         self.recheck_s = after_s if self.recheck_s is None else min(after_s, self.recheck_s)
 
-    def _target(self, aim: Target, replicas: int) -> Iterator[Action]:
-        meta = self._meta(names.deployment(self.pool.name, aim.name))
+    def _target(self, target: TargetRevision, replicas: int) -> Iterator[Action]:
+        meta = self._meta(names.deployment(self.pool.name, target.name))
         images = self.world.platform.images
-        if aim.existing is None:
-            made = deployment(self.pool, aim, replicas, meta, images)
-            self.wanted.append(_ref(made))
-            write = self._write(made, f"revision {aim.name} of the spec", apart=(_REPLICAS,))
+        if target.existing is None:
+            desired = deployment(self.pool, target, replicas, meta, images)
+            self.wanted.append(ref_of(desired))
+            write = self._write(desired, f"revision {target.name} of the spec", ignore_paths=(_REPLICAS,))
             if write is not None:
                 yield write
             return
-        there = aim.existing
-        repair = self._repair(aim, replicas, meta) if self._is_rendered_here(aim) else None
+        there = target.existing
+        repair = self._repair(target, replicas, meta) if self._is_rendered_here(target) else None
         if repair is not None:
             yield repair
         elif there.replicas != replicas:
@@ -176,30 +213,30 @@ class _Planner:
                 there.observed.ref, there.observed.uid, replicas, self._why_scaled(there.replicas, replicas)
             )
 
-    def _is_rendered_here(self, aim: Target) -> bool:
-        if aim.template_version == self.world.platform.template_version:
+    def _is_rendered_here(self, target: TargetRevision) -> bool:
+        if target.template_version == self.world.platform.template_version:
             return True
         self.notes.append(
-            f"revision {aim.name} keeps its pod template of version {aim.template_version}; "
+            f"revision {target.name} keeps its pod template of version {target.template_version}; "
             f"rollout.templateVersion: {self.world.platform.template_version} asks for the newest"
         )
         return False
 
-    def _repair(self, aim: Target, replicas: int, meta: dict[str, Any]) -> Apply | None:
+    def _repair(self, target: TargetRevision, replicas: int, meta: dict[str, Any]) -> Apply | None:
         """The write that undoes what somebody did to a revision. A template that we would make otherwise today, for
         whatever reason, is left alone: editing it would replace the pods."""
-        assert aim.existing is not None
-        there, ours = aim.existing.observed, self.world.platform.images
-        for images in (ours, images_of(aim.existing, ours)):
-            made = deployment(self.pool, aim, replicas, meta, images)
-            write = applying(made, there, f"revision {aim.name}", apart=(_REPLICAS,))
+        assert target.existing is not None
+        there, ours = target.existing.observed, self.world.platform.images
+        for images in (ours, images_of(target.existing, ours)):
+            desired = deployment(self.pool, target, replicas, meta, images)
+            write = applying(desired, there, f"revision {target.name}", ignore_paths=(_REPLICAS,))
             if write is None or write.drift:
                 return write
-        if not _marked(aim.existing):
-            differing = differences(made, there.object)
+        if not _marked(target.existing):
+            differing = differences(desired, there.object)
             if not any(path.startswith("spec.template") for path in differing):
                 return write
-        self.notes.append(f"revision {aim.name} would be made otherwise today; it is left as it was made")
+        self.notes.append(f"revision {target.name} would be made otherwise today; it is left as it was made")
         return None
 
     def _why_fewer(self, wanted: int) -> str:
@@ -214,71 +251,56 @@ class _Planner:
 
     # ---- the other children ---------------------------------------------------------------------------------
 
-    def _wants_download(self, there: tuple[Existing, ...], aim: Target, step: Step) -> bool:
+    def _wants_download(
+        self, there: tuple[ExistingRevision, ...], target: TargetRevision, step: RolloutStep
+    ) -> bool:
         """Whether some pod, there already or about to be made, has yet to download."""
         pods = {one.name: one.pods for one in there}
         fetching = {one.name: one.downloads for one in there}
-        fetching[aim.name] = fetching.get(aim.name, False) or bool(files(self.pool).fetches)
+        fetching[target.name] = fetching.get(target.name, False) or bool(files(self.pool).fetches)
         return any(
-            fetching[name] and sum(reading.has_model(pod) for pod in pods.get(name, ())) < replicas
+            fetching[name] and sum(pod_state.has_model(pod) for pod in pods.get(name, ())) < replicas
             for name, replicas in step.replicas.items()
         )
 
     def _network(self, downloading: bool) -> Iterator[Action]:
         meta = self._meta(f"{self.pool.name}-pods")
-        yield from self._apply(pods_policy(self.pool, self._parents(), meta), "who may reach the pods")
+        yield from self._apply(
+            pods_policy(self.pool, self._parents(), self.world.platform, meta), "who may reach the pods"
+        )
         if downloading:
             policy = download_policy(self.pool, self._meta(f"{self.pool.name}-download"))
             yield from self._apply(policy, "a pod has yet to download the model")
 
-    def _claim(self) -> Iterator[Action]:
-        meta = self._meta(claim_name(self.pool.name))
-        there = self._there("", "PersistentVolumeClaim", meta["name"])
-        made = claim(self.pool, there, meta)
-        if made is not None:
-            self.notes.extend(claim_notes(self.pool, there))
-            yield from self._apply(made, "keeps the downloaded model")
+    def _claims(self) -> Iterator[Action]:
+        for asked in claims.wanted(self.pool):
+            there = find(self.world.children, "PersistentVolumeClaim", asked.name)
+            trouble = claims.unshareable(self.pool, asked, there)
+            self.notes.extend([*([trouble] if trouble else []), *claims.kept(asked, there)])
+            yield from self._apply(claims.claim(asked, there, self._meta(asked.name)), f"keeps {asked.keeps}")
 
     def _services(self) -> Iterator[Action]:
         pool, match = self.pool, selector(self.pool.name)
         service = {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": self._meta(f"{pool.name}-pods"),
-            "spec": {
-                "clusterIP": "None",
-                "selector": {**match, labels.SERVING: "true"},
-                "ports": [
-                    {"name": "http", "port": pool.spec.engine.port, "targetPort": "http", "protocol": "TCP"}
-                ],
-            },
+            "clusterIP": "None",
+            "selector": {**match, labels.SERVING: "true"},
+            "ports": [
+                {"name": "http", "port": pool.spec.engine.port, "targetPort": "http", "protocol": "TCP"}
+            ],
         }
-        yield from self._apply(service, "names for the pods")
-        budget = {
-            "apiVersion": "policy/v1",
-            "kind": "PodDisruptionBudget",
-            "metadata": self._meta(pool.name),
-            "spec": {
-                # Never more than one at a time, but always one: a budget that forbids all keeps nodes from draining.
-                "maxUnavailable": 1,
-                "unhealthyPodEvictionPolicy": "AlwaysAllow",
-                "selector": {"matchLabels": match},
-            },
-        }
+        meta = self._meta(f"{pool.name}-pods")
+        yield from self._apply(manifest("v1", "Service", meta, service), "names for the pods")
+        budget = disruption_budget(self._meta(pool.name), match, pool.spec.disruption_budget.max_unavailable)
         yield from self._apply(budget, "how many pods may be evicted at once")
-        if POD_MONITOR in self.world.platform.apis:
-            monitor = {
-                "apiVersion": "monitoring.coreos.com/v1",
-                "kind": "PodMonitor",
-                "metadata": self._meta(pool.name),
-                "spec": {
-                    "selector": {"matchLabels": match},
-                    "podMetricsEndpoints": [{"port": "http", "path": "/metrics"}],
-                },
-            }
-            yield from self._apply(monitor, "metrics of the pods")
-        else:
+        if POD_MONITOR not in self.world.platform.apis:
             self._leave(POD_MONITOR)
+        elif scraped := scraped_port(pool, self.world.platform):
+            spec = {
+                "selector": {"matchLabels": match},
+                "podMetricsEndpoints": [{"port": scraped[0], "path": "/metrics"}],
+            }
+            monitor = manifest("monitoring.coreos.com/v1", "PodMonitor", self._meta(pool.name), spec)
+            yield from self._apply(monitor, "metrics of the pods")
 
     def _routes(self) -> Iterator[Action]:
         parents, owner = self._parents(), self._owner()
@@ -298,16 +320,16 @@ class _Planner:
         yield from self._apply(route, "from the Gateways to the pool")
 
     def _scaling(self) -> Iterator[Action]:
-        made, missing = autoscaler(self.pool, self.world.platform, self._meta(self.pool.name))
+        desired, missing = autoscaler(self.pool, self.world.platform, self._meta(self.pool.name))
         if missing:
             self.notes.append(missing)
             self._leave(KEDA)
-        if made is not None:
-            yield from self._apply(made, "owns the pool's replicas")
+        if desired is not None:
+            yield from self._apply(desired, "owns the pool's replicas")
 
-    def _deletes(self, there: tuple[Existing, ...], aim: Target) -> Iterator[Delete]:
-        gone = {one.observed.ref for one in outdated(there, aim.name)}
-        for one in outdated(there, aim.name):
+    def _deletes(self, there: tuple[ExistingRevision, ...], target: TargetRevision) -> Iterator[Delete]:
+        gone = {one.observed.ref for one in outdated(there, target.name)}
+        for one in outdated(there, target.name):
             yield Delete(one.observed.ref, one.observed.uid, "an old revision without pods")
         yield from prune(self.world.children, self.wanted, self.pool.metadata.uid, kept=gone)
 
@@ -337,9 +359,9 @@ class _Planner:
             "ownerReferences": [pool.owner_reference(controller=True)],
         }
 
-    def _apply(self, made: dict[str, Any], why: str) -> Iterator[Apply]:
-        self.wanted.append(_ref(made))
-        write = self._write(made, why)
+    def _apply(self, desired: dict[str, Any], why: str) -> Iterator[Apply]:
+        self.wanted.append(ref_of(desired))
+        write = self._write(desired, why)
         if write is not None:
             yield write
 
@@ -348,9 +370,9 @@ class _Planner:
         found = (child.ref for child in self.world.children)
         self.wanted.extend(ref for ref in found if f"{ref.api_version}/{ref.kind}" in kinds)
 
-    def _write(self, made: dict[str, Any], why: str, apart: tuple[str, ...] = ()) -> Apply | None:
-        ref = _ref(made)
-        there = self._there(ref.api_version.rpartition("/")[0], ref.kind, ref.name)
+    def _write(self, desired: dict[str, Any], why: str, ignore_paths: tuple[str, ...] = ()) -> Apply | None:
+        ref = ref_of(desired)
+        there = find(self.world.children, ref.kind, ref.name, ref.api_version.rpartition("/")[0])
         other = _other_controller(there, self.pool.metadata.uid)
         if other:
             self.notes.append(f"{ref.kind} {ref.name} belongs to {other}; it is left alone")
@@ -358,20 +380,10 @@ class _Planner:
         if there is not None and there.object["metadata"].get("deletionTimestamp"):
             self.notes.append(f"{ref.kind} {ref.name} is being deleted; it is made anew when it has gone")
             return None
-        return applying(made, there, why, apart=apart)
-
-    def _there(self, group: str, kind: str, name: str) -> Observed | None:
-        for child in self.world.children:
-            if (child.ref.api_version.rpartition("/")[0], child.ref.kind, child.ref.name) == (
-                group,
-                kind,
-                name,
-            ):
-                return child
-        return None
+        return applying(desired, there, why, ignore_paths=ignore_paths)
 
 
-def _around(out: Exit, there: Existing, writes: Iterable[Action]) -> Iterator[Action]:
+def _around(out: DrainStep, there: ExistingRevision, writes: Iterable[Action]) -> Iterator[Action]:
     """The marks of pods before the number that takes some of them away; after one that lets more of them stay."""
     if out.replicas > there.replicas:
         yield from writes
@@ -379,11 +391,6 @@ def _around(out: Exit, there: Existing, writes: Iterable[Action]) -> Iterator[Ac
     else:
         yield from out.marks
         yield from writes
-
-
-def _ref(made: dict[str, Any]) -> Ref:
-    meta = made["metadata"]
-    return Ref(made["apiVersion"], made["kind"], meta["namespace"], meta["name"])
 
 
 def _other_controller(there: Observed | None, uid: str) -> str:
@@ -395,6 +402,6 @@ def _other_controller(there: Observed | None, uid: str) -> str:
     return ""
 
 
-def _marked(there: Existing) -> bool:
+def _marked(there: ExistingRevision) -> bool:
     """Whether the revision still says what was applied; where not, somebody removed that too."""
     return names.APPLIED in (there.object["metadata"].get("annotations") or {})

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
 from treeline_operator import names
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.plan import pods as reading
+from treeline_operator.plan import capacity, pod_state
 from treeline_operator.plan.canonical import canonical
 from treeline_operator.plan.diff import is_ours
+from treeline_operator.plan.engines import tells_hits
+from treeline_operator.plan.objects import condition_of
 from treeline_operator.plan.rollout import Revision
 from treeline_operator.world import Observed, PickerView, Platform, PoolWorld
 
@@ -29,20 +31,28 @@ def inputs(pool: InferencePool) -> str:
     if "cache" in model:
         # Size and class of the claim are the claim's business; the pods only mount it.
         model["cache"] = model["cache"].get("claimName", "own")
+    engine = {k: v for k, v in spec.get("engine", {}).items() if k != "tensorParallel"}
+    if pool.spec.tensor_parallel != 1:
+        # As it is meant, said or not: a pool that begins to say what it had anyway keeps its pods.
+        engine["tensorParallel"] = pool.spec.tensor_parallel
+    if "cache" in engine:
+        engine["cache"] = engine["cache"].get("claimName", "own")
     made_from = {
         "model": model,
         "accelerator": spec.get("accelerator"),
-        "engine": spec.get("engine"),
+        "engine": engine or None,
         "drain": spec.get("drain"),
         "roles": spec.get("roles"),
         "gateway": pool.spec.gateway.name,
     }
+    if not tells_hits(pool):
+        made_from["tellsHits"] = False
     patch = canonical(pool.spec.template, keep_unset=True) if pool.spec.template else {}
     return names.digest([canonical(made_from), patch])
 
 
 @dataclass(frozen=True, slots=True)
-class Existing:
+class ExistingRevision:
     """A revision that is there: its Deployment, decoded, and its pods that are not on their way out."""
 
     name: str
@@ -82,42 +92,59 @@ class Existing:
     def downloads(self) -> bool:
         """Whether its pods fetch the model before they start."""
         pod = self.object["spec"]["template"]["spec"]
-        return any(container["name"] == reading.DOWNLOAD for container in pod.get("initContainers", ()))
+        return any(container["name"] == pod_state.DOWNLOAD for container in pod.get("initContainers", ()))
 
-    def measured(self, picker: Collection[str] | None) -> Revision:
-        """The numbers that a rollout is decided by. ``picker`` are the pods that it would choose, None if unknown.
+    def measured(
+        self, picker: Collection[str] | None, now: datetime, olds: Collection[ExistingRevision] = ()
+    ) -> Revision:
+        """The numbers that a rollout is decided by. `picker` are the pods that it would choose, None if unknown;
+        `olds` are the revisions in whose place its pods are to be.
 
         A pod that drains serves no more, but is still there to be taken back.
         """
-        ready = [pod for pod in self.pods if reading.is_ready(pod) and not reading.is_draining(pod)]
+        ready = [pod for pod in self.pods if pod_state.is_ready(pod) and not pod_state.is_draining(pod)]
         if picker is not None:
             ready = [pod for pod in ready if pod["metadata"]["name"] in picker]
-        refused = max(0, self.replicas - len(self.pods)) if self._is_refused else 0
+        refused = max(0, self.replicas - len(self.pods)) if self._refusal else 0
+        homeless = [pod for pod in self.pods if pod_state.is_unschedulable(pod)]
+        since = str(self._refusal.get("lastTransitionTime") or "") if refused else ""
         return Revision(
             self.name,
             self.replicas,
             ready=len(ready),
-            unschedulable=refused + sum(reading.is_unschedulable(pod) for pod in self.pods),
-            failing=sum(reading.is_failing(pod) for pod in self.pods),
+            unschedulable=refused + len(homeless),
+            failing=sum(pod_state.is_failing(pod) for pod in self.pods),
+            waited_s=capacity.waited_s(homeless, since, now),
+            fits=self._fits(homeless, olds),
         )
 
+    def _fits(self, homeless: Collection[dict[str, Any]], olds: Collection[ExistingRevision]) -> bool:
+        """Whether its pods would find a node in the place of any of the old ones. An admission policy that refuses them
+        does so whoever goes."""
+        by_quota = "quota" in str(self._refusal.get("message", ""))
+        if not homeless and not by_quota:
+            return False
+        ours = self.object["spec"]["template"]["spec"]
+        theirs = [old.object["spec"]["template"]["spec"] for old in olds if old.replicas]
+        return bool(theirs) and all(capacity.fits_in_place(homeless, ours, old) for old in theirs)
+
     @property
-    def _is_refused(self) -> bool:
-        """Whether the API server refuses its pods: a quota, a policy."""
-        conditions = self.object.get("status", {}).get("conditions", ())
-        return any(c["type"] == "ReplicaFailure" and c["status"] == "True" for c in conditions)
+    def _refusal(self) -> Mapping[str, Any]:
+        """What the Deployment says while the API server refuses its pods (a quota, a policy); empty otherwise."""
+        refusal = condition_of(self.object, "ReplicaFailure")
+        return refusal if refusal.get("status") == "True" else {}
 
     @property
     def _annotations(self) -> dict[str, Any]:
         return dict(self.object["metadata"].get("annotations") or {})
 
 
-def existing(world: PoolWorld) -> tuple[Existing, ...]:
+def existing_revisions(world: PoolWorld) -> tuple[ExistingRevision, ...]:
     """The revisions that are there, oldest first; those that are being deleted are not."""
     by_revision: dict[str, list[dict[str, Any]]] = {}
     for observed in world.pods:
         pod = observed.object
-        if not reading.is_leaving(pod):
+        if not pod_state.is_leaving(pod):
             by_revision.setdefault(pod["metadata"].get("labels", {}).get(names.REVISION, ""), []).append(pod)
     found = []
     for child in world.children:
@@ -126,34 +153,36 @@ def existing(world: PoolWorld) -> tuple[Existing, ...]:
             if is_ours(obj["metadata"], world.pool.metadata.uid):
                 # The name is what nobody can change; labels and annotations are repaired from it.
                 revision = child.ref.name.removeprefix(f"{world.pool.name}-")
-                found.append(Existing(revision, child, obj, tuple(by_revision.get(revision, ()))))
+                found.append(ExistingRevision(revision, child, obj, tuple(by_revision.get(revision, ()))))
     return tuple(sorted(found, key=lambda one: (one.created, one.name)))
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TargetRevision:
     """The revision that the pool should have: one that is there, or one to be made."""
 
     name: str
     inputs: str
     template_version: int
-    existing: Existing | None
+    existing: ExistingRevision | None
 
 
-def target(pool: InferencePool, there: Iterable[Existing], platform: Platform) -> Target:
+def target_revision(
+    pool: InferencePool, there: Iterable[ExistingRevision], platform: Platform
+) -> TargetRevision:
     """A revision of the same inputs is kept whatever version made it, unless a newer one is asked for."""
     wanted = inputs(pool)
     asked = min(pool.spec.rollout.template_version or 0, platform.template_version)
     named = {revision_name(wanted, version): version for version in range(1, platform.template_version + 1)}
-    found: list[Target] = []
+    found: list[TargetRevision] = []
     for one in there:
         version = one.template_version or named.get(one.name, 0)
         if (one.name in named or one.inputs == wanted) and version >= asked:
-            found.append(Target(one.name, wanted, version, one))
+            found.append(TargetRevision(one.name, wanted, version, one))
     if found:
         return max(found, key=lambda one: one.template_version)
     newest = platform.template_version
-    return Target(revision_name(wanted, newest), wanted, newest, None)
+    return TargetRevision(revision_name(wanted, newest), wanted, newest, None)
 
 
 def revision_name(made_from: str, template_version: int) -> str:
@@ -168,7 +197,7 @@ def routable(picker: PickerView | None, pool: str) -> frozenset[str] | None:
     return frozenset(e.name for e in picker.pools[pool] if e.ready and not e.draining)
 
 
-def outdated(there: Sequence[Existing], keep: str) -> tuple[Existing, ...]:
+def outdated(there: Sequence[ExistingRevision], keep: str) -> tuple[ExistingRevision, ...]:
     """Old revisions that may be deleted: without pods, and older than the history that stays."""
     empty = [one for one in there if one.name != keep and one.is_empty]
     return tuple(empty[: max(0, len(empty) - KEPT_HISTORY)])

@@ -4,10 +4,11 @@ Theory. Every revision is a Deployment; a rollout moves replicas from the old on
 numbers as they are and says what they should be now, so that a restart, a lost answer or a change of mind half-way
 (A→B→A: the target becomes an old one and an old one the target) need no memory. Three rules make it safe:
 
-1. Old pods are replaced, never merely removed: their number may fall to ``floor`` less the target's ready pods, where
-   ``floor`` is the desired number, or less by ``maxUnavailable`` only where that is what makes room (no capacity for a
-   surge, or strategy Replace). A Deployment that is scaled down gives up pods that are not ready first, so a revision
-   of ``spec`` replicas keeps ``min(ready, spec)``.
+1. Old pods are replaced, never merely removed: their number may fall to `floor` less the target's ready pods, where
+   `floor` is the desired number, or less by `maxUnavailable` only where that is what makes room (no capacity for a
+   surge, or strategy Replace), and by one where no node has had room for `RolloutPolicy.patience_s` and the new pods
+   would fit in the place of old ones. A Deployment that is scaled down gives up pods that are not ready first, so a
+   revision of `spec` replicas keeps `min(ready, spec)`.
 2. Replicas above what is there are given out only as far as the limit (desired + maxSurge) leaves room.
 3. A target that fails gets nothing more and takes nothing: room goes to the old pods, and they shrink only as far as
    ready pods of the target have replaced them.
@@ -15,6 +16,7 @@ numbers as they are and says what they should be now, so that a restart, a lost 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -24,13 +26,19 @@ Strategy = Literal["SurgeIfCapacity", "Replace"]
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """One revision as it is: ``replicas`` asked for, and of its pods how many are ready, cannot be placed, or fail."""
+    """One revision as it is: `replicas` asked for, and of its pods how many are ready, cannot be placed, or fail.
+
+    `waited_s` is how long one of its pods has not been placed; `fits` tells that it would be in the place of a pod
+    of whatever older revision.
+    """
 
     name: str
     replicas: int
     ready: int = 0
     unschedulable: int = 0
     failing: int = 0
+    waited_s: float = 0.0
+    fits: bool = False
 
     @property
     def serving(self) -> int:
@@ -44,13 +52,15 @@ class Revision:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class RolloutPolicy:
     """How a change may reach the pods."""
 
     strategy: Strategy = "SurgeIfCapacity"
     max_surge: int = 1
     max_unavailable: int = 0
     paused: bool = False
+    patience_s: float = math.inf
+    """How long pods may have no node before old ones make room for them."""
 
     @property
     def surge(self) -> int:
@@ -66,16 +76,18 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """Replicas by name of the revision, none where it is not named. ``waiting`` says why a rollout stands still.
+class RolloutStep:
+    """Replicas by name of the revision, none where it is not named. `waiting` says why a rollout stands still.
 
-    ``limit`` bounds all of them together, None where nothing is added.
+    `limit` bounds all of them together, None where nothing is added. `recheck_s` is when time alone makes another
+    step of it.
     """
 
     replicas: dict[str, int]
     waiting: str = ""
     insufficient_capacity: bool = False
     limit: int | None = None
+    recheck_s: float | None = None
 
     def beside(self, target: Revision, others: int) -> int:
         """The target's replicas while the other revisions have so many: pods that drain are still there."""
@@ -83,13 +95,13 @@ class Step:
         return wanted if self.limit is None else min(wanted, max(self.limit - others, target.replicas))
 
 
-def next_step(desired: int, policy: Policy, target: Revision, olds: Sequence[Revision]) -> Step:
+def next_step(desired: int, policy: RolloutPolicy, target: Revision, olds: Sequence[Revision]) -> RolloutStep:
     """What every revision's replicas should be now."""
     olds = [old for old in olds if old.replicas > 0]
     if desired == 0:
-        return Step(_all({}, target, olds))
+        return RolloutStep(_all({}, target, olds))
     if not olds:
-        return Step({target.name: desired})
+        return RolloutStep({target.name: desired})
     if policy.paused:
         return _paused(desired, policy, target, olds)
     limit = desired + policy.surge
@@ -100,25 +112,39 @@ def next_step(desired: int, policy: Policy, target: Revision, olds: Sequence[Rev
 
 
 def _moving(
-    desired: int, limit: int, settled: int, policy: Policy, target: Revision, olds: Sequence[Revision]
-) -> Step:
+    desired: int, limit: int, settled: int, policy: RolloutPolicy, target: Revision, olds: Sequence[Revision]
+) -> RolloutStep:
     blocked = policy.strategy == "SurgeIfCapacity" and target.unschedulable > 0
+    left_s = policy.patience_s - target.waited_s
+    one_by_one = blocked and target.fits and left_s <= 0
+    absent = max(1, policy.absent) if one_by_one else policy.absent
     gives_room = blocked or policy.surge == 0
-    floor = max(0, desired - policy.absent) if gives_room else desired
+    floor = max(0, desired - absent) if gives_room else desired
     there = sum(old.replicas for old in olds)
     useful = there - sum(old.useless for old in olds)
     keep = min(there, max(0, floor - settled), useful)
     replicas = _all(_allot(keep, olds), target, olds)
     replicas[target.name] = _grown(target, desired, limit - keep)
-    stuck = blocked and keep == there
+    stuck = blocked and keep == there and not one_by_one
+    again_s = max(0.0, left_s) if stuck and target.fits and left_s < math.inf else None
+    return RolloutStep(replicas, _stuck(target, absent, again_s) if stuck else "", stuck, limit, again_s)
+
+
+def _stuck(target: Revision, absent: int, again_s: float | None) -> str:
     reason = (
         f"no node has room for {target.unschedulable} pod(s) of revision {target.name}; "
-        f"the old ones serve on, since no more than {policy.absent} may be missing"
+        f"the old ones serve on, since no more than {absent} may be missing"
     )
-    return Step(replicas, reason if stuck else "", stuck, limit)
+    if again_s is not None:
+        return f"{reason}; they are replaced one by one in {math.ceil(again_s)} s"
+    if not target.fits:
+        return f"{reason}, and the new ones would not fit in their place"
+    return reason
 
 
-def _failing(desired: int, limit: int, settled: int, target: Revision, olds: Sequence[Revision]) -> Step:
+def _failing(
+    desired: int, limit: int, settled: int, target: Revision, olds: Sequence[Revision]
+) -> RolloutStep:
     there = sum(old.replicas for old in olds)
     hold = desired - settled
     room = max(0, limit - there - target.replicas)
@@ -127,10 +153,12 @@ def _failing(desired: int, limit: int, settled: int, target: Revision, olds: Seq
     replicas = _all(_allot(min(keep, there), olds), target, olds)
     replicas[grows.name] += max(0, keep - there)
     replicas[target.name] = min(desired, target.replicas)
-    return Step(replicas, f"{target.failing} pod(s) of revision {target.name} fail; the old ones serve on")
+    return RolloutStep(
+        replicas, f"{target.failing} pod(s) of revision {target.name} fail; the old ones serve on"
+    )
 
 
-def _paused(desired: int, policy: Policy, target: Revision, olds: Sequence[Revision]) -> Step:
+def _paused(desired: int, policy: RolloutPolicy, target: Revision, olds: Sequence[Revision]) -> RolloutStep:
     """Nothing moves between revisions; a change of the desired number alone is followed."""
     everybody = [*olds, target] if target.replicas else list(olds)
     there = sum(revision.replicas for revision in everybody)
@@ -139,7 +167,7 @@ def _paused(desired: int, policy: Policy, target: Revision, olds: Sequence[Revis
     if there < desired:
         grows = max(everybody, key=lambda revision: (revision.serving, revision.name))
         replicas[grows.name] += desired - there
-    return Step(replicas, "rollout.paused: old and new pods stay as they are")
+    return RolloutStep(replicas, "rollout.paused: old and new pods stay as they are")
 
 
 def _grown(target: Revision, desired: int, room: int) -> int:
@@ -148,7 +176,7 @@ def _grown(target: Revision, desired: int, room: int) -> int:
 
 
 def _allot(keep: int, revisions: Sequence[Revision]) -> dict[str, int]:
-    """Share out ``keep`` replicas: ready pods first, those of the revision that serves most first of all."""
+    """Share out `keep` replicas: ready pods first, those of the revision that serves most first of all."""
     given = dict.fromkeys((revision.name for revision in revisions), 0)
     ordered = sorted(revisions, key=lambda revision: (-revision.serving, revision.name))
     for wanted in ("serving", "replicas"):

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from treeline_wire import labels
+from treeline_wire import headers, labels
 from treeline_wire import ports as wire
+from treeline_wire.paths import INFERENCE, PathRule
 
 from treeline_operator import names
-from treeline_operator.api.pool import InferencePool, ParentRef
+from treeline_operator.api.gateway import ParentRef
+from treeline_operator.api.pool import InferencePool
 from treeline_operator.world import Platform
 
 ROUTE: Final = "gateway.networking.k8s.io/v1/HTTPRoute"
 UPSTREAM: Final = "inference.networking.k8s.io/v1/InferencePool"
 MODEL_HEADER: Final = "X-Gateway-Model-Name"
 """Set from the request's body by gateways with a body-based router."""
+_MATCHES: Final = 8
+"""In one rule, which every version of Gateway API takes; newer ones take 64, and 128 in a route."""
+
+
+_NO_CLIENT: Final[dict[str, Any]] = {
+    "type": "RequestHeaderModifier",
+    "requestHeaderModifier": {"remove": [headers.CLIENT, headers.ISOLATION, headers.EDGE]},
+}
+"""What our own Envoy tells of clients is nobody else's to say: runtimes believe it."""
 
 
 def missing_apis(platform: Platform) -> tuple[str, ...]:
@@ -56,13 +67,13 @@ def http_route(
     *,
     by_model: bool,
 ) -> dict[str, Any]:
-    """The route from the Gateways to the pool.
+    """The route from the Gateways to the pool, for the inference paths of its engine and nothing else.
 
-    Of several pools behind one gateway the oldest takes every request, the others (``by_model``) those for their model.
+    Of several pools behind one gateway the oldest takes every request, the others (`by_model`) those for their model.
     """
-    match: dict[str, Any] = {"path": {"type": "PathPrefix", "value": "/"}}
-    if by_model:
-        match["headers"] = [{"type": "Exact", "name": MODEL_HEADER, "value": pool.spec.model.served_name}]
+    matches = list(
+        _matches(INFERENCE[pool.spec.engine.type], pool.spec.model.served_name if by_model else None)
+    )
     backend = {
         "group": "inference.networking.k8s.io",
         "kind": "InferencePool",
@@ -70,9 +81,31 @@ def http_route(
     }
     spec: dict[str, Any] = {
         "parentRefs": [p.model_dump(mode="json", by_alias=True, exclude_none=True) for p in parents],
-        # An answer takes as long as it takes: no timeout but those of the runtime.
-        "rules": [{"matches": [match], "backendRefs": [backend], "timeouts": {"request": "0s"}}],
+        "rules": [
+            # An answer takes as long as it takes: no timeout but those of the runtime.
+            {
+                "matches": matches[i : i + _MATCHES],
+                "filters": [_NO_CLIENT],
+                "backendRefs": [backend],
+                "timeouts": {"request": "0s"},
+            }
+            for i in range(0, len(matches), _MATCHES)
+        ],
     }
     if hostnames:
         spec["hostnames"] = list(hostnames)
     return {"apiVersion": "gateway.networking.k8s.io/v1", "kind": "HTTPRoute", "metadata": meta, "spec": spec}
+
+
+def _matches(rules: Sequence[PathRule], model: str | None) -> Iterator[dict[str, Any]]:
+    """A match for every path and method; with `model` only for requests that ask for it."""
+    headers = [{"type": "Exact", "name": MODEL_HEADER, "value": model}]
+    below = {rule.path for rule in rules if rule.below}
+    for rule in rules:
+        if rule.below:
+            continue
+        # A prefix stands for the path itself and all that is below it.
+        kind = "PathPrefix" if rule.path in below else "Exact"
+        for method in rule.methods:
+            match: dict[str, Any] = {"path": {"type": kind, "value": rule.path}, "method": method}
+            yield match if model is None else {**match, "headers": headers}

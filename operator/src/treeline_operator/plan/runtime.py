@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, Final
 
 from treeline_wire import labels
 
 from treeline_operator import names
 from treeline_operator.api.pool import InferencePool
+from treeline_operator.plan import objects
 from treeline_operator.plan.download import Files, files, init_container
 from treeline_operator.plan.engines import KEYS_DIR, Launch, launch, start_seconds
 from treeline_operator.plan.merge import TemplateInvalid, merged
-from treeline_operator.plan.pods import CONTAINER, DOWNLOAD
-from treeline_operator.plan.revision import Existing, Target
+from treeline_operator.plan.objects import Object, container_security, mount, pod_security, secret_volume
+from treeline_operator.plan.pod_state import CONTAINER, DOWNLOAD
+from treeline_operator.plan.provision import cache_env, mounts, requests, volumes
+from treeline_operator.plan.revision import ExistingRevision, TargetRevision
 from treeline_operator.world import Images
 
 COMPONENT: Final = "runtime"
-USER: Final = 65532
 _GRACE_MARGIN_S: Final = 10
 _LONGEST_NOTICE_S: Final = 5
 """The picker hears of a deletion by its watch, at once; what follows EndpointSlices (a Service, a Gateway) takes a
@@ -41,31 +44,22 @@ def needs_keys(pool: InferencePool) -> bool:
 
 
 def deployment(
-    pool: InferencePool, target: Target, replicas: int, meta: dict[str, Any], images: Images
-) -> dict[str, Any]:
+    pool: InferencePool, target: TargetRevision, replicas: int, meta: Object, images: Images
+) -> Object:
     """The Deployment of a revision. Its template is made once and not edited any more."""
-    match = {**selector(pool.name), names.REVISION: target.name}
     annotations = {names.INPUTS: target.inputs, names.TEMPLATE_VERSION: str(target.template_version)}
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": {
-            **meta,
-            "labels": {**meta["labels"], names.REVISION: target.name},
-            "annotations": annotations,
-        },
-        "spec": {
-            "replicas": replicas,
-            "revisionHistoryLimit": 1,
-            "progressDeadlineSeconds": start_seconds(pool) + _DEPLOY_MARGIN_S,
-            "selector": {"matchLabels": match},
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
-            "template": pod_template(pool, target.name, images),
-        },
-    }
+    own = {"labels": {**meta["labels"], names.REVISION: target.name}, "annotations": annotations}
+    return objects.deployment(
+        {**meta, **own},
+        {**selector(pool.name), names.REVISION: target.name},
+        pod_template(pool, target.name, images),
+        replicas,
+        revisionHistoryLimit=1,
+        progressDeadlineSeconds=start_seconds(pool) + _DEPLOY_MARGIN_S,
+    )
 
 
-def pod_template(pool: InferencePool, revision: str, images: Images) -> dict[str, Any]:
+def pod_template(pool: InferencePool, revision: str, images: Images) -> Object:
     """The pods of a revision, with the user's fragment laid over them. Raises TemplateInvalid."""
     found = files(pool)
     start = launch(pool, found, images)
@@ -96,7 +90,7 @@ def template_problem(pool: InferencePool) -> str:
     return ""
 
 
-def images_of(there: Existing, otherwise: Images) -> Images:
+def images_of(there: ExistingRevision, otherwise: Images) -> Images:
     """The images that a revision was made with, where the pool names none: an upgrade of the operator changes only its
     defaults, and a revision keeps those that it was made with."""
     pod = there.object["spec"]["template"]["spec"]
@@ -106,6 +100,18 @@ def images_of(there: Existing, otherwise: Images) -> Images:
     policy = seen.get("imagePullPolicy", otherwise.pull_policy)
     secrets = tuple(secret["name"] for secret in pod.get("imagePullSecrets") or ())
     return Images(runtime=image, runtime_cuda=image, pull_policy=policy, pull_secrets=secrets)
+
+
+def names_model(deployment: Mapping[str, Any], name: str) -> bool:
+    """Whether the pods of a revision were told to serve the model under this name."""
+    main = _container(deployment["spec"]["template"]["spec"].get("containers", ()), CONTAINER)
+    reported = [
+        arg.rpartition("=")[2] for arg in main.get("args", ()) if arg.startswith("--served-model-name=")
+    ]
+    args = list(main.get("args", ()))
+    reported += [after for flag, after in pairwise(args) if flag == "--served-model-name"]
+    reported += [env.get("value") for env in main.get("env", ()) if env["name"] == "TREELINE_MODEL_NAME"]
+    return name in reported
 
 
 def _container(containers: Any, name: str) -> Mapping[str, Any]:
@@ -124,17 +130,15 @@ def _labels(pool: InferencePool, revision: str) -> dict[str, str]:
     }
 
 
-def _pod_spec(
-    pool: InferencePool, revision: str, found: Files, start: Launch, images: Images
-) -> dict[str, Any]:
-    accelerator = pool.spec.accelerator
+def _pod_spec(pool: InferencePool, revision: str, found: Files, start: Launch, images: Images) -> Object:
+    accelerator, security = pool.spec.accelerator, _container_security(pool)
     pull = pool.spec.engine.image_pull_policy or images.pull_policy
     fetch_image = start.image if pool.spec.engine.type == "treeline" else images.runtime
     fetch = init_container(pool, found, fetch_image, pull)
-    spec: dict[str, Any] = {
+    spec: Object = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": _pod_security(start),
+        "securityContext": pod_security(fixed_user=start.fixed_user, fsGroupChangePolicy="OnRootMismatch"),
         "terminationGracePeriodSeconds": _grace_seconds(pool),
         "topologySpreadConstraints": _spread(pool, revision),
     }
@@ -147,20 +151,18 @@ def _pod_spec(
         if accelerator.class_:
             spec["nodeSelector"] = {"nvidia.com/gpu.product": accelerator.class_}
     if fetch is not None:
-        spec["initContainers"] = [{**fetch, "securityContext": _container_security()}]
+        spec["initContainers"] = [{**fetch, "securityContext": security}]
     spec["containers"] = [_runtime(pool, found, start, pull)]
     spec["volumes"] = _volumes(pool, found, start)
     return spec
 
 
-def _runtime(pool: InferencePool, found: Files, start: Launch, pull: str) -> dict[str, Any]:
-    mounts: list[dict[str, Any]] = [{"name": "tmp", "mountPath": "/tmp"}]
-    if start.shared_memory:
-        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+def _runtime(pool: InferencePool, found: Files, start: Launch, pull: str) -> Object:
+    mounted = list(mounts(shared_memory=start.shared_memory))
     if start.keys:
-        mounts.append({"name": "kv-keys", "mountPath": KEYS_DIR, "readOnly": True})
-    env = [("HOME", "/tmp"), ("USER", "treeline"), ("HF_HOME", "/tmp/hf"), *start.env]
-    container: dict[str, Any] = {
+        mounted.append(mount("kv-keys", KEYS_DIR))
+    env = [("HOME", "/tmp"), ("USER", "treeline"), *cache_env(pool), *start.env]
+    container: Object = {
         "name": CONTAINER,
         "image": start.image,
         "imagePullPolicy": pull,
@@ -172,8 +174,8 @@ def _runtime(pool: InferencePool, found: Files, start: Launch, pull: str) -> dic
         "lifecycle": {"preStop": {"sleep": {"seconds": _pre_stop_seconds(pool, start)}}},
         # The last words of a crash, for the pool's status.
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": _container_security(),
-        "volumeMounts": [*mounts, *found.mounts],
+        "securityContext": _container_security(pool),
+        "volumeMounts": [*mounted, *found.mounts],
     }
     if start.command:
         container["command"] = list(start.command)
@@ -191,30 +193,30 @@ def _grace_seconds(pool: InferencePool) -> int:
     return notice_seconds(pool) + pool.spec.drain.timeout_seconds + _GRACE_MARGIN_S
 
 
-def _resources(pool: InferencePool) -> dict[str, Any]:
+def _resources(pool: InferencePool) -> Object:
     accelerator, own = pool.spec.accelerator, pool.spec.engine.resources
-    requests = {"cpu": "100m", "memory": "512Mi"}
+    asked = requests(pool)
     limits: dict[str, str] = {}
     if accelerator.is_gpu:
-        limits[accelerator.resource_name] = requests[accelerator.resource_name] = str(accelerator.count)
+        limits[accelerator.resource_name] = asked[accelerator.resource_name] = str(accelerator.count)
     if own is not None:
         # A limit without a request asks for as much as the limit.
-        requests = {k: v for k, v in requests.items() if k not in own.limits} | own.requests
+        asked = {k: v for k, v in asked.items() if k not in own.limits} | own.requests
         limits |= own.limits
-    resources: dict[str, Any] = {"requests": requests}
+    resources: Object = {"requests": asked}
     if limits:
         resources["limits"] = limits
     return resources
 
 
-def _tolerations(pool: InferencePool) -> list[dict[str, Any]]:
+def _tolerations(pool: InferencePool) -> list[Object]:
     accelerator = pool.spec.accelerator
     if accelerator.tolerations:
         return [t.model_dump(mode="json", by_alias=True, exclude_none=True) for t in accelerator.tolerations]
     return [{"key": accelerator.resource_name, "operator": "Exists", "effect": "NoSchedule"}]
 
 
-def _spread(pool: InferencePool, revision: str) -> list[dict[str, Any]]:
+def _spread(pool: InferencePool, revision: str) -> list[Object]:
     match = {"matchLabels": {**selector(pool.name), names.REVISION: revision}}
     return [
         {
@@ -227,37 +229,20 @@ def _spread(pool: InferencePool, revision: str) -> list[dict[str, Any]]:
     ]
 
 
-def _volumes(pool: InferencePool, found: Files, start: Launch) -> list[dict[str, Any]]:
-    volumes: list[dict[str, Any]] = [{"name": "tmp", "emptyDir": {}}]
-    if start.shared_memory:
-        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+def _volumes(pool: InferencePool, found: Files, start: Launch) -> list[Object]:
+    made = list(volumes(pool, shared_memory=start.shared_memory))
     if start.keys:
-        # Readable by the group (fsGroup) and nobody else: the runtime refuses keys that are open to everyone.
-        secret = {"secretName": names.kv_keys(pool.spec.gateway.name), "defaultMode": 0o440}
-        volumes.append({"name": "kv-keys", "secret": secret})
-    return [*volumes, *found.volumes]
+        made.append(secret_volume("kv-keys", names.kv_keys(pool.spec.gateway.name)))
+    return [*made, *found.volumes]
 
 
-def _pod_security(start: Launch) -> dict[str, Any]:
-    user = {"runAsUser": USER, "runAsGroup": USER} if start.fixed_user else {}
-    return {
-        "runAsNonRoot": True,
-        **user,
-        "fsGroup": USER,
-        "fsGroupChangePolicy": "OnRootMismatch",
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
+def _container_security(pool: InferencePool) -> Object:
+    # nvidia-cdi-hook makes links and runs ldconfig in the container's root before it starts; where that is read-only
+    # the container is not made at all. The hook may be called for every container of a GPU image.
+    return container_security(read_only=not pool.spec.accelerator.is_gpu)
 
 
-def _container_security() -> dict[str, Any]:
-    return {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
-
-
-def _kept(ours: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
+def _kept(ours: Object, made: Object) -> Object:
     """What a fragment cannot change: our labels, the ports by which pods are reached, and time enough to drain."""
     metadata = {
         **made["metadata"],
@@ -275,7 +260,7 @@ def _kept(ours: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
     return {**made, "metadata": metadata, "spec": spec}
 
 
-def _ports(ours: list[dict[str, Any]], theirs: Any) -> list[dict[str, Any]]:
+def _ports(ours: list[Object], theirs: Any) -> list[Object]:
     names_, numbers = {port["name"] for port in ours}, {port["containerPort"] for port in ours}
     added = [port for port in theirs if port.get("name") not in names_]
     if not all(isinstance(port.get("containerPort"), int) for port in added):

@@ -5,8 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from treeline_operator.api.policies import CONFINED_SELINUX, SAFE_SYSCTLS
-
+CONFINED_SELINUX: Final = ("container_t", "container_init_t", "container_kvm_t", "container_engine_t")
+SAFE_SYSCTLS: Final = (
+    "kernel.shm_rmid_forced",
+    *(
+        f"net.ipv4.ip_{name}"
+        for name in ("local_port_range", "local_reserved_ports", "unprivileged_port_start")
+    ),
+    "net.ipv4.ping_group_range",
+    *(
+        f"net.ipv4.tcp_{name}"
+        for name in ("fin_timeout", "keepalive_intvl", "keepalive_probes", "keepalive_time")
+    ),
+    *(f"net.ipv4.tcp_{name}" for name in ("rmem", "syncookies", "wmem")),
+)
+"""What Pod Security level baseline lets pods choose."""
 _VOLUME_TYPES: Final = frozenset(
     {
         "configMap",
@@ -23,9 +36,12 @@ _VOLUME_TYPES: Final = frozenset(
 _SECCOMP: Final = ("RuntimeDefault", "Localhost")
 
 
-def exceptions(pod_spec: dict[str, Any]) -> tuple[str, ...]:
-    """Every way in which pods of this spec are less confined than the operator makes them, in a fixed order."""
-    return (*_of_pod(pod_spec), *_of_volumes(pod_spec), *_of_containers(pod_spec))
+def exceptions(pod_spec: dict[str, Any], *, gpu: bool = False) -> tuple[str, ...]:
+    """Every way in which pods of this spec are less confined than the operator makes them, in a fixed order.
+
+    Pods with a `gpu` are made with a writable root filesystem.
+    """
+    return (*_of_pod(pod_spec), *_of_volumes(pod_spec), *_of_containers(pod_spec, gpu))
 
 
 def _of_pod(spec: dict[str, Any]) -> Iterator[str]:
@@ -47,11 +63,11 @@ def _of_volumes(spec: dict[str, Any]) -> Iterator[str]:
             yield f"volume {volume['name']} has the service account's token"
 
 
-def _of_containers(spec: dict[str, Any]) -> Iterator[str]:
+def _of_containers(spec: dict[str, Any], gpu: bool) -> Iterator[str]:
     pod = spec.get("securityContext") or {}
     for container in (*spec.get("initContainers", ()), *spec.get("containers", ())):
         own = container.get("securityContext") or {}
-        for found in (*_of_user(pod, own), *_of_confinement(pod, own)):
+        for found in (*_of_user(pod, own), *_of_confinement(pod, own, gpu)):
             yield f"container {container['name']}: {found}"
         for port in container.get("ports", ()):
             if port.get("hostPort"):
@@ -65,12 +81,12 @@ def _of_user(pod: dict[str, Any], own: dict[str, Any]) -> Iterator[str]:
         yield "runs as root"
 
 
-def _of_confinement(pod: dict[str, Any], own: dict[str, Any]) -> Iterator[str]:
+def _of_confinement(pod: dict[str, Any], own: dict[str, Any], gpu: bool) -> Iterator[str]:
     if own.get("privileged"):
         yield "privileged"
     if own.get("allowPrivilegeEscalation") is not False:
         yield "may gain privileges"
-    if own.get("readOnlyRootFilesystem") is not True:
+    if own.get("readOnlyRootFilesystem") is not True and not gpu:
         yield "root filesystem is writable"
     capabilities = own.get("capabilities") or {}
     if "ALL" not in capabilities.get("drop", ()):

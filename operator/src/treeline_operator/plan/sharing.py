@@ -11,7 +11,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from treeline_operator.api.pool import EndpointPicker, InferencePool, Standalone
+from treeline_operator.api.gateway import EndpointPicker, Standalone
+from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.canonical import canonical
 
 _LAST: Final = datetime.max.replace(tzinfo=UTC)
@@ -27,8 +28,8 @@ _REMEMBERED: Final = 16
 class Shared:
     """The pools that share one gateway, and what was decided for them.
 
-    ``members`` are in the order in which their settings count: the oldest first, and those that are being deleted
-    last, so that the next oldest is promoted as soon as the oldest goes. ``conflicts`` maps a pool's name to the
+    `members` are in the order in which their settings count: the oldest first, and those that are being deleted
+    last, so that the next oldest is promoted as soon as the oldest goes. `conflicts` maps a pool's name to the
     settings of it that do not hold, each a sentence; pools without conflicts are not in it.
     """
 
@@ -57,6 +58,26 @@ class Shared:
         return self.owner.spec.gateway.edge
 
     @property
+    def has_clients(self) -> bool:
+        """Whether our own Envoy knows its clients by their keys."""
+        return self.owner.spec.gateway.has_clients
+
+    @property
+    def kept_apart(self) -> bool:
+        """Whether each client has a cache of its own."""
+        return self.owner.spec.gateway.kept_apart
+
+    @property
+    def salts(self) -> bool:
+        """Whether the picker writes clients' salts into bodies: an engine here does not read the edge's headers."""
+        return self.kept_apart and any(pool.spec.engine.type != "treeline" for pool in self.members)
+
+    @property
+    def fails_open(self) -> bool:
+        """Whether requests are served while no picker answers. Not where clients are kept apart by the picker alone."""
+        return self.picker.failure_mode == "FailOpen" and not self.salts
+
+    @property
     def leaving(self) -> bool:
         """Whether every pool is being deleted: then nothing is planned any more, and the rest goes with the last."""
         return self.owner.deleting
@@ -73,8 +94,8 @@ class Sharing:
         return self.gateways[pool.spec.gateway.name]
 
     def conflicts(self, pool: InferencePool) -> tuple[str, ...]:
-        """The settings of a pool that do not hold, each a sentence such as ``endpointPicker.policy is round_robin
-        here, treeline in pool a (older)``; empty when all hold."""
+        """The settings of a pool that do not hold, each a sentence such as "endpointPicker.policy is round_robin here,
+        treeline in pool a (older)"; empty when all hold."""
         return self.of(pool).conflicts.get(pool.name, ())
 
 
@@ -140,6 +161,8 @@ def _conflicts(pool: InferencePool, held: Mapping[str, Any], owner: InferencePoo
 def _asked_by(pool: InferencePool) -> dict[str, Any]:
     gateway = pool.spec.gateway
     found = dict(_leaves("endpointPicker", _plain(pool.spec.endpoint_picker)))
+    if gateway.isolation is not None:
+        found["gateway.isolation"] = gateway.isolation
     found["gateway"] = "Gateway API (parentRefs)" if gateway.mode == "gateway-api" else "standalone"
     if gateway.mode == "standalone":
         found |= _leaves("gateway.standalone", _plain(gateway.edge))

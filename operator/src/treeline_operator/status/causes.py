@@ -8,14 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from treeline_operator.api.conditions import Reason
-from treeline_operator.status.conditions import tell
+from treeline_operator.plan.objects import condition_of
+from treeline_operator.plan.pod_state import CONFIG_REASONS, DOWNLOAD, IMAGE_REASONS, is_ready
+from treeline_operator.status.conditions import with_fix
 
 Json = Mapping[str, Any]
 Progress = Mapping[str, tuple[int, int]]
 """Pod name → bytes of weights that are there, and bytes in all (0: unknown)."""
-
-DOWNLOAD_CONTAINER: Final = "model"
-"""The init container that fetches the weights. Its last words begin with a reason: ``DownloadFailed: …``."""
 
 _RANK: Final = {
     reason: place
@@ -46,26 +45,6 @@ _RANK: Final = {
 _MODEL_REASONS: Final = {
     str(reason): reason for reason in (Reason.DOWNLOAD_FAILED, Reason.MODEL_TOO_LARGE, Reason.WEIGHTS_MISSING)
 }
-_IMAGE_REASONS: Final = frozenset(
-    (
-        "ErrImagePull",
-        "ImagePullBackOff",
-        "InvalidImageName",
-        "ErrImageNeverPull",
-        "ImageInspectError",
-        "RegistryUnavailable",
-        "SignatureValidationFailed",
-    )
-)
-_CONFIG_REASONS: Final = frozenset(
-    (
-        "CreateContainerConfigError",
-        "CreateContainerError",
-        "RunContainerError",
-        "StartError",
-        "PreCreateHookError",
-    )
-)
 _MOUNT_EVENTS: Final = ("FailedMount", "FailedAttachVolume", "FailedMapVolume")
 _BACK_OFF: Final = re.compile(r'^Back-off pulling image "[^"]*"(: )?')
 _PULL_PREFIX: Final = re.compile(r"^(ErrImagePull|ImagePullBackOff): ")
@@ -80,7 +59,7 @@ _KILLED: Final = (137, 143)
 
 
 class Cause(NamedTuple):
-    """Why something is not ready. ``pods`` are those concerned; none where there is no pod to speak of."""
+    """Why something is not ready. `pods` are those concerned; none where there is no pod to speak of."""
 
     reason: Reason
     detail: str
@@ -88,10 +67,10 @@ class Cause(NamedTuple):
 
     @property
     def message(self) -> str:
-        return tell(self.reason, self.detail)
+        return with_fix(self.reason, self.detail)
 
 
-def dig(
+def diagnose(
     pods: Iterable[Json],
     deployments: Iterable[Json] = (),
     events: Iterable[Json] = (),
@@ -99,17 +78,17 @@ def dig(
 ) -> list[Cause]:
     """Why these pods are not ready, each reason once, the most useful first.
 
-    ``deployments`` are those that make the pods, ``events`` the namespace's Warning events; both may be about others.
+    `deployments` are those that make the pods, `events` the namespace's Warning events; both may be about others.
     """
     there = sorted(pods, key=lambda pod: str(pod["metadata"]["name"]))
-    told = _Events(events)
-    found = [cause for pod in there if (cause := of_pod(pod, told, progress or {})) is not None]
+    reported = _Events(events)
+    found = [cause for pod in there if (cause := of_pod(pod, reported, progress or {})) is not None]
     grouped: dict[Reason, list[Cause]] = {}
     for cause in found:
         grouped.setdefault(cause.reason, []).append(cause)
     causes = [_together(causes, len(there)) for causes in grouped.values()]
     seen = set(grouped)
-    for cause in creation_failures(deployments, told):
+    for cause in creation_failures(deployments, reported):
         if cause.reason not in seen:
             seen.add(cause.reason)
             causes.append(cause)
@@ -121,7 +100,7 @@ def of_pod(pod: Json, events: _Events, progress: Progress) -> Cause | None:
     meta, status = pod["metadata"], pod.get("status") or {}
     if meta.get("deletionTimestamp") or is_ready(pod) or status.get("phase") == "Succeeded":
         return None
-    troubles = list(_of_scheduling(status))
+    troubles = list(_of_scheduling(pod))
     if not troubles:
         own = events.about(meta)
         for container, init in _containers(pod):
@@ -132,24 +111,12 @@ def of_pod(pod: Json, events: _Events, progress: Progress) -> Cause | None:
     return Cause(best[0], best[1], (meta["name"],))
 
 
-def is_ready(pod: Json) -> bool:
-    """Whether the kubelet says that the pod is ready, and nobody ended it."""
-    conditions = (pod.get("status") or {}).get("conditions") or ()
-    return not pod["metadata"].get("deletionTimestamp") and any(
-        condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions
-    )
-
-
 def creation_failures(deployments: Iterable[Json], events: _Events) -> Iterator[Cause]:
     """Why Deployments cannot make pods: quotas, policies, what the API server finds invalid."""
     for deployment in deployments:
         name = deployment["metadata"]["name"]
-        conditions = (deployment.get("status") or {}).get("conditions") or ()
-        said = [
-            condition.get("message", "")
-            for condition in conditions
-            if condition["type"] == "ReplicaFailure" and condition["status"] == "True"
-        ]
+        refusal = condition_of(deployment, "ReplicaFailure")
+        said = [refusal.get("message", "")] if refusal.get("status") == "True" else []
         wanted = (deployment.get("spec") or {}).get("replicas") or 0
         if not said and (deployment.get("status") or {}).get("replicas", 0) < wanted:
             # The Deployment's controller repeats what the ReplicaSet's met, a moment later.
@@ -205,23 +172,24 @@ def _event_time(event: Json) -> str:
     )
 
 
-def _of_scheduling(status: Json) -> Iterator[tuple[Reason, str]]:
+def _of_scheduling(pod: Json) -> Iterator[tuple[Reason, str]]:
+    status = pod.get("status") or {}
     if status.get("phase") == "Failed":
         why, text = status.get("reason", "Failed"), _line(status.get("message", ""))
         lacking = (
             why == "Evicted" or why.startswith("OutOf") or why in ("NodeAffinity", "UnexpectedAdmissionError")
         )
         yield (Reason.INSUFFICIENT_CAPACITY if lacking else Reason.PODS_STARTING), f"{why}: {text}"
-    for condition in status.get("conditions") or ():
-        if condition["type"] != "PodScheduled" or condition["status"] == "True":
-            continue
-        text = _line(_PREEMPTION.sub("", condition.get("message") or "no node is found"))
-        if condition.get("reason") == "SchedulingGated":
-            yield Reason.PODS_STARTING, f"held back by a scheduling gate: {text}"
-        elif "persistentvolumeclaim" in text.lower() or "volume node affinity" in text:
-            yield Reason.VOLUME_NOT_READY, text
-        else:
-            yield Reason.INSUFFICIENT_CAPACITY, text
+    placed = condition_of(pod, "PodScheduled")
+    if placed.get("status", "True") == "True":
+        return
+    text = _line(_PREEMPTION.sub("", placed.get("message") or "no node is found"))
+    if placed.get("reason") == "SchedulingGated":
+        yield Reason.PODS_STARTING, f"held back by a scheduling gate: {text}"
+    elif "persistentvolumeclaim" in text.lower() or "volume node affinity" in text:
+        yield Reason.VOLUME_NOT_READY, text
+    else:
+        yield Reason.INSUFFICIENT_CAPACITY, text
 
 
 def _containers(pod: Json) -> Iterator[tuple[Json, bool]]:
@@ -244,9 +212,9 @@ def _of_container(
     name, state = container["name"], container.get("state") or {}
     waiting, running = state.get("waiting") or {}, state.get("running")
     why = waiting.get("reason", "")
-    if why in _IMAGE_REASONS:
+    if why in IMAGE_REASONS:
         yield Reason.IMAGE_PULL_FAILING, _pull_failure(container, waiting, events)
-    elif why in _CONFIG_REASONS:
+    elif why in CONFIG_REASONS:
         yield _config_error(name, waiting.get("message", why))
     ended = _ending(container)
     if ended is not None:
@@ -294,7 +262,7 @@ def _after(name: str, container: Json, ended: Json, events: Sequence[tuple[str, 
 
 
 def _downloading(name: str, progress: tuple[int, int] | None) -> tuple[Reason, str]:
-    if name != DOWNLOAD_CONTAINER:
+    if name != DOWNLOAD:
         return Reason.PODS_STARTING, f"init container {name} runs"
     if progress is None:
         return Reason.WEIGHTS_DOWNLOADING, "the weights are being downloaded"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
-from treeline_operator.api.conditions import POLARITY, ConditionType, Reason, Status
+from treeline_operator.api.conditions import ConditionType, Reason, Status
 from treeline_operator.api.parts import Condition
 
 _ORDER: Final = {kind: place for place, kind in enumerate(ConditionType)}
@@ -14,9 +14,9 @@ _MAX_MESSAGE: Final = 4096
 
 
 class Finding(NamedTuple):
-    """A condition as it was found to be; times and generations are added by ``build``.
+    """A condition as it was found to be; times and generations are added by `build`.
 
-    ``detail`` has names and numbers. The reason's fix is added to it for the reader, unless it is ``complete``.
+    `detail` has names and numbers. The reason's fix is added to it for the reader, unless it is `complete`.
     """
 
     type: ConditionType
@@ -28,14 +28,14 @@ class Finding(NamedTuple):
     @property
     def well(self) -> bool:
         """Whether the condition is as it is when all is well."""
-        return self.status == POLARITY[self.type]
+        return self.status == self.type.polarity
 
     @property
     def message(self) -> str:
-        return self.detail if self.complete else tell(self.reason, self.detail)
+        return self.detail if self.complete else with_fix(self.reason, self.detail)
 
 
-def tell(reason: Reason, detail: str) -> str:
+def with_fix(reason: Reason, detail: str) -> str:
     """The message of a condition or Event: what is so, and what to do about it."""
     said = detail.strip().rstrip(".")[:_MAX_MESSAGE]
     return f"{said}. {reason.fix}" if reason.fix else f"{said}."
@@ -46,7 +46,7 @@ def build(
 ) -> list[Condition]:
     """The conditions of a status, in one order. What is not among the findings is gone.
 
-    ``lastTransitionTime`` stays as in ``previous`` while the status does, and never goes back.
+    `lastTransitionTime` stays as in `previous` while the status does, and never goes back.
     """
     known = {condition["type"]: condition for condition in previous}
     stamp = timestamp(now)
@@ -78,11 +78,11 @@ def same_status(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def _essence(status: Mapping[str, Any]) -> dict[str, Any]:
     fields = {key: value for key, value in status.items() if value not in (None, "", [], {}, ())}
-    told = {
+    reported = {
         condition["type"]: {key: value for key, value in condition.items() if key != "lastTransitionTime"}
         for condition in fields.get("conditions", ())
     }
-    return {**fields, "conditions": told}
+    return {**fields, "conditions": reported}
 
 
 def _since(finding: Finding, before: Mapping[str, Any] | None, stamp: str) -> str:

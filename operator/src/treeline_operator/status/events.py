@@ -14,6 +14,7 @@ _WORTH_TELLING: Final = frozenset(
         Reason.PAUSED,
         Reason.WEIGHTS_DOWNLOADING,
         Reason.POD_SECURITY_EXCEPTION,
+        Reason.FAIL_CLOSE_FORCED,
     )
 )
 """Of the reasons that are neither good nor bad, those that are more than a moment's waiting."""
@@ -34,7 +35,8 @@ class EventNote(NamedTuple):
 def transitions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[EventNote]:
     """The Events for the step from one status to the next, each reason once; none for a status that says the same.
 
-    What is bad is always told; that all is well, only of what was not so before, and of ``Ready`` itself.
+    What is bad is always told, unless it also passes by itself (see `alarms`); that all is well, only of what was not
+    so before, and of `Ready` itself.
     """
     before = {condition["type"]: condition for condition in old.get("conditions", ())}
     notes: dict[Reason, EventNote] = {}
@@ -61,6 +63,8 @@ def transitions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[EventNot
 
 def _matters(condition: Mapping[str, Any], was: Mapping[str, Any] | None, reason: Reason) -> bool:
     kind, good = ConditionType(condition["type"]), reason.info.good
+    if reason.info.patience_s:
+        return False
     if good is False or reason in _WORTH_TELLING:
         return True
     if good is None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Final
 
-from treeline_wire.models import ModelRule, Verdict, accept_models
+from treeline_wire.models import ModelAcceptance, ModelRule, accept_models
 
 from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.api.model import InferenceModel, ModelStatus
@@ -45,7 +45,7 @@ def model_statuses(
     return {model.name: _status(model, verdicts[model.name], now) for model in live}
 
 
-def _status(model: InferenceModel, verdict: Verdict, now: datetime) -> ModelStatus:
+def _status(model: InferenceModel, verdict: ModelAcceptance, now: datetime) -> ModelStatus:
     generation = model.metadata.generation
     finding = Finding(
         ConditionType.ACCEPTED,

@@ -13,17 +13,17 @@ from treeline_wire import labels
 from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason, Status
 from treeline_operator.api.pool import DownloadStatus, EndpointStatus, PoolStatus
-from treeline_operator.plan import pods as reading
+from treeline_operator.plan import claims, pod_state, runtime
 from treeline_operator.plan import revision as revisions
-from treeline_operator.plan import runtime
-from treeline_operator.plan.drain import Terms, deadline, requests
+from treeline_operator.plan.drain import DrainPolicy, deadline, requests
 from treeline_operator.plan.keys import has_keys
+from treeline_operator.plan.objects import condition_of
 from treeline_operator.plan.security import exceptions
 from treeline_operator.plan.sharing import Shared, share
-from treeline_operator.status import front
-from treeline_operator.status.causes import Cause, Json, Progress, dig, percent
+from treeline_operator.status import gateway_status
+from treeline_operator.status.causes import Cause, Json, Progress, diagnose, percent
 from treeline_operator.status.conditions import Finding, build, timestamp
-from treeline_operator.world import PoolWorld
+from treeline_operator.world import PoolWorld, Ref
 
 MAX_ENDPOINTS: Final = 50
 
@@ -43,39 +43,45 @@ def pool_status(
 ) -> PoolStatus:
     """The status that a pool should have. The one that it has is looked at for transition times only.
 
-    ``progress`` are the downloads under way, by pod. ``refused`` is what the API server said to our last writes for the
-    pool, see ``refusal``.
+    `progress` are the downloads under way, by pod. `refused` is what the API server said to our last writes for the
+    pool, see `refusal`.
     """
-    seen = _Seen(world, progress or {}, refused)
+    view = _PoolView(world, progress or {}, refused)
     pool, generation = world.pool, world.pool.metadata.generation
-    found = _findings(seen)
+    found = _findings(view)
     status = PoolStatus(
         observedGeneration=generation,
         conditions=build(found, generation, pool.status.get("conditions", ()), world.now),
-        replicas=len(seen.active),
-        readyReplicas=sum(reading.is_ready(pod) for pod in seen.active),
+        replicas=len(view.active),
+        readyReplicas=(ready := sum(pod_state.is_ready(pod) for pod in view.active)),
+        replicaSummary=f"{ready}/{view.desired}",
         selector=selector(pool.name),
         modelName=pool.spec.model.served_name,
-        revision=seen.target.name,
-        templateVersion=seen.target.template_version,
-        endpoints=_endpoints(seen),
+        revision=view.target.name,
+        templateVersion=view.target.template_version,
+        endpoints=_endpoints(view),
         gateway={
-            "name": seen.shared.name,
-            "epp": names.epp(seen.shared.name),
-            "owner": seen.shared.owner.name,
+            "name": view.shared.name,
+            "epp": names.epp(view.shared.name),
+            "owner": view.shared.owner.name,
         },
     )
-    if url := front.url(world, seen.shared):
+    if url := gateway_status.url(world, view.shared):
         status["url"] = url
-    if (download := _download(seen)) is not None:
+    if (download := _download(view)) is not None:
         status["download"] = download
     return status
+
+
+def parent_gateways(world: PoolWorld) -> tuple[Ref, ...]:
+    """The Gateways that a pool is attached to, whose own status says whether they listen; none without Gateway API."""
+    return gateway_status.gateway_refs(world, _PoolView(world, {}, None).shared)
 
 
 def not_understood(obj: Json, problem: str, now: datetime, kind: ConditionType) -> dict[str, Any]:
     """The status of an object whose spec does not fit our types: what was known stays, but for the conditions.
 
-    ``kind`` is the condition that says whether all is well.
+    `kind` is the condition that says whether all is well.
     """
     before = obj.get("status") or {}
     generation = obj["metadata"].get("generation", 0)
@@ -85,7 +91,7 @@ def not_understood(obj: Json, problem: str, now: datetime, kind: ConditionType) 
 
 
 def refusal(code: int, kind: str, message: str) -> Cause:
-    """What it means that the API server refused to let us write an object of ``kind``."""
+    """What it means that the API server refused to let us write an object of `kind`."""
     text = " ".join(message.split())
     if code == 403 and "quota" in text:
         return Cause(Reason.QUOTA_EXCEEDED, text)
@@ -97,13 +103,13 @@ def refusal(code: int, kind: str, message: str) -> Cause:
 
 
 def selector(pool: str) -> str:
-    """The labels of the pods that ``replicas`` counts, as the scale subresource has them: those that do not drain."""
+    """The labels of the pods that `replicas` counts, as the scale subresource has them: those that do not drain."""
     match = {**runtime.selector(pool), labels.SERVING: "true"}
     return ",".join(f"{key}={value}" for key, value in sorted(match.items()))
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _PoolView:
     """A world looked at once: decoded pods, sorted by what they are."""
 
     world: PoolWorld
@@ -119,8 +125,12 @@ class _Seen:
         return share(members).of(pool)
 
     @cached_property
-    def target(self) -> revisions.Target:
-        return revisions.target(self.world.pool, revisions.existing(self.world), self.world.platform)
+    def existing(self) -> tuple[revisions.ExistingRevision, ...]:
+        return revisions.existing_revisions(self.world)
+
+    @cached_property
+    def target(self) -> revisions.TargetRevision:
+        return revisions.target_revision(self.world.pool, self.existing, self.world.platform)
 
     @cached_property
     def live(self) -> list[dict[str, Any]]:
@@ -128,7 +138,7 @@ class _Seen:
         decoded = sorted(
             (pod.object for pod in self.world.pods), key=lambda pod: str(pod["metadata"]["name"])
         )
-        return [pod for pod in decoded if not reading.is_leaving(pod)]
+        return [pod for pod in decoded if not pod_state.is_leaving(pod)]
 
     @cached_property
     def active(self) -> list[dict[str, Any]]:
@@ -142,7 +152,7 @@ class _Seen:
 
     @cached_property
     def ready(self) -> list[dict[str, Any]]:
-        return [pod for pod in self.current if reading.is_ready(pod)]
+        return [pod for pod in self.current if pod_state.is_ready(pod)]
 
     @cached_property
     def old(self) -> list[dict[str, Any]]:
@@ -150,7 +160,25 @@ class _Seen:
 
     @cached_property
     def old_ready(self) -> int:
-        return sum(reading.is_ready(pod) for pod in self.old)
+        return sum(pod_state.is_ready(pod) for pod in self.old)
+
+    @cached_property
+    def serving(self) -> list[dict[str, Any]]:
+        """Pods of whatever revision that answer requests for the model now: ready, and the picker's to choose."""
+        name = self.world.pool.spec.model.served_name
+        picker = self.world.picker
+        # A picker that has read the cluster and does not know the pool chooses none of its pods.
+        knows_others = picker is not None and picker.synced and self.world.pool.name not in picker.pools
+        listed = frozenset() if knows_others else revisions.routable(picker, self.world.pool.name)
+        of_name = {one.name for one in self.existing if runtime.names_model(one.object, name)}
+        able = {self.target.name, *of_name}
+        return [
+            pod
+            for pod in self.active
+            if pod_state.is_ready(pod)
+            and _label(pod, names.REVISION) in able
+            and (listed is None or pod["metadata"]["name"] in listed)
+        ]
 
     @cached_property
     def draining(self) -> list[dict[str, Any]]:
@@ -177,130 +205,144 @@ class _Seen:
     def causes(self) -> list[Cause]:
         """Why the current revision's pods are not all ready."""
         deployments = [self.target.existing.object] if self.target.existing is not None else []
-        return dig(self.current, deployments, (event.object for event in self.world.events), self.progress)
+        return diagnose(
+            self.current, deployments, (event.object for event in self.world.events), self.progress
+        )
 
 
-def _findings(seen: _Seen) -> list[Finding]:
-    world, shared = seen.world, seen.shared
-    ready_names = [str(pod["metadata"]["name"]) for pod in seen.ready]
-    picker = front.picker(world, ready_names)
-    needed = [_workloads(seen), _model(seen), picker, front.gateway(world, shared)]
-    if (route := front.route(world, shared)) is not None:
+def _findings(view: _PoolView) -> list[Finding]:
+    world, shared = view.world, view.shared
+    ready_names = [str(pod["metadata"]["name"]) for pod in view.ready]
+    picker = gateway_status.picker(world, ready_names)
+    needed = [_workloads(view), _model(view), picker, gateway_status.gateway(world, shared)]
+    if (route := gateway_status.route(world, shared)) is not None:
         needed.append(route)
-    found = [_ready(seen, needed), _progressing(seen, picker), *needed]
-    found.extend(finding for finding in (front.scaling(world), _security(seen)) if finding is not None)
+    found = [_ready(view, needed), _progressing(view, picker), *needed]
+    others = (gateway_status.scaling(world), _security(view), _warnings(view))
+    found.extend(finding for finding in others if finding is not None)
     return found
 
 
-def _ready(seen: _Seen, needed: list[Finding]) -> Finding:
-    kind, pool = ConditionType.READY, seen.world.pool
+def _ready(view: _PoolView, needed: list[Finding]) -> Finding:
+    kind, pool = ConditionType.READY, view.world.pool
     if pool.deleting:
         return Finding(kind, "False", Reason.DELETING, "the pool is being deleted")
     failing = [finding for finding in needed if finding.status != "True"]
     # What needs somebody comes before what passes, and both before what is not known.
     failing.sort(key=lambda finding: (finding.status == "Unknown", finding.reason.info.good is not False))
     broken = bool(failing) and failing[0].reason.info.good is False
-    if seen.desired == 0 and not broken:
+    if view.desired == 0 and not broken:
         text = "replicas is 0: requests for the model are answered 503"
         return Finding(kind, "False", Reason.SCALED_TO_ZERO, text)
-    if failing:
+    if failing and not (view.serving and all(map(_lets_serve, failing))):
         status: Status = "False" if any(finding.status == "False" for finding in failing) else "Unknown"
         return Finding(kind, status, failing[0].reason, failing[0].detail)
-    url = front.url(seen.world, seen.shared)
+    url = gateway_status.url(view.world, view.shared)
     where = f" at {url}" if url else ""
     notes = [finding.detail for finding in needed if not finding.reason.info.good]
-    text = "; ".join([f"{pool.spec.model.served_name} is served by {_pods(len(seen.ready))}{where}", *notes])
-    return Finding(kind, "True", Reason.SERVING, text)
+    text = "; ".join(
+        [f"{pool.spec.model.served_name} is served by {_pods(len(view.serving))}{where}", *notes]
+    )
+    return Finding(kind, "True", failing[0].reason if broken else Reason.SERVING, text)
 
 
-def _workloads(seen: _Seen) -> Finding:
-    kind, desired, ready = ConditionType.WORKLOADS_READY, seen.desired, len(seen.ready)
-    if seen.target.existing is None and seen.refused is not None:
-        return Finding(kind, "False", seen.refused.reason, seen.refused.detail)
-    if seen.target.existing is None and (problem := runtime.template_problem(seen.world.pool)):
-        return Finding(kind, "False", Reason.TEMPLATE_INVALID, problem + _meanwhile(seen))
-    if seen.target.existing is None:
-        name = names.deployment(seen.world.pool.name, seen.target.name)
-        if runtime.needs_keys(seen.world.pool) and not has_keys(seen.world.gateway):
-            text = f"Deployment {name} is made as soon as gateway {seen.shared.name} has its keys"
-            return Finding(kind, "False", Reason.KEYS_PENDING, text + _meanwhile(seen))
-        return Finding(kind, "False", Reason.PENDING, f"Deployment {name} is not there yet{_meanwhile(seen)}")
+def _lets_serve(finding: Finding) -> bool:
+    """Whether requests succeed all the same, by the pods that serve: others are missing, or not listed yet."""
+    return finding.type is ConditionType.WORKLOADS_READY or finding.reason is Reason.ENDPOINTS_MISSING
+
+
+def _workloads(view: _PoolView) -> Finding:
+    kind, desired, ready = ConditionType.WORKLOADS_READY, view.desired, len(view.ready)
+    if view.target.existing is None and view.refused is not None:
+        return Finding(kind, "False", view.refused.reason, view.refused.detail)
+    if view.target.existing is None and (problem := runtime.template_problem(view.world.pool)):
+        return Finding(kind, "False", Reason.TEMPLATE_INVALID, problem + _meanwhile(view))
+    if view.target.existing is None:
+        name = names.deployment(view.world.pool.name, view.target.name)
+        if runtime.needs_keys(view.world.pool) and not has_keys(view.world.gateway):
+            text = f"Deployment {name} is made as soon as gateway {view.shared.name} has its keys"
+            return Finding(kind, "False", Reason.KEYS_PENDING, text + _meanwhile(view))
+        return Finding(kind, "False", Reason.PENDING, f"Deployment {name} is not there yet{_meanwhile(view)}")
     if desired == 0:
         return Finding(kind, "True", Reason.SCALED_TO_ZERO, "no pods are asked for")
-    if ready >= desired and seen.observed:
+    if ready >= desired and view.observed:
         return Finding(kind, "True", Reason.PODS_READY, f"{ready} of {desired} pods are ready")
     head = f"{ready} of {desired} pods are ready"
-    if seen.causes:
-        first, *others = seen.causes
+    if view.causes:
+        first, *others = view.causes
         also = "".join(f"; also {one.reason} ({_pods(len(one.pods))})" for one in others if one.pods)
-        return Finding(kind, "False", first.reason, f"{head}; {first.detail}{also}{_meanwhile(seen)}")
-    if seen.world.pool.spec.rollout.paused and seen.old:
-        return Finding(kind, "False", Reason.PAUSED, head + _meanwhile(seen))
+        return Finding(kind, "False", first.reason, f"{head}; {first.detail}{also}{_meanwhile(view)}")
+    if view.world.pool.spec.rollout.paused and view.old:
+        return Finding(kind, "False", Reason.PAUSED, head + _meanwhile(view))
     return Finding(
-        kind, "False", Reason.ROLLING_OUT if seen.old else Reason.PODS_STARTING, head + _meanwhile(seen)
+        kind, "False", Reason.ROLLING_OUT if view.old else Reason.PODS_STARTING, head + _meanwhile(view)
     )
 
 
-def _meanwhile(seen: _Seen) -> str:
-    return f"; meanwhile served by {_pods(seen.old_ready)} of older revisions" if seen.old_ready else ""
+def _meanwhile(view: _PoolView) -> str:
+    return f"; meanwhile served by {_pods(view.old_ready)} of older revisions" if view.old_ready else ""
 
 
-def _model(seen: _Seen) -> Finding:
-    kind, model = ConditionType.MODEL_READY, seen.world.pool.spec.model
+def _model(view: _PoolView) -> Finding:
+    kind, model = ConditionType.MODEL_READY, view.world.pool.spec.model
     name = model.served_name
-    if seen.ready:
+    if view.ready:
         served = (
-            seen.world.picker.models.get(seen.world.pool.name, ()) if seen.world.picker is not None else ()
+            view.world.picker.models.get(view.world.pool.name, ()) if view.world.picker is not None else ()
         )
         if served and name not in served:
-            text = f"the pods serve {front.few(served)}, not {name}"
+            text = f"the pods serve {gateway_status.few(served)}, not {name}"
             return Finding(kind, "False", Reason.MODEL_NOT_SERVED, text)
-        have = "has" if len(seen.ready) == 1 else "have"
+        have = "has" if len(view.ready) == 1 else "have"
         return Finding(
-            kind, "True", Reason.MODEL_LOADED, f"{_pods(len(seen.ready))} {have} loaded the model {name}"
+            kind, "True", Reason.MODEL_LOADED, f"{_pods(len(view.ready))} {have} loaded the model {name}"
         )
-    if seen.desired == 0:
+    if view.serving:
+        have = "has" if len(view.serving) == 1 else "have"
+        text = f"{_pods(len(view.serving))} of older revisions {have} loaded the model {name}"
+        return Finding(kind, "True", Reason.MODEL_LOADED, text)
+    if view.desired == 0:
         return Finding(kind, "Unknown", Reason.SCALED_TO_ZERO, "no pod loads the model")
-    cause = next((cause for cause in seen.causes if cause.reason in _ABOUT_THE_MODEL), None)
+    cause = next((cause for cause in view.causes if cause.reason in _ABOUT_THE_MODEL), None)
     if cause is None:
         return Finding(kind, "Unknown", Reason.PODS_STARTING, f"no pod has begun to load {model.uri}")
     detail = cause.detail
-    if cause.reason is Reason.WEIGHTS_DOWNLOADING and (download := _download(seen)) is not None:
+    if cause.reason is Reason.WEIGHTS_DOWNLOADING and (download := _download(view)) is not None:
         detail = f"{download['percent']} % of {model.uri} are there, downloaded by {_pods(len(cause.pods))}"
     return Finding(
         kind, "False", cause.reason, f"{model.uri}: {detail}" if model.uri not in detail else detail
     )
 
 
-def _progressing(seen: _Seen, picker: Finding) -> Finding:
+def _progressing(view: _PoolView, picker: Finding) -> Finding:
     kind, desired, ready, revision = (
         ConditionType.PROGRESSING,
-        seen.desired,
-        len(seen.ready),
-        seen.target.name,
+        view.desired,
+        len(view.ready),
+        view.target.name,
     )
     state = f"revision {revision}: {ready} of {desired} pods are ready"
-    if seen.world.pool.deleting:
-        return Finding(kind, "True", Reason.DELETING, f"left: {_pods(len(seen.world.pods))}")
-    if seen.refused is not None:
-        return Finding(kind, "False", seen.refused.reason, seen.refused.detail)
-    if seen.old and seen.world.pool.spec.rollout.paused:
+    if view.world.pool.deleting:
+        return Finding(kind, "True", Reason.DELETING, f"left: {_pods(len(view.world.pods))}")
+    if view.refused is not None:
+        return Finding(kind, "False", view.refused.reason, view.refused.detail)
+    if view.old and view.world.pool.spec.rollout.paused:
         return Finding(
-            kind, "False", Reason.PAUSED, f"{state}; kept of older revisions: {_pods(len(seen.old))}"
+            kind, "False", Reason.PAUSED, f"{state}; kept of older revisions: {_pods(len(view.old))}"
         )
-    settled = seen.observed and ready >= desired and len(seen.current) == desired
-    if not settled and _overdue(seen):
+    settled = view.observed and ready >= desired and len(view.current) == desired
+    if not settled and _overdue(view):
         return Finding(kind, "False", Reason.ROLLOUT_STALLED, state)
-    if seen.old:
-        text = f"{state}; left of older revisions: {_pods(len(seen.old))}"
-        drains = f"; {_draining(seen)}" if seen.draining else ""
+    if view.old:
+        text = f"{state}; left of older revisions: {_pods(len(view.old))}"
+        drains = f"; {_draining(view)}" if view.draining else ""
         return Finding(kind, "True", Reason.ROLLING_OUT, text + drains)
     if not settled:
-        moving = len(seen.current) != desired
+        moving = len(view.current) != desired
         return Finding(kind, "True", Reason.SCALING if moving else Reason.PODS_STARTING, state)
-    if seen.draining:
-        return Finding(kind, "True", Reason.DRAINING, _draining(seen))
-    if former := front.former_envoys(seen.world):
+    if view.draining:
+        return Finding(kind, "True", Reason.DRAINING, _draining(view))
+    if former := gateway_status.former_envoys(view.world):
         return Finding(
             kind, "True", Reason.ROLLING_OUT, f"{state}; left of Envoys with former settings: {_pods(former)}"
         )
@@ -311,62 +353,79 @@ def _progressing(seen: _Seen, picker: Finding) -> Finding:
     return Finding(kind, "False", Reason.ROLLOUT_COMPLETE, state)
 
 
-def _draining(seen: _Seen) -> str:
+def _draining(view: _PoolView) -> str:
     """Who finishes how many requests until when."""
-    timeout = timedelta(seconds=seen.world.pool.spec.drain.timeout_seconds)
-    terms = Terms.of(seen.world)
+    timeout = timedelta(seconds=view.world.pool.spec.drain.timeout_seconds)
+    policy = DrainPolicy.of(view.world)
     ends = []
-    for pod in seen.draining:
-        told = pod["metadata"].get("deletionTimestamp")
-        ends.append(datetime.fromisoformat(told) if told else deadline(pod, timeout, seen.world.now))
-    known = [count for pod in seen.draining if (count := terms.in_flight(pod)) is not None]
+    for pod in view.draining:
+        reported = pod["metadata"].get("deletionTimestamp")
+        ends.append(datetime.fromisoformat(reported) if reported else deadline(pod, timeout, view.world.now))
+    known = [count for pod in view.draining if (count := policy.in_flight(pod)) is not None]
     left = f", {requests(sum(known))}" if known else ""
     latest = max((end for end in ends if end is not None), default=None)
     until = f", until {timestamp(latest)} at the latest" if latest is not None else ""
-    return f"finishing their requests: {_pods(len(seen.draining))}{left}{until}"
+    return f"finishing their requests: {_pods(len(view.draining))}{left}{until}"
 
 
-def _security(seen: _Seen) -> Finding | None:
+def _security(view: _PoolView) -> Finding | None:
     """Where the pods go beyond what the operator would make by itself; None where they do not."""
-    if seen.target.existing is None:
+    if view.target.existing is None:
         return None
-    found = exceptions(seen.target.existing.object["spec"]["template"]["spec"])
+    found = exceptions(
+        view.target.existing.object["spec"]["template"]["spec"], gpu=view.world.pool.spec.accelerator.is_gpu
+    )
     if not found:
         return None
-    text = f"spec.template makes pods less confined: {front.few(found)}"
+    text = f"spec.template makes pods less confined: {gateway_status.few(found)}"
     return Finding(ConditionType.SECURITY_EXCEPTIONS, "True", Reason.POD_SECURITY_EXCEPTION, text)
 
 
-def _overdue(seen: _Seen) -> bool:
+def _warnings(view: _PoolView) -> Finding | None:
+    """What the spec asks for in vain, the first with its reason; None where there is nothing."""
+    pool = view.world.pool
+    found: list[tuple[Reason, str]] = []
+    there = {
+        child.ref.name: child for child in view.world.children if child.ref.kind == "PersistentVolumeClaim"
+    }
+    troubles = (claims.unshareable(pool, one, there.get(one.name)) for one in claims.wanted(pool))
+    found.extend((Reason.CLAIM_NOT_SHAREABLE, trouble) for trouble in troubles if trouble)
+    if (unused := pool.spec.unused_devices) > 0:
+        text = f"accelerator.count is {pool.spec.accelerator.count}, and the engine uses {unused} fewer"
+        found.append((Reason.DEVICES_UNUSED, text))
+    if not found:
+        return None
+    return Finding(ConditionType.WARNINGS, "True", found[0][0], "; ".join(text for _, text in found))
+
+
+def _overdue(view: _PoolView) -> bool:
     """Whether the Deployment's controller has given up waiting for the current revision."""
-    status = (seen.target.existing.object.get("status") or {}) if seen.target.existing is not None else {}
-    return any(
-        condition["type"] == "Progressing" and condition.get("reason") == "ProgressDeadlineExceeded"
-        for condition in status.get("conditions") or ()
-    )
+    there = view.target.existing
+    reported = condition_of(there.object, "Progressing") if there is not None else {}
+    return reported.get("reason") == "ProgressDeadlineExceeded"
 
 
-def _endpoints(seen: _Seen) -> list[EndpointStatus]:
+def _endpoints(view: _PoolView) -> list[EndpointStatus]:
     """The pods that have an address. Without a picker's word, a ready pod that does not drain is held to serve."""
-    listed = revisions.routable(seen.world.picker, seen.world.pool.name)
-    port, found = seen.world.pool.spec.engine.port, []
-    for pod in seen.live:
+    listed = revisions.routable(view.world.picker, view.world.pool.name)
+    port, found = view.world.pool.spec.engine.port, []
+    for pod in view.live:
         host = (pod.get("status") or {}).get("podIP")
         if not host:
             continue
-        name, ready = str(pod["metadata"]["name"]), reading.is_ready(pod)
+        name, ready = str(pod["metadata"]["name"]), pod_state.is_ready(pod)
         serving = ready and _label(pod, labels.SERVING) == "true" and (listed is None or name in listed)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         found.append(EndpointStatus(name=name, address=address, ready=ready, serving=serving))
     return found[:MAX_ENDPOINTS]
 
 
-def _download(seen: _Seen) -> DownloadStatus | None:
+def _download(view: _PoolView) -> DownloadStatus | None:
     """The downloads of the current revision's pods together; None if none is under way."""
-    busy = {pod for cause in seen.causes if cause.reason is Reason.WEIGHTS_DOWNLOADING for pod in cause.pods}
-    told = [seen.progress[pod] for pod in sorted(busy) if pod in seen.progress]
-    done, total = sum(one for one, _ in told), sum(whole for _, whole in told)
-    if not total or not all(whole for _, whole in told):
+    busy = {pod for cause in view.causes if cause.reason is Reason.WEIGHTS_DOWNLOADING for pod in cause.pods}
+    reported = [view.progress[pod] for pod in sorted(busy) if pod in view.progress]
+    done, total = sum(one for one, _ in reported), sum(whole for _, whole in reported)
+    if not total or not all(whole for _, whole in reported):
         return None
     return DownloadStatus(percent=percent(done, total), bytesDone=done, bytesTotal=total)
 

@@ -4,6 +4,10 @@ A step is a ragged batch: the new tokens of all sequences one after another. Eac
 KV pool, found through its page table. A backend is given the step's `Layout` once (`plan`) and is then called for every
 layer (`forward`), which first stores the new keys and values, then attends: token i of a sequence with `kv_len` tokens
 after the step and `q_len` new ones sees the first kv_len - q_len + i + 1 of them.
+
+What a token does not see must not matter: slots past a sequence's end and pages behind padding hold what
+others left there, which may be NaN. A mask alone is not enough, since 0 x NaN is NaN: hidden values are zeroed or not
+read.
 """
 
 from __future__ import annotations
@@ -43,9 +47,19 @@ class AttentionBackend(ABC):
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
 
+    def capture_buffers(self, layout: Layout) -> Any | None:
+        """Device memory for the plans of steps that are laid out like this one (as many sequences, one new token each,
+        pages for the longest that may come), so that kernels captured in a graph find each step's plan where they
+        look. None: steps of this backend cannot be captured."""
+        return None
+
     @abstractmethod
-    def plan(self, layout: Layout) -> Any:
-        """Prepare for a step; the result is handed back to `forward` for every layer."""
+    def plan(self, layout: Layout, buffers: Any | None = None) -> Any:
+        """Prepare for a step; the result is handed back to `forward` for every layer.
+
+        `buffers`: of `capture_buffers`, for a step that replays a graph: the plan is written there, and neither it nor
+        the call allocates device memory or waits for the device.
+        """
 
     @abstractmethod
     def forward(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -28,6 +30,8 @@ class _DecodeGroup:
     """(group x pages,) flattened page numbers."""
     mask: torch.Tensor | None
     """(group, 1, 1, keys) True where a key is visible; None = everywhere."""
+    hidden: torch.Tensor | None
+    """(hidden keys,) where the mask is False, in the flattened (group x keys); None = nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,8 @@ class _Plan:
 class TorchSDPA(AttentionBackend):
     """Grouped-query attention: in decode the query heads of one KV head are the rows of one small matrix."""
 
-    def plan(self, layout: Layout) -> _Plan:
+    def plan(self, layout: Layout, buffers: None = None) -> _Plan:
+        assert buffers is None, "this backend has no buffers to plan into"
         page_size = self.pool.page_size
         decodes: list[tuple[int, int, int]] = []  # (pages, sequence, token)
         extends: list[_Extend] = []
@@ -92,11 +97,13 @@ class TorchSDPA(AttentionBackend):
             sequences = torch.tensor([item[1] for item in group], device=device)
             pages = layout.page_table[sequences, :num_pages].reshape(-1)
             num_keys = num_pages * self.pool.page_size
-            mask = None
+            mask = hidden = None
             if min(lens) < num_keys:
                 visible = torch.arange(num_keys, device=device) < torch.tensor(lens, device=device)[:, None]
                 mask = visible[:, None, None, :]
-            plans.append(_DecodeGroup(rows, pages, mask))
+                # known on the CPU: asking the device (nonzero) would wait for it
+                hidden = torch.from_numpy(_hidden(lens, num_keys)).to(device)
+            plans.append(_DecodeGroup(rows, pages, mask, hidden))
         return plans
 
     def forward(
@@ -115,15 +122,19 @@ class TorchSDPA(AttentionBackend):
 
     def _decode(self, layer: int, q: torch.Tensor, group: _DecodeGroup) -> torch.Tensor:
         rows, heads = q.shape[0], self.num_kv_heads
-        keys = self._gather(self.pool.keys[layer], group.pages, rows)
-        values = self._gather(self.pool.values[layer], group.pages, rows)
+        keys = self._gather(self.pool.keys[layer], group.pages, rows, group.hidden)
+        values = self._gather(self.pool.values[layer], group.pages, rows, group.hidden)
         queries = q.view(rows, heads, self.num_heads // heads, self.head_dim)
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, scale=self.scale)
         return out.reshape(rows, self.num_heads * self.head_dim)
 
-    def _gather(self, cache: torch.Tensor, pages: torch.Tensor, rows: int) -> torch.Tensor:
-        """(pages,) → (rows, kv_heads, keys, head_dim), a view of one copy."""
+    def _gather(
+        self, cache: torch.Tensor, pages: torch.Tensor, rows: int, hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(pages,) → (rows, kv_heads, keys, head_dim), a view of one copy, with zeros at `hidden`."""
         taken = cache.index_select(0, pages)
+        if hidden is not None:
+            taken.view(-1, self.num_kv_heads, self.head_dim).index_fill_(0, hidden, 0)
         return taken.view(rows, -1, self.num_kv_heads, self.head_dim).transpose(1, 2)
 
     def _extend(
@@ -161,3 +172,8 @@ class TorchSDPA(AttentionBackend):
                 enable_gqa=True,
             )
             out[start + low : start + high] = result[0].transpose(0, 1).reshape(high - low, -1)
+
+
+def _hidden(lens: list[int], num_keys: int) -> npt.NDArray[np.int64]:
+    """Indices, in the flattened (rows, num_keys), of the keys past each row's length."""
+    return np.concatenate([np.arange(row * num_keys + n, (row + 1) * num_keys) for row, n in enumerate(lens)])

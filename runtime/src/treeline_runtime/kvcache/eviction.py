@@ -19,7 +19,6 @@ EVICTION_POLICIES: Registry[EvictionKey] = Registry(
         "fifo": lambda node: (node.created,),
         "mru": lambda node: (-node.last_access,),
         "filo": lambda node: (-node.created,),
-        "priority": lambda node: (node.priority, node.last_access),
         # segmented: what was hit twice is protected from what was seen once
         "slru": lambda node: (int(node.hit_count >= 2), node.last_access),
     },

@@ -49,11 +49,15 @@ class PagePool:
         assert int(self._is_free.sum()) == self.num_free, "a page is marked free but not in the free list"
 
 
+CHECKED_BYTES = 64 << 20
+"""Keys and values that `are_finite` copies at once."""
+
+
 class KVPool:
     """Keys and values of every layer: each a tensor (pages, page_size, kv_heads, head_dim).
 
-    A token's slot is page x page_size + offset. Memory is zeroed: attention over padding must not meet NaN. On a CPU it
-    costs nothing until it is written.
+    A token's slot is page x page_size + offset. Slots that no token of a request was stored in may hold anything, NaN
+    included: backends never let them matter. On a CPU memory costs nothing until it is written.
     """
 
     def __init__(
@@ -67,21 +71,35 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_pages, page_size, num_kv_heads, head_dim)
         self.page_size = page_size
         self.num_pages = num_pages
-        self.keys = [_zeros(shape, dtype, device) for _ in range(num_layers)]
-        self.values = [_zeros(shape, dtype, device) for _ in range(num_layers)]
-        self._flat = [
-            (k.view(-1, num_kv_heads, head_dim), v.view(-1, num_kv_heads, head_dim))
-            for k, v in zip(self.keys, self.values, strict=True)
-        ]
+        # one tensor, so that what concerns a token in all layers is one operation
+        self._all = _zeros((num_layers, 2, num_pages, page_size, num_kv_heads, head_dim), dtype, device)
+        self._slots = self._all.view(num_layers, 2, num_pages * page_size, num_kv_heads, head_dim)
+        self.keys = [layer[0] for layer in self._all]
+        self.values = [layer[1] for layer in self._all]
+        self._flat = [(layer[0], layer[1]) for layer in self._slots]
 
     def store(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write new tokens. slots (tokens,), k and v (tokens, kv_heads, head_dim)."""
         keys, values = self._flat[layer]
         keys.index_copy_(0, slots, k)
         values.index_copy_(0, slots, v)
+
+    def are_finite(self, slots: torch.Tensor) -> torch.Tensor:
+        """slots (tokens,) → (tokens,) bool: whether a token's keys and values are finite in every layer."""
+        total = torch.zeros(len(slots), dtype=torch.float32, device=slots.device)
+        layer_bytes = len(slots) * self._slots[0, :, 0].numel() * self._slots.element_size()
+        step = max(1, CHECKED_BYTES // max(1, layer_bytes))
+        for first in range(0, len(self._slots), step):
+            stored = self._slots[first : first + step].index_select(2, slots)
+            # a sum is NaN or infinite if anything in it is; one pass, where isfinite() and all() need three
+            total += stored.sum((0, 1, 3, 4), dtype=torch.float32)
+        return total.isfinite()
+
+    def clear(self, pages: Pages) -> None:
+        """Zero whole pages in every layer."""
+        self._all.index_fill_(2, torch.from_numpy(pages).to(self._all.device), 0)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -210,7 +210,6 @@ class RadixCache:
         *,
         prompt_tokens: int,
         namespace: str | None = None,
-        priority: int = 0,
     ) -> tuple[int, Node | None]:
         """Add `key` whose KV is in `pages` (one number per whole page of the key; a trailing partial page is ignored).
 
@@ -240,10 +239,6 @@ class RadixCache:
         if match.num_pages < total:
             for start, end in pairwise(cuts):
                 node = self._append(node, key, pages, start, end, prompt_tokens, namespace)
-        step: Node | None = node
-        while step is not None:
-            step.priority = max(step.priority, priority)
-            step = step.parent
         self._touch(node)
         return match.num_pages, node
 
@@ -322,9 +317,7 @@ class RadixCache:
         assert parent is not None
         assert 0 < at < len(node.pages)
         size = self._page_bytes
-        upper = Node(
-            parent, node.key[: at * size], node.pages[:at], node.digests[:at], node.created, node.priority
-        )
+        upper = Node(parent, node.key[: at * size], node.pages[:at], node.digests[:at], node.created)
         upper.lock_ref = node.lock_ref
         upper.hit_count = node.hit_count
         upper.last_access = node.last_access

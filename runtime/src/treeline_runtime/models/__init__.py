@@ -1,5 +1,7 @@
 """Models: configuration, weights, and the decoder they make."""
 
+from __future__ import annotations
+
 from treeline_runtime.models.config import ModelConfig, ModelError
 
 __all__ = ["ModelConfig", "ModelError"]

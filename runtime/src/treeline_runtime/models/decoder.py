@@ -5,13 +5,17 @@ Tensors are flat over the step: (tokens, …). Projections that read the same in
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import torch.nn.functional as F
 
 from treeline_runtime.core import Context
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.rope import rope_tables, rotate
-from treeline_runtime.models.weights import Weights
+from treeline_runtime.models.weights import EMBEDDING, HEAD, Weights
+
+logger = logging.getLogger(__name__)
 
 
 class Linear:
@@ -25,13 +29,18 @@ class Linear:
         self, weights: Weights, prefix: str, names: dict[str, int], size: int, *, bias: bool
     ) -> None:
         weight = _stack([weights.take(f"{prefix}{n}.weight", out, size) for n, out in names.items()])
+        self._name = prefix + "+".join(names)
         self._weight = weight.t().contiguous().t()
         self._bias = (
             _stack([weights.take(f"{prefix}{n}.bias", out) for n, out in names.items()]) if bias else None
         )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight, self._bias)
+    def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        y = F.linear(x, self._weight, self._bias)
+        if context.adapters is None:
+            return y
+        delta = context.adapters.delta(self._name, x)
+        return y if delta is None else y + delta
 
 
 def _stack(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -61,12 +70,12 @@ class Attention:
             self._qk_norm = torch.cat((q_norm, k_norm))
 
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        qkv = self._qkv(x).view(-1, self._heads + 2 * self._kv_heads, self._dim)
+        qkv = self._qkv(x, context).view(-1, self._heads + 2 * self._kv_heads, self._dim)
         qk, v = qkv.split((self._heads + self._kv_heads, self._kv_heads), dim=1)
         if self._qk_norm is not None:
             qk = F.rms_norm(qk, (self._dim,), eps=self._eps) * self._qk_norm
         q, k = rotate(qk, context.cos, context.sin).split((self._heads, self._kv_heads), dim=1)
-        return self._o(context.attention.forward(self._layer, q, k, v, context.plan))
+        return self._o(context.attention.forward(self._layer, q, k, v, context.plan), context)
 
 
 class Layer:
@@ -87,8 +96,8 @@ class Layer:
 
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         x = x + self._attention(F.rms_norm(x, self._shape, self._norm1, self._eps), context)
-        gate, up = self._gate_up(F.rms_norm(x, self._shape, self._norm2, self._eps)).chunk(2, dim=-1)
-        return x + self._down(F.silu(gate) * up)
+        gate, up = self._gate_up(F.rms_norm(x, self._shape, self._norm2, self._eps), context).chunk(2, dim=-1)
+        return x + self._down(F.silu(gate) * up, context)
 
 
 class Decoder:
@@ -96,12 +105,9 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, weights: Weights, context_length: int) -> None:
         self.config = config
-        vocab, hidden = config.vocab_size, config.hidden_size
-        self._embedding = weights.take("model.embed_tokens.weight", vocab, hidden)
+        self._embedding, self._head = _embedding_and_head(config, weights)
         self._layers = [Layer(config, weights, i) for i in range(config.num_layers)]
-        self._norm = weights.take("model.norm.weight", hidden)
-        tied = config.tie_word_embeddings
-        self._head = self._embedding if tied else weights.take("lm_head.weight", vocab, hidden)
+        self._norm = weights.take("model.norm.weight", config.hidden_size)
         self._cos, self._sin = rope_tables(
             config.rope,
             config.head_dim,
@@ -125,3 +131,23 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(rows, hidden) → (rows, vocabulary), float32."""
         return F.linear(hidden, self._head).float()
+
+
+def _embedding_and_head(config: ModelConfig, weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
+    """One matrix where config.json ties them, unless the checkpoint has two different ones: as transformers does it."""
+    shape = (config.vocab_size, config.hidden_size)
+    if not config.tie_word_embeddings:
+        return weights.take(EMBEDDING, *shape), weights.take(HEAD, *shape)
+    if not weights.has(HEAD):
+        embedding = weights.take(EMBEDDING, *shape)
+        return embedding, embedding
+    head = weights.take(HEAD, *shape)
+    if not weights.has(EMBEDDING):
+        return head, head
+    embedding = weights.take(EMBEDDING, *shape)
+    if torch.equal(embedding, head):
+        return embedding, embedding
+    logger.warning(
+        "config.json ties embedding and head, but the checkpoint has two that differ: both are used"
+    )
+    return embedding, head

@@ -1,9 +1,9 @@
 """Rotary position embedding: one table of cosines and sines per model, looked up by position.
 
 The angle at a position depends on the position alone, so a cached key is right for all requests that share its prefix.
-That decides one question: `dynamic` scaling changes all frequencies with the sequence's length. Here a token at
-position p past the trained length gets the frequencies of a sequence of p + 1 tokens: what decoding token by token
-with a KV cache gives in the reference implementation.
+That decides one question: the base of `dynamic` scaling grows with the sequence, and a sequence grows while its keys
+are kept. As in vLLM there is one base for everything that a server computes, that of the longest sequence it serves. A
+context within the trained length, the default, is not scaled at all.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ def rope_tables(
     """→ cos, sin, each (length, head_dim), for `rotate`."""
     positions = torch.arange(length, dtype=torch.float32)
     if rope.type == "dynamic":
-        angles = _dynamic_angles(rope, head_dim, max_position, positions)
-        scale = 1.0
+        frequencies, scale = _plain(_dynamic_base(rope, head_dim, max_position, length), head_dim), 1.0
     else:
         frequencies, scale = _frequencies(rope, head_dim)
-        angles = positions[:, None] * frequencies
+    angles = positions[:, None] * frequencies
     cos, sin = angles.cos() * scale, angles.sin() * scale
     # rotate() multiplies sin with the swapped halves: the sign of the rotation is folded in here
     return (
@@ -95,8 +94,6 @@ def _yarn_scale(rope: RopeConfig) -> float:
     return mscale(1.0)
 
 
-def _dynamic_angles(rope: RopeConfig, dim: int, max_position: int, positions: torch.Tensor) -> torch.Tensor:
-    lengths = (positions + 1).clamp(min=max_position)
-    bases = rope.theta * ((rope.factor * lengths / max_position) - (rope.factor - 1)) ** (dim / (dim - 2))
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-    return positions[:, None] / bases[:, None] ** exponents
+def _dynamic_base(rope: RopeConfig, dim: int, trained: int, length: int) -> float:
+    stretch = rope.factor * max(length, trained) / trained - (rope.factor - 1)
+    return float(rope.theta * stretch ** (dim / (dim - 2)))

@@ -5,6 +5,7 @@ They speak for the scheduler: when it says nothing any more, they end, and a rou
 
 from __future__ import annotations
 
+import msgspec
 from treeline_wire import frames
 from treeline_wire.load import LOAD_TOPIC, TREELINE_LOAD_TOPIC, LoadStat, TreelineLoad, encode
 
@@ -16,13 +17,12 @@ STILL_AFTER_S = 3.0
 """Reports end when the scheduler has said nothing for so long. It does so every half second, between two steps."""
 
 
-class LoadFeed:
+class LoadStream:
     """Latest load in, messages out: SGLang's `LoadStat` and ours, one after the other. Times are monotonic seconds."""
 
     def __init__(self, epoch: int, page_size: int) -> None:
         self._epoch = epoch
-        self._page_size = page_size
-        self._load = LoadUpdate()
+        self._load = LoadUpdate(page_size=page_size)
         self._draining = False
         self._changed = True
         self._urgent = False
@@ -65,7 +65,7 @@ class LoadFeed:
             num_running=load.running,
             num_waiting=load.waiting,
             num_tokens=load.tokens_used,
-            max_total_num_tokens=load.pages_total * self._page_size,
+            max_total_num_tokens=load.tokens_total,
             attn_dp_rank=0,
             num_waiting_uncached_tokens=load.waiting_uncached_tokens,
             num_total_tokens=load.tokens_used + load.waiting_uncached_tokens,
@@ -75,21 +75,11 @@ class LoadFeed:
         )
 
     def _treeline_load(self, seq: int) -> TreelineLoad:
-        load = self._load
-        return TreelineLoad(
+        load = msgspec.convert(self._load, TreelineLoad, from_attributes=True)
+        return msgspec.structs.replace(
+            load,
             epoch=self._epoch,
             seq=seq,
-            running=load.running,
-            waiting=load.waiting,
-            waiting_uncached_tokens=load.waiting_uncached_tokens,
-            pages_used=load.pages_used,
-            pages_cached=load.pages_cached,
-            pages_total=load.pages_total,
-            page_size=self._page_size,
-            prefill_tokens_per_s=load.prefill_tokens_per_s,
-            decode_step_ms=load.decode_step_ms,
             draining=load.draining or self._draining,
-            adapters=[],
             in_flight=load.running + load.waiting,
-            max_running=load.max_running,
         )

@@ -1,4 +1,4 @@
-"""The publisher process: the sockets around `Feed` and `LoadFeed`.
+"""The publisher process: the sockets around `EventStream` and `LoadStream`.
 
 One loop over four sockets: the inbox (from the scheduler and the HTTP process), the event PUB, the replay ROUTER and
 the load PUB. Live events come first; answers to replay and snapshot requests advance a few messages per turn of the
@@ -18,11 +18,19 @@ import zmq
 from tokenizers import Tokenizer
 
 from treeline_runtime.child import ChildSpec, StartError, run_child
-from treeline_runtime.ipc import HEARTBEAT_S, AnnouncedReq, Inbox, Outbox, Pulse, Ready, decode_to_publisher
+from treeline_runtime.ipc import (
+    HEARTBEAT_S,
+    AnnouncedReq,
+    HeartbeatSender,
+    Inbox,
+    Outbox,
+    Ready,
+    decode_to_publisher,
+)
 from treeline_runtime.messages import CacheUpdate, DrainReq, LoadUpdate, Reply
-from treeline_runtime.publisher.feed import Feed, Message
-from treeline_runtime.publisher.load import LoadFeed
-from treeline_runtime.publisher.mirror import Mirror
+from treeline_runtime.publisher.announced_index import AnnouncedIndex
+from treeline_runtime.publisher.event_stream import EventStream, Message
+from treeline_runtime.publisher.load import LoadStream
 from treeline_runtime.publisher.reencode import TokenizerReencoder
 from treeline_runtime.publisher.sockets import open_keys
 
@@ -68,10 +76,10 @@ class Publisher:
     """Owns the sockets. `run` never returns; the process ends with its parent."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], spec: ChildSpec, feed: Feed, load: LoadFeed
+        self, context: zmq.Context[zmq.Socket[bytes]], spec: ChildSpec, stream: EventStream, load: LoadStream
     ) -> None:
         args = spec.args
-        self._feed = feed
+        self._stream = stream
         self._load = load
         self._updates = 0
         self._questions: list[AnnouncedReq] = []
@@ -80,7 +88,7 @@ class Publisher:
         self._host = f"[{host}]" if ":" in host else host
         self._inbox = Inbox(context, spec.addresses.publisher, decode_to_publisher)
         self._http = Outbox(context, spec.addresses.http)
-        self._pulse = Pulse("publisher", self._http)
+        self._heartbeat = HeartbeatSender("publisher", self._http)
         self._events, events_port = self._bind(context, zmq.PUB, args.events_port, "--events-port", PUB_HWM)
         self._router, replay_port = self._bind(context, zmq.ROUTER, args.replay_port, "--replay-port", 1000)
         self._loads, load_port = self._bind(context, zmq.PUB, args.load_port, "--load-port", LOAD_HWM)
@@ -112,7 +120,7 @@ class Publisher:
 
     def run(self) -> None:
         while True:
-            self._pulse.beat()
+            self._heartbeat.beat()
             self._poller.poll(self._wait_ms(time.monotonic()))
             for message in self._inbox.take():
                 self._take(message)
@@ -134,7 +142,7 @@ class Publisher:
         match message:
             case CacheUpdate():
                 self._updates += 1
-                live = self._feed.on_update(message, time.time())
+                live = self._stream.on_update(message, time.time())
                 if live is not None:
                     self._events.send_multipart(live, zmq.NOBLOCK)  # PUB never blocks: it drops at the mark
             case LoadUpdate():
@@ -148,7 +156,7 @@ class Publisher:
         """Answers a question whose time has come."""
         if self._updates < question.after_updates:
             return False
-        data = {"seq": self._feed.newest, "hashes": self._feed.mirror.announced()}
+        data = {"seq": self._stream.newest, "hashes": self._stream.index.announced()}
         self._http.send(Reply(question.id, data=data))
         return True
 
@@ -160,7 +168,7 @@ class Publisher:
             except zmq.Again:
                 return
             client = self._clients.get(identity) or _Client(moved_at=time.monotonic())
-            answer = self._feed.on_request(message) if len(client.answers) < ANSWERS_A_CLIENT else None
+            answer = self._stream.on_request(message) if len(client.answers) < ANSWERS_A_CLIENT else None
             if answer is not None:
                 client.answers.append(answer)
                 self._clients[identity] = client
@@ -201,8 +209,8 @@ def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     tokenizer = Tokenizer.from_file(f"{spec.model_dir}/tokenizer.json")
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    feed = Feed(spec.epoch, Mirror(TokenizerReencoder(tokenizer)))
-    Publisher(context, spec, feed, LoadFeed(spec.epoch, spec.args.page_size)).run()
+    stream = EventStream(spec.epoch, AnnouncedIndex(TokenizerReencoder(tokenizer)))
+    Publisher(context, spec, stream, LoadStream(spec.epoch, spec.args.page_size)).run()
 
 
 if __name__ == "__main__":

@@ -1,26 +1,28 @@
 """From logits to tokens.
 
 A sampled token is a function of its row alone: the logits, the parameters, the request's seed, the token's index.
-Whatever else is in the batch, and however often a request is retracted, it draws the same number.
+Whatever else is in the batch, and however often a request is retracted, it draws the same numbers.
+
+Tokens race: each has an exponential variate, divided by its probability, and the smallest wins (Gumbel's trick, without
+the logarithm of the probability). Token i wins with its probability. The last bits of the logits, which do depend on
+the batch, decide only where the first two arrive within those bits of each other. Inverting the cumulative function has
+that risk at the border of every token, and the roundings of all earlier tokens add to it.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from treeline_runtime.messages import SamplingParams
+from treeline_runtime.sampling.noise import negative_exponentials, row_keys
 
-_MASK = (1 << 64) - 1
-
-
-def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) from a seed and a counter (splitmix64), with 40 bits."""
-    x = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1B54A32D192ED03) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return float((x ^ (x >> 31)) >> 24) / (1 << 40)
+RANKED = 1024
+"""Tokens that are put in order for top_p and min_p before the whole vocabulary is."""
+BLOCK = 1 << 18
+"""Elements of (rows x vocabulary) computed at once: what stays in a CPU's cache from one operation to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +65,19 @@ def sample(logits: torch.Tensor, rows: list[Row]) -> torch.Tensor:
     free = [i for i, row in enumerate(rows) if not row.params.greedy]
     if not free:
         return chosen
-    temperatures = torch.tensor([rows[i].params.temperature for i in free], device=logits.device)
-    probs = torch.softmax(logits[free] / temperatures[:, None], dim=-1)
-    draws = torch.tensor([uniform(rows[i].seed, rows[i].index) for i in free], dtype=torch.float64)
-    plain = [j for j, i in enumerate(free) if not _filters(rows[i].params)]
-    filtered = [j for j, i in enumerate(free) if _filters(rows[i].params)]
-    where = torch.tensor(free, device=logits.device)
-    draws = draws.to(logits.device)
-    if plain:
-        chosen[where[plain]] = _draw(probs[plain], draws[plain])
+    temperatures = torch.tensor([row.params.temperature for row in rows], device=logits.device)
+    keys = row_keys([(row.seed, row.index) for row in rows], logits.device)
+    plain = [i for i in free if not _filters(rows[i].params)]
+    filtered = [i for i in free if _filters(rows[i].params)]
+    block = max(1, BLOCK // logits.shape[1]) if logits.device.type == "cpu" else len(rows)
+    for first in range(0, len(plain), block):
+        part = torch.tensor(plain[first : first + block], device=logits.device)
+        probs = torch.softmax(logits[part].div_(temperatures[part, None]), dim=-1)
+        chosen[part] = _race(probs, negative_exponentials(keys[part], logits.shape[1]))
     if filtered:
-        chosen[where[filtered]] = _draw_filtered(
-            probs[filtered], draws[filtered], [rows[free[j]].params for j in filtered]
-        )
+        part = torch.tensor(filtered, device=logits.device)
+        probs = torch.softmax(logits[part].div_(temperatures[part, None]), dim=-1)
+        chosen[part] = _draw_filtered(probs, keys[part], [rows[i].params for i in filtered])
     return chosen
 
 
@@ -102,25 +104,61 @@ def _adjust(logits: torch.Tensor, row: Row) -> None:
         logits[torch.tensor(sorted(row.stop_ids), device=logits.device)] = float("-inf")
 
 
-def _draw(probs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """Invert the distribution function. probs (rows, n) need not sum to one."""
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
-    targets = draws[:, None] * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
-    return index.clamp_(max=probs.shape[1] - 1)
+def _race(probs: torch.Tensor, negative_times: torch.Tensor) -> torch.Tensor:
+    """probs (rows, n), not necessarily normalised → the winner of each row. What has no probability never wins."""
+    return torch.div(probs, negative_times, out=negative_times).min(-1).indices
 
 
-def _draw_filtered(probs: torch.Tensor, draws: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+def _draw_filtered(probs: torch.Tensor, keys: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    vocab, device = probs.shape[1], probs.device
+    # what top_k leaves has to be ranked whole: top_p is a share of it
+    width = min(vocab, max(p.top_k if p.top_k > 0 else RANKED for p in params))
+    ordered, ids, keep = _kept(probs, params, width)
+    tokens = ids.gather(1, _race(ordered, negative_exponentials(keys, vocab, ids))[:, None]).squeeze(1)
+    unlimited = [i for i, p in enumerate(params) if p.top_k <= 0 or p.top_k >= vocab]
+    if width < vocab and unlimited:
+        last = keep[:, -1].tolist()
+        if cut := [i for i in unlimited if last[i]]:  # their choice may go on beyond what was ranked
+            ordered, ids, _ = _kept(probs[cut], [params[i] for i in cut], vocab)
+            winners = _race(ordered, negative_exponentials(keys[cut], vocab, ids))
+            tokens[torch.tensor(cut, device=device)] = ids.gather(1, winners[:, None]).squeeze(1)
+    return tokens
+
+
+def _kept(
+    probs: torch.Tensor, params: list[SamplingParams], width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The `width` likeliest of each row → (probabilities, 0 where they may not be chosen; token ids; whether they may).
+
+    Equal probabilities are ranked by token id, so that neither `width` nor other rows decide which of them are kept.
+    """
     device = probs.device
+    ordered, ids = _ranked(probs, width)
     vocab = probs.shape[1]
-    ordered, ids = torch.sort(probs, dim=-1, descending=True, stable=True)
     top_k = torch.tensor([p.top_k if p.top_k > 0 else vocab for p in params], device=device)
-    top_p = torch.tensor([p.top_p for p in params], device=device)
+    # sums of all probabilities may exceed 1 by rounding: without top_p nothing is compared with them
+    shares = [p.top_p if p.top_p < 1.0 else math.inf for p in params]
+    top_p = torch.tensor(shares, dtype=torch.float64, device=device)
     min_p = torch.tensor([p.min_p for p in params], device=device)
-    ordered = torch.where(torch.arange(vocab, device=device) < top_k[:, None], ordered, 0.0)
-    before = ordered.cumsum(-1) - ordered
-    keep = before < (top_p * ordered.sum(-1))[:, None]
+    keep = torch.arange(width, device=device) < top_k[:, None]
+    mass = torch.where(keep, ordered, 0.0).cumsum(-1, dtype=torch.float64)
+    # of rows without top_k only the likeliest may be here, but their whole mass is known: it is 1
+    total = torch.where(top_k < vocab, mass[:, -1], 1.0)
+    keep &= mass - ordered < (top_p * total)[:, None]
     keep[:, 0] = True  # top_p = 0 still leaves the likeliest
     keep &= ordered >= (min_p * ordered[:, 0])[:, None]
-    index = _draw(torch.where(keep, ordered, 0.0), draws)
-    return ids.gather(1, index[:, None]).squeeze(1)
+    return torch.where(keep, ordered, 0.0), ids, keep
+
+
+def _ranked(probs: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `width` likeliest of each row and their ids, the likeliest first, the lower id first among equals."""
+    vocab = probs.shape[1]
+    if width == vocab:
+        ordered, ids = torch.sort(probs, dim=-1, descending=True, stable=True)
+        return ordered, ids
+    # bits of floats that are not negative are ordered as they are; ids in the low half make all keys different
+    keys = probs.view(torch.int32).to(torch.int64).bitwise_left_shift_(32)
+    keys.bitwise_or_(torch.arange(vocab - 1, -1, -1, device=probs.device))
+    best = keys.topk(width, dim=-1).values
+    ids = vocab - 1 - best.bitwise_and_((1 << 32) - 1)
+    return probs.gather(1, ids), ids

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from treeline_runtime.core import Req
 from treeline_runtime.kvcache import Match, PagePool, Pages, RadixCache, key_of
 from treeline_runtime.kvcache.radix import TOKEN_BYTES
@@ -69,7 +71,7 @@ class CacheManager:
         self._table.write_pages(req.row, req.num_pages, self.pool.alloc(missing))
         req.num_pages += missing
 
-    def keep(self, req: Req) -> None:
+    def cache_unfinished(self, req: Req) -> None:
         """Insert what is computed (whole pages) and move the lock there.
 
         Pages that the tree had already are replaced by the tree's; the request's own copies of them are freed, or
@@ -105,22 +107,25 @@ class CacheManager:
 
     # ---- the end ------------------------------------------------------------------------------------------
 
-    def release(self, req: Req, *, insert: bool) -> None:
-        """Take everything from `req`; with `insert`, what it computed stays cached. Nothing may be in flight."""
+    def release(self, req: Req, *, insert: bool) -> Pages:
+        """Take everything from `req`; with `insert`, what it computed stays cached. Nothing may be in flight.
+
+        → the pages that are free now.
+        """
         assert req.in_flight == 0, f"release while in flight: {req}"
         assert req.row >= 0, f"released twice: {req}"
         if insert:
-            self.keep(req)
+            self.cache_unfinished(req)
         own = self._table.pages[req.row, req.tree_len // self.page_size : req.num_pages]
-        self.pool.free(own)
-        for pages in req.deferred:
-            self.pool.free(pages)
+        freed = np.concatenate([own, *req.deferred])
+        self.pool.free(freed)
         req.deferred.clear()
         self.tree.unlock(req.handle)
         req.handle = None
         self._table.free(req.row)
         req.row = -1
         req.num_pages = req.tree_len = req.kv_len = req.device_len = 0
+        return freed
 
     def flush(self) -> None:
         """Empty the tree; no request may hold a lock."""

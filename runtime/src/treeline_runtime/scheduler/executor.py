@@ -6,6 +6,7 @@ issued before this one's result is known on the CPU. It changes no request: a la
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -15,7 +16,7 @@ import torch
 from treeline_runtime.attention import ATTENTION_BACKENDS, Layout
 from treeline_runtime.config import EngineConfig
 from treeline_runtime.core import Batch, Context, Req
-from treeline_runtime.kvcache import KVPool
+from treeline_runtime.kvcache import KVPool, Pages
 from treeline_runtime.messages import TokenLogprob
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.sampling import Row, is_plain_greedy, needs_history, sample
@@ -36,6 +37,9 @@ class Sampled:
     failed: str | None = None
 
 
+NOT_FINITE = "the model computed NaN or infinity"
+
+
 @dataclass(slots=True, eq=False)
 class Launched:
     """A batch on the device. `result` waits for it."""
@@ -44,17 +48,27 @@ class Launched:
     _sampling: list[int]
     """Indices into batch.reqs of those who sample."""
     _tokens: torch.Tensor | None
-    _is_nan: torch.Tensor | None
+    """(sampling,)"""
+    _logits_finite: torch.Tensor | None
+    """(sampling,)"""
+    _kv_finite: torch.Tensor
+    """(tokens of the batch,)"""
     _partial: list[Sampled]
 
     def result(self) -> list[Sampled]:
         """One per request of the batch."""
-        if self._tokens is not None and self._is_nan is not None:
-            tokens, broken = self._tokens.tolist(), self._is_nan.tolist()
-            for i, token, is_nan in zip(self._sampling, tokens, broken, strict=True):
+        if self._tokens is not None and self._logits_finite is not None:
+            tokens, finite = self._tokens.tolist(), self._logits_finite.tolist()
+            for i, token, is_finite in zip(self._sampling, tokens, finite, strict=True):
                 self._partial[i].token = token
-                if is_nan:
-                    self._partial[i].failed = "the model computed NaN"
+                if not is_finite:
+                    self._partial[i].failed = NOT_FINITE
+        firsts = np.cumsum([0, *self.batch.q_lens[:-1]])
+        for partial, is_finite in zip(
+            self._partial, np.logical_and.reduceat(self._kv_finite.cpu().numpy(), firsts), strict=True
+        ):
+            if not is_finite:
+                partial.failed = NOT_FINITE
         return self._partial
 
 
@@ -76,7 +90,7 @@ class Executor:
         self._table = table
         self._page_size = config.page_size
         self._device = device
-        pool = KVPool(
+        self.pool = KVPool(
             num_layers=shape.num_layers,
             num_pages=num_pages,
             page_size=config.page_size,
@@ -87,12 +101,12 @@ class Executor:
         )
         name = "torch_sdpa" if config.attention_backend == "auto" else config.attention_backend
         backend = ATTENTION_BACKENDS.get(name)
-        self._attention = backend(pool, shape.num_heads, shape.num_kv_heads, shape.head_dim)
+        self._attention = backend(self.pool, shape.num_heads, shape.num_kv_heads, shape.head_dim)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
         """Compute the batch; pages for all of it are in the table."""
-        q_lens = [end - start for start, end in zip(batch.starts, batch.ends, strict=True)]
+        q_lens = batch.q_lens
         rows = np.array([req.row for req in batch.reqs], dtype=np.int64)
         positions_np = np.concatenate(
             [np.arange(s, e, dtype=np.int64) for s, e in zip(batch.starts, batch.ends, strict=True)]
@@ -111,9 +125,15 @@ class Executor:
         cos, sin = self._model.rope(positions)
         context = Context(self._attention, self._attention.plan(layout), cos, sin)
         hidden = self._model.forward(table.token_pool[token_rows, positions], context)
-        return self._finish(batch, q_lens, hidden)
+        return self._finish(batch, hidden, self.pool.are_finite(layout.slots))
 
-    def _finish(self, batch: Batch, q_lens: list[int], hidden: torch.Tensor) -> Launched:
+    @torch.inference_mode()
+    def clear(self, pages: Pages) -> None:
+        """Zero pages whose contents are not to be trusted."""
+        self.pool.clear(pages)
+
+    def _finish(self, batch: Batch, hidden: torch.Tensor, kv_finite: torch.Tensor) -> Launched:
+        q_lens = batch.q_lens
         partial = [Sampled() for _ in batch.reqs]
         lasts = [n - 1 for n in accumulate(q_lens)]
         for i, req in enumerate(batch.reqs):
@@ -122,22 +142,22 @@ class Executor:
                 self._input_logprobs(req, batch.starts[i], hidden[first : lasts[i] + 1], partial[i])
         sampling = [i for i, samples in enumerate(batch.samples) if samples]
         if not sampling:
-            return Launched(batch, sampling, None, None, partial)
+            return Launched(batch, sampling, None, None, kv_finite, partial)
         if len(sampling) < hidden.shape[0]:
             hidden = hidden[torch.tensor([lasts[i] for i in sampling], device=self._device)]
         logits = self._model.logits(hidden)
-        tokens, is_nan = self._sample(batch, sampling, logits, partial)
+        tokens, finite = self._sample(batch, sampling, logits, partial)
         rows = torch.tensor([batch.reqs[i].row for i in sampling], device=self._device)
         ends = torch.tensor([batch.ends[i] for i in sampling], device=self._device)
         self._table.token_pool[rows, ends] = tokens
-        return Launched(batch, sampling, tokens, is_nan, partial)
+        return Launched(batch, sampling, tokens, finite, kv_finite, partial)
 
     def _sample(
         self, batch: Batch, sampling: list[int], logits: torch.Tensor, partial: list[Sampled]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         reqs = [batch.reqs[i] for i in sampling]
         best, tokens = logits.max(-1)
-        is_nan = best.isnan()
+        finite = best.isfinite()  # NaN anywhere in a row is its maximum
         wanted = [j for j, req in enumerate(reqs) if req.return_logprob]
         raw = logits[wanted].clone() if wanted else None
         if not all(is_plain_greedy(req.sampling) for req in reqs):
@@ -150,7 +170,7 @@ class Executor:
             for j, logprob, tops in zip(wanted, chosen, best_of, strict=True):
                 entry = partial[sampling[j]]
                 entry.logprob, entry.top_logprobs = logprob, tops[: reqs[j].top_logprobs_num]
-        return tokens, is_nan
+        return tokens, finite
 
     def _row(self, req: Req, end: int) -> Row:
         history = self._table.token_pool[req.row, :end] if needs_history(req.sampling) else None
@@ -165,5 +185,7 @@ class Executor:
             logits = self._model.logits(hidden[begin - start : end - start])
             targets = self._table.token_pool[req.row, begin + 1 : end + 1]
             chosen, top = chosen_and_top(logits, targets, req.top_logprobs_num)
+            if any(math.isnan(logprob) for logprob, _ in chosen if logprob is not None):
+                out.failed = NOT_FINITE
             out.input_logprobs += chosen
             out.input_top_logprobs += top

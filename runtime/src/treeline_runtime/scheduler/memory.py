@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -19,17 +20,30 @@ def bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def num_pages(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """From `max_total_tokens`, else from memory. Raises ConfigError where not even a page fits."""
-    if config.max_total_tokens is not None:
-        pages = config.max_total_tokens // config.page_size
-        if pages == 0:
-            raise ConfigError(f"max_total_tokens {config.max_total_tokens} is less than one page")
-        return pages
-    budget = _cuda_budget(config, device) if device.type == "cuda" else _cpu_budget(config)
-    pages = budget // (bytes_per_token(model, dtype) * config.page_size)
-    if pages < 1:
-        raise ConfigError("no memory is left for the KV pool: raise mem_fraction, or set max_total_tokens")
+    """From `max_total_tokens`, else from memory. Raises ConfigError where not even a page fits, or not all of them."""
+    page_bytes = bytes_per_token(model, dtype) * config.page_size
+    if config.max_total_tokens is None:
+        budget = _cuda_budget(config, device) if device.type == "cuda" else _cpu_budget(config)
+        if budget < page_bytes:
+            raise ConfigError(
+                "no memory is left for the KV pool: raise mem_fraction, or set max_total_tokens"
+            )
+        return budget // page_bytes
+    pages = config.max_total_tokens // config.page_size
+    if pages == 0:
+        raise ConfigError(f"max_total_tokens {config.max_total_tokens} is less than one page")
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _available_memory()
+    if pages * page_bytes > free:
+        raise ConfigError(
+            f"max_total_tokens {config.max_total_tokens} needs {_gib(pages * page_bytes)} of KV pool, but "
+            f"{_gib(free)} are free on {device}: at most {free // page_bytes * config.page_size} tokens fit "
+            f"({page_bytes // config.page_size} bytes each)"
+        )
     return pages
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.2f} GiB"
 
 
 def _cuda_budget(config: EngineConfig, device: torch.device) -> int:
@@ -52,7 +66,14 @@ def _available_memory() -> int:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        available = min(available, max(int(text) - int(used.read_text()), 0))
-    return available
+    return min(available, _available_in_group(Path("/sys/fs/cgroup")))
+
+
+def _available_in_group(group: Path) -> int:
+    """What a control group's limit leaves; file pages do not count as used, since they give way (weights are some)."""
+    limit, used, stat = (group / f"memory.{name}" for name in ("max", "current", "stat"))
+    if not (limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max"):
+        return sys.maxsize
+    counts = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
+    files = int(counts.get("active_file", 0)) + int(counts.get("inactive_file", 0))
+    return max(int(text) - int(used.read_text()) + files, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +27,7 @@ class Resolved:
     num_pages: int
     kv_bytes_per_token: int
     max_running_requests: int
-    max_queued_requests: int | None
     chunked_prefill_size: int
-    schedule_policy: str
-    eviction_policy: str
 
     @property
     def max_total_tokens(self) -> int:
@@ -42,21 +40,9 @@ class Resolved:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for the info endpoint."""
-        return {
-            "device": str(self.device),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "context_length": self.context_length,
-            "longest_request": self.longest_request,
-            "page_size": self.page_size,
-            "num_pages": self.num_pages,
-            "max_total_tokens": self.max_total_tokens,
-            "kv_bytes_per_token": self.kv_bytes_per_token,
-            "max_running_requests": self.max_running_requests,
-            "max_queued_requests": self.max_queued_requests,
-            "chunked_prefill_size": self.chunked_prefill_size,
-            "schedule_policy": self.schedule_policy,
-            "eviction_policy": self.eviction_policy,
-        }
+        derived = {"max_total_tokens": self.max_total_tokens, "longest_request": self.longest_request}
+        dtype = str(self.dtype).removeprefix("torch.")
+        return dataclasses.asdict(self) | derived | {"device": str(self.device), "dtype": dtype}
 
 
 def resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
@@ -73,11 +59,8 @@ def resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
         num_pages=num_pages(config, model.config, dtype, device),
         kv_bytes_per_token=bytes_per_token(model.config, dtype),
         max_running_requests=config.max_running_requests or (64 if on_cpu else 256),
-        max_queued_requests=config.max_queued_requests,
         # chunks end at page boundaries
         chunked_prefill_size=-(-chunk // config.page_size) * config.page_size,
-        schedule_policy=config.schedule_policy,
-        eviction_policy=config.eviction_policy,
     )
 
 

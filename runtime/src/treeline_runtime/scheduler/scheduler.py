@@ -9,7 +9,7 @@ the same loop with nothing left pending. What makes depth 1 safe:
 - a batch that still holds a finished request is computed for nothing there, and its result is dropped;
 - memory is taken back from running requests (retraction) only when nothing is in flight.
 
-Subclasses carry messages: they override `receive`, `send` and `publish`, which must not block, and `wait`.
+A `Transport` carries its messages; what a step has to say goes there through a `Reporter`, at its end.
 """
 
 from __future__ import annotations
@@ -21,25 +21,19 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Batch, Phase, Req
 from treeline_runtime.messages import (
     AbortReq,
-    BatchTokenOut,
-    CacheUpdate,
     DrainReq,
     FinishReason,
     FlushReq,
-    FromScheduler,
     GenerateReq,
     LoadUpdate,
     Reply,
     StateReq,
     StopReq,
     TokenOut,
-    ToPublisher,
     ToScheduler,
 )
 from treeline_runtime.models.decoder import Decoder
@@ -47,11 +41,13 @@ from treeline_runtime.scheduler.admission import NewTokenRatio
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.decode import DecodeManager, retraction_order
 from treeline_runtime.scheduler.executor import Executor, Launched, Sampled
-from treeline_runtime.scheduler.meter import Meter
 from treeline_runtime.scheduler.prefill import PrefillManager
 from treeline_runtime.scheduler.refusal import refusal
+from treeline_runtime.scheduler.reports import Reporter, token_out
 from treeline_runtime.scheduler.resolve import Resolved, resolve
+from treeline_runtime.scheduler.stats import SchedulerStats
 from treeline_runtime.scheduler.table import TableManager
+from treeline_runtime.scheduler.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +55,7 @@ logger = logging.getLogger(__name__)
 class Scheduler:
     """Runs requests on one model. Every accepted rid ends in exactly one TokenOut with `finish`."""
 
-    def __init__(self, config: SchedulerConfig, model: Decoder) -> None:
+    def __init__(self, config: SchedulerConfig, model: Decoder, transport: Transport) -> None:
         self.config = config
         self.limits: Resolved = resolve(config, model)
         limits = self.limits
@@ -73,18 +69,16 @@ class Scheduler:
             config, model, self.table, num_pages=limits.num_pages, dtype=limits.dtype, device=limits.device
         )
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
-        self.meter = Meter()
+        self.stats = SchedulerStats()
         self.draining = False
         self._model_config = model.config
         self._pending: deque[tuple[Launched, float]] = deque()
-        self._leaving: dict[Req, bool] = {}  # finished, but in flight → whether its pages go into the tree
+        self._leaving: dict[Req, bool] = {}  # finished, but in flight → whether what it computed is trusted
         self._prefills_in_a_row = 0
         self._arrivals = 0
         self._random = random.Random()
-        self._outs: list[TokenOut] = []
-        self._replies: list[Reply] = []
-        self._questions: list[StateReq] = []
-        self._last_load: LoadUpdate | None = None
+        self._transport = transport
+        self.reporter = Reporter(transport, self.cache)
         self._handlers: dict[type, Callable[[Any], None]] = {
             GenerateReq: self._on_generate,
             AbortReq: self._on_abort,
@@ -94,43 +88,28 @@ class Scheduler:
             DrainReq: self._on_drain,
         }
 
-    # ---- carried by subclasses ----------------------------------------------------------------------------
-
-    def receive(self) -> list[ToScheduler]:
-        """Messages that arrived since the last call; never blocks."""
-        return []
-
-    def send(self, messages: list[FromScheduler]) -> None:
-        """To the detokenizer, in order; never blocks."""
-
-    def publish(self, update: ToPublisher) -> None:
-        """To the publisher; never blocks."""
-
-    def wait(self) -> None:
-        """Called when there is nothing to do: return when `receive` may have something, or after a while."""
-        raise NotImplementedError
-
     # ---- the loop -----------------------------------------------------------------------------------------
 
     def run_forever(self, stop: Callable[[], bool]) -> None:
         """Step until `stop()`."""
         while not stop():
             if not self.step():
-                self.wait()
+                self.reporter.catch_up()
+                self._transport.wait()
 
     def step(self) -> bool:
         """One turn of the loop. → whether anything was done; False means that only a message can change that."""
-        messages = self.receive()
+        messages = self._transport.receive()
         for message in messages:
             self._handle(message)
         batch = self._next_batch()
         if batch is not None:
             self._launch(batch)
-        worked = bool(messages or self._pending or self._outs)
+        worked = bool(messages or self._pending or self.reporter.has_tokens)
         while len(self._pending) > (self.config.overlap_depth if batch is not None else 0):
             self._process(*self._pending.popleft())
         if worked:
-            self._report()
+            self._end_step()
         return worked
 
     def _handle(self, message: ToScheduler) -> None:
@@ -140,7 +119,7 @@ class Scheduler:
             logger.exception("a %s failed", type(message).__name__)
             if isinstance(message, GenerateReq) and self._find(message.rid) is None:
                 finish = FinishReason("error", message=f"internal error: {error!r}", status=500)
-                self._outs.append(TokenOut(message.rid, [], finish))
+                self.reporter.tell(TokenOut(message.rid, [], finish))
 
     def _next_batch(self) -> Batch | None:
         """Prefill first, but let decode have a step after every few prefills."""
@@ -156,7 +135,7 @@ class Scheduler:
         if self.decode.missing_pages(runnable) > self.cache.available_pages:
             if self._pending:
                 return None  # results in flight may end requests; retract only what is known
-            runnable = self._retract(runnable)
+            runnable = self._make_room(runnable)
         if not runnable:
             return None
         self.ratio.on_decode()
@@ -194,12 +173,13 @@ class Scheduler:
             results = [Sampled(failed=f"internal error: {error!r}") for _ in batch.reqs]
         seconds = time.perf_counter() - started
         if batch.phase is Phase.PREFILL:
-            self.meter.on_prefill(batch.num_tokens, seconds)
+            self.stats.on_prefill(batch.num_tokens, seconds)
         else:
-            self.meter.on_decode(seconds)
+            self.stats.on_decode(seconds)
         for req, end, result in zip(batch.reqs, batch.ends, results, strict=True):
             req.in_flight -= 1
             if req.finish is not None:
+                self._leaving[req] &= result.failed is None
                 self._release_if_idle(req)
             elif result.failed is not None:
                 self._fail(req, result.failed)
@@ -214,7 +194,7 @@ class Scheduler:
         """One request is computed up to `end`, and perhaps one token longer."""
         req.kv_len = end
         if phase is Phase.PREFILL:
-            self.cache.keep(req)
+            self.cache.cache_unfinished(req)
             if req.wants_input_logprobs:
                 req.input_logprobs += result.input_logprobs
                 req.input_top_logprobs += result.input_top_logprobs
@@ -232,11 +212,11 @@ class Scheduler:
         if finish is not None:
             self._finish(req, finish, result)
         else:
-            self._outs.append(self._token_out(req, result))
+            self.reporter.tell(token_out(req, result))
 
     # ---- memory -------------------------------------------------------------------------------------------
 
-    def _retract(self, runnable: list[Req]) -> list[Req]:
+    def _make_room(self, runnable: list[Req]) -> list[Req]:
         """Take pages back until the rest can decode. → the rest."""
         order = retraction_order(list(self.decode.running.values()))
         retracted = 0
@@ -249,14 +229,14 @@ class Scheduler:
             else:
                 self._abort_last(order.pop())
                 return []
-            self._take_back(victim)
+            self._retract(victim)
             retracted += 1
             runnable = [req for req in runnable if req is not victim]
         self.ratio.on_retract(self.decode.running.values())
         logger.info("retracted %d requests, new token ratio %.2f", retracted, self.ratio.value)
         return runnable
 
-    def _take_back(self, req: Req) -> None:
+    def _retract(self, req: Req) -> None:
         """Release without caching, and wait at the front of the queue."""
         self.decode.running.pop(req.rid, None)
         self.cache.release(req, insert=False)
@@ -275,56 +255,38 @@ class Scheduler:
     # ---- endings ------------------------------------------------------------------------------------------
 
     def _finish(
-        self, req: Req, finish: FinishReason, result: Sampled | None = None, *, insert: bool = True
+        self, req: Req, finish: FinishReason, result: Sampled | None = None, *, trusted: bool = True
     ) -> None:
-        """End an admitted or waiting request: terminal message now, resources when nothing holds them."""
+        """End an admitted or waiting request: terminal message now, resources when nothing holds them.
+
+        `trusted`: what it computed may stay cached; else its pages are cleaned.
+        """
         assert req.finish is None, f"ended twice: {req}"
         req.finish = finish
         self.prefill.waiting.pop(req.rid, None)
         self.decode.running.pop(req.rid, None)
         if self.prefill.chunked is req:
             self.prefill.chunked = None
-        self._outs.append(self._token_out(req, result))
+        self.reporter.tell(token_out(req, result))
         if req.row >= 0:
-            self._leaving[req] = insert
+            self._leaving[req] = trusted
             self._release_if_idle(req)
 
     def _release_if_idle(self, req: Req) -> None:
-        if req.in_flight == 0:
-            self.cache.release(req, insert=self._leaving.pop(req))
+        if req.in_flight > 0:
+            return
+        trusted = self._leaving.pop(req)
+        freed = self.cache.release(req, insert=trusted)
+        if not trusted:
+            try:
+                self.executor.clear(freed)
+            except Exception:  # a device in trouble; attention does not rely on clean pages
+                logger.exception("%d pages could not be cleaned", len(freed))
 
     def _fail(self, req: Req, message: str) -> None:
         """End `req` because of a fault; what it computed is not trusted."""
         if req.finish is None:
-            self._finish(req, FinishReason("error", message=message, status=500), insert=False)
-
-    def _token_out(self, req: Req, result: Sampled | None) -> TokenOut:
-        first = req.return_logprob and not req.input_logprobs_sent
-        sampled = result is not None and result.token is not None
-        out = TokenOut(
-            rid=req.rid,
-            token_ids=[req.tokens[-1]] if sampled else [],
-            finish=req.finish,
-            prompt_tokens=req.prompt_len,
-            cached_tokens=max(req.cached_tokens, 0),
-            completion_tokens=req.output_len,
-            retractions=req.retractions,
-        )
-        if not req.return_logprob:
-            return out
-        extra: dict[str, Any] = {}
-        if sampled and result is not None and result.logprob is not None:
-            extra = {"output_token_logprobs": [result.logprob], "output_top_logprobs": [result.top_logprobs]}
-        if first and req.logprob_start_len >= 0:
-            known = req.input_logprobs
-            if req.logprob_start_len == 0:
-                known = [(None, req.tokens[0]), *known]
-                extra["input_top_logprobs"] = [None, *req.input_top_logprobs]
-            else:
-                extra["input_top_logprobs"] = list(req.input_top_logprobs)
-            extra["input_token_logprobs"] = list(known)
-        req.input_logprobs_sent = True
-        return msgspec.structs.replace(out, **extra)
+            self._finish(req, FinishReason("error", message=message, status=500), trusted=False)
 
     # ---- messages -----------------------------------------------------------------------------------------
 
@@ -335,7 +297,7 @@ class Scheduler:
             return
         finish = self._refusal(message)
         if finish is not None:
-            self._outs.append(TokenOut(message.rid, [], finish, prompt_tokens=len(message.input_ids)))
+            self.reporter.tell(TokenOut(message.rid, [], finish, prompt_tokens=len(message.input_ids)))
             return
         seed = message.sampling.seed
         self._arrivals += 1
@@ -398,24 +360,15 @@ class Scheduler:
     def _on_flush(self, message: FlushReq) -> None:
         if self.is_idle:
             self.cache.flush()
-            self._replies.append(Reply(message.id))
+            self.reporter.reply(Reply(message.id))
         else:
-            self._replies.append(Reply(message.id, ok=False, message="requests are running or waiting"))
+            self.reporter.reply(Reply(message.id, ok=False, message="requests are running or waiting"))
 
     def _on_drain(self, _: DrainReq) -> None:
         self.draining = True
 
     def _on_state(self, message: StateReq) -> None:
-        self._questions.append(
-            message
-        )  # answered at the end of the step, when what it tells has been published
-
-    def _answer(self, question: StateReq) -> Reply:
-        if question.what == "info":
-            return Reply(question.id, data=self.limits.as_dict())
-        if question.what == "load":
-            return Reply(question.id, data=msgspec.structs.asdict(self.load()))
-        return Reply(question.id, data={"blocks": self.radix_blocks()})
+        self.reporter.ask(message)
 
     # ---- reports ------------------------------------------------------------------------------------------
 
@@ -429,18 +382,6 @@ class Scheduler:
             or self._leaving
         )
 
-    def radix_blocks(self) -> list[dict[str, Any]]:
-        """Every cached page, parents first; hashes as decimal strings, since JSON readers round large integers."""
-        return [
-            {
-                "hash": str(digest),
-                "parent": None if parent is None else str(parent),
-                "tokens": tokens,
-                "namespace": space,
-            }
-            for digest, parent, tokens, space in self.cache.tree.blocks()
-        ]
-
     def load(self) -> LoadUpdate:
         chunked = self.prefill.chunked
         running = list(self.decode.running.values())
@@ -451,30 +392,18 @@ class Scheduler:
             pages_used=self.cache.used_pages,
             pages_cached=self.cache.tree.evictable_pages,
             pages_total=self.cache.pool.num_pages,
+            page_size=self.config.page_size,
             tokens_used=self.cache.used_pages * self.config.page_size,
-            total_prefill_uncached_tokens=self.meter.total_prefill_tokens,
-            total_prefill_busy_us=self.meter.total_prefill_busy_us,
-            prefill_tokens_per_s=self.meter.prefill_tokens_per_s,
-            decode_step_ms=self.meter.decode_step_ms,
+            total_prefill_uncached_tokens=self.stats.total_prefill_tokens,
+            total_prefill_busy_us=self.stats.total_prefill_busy_us,
+            prefill_tokens_per_s=self.stats.prefill_tokens_per_s,
+            decode_step_ms=self.stats.decode_step_ms,
             draining=self.draining,
             max_running=self.limits.max_running_requests,
         )
 
-    def _report(self) -> None:
-        """Send tokens, publish what this step did to cache and load, answer questions: in this order."""
-        if self._outs:
-            self.send([BatchTokenOut(self._outs)])
-            self._outs = []
-        if events := self.cache.tree.take_events():
-            self.publish(CacheUpdate(events))
-        load = self.load()
-        if load != self._last_load:
-            self._last_load = load
-            self.publish(load)
-        replies = self._replies + [self._answer(question) for question in self._questions]
-        if replies:
-            self.send([*replies])
-            self._replies, self._questions = [], []
+    def _end_step(self) -> None:
+        self.reporter.flush(self.load())
         if self.is_idle:
             self.ratio.on_idle()
             if not self.cache.is_balanced():

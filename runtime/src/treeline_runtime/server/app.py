@@ -1,16 +1,16 @@
-"""The ASGI application: routes, API key, errors, and the bond between a request and its connection."""
+"""The ASGI application of one listener: its routes, who may use them, errors, and the bond between a request and its
+connection. Which listener serves what is in `surfaces`.
+"""
 
 from __future__ import annotations
 
 import functools
-import hmac
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from urllib.parse import unquote
 
-from treeline_runtime.server import native
-from treeline_runtime.server.chat import chat_completions
-from treeline_runtime.server.completions import completions
+from treeline_runtime.server.errors import UnknownModel
 from treeline_runtime.server.http import (
     ApiError,
     ClientGone,
@@ -23,8 +23,8 @@ from treeline_runtime.server.http import (
     event,
     run_while_connected,
 )
-from treeline_runtime.server.probes import Probes
-from treeline_runtime.server.service import Service, UnknownModel
+from treeline_runtime.server.limits import MAX_CONTROL_BYTES, Reservation, TooMuchInFlight
+from treeline_runtime.server.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -39,17 +39,34 @@ class Route:
     """Needs no API key."""
     generates: bool = False
     """Is waited for when the server drains."""
+    max_body: int = MAX_CONTROL_BYTES
+    """Bytes."""
+
+
+Guard = Callable[[Request, Route], None]
+"""Raises ApiError for a request that may not use the route. It is asked before the body is read."""
+
+
+@dataclass(frozen=True)
+class Surface:
+    """What one listener serves."""
+
+    routes: Mapping[tuple[str, str], Route]
+    """By method and path."""
+    guard: Guard
+    tails: Mapping[str, Route] = field(default_factory=dict)
+    """GET routes that end in a parameter, by what stands before it."""
+    served_by_other: Mapping[str, str] = field(default_factory=dict)
+    """Paths that another listener serves, and the words that say where."""
 
 
 class App:
-    """`await app(scope, receive, send)`. Knows every path; anything else is a 404 in OpenAI's shape."""
+    """`await app(scope, receive, send)`. Knows the paths of its surface; anything else is a 404 in OpenAI's shape."""
 
-    def __init__(self, service: Service, probes: Probes, api_key: str | None) -> None:
+    def __init__(self, surface: Surface, service: Service) -> None:
+        self._surface = surface
         self._service = service
-        self._authorization = None if api_key is None else f"Bearer {api_key}".encode()
-        self._routes = _routes(service, probes)
-        self._paths = {path for _, path in self._routes}
-        self._model_route = Route(probes.model)
+        self._paths = {path for _, path in surface.routes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "the server is configured for HTTP alone"
@@ -60,9 +77,13 @@ class App:
         except ClientGone:
             return  # nobody is there to be answered
         except UnknownModel as error:
-            response = error_response(error.without_picker() if request.unpicked else error)
+            response = error_response(error.without_picker() if request.bypassed_picker else error)
         except ApiError as error:
             response = error_response(error)
+        except TooMuchInFlight:
+            response = error_response(
+                self._service.overloaded("Requests in flight take all the memory that they may have")
+            )
         except Exception:
             logger.exception("%s %s failed", scope["method"], scope["path"])
             broken = ApiError(500, "The server failed to answer; its log says why", type="server_error")
@@ -70,6 +91,9 @@ class App:
                 await request.end_events(event(broken.body))
                 return
             response = error_response(broken)
+        finally:
+            if request.reservation is not None:
+                request.reservation.release()
         if response is not None:
             status = response.status
             await response.send(send)
@@ -78,11 +102,8 @@ class App:
 
     async def _answer(self, request: Request) -> Response | None:
         route = self._route(request)
-        if self._authorization is not None and not route.open:
-            given = request.header(b"authorization") or b""
-            if not hmac.compare_digest(given, self._authorization):
-                raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
-        await request.read_body()
+        self._surface.guard(request, route)
+        await request.read_body(route.max_body, Reservation(self._service.budget))
         answering = run_while_connected(request.receive, _call(route.handler, request))
         if not route.generates:
             return await answering
@@ -91,50 +112,38 @@ class App:
 
     def _route(self, request: Request) -> Route:
         method, path = request.scope["method"], request.path
-        route = self._routes.get((method, path))
+        if method == "HEAD":  # as GET; the server leaves out the body
+            method = "GET"
+        route = self._surface.routes.get((method, path))
         if route is not None:
             return route
-        if path in self._paths:
-            raise ApiError(405, f"{method} is not allowed here", code="method_not_allowed")
-        if method == "GET" and path.startswith("/v1/models/"):
-            request.path_tail = path.removeprefix("/v1/models/")
-            return self._model_route
-        raise ApiError(404, f"There is no {method} {path}", code="not_found")
+        methods = [known for known, its in self._surface.routes if its == path]
+        for prefix, route in self._surface.tails.items():
+            if not methods and path.startswith(prefix):
+                if method == "GET":
+                    request.path_tail = unquote(path.removeprefix(prefix))
+                    return route
+                methods = ["GET"]
+        if not methods:
+            message = self._surface.served_by_other.get(path, f"There is no {method} {path}")
+            raise ApiError(404, message, code="not_found")
+        allowed = allow(methods)
+        if method == "OPTIONS":
+            return Route(functools.partial(options, allowed), open=True)
+        raise ApiError(
+            405, f"{method} is not allowed here", code="method_not_allowed", headers=[(b"allow", allowed)]
+        )
+
+
+def allow(methods: Iterable[str]) -> bytes:
+    """The value of `Allow` for a path that has these methods."""
+    known = {*methods, "OPTIONS"}
+    return ", ".join(sorted(known | ({"HEAD"} if "GET" in known else set()))).encode()
+
+
+async def options(allowed: bytes, _request: Request) -> Response:
+    return Response(b"", 204, headers=((b"allow", allowed),))
 
 
 async def _call(handler: Handler, request: Request) -> Response | None:
     return await handler(request)
-
-
-def _routes(service: Service, probes: Probes) -> dict[tuple[str, str], Route]:
-    def bound(handler: Callable[[Service, Request], Awaitable[Response | None]]) -> Handler:
-        return functools.partial(handler, service)
-
-    flush, abort = Route(bound(native.flush_cache)), Route(bound(native.abort_request))
-    model_info, server_info = Route(probes.model_info, open=True), Route(probes.server_info, open=True)
-    ready = Route(probes.ready, open=True)
-    return {
-        ("POST", "/v1/chat/completions"): Route(bound(chat_completions), generates=True),
-        ("POST", "/v1/completions"): Route(bound(completions), generates=True),
-        ("POST", "/generate"): Route(bound(native.generate), generates=True),
-        ("GET", "/v1/models"): Route(probes.models),
-        ("GET", "/v1/loads"): Route(probes.loads),
-        ("POST", "/tokenize"): Route(bound(native.tokenize)),
-        ("POST", "/detokenize"): Route(bound(native.detokenize)),
-        ("POST", "/v1/tokenize"): Route(bound(native.tokenize)),
-        ("POST", "/v1/detokenize"): Route(bound(native.detokenize)),
-        ("GET", "/flush_cache"): flush,
-        ("POST", "/flush_cache"): flush,
-        ("POST", "/abort_request"): abort,
-        ("GET", "/live"): Route(probes.live, open=True),
-        ("GET", "/ready"): ready,
-        ("GET", "/health"): ready,
-        ("GET", "/health_generate"): Route(probes.health_generate, generates=True),
-        ("GET", "/model_info"): model_info,
-        ("GET", "/get_model_info"): model_info,
-        ("GET", "/server_info"): server_info,
-        ("GET", "/get_server_info"): server_info,
-        ("GET", "/metrics"): Route(probes.metrics, open=True),
-        ("GET", "/treeline/tokenizer"): Route(probes.tokenizer, open=True),
-        ("GET", "/debug/radix"): Route(probes.debug_radix),
-    }

@@ -2,116 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from treeline_runtime.messages import TextLogprob, TextOut
+from treeline_runtime.messages import TextOut
 from treeline_runtime.server import openai
-from treeline_runtime.server.http import DONE, Header, Request, Response, event, json_response
-from treeline_runtime.server.service import Ask, Job, Service, new_rid, token_headers, usage
-from treeline_runtime.tokenizer_manager import Flight
-
-DEFAULT_MAX_TOKENS = 16
+from treeline_runtime.server.http import DONE, Header, Request, Response, event
+from treeline_runtime.server.jobs import CompletionTask
+from treeline_runtime.server.pacing import Pacer, open_object
+from treeline_runtime.server.service import Service, token_headers, usage
+from treeline_runtime.tokenizer_manager import InflightRequest
 
 
 async def completions(service: Service, request: Request) -> Response | None:
     service.admit()
-    raw = request.json()
-    body = openai.read_completion(raw, service)
-    prompts = await service.prompts.of_completion(raw, len(request.body))
-    asks = [
-        Ask(
-            ids,
-            openai.sampling(
-                body, service, service.max_new_tokens(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
-            ),
-            return_logprob=body.logprobs is not None,
-            logprob_start_len=0 if body.echo else -1,
-            top_logprobs_num=body.logprobs or 0,
-        )
-        for ids in prompts
-    ]
-    job = Job(body.rid or new_rid("cmpl"), asks, n=body.n or 1, namespace=openai.namespace(raw))
-    echoes = [service.prompts.decode(ids, skip_special_tokens=True) if body.echo else "" for ids in prompts]
-    flight = service.open(job)
+    task = await service.read(request, "completion", CompletionTask)
+    inflight = await service.open(task.job)
     try:
-        if body.stream:
-            await _stream(service, request, body, job, echoes, flight)
+        choices = [_Choice(service, task, index) for index in range(task.job.generations)]
+        if task.streaming.on:
+            await _stream(service, request, task, choices, inflight)
             return None
-        outs = await service.collect(flight)
-        choices = [_choice(_Echo(echoes[index // job.n]), index, out) for index, out in enumerate(outs)]
-        answer = openai.envelope(job.rid, "text_completion", service.model_name) | {
-            "choices": choices,
-            "usage": usage(job, outs),
-        }
-        cached = sum(out.cached_tokens for out in outs[:: job.n])
-        return json_response(answer, headers=token_headers(job.prompt_tokens, cached))
+        return await _answer(service, task, choices, await service.collect(inflight))
     finally:
-        flight.close()
+        inflight.close()
 
 
-class _Echo:
-    """The prompt's text, to come before a choice's first output, and the choice's logprobs so far."""
+class _Choice:
+    """One choice of an answer, as its outputs come."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._logprobs = openai.TextLogprobs()
+    def __init__(self, service: Service, task: CompletionTask, index: int) -> None:
+        job = task.job
+        prompt = index // job.n
+        self._index = index
+        self._echo = task.echoes[prompt]
+        self._logprobs = openai.TextLogprobs(
+            service.prompts, skip_special_tokens=job.prompts[prompt].sampling.skip_special_tokens
+        )
 
-    def text(self, out: TextOut) -> str:
-        text, self._text = self._text + out.text, ""
-        return text
+    async def take(self, out: TextOut, pacer: Pacer) -> list[bytes]:
+        """What an output adds, as pieces of JSON; [] when it says nothing. An echoed prompt comes first."""
+        text, self._echo = self._echo + out.text, ""
+        logprobs = await self._logprobs.take(out, pacer)
+        if not text and out.finish is None and logprobs is openai.NO_LOGPROBS:
+            return []
+        choice: dict[str, Any] = {
+            "index": self._index,
+            "text": text,
+            "finish_reason": openai.finish_reason(out.finish),
+            "matched_stop": None if out.finish is None else out.finish.matched,
+        }
+        return [open_object(choice, "logprobs"), *logprobs, b"}"]
 
-    def logprobs(self, out: TextOut) -> dict[str, Any] | None:
-        if out.output_token_logprobs is None and out.input_token_logprobs is None:
-            return None
-        chosen: list[TextLogprob] = [*(out.input_token_logprobs or []), *(out.output_token_logprobs or [])]
-        tops: list[Sequence[TextLogprob] | None] = [
-            *(out.input_top_logprobs or []),
-            *(out.output_top_logprobs or []),
-        ]
-        return self._logprobs.take(chosen, tops)
 
-
-def _choice(echo: _Echo, index: int, out: TextOut) -> dict[str, Any]:
-    return {
-        "index": index,
-        "text": echo.text(out),
-        "logprobs": echo.logprobs(out),
-        "finish_reason": openai.finish_reason(out.finish),
-        "matched_stop": None if out.finish is None else out.finish.matched,
+async def _answer(
+    service: Service, task: CompletionTask, choices: list[_Choice], outs: list[TextOut]
+) -> Response:
+    job = task.job
+    head = openai.envelope(job.rid, "text_completion", service.model_name) | {
+        "usage": usage(job, dict(enumerate(outs)))
     }
+    pieces, pacer = [open_object(head, "choices"), b"["], Pacer()
+    for index, (choice, out) in enumerate(zip(choices, outs, strict=True)):
+        pieces += [b"," if index else b"", *await choice.take(out, pacer)]
+        await pacer.rest()
+    cached = sum(out.cached_tokens for out in outs[:: job.n])
+    return Response([*pieces, b"]}"], headers=tuple(token_headers(job.prompt_tokens, cached)))
 
 
 async def _stream(
     service: Service,
     request: Request,
-    body: openai.CompletionBody,
-    job: Job,
-    echoes: list[str],
-    flight: Flight,
+    task: CompletionTask,
+    choices: list[_Choice],
+    inflight: InflightRequest,
 ) -> None:
+    job, streaming = task.job, task.streaming
     head = openai.envelope(job.rid, "text_completion", service.model_name)
-    with_usage = openai.include_usage(body)
-    if with_usage:
+    if streaming.usage:
         head["usage"] = None
     last: dict[int, TextOut] = {}
-    echo = {index: _Echo(echoes[index // job.n]) for index in range(job.generations)}
 
-    def frames(index: int, out: TextOut) -> bytes:
+    def counted() -> dict[str, object]:
+        return usage(job, last)
+
+    async def frames(index: int, out: TextOut, pacer: Pacer) -> list[bytes]:
         last[index] = out
-        choice = _choice(echo[index], index, out)
-        if not choice["text"] and choice["finish_reason"] is None and choice["logprobs"] is None:
-            return b""
-        return event({**head, "choices": [choice]})
+        choice = await choices[index].take(out, pacer)
+        if not choice:
+            return []
+        shown = head | {"usage": counted()} if streaming.continuous_usage else head
+        return [b"data: ", open_object(shown, "choices"), b"[", *choice, b"]}\n\n"]
 
     def headers(out: TextOut) -> list[Header]:
         # With several prompts, what the others found in the cache is not known yet.
-        return token_headers(job.prompt_tokens, out.cached_tokens) if len(job.asks) == 1 else []
+        return token_headers(job.prompt_tokens, out.cached_tokens) if len(job.prompts) == 1 else []
 
     def closing() -> bytes:
-        if not with_usage:
-            return DONE
-        counted = usage(job, [last[index] for index in sorted(last)])
-        return event({**head, "choices": [], "usage": counted}) + DONE
+        return (event({**head, "choices": [], "usage": counted()}) if streaming.usage else b"") + DONE
 
-    await service.stream(request, flight, frames, headers_of=headers, opening=b"", closing=closing)
+    await service.stream(request, inflight, frames, headers_of=headers, opening=b"", closing=closing)

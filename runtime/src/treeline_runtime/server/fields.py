@@ -1,8 +1,8 @@
 """Request fields that we do not act on: which may be there anyway, and which must be refused.
 
-Three kinds. *Inert* fields change nothing about an answer (bookkeeping). *Neutral* values ask for what happens anyway
-(`tool_choice: none`, `logprobs: false`). Everything else that we do not support is an error that names the field:
-ignoring it would give an answer to another question.
+Three kinds. *Harmless* fields change nothing about an answer (bookkeeping, statistics). *Neutral* values ask for what
+happens anyway (`tool_choice: none`, `logprobs: false`). Everything else that we do not support is an error that names
+the field: ignoring it would give an answer to another question.
 """
 
 from __future__ import annotations
@@ -13,22 +13,34 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from treeline_runtime.server.errors import short
 from treeline_runtime.server.http import ApiError
 
 T = TypeVar("T")
 
-INERT = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "parallel_tool_calls",  # without tools, which are refused, it says nothing
-    }
-)
+HARMLESS: Mapping[str, str] = {
+    "user": "says who asks, for statistics",
+    "metadata": "the client's own bookkeeping",
+    "store": "asks for a log at OpenAI; nothing is stored here",
+    "service_tier": "there is one tier",
+    "prompt_cache_key": "a hint to route by; prefixes are found without it",
+    "prompt_cache_retention": "a hint how long to keep a prefix; the answer is the same",
+    "safety_identifier": "says who asks, for statistics",
+    "parallel_tool_calls": "without tools, which are refused, it says nothing",
+    "log_metrics": "whether the engine counts the request: sent by SGLang's router with its probes",
+    "include_reasoning": "whether to show the reasoning apart from the answer; nothing is parsed out of an answer",
+    "stream_interval": "at least so many tokens a chunk: SGLang's bench_one_batch_server; chunks are as they come",
+    "session_id": "whose turns belong together, a hint to route by: SGLang's bench_serving",
+    "routed_dp_rank": "there is one rank: sent by SGLang's router",
+    "data_parallel_rank": "there is one rank: sent by SGLang's router",
+}
+"""Fields that clients send and that change nothing about an answer, and why not. Any value will do."""
+
+NATIVE_HARMLESS: Mapping[str, str] = {
+    **HARMLESS,
+    "stream_options": "asks for the usage, which every answer of /generate has: SGLang's kits",
+}
+"""The same for `/generate`."""
 
 MESSAGE_FIELDS = frozenset({"role", "content"})
 INERT_MESSAGE_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
@@ -47,27 +59,29 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "priority": (0,),
     "lora_path": ("",),
-    "return_hidden_states": (),
     "separate_reasoning": (True,),
     "stream_reasoning": (True,),
     "spaces_between_special_tokens": (True,),
     "beam_width": (1,),
-    "session_params": ({},),
+    "truncate_prompt_tokens": (-1,),
+    "detokenize": (True,),
+    "length_penalty": (1.0, 1),
 }
 """Values beyond null, false, [] and {} that ask for nothing."""
 
 
 def check_unknown(
-    body: Mapping[str, Any], known: Container[str], *, inert: Container[str] = INERT, where: str = ""
+    body: Mapping[str, Any], known: Container[str], *, harmless: Container[str] = HARMLESS, where: str = ""
 ) -> None:
     """Raises ApiError 400 for the first field that is neither known nor harmless. `where`: prefix of its name."""
     for name, value in body.items():
-        if name in known or name in inert or is_neutral(name, value):
+        if name in known or name in harmless or is_neutral(name, value):
             continue
+        param = where + short(name)
         raise ApiError(
             400,
-            f"{where + name!r} is not supported by this server{_shown(value)}",
-            param=where + name,
+            f"{param!r} is not supported by this server{_shown(value)}",
+            param=param,
             code="unsupported_parameter",
         )
 
@@ -82,7 +96,7 @@ def check_messages(messages: Any, template_reads: Callable[[str], bool]) -> None
             continue
         where = f"messages[{i}]."
         unread = {name: value for name, value in message.items() if not template_reads(name)}
-        check_unknown(unread, MESSAGE_FIELDS, inert=INERT_MESSAGE_FIELDS, where=where)
+        check_unknown(unread, MESSAGE_FIELDS, harmless=INERT_MESSAGE_FIELDS, where=where)
         content = message.get("content")
         if content is None and message.get("role") not in (None, "assistant"):
             param = where + "content"
@@ -91,7 +105,7 @@ def check_messages(messages: Any, template_reads: Callable[[str], bool]) -> None
             )
         for j, part in enumerate(content if isinstance(content, list) else ()):
             if isinstance(part, dict) and part.get("type", "text") == "text":
-                check_unknown(part, PART_FIELDS, inert=INERT_PART_FIELDS, where=f"{where}content[{j}].")
+                check_unknown(part, PART_FIELDS, harmless=INERT_PART_FIELDS, where=f"{where}content[{j}].")
 
 
 def is_neutral(name: str, value: Any) -> bool:
@@ -102,19 +116,39 @@ def is_neutral(name: str, value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, str) and len(value) > 40:
+        return ""
     return f" (got {value!r})" if isinstance(value, str | int | float) and len(repr(value)) <= 40 else ""
 
 
 def convert(body: Mapping[str, Any], type: type[T], where: str = "") -> T:
-    """A decoded JSON object → a typed struct. Raises ApiError 400 naming the field. `where`: prefix of its name."""
+    """A decoded JSON object → a typed struct. Raises ApiError 400 naming the field. `where`: prefix of its name.
+
+    JSON has one kind of number: 1.0 is as good as 1 where a whole number is wanted.
+    """
     try:
         return msgspec.convert(body, type)
+    except msgspec.ValidationError as error:
+        if "`float`" not in str(error):
+            raise as_api_error(error, where) from None
+    try:
+        return msgspec.convert({name: _whole(value) for name, value in body.items()}, type)
     except msgspec.ValidationError as error:
         raise as_api_error(error, where) from None
 
 
+def _whole(value: Any) -> Any:
+    """Floats without a fraction → integers, in a field and in its lists. (A float field takes an integer, too.)"""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):  # of integers, or of lists of them
+        return [_whole(item) for item in value]
+    return value
+
+
 def as_api_error(error: msgspec.ValidationError, where: str = "") -> ApiError:
     text, _, path = str(error).partition(" - at `")
+    path = short(path)
     param = where + path.rstrip("`").removeprefix("$").removeprefix(".").removesuffix("[...]")
     if missing := re.fullmatch(r"Object missing required field `(\w+)`", text):
         param = f"{param}.{missing[1]}" if param else missing[1]

@@ -7,14 +7,18 @@ not.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
 from treeline_wire import headers as wire_headers
 from treeline_wire.openai_errors import error_body
+
+if TYPE_CHECKING:
+    from treeline_runtime.server.limits import Reservation
+
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -23,8 +27,11 @@ Send = Callable[[Message], Awaitable[None]]
 Header = tuple[bytes, bytes]
 T = TypeVar("T")
 
-MAX_BODY_BYTES = 32 << 20
 _EDGE, _DESTINATION = wire_headers.EDGE.encode(), wire_headers.DESTINATION.encode()
+_CLIENT, _ISOLATION = wire_headers.CLIENT.encode(), wire_headers.ISOLATION.encode()
+
+_SEND_BYTES = 256 << 10
+"""Of one piece of an answer: the connection's buffer is looked at in between."""
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -54,19 +61,41 @@ class ClientGone(Exception):
 
 @dataclass(frozen=True)
 class Response:
-    body: bytes
+    body: bytes | Sequence[bytes]
+    """In pieces where it is large: each is sent for itself, when the one before has left."""
     status: int = 200
     content_type: bytes = b"application/json"
     headers: tuple[Header, ...] = ()
 
     async def send(self, send: Send) -> None:
+        pieces = [self.body] if isinstance(self.body, bytes) else self.body
         headers = [
             (b"content-type", self.content_type),
-            (b"content-length", b"%d" % len(self.body)),
+            (b"content-length", b"%d" % sum(map(len, pieces))),
             *self.headers,
         ]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
-        await send({"type": "http.response.body", "body": self.body})
+        for piece in in_pieces(pieces):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b""})
+
+
+def in_pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in pieces of at most `_SEND_BYTES`, small parts joined."""
+    small, size = list[bytes](), 0
+    for part in parts:
+        if small and size + len(part) > _SEND_BYTES:
+            yield b"".join(small)
+            small, size = [], 0
+        if len(part) > _SEND_BYTES:
+            for start in range(0, len(part), _SEND_BYTES):
+                yield part[start : start + _SEND_BYTES]
+        elif part:
+            small.append(part)
+            size += len(part)
+    if small:
+        yield b"".join(small)
 
 
 def json_response(value: Any, status: int = 200, headers: Iterable[Header] = ()) -> Response:
@@ -79,14 +108,19 @@ def error_response(error: ApiError) -> Response:
 
 @dataclass
 class Request:
-    """One HTTP request. `body` is read completely before the handler runs."""
+    """One HTTP request. Its body is read completely before the handler runs."""
 
     scope: Scope
     receive: Receive
     send: Send
-    body: bytes = b""
+    parts: list[bytes] = field(default_factory=list)
+    """The body, in pieces as it came: a large one is never put together here."""
+    size: int = 0
+    """Of the body in bytes."""
+    reservation: Reservation | None = None
+    """What the body holds of the server's budget; whoever takes the body takes this too."""
     path_tail: str = ""
-    """What follows the route's prefix, for routes that end in a parameter."""
+    """What follows the route's prefix, decoded, for routes that end in a parameter."""
     query: dict[str, str] = field(default_factory=dict)
     streaming: bool = False
     """Response headers have been sent."""
@@ -101,39 +135,67 @@ class Request:
         return found
 
     @property
-    def unpicked(self) -> bool:
+    def bypassed_picker(self) -> bool:
         """It came through our edge, and no picker has said where it belongs: the edge fails open."""
         return self.header(_EDGE) is not None and self.header(_DESTINATION) is None
 
+    @property
+    def tenant(self) -> str | None:
+        """The client whose cache the request uses, and nobody else's; None is the common one.
+
+        The edge sets both headers and removes those of callers. Who reaches this port past the edge (the NetworkPolicy
+        lets nobody) can name any client, as it can send any prompt: the header separates, it proves nothing.
+        """
+        client = self.header(_CLIENT)
+        if not client or self.header(_ISOLATION) != wire_headers.PER_KEY.encode():
+            return None
+        return client.decode("latin-1")
+
+    @property
+    def shares_cache(self) -> bool:
+        """Clients that do not know each other share the cache: what was cached of a prompt tells of the others'."""
+        return self.header(_ISOLATION) == wire_headers.SHARED.encode()
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.parts)
+
     def json(self) -> dict[str, Any]:
         """The body as a JSON object. Raises ApiError 400."""
-        try:
-            body = msgspec.json.decode(self.body or b"{}")
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise ApiError(400, f"The body is not valid JSON: {error}") from None
-        if not isinstance(body, dict):
-            raise ApiError(400, "The body must be a JSON object")
-        return body
+        return json_object(self.body)
 
-    async def read_body(self) -> None:
-        """Raises ApiError 413 beyond `MAX_BODY_BYTES`, ClientGone when the client leaves first."""
-        parts, size = list[bytes](), 0
+    async def read_body(self, limit: int, reservation: Reservation) -> None:
+        """Reads all of it into `parts`, for as long as `reservation` can grow with them.
+
+        Raises ApiError 413 beyond `limit`, ClientGone when the client leaves first, what the reservation raises.
+        """
+        self.reservation = reservation
+        self._check_size(_content_length(self), limit)
+        self.query = dict(
+            parse_qsl(self.scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
+        )
         while True:
             message = await self.receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > MAX_BODY_BYTES:
-                raise ApiError(
-                    413, f"The body is larger than {MAX_BODY_BYTES} bytes", code="request_too_large"
-                )
+            part = message.get("body", b"")
+            self._check_size(self.size + len(part), limit)
+            reservation.grow(len(part))
+            self.size += len(part)
+            self.parts.append(part)
             if not message.get("more_body"):
-                break
-        self.body = b"".join(parts)
-        self.query = dict(
-            parse_qsl(self.scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
-        )
+                return
+
+    def hand_over(self) -> tuple[list[bytes], Reservation]:
+        """The body and its room, for somebody else to release. Afterwards this has neither."""
+        parts, room = self.parts, self.reservation
+        assert room is not None, "the body has been read"
+        self.parts, self.reservation = [], None
+        return parts, room
+
+    def _check_size(self, size: int, limit: int) -> None:
+        if size > limit:
+            raise ApiError(413, f"The body is larger than {limit} bytes", code="request_too_large")
 
     async def start_events(self, headers: Iterable[Header] = ()) -> None:
         """Begins a server-sent event stream."""
@@ -150,6 +212,25 @@ class Request:
 
     async def end_events(self, frames: bytes) -> None:
         await self.send({"type": "http.response.body", "body": frames, "more_body": False})
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """Raises ApiError 400."""
+    try:
+        value = msgspec.json.decode(body or b"{}")
+    except RecursionError:
+        raise ApiError(400, "The body is nested too deeply") from None
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ApiError(400, f"The body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "The body must be a JSON object")
+    return value
+
+
+def _content_length(request: Request) -> int:
+    """What the client announced; 0 where it did not. The server has checked that it is a number."""
+    value = request.header(b"content-length") or b"0"
+    return int(value) if value.isdigit() and len(value) < 20 else 0
 
 
 def event(value: Any) -> bytes:

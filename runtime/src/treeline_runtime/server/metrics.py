@@ -117,13 +117,13 @@ class Metrics:
     def set(self, name: str, value: float) -> None:
         self._gauges[name].set(value)
 
-    def on_load(self, load: LoadUpdate, page_size: int) -> None:
+    def on_load(self, load: LoadUpdate) -> None:
         self.set("num_running_reqs", load.running)
         self.set("num_queue_reqs", load.waiting)
         self.set("num_used_tokens", load.tokens_used)
-        self.set("token_usage", load.pages_used / load.pages_total if load.pages_total else 0.0)
+        self.set("token_usage", load.used_share)
         self.set("num_pages", load.pages_total)
-        self.set("max_total_num_tokens", load.pages_total * page_size)
+        self.set("max_total_num_tokens", load.tokens_total)
         self.set("max_running_requests", load.max_running)
         self.set("num_waiting_uncached_tokens", load.waiting_uncached_tokens)
         self.set("prefill_tokens_per_second", load.prefill_tokens_per_s)

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct
 from treeline_wire.prompt import PromptError, namespace_of
 
-from treeline_runtime.messages import FinishReason, SamplingParams, TextLogprob, TextOut
+from treeline_runtime.messages import FinishReason, SamplingParams, TextLogprob, TextOut, decode_logprobs
+from treeline_runtime.server.errors import short
 from treeline_runtime.server.fields import check_unknown, convert, is_neutral
 from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.jobs import Caller, Streaming
+from treeline_runtime.server.pacing import Pacer, elements
 from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.sampling import MAX_TOP_LOGPROBS, Count, PositiveCount, SamplingFields, Seed
-from treeline_runtime.server.service import Service
+
+if TYPE_CHECKING:
+    from treeline_runtime.server.reader import Reader
 
 Rid = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """The usage so far in every chunk: vLLM's, sent by guidellm and aiperf."""
 
 
 class CommonBody(SamplingFields, frozen=True):
@@ -56,6 +64,8 @@ class CompletionBody(CommonBody, frozen=True):
 
 NAMESPACE_FIELDS = frozenset({"cache_salt", "extra_key"})
 """Read, and checked, by wire's `namespace_of`."""
+MAX_SALT_CHARS = 1024
+"""It is kept with every page, and told to every router."""
 TEMPLATE_FIELDS = frozenset(
     {"documents", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
 )
@@ -65,13 +75,13 @@ _CHAT_FIELDS = frozenset(ChatBody.__struct_fields__) | NAMESPACE_FIELDS | TEMPLA
 _COMPLETION_FIELDS = frozenset(CompletionBody.__struct_fields__) | NAMESPACE_FIELDS
 
 
-def read_chat(body: Mapping[str, Any], service: Service) -> ChatBody:
+def read_chat(body: Mapping[str, Any], reader: Reader) -> ChatBody:
     """Raises ApiError 400 or 404."""
     known = _CHAT_FIELDS
-    if service.prompts.template_reads("reasoning_effort"):
+    if reader.prompts.template_reads("reasoning_effort"):
         known |= {"reasoning_effort"}
     typed = convert(body, ChatBody)
-    _check_common(body, typed, service, known)
+    _check_common(body, typed, reader, known)
     if typed.messages is None:
         raise ApiError(
             400, "Missing required parameter: 'messages'", param="messages", code="missing_required_parameter"
@@ -86,12 +96,12 @@ def read_chat(body: Mapping[str, Any], service: Service) -> ChatBody:
     return typed
 
 
-def read_completion(body: Mapping[str, Any], service: Service) -> CompletionBody:
+def read_completion(body: Mapping[str, Any], reader: Reader) -> CompletionBody:
     """Raises ApiError 400 or 404."""
     if body.get("logprobs") is False:  # chat's spelling of "none"
         body = {**body, "logprobs": None}
     typed = convert(body, CompletionBody)
-    _check_common(body, typed, service, _COMPLETION_FIELDS)
+    _check_common(body, typed, reader, _COMPLETION_FIELDS)
     if typed.prompt is None:
         raise ApiError(
             400, "Missing required parameter: 'prompt'", param="prompt", code="missing_required_parameter"
@@ -99,11 +109,9 @@ def read_completion(body: Mapping[str, Any], service: Service) -> CompletionBody
     return typed
 
 
-def _check_common(
-    body: Mapping[str, Any], typed: CommonBody, service: Service, known: frozenset[str]
-) -> None:
+def _check_common(body: Mapping[str, Any], typed: CommonBody, reader: Reader, known: frozenset[str]) -> None:
     check_unknown(body, known)
-    service.check_model(typed.model)
+    reader.check_model(typed.model)
     if typed.functions or (typed.tools and body.get("tool_choice") != "none"):
         name = "functions" if typed.functions else "tools"
         raise ApiError(
@@ -116,27 +124,45 @@ def _check_common(
             )
         convert(typed.stream_options, StreamOptions, "stream_options.")
         for name, value in typed.stream_options.items():
-            if name != "include_usage" and not is_neutral(name, value):
-                raise ApiError(
-                    400, f"'stream_options.{name}' is not supported", param=f"stream_options.{name}"
-                )
+            if name not in StreamOptions.__struct_fields__ and not is_neutral(name, value):
+                param = f"stream_options.{short(name)}"
+                raise ApiError(400, f"{param!r} is not supported", param=param)
 
 
-def include_usage(body: CommonBody) -> bool:
-    return bool(body.stream_options and body.stream_options.get("include_usage"))
+def streaming(body: CommonBody) -> Streaming:
+    options = convert(body.stream_options or {}, StreamOptions, "stream_options.")
+    return Streaming(bool(body.stream), bool(options.include_usage), bool(options.continuous_usage_stats))
 
 
-def namespace(body: Mapping[str, Any]) -> str | None:
+def new_rid(kind: str) -> str:
+    """A request id that no other request has, as clients see it."""
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+def encodable(text: str) -> str:
+    """The text. Raises ApiError 400 for half of a surrogate pair, which has no UTF-8."""
     try:
-        return namespace_of(body)
+        text.encode()
+    except UnicodeEncodeError:
+        raise ApiError(400, "'prompt' contains half of a surrogate pair", param="prompt") from None
+    return text
+
+
+def namespace(body: Mapping[str, Any], caller: Caller) -> str | None:
+    """The cache that the request uses. Raises ApiError 400."""
+    for name in NAMESPACE_FIELDS & body.keys():
+        if isinstance(body[name], str) and len(body[name]) > MAX_SALT_CHARS:
+            raise ApiError(400, f"{name!r} has more than {MAX_SALT_CHARS} characters", param=name)
+    try:
+        return namespace_of(body, caller.tenant)
     except PromptError as error:
         raise ApiError(400, f"Invalid value for {error.param!r}: {error}", param=error.param) from None
 
 
-def sampling(body: CommonBody, service: Service, max_new_tokens: int) -> SamplingParams:
+def sampling(body: CommonBody, reader: Reader, max_new_tokens: int) -> SamplingParams:
     return body.params(
-        service.defaults,
-        service.prompts.vocab_size,
+        reader.defaults,
+        reader.prompts.vocab_size,
         max_new_tokens=max_new_tokens,
         min_new_tokens=body.min_tokens,
         seed=body.seed,
@@ -153,16 +179,26 @@ def finish_reason(finish: FinishReason | None) -> str | None:
     return None if finish is None else finish.type
 
 
-def chat_logprobs(out: TextOut, prompts: Prompts) -> dict[str, Any] | None:
-    """OpenAI's chat form. None when none were asked for."""
-    if out.output_token_logprobs is None:
-        return None
-    tops = out.output_top_logprobs or [[] for _ in out.output_token_logprobs]
-    content = [
-        {**_entry(chosen, prompts), "top_logprobs": [_entry(other, prompts) for other in top]}
-        for chosen, top in zip(out.output_token_logprobs, tops, strict=True)
-    ]
-    return {"content": content, "refusal": None}
+NO_LOGPROBS = [b"null"]
+
+
+async def chat_logprobs(out: TextOut, prompts: Prompts, pacer: Pacer) -> list[bytes]:
+    """OpenAI's chat form as pieces of JSON: `null` when none were asked for."""
+    if not out.logprobs:
+        return NO_LOGPROBS
+    parts = list[bytes]()
+    for raw in out.logprobs:
+        known = decode_logprobs(raw)
+        chosen = known.output_tokens or []
+        tops = known.output_tops or [[] for _ in chosen]
+        content = [
+            {**_entry(one, prompts), "top_logprobs": [_entry(other, prompts) for other in top]}
+            for one, top in zip(chosen, tops, strict=True)
+        ]
+        if content:
+            parts += [b",", elements(content)]
+        await pacer.rest()
+    return [b'{"refusal":null,"content":[', *parts[1:], b"]}"]
 
 
 def _entry(logprob: TextLogprob, prompts: Prompts) -> dict[str, Any]:
@@ -178,22 +214,53 @@ def floor(value: float | None) -> float | None:
 class TextLogprobs:
     """OpenAI's completions form, which counts text offsets through the whole answer: one per choice."""
 
-    def __init__(self) -> None:
+    def __init__(self, prompts: Prompts, *, skip_special_tokens: bool) -> None:
+        """`skip_special_tokens`: of the output; an echoed prompt shows them."""
+        self._prompts = prompts
+        self._skip = skip_special_tokens
         self._offset = 0
+        self._begun = False
 
-    def take(
-        self, chosen: Sequence[TextLogprob], tops: Sequence[Sequence[TextLogprob] | None] | None
-    ) -> dict[str, Any]:
-        offsets: list[int] = []
-        for _, _, text in chosen:
-            offsets.append(self._offset)
-            self._offset += len(text or "")
-        return {
-            "tokens": [text or "" for _, _, text in chosen],
-            "token_logprobs": [floor(value) for value, _, _ in chosen],
-            "top_logprobs": [_by_text(top) for top in tops] if tops else None,
-            "text_offset": offsets,
+    async def take(self, out: TextOut, pacer: Pacer) -> list[bytes]:
+        """Pieces of JSON: `null` when none were asked for."""
+        if not out.logprobs:
+            return NO_LOGPROBS
+        columns: dict[str, list[bytes]] = {
+            name: [] for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs")
         }
+        for raw in out.logprobs:
+            known = decode_logprobs(raw)
+            for chosen, tops, skip in (
+                (known.input_tokens, known.input_tops, False),
+                (known.output_tokens, known.output_tops, self._skip),
+            ):
+                if not chosen:
+                    continue
+                columns["tokens"].append(elements([text or "" for _, _, text in chosen]))
+                columns["token_logprobs"].append(elements([floor(value) for value, _, _ in chosen]))
+                columns["text_offset"].append(elements([self._next_offset(one, skip) for one in chosen]))
+                if tops:
+                    columns["top_logprobs"].append(elements([_by_text(top) for top in tops]))
+            await pacer.rest()
+        pieces = list[bytes]()
+        for name, slices in columns.items():
+            pieces += [b"," if pieces else b"{", b'"%s":' % name.encode()]
+            if name == "top_logprobs" and not slices:
+                pieces.append(b"null")
+            else:
+                pieces += [b"[", b",".join(slices), b"]"]
+        return [*pieces, b"}"]
+
+    def _next_offset(self, logprob: TextLogprob, skip_special_tokens: bool) -> int:
+        """Where this token begins in the text, in characters."""
+        _, id, text = logprob
+        offset = self._offset
+        self._offset += self._prompts.chars_of(id, text or "", skip_special_tokens=skip_special_tokens)
+        if not self._begun:
+            self._begun = True
+            if self._prompts.drops_first_space and self._prompts.bytes_of(id, "")[:1] == [0x20]:
+                self._offset -= 1
+        return offset
 
 
 def _by_text(top: Sequence[TextLogprob] | None) -> dict[str, float | None] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,34 +10,32 @@ from typing import Any
 import msgspec
 
 from treeline_runtime.args import ServerArgs
-from treeline_runtime.messages import LoadUpdate, SamplingParams
+from treeline_runtime.messages import LoadUpdate
+from treeline_runtime.server.errors import RETRY
+from treeline_runtime.server.health import EngineHealth
 from treeline_runtime.server.http import ApiError, Request, Response, json_response
 from treeline_runtime.server.metrics import CONTENT_TYPE
-from treeline_runtime.server.service import RETRY, Ask, Job, Service, new_rid
+from treeline_runtime.server.service import Service
 from treeline_runtime.tokenizer_manager import NoReply
-
-HEALTH_GENERATE_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
-class About:
+class ServerInfo:
     """What does not change while the server runs."""
 
     args: ServerArgs
     version: str
     epoch: int
-    model_dir: str
     model_config: Mapping[str, Any]
     started_at: float
     """Unix seconds."""
-    created: int
-    """Unix seconds, as `/v1/models` shows it."""
 
 
 class Probes:
-    def __init__(self, service: Service, about: About) -> None:
+    def __init__(self, service: Service, info: ServerInfo) -> None:
         self._service = service
-        self._about = about
+        self._info = info
+        self.health = EngineHealth(service)
         self.scheduler_info: Mapping[str, Any] = {}
         """What the scheduler said about itself when it was ready."""
         self.kv_events: Mapping[str, Any] | None = None
@@ -47,18 +44,21 @@ class Probes:
     # ---- probes ---------------------------------------------------------------------------------------------
 
     async def live(self, _request: Request) -> Response:
-        """503 only when a restart would help: a process has stood still, or has died."""
-        state, limit_s = self._service.state, self._about.args.watchdog_timeout
+        """503 only when a restart would help: a process has stood still, or has died, or no request works."""
+        state, limit_s = self._service.state, self._info.args.watchdog_timeout
         if state.failure is not None:
             raise ApiError(503, state.failure, type="server_error")
         if state.ready and limit_s:
-            process, still_s = state.stillest(time.monotonic())
+            process, still_s = state.most_stale_child(time.monotonic())
             if still_s > limit_s:
                 raise ApiError(503, f"The {process} has not moved for {still_s:.0f} s", type="server_error")
+            if self.health.problem is not None and self.health.failing_s > limit_s:
+                raise ApiError(503, self.health.problem, type="server_error")
         return json_response({"status": "live", "heartbeats": state.heartbeats})
 
     async def ready(self, _request: Request) -> Response:
-        """200 while the server accepts new work. Costs nothing: answered without asking the scheduler."""
+        """200 while the server accepts new work and, as far as is known, can do it. Costs nothing: answered without
+        asking the scheduler."""
         state = self._service.state
         if state.failure is not None:
             raise ApiError(503, state.failure, type="server_error")
@@ -66,24 +66,13 @@ class Probes:
             raise ApiError(503, "The model is still loading", type="server_error", headers=RETRY)
         if state.draining:
             raise ApiError(503, "The server is draining", type="server_error")
+        if self.health.problem is not None:
+            raise ApiError(503, self.health.problem, type="server_error")
         return json_response({"status": "ready"})
 
     async def health_generate(self, _request: Request) -> Response:
-        """Generates one token, so it proves the whole path; too slow for a probe under load."""
-        service = self._service
-        service.admit()
-        one = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-        job = Job(new_rid("health"), [Ask([0], one)])
-        flight = service.open(job)
-        try:
-            async with asyncio.timeout(HEALTH_GENERATE_TIMEOUT_S):
-                await service.collect(flight)
-        except TimeoutError:
-            raise ApiError(
-                503, f"No token within {HEALTH_GENERATE_TIMEOUT_S:g} s", type="server_error"
-            ) from None
-        finally:
-            flight.close()
+        """Generates a few tokens, so it proves the whole path; too slow for a probe under load."""
+        await self.health.check()
         return json_response({"status": "healthy"})
 
     # ---- information ----------------------------------------------------------------------------------------
@@ -92,7 +81,7 @@ class Probes:
         return json_response({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        self._service.check_model(request.path_tail)
+        self._service.reader.check_model(request.path_tail)
         return json_response(self._model())
 
     def _model(self) -> dict[str, Any]:
@@ -100,7 +89,7 @@ class Probes:
         return {
             "id": self._service.model_name,
             "object": "model",
-            "created": self._about.created,
+            "created": int(self._info.started_at),
             "owned_by": "treeline",
             "root": self._service.model_name,
             "parent": None,
@@ -108,42 +97,46 @@ class Probes:
         }
 
     async def model_info(self, _request: Request) -> Response:
-        about = self._about
+        info = self._info
         return json_response(
             {
-                "model_path": about.args.model,
+                "model_path": info.args.model,
                 "served_model_name": self._service.model_name,
-                "tokenizer_path": about.args.model,
+                "tokenizer_path": info.args.model,
                 "is_generation": True,
                 "preferred_sampling_params": msgspec.to_builtins(self._service.defaults),
                 "weight_version": "default",
-                "load_format": about.args.load_format,
+                "load_format": info.args.load_format,
                 "reasoning_parser": None,
                 "tool_call_parser": None,
                 "disaggregation_mode": "null",
                 "has_image_understanding": False,
                 "has_audio_understanding": False,
-                "model_type": about.model_config.get("model_type"),
-                "architectures": about.model_config.get("architectures"),
+                "model_type": info.model_config.get("model_type"),
+                "architectures": info.model_config.get("architectures"),
             }
         )
 
     async def server_info(self, _request: Request) -> Response:
-        about, service = self._about, self._service
+        info, service = self._info, self._service
         status = "ready" if service.state.ready else "loading"
         return json_response(
             {
-                **about.args.public(),
+                **info.args.public(),
                 **self.scheduler_info,
                 "served_model_name": service.model_name,
-                "version": about.version,
+                "tokenizer_path": info.args.model,
+                "disable_radix_cache": False,  # there is no way to switch it off; SGLang's kits ask
+                "version": info.version,
                 "status": "draining" if service.state.draining else status,
                 "draining": service.state.draining,
-                "started_at": about.started_at,
-                "epoch": about.epoch,
+                "started_at": info.started_at,
+                "epoch": info.epoch,
                 "tokenizer_fingerprint": service.prompts.bundle.fingerprint,
                 "kv_events": self.kv_events,
-                "internal_states": [_load_entry(service.state.load, about.args.page_size)],
+                # A picker need not write a client's salt into bodies: the edge's header separates the caches here.
+                "isolates_clients": True,
+                "internal_states": [_load_entry(service.state.load)],
             }
         )
 
@@ -156,29 +149,30 @@ class Probes:
         return Response(bundle.to_json(), headers=((b"etag", etag),))
 
     async def loads(self, request: Request) -> Response:
-        """The scheduler's load, asked now; `?format=prometheus` gives the metrics page."""
-        format = request.query.get("format", "json")
-        if format not in ("json", "prometheus"):
-            raise ApiError(400, "'format' must be json or prometheus", param="format")
-        if format == "prometheus":
-            return await self.metrics(request)
+        """The scheduler's load, asked now."""
+        if request.query.get("format", "json") != "json":
+            raise ApiError(
+                400,
+                "'format' must be json; metrics have a listener of their own (--metrics-port)",
+                param="format",
+            )
         try:
             data = await self._service.manager.state("load")
         except NoReply as error:
             raise ApiError(503, f"The scheduler does not answer: {error}", type="server_error") from None
         load = msgspec.convert(data, LoadUpdate)
-        entry = _load_entry(load, self._about.args.page_size) | {"draining": self._service.state.draining}
+        entry = _load_entry(load) | {"draining": self._service.state.draining}
         return json_response({"timestamp": time.time(), "dp_rank_count": 1, "loads": [entry]})
 
     async def metrics(self, _request: Request) -> Response:
         metrics, state = self._service.metrics, self._service.state
-        metrics.on_load(state.load, self._about.args.page_size)
+        metrics.on_load(state.load)
         metrics.set("draining", state.draining)
         return Response(metrics.render(), content_type=CONTENT_TYPE.encode())
 
     async def debug_radix(self, _request: Request) -> Response:
         """What the cache holds (the scheduler's tree) and which of it routers have been told (the publisher)."""
-        if not self._about.args.enable_debug_endpoints:
+        if not self._info.args.enable_debug_endpoints:
             raise ApiError(
                 404, "Start the server with --enable-debug-endpoints to see the cache", code="disabled"
             )
@@ -190,10 +184,14 @@ class Probes:
             raise ApiError(503, f"No answer: {error}", type="server_error") from None
         announced = set(map(str, told["hashes"]))
         blocks = [block | {"announced": block["hash"] in announced} for block in tree["blocks"]]
-        return json_response({"epoch": self._about.epoch, "seq": told["seq"], "blocks": blocks})
+        return json_response({"epoch": self._info.epoch, "seq": told["seq"], "blocks": blocks})
 
 
-def _load_entry(load: LoadUpdate, page_size: int) -> dict[str, Any]:
+_PUBLISHERS = ("epoch", "seq", "in_flight", "adapters")
+"""Members of a load report that the publisher fills in, or nobody yet."""
+
+
+def _load_entry(load: LoadUpdate) -> dict[str, Any]:
     """One element of `/v1/loads`: SGLang's names, then ours."""
     return {
         "dp_rank": 0,
@@ -201,9 +199,9 @@ def _load_entry(load: LoadUpdate, page_size: int) -> dict[str, Any]:
         "num_waiting_reqs": load.waiting,
         "num_total_reqs": load.running + load.waiting,
         "num_used_tokens": load.tokens_used,
-        "max_total_num_tokens": load.pages_total * page_size,
-        "token_usage": load.pages_used / load.pages_total if load.pages_total else 0.0,
+        "max_total_num_tokens": load.tokens_total,
+        "token_usage": load.used_share,
         "max_running_requests": load.max_running,
         "num_waiting_uncached_tokens": load.waiting_uncached_tokens,
-        **msgspec.structs.asdict(load),
+        **{name: value for name, value in msgspec.structs.asdict(load).items() if name not in _PUBLISHERS},
     }

@@ -1,26 +1,29 @@
-"""Requests → token ids, and ids → text: the tokenizer and the chat template of one model."""
+"""Requests → token ids, and ids → text: the tokenizer and the chat template of one model. Nothing here waits."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import jinja2
+from jinja2 import nodes
 from tokenizers import Tokenizer
-from treeline_wire.chat import ChatTemplate, TemplateError
-from treeline_wire.keys import PrefixKeys
+from treeline_wire.chat import ChatTemplate, TemplateBusyError, TemplateError
+from treeline_wire.keys import KeySelfTestError, PrefixKeys
 from treeline_wire.prompt import Prompt, PromptError, prompt_of_chat, prompt_of_completion
-from treeline_wire.tokenizer import TokenizerBundle
+from treeline_wire.template_env import TemplateEnvironment
+from treeline_wire.tokenizer import BundleError, TokenizerBundle
 
-from treeline_runtime.server.fields import check_messages
+from treeline_runtime.server.fields import check_messages, check_unknown
 from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.limits import INLINE_BYTES, MAX_PROMPT_TOKENS, Limits
+from treeline_runtime.templates.pool import TemplatePool
 
-INLINE_BYTES = 16_384
-"""Larger requests are rendered and encoded in a thread: they take 5 ms and more, and every other request would wait."""
+_ESCAPE_BYTES = 5
 
-T = TypeVar("T")
-A = TypeVar("A")
+logger = logging.getLogger(__name__)
 
 
 class Prompts:
@@ -32,58 +35,86 @@ class Prompts:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        self._template = ChatTemplate.from_bundle(bundle)
+        self._pool = TemplatePool()
+        self._template = ChatTemplate.from_bundle(bundle, self._pool)
+        keys = _keys(bundle)
+        self._token_bytes = [] if keys is None else keys.token_bytes
+        self._bound = _LengthBound.of(keys)
+
+    def close(self) -> None:
+        """Ends the processes that render chat templates."""
+        self._pool.close()
 
     def template_reads(self, name: str) -> bool:
-        """Whether a chat template of the model mentions `name`."""
-        return any(name in (text or "") for text in (self.bundle.chat_template, self.bundle.tool_template))
+        """Whether a chat template of the model reads a variable or a member `name`."""
+        return name in self._read_names
 
-    async def of_chat(self, body: Mapping[str, Any], size: int) -> list[int]:
-        """`size`: of the request in bytes."""
-        return await _off_loop_if_big(size, self._of_chat, body)
+    @functools.cached_property
+    def _read_names(self) -> frozenset[str]:
+        templates = (self.bundle.chat_template, self.bundle.tool_template)
+        return frozenset[str]().union(*(_names_read(text) for text in templates if text is not None))
 
-    async def of_completion(self, body: Mapping[str, Any], size: int) -> list[list[int]]:
-        """`size`: of the request in bytes."""
-        return await _off_loop_if_big(size, self._of_completion, body)
-
-    async def of_prompts(self, prompts: Sequence[Prompt], size: int) -> list[list[int]]:
-        """`size`: of the request in bytes."""
-        return await _off_loop_if_big(size, self._of_prompts, prompts)
-
-    def _of_chat(self, body: Mapping[str, Any]) -> list[int]:
+    def of_chat(self, body: Mapping[str, Any], limits: Limits | None = None) -> list[int]:
+        """The ids of a chat request. `limits`: a prompt that is certainly longer is refused untokenized."""
         if self._template is None:
             raise ApiError(400, "This model has no chat template; use /v1/completions", param="messages")
         check_messages(body.get("messages"), self.template_reads)
+        documents = body.get("documents")
+        if isinstance(documents, list) and not self.template_reads("documents"):
+            check_unknown({"documents": documents}, ())
         try:
             prompt = prompt_of_chat(body, self._template)
         except PromptError as error:
             raise ApiError(400, _message(error), param=error.param) from None
+        except TemplateBusyError as error:
+            raise ApiError(503, f"{error}; try again later", type="server_error") from None
         except TemplateError as error:
             raise ApiError(500, f"The model's chat template failed: {error}", type="server_error") from None
-        return self._ids(prompt)
+        return self._ids(prompt, limits, "messages")
 
-    def _of_completion(self, body: Mapping[str, Any]) -> list[list[int]]:
+    def of_completion(self, body: Mapping[str, Any], limits: Limits | None = None) -> list[list[int]]:
+        """The ids of each prompt of a completion request."""
         try:
-            return self._of_prompts(prompt_of_completion(body))
+            return self.of_prompts(prompt_of_completion(body), limits, "prompt")
         except PromptError as error:
             raise ApiError(400, _message(error), param=error.param) from None
 
-    def _of_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        return [self._ids(prompt) for prompt in prompts]
+    def of_prompts(
+        self, prompts: Sequence[Prompt], limits: Limits | None = None, param: str = "prompt"
+    ) -> list[list[int]]:
+        """The ids of each prompt; together at most `MAX_PROMPT_TOKENS`, or one whole context."""
+        most = max(MAX_PROMPT_TOKENS, limits.max_request_tokens if limits is not None else 0)
+        made, total = list[list[int]](), 0
+        for prompt in prompts:
+            made.append(self._ids(prompt, limits, param))
+            total += len(made[-1])
+            if total > most:
+                raise ApiError(
+                    400,
+                    f"The prompts have more than {most} tokens together; send fewer in one request",
+                    param=param,
+                )
+        return made
 
-    def _ids(self, prompt: Prompt) -> list[int]:
+    def _ids(self, prompt: Prompt, limits: Limits | None, param: str) -> list[int]:
         if prompt.ids is None:
-            ids: list[int] = self._tokenizer.encode(
-                prompt.text or "", add_special_tokens=prompt.add_special_tokens
-            ).ids
-            return ids
+            return self._encoded(prompt.text or "", prompt.add_special_tokens, limits, param)
         if max(prompt.ids) >= self.vocab_size:
             raise ApiError(
                 400,
                 f"Token id {max(prompt.ids)} is not below {self.vocab_size}, the vocabulary's size",
-                param="prompt",
+                param=param,
             )
         return prompt.ids
+
+    def _encoded(self, text: str, add_special: bool, limits: Limits | None, param: str) -> list[int]:
+        if limits is not None and len(text) > INLINE_BYTES and self._bound is not None:
+            least = self._bound.at_least(text)
+            if least > limits.max_request_tokens:
+                raise limits.too_long(f"your prompt has at least {least} tokens. Please shorten it.", param)
+        # Several times faster than `encode`, which also keeps track of where each token was in the text.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -91,19 +122,104 @@ class Prompts:
 
     def bytes_of(self, id: int, text: str) -> list[int]:
         """The bytes of one token, as OpenAI reports them: exact even where the token is part of a character."""
-        raw = self._token_bytes[id] if id < len(self._token_bytes) else b""
-        special = not raw or (len(raw) == 5 and raw[0] == 0xFF)
-        return list(text.encode() if special else raw)
+        raw = self._raw(id)
+        return list(text.encode() if raw is None else raw)
+
+    def chars_of(self, id: int, text: str, *, skip_special_tokens: bool) -> int:
+        """How many characters of a text begin in one token, whose text alone is `text`."""
+        raw = self._raw(id)
+        if raw is not None:
+            return sum(byte & 0xC0 != 0x80 for byte in raw)
+        return 0 if skip_special_tokens and id in self._special else len(text)
+
+    def size_of(self, ids: Sequence[int]) -> int:
+        """At most how many bytes `decode` makes of ids that the vocabulary has."""
+        sizes = self._decoded_sizes
+        return sum([sizes[id] for id in ids])
 
     @functools.cached_property
-    def _token_bytes(self) -> list[bytes]:
-        return PrefixKeys.from_bundle(self.bundle).token_bytes
+    def drops_first_space(self) -> bool:
+        """Whether the decoder leaves out a space that the first token begins with (SentencePiece's way)."""
+        found = next(
+            (id for id, raw in enumerate(self._token_bytes) if raw[:1] == b" " and raw != b" "), None
+        )
+        return found is not None and not self.decode([found], skip_special_tokens=False).startswith(" ")
+
+    @functools.cached_property
+    def _special(self) -> frozenset[int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(id for id, token in added.items() if token.special)
+
+    @functools.cached_property
+    def _decoded_sizes(self) -> list[int]:
+        sizes = [0] * self.vocab_size
+        for token, id in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if id < len(sizes):
+                # a byte of a byte-level token that is not UTF-8 becomes U+FFFD, of three bytes
+                sizes[id] = 3 * len(token.encode())
+        return sizes
+
+    def _raw(self, id: int) -> bytes | None:
+        """The bytes of an ordinary token; None for special ones and unknown ids."""
+        raw = self._token_bytes[id] if id < len(self._token_bytes) else b""
+        special = not raw or (len(raw) == _ESCAPE_BYTES and raw[0] == 0xFF)
+        return None if special else raw
 
 
-async def _off_loop_if_big(size: int, work: Callable[[A], T], argument: A) -> T:
-    if size <= INLINE_BYTES:
-        return work(argument)
-    return await asyncio.to_thread(work, argument)
+class _LengthBound:
+    """At least how many tokens a text has, without tokenizing it: never more than it really has.
+
+    The key of a text (`treeline_wire.keys`) is the concatenation of its tokens' keys, whatever the normalizer and the
+    added tokens make of the text; so there are at least len(key) / (the longest token's key) of them.
+    """
+
+    def __init__(self, keys: PrefixKeys) -> None:
+        self._keys = keys
+        self._longest = max(_ESCAPE_BYTES, *map(len, keys.token_bytes))
+
+    @classmethod
+    def of(cls, keys: PrefixKeys | None) -> _LengthBound | None:
+        """None for tokenizers without this property, which lose text: their unknown tokens stand for any length."""
+        if keys is None or not keys.token_bytes:
+            return None
+        try:
+            keys.self_test()
+        except KeySelfTestError as error:
+            logger.info("long prompts are tokenized before they are refused: %s", error)
+            return None
+        return cls(keys)
+
+    def at_least(self, text: str) -> int:
+        """O(len(text)), about 2 ms a megabyte."""
+        return len(self._keys.prompt_key(text, add_special_tokens=False)) // self._longest
+
+
+def _keys(bundle: TokenizerBundle) -> PrefixKeys | None:
+    try:
+        return PrefixKeys.from_bundle(bundle)
+    except BundleError as error:
+        logger.info("the tokens' bytes are not known: %s", error)
+        return None
+
+
+def _names_read(template: str) -> set[str]:
+    """The variables and members that a template reads: `name`, `x.name`, `x["name"]`, `"name" in x`, and names that
+    are given to a filter or a method (`x.get("name")`, `map(attribute="name")`)."""
+    try:
+        tree = TemplateEnvironment().parse(template)
+    except jinja2.TemplateSyntaxError:
+        return set()  # it reads nothing: every chat is answered with the error
+    names = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "load"}
+    names |= {node.attr for node in tree.find_all(nodes.Getattr)}
+    looked_up: list[nodes.Node] = [node.arg for node in tree.find_all(nodes.Getitem)]
+    looked_up += tree.find_all(nodes.Compare)
+    calls: list[nodes.Call | nodes.Filter] = [*tree.find_all(nodes.Call), *tree.find_all(nodes.Filter)]
+    for call in calls:
+        looked_up += [*call.args, *call.kwargs]
+    for node in looked_up:
+        constants = [node] if isinstance(node, nodes.Const) else node.find_all(nodes.Const)
+        names |= {constant.value for constant in constants if isinstance(constant.value, str)}
+    return names
 
 
 def _message(error: PromptError) -> str:

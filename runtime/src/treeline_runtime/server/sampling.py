@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,9 +9,8 @@ import msgspec
 from msgspec import Meta
 
 from treeline_runtime.messages import SamplingParams
+from treeline_runtime.server.generation_config import parse_generation_config
 from treeline_runtime.server.http import ApiError
-
-logger = logging.getLogger(__name__)
 
 MAX_N = 128
 MAX_STOP_STRINGS = 64
@@ -45,30 +43,23 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_model(cls, model_dir: Path) -> SamplingDefaults:
-        """Reads the checkpoint's file; unusable values are logged and left out."""
+        """Reads the checkpoint's file, if it has one. Raises ValueError for what cannot be done as it says."""
         try:
-            config = msgspec.json.decode(
-                (model_dir / "generation_config.json").read_bytes(), type=_GenerationConfig
-            )
+            config = parse_generation_config((model_dir / "generation_config.json").read_bytes())
         except FileNotFoundError:
             return cls()
-        except (OSError, msgspec.MsgspecError, ValueError) as error:
-            logger.warning("generation_config.json is left out: %s", error)
-            return cls()
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"generation_config.json: {error}; correct it, or leave it out with --sampling-defaults openai"
+            ) from None
         given = {
             name: value for name in cls.__struct_fields__ if (value := getattr(config, name)) is not None
         }
         if given.get("top_k") == 0:
             given["top_k"] = -1
+        if config.do_sample is False:
+            given["temperature"] = 0.0
         return cls(**given)
-
-
-class _GenerationConfig(msgspec.Struct, frozen=True):
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: Share | None = None
-    repetition_penalty: RepetitionPenalty | None = None
 
 
 class SamplingFields(msgspec.Struct, frozen=True):

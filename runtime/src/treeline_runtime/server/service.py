@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-import msgspec
 from treeline_wire import headers as wire_headers
+from treeline_wire.chat import NeedsWorkerError
 
-from treeline_runtime.messages import FinishReason, GenerateReq, LoadUpdate, SamplingParams, TextOut
-from treeline_runtime.server.http import ApiError, Header, Request, event
+from treeline_runtime.messages import FinishReason, LoadUpdate, TextOut
+from treeline_runtime.server import errors
+from treeline_runtime.server.errors import RETRY
+from treeline_runtime.server.http import ApiError, Header, Request, event, in_pieces
+from treeline_runtime.server.jobs import Caller, GenerationJob, Task
+from treeline_runtime.server.limits import BYTES_PER_TOKEN, INLINE_BYTES, ByteBudget, Limits, Reservation
 from treeline_runtime.server.metrics import Metrics
+from treeline_runtime.server.pacing import Pacer
 from treeline_runtime.server.prompts import Prompts
+from treeline_runtime.server.reader import Kind, Reader
+from treeline_runtime.server.reader_pool import ReaderPool
 from treeline_runtime.server.sampling import SamplingDefaults
-from treeline_runtime.tokenizer_manager import DuplicateRid, Flight, TokenizerManager, merge
+from treeline_runtime.tokenizer_manager import DuplicateRid, InflightRequest, TokenizerManager, merge
 
-RETRY_AFTER_S = b"1"
-MAX_GENERATIONS = 1024
-"""Generations that one HTTP request may start (prompts x n)."""
+T = TypeVar("T", bound=Task)
 
 
 @dataclass
@@ -39,100 +44,10 @@ class State:
     heartbeats: int = 0
     load: LoadUpdate = field(default_factory=LoadUpdate)
 
-    def stillest(self, now: float) -> tuple[str, float]:
+    def most_stale_child(self, now: float) -> tuple[str, float]:
         """The child that has not moved for longest, and for how many seconds."""
         process = min(self.heartbeat_at, key=self.heartbeat_at.__getitem__)
         return process, now - self.heartbeat_at[process]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Token counts that decide whether a prompt fits."""
-
-    context_length: int
-    """Prompt + output."""
-    max_request_tokens: int
-    """What the KV pool can hold of one request; at most `context_length`."""
-
-
-@dataclass(frozen=True)
-class Ask:
-    """One prompt and what is wanted for it."""
-
-    ids: list[int]
-    sampling: SamplingParams
-    return_logprob: bool = False
-    logprob_start_len: int = -1
-    top_logprobs_num: int = 0
-
-
-@dataclass(frozen=True)
-class Job:
-    """One generation request, whichever API it came through: every prompt is answered `n` times."""
-
-    rid: str
-    """Names all of it: `/abort_request` takes it."""
-    asks: list[Ask]
-    n: int = 1
-    namespace: str | None = None
-    rids: list[str] | None = None
-    """Ids of the generations, where the client chose them."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(len(ask.ids) for ask in self.asks)
-
-    @property
-    def generations(self) -> int:
-        return len(self.asks) * self.n
-
-    def requests(self) -> list[GenerateReq]:
-        """One per choice, prompt by prompt. A seed gives each of a prompt's choices its own, reproducible one."""
-        single = self.generations == 1
-        rids = self.rids or [
-            self.rid if single else f"{self.rid}:{index}" for index in range(self.generations)
-        ]
-        choices = [(ask, choice) for ask in self.asks for choice in range(self.n)]
-        return [
-            GenerateReq(
-                rid=rid,
-                input_ids=ask.ids,
-                sampling=_for_choice(ask.sampling, choice),
-                namespace=self.namespace,
-                return_logprob=ask.return_logprob,
-                logprob_start_len=ask.logprob_start_len,
-                top_logprobs_num=ask.top_logprobs_num,
-            )
-            for rid, (ask, choice) in zip(rids, choices, strict=True)
-        ]
-
-
-def _for_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
-    if not choice or sampling.seed is None:
-        return sampling
-    seed = (sampling.seed + choice) & ((1 << 63) - 1)
-    return msgspec.structs.replace(sampling, seed=seed)
-
-
-class UnknownModel(ApiError):
-    """404: nobody gets another model than the one that he named."""
-
-    def __init__(self, name: object) -> None:
-        message = f"The model `{name}` does not exist or you do not have access to it."
-        super().__init__(404, message, param="model", code="model_not_found")
-        self._name = name
-
-    def without_picker(self) -> ApiError:
-        """The same where no picker was asked: it may be the name of an InferenceModel, or of another pool's model."""
-        return ApiError(
-            503,
-            f"The model `{self._name}` cannot be found while the endpoint picker is away: only the names that pools "
-            "themselves serve are known then. Try again soon.",
-            type="service_unavailable",
-            param="model",
-            code="picker_unavailable",
-            headers=ELSEWHERE,
-        )
 
 
 @dataclass
@@ -145,6 +60,10 @@ class Service:
     manager: TokenizerManager
     metrics: Metrics
     state: State
+    budget: ByteBudget
+    """Bytes of bodies and prompts in flight."""
+    pool: ReaderPool | None = None
+    """Reads large bodies; None: they are read in the event loop."""
     limits: Limits | None = None
     """Known once the scheduler is ready."""
     active: int = 0
@@ -153,6 +72,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.idle.set()
+        self.reader = Reader(self.model_name, self.prompts, self.defaults)
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
@@ -180,54 +100,43 @@ class Service:
 
     def overloaded(self, message: str) -> ApiError:
         self.metrics.rejected.inc()
-        return ApiError(503, message, type="overloaded_error", code="overloaded", headers=OVERLOADED)
+        return errors.overloaded(message)
 
-    def check_model(self, name: object) -> None:
-        """Raises UnknownModel for another model than the one served; none at all is this one."""
-        if name is not None and name != self.model_name:
-            raise UnknownModel(name)
+    async def read(self, request: Request, kind: Kind, type: type[T]) -> T:
+        """What the request's body asks for: read here when it is small, else in another process. Raises ApiError."""
+        caller = Caller(request.tenant, request.shares_cache)
+        task: Task | None = None
+        if self.pool is None or request.size <= INLINE_BYTES:
+            try:
+                task = self.reader.read(kind, request.body, self.limits, caller)
+            except NeedsWorkerError:  # the chat template is not a plain one: rendering it may take long
+                if self.pool is None:
+                    task = await asyncio.to_thread(self.reader.read, kind, request.body, self.limits, caller)
+        if task is None:
+            assert self.pool is not None
+            parts, reservation = request.hand_over()
+            reading = self.pool.read(kind, parts, request.size, self.limits, caller, reservation)
+            del parts
+            task = await reading
+        assert isinstance(task, type)
+        return task
 
-    def max_new_tokens(self, prompt_len: int, asked: int | None, default: int | None, param: str) -> int:
-        """Output tokens for a prompt: what was asked, `default`, or the rest of the context (None).
-
-        Raises ApiError 400 for an empty prompt, and `context_length_exceeded` when it cannot fit.
-        """
-        limits = self.admit()
-        if prompt_len == 0:
-            raise ApiError(400, "The prompt is empty", param=param)
-        room = limits.max_request_tokens - prompt_len
-        longest = limits.max_request_tokens
-        if room < (0 if asked == 0 else 1):
-            raise ApiError(
-                400,
-                f"This model's maximum context length is {longest} tokens. However, your prompt has {prompt_len} "
-                "tokens. Please shorten it.",
-                param=param,
-                code="context_length_exceeded",
-            )
-        if asked is not None and asked > room:
-            raise ApiError(
-                400,
-                f"This model's maximum context length is {longest} tokens. However, you requested "
-                f"{prompt_len + asked} tokens ({prompt_len} in the prompt, {asked} for the output).",
-                param=param,
-                code="context_length_exceeded",
-            )
-        if asked is not None:
-            return asked
-        return room if default is None else min(default, room)
-
-    def open(self, job: Job) -> Flight:
-        """Starts the job's generations; the caller closes the flight."""
+    async def open(self, job: GenerationJob) -> InflightRequest:
+        """Starts the job's generations; the caller closes the request. Raises ApiError, TooMuchInFlight."""
         self.admit()
-        if job.generations > MAX_GENERATIONS:
-            raise ApiError(400, f"More than {MAX_GENERATIONS} generations in one request", param="n")
+        reservation = Reservation(self.budget)
+        reservation.grow(BYTES_PER_TOKEN * job.prompt_tokens * job.n)
         try:
-            return self.manager.open(job.requests(), name=job.rid)
-        except DuplicateRid as error:
-            raise ApiError(
-                400, f"A request with rid {str(error)!r} is already in flight", param="rid"
-            ) from None
+            return await self.manager.open(
+                job.requests(), name=job.rid, on_close=reservation.release, tenant=job.tenant
+            )
+        except BaseException as error:
+            reservation.release()
+            if isinstance(error, DuplicateRid):
+                raise ApiError(
+                    400, f"A request with rid {str(error)!r} is already in flight", param="rid"
+                ) from None
+            raise
 
     def check_finish(self, finish: FinishReason | None) -> None:
         """Raises ApiError for an end that is no answer."""
@@ -235,26 +144,31 @@ class Service:
             return
         status = finish.status or 500
         message = finish.message or "The request failed"
-        if status == 503:
+        if status == 503 and self.state.failure is None:
             raise self.overloaded(message)
         if status < 500:
             raise ApiError(status, message)
         raise ApiError(status, message, type="server_error")
 
-    async def collect(self, flight: Flight) -> list[TextOut]:
+    async def collect(self, inflight: InflightRequest) -> list[TextOut]:
         """Waits for all generations: one whole output each. Raises ApiError."""
-        parts: list[list[TextOut]] = [[] for _ in flight.rids]
-        while ready := await flight.next(whole=True):
+        parts: list[list[TextOut]] = [[] for _ in inflight.rids]
+        while ready := await inflight.next(whole=True):
             for index, out in ready:
                 self.check_finish(out.finish)
                 parts[index].append(out)
-        return [merge(outs) for outs in parts]
+        pacer, whole = Pacer(), list[TextOut]()
+        for index in range(len(parts)):
+            whole.append(merge(parts[index]))
+            parts[index] = []
+            await pacer.rest()
+        return whole
 
     async def stream(
         self,
         request: Request,
-        flight: Flight,
-        frames_of: Callable[[int, TextOut], bytes],
+        inflight: InflightRequest,
+        frames_of: Callable[[int, TextOut, Pacer], Awaitable[list[bytes]]],
         *,
         headers_of: Callable[[TextOut], Sequence[Header]],
         opening: bytes,
@@ -263,16 +177,18 @@ class Service:
         """Sends outputs as they come. Headers leave with the first token; an error before it is an ordinary error
         answer (ApiError), one after it an error object that ends the stream."""
         try:
-            async for outs in _outputs(flight):
-                frames = b""
+            pacer = Pacer()
+            async for outs in _outputs(inflight):
+                frames = list[bytes]()
                 for index, out in outs:
                     self.check_finish(out.finish)
-                    frames += frames_of(index, out)
+                    frames += await frames_of(index, out, pacer)
+                    await pacer.rest()
                 if not request.streaming:
                     await request.start_events(headers_of(outs[0][1]))
-                    frames = opening + frames
-                if frames:
-                    await request.send_events(frames)
+                    frames.insert(0, opening)
+                for piece in in_pieces(frames):
+                    await request.send_events(piece)
             await request.end_events(closing())
         except ApiError as error:
             if not request.streaming:
@@ -280,26 +196,28 @@ class Service:
             await request.end_events(event(error.body))
 
 
-async def _outputs(flight: Flight) -> AsyncIterator[list[tuple[int, TextOut]]]:
-    while outs := await flight.next():
+async def _outputs(inflight: InflightRequest) -> AsyncIterator[list[tuple[int, TextOut]]]:
+    while outs := await inflight.next():
         yield outs
 
 
-def new_rid(kind: str) -> str:
-    """A request id that no other request has, as clients see it."""
-    return f"{kind}-{uuid.uuid4().hex}"
+def usage(job: GenerationJob, outs: Mapping[int, TextOut]) -> dict[str, object]:
+    """OpenAI's usage object, from the outputs so far by index of the generation.
 
-
-def usage(job: Job, outs: Sequence[TextOut]) -> dict[str, object]:
-    """OpenAI's usage object. A prompt counts once, however many choices it has; so do its cached tokens (those of its
-    first choice: the others always find what the first computed)."""
-    completion_tokens = sum(out.completion_tokens for out in outs)
-    return {
-        "prompt_tokens": job.prompt_tokens,
+    A prompt counts once, however many choices it has; so do its cached tokens (those of its first choice: the others
+    always find what the first computed). Where they are hidden, the member is left out.
+    """
+    completion_tokens = sum(out.completion_tokens for out in outs.values())
+    prompt_tokens = job.prompt_tokens
+    counted: dict[str, object] = {
+        "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
-        "total_tokens": job.prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(out.cached_tokens for out in outs[:: job.n])},
+        "total_tokens": prompt_tokens + completion_tokens,
     }
+    if not job.hides_cache:
+        cached_tokens = sum(out.cached_tokens for index, out in outs.items() if index % job.n == 0)
+        counted["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    return counted
 
 
 def token_headers(prompt_tokens: int, cached_tokens: int) -> list[Header]:
@@ -308,8 +226,3 @@ def token_headers(prompt_tokens: int, cached_tokens: int) -> list[Header]:
         (wire_headers.PROMPT_TOKENS.encode(), b"%d" % prompt_tokens),
         (wire_headers.CACHED_TOKENS.encode(), b"%d" % cached_tokens),
     ]
-
-
-RETRY: tuple[Header, ...] = ((b"retry-after", RETRY_AFTER_S),)
-ELSEWHERE: tuple[Header, ...] = (*RETRY, (wire_headers.ELSEWHERE.encode(), b"true"))
-OVERLOADED: tuple[Header, ...] = (*RETRY, (wire_headers.OVERLOADED.encode(), b"true"))

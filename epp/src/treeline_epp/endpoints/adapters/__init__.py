@@ -1,0 +1,1 @@
+"""One adapter for each type of engine: whom to ask what."""

@@ -1,0 +1,54 @@
+"""Our own runtime: it has a probe of its own, an epoch, a tokenizer to give, and reads the edge's headers.
+
+Engines whose type nobody tells are asked as if they were ours: what they lack is answered 404.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import msgspec
+from treeline_wire.tokenizer import BundleError, TokenizerBundle
+
+from treeline_epp.endpoints.adapters.base import EngineInfo
+from treeline_epp.endpoints.adapters.sglang import ServerInfo, SGLangAdapter
+from treeline_epp.endpoints.engine_http import EngineError, EngineHttp
+
+_TOKENIZER_TIMEOUT_S, _TOKENIZER_BYTES = 30.0, 256 << 20
+
+
+class _OurServerInfo(ServerInfo):
+    epoch: int | str | None = None
+    tokenizer_fingerprint: str | None = None
+    isolates_clients: bool = False
+
+
+class TreelineAdapter(SGLangAdapter):
+    """See the module."""
+
+    name = "treeline"
+    probes: tuple[str, ...] = ("/ready", "/health")
+
+    async def info(self, http: EngineHttp) -> EngineInfo:
+        """Its models, epoch, tokenizer and sockets. Raises `EngineError`."""
+        known, about = await self.known(http, _OurServerInfo)
+        if about is None:
+            return known
+        return msgspec.structs.replace(
+            known,
+            epoch="" if about.epoch is None else str(about.epoch),
+            fingerprint=about.tokenizer_fingerprint or "",
+            isolates_clients=about.isolates_clients,
+        )
+
+    async def tokenizer(self, http: EngineHttp) -> TokenizerBundle:
+        """Its tokenizer. Raises `EngineError`."""
+        path = "/treeline/tokenizer"
+        try:
+            status, content = await http.fetch(path, _TOKENIZER_TIMEOUT_S, _TOKENIZER_BYTES)
+            if status != 200:
+                raise EngineError(f"{http.base}{path} is answered {status}")
+            return await asyncio.to_thread(TokenizerBundle.from_json, content)
+        except (httpx.HTTPError, BundleError) as error:
+            raise EngineError(f"{http.base}{path}: {error!r}") from error

@@ -1,0 +1,120 @@
+"""Where endpoints come from: flags, and a file that is watched. Each source yields the complete list, again and again.
+
+The file (YAML or JSON) has one member, `endpoints`: a list of `{name, address, pool?, uid?}`. It is replaced by
+renaming a new one over it, or by the symlink swap of a mounted ConfigMap. A file that cannot be used changes nothing:
+the last good list stays, and the log says what is wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import watchfiles
+
+from treeline_epp.endpoints.spec import EndpointSpec, normal_ip, split_address
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 5.0
+"""The file is read again at least this often, should the watch have missed something (network file systems)."""
+
+
+class DiscoveryError(ValueError):
+    """A flag or a file does not describe endpoints; the message says what and where."""
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    address: str
+    pool: str = "default"
+    uid: str = ""
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    endpoints: list[_Entry]
+
+
+def parse_flag(text: str) -> EndpointSpec:
+    """`NAME=HOST:PORT`. Raises `DiscoveryError`."""
+    name, equals, address = text.partition("=")
+    if not (equals and name):
+        raise DiscoveryError(f"endpoint {text!r} is not of the form NAME=HOST:PORT")
+    return EndpointSpec(name, normal_address(address))
+
+
+def normal_address(text: str) -> str:
+    """`ip:port` in canonical spelling. `localhost` is 127.0.0.1; other names are refused, since a destination and
+    a proxy's host list must be equal as text. Raises `DiscoveryError`."""
+    host, port = split_address(text)
+    if host == "localhost":
+        host = "127.0.0.1"
+    if normal_ip(host) is None:
+        raise DiscoveryError(f"address {text!r}: the host must be an IP address or localhost")
+    if not (port.isdecimal() and 0 < int(port) < 65536):
+        raise DiscoveryError(f"address {text!r}: the port must be a number from 1 to 65535")
+    return f"[{host}]:{int(port)}" if ":" in host else f"{host}:{int(port)}"
+
+
+def parse_file(text: str) -> tuple[EndpointSpec, ...]:
+    """The endpoints in a file's text. Raises `DiscoveryError`."""
+    try:
+        entries = msgspec.yaml.decode(text, type=_File).endpoints
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise DiscoveryError(str(error)) from None
+    specs = (EndpointSpec(e.name, normal_address(e.address), pool=e.pool, uid=e.uid) for e in entries)
+    return unique(specs)
+
+
+def unique(specs: Iterable[EndpointSpec]) -> tuple[EndpointSpec, ...]:
+    """The same, checked: no name and no address twice. Raises `DiscoveryError`."""
+    found = tuple(specs)
+    for what, values in (("name", [s.name for s in found]), ("address", [s.address for s in found])):
+        twice = {value for value in values if values.count(value) > 1}
+        if twice:
+            raise DiscoveryError(f"{what} {min(twice)!r} occurs more than once")
+    return found
+
+
+async def discover(
+    fixed: Sequence[EndpointSpec], file: Path | None
+) -> AsyncIterator[tuple[EndpointSpec, ...]]:
+    """The endpoints of the flags, and of the file where there is one: at once, then after every change."""
+    if file is None:
+        yield unique(fixed)
+        return
+    current: tuple[EndpointSpec, ...] | None = None
+    said = ""
+    async for _ in _changes(file):
+        try:
+            specs = unique((*fixed, *parse_file(await asyncio.to_thread(file.read_text, encoding="utf-8"))))
+        except (DiscoveryError, OSError, UnicodeDecodeError) as error:
+            if str(error) != said:
+                kept = "nothing is known yet" if current is None else "the old list stays"
+                log.error("endpoints file %s cannot be used, %s: %s", file, kept, error)
+                said = str(error)
+            continue
+        said = ""
+        if specs != current:
+            log.info("endpoints file %s: %d endpoints", file, len(specs))
+            current = specs
+            yield specs
+
+
+async def _changes(file: Path) -> AsyncIterator[None]:
+    """Now, whenever something in the file's folder changes, and every few seconds."""
+    yield
+    # The folder, not the file: a rename gives the name a new inode, and a ConfigMap swaps a link beside it.
+    watch = watchfiles.awatch(
+        file.parent,
+        recursive=False,
+        step=20,
+        debounce=100,
+        rust_timeout=int(_POLL_S * 1000),
+        yield_on_timeout=True,
+    )
+    async for _ in watch:
+        yield

@@ -1,0 +1,82 @@
+"""Asking an engine over HTTP: bounded in time and size, whatever it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import TypeVar
+
+import httpx
+import msgspec
+
+from treeline_epp.endpoints.spec import split_address
+
+T = TypeVar("T")
+
+_NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""Made once: by default each client would read all certificates of the system."""
+_PROBE_TIMEOUT_S, _DOCUMENT_TIMEOUT_S = 2.0, 5.0
+_PROBE_BYTES, _DOCUMENT_BYTES = 64 << 10, 4 << 20
+"""Longest answers of engines."""
+_AS_IT_IS = {"accept-encoding": "identity"}
+
+
+class EngineError(Exception):
+    """The engine could not be asked, or its answer cannot be used."""
+
+
+def new_http() -> httpx.AsyncClient:
+    """A client for one engine, without TLS. It keeps one connection."""
+    # Only loopback and cluster addresses are asked; a proxy from the environment would be in the way.
+    limits = httpx.Limits(max_connections=4, max_keepalive_connections=1)
+    return httpx.AsyncClient(trust_env=False, limits=limits, verify=_NO_TLS)
+
+
+class EngineHttp:
+    """One engine's HTTP interface. `host` is its own address, `base` its URL."""
+
+    def __init__(self, http: httpx.AsyncClient, address: str) -> None:
+        self.base = f"http://{address}"
+        self.host = split_address(address)[0]
+        self._http = http
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._http.aclose()
+
+    async def probe(self, path: str) -> int:
+        """The status of a probe. Raises `httpx.HTTPError` if the engine is out of reach."""
+        status, _ = await self.fetch(path, _PROBE_TIMEOUT_S, _PROBE_BYTES)
+        return status
+
+    async def document(self, path: str, into: type[T]) -> T | None:
+        """A decoded document; `None` for 404. Raises `EngineError`."""
+        try:
+            status, content = await self.fetch(path, _DOCUMENT_TIMEOUT_S, _DOCUMENT_BYTES)
+            if status == 404:
+                return None
+            if status != 200:
+                raise EngineError(f"{self.base}{path} is answered {status}")
+            return msgspec.json.decode(content, type=into)
+        except (httpx.HTTPError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise EngineError(f"{self.base}{path}: {error!r}") from error
+
+    async def fetch(self, path: str, total_s: float, most: int) -> tuple[int, bytes]:
+        """Status and body of a GET that may take so long and be so large, all in all. Nothing is unpacked: a few
+        kilobytes may unpack to gigabytes. Raises `httpx.HTTPError` and `EngineError`."""
+        got = bytearray()
+        try:
+            async with asyncio.timeout(total_s):
+                asked = self._http.stream("GET", self.base + path, headers=_AS_IT_IS, timeout=total_s)
+                async with asked as response:
+                    if response.headers.get("content-encoding", "identity") != "identity":
+                        raise EngineError(
+                            f"{self.base}{path}: the answer is encoded, which was not asked for"
+                        )
+                    async for part in response.aiter_raw():
+                        got += part
+                        if len(got) > most:
+                            raise EngineError(f"{self.base}{path}: the answer is longer than {most} bytes")
+        except TimeoutError:
+            raise httpx.ReadTimeout(f"no whole answer within {total_s:g} s") from None
+        return response.status_code, bytes(got)

@@ -1,0 +1,177 @@
+"""What the picker believes about an endpoint's load: its last report, what was routed since, and how fast it prefills.
+
+Theory of operation. A report made at time t knows everything that reached the engine before t, so
+
+    queued tokens now = uncached tokens waiting at t + reservations opened after t.
+
+Without a fresh report (an engine that cannot push, or one that fell silent) the queue is the open reservations alone.
+Prefill speed comes, in order of trust, from our own report, from the deltas of SGLang's two running totals, from
+times to first token of our streaming responses, or from the fastest of the endpoint's pool; see `prefill_rate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from treeline_wire.load import LoadStat, TreelineLoad
+
+from treeline_epp.endpoints.reservations import Reservations
+
+STALE_AFTER_S = 3.0
+"""A report older than this is stale: three heartbeats."""
+TRANSIT_S = 0.05
+"""A pick reaches its engine this much later: a report of time t may lack reservations opened up to t minus this."""
+DEFAULT_PREFILL_RATE = 4000.0
+"""Used while nothing was measured anywhere, in tokens per second."""
+_ALPHA = 0.2
+"""Weight of a new sample in moving averages."""
+_MIN_TRAINING_TOKENS = 128
+"""Times to first token teach nothing below this much uncached work: overhead dominates."""
+OVERLOADED_FOR_S = 1.0
+"""After "no room", an endpoint counts as full this long, or until its next report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A load report in the picker's own terms. Zeros mean "not told". `tokens_held` of `tokens_total` are in memory,
+    running or cached (SGLang's report names the running ones only). `in_flight` are all requests that it has."""
+
+    at: float
+    running: int = 0
+    waiting: int = 0
+    in_flight: int = 0
+    queued_tokens: int = 0
+    tokens_held: int = 0
+    tokens_total: int = 0
+    max_running: int = 0
+    decode_step_s: float = 0.0
+    draining: bool = False
+
+
+def report_of(load: LoadStat | TreelineLoad, at: float) -> Report:
+    """Convert either wire form."""
+    if isinstance(load, TreelineLoad):
+        page = max(1, load.page_size)
+        return Report(
+            at=at,
+            running=load.running,
+            waiting=load.waiting,
+            in_flight=max(load.in_flight, load.running + load.waiting),
+            queued_tokens=load.waiting_uncached_tokens,
+            tokens_held=(load.pages_used + load.pages_cached) * page,
+            tokens_total=load.pages_total * page,
+            max_running=load.max_running,
+            decode_step_s=load.decode_step_ms / 1000.0,
+            draining=load.draining,
+        )
+    return Report(
+        at=at,
+        running=load.num_running,
+        waiting=load.num_waiting,
+        in_flight=load.num_running + load.num_waiting,
+        queued_tokens=load.num_waiting_uncached_tokens,
+        tokens_held=load.num_tokens,
+        tokens_total=load.max_total_num_tokens,
+        max_running=load.max_running_requests,
+    )
+
+
+@dataclass(slots=True)
+class EndpointLoad:
+    """The load of one endpoint. All methods are O(1) but for the reservations newer than the report."""
+
+    report: Report | None = None
+    reservations: Reservations = field(default_factory=Reservations)
+    reported_rate: float = 0.0
+    """Measured by the engine, and learned from our own responses; 0 while unknown."""
+    learned_rate: float = 0.0
+    hit_share: float = 0.0
+    """Share of prompt tokens that were cache hits, a moving average over answered requests."""
+    fastest_step_s: float = float("inf")
+    """The shortest decode step ever reported: that of a small batch."""
+    overloaded_until: float = float("-inf")
+    beats: bool = False
+    """Whether its reports come as long as it lives, so that their end says something. Others may just be idle."""
+    _totals: tuple[int, int] | None = None
+
+    def on_load(self, load: LoadStat | TreelineLoad, now: float) -> None:
+        """Take a report that arrived at `now`."""
+        self.report = report_of(load, now)
+        self.overloaded_until = float("-inf")
+        if isinstance(load, TreelineLoad):
+            self.beats = True
+            if load.prefill_tokens_per_s > 0:
+                self.reported_rate = load.prefill_tokens_per_s
+            if load.decode_step_ms > 0:
+                self.fastest_step_s = min(self.fastest_step_s, self.report.decode_step_s)
+            return
+        totals = (load.total_prefill_uncached_tokens, load.total_prefill_busy_us)
+        if self._totals is not None:
+            tokens, busy_us = totals[0] - self._totals[0], totals[1] - self._totals[1]
+            if tokens < 0 or busy_us < 0:  # the engine restarted: its totals began again
+                self._totals = totals
+                return
+            if busy_us <= 0 or tokens < _MIN_TRAINING_TOKENS:
+                return  # keep the old totals, so that small steps add up to a sample
+            sample = tokens * 1e6 / busy_us
+            self.reported_rate = _average(self.reported_rate, sample)
+        self._totals = totals
+
+    def on_overloaded(self, now: float) -> None:
+        """It refused a request for want of room: it is full until its next report says otherwise."""
+        self.overloaded_until = now + OVERLOADED_FOR_S
+
+    def train(self, uncached_tokens: int, queued_tokens: float, ttft_s: float) -> None:
+        """Learn from a streaming response of ours: `ttft_s` after the pick, with that much work before it."""
+        work = uncached_tokens + queued_tokens
+        if ttft_s > 0 and work >= _MIN_TRAINING_TOKENS:
+            self.learned_rate = _average(self.learned_rate, work / ttft_s)
+
+    def train_hits(self, cached_tokens: int, prompt_tokens: int) -> None:
+        """Learn how much of a prompt is usually cached here."""
+        if prompt_tokens > 0:
+            share = min(1.0, cached_tokens / prompt_tokens)
+            self.hit_share += _ALPHA * (share - self.hit_share)
+
+    def fresh(self, now: float) -> bool:
+        """Is the last report recent enough to be believed?"""
+        return self.report is not None and now - self.report.at <= STALE_AFTER_S
+
+    def silent(self, now: float) -> bool:
+        """Has an engine that always reports stopped doing so? It hangs, or the way to it is cut."""
+        return self.beats and not self.fresh(now)
+
+    def queue(self, now: float) -> tuple[int, int]:
+        """`(uncached tokens, requests)` that a request picked now would find before it."""
+        report = self.report
+        if report is None or now - report.at > STALE_AFTER_S:
+            return self.reservations.tokens, len(self.reservations)
+        tokens, requests = self.reservations.newer_than(report.at - TRANSIT_S)
+        return report.queued_tokens + tokens, report.waiting + requests
+
+    def in_flight(self, now: float) -> int | None:
+        """Requests that the endpoint has or is about to get; None where it does not report or has fallen silent.
+
+        Those that a report may lack count by their reservations, so that 0 is never said of one that was just picked.
+        """
+        if self.report is None or not self.fresh(now):
+            return None
+        _, newer = self.reservations.newer_than(self.report.at - TRANSIT_S)
+        return max(self.report.in_flight + newer, len(self.reservations))
+
+    def own_rate(self) -> float:
+        """Measured prefill tokens per second, 0 while nothing was measured."""
+        return self.reported_rate or self.learned_rate
+
+
+def prefill_rate(own: float, fastest: float) -> float:
+    """The rate to plan with: an endpoint's own, else that of the fastest of its peers, else the default; 0 is unknown.
+
+    No less than the fastest, or an endpoint that is new beside an idle fast one would never be asked, and so never be
+    measured.
+    """
+    return own or fastest or DEFAULT_PREFILL_RATE
+
+
+def _average(old: float, sample: float) -> float:
+    return sample if old <= 0 else old + _ALPHA * (sample - old)

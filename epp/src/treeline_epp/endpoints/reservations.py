@@ -1,0 +1,88 @@
+"""Reservations: the prefill work that picks have added to an endpoint and that no load report shows yet.
+
+A reservation opens at the pick and closes once: at the response headers, at an error, when the client goes away, or
+when it expires at three times the predicted prefill, so that a lost stream cannot leave phantom load behind.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+EXPIRY_FACTOR = 3.0
+"""A reservation lives this many times the predicted prefill …"""
+MIN_LIFETIME_S = 2.0
+"""… but never less than this, in seconds: predictions for short prompts are noise."""
+
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """Prefill work of one pick. Owned by the `Reservations` that opened it."""
+
+    tokens: int
+    opened_at: float
+    expires_at: float
+    open: bool = True
+
+
+@dataclass(slots=True)
+class Reservations:
+    """The open reservations of one endpoint, oldest first.
+
+    >>> held = Reservations()
+    >>> first = held.open(100, now=1.0, predicted_prefill_s=0.5)
+    >>> second = held.open(50, now=2.0, predicted_prefill_s=0.5)
+    >>> held.tokens, held.newer_than(1.5)
+    (150, (50, 1))
+    >>> held.close(first), held.close(first), held.tokens
+    (True, False, 50)
+    >>> held.expire(now=60.0), held.tokens
+    (1, 0)
+    """
+
+    tokens: int = 0
+    _open: OrderedDict[int, Reservation] = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, tokens: int, now: float, predicted_prefill_s: float) -> Reservation:
+        """Add `tokens` of prefill work. O(1)."""
+        lifetime = max(MIN_LIFETIME_S, EXPIRY_FACTOR * predicted_prefill_s)
+        reservation = Reservation(tokens, now, now + lifetime)
+        self._open[id(reservation)] = reservation
+        self.tokens += tokens
+        return reservation
+
+    def close(self, reservation: Reservation) -> bool:
+        """Take the work away; True the first time, False ever after. O(1)."""
+        if not reservation.open:
+            return False
+        reservation.open = False
+        del self._open[id(reservation)]
+        self.tokens -= reservation.tokens
+        return True
+
+    def expire(self, now: float) -> int:
+        """Close what has outlived its prediction; returns how many. O(open reservations)."""
+        late = [held for held in self._open.values() if held.expires_at <= now]
+        for held in late:
+            self.close(held)
+        return len(late)
+
+    def newer_than(self, time: float) -> tuple[int, int]:
+        """`(tokens, requests)` opened after `time`: what a report of that time cannot know. O(result)."""
+        tokens = requests = 0
+        for held in reversed(self._open.values()):
+            if held.opened_at <= time:
+                break
+            tokens += held.tokens
+            requests += 1
+        return tokens, requests
+
+    def check(self) -> None:
+        """Assert what always holds."""
+        assert self.tokens == sum(held.tokens for held in self._open.values())
+        assert all(held.open for held in self._open.values())
+        opened = [held.opened_at for held in self._open.values()]
+        assert opened == sorted(opened)

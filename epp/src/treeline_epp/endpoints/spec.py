@@ -1,0 +1,57 @@
+"""An endpoint as discovery knows it, and the spellings of its address."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointSpec:
+    """One endpoint as discovery knows it.
+
+    `address` is `ip:port` of its HTTP server, IPv6 in brackets. `models` are the names that it serves, empty for any.
+    `uid` changes when the process behind the name does (pod UID and restart count). `ready` and `draining` are what
+    discovery says besides the engine itself. `trust_ready`: discovery's word is enough where the engine has no probes.
+    `engine` is its type, empty where discovery does not tell: then every path may be asked of it.
+    """
+
+    name: str
+    address: str
+    pool: str = "default"
+    models: tuple[str, ...] = ()
+    uid: str = ""
+    ready: bool = True
+    draining: bool = False
+    trust_ready: bool = False
+    engine: str = ""
+
+    @property
+    def identity(self) -> tuple[str, str, str, str, bool]:
+        """What makes it this endpoint and no other; the rest may change while it lives."""
+        return (self.name, self.address, self.pool, self.uid, self.trust_ready)
+
+
+def normal_ip(text: str) -> str | None:
+    """The canonical spelling of an IP address, brackets removed; None if it is none (a host name, for example)."""
+    if text.startswith("[") and text.endswith("]"):
+        text = text[1:-1]
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError:
+        return None
+
+
+def split_address(address: str) -> tuple[str, str]:
+    """Split `ip:port`, `[ip]:port`, a bare IP (v6 with or without brackets) or `name:port` into host and port.
+
+    The port is "" where there is none. IPs are in canonical spelling, so that `[0:0::1]:80` equals `[::1]:80`.
+    """
+    address = address.strip()
+    bare = normal_ip(address)
+    if bare is not None:
+        return bare, ""
+    host, _, port = address.rpartition(":")
+    if not host:
+        return address, ""
+    return normal_ip(host) or host, port

@@ -1,0 +1,207 @@
+"""The watcher of one engine: how it is and what it serves, asked often while it is not ready, seldom while it is."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import httpx
+from treeline_wire.tokenizer import TokenizerBundle
+
+from treeline_epp.endpoints.adapters.base import EngineInfo
+from treeline_epp.endpoints.adapters.registry import adapter_of
+from treeline_epp.endpoints.engine_http import EngineError, EngineHttp
+from treeline_epp.endpoints.spec import EndpointSpec
+
+log = logging.getLogger(__name__)
+
+MIN_PROBE_INTERVAL_S = 0.05
+"""Between two looks, whatever the hints: a thousand failing requests are one reason to look."""
+_AT_ONCE = 128
+_FEW = 100
+"""Engines that are asked at the full rate; more of them are asked less often each."""
+FAILURE_THRESHOLD = 3
+"""Timeouts in a row after which an engine counts as down; a refused connection counts at once."""
+
+
+class EngineState(enum.StrEnum):
+    """What the watcher believes. Values are metric labels."""
+
+    UNKNOWN = "unknown"
+    STARTING = "starting"
+    READY = "ready"
+    UNREADY = "unready"
+    """It answers, but discovery does not call it ready."""
+    DRAINING = "draining"
+    """It was ready and now answers 503: it finishes what it has and takes nothing new."""
+    DOWN = "down"
+
+
+class EngineClient:
+    """One engine, asked by the adapter of its type (`engine`, empty where nobody tells it). Which of the adapter's
+    probes it has is found out once."""
+
+    def __init__(self, http: httpx.AsyncClient, address: str, engine: str = "") -> None:
+        self._http = EngineHttp(http, address)
+        self._adapter = adapter_of(engine)
+        self._probes = self._adapter.probes
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._http.close()
+
+    async def ready(self) -> bool | None:
+        """Whether it takes requests; `None` if it has no probe. Raises `httpx.HTTPError` if out of reach."""
+        for at, path in enumerate(self._probes):
+            status = await self._http.probe(path)
+            if status != 404:
+                self._probes = self._probes[at:]
+                return status == 200
+        self._probes = self._probes[-1:]
+        return None
+
+    async def info(self) -> EngineInfo:
+        """What it says of itself. Raises `EngineError`."""
+        return await self._adapter.info(self._http)
+
+    async def tokenizer(self) -> TokenizerBundle:
+        """Its tokenizer. Raises `EngineError`."""
+        return await self._adapter.tokenizer(self._http)
+
+
+Report = Callable[[EngineState, EngineInfo | None], None]
+"""Called at every change of state, and when a ready engine's information has changed."""
+
+
+class ProbePace:
+    """How often engines are asked, so that thousands of them cost no more than a hundred, and how many at a time.
+
+    Without a bound, answers that are late because so many were asked at once would count as no answers.
+    """
+
+    def __init__(self) -> None:
+        self.asking = asyncio.Semaphore(_AT_ONCE)
+        self._watched: Counter[bool] = Counter()
+
+    def watch(self, ready: bool, count: int = 1) -> None:
+        """So many engines more (less: negative) are watched that are ready, or not."""
+        self._watched[ready] += count
+
+    def pause(self, ready: bool, often_s: float) -> float:
+        """Between two looks at an engine that a small fleet asks every `often_s`."""
+        stretched = often_s * max(1.0, self._watched[ready] / _FEW)
+        return stretched * random.uniform(0.8, 1.2)  # so that a hundred engines are not asked in one moment
+
+
+class EngineWatcher:
+    """Keeps asking one engine: often while it is not ready, seldom while it is, at once after `probe_now`."""
+
+    def __init__(self, spec: EndpointSpec, client: EngineClient, report: Report, pace: ProbePace) -> None:
+        self.spec = spec
+        self.state = EngineState.UNKNOWN
+        self.info: EngineInfo | None = None
+        self.probed = asyncio.Event()
+        self._client = client
+        self._report = report
+        self._pace = pace
+        self._probe_asked = asyncio.Event()
+        self._failures = 0
+        self._logged = ""
+
+    def probe_now(self) -> None:
+        """Something suggests that the engine changed: look now."""
+        self._probe_asked.set()
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        self._pace.watch(self._is_ready)
+        try:
+            await self._watch()
+        finally:
+            self._pace.watch(self._is_ready, -1)
+
+    @property
+    def _is_ready(self) -> bool:
+        return self.state is EngineState.READY
+
+    async def _watch(self) -> None:
+        while True:
+            self._probe_asked.clear()
+            await self._probe()
+            self.probed.set()
+            await asyncio.sleep(MIN_PROBE_INTERVAL_S)
+            try:
+                async with asyncio.timeout(self._pause()):
+                    await self._probe_asked.wait()
+            except TimeoutError:
+                pass
+
+    def _pause(self) -> float:
+        if not self._is_ready:
+            often = 0.25
+        else:  # one that pushes its load is known to be alive; others can only be asked
+            pushes = (
+                self.info is not None
+                and self.info.source is not None
+                and self.info.source.load_port is not None
+            )
+            often = 5.0 if pushes else 1.0
+        return self._pace.pause(self._is_ready, often)
+
+    async def _probe(self) -> None:
+        async with self._pace.asking:
+            state, info = await self._ask()
+        if state is self.state and info == self.info:
+            return
+        if state is not self.state:
+            log.info("endpoint %s is %s", self.spec.name, state.value)
+        self._pace.watch(self._is_ready, -1)
+        self.state = state
+        self._pace.watch(self._is_ready)
+        if (
+            info is not None
+            and info.foreign_host
+            and (self.info is None or self.info.foreign_host != info.foreign_host)
+        ):
+            log.warning(
+                "endpoint %s names %.100r as the place of its KV sockets: they are looked for at its own address, %s",
+                self.spec.name,
+                info.foreign_host,
+                self.spec.address,
+            )
+        self.info = info or self.info
+        self._report(state, self.info)
+
+    async def _ask(self) -> tuple[EngineState, EngineInfo | None]:
+        """`(state, information)`; what is known stays known while the engine cannot be asked."""
+        trusted = EngineState.READY, self.info or EngineInfo()
+        try:
+            ready = await self._client.ready()
+            self._failures = 0
+            if ready:
+                info = await self._client.info()
+                self._logged = ""
+                return EngineState.READY, info
+            if ready is None and self.spec.trust_ready:
+                return trusted
+        except httpx.TimeoutException:
+            self._failures += 1
+            busy = self.state is EngineState.READY and self._failures < FAILURE_THRESHOLD
+            return (self.state if busy else EngineState.DOWN), self.info
+        except (httpx.HTTPError, OSError) as error:
+            # Something answers, in a protocol that is not ours.
+            strange = isinstance(error, httpx.RemoteProtocolError)
+            return trusted if self.spec.trust_ready and strange else (EngineState.DOWN, self.info)
+        except EngineError as error:
+            if self.spec.trust_ready:
+                return trusted
+            if str(error) != self._logged:  # once, though it is asked again several times a second
+                self._logged = str(error)
+                log.warning("endpoint %s: %s", self.spec.name, error)
+            return (self.state if self.state is EngineState.READY else EngineState.STARTING), self.info
+        was_serving = self.state in (EngineState.READY, EngineState.DRAINING)
+        return (EngineState.DRAINING if was_serving else EngineState.STARTING), self.info

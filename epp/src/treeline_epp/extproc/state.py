@@ -1,0 +1,373 @@
+"""One ext_proc stream as a state machine: messages of the proxy in, replies out. No socket, no protobuf, no clock.
+
+Two rules. All transitions live in the two tables below. This module never decides where a request goes: when it knows
+enough it hands out a `RouteRequest` and waits for `ExtProcState.answer` or `ExtProcState.refuse`.
+
+Theory of operation. A proxy sends request headers, body and trailers, then response headers, body and trailers, and
+waits for an answer to each; what may be left unanswered, and where a mutation takes effect, depends on the body mode:
+
+=======================  ================================================  ==========================================
+request body mode        decided at                                        destination goes on
+=======================  ================================================  ==========================================
+`NONE`, `STREAMED`   the headers (body replies cannot change headers)  the headers reply
+`BUFFERED`             the one body message                              the body reply; headers are answered at once
+`FULL_DUPLEX`          the end of the body, or the trailers              the headers reply, withheld until then
+any, no body             the headers                                       the headers reply
+=======================  ================================================  ==========================================
+
+In full duplex the collected body is then returned in chunks that stay below the proxy's limit. A proxy may
+deliver the end of a long body twice: whatever follows the first end of stream is ignored. A stream may start at the
+response headers (a reply made by the proxy itself).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from treeline_epp.requests.body import Body, Buffer
+from treeline_epp.requests.messages import Immediate, RouteRequest
+from treeline_epp.requests.refusals import Refusal, body_too_large
+
+WHOLE_BYTES = 256 * 1024
+"""Bodies up to this size are handed out as they are, larger ones as a `Body`, which is never read as a whole."""
+
+
+class BodyMode(enum.IntEnum):
+    """How a proxy sends a body; the values are those of Envoy's `ProcessingMode.BodySendMode`."""
+
+    NONE = 0
+    STREAMED = 1
+    BUFFERED = 2
+    BUFFERED_PARTIAL = 3
+    FULL_DUPLEX_STREAMED = 4
+    GRPC = 5
+
+
+class Kind(enum.Enum):
+    """What a message is about. Values are the field names of `ProcessingRequest` and `ProcessingResponse`."""
+
+    REQUEST_HEADERS = "request_headers"
+    REQUEST_BODY = "request_body"
+    REQUEST_TRAILERS = "request_trailers"
+    RESPONSE_HEADERS = "response_headers"
+    RESPONSE_BODY = "response_body"
+    RESPONSE_TRAILERS = "response_trailers"
+
+    __hash__ = (
+        object.__hash__
+    )  # by identity: the inherited one is Python code, and every message is looked up
+
+
+class RequestPhase(enum.Enum):
+    """How far the request half of a stream is."""
+
+    IDLE = "idle"
+    COLLECTING = "collecting"
+    DECIDING = "deciding"
+    FORWARDING = "forwarding"
+    DONE = "done"
+    ABANDONED = "abandoned"
+    """The response came before a decision was possible."""
+    CLOSED = "closed"
+    """An immediate response was sent, or an error was raised: nothing more is expected, everything is ignored."""
+
+    __hash__ = object.__hash__
+
+
+class ResponsePhase(enum.Enum):
+    """How far the response half of a stream is."""
+
+    WAITING = "waiting"
+    STREAMING = "streaming"
+    DONE = "done"
+
+    __hash__ = object.__hash__
+
+
+_IDLE, _COLLECTING, _DECIDING = RequestPhase.IDLE, RequestPhase.COLLECTING, RequestPhase.DECIDING
+_FORWARDING, _DONE, _ABANDONED = RequestPhase.FORWARDING, RequestPhase.DONE, RequestPhase.ABANDONED
+
+REQUEST_TRANSITIONS: dict[RequestPhase, dict[Kind, RequestPhase]] = {
+    _IDLE: {Kind.REQUEST_HEADERS: _COLLECTING, Kind.RESPONSE_HEADERS: _ABANDONED},
+    _COLLECTING: {
+        Kind.REQUEST_BODY: _COLLECTING,
+        Kind.REQUEST_TRAILERS: _COLLECTING,
+        Kind.RESPONSE_HEADERS: _ABANDONED,
+    },
+    _DECIDING: {},  # only answer() and refuse() lead on
+    _FORWARDING: {
+        Kind.REQUEST_BODY: _FORWARDING,
+        Kind.REQUEST_TRAILERS: _DONE,
+        Kind.RESPONSE_HEADERS: _FORWARDING,
+    },
+    _DONE: {Kind.REQUEST_BODY: _DONE, Kind.REQUEST_TRAILERS: _DONE, Kind.RESPONSE_HEADERS: _DONE},
+    _ABANDONED: {Kind.REQUEST_BODY: _ABANDONED, Kind.REQUEST_TRAILERS: _DONE},
+}
+"""Which messages of the proxy are legal in which phase of the request, and where they lead. An end of stream leads on
+further: from COLLECTING to DECIDING, from FORWARDING to DONE."""
+
+RESPONSE_TRANSITIONS: dict[ResponsePhase, dict[Kind, ResponsePhase]] = {
+    ResponsePhase.WAITING: {Kind.RESPONSE_HEADERS: ResponsePhase.STREAMING},
+    ResponsePhase.STREAMING: {
+        Kind.RESPONSE_BODY: ResponsePhase.STREAMING,
+        Kind.RESPONSE_TRAILERS: ResponsePhase.DONE,
+    },
+    ResponsePhase.DONE: {Kind.RESPONSE_BODY: ResponsePhase.DONE},
+}
+"""The same for the response. An end of stream leads to DONE."""
+
+
+_OF_REQUEST = frozenset({Kind.REQUEST_HEADERS, Kind.REQUEST_BODY, Kind.REQUEST_TRAILERS})
+_DECIDED_AT_HEADERS = frozenset({BodyMode.NONE, BodyMode.STREAMED, BodyMode.GRPC})
+
+
+class ExtProcError(Exception):
+    """The proxy broke the protocol; `status` is the HTTP status of the answer that the stream deserves.
+
+    The stream is closed when this is raised. Anything else that escapes from this module is a bug in it.
+    """
+
+    status = 500
+
+
+class OutOfOrder(ExtProcError):
+    """A message came that is not legal in this phase."""
+
+
+class Message(msgspec.Struct, frozen=True, gc=False):
+    """A message of the proxy.
+
+    `headers` (lower-case names) on the two headers kinds, `data` on the two body kinds. `subset` is the set of
+    endpoints (`ip:port` or `ip`) to which the proxy limits the choice; `None` when it does not. `pool` is the
+    one that the proxy has chosen, if it has. `served`, on response headers, is the `ip:port` that answered;
+    `None` when the proxy does not tell.
+    """
+
+    kind: Kind
+    end_of_stream: bool = False
+    headers: Mapping[str, str] = {}
+    data: Buffer = b""
+    subset: frozenset[str] | None = None
+    pool: str | None = None
+    served: str | None = None
+
+
+class Reply(msgspec.Struct, frozen=True, gc=False):
+    """An answer to a message of the same kind: "go on", plus what is set here.
+
+    `destination` is the value for the destination header and for dynamic metadata. `chunk` is a body chunk in full
+    duplex (`None`: the body is left as it is), `end_of_stream` belongs to it. `body` replaces a buffered body.
+    `content_length` is set where the proxy dropped the header, or it has changed, and the length is known.
+    """
+
+    kind: Kind
+    destination: str | None = None
+    chunk: Buffer | None = None
+    end_of_stream: bool = False
+    body: bytes | Body | None = None
+    content_length: int | None = None
+
+
+Output = Reply | Immediate | RouteRequest
+
+
+class ExtProcState:
+    """The state of one ext_proc stream.
+
+    Feed each message to `receive` and send the replies in order. When a `RouteRequest` is among the outputs (it
+    is then the last), call `answer`, `refuse` or `respond` before the next message.
+
+    `body_limit` bounds, in bytes, what is collected of a request body; beyond it the client is answered 413.
+    """
+
+    def __init__(
+        self,
+        request_body: BodyMode = BodyMode.FULL_DUPLEX_STREAMED,
+        response_body: BodyMode = BodyMode.FULL_DUPLEX_STREAMED,
+        *,
+        body_limit: int,
+    ) -> None:
+        self.request_phase = RequestPhase.IDLE
+        self.response_phase = ResponsePhase.WAITING
+        self._request_mode = request_body
+        self._response_mode = response_body
+        self._body_limit = body_limit
+        self._headers: Mapping[str, str] = {}
+        self._subset: frozenset[str] | None = None
+        self._pool: str | None = None
+        self._body = Body()
+        self._has_body = False
+        self._waiting = Kind.REQUEST_HEADERS
+        self._ended = False  # the request's headers or body had end of stream
+        self._trailers_pending = False
+
+    @property
+    def closed(self) -> bool:
+        """An immediate response was sent, or the protocol was broken."""
+        return self.request_phase is RequestPhase.CLOSED
+
+    @property
+    def finished(self) -> bool:
+        """Nothing is left to be said: the stream may end, and the response goes on without us.
+
+        A generation takes minutes after its headers. Whoever holds no stream for that time loses none when it ends.
+        """
+        answered = self.response_phase is not ResponsePhase.WAITING and self._response_mode is BodyMode.NONE
+        return self.closed or (answered and self.request_phase in (_DONE, _ABANDONED))
+
+    def receive(self, message: Message) -> list[Output]:
+        """What to do about the next message of the proxy. Raises `OutOfOrder`."""
+        if self.request_phase is RequestPhase.CLOSED:
+            return []
+        request, response = self.request_phase, self.response_phase
+        self._advance(message.kind)
+        if message.subset is not None:
+            self._subset = message.subset
+        if message.pool is not None:
+            self._pool = message.pool
+        match message.kind:
+            case Kind.REQUEST_HEADERS:
+                return self._on_request_headers(message)
+            case Kind.REQUEST_BODY:
+                return self._on_request_body(request, message)
+            case Kind.REQUEST_TRAILERS:
+                return self._on_request_trailers(request)
+            case _:
+                if message.end_of_stream:
+                    self.response_phase = ResponsePhase.DONE
+                return self._on_response(response, message)
+
+    def answer(self, destination: str, body: bytes | Body | None = None) -> list[Output]:
+        """The endpoint list (`ip:port,ip:port`) was chosen: the replies that the proxy has been waiting for.
+
+        `body` replaces the request's, which the `RouteRequest` must have shown.
+        """
+        if self.request_phase is not _DECIDING:
+            raise RuntimeError(f"answer() without a RouteRequest: the stream is {self.request_phase.value}")
+        self.request_phase = _DONE if self._ended or self._trailers_pending else _FORWARDING
+        collected, self._body = self._body, Body()  # an answer may take minutes; the body is not kept for it
+        if self._waiting is not Kind.REQUEST_HEADERS:
+            if body is None:
+                return [Reply(self._waiting, destination=destination)]
+            length = len(body) if "content-length" in self._headers else None
+            return [Reply(self._waiting, destination=destination, body=body, content_length=length)]
+        if not self._has_body:
+            replies: list[Output] = [Reply(Kind.REQUEST_HEADERS, destination=destination)]
+        else:
+            if body is None:
+                body = collected
+            elif isinstance(body, bytes):
+                body = Body([body])
+            length = None if self._trailers_pending else len(body)
+            replies = [Reply(Kind.REQUEST_HEADERS, destination=destination, content_length=length)]
+            replies += _in_chunks(Kind.REQUEST_BODY, body.pieces(), end_of_stream=not self._trailers_pending)
+        if self._trailers_pending:
+            replies.append(Reply(Kind.REQUEST_TRAILERS))
+        return replies
+
+    def refuse(self, refusal: Refusal) -> list[Output]:
+        """No endpoint: the proxy is to tell the client why."""
+        return self.respond(
+            Immediate(refusal.status, refusal.body(), refusal.headers(), f"treeline_{refusal.code}")
+        )
+
+    def respond(self, response: Immediate) -> list[Output]:
+        """The proxy is to answer the client. Legal in any phase; afterwards the stream is closed."""
+        self._close()
+        return [response]
+
+    # --- transitions --------------------------------------------------------------------------------------------------
+
+    def _advance(self, kind: Kind) -> None:
+        """Move both halves as the tables say."""
+        request: RequestPhase | None = self.request_phase
+        response: ResponsePhase | None = self.response_phase
+        if kind in _OF_REQUEST:
+            request = REQUEST_TRANSITIONS[self.request_phase].get(kind)
+        else:
+            response = RESPONSE_TRANSITIONS[self.response_phase].get(kind)
+            if kind is Kind.RESPONSE_HEADERS:
+                request = REQUEST_TRANSITIONS[self.request_phase].get(kind)
+        if request is None or response is None:
+            where = f"{self.request_phase.value}/{self.response_phase.value}"
+            self._close()
+            raise OutOfOrder(f"{kind.value} is not expected while the stream is {where}")
+        self.request_phase, self.response_phase = request, response
+
+    def _close(self) -> None:
+        self.request_phase = RequestPhase.CLOSED
+        self._body = Body()
+
+    def _decide(self, waiting: Kind, body: bytes | Body | None) -> list[Output]:
+        self.request_phase = _DECIDING
+        self._waiting = waiting
+        return [RouteRequest(self._headers, body, self._subset, self._pool)]
+
+    def _collected(self) -> bytes | Body:
+        return self._body if len(self._body) > WHOLE_BYTES else self._body.joined()
+
+    # --- one handler for each kind ------------------------------------------------------------------------------------
+
+    def _on_request_headers(self, message: Message) -> list[Output]:
+        self._headers = message.headers
+        self._ended = message.end_of_stream
+        if message.end_of_stream:
+            return self._decide(Kind.REQUEST_HEADERS, b"")
+        if self._request_mode in _DECIDED_AT_HEADERS:
+            return self._decide(Kind.REQUEST_HEADERS, None)
+        if _announced_length(message.headers) > self._body_limit:
+            return self.refuse(body_too_large(self._body_limit))
+        if self._request_mode is BodyMode.FULL_DUPLEX_STREAMED:
+            return []
+        return [Reply(Kind.REQUEST_HEADERS)]
+
+    def _on_request_body(self, before: RequestPhase, message: Message) -> list[Output]:
+        duplex = self._request_mode is BodyMode.FULL_DUPLEX_STREAMED
+        if before is not _COLLECTING:
+            if message.end_of_stream and before is _FORWARDING:
+                self.request_phase = _DONE
+            # After the end, or after the response, a proxy in full duplex expects nothing; in other modes it waits.
+            return [] if duplex else [Reply(Kind.REQUEST_BODY)]
+        if len(self._body) + len(message.data) > self._body_limit:
+            return self.refuse(body_too_large(self._body_limit))
+        self._ended = message.end_of_stream
+        self._has_body = True
+        self._body.add(message.data)
+        if not duplex:  # one message holds all of it or, partially buffered, as much as we are going to see
+            whole = message.end_of_stream or self._request_mode is BodyMode.BUFFERED
+            return self._decide(Kind.REQUEST_BODY, self._collected() if whole else None)
+        return self._decide(Kind.REQUEST_HEADERS, self._collected()) if message.end_of_stream else []
+
+    def _on_request_trailers(self, before: RequestPhase) -> list[Output]:
+        if before is not _COLLECTING:
+            return [Reply(Kind.REQUEST_TRAILERS)]
+        if self._request_mode is BodyMode.FULL_DUPLEX_STREAMED:
+            self._trailers_pending = True
+            return self._decide(Kind.REQUEST_HEADERS, self._collected())
+        # The headers were answered long ago, so only dynamic metadata can carry the destination now.
+        self._ended = True
+        return self._decide(Kind.REQUEST_TRAILERS, b"")
+
+    def _on_response(self, before: ResponsePhase, message: Message) -> list[Output]:
+        if message.kind is not Kind.RESPONSE_BODY or self._response_mode is not BodyMode.FULL_DUPLEX_STREAMED:
+            return [Reply(message.kind)]
+        if before is ResponsePhase.DONE:
+            return []
+        pieces = Body([message.data]).pieces()
+        return list(_in_chunks(Kind.RESPONSE_BODY, pieces, end_of_stream=message.end_of_stream))
+
+
+def _announced_length(headers: Mapping[str, str]) -> int:
+    text = headers.get("content-length", "")
+    return int(text) if text.isdecimal() and len(text) < 19 else 0
+
+
+def _in_chunks(kind: Kind, pieces: Sequence[Buffer], *, end_of_stream: bool) -> Iterator[Reply]:
+    """A body unchanged, in chunks that a proxy accepts; at least one, the last one with the end of stream."""
+    if not pieces:
+        yield Reply(kind, chunk=b"", end_of_stream=end_of_stream)
+    for at, piece in enumerate(pieces, 1):
+        yield Reply(kind, chunk=piece, end_of_stream=end_of_stream and at == len(pieces))

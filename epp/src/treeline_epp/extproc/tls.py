@@ -1,0 +1,95 @@
+"""TLS of the gRPC ports: a certificate from files, read again when they change, or one made in memory at start."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from pathlib import Path
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+log = logging.getLogger(__name__)
+
+_LIFETIME = datetime.timedelta(days=3650)
+
+
+class TlsError(Exception):
+    """The certificate's files cannot be used; the message says why."""
+
+
+def credentials(folder: Path | None, *, clients: bool = False) -> grpc.ServerCredentials:
+    """Server credentials. With `clients`, only who shows a certificate of the folder's `ca.crt` is let in.
+
+    Raises `TlsError`.
+    """
+    if folder is None:
+        return grpc.ssl_server_credentials([self_signed()])
+    files = _Files(folder, clients=clients)
+    try:
+        return grpc.dynamic_ssl_server_credentials(
+            files.read(),
+            files.changed,  # type: ignore[arg-type]
+            require_client_authentication=clients,
+        )
+    except (OSError, ValueError) as error:
+        raise TlsError(f"--cert-path {folder}: {error}") from error
+
+
+def self_signed() -> tuple[bytes, bytes]:
+    """`(key, certificate)`, both PEM. A proxy cannot verify it; it keeps prompts from being read on the way."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.ORGANIZATION_NAME, "Treeline endpoint picker")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + _LIFETIME)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return private, certificate.public_bytes(pem)
+
+
+class _Files:
+    """`tls.key` and `tls.crt` of a folder, as a mounted Secret has them, and `ca.crt` where clients need one."""
+
+    def __init__(self, folder: Path, *, clients: bool) -> None:
+        names = ("tls.key", "tls.crt", "ca.crt") if clients else ("tls.key", "tls.crt")
+        self._paths = [folder / name for name in names]
+        self._seen: tuple[int, ...] = ()
+
+    def read(self) -> grpc.ServerCertificateConfiguration:
+        """Raises OSError, or ValueError where a file is no certificate or key, or the two do not belong together."""
+        self._seen = self._times()
+        key, chain, *authorities = (path.read_bytes() for path in self._paths)
+        certificate = x509.load_pem_x509_certificate(chain)
+        if serialization.load_pem_private_key(key, None).public_key() != certificate.public_key():
+            raise ValueError("tls.key is not the key of tls.crt")
+        for authority in authorities:
+            x509.load_pem_x509_certificates(authority)
+        return grpc.ssl_server_certificate_configuration([(key, chain)], *authorities)
+
+    def changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Asked at every handshake: the new pair where the files have changed and can be used."""
+        try:
+            if self._times() == self._seen:
+                return None
+            found = self.read()
+        except (OSError, ValueError) as error:
+            log.error("the new certificate cannot be used, the old one stays: %s", error)
+            return None
+        log.info("a new certificate is in use")
+        return found
+
+    def _times(self) -> tuple[int, ...]:
+        return tuple(path.stat().st_mtime_ns for path in self._paths)

@@ -1,0 +1,107 @@
+"""What the fleet says of its endpoints: to Prometheus, to the operator, and to whoever looks for a fault."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from treeline_epp.endpoints.watcher import EngineState
+from treeline_epp.fleet import Fleet, Member
+from treeline_epp.kvevents.states import SubscriptionState
+from treeline_epp.metrics import Sample
+
+
+def samples(fleet: Fleet) -> Iterator[Sample]:
+    """Gauges and counters for the metrics page."""
+    states = Counter(member.state for member in fleet.members.values())
+    for state in EngineState:
+        yield "gauge", "endpoints", "Endpoints by state.", {"state": state.value}, states[state]
+    subscriptions = [
+        member.subscription for member in fleet.members.values() if member.subscription is not None
+    ]
+    phases = Counter(subscription.state for subscription in subscriptions)
+    for phase in SubscriptionState:
+        text = (
+            "Subscriptions to KV events by state; live and checking ones have applied all that is published."
+        )
+        yield "gauge", "kv_subscriptions", text, {"state": phase.value}, phases[phase]
+    infos = [member.watcher.info for member in fleet.members.values()]
+    foreign = sum(info is not None and info.foreign_host is not None for info in infos)
+    text = "Endpoints that name another host than their own for their KV sockets; it is not connected to."
+    yield "gauge", "endpoints_naming_others", text, {}, foreign
+    text = "Endpoints whose events and load cannot be followed: no file descriptors or sockets are left."
+    yield "gauge", "endpoints_unfollowed", text, {}, len(fleet.stats.unfollowed)
+    failing = sum(e.breaker.tripped for e in fleet.picker.endpoints.values())
+    yield "gauge", "endpoints_failing", "Endpoints left out because they answer errors alone.", {}, failing
+    stats, eds = fleet.stats, fleet.eds.state
+    events = Counter(fleet.past)
+    for subscription in subscriptions:
+        events.update(subscription.counts)
+    for event, count in events.items():
+        text = "What subscriptions to KV events went through, by event."
+        yield "counter", "kv_subscription_events", text, {"event": event}, count
+    for what, size in fleet.picker.index.totals().items():
+        yield "gauge", f"tree_{what}", "Size of the prefix index.", {}, size
+    yield "counter", "events", "KV events received.", {}, stats.events
+    yield "counter", "event_batches", "KV event batches received.", {}, stats.batches
+    yield "counter", "load_reports", "Load reports received.", {}, stats.loads
+    text = "Connections to publishers of KV events that ended."
+    yield "counter", "kv_disconnects", text, {}, stats.disconnects
+    for reason, count in stats.rejected.items():
+        yield "counter", "rejected", "Messages and events refused, by reason.", {"reason": reason}, count
+    yield "gauge", "eds_connected", "Envoys subscribed to endpoints.", {}, eds.connected()
+    yield "gauge", "eds_pending", "Envoys that have not acknowledged the newest list.", {}, eds.pending()
+    yield "counter", "eds_acks", "Acknowledged endpoint lists.", {}, eds.acks
+    yield "counter", "eds_rejections", "Endpoint lists that an Envoy rejected.", {}, eds.rejections
+
+
+def listing(fleet: Fleet) -> dict[str, object]:
+    """Pools with their models and endpoints, as the operator reads them: what could be picked now.
+
+    `in_flight` is null where it is not known; `cached_tokens` is what the tree knows of.
+    """
+    now = fleet.clock()
+    endpoints: dict[str, list[dict[str, object]]] = {}
+    for name, member in sorted(fleet.members.items()):
+        known = fleet.picker.endpoints.get(name)
+        endpoints.setdefault(member.spec.pool, []).append(
+            {
+                "name": name,
+                "address": member.spec.address,
+                "ready": known is not None and known.eligible,
+                "draining": member.state is EngineState.DRAINING or member.draining,
+                "in_flight": known.load.in_flight(now) if known is not None else None,
+                "cached_tokens": known.pod.blocks * known.pod.block_size if known is not None else 0,
+            }
+        )
+    models = fleet.registry.models_by_pool()
+    pools = {
+        pool: {"models": models.get(pool, []), "endpoints": endpoints.get(pool, [])}
+        for pool in dict.fromkeys([*models, *endpoints])
+    }
+    return {"synced": fleet.discovered.is_set(), "pools": pools}
+
+
+def describe(fleet: Fleet) -> list[dict[str, object]]:
+    """The members, for the debug page."""
+    return [_describe(fleet, name, member) for name, member in sorted(fleet.members.items())]
+
+
+def _describe(fleet: Fleet, name: str, member: Member) -> dict[str, object]:
+    endpoint = fleet.picker.endpoints.get(name)
+    out: dict[str, object] = {
+        "name": name,
+        "address": member.spec.address,
+        "pool": member.spec.pool,
+        "state": member.state.value,
+        "models": member.registered.models if member.registered is not None else (),
+    }
+    if endpoint is not None:
+        out["selectable"] = endpoint.eligible
+        out["failing"] = endpoint.breaker.tripped
+        out["silent"] = endpoint.load.silent(fleet.clock())
+        out["reservations"] = len(endpoint.load.reservations)
+        out["reserved_tokens"] = endpoint.load.reservations.tokens
+        out["subscription"] = None if member.subscription is None else member.subscription.state.value
+        out["unfollowed"] = name in fleet.stats.unfollowed
+    return out

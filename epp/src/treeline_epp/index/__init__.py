@@ -1,0 +1,1 @@
+"""Which endpoint holds which prefix."""

@@ -1,0 +1,76 @@
+"""Which blocks of an engine's event count: whether it decides a prefix, in which namespace, with which texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from operator import itemgetter
+
+from treeline_wire.events import BlockRemoved, BlockStored
+from treeline_wire.keys import escape
+from treeline_wire.namespaces import join_namespace
+
+
+class Skip(StrEnum):
+    """Why blocks of an event are not in the tree. The values are metric labels."""
+
+    TIER = "tier"  # a tier below the device: not yet credited
+    GROUP = "group"  # a KV group that does not decide the prefix (sliding window, Mamba), or a second one
+    NO_TEXT = "no_text"  # no tokenizer, no tokens, or tokens that do not fit the blocks (masked blocks)
+    EXTRA_KEYS = "extra_keys"  # multimodal items or embeddings: the text is not all of the key
+    HASHES = "hashes"  # a hash twice in one event, or its own parent
+    NAMESPACE = "namespace"  # a first block that another namespace has
+    FULL = "full"  # the index is at its limit
+    UNKNOWN_REMOVAL = "unknown_removal"  # removed, but never seen
+
+
+_DEVICE_TIERS = frozenset({"GPU", "DEVICE", "HBM"})
+"""Spellings of the device tier, in capitals; lower tiers are CPU, CPU_PINNED, DISK, STORAGE, EXTERNAL."""
+_PREFIX_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention", "unknown"})
+"""Kinds of KV groups whose blocks decide how far a prefix is cached."""
+
+
+def skip_reason(event: BlockStored | BlockRemoved) -> Skip | None:
+    """Why an event decides no prefix, as far as it tells by itself; None if it may."""
+    if event.medium is not None and event.medium.upper() not in _DEVICE_TIERS:
+        return Skip.TIER
+    if type(event) is BlockStored and event.kv_cache_spec_kind not in _PREFIX_KINDS:
+        return Skip.GROUP
+    return None
+
+
+def namespace_of(event: BlockStored) -> tuple[str | None, bool]:
+    """The namespace of an event, and whether its tokens alone make its text.
+
+    vLLM names salts and multimodal items in `extra_keys`, one entry per block: strings are the LoRA's name, or the salt
+    (first block only); anything else is an item whose content is not in the tokens.
+    """
+    if event.extra_keys is None:
+        return event.namespace, True
+    salt = event.cache_salt
+    plain = True
+    for at, extra in enumerate(event.extra_keys):
+        for item in extra or ():
+            if item == event.lora_name:
+                continue
+            if isinstance(item, str) and at == 0 and event.parent_block_hash is None and salt is None:
+                salt = item
+            elif item != salt:
+                plain = False
+    if salt is not None and salt.startswith("\0"):
+        return salt, plain
+    return join_namespace(event.lora_name, salt), plain
+
+
+def block_texts(table: Sequence[bytes], tokens: Sequence[int], width: int) -> list[bytes]:
+    """The texts of blocks of `width` tokens; ids beyond the table as in `PrefixKeys.block_key`. O(tokens).
+
+    This is where most of the time of an event goes, nearly all of it cache misses: no pass over the parts more than
+    these two, and no function call for each.
+    """
+    try:
+        parts = itemgetter(*tokens)(table) if len(tokens) > 1 else (table[tokens[0]],)
+    except IndexError:
+        size = len(table)
+        parts = tuple(table[token] if token < size else escape(token) for token in tokens)
+    return list(map(b"".join, zip(*[iter(parts)] * width, strict=True)))

@@ -1,0 +1,459 @@
+"""The index: which pod holds which prefix. Events of engines and routed requests go in, matches come out.
+
+Theory of operation. Endpoints that serve the same model share a *scope*; a scope is one `RadixTree`, a namespace (LoRA,
+salt) a root in it. A pod is known to the trees as a bit. Bits are cheap, so what a pod holds can change as a whole:
+
+- an epoch change retires the pod's bit (matches forget it at once) and gives it a new one; retired bits are swept out
+  of the trees in small steps by `tick`, and then used again;
+- a snapshot fills a second bit while the first goes on to answer, and takes its place when it is complete;
+- after a gap that could not be covered, the old bit *ages*: it still counts and still takes removals, but ends after a
+  while, and only what is announced again survives.
+
+Which events count (see `event_filter.Skip` for the reasons why others do not): the first full-attention group of the
+device tier, blocks whose text is known. Engines may announce a hash twice and remove each copy on its own:
+`Pod.copies` counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from treeline_wire.keys import PrefixKeys
+
+from treeline_epp.index.event_filter import Skip, block_texts, namespace_of, skip_reason
+from treeline_epp.index.matching import GUARD_BYTES, Level, Walk, match, walk
+from treeline_epp.index.node import Node
+from treeline_epp.index.orphans import Orphan, Orphans
+from treeline_epp.index.pod_bits import PodBits
+from treeline_epp.index.pods import Hit, Match, Pod
+from treeline_epp.index.predictions import Predictions, reach
+from treeline_epp.index.radix_tree import MAX_EDGE, RadixTree
+
+
+@dataclass(frozen=True, slots=True)
+class IndexLimits:
+    """Bounds of memory. Text is stored once, however many pods hold it; a block costs about 100 bytes beyond it.
+
+    A prediction lives `prediction_life_s`, for pods without events `eventless_life_s`; `*_bytes` bound a pod's
+    predictions. `aged_life_s` is how long blocks count after a gap that could not be covered.
+    """
+
+    max_text_bytes: int = 4 << 30
+    max_blocks: int = 16_000_000
+    max_orphan_blocks: int = 65_536
+    prediction_life_s: float = 10.0
+    prediction_bytes: int = 64 << 20
+    eventless_life_s: float = 600.0
+    eventless_bytes: int = 64 << 20
+    aged_life_s: float = 120.0
+    hit_cap_life_s: float = 30.0
+    max_edge: int = MAX_EDGE
+
+
+@dataclass(eq=False, slots=True)
+class _Scope:
+    """`live` are the bits of its pods that count in matches; `aged` its pods that have more than one."""
+
+    tree: RadixTree
+    predictions: Predictions
+    orphans: Orphans
+    live: int = 0
+    aged: dict[Pod, None] = field(default_factory=dict)
+
+
+class Index:
+    """See the module.
+
+    - pods: `add_pod`, `remove_pod`, `clear`, `age`
+    - events: `apply`; `begin_snapshot`, `apply_snapshot`, `end_snapshot`, `drop_snapshot`
+    - routing: `match`, `holders`, `predict`, `withdraw`, `cap_hit`, `request_rebuild`
+    - upkeep: `tick`, `blocks_of`, `totals`, `check`
+
+    `changed` are pods whose `blocks` may have changed; for whoever keeps them elsewhere, too, and clears this.
+    """
+
+    def __init__(self, limits: IndexLimits | None = None) -> None:
+        self.limits = limits or IndexLimits()
+        self._bits = PodBits()
+        self._scopes: dict[str, _Scope] = {}
+        self.changed: set[Pod] = set()
+        self._capped_pods: dict[Pod, None] = {}
+        self._to_sweep: list[RadixTree] = []
+
+    # Pods
+
+    def add_pod(self, name: str, scope: str, row: int = -1) -> Pod:
+        """A new pod, holding nothing. Pods of one scope share blocks: same model, same tokenizer."""
+        pod = Pod(name, scope, row)
+        pod.bit = self._take_live_bit(pod)
+        return pod
+
+    def remove_pod(self, pod: Pod) -> None:
+        """Forget a pod at once; its marks are swept later. The pod must not be used any more."""
+        self.clear(pod)
+        self._retire(pod.bit)
+        pod.bit = 0
+        self.changed.discard(pod)
+
+    def clear(self, pod: Pod) -> None:
+        """The pod holds nothing: its cache was cleared, or a new process is behind it. O(orphans); swept later."""
+        self.drop_snapshot(pod)
+        for bit, _ in pod.aged:
+            self._retire(bit)
+        self._retire(pod.bit)
+        pod.bit = self._take_live_bit(pod)
+        pod.aged.clear()
+        self._scope(pod.scope).aged.pop(pod, None)
+        pod.copies.clear()
+        pod.hit_caps.clear()
+        self._capped_pods.pop(pod, None)
+        pod.blocks = 0
+        self.changed.add(pod)
+        pod.group = None
+
+    def age(self, pod: Pod, now: float) -> None:
+        """Removals were lost: what the pod holds now counts for `aged_life_s` more, unless it is announced again."""
+        pod.aged.append((pod.bit, now + self.limits.aged_life_s))
+        self._scope(pod.scope).aged[pod] = None
+        pod.bit = self._take_live_bit(pod)
+
+    # Events
+
+    def apply(self, pod: Pod, event: Event, keys: PrefixKeys | None) -> None:
+        """Apply one event of a pod. Never raises: what cannot be used is counted in `pod.skipped`.
+
+        Complexity: see `RadixTree.store` and `RadixTree.remove`; texts are made for new blocks only.
+        """
+        if type(event) is BlockStored:
+            self._store(pod, pod.bit, event, keys)
+        elif type(event) is BlockRemoved:
+            self._remove(pod, event)
+        elif type(event) is AllBlocksCleared:
+            self.clear(pod)
+
+    def begin_snapshot(self, pod: Pod) -> None:
+        """What follows in `apply_snapshot` will replace all that the pod holds."""
+        self.drop_snapshot(pod)
+        pod.staging = self._bits.take(pod)
+
+    def apply_snapshot(self, pod: Pod, events: Iterable[BlockStored], keys: PrefixKeys | None) -> None:
+        """A part of the snapshot, parents first."""
+        assert pod.staging
+        for event in events:
+            self._store(pod, pod.staging, event, keys)
+
+    def end_snapshot(self, pod: Pod) -> None:
+        """The snapshot is complete: from now on it is what the pod holds."""
+        staged, pod.staging = pod.staging, 0
+        assert staged
+        group = pod.group
+        self.clear(pod)
+        self._retire(pod.bit)
+        pod.bit = staged
+        self._scope(pod.scope).live |= staged
+        pod.group = group
+        pod.blocks = len(self.blocks_of(pod))
+
+    def drop_snapshot(self, pod: Pod) -> None:
+        """Give up a snapshot that did not come to its end."""
+        if pod.staging:
+            self._retire(pod.staging)
+            pod.staging = 0
+
+    # Routing
+
+    def match(self, scope: str, namespace: str | None, key: bytes, now: float) -> Match:
+        """What the pods of a scope hold of `key`. O(bytes matched) at memory speed."""
+        known = self._scopes.get(scope)
+        root = known.tree.roots.get(namespace) if known is not None else None
+        if known is None or root is None:
+            return Match()
+        path = walk(root, key)
+        if not path.nodes:
+            return Match()
+        unions = [pod.bits for pod in known.aged]
+        levels = match(known.tree, path, known.live, unions)
+        return Match(levels, self._special(path, levels, now), path.matched)
+
+    def holders(self, pods: int) -> npt.NDArray[np.int32]:
+        """The rows of the pods with these live bits. O(bits) at memory speed."""
+        return self._bits.rows(pods)
+
+    def predict(self, pod: Pod, namespace: str | None, key: bytes, hit: Hit, now: float) -> float:
+        """A request with `key` goes to `pod`: it will hold all of the key.
+
+        `hit` is what the match said; only what lies beyond its confirmed part is predicted. Returns the time at which
+        the prediction ends, which names it for `withdraw`.
+        """
+        limits = self.limits
+        life, budget = limits.eventless_life_s, limits.eventless_bytes
+        if pod.precise:
+            life, budget = limits.prediction_life_s, limits.prediction_bytes
+        known = self._scope(pod.scope)
+        if known.tree.text_bytes + len(key) <= limits.max_text_bytes:
+            known.predictions.predict(
+                known.tree, known.tree.root(namespace), key, hit.end, pod.bit, now, life, budget
+            )
+        return now + life
+
+    def withdraw(self, pod: Pod, namespace: str | None, key: bytes, ends_at: float) -> None:
+        """The request that led to a prediction failed before its prefill."""
+        known = self._scopes.get(pod.scope)
+        root = known.tree.roots.get(namespace) if known is not None else None
+        if known is not None and root is not None:
+            known.predictions.withdraw(known.tree, root, key, pod.bit, ends_at)
+
+    def request_rebuild(self, pod: Pod) -> None:
+        """What is known of this pod was found wrong: whoever follows its events is to build it anew."""
+        pod.rebuild_wanted = True
+
+    def cap_hit(self, pod: Pod, namespace: str | None, key: bytes, tokens: int, now: float) -> None:
+        """The pod was found to hold only `tokens` of a key that should have matched further: for a while no path
+        through the first block beyond that gives it more. O(bytes matched) at memory speed."""
+        known = self._scopes.get(pod.scope)
+        root = known.tree.roots.get(namespace) if known is not None else None
+        if root is None:
+            return
+        for node, _ in walk(root, key).nodes:
+            if any(run.base + len(run) * run.width > tokens for run in node.runs):
+                pod.hit_caps[node] = (tokens, now + self.limits.hit_cap_life_s)
+                self._capped_pods[pod] = None
+                return
+
+    # Upkeep
+
+    def tick(self, now: float, max_nodes: int = 256) -> None:
+        """Housekeeping in steps of about a millisecond: end predictions, hit caps and aged bits, sweep retired bits."""
+        for scope in self._scopes.values():
+            scope.predictions.expire(scope.tree, now)
+        for scope in self._scopes.values():
+            for pod in list(scope.aged):
+                for bit, ends_at in [entry for entry in pod.aged if entry[1] <= now]:
+                    pod.aged.remove((bit, ends_at))
+                    self._retire(bit)
+                if not pod.aged:
+                    del scope.aged[pod]
+        for pod in list(self._capped_pods):
+            for node in [node for node, (_, ends_at) in pod.hit_caps.items() if ends_at <= now]:
+                del pod.hit_caps[node]
+            if not pod.hit_caps:
+                del self._capped_pods[pod]
+        self._sweep(max_nodes)
+
+    def blocks_of(self, pod: Pod) -> set[int]:
+        """All blocks that a pod is known to hold, orphans included. O(tree): for tests and the debug page."""
+        scope = self._scopes.get(pod.scope)
+        if scope is None:
+            return set()
+        bits = [pod.bit, *(bit for bit, _ in pod.aged)]
+        held = (scope.tree.held_by(bit) | scope.orphans.held_by(bit) for bit in bits)
+        return set(chain.from_iterable(held))
+
+    def totals(self) -> dict[str, int]:
+        """Sizes, for metrics. O(scopes)."""
+        scopes = self._scopes.values()
+        return {
+            "blocks": sum(len(scope.tree.blocks) for scope in scopes),
+            "text_bytes": sum(scope.tree.text_bytes for scope in scopes),
+            "nodes": sum(scope.tree.node_count for scope in scopes),
+            "namespaces": sum(len(scope.tree.roots) for scope in scopes),
+            "orphan_blocks": sum(scope.orphans.blocks for scope in scopes),
+            "orphan_blocks_dropped": sum(scope.orphans.dropped_blocks for scope in scopes),
+        }
+
+    def check(self) -> None:
+        """Assert every invariant. O(index)."""
+        for scope in self._scopes.values():
+            scope.tree.check()
+            scope.orphans.check()
+        for name, scope in self._scopes.items():
+            pods = {pod for pod in self._bits.owners.values() if pod.scope == name}
+            assert scope.live == sum(pod.bits for pod in pods)
+            assert set(scope.aged) == {pod for pod in pods if pod.aged}
+        self._bits.check()
+
+    # Inside
+
+    def _special(self, path: Walk, levels: list[Level], now: float) -> dict[Pod, Hit]:
+        """The hits of pods for which the levels alone do not tell."""
+        plain = Match(levels)
+        hits: dict[Pod, Hit] = {}
+        if any(node.predicted for node, _ in path.nodes):
+            limit = path.matched - GUARD_BYTES
+            for bit, end in reach(path.nodes, _end_of(levels), now):
+                pod = self._bits.owners[bit]
+                hit = hits.get(pod) or plain.hit(pod)
+                if min(end, limit) > hit.end:
+                    hits[pod] = Hit(hit.tokens, hit.end, min(end, limit))
+        for pod in self._capped_pods:
+            hit = hits.get(pod) or plain.hit(pod)
+            capped = pod.capped(hit, path, now)
+            if capped is not hit:
+                hits[pod] = capped
+        return hits
+
+    def _store(self, pod: Pod, bit: int, event: BlockStored, keys: PrefixKeys | None) -> None:
+        hashes = event.block_hashes
+        if not hashes or not self._counts(pod, event):
+            return
+        scope = self._scope(pod.scope)
+        tree = scope.tree
+        parent = event.parent_block_hash
+        namespace, plain = namespace_of(event)
+        if not plain:
+            keys = None
+        if parent is None:
+            root = tree.root(namespace)
+            first = tree.run_of(hashes[0])
+            if first is not None and first.node.root is not root:
+                pod.skipped[Skip.NAMESPACE] += len(hashes)
+                return
+        else:
+            root = tree.root(None)  # not used: the parent's place is known
+        if tree.text_bytes > self.limits.max_text_bytes or len(tree.blocks) > self.limits.max_blocks:
+            pod.skipped[Skip.FULL] += len(hashes)
+            return
+        stored = self._place(pod, bit, event, keys, scope, root)
+        if stored and scope.orphans:
+            self._graft(scope, hashes[:stored])
+
+    def _place(
+        self, pod: Pod, bit: int, event: BlockStored, keys: PrefixKeys | None, scope: _Scope, root: Node
+    ) -> int:
+        """Store an event in the tree, or keep it as an orphan. Returns how many of its blocks are in the tree."""
+        hashes, tokens, width = event.block_hashes, event.token_ids, event.block_size
+        tree = scope.tree
+
+        def texts(start: int, stop: int) -> list[bytes] | None:
+            if keys is None or not width or len(tokens) != len(hashes) * width:
+                return None
+            wanted = tokens if stop - start == len(hashes) else tokens[start * width : stop * width]
+            return block_texts(keys.token_bytes, wanted, width)
+
+        no_text = Skip.NO_TEXT if event.extra_keys is None else Skip.EXTRA_KEYS
+        try:
+            stored, before = tree.store(root, event.parent_block_hash, hashes, texts, width, bit)
+        except ValueError:
+            pod.skipped[Skip.HASHES] += len(hashes)
+            return 0
+        except KeyError:
+            if keys is None:
+                pod.skipped[no_text] += len(hashes)
+            else:
+                scope.orphans.add(Orphan(bit, event, keys))
+            return 0
+        if stored < len(hashes):
+            pod.skipped[no_text] += len(hashes) - stored
+        if bit == pod.staging or not stored:
+            return stored
+        pod.blocks += stored - len(before)
+        self.changed.add(pod)
+        if before:
+            pod.copies.update(before)
+        pod.block_size = width or pod.block_size
+        if stored == len(hashes):
+            pod.precise = True
+        if scope.predictions.size(bit):
+            last = tree.run_of(hashes[stored - 1])
+            if last is not None:
+                scope.predictions.confirm(last, bit)
+        return stored
+
+    def _graft(self, scope: _Scope, blocks: Sequence[int]) -> None:
+        """Place the orphans that waited for `blocks`, and those that waited for these, and so on."""
+        ready = scope.orphans.take(blocks)
+        gone: list[Orphan] = []
+        while ready:
+            orphan = ready.pop()
+            pod = self._bits.owners.get(orphan.owner)
+            if pod is None:
+                continue
+            pod.blocks -= len(orphan.gone)
+            self.changed.add(pod)
+            stored = self._place(pod, orphan.owner, orphan.event, orphan.keys, scope, scope.tree.root(None))
+            ready += scope.orphans.take(orphan.event.block_hashes[:stored])
+            if orphan.gone:
+                gone.append(orphan)
+        for orphan in gone:  # only now, so that their descendants found their place
+            scope.tree.remove(list(orphan.gone), orphan.owner)
+
+    def _remove(self, pod: Pod, event: BlockRemoved) -> None:
+        if not self._counts(pod, event):
+            return
+        hashes: Sequence[int] = event.block_hashes
+        left = event.remaining_copy_counts
+        if left is not None and len(left) == len(hashes):
+            hashes = [block for block, copies in zip(hashes, left, strict=True) if copies <= 0]
+            for block in hashes:
+                pod.copies.pop(block, None)
+        elif pod.copies:
+            hashes = [block for block in hashes if not pod.take_copy(block)]
+        scope = self._scope(pod.scope)
+        bits = pod.bits
+        unknown = scope.tree.remove(hashes, bits)
+        pod.blocks -= len(hashes) - unknown
+        self.changed.add(pod)
+        if unknown and scope.orphans:
+            held = [pod.bit, *(bit for bit, _ in pod.aged)]
+            unknown -= sum(scope.orphans.remove(held, block) for block in hashes)
+        if unknown:
+            pod.skipped[Skip.UNKNOWN_REMOVAL] += unknown
+
+    def _counts(self, pod: Pod, event: BlockStored | BlockRemoved) -> bool:
+        """Is this an event of the device tier and of the group that decides the prefix? Counts it if not."""
+        reason = skip_reason(event)
+        if reason is None and event.group_idx is not None:
+            if pod.group is None and type(event) is BlockStored:
+                pod.group = event.group_idx
+            if pod.group != event.group_idx:
+                reason = Skip.GROUP
+        if reason is not None:
+            pod.skipped[reason] += len(event.block_hashes)
+        return reason is None
+
+    def _scope(self, name: str) -> _Scope:
+        scope = self._scopes.get(name)
+        if scope is None:
+            predictions = Predictions()
+            tree = RadixTree(self.limits.max_edge, predictions.moved)
+            scope = self._scopes[name] = _Scope(tree, predictions, Orphans(self.limits.max_orphan_blocks))
+        return scope
+
+    def _take_live_bit(self, pod: Pod) -> int:
+        """A bit that counts in matches."""
+        bit = self._bits.take(pod)
+        self._scope(pod.scope).live |= bit
+        return bit
+
+    def _retire(self, bit: int) -> None:
+        pod = self._bits.retire(bit)
+        scope = self._scopes.get(pod.scope)
+        if scope is not None:
+            scope.live &= ~bit
+            scope.predictions.forget(bit)
+            scope.orphans.forget(bit)
+
+    def _sweep(self, max_nodes: int) -> None:
+        """The next step of the sweep that goes on, or the beginning of one. Bits are free after a whole round."""
+        bits = self._bits
+        if not bits.sweeping:
+            if not bits.begin_round():
+                return
+            self._to_sweep = [scope.tree for scope in self._scopes.values()]
+            for tree in self._to_sweep:
+                tree.begin_sweep()
+        while self._to_sweep:
+            if self._to_sweep[-1].sweep(bits.sweeping, max_nodes):
+                return
+            self._to_sweep.pop().prune_roots()
+        bits.end_round()
+
+
+def _end_of(levels: Sequence[Level]) -> Callable[[int], int]:
+    """From a bit to the byte where its pod's confirmed run ends; -1 for bits of no level."""
+    return lambda bit: next((level.end for level in levels if level.pods & bit), -1)

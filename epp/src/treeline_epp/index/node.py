@@ -1,0 +1,178 @@
+"""A node of the radix tree: an edge of text, the block runs and predicted ranges on it, and what hangs below.
+
+A node changes itself alone: `RadixTree` keeps what is known of all nodes (hashes, sizes) in step.
+"""
+
+from __future__ import annotations
+
+from treeline_epp.index.block_run import BlockRun, disjoint
+
+PredictedRange = tuple[int, int, float]
+"""A part of an edge: first byte, byte after the last, time at which the prediction ends."""
+
+NO_CHILDREN: dict[int, Node] = {}
+"""The children of every leaf: one dict, never written."""
+
+
+class Node:
+    """An edge and what hangs below it. `predicted`: pod's bit → range, None while there is none."""
+
+    __slots__ = ("children", "parent", "predicted", "runs", "text")
+
+    def __init__(self, text: bytes, parent: Node | None) -> None:
+        self.text = text
+        self.parent = parent
+        self.children = NO_CHILDREN
+        self.runs: tuple[BlockRun, ...] = ()
+        self.predicted: dict[int, PredictedRange] | None = None
+
+    @property
+    def root(self) -> Node:
+        """The root above it. O(depth)."""
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return node
+
+    def adopt(self, child: Node) -> None:
+        """Put `child` below this node, in place of whichever child begins with the same byte. O(1)."""
+        if self.children is NO_CHILDREN:
+            self.children = {}
+        self.children[child.text[0]] = child
+        child.parent = self
+
+    def disown(self, child: Node) -> None:
+        """Take `child` out. O(1)."""
+        del self.children[child.text[0]]
+        if not self.children:
+            self.children = NO_CHILDREN
+        child.parent = None
+
+    def trim(self) -> None:
+        """Forget holes at the ends of runs, and runs that are nothing but holes. O(runs)."""
+        for run in self.runs:
+            run.trim()
+        if any(not run.ends for run in self.runs):
+            self.runs = tuple(run for run in self.runs if run.ends)
+
+    def held_bytes(self) -> int:
+        """How much of the text a block or a prediction needs. O(runs + ranges)."""
+        held = max((run.last_end() for run in self.runs), default=0)
+        if self.predicted:
+            held = max(held, max(end for _, end, _ in self.predicted.values()))
+        return held
+
+    def cut(self, at: int) -> tuple[Node, list[BlockRun]]:
+        """Put a new node with the first `at` bytes between this one and its parent; this one keeps the rest.
+
+        Returns the new node, and those of its runs whose blocks were in a run of this node before. O(edge).
+        """
+        assert self.parent is not None
+        upper = Node(self.text[:at], None)
+        self.parent.adopt(upper)
+        self.text = self.text[at:]
+        upper.adopt(self)
+        above: list[BlockRun] = []
+        below: list[BlockRun] = []
+        heads: list[BlockRun] = []
+        for run in self.runs:
+            slot = run.count_until(at)
+            if slot == len(run):
+                run.node = upper
+                above.append(run)
+                continue
+            if slot:
+                head = BlockRun(upper, run.base, run.width, run.chain, run.ends, run.sets)
+                run.chain, run.ends, run.sets = head.cut(slot)
+                run.base += slot * run.width
+                run.trim()
+                head.trim()
+                heads.append(head)
+                above.append(head)
+            run.shift(-at)
+            below.append(run)
+        upper.runs, self.runs = tuple(above), tuple(below)
+        ranges = self.predicted
+        if ranges is not None:
+            upper.predicted = {
+                bit: (lo, min(hi, at), t) for bit, (lo, hi, t) in ranges.items() if lo < at
+            } or None
+            self.predicted = {
+                bit: (max(lo - at, 0), hi - at, t) for bit, (lo, hi, t) in ranges.items() if hi > at
+            } or None
+        return upper, heads
+
+    def merge_into(self, child: Node) -> None:
+        """Let `child`, the only one, swallow this node, which is then out of the tree. O(both edges)."""
+        assert self.parent is not None
+        size = len(self.text)
+        child.text = self.text + child.text
+        for run in child.runs:
+            run.shift(size)
+        for run in self.runs:
+            run.node = child
+        child.runs = self.runs + child.runs
+        self.parent.adopt(child)
+        self.parent = None
+        self.children = NO_CHILDREN
+        self.runs = ()
+        if self.predicted is not None or child.predicted is not None:
+            ranges = {bit: (lo + size, hi + size, t) for bit, (lo, hi, t) in (child.predicted or {}).items()}
+            for bit, predicted in (self.predicted or {}).items():
+                ranges[bit] = join_ranges(ranges.get(bit), predicted)
+            child.predicted = ranges
+            self.predicted = None
+
+    def join_runs(self) -> list[BlockRun]:
+        """Join runs that continue each other. Returns those that have got longer. O(runs²), where nearly all nodes
+        have one."""
+        longer: list[BlockRun] = []
+        for front in self.runs:
+            if not front.ends:
+                continue
+            for back in self.runs:
+                if (
+                    back.ends
+                    and back is not front
+                    and back.width == front.width
+                    and back.base == front.base + len(front) * front.width
+                    and back.chain[:8] == front.chain[-8:]
+                    and front.last_end() <= back.end(0)
+                    and disjoint(front, back.chain[8:], back)
+                ):
+                    front.append(back.chain[8:], back.ends, back.sets)
+                    back.ends = b""
+                    longer.append(front)
+        if longer:
+            self.runs = tuple(run for run in self.runs if run.ends)
+        return [run for run in longer if run.ends]
+
+    def check(self, max_edge: int) -> None:
+        """Assert what always holds of one node and its children."""
+        for key, child in self.children.items():
+            assert child.parent is self
+            assert child.text[0] == key
+        if self.parent is None:
+            return
+        assert 1 <= len(self.text) <= max_edge
+        if not self.children:
+            assert self.children is NO_CHILDREN
+            assert self.held_bytes() == len(self.text), (self.held_bytes(), self.text)
+        if len(self.children) == 1:
+            (child,) = self.children.values()
+            assert len(self.text) + len(child.text) > max_edge, (self.text, child.text)
+        for run in self.runs:
+            assert run.node is self
+            run.check()
+        assert self.predicted != {}
+        for lo, hi, _ in (self.predicted or {}).values():
+            assert 0 <= lo < hi <= len(self.text)
+
+
+def join_ranges(old: PredictedRange | None, new: PredictedRange) -> PredictedRange:
+    """One range for two of the same pod: their union if they touch, else the one that ends later in time."""
+    if old is None:
+        return new
+    if old[0] <= new[1] and new[0] <= old[1]:
+        return min(old[0], new[0]), max(old[1], new[1]), max(old[2], new[2])
+    return old if old[2] > new[2] else new

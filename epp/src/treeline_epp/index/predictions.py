@@ -1,0 +1,164 @@
+"""Predictions in the tree: what a routed request will have put into a pod's cache, before any event says so.
+
+A *predicted range* is a part of an edge, predicted for a pod until a time. It begins where the pod's confirmed blocks
+end, so a prefix that events confirm costs nothing here. Events that confirm it shorten it (`confirm`), a request that
+failed takes it back (`withdraw`), time ends it (`expire`), and a pod has a budget of bytes, the oldest going first. For
+an engine without events the same ranges, with a long life, are all there is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from treeline_epp.index.block_run import BlockRun
+from treeline_epp.index.matching import walk
+from treeline_epp.index.node import Node, join_ranges
+from treeline_epp.index.radix_tree import RadixTree
+
+_RENEW_SHARE = 0.75
+"""A range is not renewed while at least this share of its life is left: hot prefixes would flood the queue."""
+
+
+@dataclass(slots=True)
+class _Queue:
+    """A pod's ranges in the order in which they end. `size` is their bytes, never too low; entries may be outdated."""
+
+    entries: deque[tuple[float, Node]] = field(default_factory=deque)
+    size: int = 0
+
+
+class Predictions:
+    """The ranges of one tree. All times are the caller's clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._queues: dict[int, _Queue] = {}
+
+    def moved(self, old: Node, new: Node) -> None:
+        """`RadixTree` calls this when ranges went from one node to another."""
+        for bit, (_, _, ends_at) in (new.predicted or {}).items():
+            queue = self._queues.get(bit)
+            if queue is not None:
+                queue.entries.append((ends_at, new))
+
+    def predict(
+        self,
+        tree: RadixTree,
+        root: Node,
+        key: bytes,
+        begin: int,
+        bit: int,
+        now: float,
+        life: float,
+        budget: int,
+    ) -> None:
+        """The pod with `bit` will soon hold bytes `begin` … of `key`, for `life` seconds; keep to `budget` bytes.
+
+        O(bytes of the key) at memory speed.
+        """
+        if begin >= len(key):
+            return
+        tree.lay(root, key)
+        queue = self._queues.setdefault(bit, _Queue())
+        ends_at = now + life
+        for node, start in reversed(walk(root, key).nodes):  # leaves first, so that they are the first to go
+            low, high = max(begin - start, 0), min(len(node.text), len(key) - start)
+            if low >= high:
+                break
+            ranges = node.predicted
+            if ranges is None:
+                ranges = node.predicted = {}
+            old = ranges.get(bit)
+            if old is not None and old[0] <= low and old[1] >= high and old[2] - now > _RENEW_SHARE * life:
+                continue
+            joined = join_ranges(old, (low, high, ends_at))
+            ranges[bit] = joined
+            queue.size += joined[1] - joined[0] - (old[1] - old[0] if old is not None else 0)
+            queue.entries.append((ends_at, node))
+        while queue.size > budget and queue.entries:
+            self._pop(tree, bit, queue)
+
+    def confirm(self, run: BlockRun, bit: int) -> None:
+        """Events say that the pod holds all blocks of `run`: what is predicted up to there is known now. O(depth)."""
+        queue = self._queues.get(bit)
+        if queue is None:
+            return
+        node: Node | None = run.node
+        limit = run.last_end()
+        while node is not None:
+            if node.predicted is not None and bit in node.predicted:
+                low, high, ends_at = node.predicted[bit]
+                if high <= limit:
+                    queue.size -= high - low
+                    _drop(node, bit)
+                elif low < limit:
+                    queue.size -= limit - low
+                    node.predicted[bit] = (limit, high, ends_at)
+            node = node.parent
+            limit = len(node.text) if node is not None else 0
+
+    def withdraw(self, tree: RadixTree, root: Node, key: bytes, bit: int, ends_at: float) -> None:
+        """The prediction that ends at `ends_at` will not come true. O(bytes of the key) at memory speed."""
+        queue = self._queues.get(bit)
+        if queue is None:
+            return
+        for node, _ in reversed(walk(root, key).nodes):
+            known = (node.predicted or {}).get(bit)
+            if known is not None and known[2] == ends_at:
+                queue.size -= known[1] - known[0]
+                _drop(node, bit)
+                tree.compact(node)
+
+    def forget(self, bit: int) -> None:
+        """The pod is gone; a sweep takes its ranges out of the tree."""
+        self._queues.pop(bit, None)
+
+    def expire(self, tree: RadixTree, now: float) -> None:
+        """End ranges whose time has come. O(ended ranges)."""
+        for bit in list(self._queues):
+            queue = self._queues[bit]
+            while queue.entries and queue.entries[0][0] <= now:
+                self._pop(tree, bit, queue)
+            if not queue.entries:
+                del self._queues[bit]
+
+    def size(self, bit: int) -> int:
+        """Predicted bytes of a pod; never too low."""
+        queue = self._queues.get(bit)
+        return queue.size if queue is not None else 0
+
+    def _pop(self, tree: RadixTree, bit: int, queue: _Queue) -> None:
+        """Handle the oldest entry: end its range, unless it was renewed, which a later entry stands for."""
+        ends_at, node = queue.entries.popleft()
+        known = (node.predicted or {}).get(bit)
+        if known is not None and known[2] <= ends_at:
+            queue.size -= known[1] - known[0]
+            _drop(node, bit)
+            tree.compact(node)
+
+
+def reach(
+    nodes: list[tuple[Node, int]], end_of: Callable[[int], int], now: float
+) -> Iterator[tuple[int, int]]:
+    """How far ranges take pods beyond their confirmed runs on a walked path.
+
+    `end_of` gives the byte where the confirmed run of the pod with a bit ends, -1 for pods that do not count. Yields
+    `(bit, byte after the last predicted one)` for those that get further. O(ranges on the path).
+    """
+    reached: dict[int, int] = {}
+    for node, start in nodes:
+        for bit, (low, high, ends_at) in (node.predicted or {}).items():
+            at = reached.get(bit)
+            if at is None:
+                at = end_of(bit)
+            if start + low <= at < start + high and ends_at > now:
+                reached[bit] = start + high
+    return iter(reached.items())
+
+
+def _drop(node: Node, bit: int) -> None:
+    assert node.predicted is not None
+    del node.predicted[bit]
+    if not node.predicted:
+        node.predicted = None

@@ -1,0 +1,498 @@
+"""A radix tree over bytes: whose edges carry blocks of engines' caches and predictions, and which pods hold them.
+
+`epp/RADIX_TREE.md` is its theory of operation: an example, why it is so, what it costs. In short: an edge is a
+non-empty byte string of at most `max_edge` bytes, kept in the node below it. A block of tokens is known by its hash and
+lies where its text ends; blocks of one hash chain inside one edge are packed in a `BlockRun`. A pod is one bit; sets of
+pods are ints. The tree knows nothing of time, pods' names or events: see `index`.
+
+Invariants, all asserted by `check`:
+
+- siblings differ in their first byte, which is their key in the parent's `children`;
+- a node with one child could not swallow it: together they would exceed `max_edge`;
+- a leaf's text ends with its last block or prediction: nothing is kept that nobody holds;
+- `blocks[h & KEY_MASK]` is run R ⇔ R has a slot with hash h that some pod holds; of two hashes that differ in the
+  high bits only, the second one is not stored;
+- runs neither begin nor end with a hole.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, repeat
+
+from msgspec import Struct
+
+from treeline_epp.index.block_run import (
+    KEY_MASK,
+    BlockRun,
+    common_prefix,
+    disjoint,
+    pack_ends,
+    pack_hashes,
+    same_hashes,
+)
+from treeline_epp.index.node import NO_CHILDREN, Node
+
+MAX_EDGE = 8192
+"""Longest edge in bytes. Long enough that a match costs few steps, short enough that cutting an edge is cheap."""
+
+
+class RadixTree:
+    """Blocks and predictions of all namespaces of a model, with a root for each namespace.
+
+    - changing: `store`, `remove`, `begin_sweep` and `sweep`, `lay`, `compact`, `prune_roots`
+    - looking: `roots`, `run_of`, `held_by`, `nodes`, `check`; matching a key is in `matching`
+
+    `blocks` leads from a held hash to its run; namespaces share it, since hashes are seeded with them. Hashes are
+    trusted: equal hashes mean equal blocks, whichever pod sent them. `moved(old, new)` is called when predictions have
+    moved to another node.
+    """
+
+    def __init__(
+        self, max_edge: int = MAX_EDGE, moved: Callable[[Node, Node], None] = lambda _old, _new: None
+    ) -> None:
+        assert 1 <= max_edge <= 0xFFFF
+        self.max_edge = max_edge
+        self.roots: dict[str | None, Node] = {}
+        self.blocks: dict[int, BlockRun] = {}
+        self.text_bytes = 0
+        self.node_count = 0
+        self._moved = moved
+        self._sweeping: list[Node] = []
+
+    # What is there
+
+    def root(self, namespace: str | None) -> Node:
+        """The root of a namespace, made on first use. O(1)."""
+        root = self.roots.get(namespace)
+        if root is None:
+            root = self.roots[namespace] = Node(b"", None)
+        return root
+
+    def prune_roots(self) -> None:
+        """Forget empty namespaces. O(namespaces)."""
+        for namespace in [name for name, root in self.roots.items() if not root.children]:
+            del self.roots[namespace]
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the roots, parents first. The tree must not change meanwhile."""
+        stack = [node for root in self.roots.values() for node in root.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def run_of(self, block: int) -> BlockRun | None:
+        """The run of a block that some pod holds. O(run)."""
+        run = self.blocks.get(block & KEY_MASK)
+        return run if run is not None and run.slot(block) >= 0 else None
+
+    def held_by(self, bit: int) -> set[int]:
+        """All blocks that the pod with `bit` holds. O(tree)."""
+        held: set[int] = set()
+        for node in self.nodes():
+            for run in node.runs:
+                hashes = run.hashes()
+                for first, after, pods in run.segments():
+                    if pods & bit:
+                        held.update(hashes[first:after])
+        return held
+
+    # Blocks
+
+    def store(
+        self,
+        root: Node,
+        parent: int | None,
+        hashes: Sequence[int],
+        texts: Callable[[int, int], list[bytes] | None],
+        width: int,
+        bit: int,
+    ) -> tuple[int, list[int]]:
+        """The pod with `bit` now holds blocks `hashes`, a chain that begins below `parent` (None: at `root`).
+
+        `texts(i, j)` gives the texts of blocks i … j−1; it is only asked for blocks that nobody holds. `width` is
+        tokens per block. Returns how many blocks were stored, from the first on, and which of them the pod held
+        already. It stops short where a text is needed but is None, where a prompt's first block has no byte of text,
+        and where a hash has the key of another. Raises KeyError if nobody holds `parent` nor the first block,
+        ValueError if a hash occurs twice or is its own ancestor; nothing is stored then.
+
+        Complexity: known blocks cost one comparison per run, new ones O(bytes) and one dict entry each.
+        """
+        blocks = self.blocks
+        count = len(hashes)
+        chain = pack_hashes((parent or 0, *hashes))  # no parent is a hash of 0
+        keys = [block & KEY_MASK for block in hashes]
+        distinct = set(keys)
+        if len(distinct) != count or (parent is not None and parent & KEY_MASK in distinct):
+            raise ValueError("not a chain")
+        held_before: list[int] = []
+        run: BlockRun | None = None
+        slot = -1
+        if parent is not None and keys[0] not in blocks:
+            run = blocks.get(parent & KEY_MASK)
+            slot = run.find(chain[:8]) if run is not None else -1
+            if slot < 0:
+                raise KeyError(parent)
+        done = 0
+        while done < count:
+            known = blocks.get(keys[done])
+            if known is not None:
+                run = known
+                first = run.find(chain[8 * done + 8 : 8 * done + 16])
+                if first < 0:
+                    break
+                same = same_hashes(run.chain, 8 * first + 8, chain, 8 * done + 8) >> 3
+                slot = first + same - 1
+                self._mark(run, first, slot + 1, bit, held_before)
+                done += same
+                continue
+            stop = count if blocks.keys().isdisjoint(keys[done:] if done else keys) else done + 1
+            while stop < count and keys[stop] not in blocks:
+                stop += 1
+            pieces = texts(done, stop)
+            if pieces is None or (run is None and not pieces[0]):
+                break
+            new = _NewBlocks(chain[8 * done : 8 * stop + 8], keys[done:stop], width, bit)
+            self._insert(root, run, slot, pieces, new)
+            done = stop
+            if done < count:
+                run = blocks[keys[done - 1]]
+                slot = run.find(chain[8 * done : 8 * done + 8])
+        return done, held_before
+
+    def remove(self, hashes: Sequence[int], bits: int) -> int:
+        """The pod with `bits` no longer holds `hashes`. Returns how many of them it did not hold in the first place.
+
+        Descendants stay (an engine may drop ancestors first). Runs in the order of their chain, or in the opposite one,
+        cost one comparison per run; others O(log) a block. Each touched edge costs O(edge).
+        """
+        blocks = self.blocks
+        if len(hashes) > 1:
+            run, second = self.run_of(hashes[0]), self.run_of(hashes[1])
+            if run is not None and run is second and run.slot(hashes[1]) < run.slot(hashes[0]):
+                hashes = hashes[::-1]
+        packed = pack_hashes(hashes)
+        unknown = done = 0
+        count = len(hashes)
+        touched: dict[Node, None] = {}
+        while done < count:
+            run = blocks.get(hashes[done] & KEY_MASK)
+            slot = run.find(packed[8 * done : 8 * done + 8]) if run is not None else -1
+            if run is None or slot < 0:
+                unknown += 1
+                done += 1
+                continue
+            same = same_hashes(run.chain, 8 * slot + 8, packed, 8 * done) >> 3
+            unknown += self._unmark(run, slot, slot + same, bits, touched)
+            done += same
+        self._compact_all(touched)
+        return unknown
+
+    def begin_sweep(self) -> None:
+        """Visit all nodes with `sweep` from now on, also those that other changes make meanwhile. O(nodes)."""
+        self._sweeping = list(self.nodes())
+
+    def sweep(self, bits: int, max_nodes: int) -> int:
+        """Take pods out of the next nodes' blocks and predictions; nothing may be stored for these pods until the end.
+
+        Returns the nodes left to visit. O(edges visited), plus one dict operation for each block that nobody holds
+        afterwards.
+        """
+        nodes = self._sweeping
+        for _ in range(min(max_nodes, len(nodes))):
+            node = nodes.pop()
+            if node.parent is None:
+                continue
+            touched: dict[Node, None] = {node: None}
+            for run in node.runs:
+                self._unmark(run, 0, len(run), bits, touched)
+            if node.predicted is not None:
+                node.predicted = {
+                    bit: predicted for bit, predicted in node.predicted.items() if not bit & bits
+                } or None
+            self._compact_all(touched)
+        return len(nodes)
+
+    def _mark(self, run: BlockRun, start: int, stop: int, bit: int, held_before: list[int]) -> None:
+        """Add a pod to slots of a run, filling holes."""
+        for first, after, old, new in run.paint(start, stop, bit, 0):
+            if old == new:
+                held_before.extend(run.hashes()[first:after])
+            elif not old:
+                self._fill_holes(run, first, after, bit, held_before)
+
+    def _unmark(self, run: BlockRun, start: int, stop: int, bits: int, touched: dict[Node, None]) -> int:
+        """Take a pod out of slots of a run; returns how many of these blocks it did not hold.
+
+        Nodes that must be compacted afterwards are added to `touched`.
+        """
+        touched[run.node] = None
+        unknown = 0
+        for first, after, old, new in run.paint(start, stop, 0, bits):
+            if not old:  # holes; the hash may live elsewhere
+                for block in run.hashes()[first:after]:
+                    other = self.run_of(block)
+                    slot = other.slot(block) if other is not None else 0
+                    unknown += 1 if other is None else self._unmark(other, slot, slot + 1, bits, touched)
+            elif old == new:
+                unknown += after - first
+            elif not new:
+                for block in run.hashes()[first:after]:
+                    del self.blocks[block & KEY_MASK]
+        return unknown
+
+    def _fill_holes(self, run: BlockRun, start: int, stop: int, bit: int, held_before: list[int]) -> None:
+        """Holes were painted: enter them into `blocks`. A hash that lives elsewhere (a publisher contradicted another
+        about its parent) stays a hole here and is marked there."""
+        hashes = run.hashes()
+        for slot in range(start, stop):
+            block = hashes[slot]
+            other = self.blocks.setdefault(block & KEY_MASK, run)
+            if other is not run:
+                run.paint(slot, slot + 1, 0, bit)
+                there = other.slot(block)
+                if there >= 0:
+                    self._mark(other, there, there + 1, bit, held_before)
+
+    def _insert(
+        self, root: Node, run: BlockRun | None, slot: int, pieces: list[bytes], new: _NewBlocks
+    ) -> None:
+        """Put blocks with these texts, held by nobody yet, below slot `slot` of `run` (None: below `root`).
+
+        `new.base` and `new.ends` are found here.
+        """
+        node, offset = root, 0
+        if run is not None:
+            node, offset = run.node, run.end(slot)
+            new.base = run.base + (slot + 1) * run.width
+        ends = new.ends = list(accumulate(map(len, pieces)))
+        data = b"".join(pieces)
+        if run is not None and self._extend(run, offset, data, new):
+            return
+        placed = 0
+
+        def place(node: Node, start: int, stop: int, offset: int) -> None:
+            """Data bytes start … stop−1 lie in `node` from `offset` on: put the blocks that end there."""
+            nonlocal placed
+            after = bisect_right(ends, stop, placed)
+            if after > placed:
+                self._place(node, new, placed, after, offset - start)
+                placed = after
+
+        self._walk(node, offset, data, place)
+
+    def _extend(self, run: BlockRun, offset: int, data: bytes, new: _NewBlocks) -> bool:
+        """Spare the walk where a run only makes a leaf with one run longer, as the blocks of a decode do."""
+        node = run.node
+        size = len(node.text)
+        if (
+            offset != size
+            or size + len(data) > self.max_edge
+            or node.children
+            or len(node.runs) > 1
+            or run.chain[-8:] != new.chain[:8]
+            or run.width != new.width
+            or run.has_holes()
+        ):
+            return False
+        node.text += data
+        self.text_bytes += len(data)
+        run.append(new.chain[8:], pack_ends(new.ends, size), new.bit)
+        self.blocks.update(zip(new.keys, repeat(run), strict=False))
+        return True
+
+    def _place(self, node: Node, new: _NewBlocks, first: int, stop: int, delta: int) -> None:
+        """Put blocks first … stop−1 of new blocks into a run of `node`: fill its holes, lengthen it, or begin another.
+
+        In the node's text they end `delta` bytes beyond where `new.ends` says.
+        """
+        ends = pack_ends(new.ends[first:stop], delta)
+        for run in node.runs:
+            ahead = new.base + first * new.width - run.base
+            if run.width != new.width or ahead < 0 or ahead % new.width:
+                continue
+            slot = ahead // new.width
+            count = len(run)
+            if slot > count or run.chain[8 * slot : 8 * slot + 8] != new.chain[8 * first : 8 * first + 8]:
+                continue
+            if slot < count:  # are these the holes of the same blocks?
+                same = same_hashes(run.chain, 8 * slot + 8, new.chain, 8 * first + 8) >> 3
+                same = min(same, common_prefix(run.ends, 2 * slot, ends, 0) >> 1)
+                if not same:
+                    continue
+                self._mark(run, slot, slot + same, new.bit, [])
+                first, slot, ends = first + same, slot + same, ends[2 * same :]
+            if first == stop:
+                break
+            packed = new.chain[8 * first + 8 : 8 * stop + 8]
+            if slot == count and disjoint(run, packed):
+                run.append(packed, ends, new.bit)
+                self.blocks.update(zip(new.keys[first:stop], repeat(run), strict=False))
+                break
+        else:
+            base, chain = new.base + first * new.width, new.chain[8 * first : 8 * stop + 8]
+            run = BlockRun(node, base, new.width, chain, ends, new.bit)
+            node.runs += (run,)
+            self.blocks.update(zip(new.keys[first:stop], repeat(run), strict=False))
+        if len(node.runs) > 1:
+            self._join_runs(node)
+
+    # The shape: edges are walked, cut, merged and given up, and what lies on them moves along
+
+    def lay(self, root: Node, key: bytes) -> None:
+        """Make the path that spells `key`. The last edge may go on beyond it.
+
+        The caller must put a prediction at the end of the path before anything else happens to the tree, or call
+        `compact` on the last node. O(bytes).
+        """
+        self._walk(root, 0, key, lambda _node, _start, _stop, _offset: None)
+
+    def compact(self, node: Node) -> None:
+        """Restore the invariants around a node that lost blocks or predictions, up to the root if need be.
+
+        Roots and nodes that are already gone are left alone. O(edge) each.
+        """
+        while node.parent is not None:
+            parent = node.parent
+            if len(node.children) > 1:
+                return
+            if node.children:
+                self._merge_down(node)
+                return
+            held = node.held_bytes()
+            if held:
+                self.text_bytes -= len(node.text) - held
+                node.text = node.text[:held]
+                if len(parent.children) == 1:
+                    self._merge_down(parent)
+                return
+            parent.disown(node)
+            self.text_bytes -= len(node.text)
+            self.node_count -= 1
+            node = parent
+
+    def _compact_all(self, nodes: dict[Node, None]) -> None:
+        for node in nodes:  # all before the first merge, which may move runs into a node not among these
+            node.trim()
+        for node in nodes:
+            self.compact(node)
+
+    def _walk(
+        self, node: Node, offset: int, data: bytes, visit: Callable[[Node, int, int, int], None]
+    ) -> None:
+        """Follow `data` down from byte `offset` of `node`, making what is missing, splitting where it diverges.
+
+        `visit(node, start, stop, offset)` is called for every node, in order: bytes start … stop−1 of `data` lie in it
+        from `offset` on. A later split may still merge the node into the next.
+        """
+        at, size = 0, len(data)
+        while True:
+            text = node.text
+            room = len(text) - offset
+            take = min(room, size - at)
+            if take and not data.startswith(
+                text[offset : offset + take] if offset or take < room else text, at
+            ):
+                take = common_prefix(text, offset, data, at)
+                node, offset = self._split(node, offset + take, offset)
+                room = take
+            if take < room or at + take == size:
+                visit(node, at, at + take, offset)
+                return
+            child = node.children.get(data[at + take])
+            if child is None and not node.children and node.parent is not None:
+                grow = min(self.max_edge - len(node.text), size - at - take)
+                if grow > 0:
+                    node.text += data[at + take : at + take + grow]
+                    self.text_bytes += grow
+                    take += grow
+            visit(node, at, at + take, offset)
+            at += take
+            if at == size:
+                return
+            if child is None:
+                child = Node(data[at : at + self.max_edge], None)
+                node.adopt(child)
+                self.text_bytes += len(child.text)
+                self.node_count += 1
+            node, offset = child, 0
+
+    def _split(self, node: Node, at: int, offset: int) -> tuple[Node, int]:
+        """Cut the edge after `at` bytes and restore the invariants, the missing second child of the upper part apart.
+
+        Returns the upper part and where byte `offset` of `node` is in it. O(edge).
+        """
+        upper, heads = node.cut(at)
+        self.node_count += 1
+        for run in heads:
+            self._point(run)
+        if node.predicted is not None or upper.predicted is not None:
+            self._moved(node, upper)
+        if self._sweeping:
+            self._sweeping.append(upper)
+        if len(node.children) == 1:
+            self._merge_down(node)
+        above = upper.parent
+        if above is not None and len(above.children) == 1:
+            before = len(upper.text)
+            self._merge_down(above)
+            offset += len(upper.text) - before
+        return upper, offset
+
+    def _merge_down(self, node: Node) -> None:
+        """Let the only child swallow `node`, if both fit into one edge."""
+        (child,) = node.children.values()
+        if node.parent is None or len(node.text) + len(child.text) > self.max_edge:
+            return
+        node.merge_into(child)
+        self.node_count -= 1
+        if child.predicted is not None:
+            self._moved(node, child)
+        if self._sweeping:
+            self._sweeping.append(child)
+        if len(child.runs) > 1:
+            self._join_runs(child)
+
+    def _join_runs(self, node: Node) -> None:
+        for run in node.join_runs():
+            self._point(run)
+
+    def _point(self, run: BlockRun) -> None:
+        """Make `blocks` point to `run` for its held slots."""
+        hashes = run.hashes()
+        for first, after, pods in run.segments():
+            if pods:
+                keys = [block & KEY_MASK for block in hashes[first:after]]
+                self.blocks.update(zip(keys, repeat(run), strict=False))
+
+    def check(self) -> None:
+        """Assert every invariant. O(tree)."""
+        slots = text_bytes = node_count = 0
+        for root in self.roots.values():
+            assert not any((root.text, root.runs, root.predicted, root.parent))
+            root.check(self.max_edge)
+        for node in self.nodes():
+            node.check(self.max_edge)
+            text_bytes += len(node.text)
+            node_count += 1
+            slots += sum(run.check_known(self.blocks) for run in node.runs)
+        assert NO_CHILDREN == {}
+        assert slots == len(self.blocks), (slots, len(self.blocks))
+        assert (text_bytes, node_count) == (self.text_bytes, self.node_count)
+
+
+class _NewBlocks(Struct):
+    """A chain of blocks that nobody holds yet, on its way into the tree.
+
+    `chain` is the parent's hash and then each block's, `keys` what `blocks` knows them by; `base` counts the tokens
+    before the first; `ends` are offsets in the text of the new.
+    """
+
+    chain: bytes
+    keys: list[int]
+    width: int
+    bit: int
+    base: int = 0
+    ends: list[int] = []

@@ -1,0 +1,1 @@
+"""KV events of engines, on their way into the index."""

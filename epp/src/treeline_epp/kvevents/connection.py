@@ -1,0 +1,358 @@
+"""A connection to one publisher over ZMQ: its live events, its replay socket, its load reports.
+
+One *session* is one set of sockets. A session begins by connecting and ends when a socket loses its peer; the next one
+starts with fresh sockets, so that no answer to an old question can arrive in it. All decisions are the
+subscription's; here bytes are decoded, fed to it, and what it asks is sent.
+
+Thousands of publishers are followed, so a session keeps little: three sockets, and a monitor of the one for events; the
+other two are monitored until they are connected. Should one of these lose its peer alone, it connects again by itself,
+and the publisher's checks go unanswered meanwhile. A session takes up to 13 file descriptors for a moment, then 8.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from treeline_wire import frames
+from treeline_wire.errors import WireError
+from treeline_wire.events import DecodeError, EventBatch, decode_batch
+from treeline_wire.load import LoadStat, TreelineLoad, decode_load
+from treeline_wire.security import CurveKeys
+from zmq.utils.monitor import parse_monitor_message
+
+from treeline_epp.endpoints.adapters.base import KvSource
+from treeline_epp.kvevents.states import Send, SendHello, SendReplay, SendSnapshot
+from treeline_epp.kvevents.subscription import KvSubscription
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+_RETRY_S = 5.0
+"""Between attempts to open sockets while there are no file descriptors left."""
+_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_TICKS = 200
+"""Publishers that are ticked before other tasks get a turn."""
+_BATCH = 64
+"""Messages handled before other tasks get a turn: a snapshot must not delay a pick."""
+_QUEUE = 100_000
+"""High-water mark, in messages, like the publishers' own."""
+_SOCKET_OPTIONS = {
+    zmq.LINGER: 0,
+    zmq.RCVHWM: _QUEUE,
+    zmq.SNDHWM: _QUEUE,
+    zmq.RECONNECT_IVL: 50,
+    zmq.RECONNECT_IVL_MAX: 500,
+    # A peer whose machine has vanished closes nothing; heartbeats notice.
+    zmq.HEARTBEAT_IVL: 1000,
+    zmq.HEARTBEAT_TIMEOUT: 3000,
+    zmq.IPV6: 1,
+}
+_PATIENCE_S = 1.0
+"""How long the events socket waits for the others before a session begins without them."""
+_UP = zmq.Event.HANDSHAKE_SUCCEEDED
+_LOST = zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_AUTH
+_LOST |= zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+
+Load = LoadStat | TreelineLoad
+
+
+def new_context() -> zmq.asyncio.Context:
+    """A context for the sockets of thousands of publishers: ZMQ's default is 1,023 sockets in all."""
+    context = zmq.asyncio.Context(io_threads=2)
+    context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
+    return context
+
+
+class Ticker:
+    """Calls everybody every TICK_S: one task for all publishers."""
+
+    def __init__(self) -> None:
+        self._calls: dict[Callable[[], None], None] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            for number, call in enumerate(list(self._calls)):
+                if call in self._calls:
+                    call()
+                if number % _TICKS == _TICKS - 1:
+                    await asyncio.sleep(0)
+
+    @contextlib.contextmanager
+    def calling(self, call: Callable[[], None]) -> Iterator[None]:
+        """Call this, too, while the block lasts."""
+        self._calls[call] = None
+        try:
+            yield
+        finally:
+            del self._calls[call]
+
+
+class KvStats:
+    """What arrived, over all publishers; read by the metrics. `unfollowed` names those for which there are no sockets
+    left."""
+
+    def __init__(self) -> None:
+        self.unfollowed: set[str] = set()
+        self.events = 0
+        self.batches = 0
+        self.loads = 0
+        self.disconnects = 0
+        self.rejected: Counter[str] = Counter()
+
+
+class KvCallbacks(msgspec.Struct, frozen=True):
+    """What a connection drives and calls inside the picker.
+
+    `on_load` takes a report and returns what is to be sent to the publisher; `on_trouble` hears that a peer was lost;
+    `in_flight` tells how many requests are known to run there.
+    """
+
+    subscription: KvSubscription
+    on_load: Callable[[Load], Sequence[Send]]
+    on_trouble: Callable[[], None]
+    in_flight: Callable[[], int]
+    stats: KvStats
+    clock: Callable[[], float] = time.monotonic
+
+
+class KvConnection:
+    """Follows one publisher until cancelled. `curve` is required if the source says so."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        ticker: Ticker,
+        source: KvSource,
+        callbacks: KvCallbacks,
+        curve: CurveKeys | None,
+    ) -> None:
+        self._context = context
+        self._ticker = ticker
+        self._source = source
+        self._callbacks = callbacks
+        self._curve = curve
+
+    async def run(self) -> None:
+        """Session after session."""
+        callbacks = self._callbacks
+        try:
+            while True:
+                await self._session()
+        finally:
+            callbacks.stats.unfollowed.discard(str(callbacks.subscription.pod))
+
+    async def _session(self) -> None:
+        callbacks, name = self._callbacks, str(self._callbacks.subscription.pod)
+        sockets = _Sockets(self._ticker, callbacks, self._curve)
+        try:
+            sockets.open(self._context, self._source)
+            callbacks.stats.unfollowed.discard(name)
+            await sockets.run()
+        except zmq.ZMQError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            if name not in callbacks.stats.unfollowed:
+                log.error(
+                    "publisher %s cannot be followed: %s; give the picker more file descriptors", name, error
+                )
+            callbacks.stats.unfollowed.add(name)
+            sockets.close()
+            await asyncio.sleep(_RETRY_S * random.uniform(0.8, 1.2))
+        else:
+            callbacks.stats.disconnects += 1
+            callbacks.subscription.on_disconnected(callbacks.clock())
+            callbacks.on_trouble()
+            sockets.close()
+            await asyncio.sleep(0.05)  # a peer that accepts and drops must not make a busy loop
+        finally:
+            sockets.close()
+
+
+class _Sockets:
+    """One set of sockets. `open` it, `run` it, `close` it whatever happened."""
+
+    def __init__(self, ticker: Ticker, callbacks: KvCallbacks, curve: CurveKeys | None) -> None:
+        self._ticker = ticker
+        self._callbacks = callbacks
+        self._curve = curve
+        self._sockets: dict[str, zmq.asyncio.Socket] = {}
+        self._monitors: dict[str, zmq.asyncio.Socket] = {}
+        self._up: dict[str, asyncio.Event] = {}
+        self._lost = asyncio.Event()
+        self._treeline_load = False
+        self._sending: set[asyncio.Task[None]] = set()
+
+    def open(self, context: zmq.asyncio.Context, source: KvSource) -> None:
+        """Make the sockets and connect them. Raises `zmq.ZMQError` where there is no room for them."""
+        host = f"[{source.host}]" if ":" in source.host else source.host
+        for what, kind, port, topic in (
+            ("events", zmq.SUB, source.events_port, source.topic),
+            ("replay", zmq.DEALER, source.replay_port, None),
+            ("load", zmq.SUB, source.load_port, ""),
+        ):
+            if port is None:
+                continue
+            sock = self._sockets[what] = context.socket(kind)
+            for option, value in _SOCKET_OPTIONS.items():
+                sock.setsockopt(option, value)
+            if self._curve is not None:
+                self._curve.secure_client(sock)
+            if topic is not None:
+                sock.subscribe(topic)
+            self._up[what] = asyncio.Event()
+            self._monitors[what] = sock.get_monitor_socket(_UP | _LOST)
+            sock.connect(f"tcp://{host}:{port}")
+
+    def close(self) -> None:
+        """Close every socket, unsent messages and all."""
+        for what in list(self._monitors):
+            self._unmonitor(what)
+        while self._sockets:
+            self._sockets.popitem()[1].close(0)
+
+    def _unmonitor(self, what: str) -> None:
+        monitor = self._monitors.pop(what)
+        self._sockets[what].disable_monitor()
+        monitor.close(0)
+
+    async def run(self) -> None:
+        """Handle what arrives; returns when the peer is lost."""
+        handlers = {"events": self._on_live, "replay": self._on_reply, "load": self._on_load}
+        jobs = [self._receive(sock, handlers[what]) for what, sock in self._sockets.items()]
+        tasks = [asyncio.ensure_future(job) for job in (*jobs, self._keep_time(), self._lost.wait())]
+        monitors = [asyncio.ensure_future(self._monitor(what)) for what in self._monitors]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # a receiver never ends: this raises what ended it
+        finally:
+            tasks += [*monitors, *self._sending]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep_time(self) -> None:
+        """Wait for the connections, then tick."""
+        subscription, clock = self._callbacks.subscription, self._callbacks.clock
+        if "events" in self._up:
+            await self._up["events"].wait()
+            waiting = [event.wait() for what, event in self._up.items() if what != "events"]
+            try:
+                await asyncio.wait_for(asyncio.gather(*waiting), _PATIENCE_S)
+            except TimeoutError:
+                missing = [what for what, event in self._up.items() if not event.is_set()]
+                log.warning("publisher %s: no connection for %s", subscription.pod, ", ".join(missing))
+            await self._send(subscription.on_connected(clock()))
+        with self._ticker.calling(self._tick):
+            await asyncio.Event().wait()
+
+    def _tick(self) -> None:
+        callbacks = self._callbacks
+        sends = callbacks.subscription.on_tick(callbacks.clock(), callbacks.in_flight())
+        if sends:
+            sending = asyncio.ensure_future(self._send(sends))
+            self._sending.add(sending)
+            sending.add_done_callback(self._sending.discard)
+
+    async def _monitor(self, what: str) -> None:
+        """See to it that a socket is connected, and that of the events stays so."""
+        monitor, up = self._monitors[what], self._up[what]
+        while what == "events" or not up.is_set():
+            event = parse_monitor_message(await monitor.recv_multipart())
+            if event["event"] & _UP:
+                up.set()
+            elif up.is_set():
+                self._lost.set()
+            elif event["event"] & ~zmq.Event.DISCONNECTED & _LOST:
+                log.warning(
+                    "publisher %s: the %s socket refuses our keys", self._callbacks.subscription.pod, what
+                )
+        self._unmonitor(what)
+
+    async def _receive(
+        self, sock: zmq.asyncio.Socket, handle: Callable[[list[bytes]], Iterable[Send]]
+    ) -> None:
+        """Hand every message to its handler, a bounded number at a time."""
+        # The plain view of the same socket: taking what is there costs no future per message.
+        plain: zmq.Socket[bytes] = zmq.Socket.shadow(sock.underlying)
+        while True:
+            await sock.poll()
+            for _ in range(_BATCH):
+                try:
+                    message: Any = plain.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                await self._send(handle(message))
+            await asyncio.sleep(0)
+
+    async def _send(self, sends: Iterable[Send]) -> None:
+        replay = self._sockets.get("replay")
+        for send in sends:
+            if replay is None:
+                return
+            match send:
+                case SendHello():
+                    request = frames.hello_request()
+                case SendReplay(start_seq=start):
+                    request = frames.replay_request(start)
+                case SendSnapshot():
+                    request = frames.snapshot_request()
+            await replay.send_multipart(request)
+
+    # --- one handler for each socket ----------------------------------------------------------------------------------
+
+    def _on_live(self, message: list[bytes]) -> Iterable[Send]:
+        stats, now = self._callbacks.stats, self._callbacks.clock()
+        try:
+            _, seq, payload = frames.parse_live(message)
+        except WireError as error:
+            stats.rejected["frames"] += 1
+            log.debug("live message refused: %s", error)
+            return ()
+        batch: EventBatch | None
+        try:
+            batch = decode_batch(payload)
+        except DecodeError as error:
+            stats.rejected[error.reason.value] += 1
+            batch = None
+        else:
+            stats.batches += 1
+            stats.events += len(batch.events)
+            stats.rejected.update(batch.rejected)
+        return self._callbacks.subscription.on_live(seq, batch, now)
+
+    def _on_reply(self, message: list[bytes]) -> Iterable[Send]:
+        try:
+            reply = frames.parse_reply(message)
+        except WireError as error:
+            self._callbacks.stats.rejected["frames"] += 1
+            log.debug("reply refused: %s", error)
+            return ()
+        return self._callbacks.subscription.on_reply(reply, self._callbacks.clock())
+
+    def _on_load(self, message: list[bytes]) -> Iterable[Send]:
+        stats = self._callbacks.stats
+        try:
+            load = decode_load(message[0], message[-1])
+        except DecodeError as error:
+            stats.rejected[error.reason.value] += 1
+            return ()
+        stats.loads += 1
+        if isinstance(load, TreelineLoad):
+            self._treeline_load = True
+        elif self._treeline_load:
+            return ()  # the same state in the older form, which says less
+        return self._callbacks.on_load(load)

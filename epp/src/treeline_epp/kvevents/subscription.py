@@ -1,0 +1,449 @@
+"""A subscription to one engine's KV events: what to ask of its publisher so that the index equals its cache. Sans-IO.
+
+Two rules. All questions to a publisher come from here, at most one is open at a time, and nobody else applies its
+events. The driver (`connection`) owns the sockets: it feeds what arrives, sends the requests that are returned on the
+publisher's replay socket (a DEALER; a fresh one after each reconnect, so that no answer to an old question can arrive),
+and ticks. `TABLE` (see `table`) says which method handles an event in a state; `states` explains them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+from treeline_wire.events import DecodeError, EventBatch, decode_batch
+from treeline_wire.frames import (
+    Hello,
+    ReplayEnd,
+    ReplayItem,
+    Reply,
+    SnapshotChunk,
+    SnapshotEnd,
+    SnapshotHeader,
+)
+from treeline_wire.keys import PrefixKeys
+
+from treeline_epp.index.index import Index
+from treeline_epp.index.pods import Pod
+from treeline_epp.kvevents.batches import AppliedBatches
+from treeline_epp.kvevents.states import (
+    EVENT_OF,
+    Checks,
+    Peer,
+    Replay,
+    Send,
+    SendHello,
+    SendReplay,
+    SendSnapshot,
+    SubscriptionConfig,
+    SubscriptionEvent,
+    SubscriptionState,
+)
+from treeline_epp.kvevents.table import table_of
+
+_MAX_ROUNDS = 4
+"""Questions in one recovery before it waits."""
+_MAX_MISSED_CHECKS = 3
+"""Unanswered checks in a row after which a LIVE subscription recovers. One may be late because of a snapshot."""
+
+
+class KvSubscription:
+    """One (pod UID, rank). Methods return what is to be sent now, in order. `stretch` (≥ 1), where there are many: it
+    is checked so much more seldom than configured while LIVE, and may take so much longer to answer.
+
+    Readable: `state`, `epoch`, `next_seq` (the next batch wanted), `partial` (something is known to be missing),
+    `peer`, `counts` (by what happened: "applied", "gaps", "snapshot" …).
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        pod: Pod,
+        keys: PrefixKeys | None,
+        config: SubscriptionConfig | None = None,
+        stretch: Callable[[], float] = lambda: 1.0,
+    ) -> None:
+        self.pod = pod
+        self.state = SubscriptionState.DISCONNECTED
+        self.epoch: int | None = None
+        self.peer = Peer.UNKNOWN
+        self.counts: Counter[str] = Counter()
+        self._index = index
+        self._keys = keys
+        self._config = config or SubscriptionConfig()
+        self._stretch = stretch
+        self._until = float("inf")  # the state lasts no longer
+        self._rounds = 0
+        self._backoff_s = self._config.backoff_s
+        self._buffer: deque[tuple[int, EventBatch | None]] = deque()
+        self._applied = AppliedBatches(index, pod, keys, self.counts)
+        self._replay = Replay()
+        self._has_replay = True
+        self._snapshot_seq = 0
+        self._checks = Checks()
+        self._last_heard = 0.0
+        self._in_flight = 0
+
+    @property
+    def live(self) -> bool:
+        """Is all applied that is known to be published?"""
+        return self.state is _LIVE or self.state is _CHECKING
+
+    @property
+    def next_seq(self) -> int | None:
+        """The next batch wanted."""
+        return self._applied.next_seq
+
+    @property
+    def partial(self) -> bool:
+        """Is something known to be missing?"""
+        return self._applied.partial
+
+    # What the driver feeds
+
+    def on_connected(self, now: float) -> list[Send]:
+        """Both sockets are connected (again)."""
+        self._last_heard = now
+        return self._handle(SubscriptionEvent.CONNECTED, None, now)
+
+    def on_disconnected(self, now: float) -> None:
+        """A socket lost its peer."""
+        self._handle(SubscriptionEvent.DISCONNECTED, None, now)
+
+    def on_live(self, seq: int, batch: EventBatch | None, now: float) -> list[Send]:
+        """A live batch; None if its payload could not be decoded."""
+        self._last_heard = now
+        return self._handle(SubscriptionEvent.BATCH, (seq, batch), now)
+
+    def on_reply(self, reply: Reply, now: float) -> list[Send]:
+        """Anything that arrived on the replay socket. Answers to no open question are ignored."""
+        self._last_heard = now
+        return self._handle(EVENT_OF[type(reply)], reply, now)
+
+    def on_heartbeat(self, epoch: int, newest: int | None, now: float) -> list[Send]:
+        """A load report named the publisher's epoch and (unless None) its newest batch, -1 for none."""
+        self._last_heard = now
+        return self._handle(SubscriptionEvent.HEARTBEAT, (epoch, newest), now)
+
+    def on_tick(self, now: float, in_flight: int = 0) -> list[Send]:
+        """Time passed; call at least every 100 ms. `in_flight`: requests that we know to be running there."""
+        self._in_flight = in_flight
+        event = SubscriptionEvent.TIMEOUT if now >= self._until else SubscriptionEvent.TICK
+        return self._handle(event, None, now)
+
+    def _handle(self, event: SubscriptionEvent, what: Any, now: float) -> list[Send]:
+        cell = TABLE[self.state][event]
+        sends = cell.handle(self, what, now)
+        assert self.state in cell.leads_to, (event, self.state)
+        return sends
+
+    # In any state
+
+    def _ignore(self, _what: Any, _now: float) -> list[Send]:
+        return []
+
+    def _unasked(self, _what: Any, _now: float) -> list[Send]:
+        self.counts["unasked"] += 1
+        return []
+
+    def _disconnected(self, _what: Any, _now: float) -> list[Send]:
+        self._enter(_DISCONNECTED)
+        self._rounds = 0
+        self._backoff_s = self._config.backoff_s
+        self._checks.behind = None
+        self._buffer.clear()
+        return []
+
+    def _recover(self, _what: Any, now: float) -> list[Send]:
+        """Find out what is missing."""
+        self._checks.behind = None
+        if self.peer is Peer.FOREIGN:
+            return self._ask_foreign(now)
+        return self._ask(_HELLO, SendHello(), now)
+
+    def _enter(self, state: SubscriptionState, until: float = float("inf")) -> None:
+        if self.state is _CHUNKS and state is not _CHUNKS:
+            self._index.drop_snapshot(self.pod)  # no effect on one that is complete
+        self.state = state
+        self._until = until
+
+    # Asking
+
+    def _ask(self, state: SubscriptionState, request: Send, now: float) -> list[Send]:
+        self._rounds += 1
+        if self._rounds > _MAX_ROUNDS:
+            return self._wait(now)
+        self._enter(state, now + self._reply_s())
+        self.counts[_HELLO.value if state is _CHECKING else state.value] += 1
+        return [request]
+
+    def _ask_replay(self, start: int, overlap: int | None, now: float) -> list[Send]:
+        self._replay = Replay(overlap)
+        return self._ask(_REPLAY, SendReplay(start), now)
+
+    def _ask_foreign(self, now: float) -> list[Send]:
+        """Replay all, or from the last batch that is known."""
+        if not self._has_replay:
+            self._applied.partial = True
+            return self._finish(now)
+        if self.next_seq is None:
+            return self._ask_replay(0, None, now)
+        known = self.next_seq - 1
+        return self._ask_replay(max(0, known), known, now)
+
+    def _fill(self, oldest: int | None, now: float) -> list[Send]:
+        """Batches from `next_seq` on are missing; `oldest` is the first that can be replayed, None if unknown."""
+        assert self.next_seq is not None
+        if self.peer is Peer.OURS and oldest is not None and oldest > self.next_seq:
+            return self._ask(_SNAPSHOT, SendSnapshot(), now)
+        return self._ask_replay(self.next_seq, None, now)
+
+    def _wait(self, now: float) -> list[Send]:
+        """Try again later."""
+        self._rounds = 0
+        self._enter(_BACKOFF, now + self._backoff_s)
+        self._backoff_s = min(2 * self._backoff_s, self._config.max_backoff_s)
+        return []
+
+    def _reply_s(self) -> float:
+        """When thousands are asked at once, answers wait for their turn: too little patience would ask them again."""
+        return self._config.reply_s * self._stretch()
+
+    def _check_s(self) -> float:
+        return self._config.check_s * self._stretch()
+
+    # No answer
+
+    def _no_hello(self, _what: Any, now: float) -> list[Send]:
+        self.counts["timeouts"] += 1
+        if self.peer is Peer.OURS:
+            return self._wait(now)
+        self.peer = Peer.FOREIGN
+        return self._ask_foreign(now)
+
+    def _no_answer(self, _what: Any, now: float) -> list[Send]:
+        self.counts["timeouts"] += 1
+        if self.peer is Peer.OURS:
+            return self._wait(now)
+        self._has_replay = False  # not configured there, or too old
+        self._applied.partial = True
+        return self._finish(now)
+
+    def _missed_check(self, what: Any, now: float) -> list[Send]:
+        self.counts["timeouts"] += 1
+        self._enter(_LIVE)
+        self._checks.missed += 1
+        return self._recover(what, now) if self._checks.missed >= _MAX_MISSED_CHECKS else []
+
+    # Answers
+
+    def _hello(self, hello: Hello, now: float) -> list[Send]:
+        self.peer = Peer.OURS
+        if self.epoch != hello.epoch:
+            if self.next_seq is not None:
+                self._drop()
+            self.epoch = hello.epoch
+        newest, applied = -1 if hello.newest is None else hello.newest, self._applied
+        if applied.next_seq is not None and newest < applied.next_seq - 1:
+            self._drop()  # it does not know batches that we have: not the same process, whatever it says
+            self.epoch = hello.epoch
+        if self.pod.rebuild_wanted:
+            return self._ask(_SNAPSHOT, SendSnapshot(), now)
+        if applied.next_seq is None:
+            if newest >= 0:
+                return self._ask(_SNAPSHOT, SendSnapshot(), now)
+            applied.next_seq = 0
+        if newest == applied.next_seq - 1:
+            return self._finish(now)
+        return self._fill(hello.oldest, now)
+
+    def _checked(self, hello: Hello, now: float) -> list[Send]:
+        self._enter(_LIVE)
+        self._checks.missed = 0
+        sends = self._heartbeat((hello.epoch, -1 if hello.newest is None else hello.newest), now)
+        self._checks.due_at = now + self._check_s()
+        return sends
+
+    def _late_hello(self, hello: Hello, now: float) -> list[Send]:
+        """Nobody waits for it any more; but it says that the publisher is one of ours."""
+        if self.peer is Peer.OURS:
+            return self._unasked(hello, now)
+        self.peer = Peer.OURS
+        return self._recover(hello, now) if self.live else []
+
+    def _replay_item(self, item: ReplayItem, now: float) -> list[Send]:
+        self._until = now + self._reply_s()
+        try:
+            batch = decode_batch(item.payload)
+        except DecodeError:
+            batch = None
+        replay, applied = self._replay, self._applied
+        if replay.overlap is not None:
+            other = item.seq != replay.overlap or applied.contradicts(item.seq, batch)
+            if other and item.seq <= replay.overlap:
+                self._drop()
+                replay.uncovered = True  # ask again, from 0, when this replay is over
+            replay.overlap = None
+        if replay.uncovered:
+            return []
+        if applied.next_seq is None:
+            applied.partial = item.seq > 0
+            applied.next_seq = item.seq
+        if item.seq > applied.next_seq:
+            self.counts["uncovered"] += 1
+            if self.peer is Peer.OURS:
+                replay.uncovered = True
+                return []
+            applied.accept_gap(item.seq, now)
+        if item.seq == applied.next_seq:
+            self._apply(item.seq, batch)
+        return []
+
+    def _replay_end(self, end: ReplayEnd, now: float) -> list[Send]:
+        replay = self._replay
+        if replay.overlap is not None and replay.overlap >= 0:
+            self._drop()  # it has never published what we know: another process
+            return self._recover(end, now)
+        if replay.uncovered and self.peer is Peer.OURS:
+            return self._ask(_SNAPSHOT, SendSnapshot(), now)
+        if replay.uncovered or (self.peer is Peer.OURS and self.next_seq is None):
+            return self._recover(end, now)
+        return self._finish(now)
+
+    def _snapshot_header(self, header: SnapshotHeader, now: float) -> list[Send]:
+        if header.epoch != self.epoch:
+            self._drop()
+            self.epoch = header.epoch
+        self._index.begin_snapshot(self.pod)
+        self._snapshot_seq = header.seq
+        self._enter(_CHUNKS, now + self._reply_s())
+        return []
+
+    def _snapshot_chunk(self, chunk: SnapshotChunk, now: float) -> list[Send]:
+        self._until = now + self._reply_s()
+        self.counts["rejected"] += chunk.rejected
+        self._index.apply_snapshot(self.pod, chunk.events, self._keys)
+        return []
+
+    def _snapshot_end(self, _end: SnapshotEnd, now: float) -> list[Send]:
+        self._index.end_snapshot(self.pod)
+        self._applied.begin_after(self._snapshot_seq)
+        self.pod.rebuild_wanted = False
+        return self._finish(now)
+
+    # While LIVE
+
+    def _heartbeat(self, named: tuple[int, int | None], now: float) -> list[Send]:
+        epoch, newest = named
+        if self.peer is Peer.FOREIGN:
+            self.peer = Peer.UNKNOWN  # these send no such report: it must have been slow to answer
+            return self._recover(named, now)
+        if epoch != self.epoch:
+            self._drop()
+            return self._recover(named, now)
+        if newest is None:
+            return []
+        checks = self._checks
+        checks.due_at = now + 1.25 * self._check_s()  # a heartbeat is a check; the next should come sooner
+        if self.next_seq is not None and newest < self.next_seq:
+            checks.behind = None
+        elif checks.behind is None:
+            checks.behind = (newest, now)
+        return []
+
+    def _live_tick(self, what: Any, now: float) -> list[Send]:
+        behind = self._checks.behind
+        if self.pod.rebuild_wanted:
+            self.counts["rebuilds"] += 1
+            if self.peer is Peer.FOREIGN:
+                self.pod.rebuild_wanted = False
+                self._drop()
+            return self._recover(what, now)
+        if behind is not None and now - behind[1] >= self._config.grace_s:
+            self.counts["behind"] += 1
+            return self._recover(what, now)
+        if self.peer is Peer.OURS and now >= self._checks.due_at and self.state is _LIVE:
+            self._rounds = 0
+            return self._ask(_CHECKING, SendHello(), now)
+        if self._in_flight and now - self._last_heard >= self._config.silence_s:
+            self._last_heard = now
+            self.counts["silences"] += 1
+            return self._recover(what, now)
+        return []
+
+    def _finish(self, now: float) -> list[Send]:
+        """The answer is applied: apply what came meanwhile; LIVE, unless that has a gap, too."""
+        self._enter(_LIVE)
+        buffered, self._buffer = self._buffer, deque()
+        newest = -1
+        while buffered:
+            seq, batch = buffered.popleft()
+            if seq < newest and not self._applied.has(seq, batch):  # it restarted meanwhile
+                buffered.appendleft((seq, batch))
+                self._drop()
+                sends = self._recover(None, now)
+                self._buffer = buffered
+                return sends
+            newest = max(newest, seq)
+            if self.next_seq is not None and seq < self.next_seq:
+                continue  # the answer covered it
+            sends = self._take((seq, batch), now)
+            if not self.live:
+                self._buffer.extend(buffered)
+                return sends
+        self._rounds = 0
+        self._backoff_s = self._config.backoff_s
+        self._checks.due_at = now + self._check_s()
+        return []
+
+    # Batches
+
+    def _keep(self, came: tuple[int, EventBatch | None], _now: float) -> list[Send]:
+        """A live batch that must wait."""
+        if len(self._buffer) >= self._config.buffer:
+            self._buffer.popleft()  # leaves a gap, which will be seen
+            self.counts["overflows"] += 1
+        self._buffer.append(came)
+        return []
+
+    def _take(self, came: tuple[int, EventBatch | None], now: float) -> list[Send]:
+        """A live batch while LIVE."""
+        seq, batch = came
+        applied = self._applied
+        if applied.next_seq is None:
+            applied.next_seq = seq  # a foreign publisher without replay: begin where it is
+        if seq < applied.next_seq:
+            if self._applied.has(seq, batch):
+                self.counts["duplicates"] += 1
+                return []
+            self._drop()
+            self._buffer.append(came)
+            return self._recover(came, now)
+        if seq > applied.next_seq:
+            self.counts["gaps"] += 1
+            if self.peer is not Peer.FOREIGN or self._has_replay:
+                self._buffer.append(came)
+                return self._fill(None, now)
+            self._applied.accept_gap(seq, now)
+        self._apply(seq, batch)
+        return []
+
+    def _apply(self, seq: int, batch: EventBatch | None) -> None:
+        """The next batch."""
+        self._applied.apply(seq, batch)
+        behind = self._checks.behind
+        if behind is not None and seq >= behind[0]:
+            self._checks.behind = None
+
+    def _drop(self) -> None:
+        """Another process: forget everything at once."""
+        self._applied.forget()
+        self.epoch = None
+        self._checks.behind = None
+        self._checks.missed = 0
+
+
+_DISCONNECTED, _HELLO, _REPLAY, _SNAPSHOT, _CHUNKS, _BACKOFF, _LIVE, _CHECKING = SubscriptionState
+
+TABLE = table_of(KvSubscription)

@@ -1,0 +1,89 @@
+"""What a subscription does: a method and the states that it may lead to, for every state and every event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from treeline_epp.kvevents.states import Send, SubscriptionEvent, SubscriptionState
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What an event does in a state: the method that handles it, and the states that it may lead to."""
+
+    handle: Callable[[Any, Any, float], list[Send]]
+    leads_to: frozenset[SubscriptionState]
+
+
+Row = dict[SubscriptionEvent, tuple[Any, set[SubscriptionState]]]
+"""By event: the method, and the states that it may lead to; none means that it stays."""
+
+
+def table_of(k: Any) -> dict[SubscriptionState, dict[SubscriptionEvent, Cell]]:
+    """The table of the class `k`, which has the methods: every state with every event."""
+    s, e = SubscriptionState, SubscriptionEvent
+    asking = {s.HELLO, s.REPLAY, s.BACKOFF, s.LIVE}  # by recovering; foreign ones may be LIVE at once
+    answered = {*asking, s.SNAPSHOT}
+    live = {*asking, s.CHECKING}
+    rows: dict[SubscriptionState, Row] = {
+        s.DISCONNECTED: {e.TIMEOUT: (k._ignore, set())},
+        s.HELLO: {e.TIMEOUT: (k._no_hello, asking), e.HELLO: (k._hello, answered)},
+        s.REPLAY: {
+            e.TIMEOUT: (k._no_answer, asking),
+            e.REPLAY_ITEM: (k._replay_item, set()),
+            e.REPLAY_END: (k._replay_end, answered),
+        },
+        s.SNAPSHOT: {
+            e.TIMEOUT: (k._no_answer, {s.BACKOFF}),
+            e.SNAPSHOT_HEADER: (k._snapshot_header, {s.CHUNKS}),
+        },
+        s.CHUNKS: {
+            e.TIMEOUT: (k._no_answer, {s.BACKOFF}),
+            e.SNAPSHOT_HEADER: (k._snapshot_header, set()),
+            e.SNAPSHOT_CHUNK: (k._snapshot_chunk, set()),
+            e.SNAPSHOT_END: (k._snapshot_end, asking),
+        },
+        s.BACKOFF: {e.TIMEOUT: (k._recover, asking)},
+        s.LIVE: {
+            e.TIMEOUT: (k._ignore, set()),
+            e.TICK: (k._live_tick, live),
+            e.HEARTBEAT: (k._heartbeat, asking),
+            e.BATCH: (k._take, asking),
+            e.HELLO: (k._late_hello, asking),
+        },
+        s.CHECKING: {
+            e.TIMEOUT: (k._missed_check, asking),
+            e.TICK: (k._live_tick, live),
+            e.HEARTBEAT: (k._heartbeat, live),
+            e.BATCH: (k._take, live),
+            e.HELLO: (k._checked, asking),
+        },
+    }
+    everywhere = _everywhere(k, asking)
+    return {
+        state: {
+            event: Cell(handle, frozenset(leads_to or {state}))
+            for event, (handle, leads_to) in {**everywhere, **row}.items()
+        }
+        for state, row in rows.items()
+    }
+
+
+def _everywhere(k: Any, asking: set[SubscriptionState]) -> Row:
+    """What an event does in all states that do not say otherwise."""
+    e = SubscriptionEvent
+    return {
+        e.CONNECTED: (k._recover, asking),
+        e.DISCONNECTED: (k._disconnected, {SubscriptionState.DISCONNECTED}),
+        e.BATCH: (k._keep, set()),
+        e.HEARTBEAT: (k._ignore, set()),
+        e.TICK: (k._ignore, set()),
+        e.HELLO: (k._late_hello, set()),
+        e.REPLAY_ITEM: (k._unasked, set()),
+        e.REPLAY_END: (k._unasked, set()),
+        e.SNAPSHOT_HEADER: (k._unasked, set()),
+        e.SNAPSHOT_CHUNK: (k._unasked, set()),
+        e.SNAPSHOT_END: (k._unasked, set()),
+    }

@@ -1,0 +1,1 @@
+"""Which endpoint serves a request."""

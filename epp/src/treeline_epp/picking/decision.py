@@ -1,0 +1,95 @@
+"""What the picker decides, how it ends, and the two ways to say no."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.index.pods import NO_HIT, Hit
+from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.score import Scored
+
+
+class PickError(Exception):
+    """No destination can be given. `status` is the HTTP status for the client, `reason` the value for
+    `x-llm-d-request-dropped-reason` and for metrics."""
+
+    status = 500
+    reason = "internal"
+
+
+class NoEndpoints(PickError):
+    """No endpoint is ready for this request: none known, none ready, or the subset leaves none. 503."""
+
+    status = 503
+    reason = "rejected-no-endpoints"
+
+
+class Saturated(PickError):
+    """Endpoints are ready, but the queue of each is too long for a request that may be shed. 429; `retry_after_s` is a
+    guess from the queues."""
+
+    status = 429
+    reason = "rejected-saturated"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
+class Outcome(StrEnum):
+    """How a lease ends. The values are metric labels."""
+
+    HEADERS = "headers"  # the endpoint answered: its prefill is done
+    ERROR = "error"  # the endpoint failed, or answered with an error
+    OVERLOADED = "overloaded"  # 503 with x-treeline-overloaded: it refused for want of room
+    CANCELLED = "cancelled"  # the client went away first
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a request goes, and why.
+
+    `fallbacks` come after `endpoint` in the destination list; no address occurs twice. `terms` explains the choice:
+    seconds end in `_s`, tokens in `_tokens`; `cost_s` is what was compared. `hit` is what the index knew of the prompt
+    at the endpoint; `cached_tokens` adds what is only predicted.
+    """
+
+    request: PickRequest
+    endpoint: EndpointSpec
+    fallbacks: tuple[EndpointSpec, ...] = ()
+    predicted_ttft_s: float = 0.0
+    predicted_prefill_s: float = 0.0
+    cached_tokens: int = 0
+    uncached_tokens: int = 0
+    hit: Hit = NO_HIT
+    policy: str = ""
+    ranked: tuple[Scored, ...] = ()
+
+    @property
+    def terms(self) -> dict[str, dict[str, float]]:
+        """Endpoint name → term → value; the chosen endpoint first. Made when asked for."""
+        return {scored.candidate.spec.name: scored.terms for scored in self.ranked}
+
+    @property
+    def destinations(self) -> tuple[str, ...]:
+        """Addresses in order of preference."""
+        return (self.endpoint.address, *(spec.address for spec in self.fallbacks))
+
+    def explain(self) -> dict[str, Any]:
+        """One flat record for a structured log line."""
+        return {
+            "request_id": self.request.request_id,
+            "model": self.request.model,
+            "endpoint": self.endpoint.name,
+            "fallbacks": [spec.name for spec in self.fallbacks],
+            "policy": self.policy,
+            "predicted_ttft_s": round(self.predicted_ttft_s, 6),
+            "cached_tokens": self.cached_tokens,
+            "uncached_tokens": self.uncached_tokens,
+            "terms": {
+                name: {term: round(v, 6) for term, v in terms.items()} for name, terms in self.terms.items()
+            },
+        }

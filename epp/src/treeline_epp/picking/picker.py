@@ -1,0 +1,346 @@
+"""The picker: endpoints and their load, one decision per request, one lease per decision.
+
+Sans-IO: `now` (seconds of any monotonic clock, the same for all calls) is passed in; drivers feed load reports,
+readiness and publishers' events, and call `on_tick`.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from treeline_wire.load import LoadStat, TreelineLoad
+
+from treeline_epp.endpoints.load import prefill_rate
+from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.index.index import Index
+from treeline_epp.index.pods import NO_HIT, Match
+from treeline_epp.picking.audit import AuditResult
+from treeline_epp.picking.decision import Decision, NoEndpoints, Outcome, Saturated
+from treeline_epp.picking.endpoint import Endpoint
+from treeline_epp.picking.filters import FILTERS, Filter, rows_left
+from treeline_epp.picking.lease import Lease
+from treeline_epp.picking.policies import Candidates, create_policy
+from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.score import Candidate, Scored, score, waits_and_costs
+from treeline_epp.picking.table import ELIGIBLE, OWN_RATE, Table
+from treeline_epp.picking.work import Work
+
+CAPACITY_SLACK = 1.1
+"""An engine may announce this much more than its memory holds: blocks just stored, whose victims are not told."""
+_EXPLAINED = 2
+"""Endpoints, beyond the fallbacks, whose terms a decision can explain: the chosen one, and one that came off worse."""
+
+
+@dataclass(frozen=True, slots=True)
+class PickerConfig:
+    """`max_ttft_s`: an endpoint is saturated when a request would wait longer than this for its turn; its own prefill,
+    however long, is no queue. `fallbacks`: destinations after the first. `seed` makes ties reproducible."""
+
+    policy: str = "treeline"
+    max_ttft_s: float = 30.0
+    fallbacks: int = 1
+    seed: int = 0
+
+
+def _scope(spec: EndpointSpec) -> str:
+    """Endpoints that share blocks: those of the same model."""
+    return spec.models[0] if spec.models else spec.pool
+
+
+class Picker:
+    """Endpoints in, decisions out.
+
+    Complexity: `pick` is O(prompt bytes) for the match and O(endpoints) for the ranking, both at memory speed: a
+    fraction of a millisecond for a thousand endpoints.
+    """
+
+    def __init__(
+        self,
+        config: PickerConfig | None = None,
+        index: Index | None = None,
+        filters: Sequence[Filter] = FILTERS,
+    ) -> None:
+        self.config = config or PickerConfig()
+        self.index = index or Index()
+        self.endpoints: dict[str, Endpoint] = {}
+        self._filters = filters
+        self._table = Table()
+        self._reserved: set[Endpoint] = set()
+        self._policy = create_policy(self.config.policy, random.Random(self.config.seed))
+
+    # Endpoints
+
+    def add_endpoint(self, spec: EndpointSpec, *, ready: bool = True) -> Endpoint:
+        """Add an endpoint, or replace the one of that name: with a new uid or address it starts from nothing."""
+        known = self.endpoints.get(spec.name)
+        if known is not None:
+            if (known.spec.uid, known.spec.address) == (spec.uid, spec.address):
+                self._table.remove(known)
+                known.spec = spec
+                self._table.add(known)
+                return known
+            self.remove_endpoint(spec.name)
+        pod = self.index.add_pod(spec.name, _scope(spec), self._table.take_row())
+        endpoint = Endpoint(spec, pod, ready=ready)
+        self.endpoints[spec.name] = endpoint
+        self._table.add(endpoint)
+        return endpoint
+
+    def remove_endpoint(self, name: str) -> None:
+        """Forget an endpoint and all it holds. Unknown names are ignored."""
+        endpoint = self.endpoints.pop(name, None)
+        if endpoint is not None:
+            self._table.remove(endpoint)
+            self.index.remove_pod(endpoint.pod)
+            self._table.give_row(endpoint.pod.row)
+            endpoint.pod.row = -1
+            self._reserved.discard(endpoint)
+
+    def set_ready(self, name: str, ready: bool) -> None:
+        """Readiness as polled or watched. Unknown names are ignored."""
+        endpoint = self.endpoints.get(name)
+        if endpoint is not None and endpoint.ready != ready:
+            endpoint.ready = ready
+            self._touch(endpoint)
+
+    def set_draining(self, name: str, draining: bool) -> None:
+        """Draining as discovery tells it; the load report's own flag counts besides. Unknown names are ignored."""
+        endpoint = self.endpoints.get(name)
+        if endpoint is not None and endpoint.draining != draining:
+            endpoint.draining = draining
+            self._touch(endpoint)
+
+    def _touch(self, endpoint: Endpoint) -> None:
+        """Its load, breaker or state has changed. O(1)."""
+        if endpoint.pod.row >= 0:
+            self._table.touch(endpoint.pod.row)
+
+    def on_load(self, name: str, load: LoadStat | TreelineLoad, now: float) -> None:
+        """Take a load report. Unknown names are ignored."""
+        endpoint = self.endpoints.get(name)
+        if endpoint is not None:
+            endpoint.load.on_load(load, now)
+            self._touch(endpoint)
+            self._check_capacity(endpoint, now)
+
+    def on_tick(self, now: float) -> None:
+        """Housekeeping; call about every 100 ms."""
+        for endpoint in list(self._reserved):
+            reservations = endpoint.load.reservations
+            if reservations.expire(now):
+                self._touch(endpoint)
+            if not reservations:
+                self._reserved.discard(endpoint)
+        self.index.tick(now)
+
+    # Decisions
+
+    def pick(self, request: PickRequest, now: float) -> Decision:
+        """RouteRequest. Changes nothing but the policy's own state; call `reserve` next.
+
+        Raises NoEndpoints (503), or Saturated (429) for a sheddable request: others go to the best of full endpoints.
+        """
+        self._refresh()
+        rows = rows_left(self._filters, request, self._table, now)
+        columns = self._table.take(rows)
+        matches, work = self._match(request, now), Work.of(request)
+        cached, uncached = work.at_rows(self.index, matches, rows, self._table.size)
+        fastest = float(columns[OWN_RATE].max())
+        rates = np.where(columns[OWN_RATE] > 0.0, columns[OWN_RATE], prefill_rate(0.0, fastest))
+        wait_s, cost_s = waits_and_costs(columns, rates, uncached, work.output_tokens, now)
+        if request.sheddable:
+            self._shed(float(wait_s.min()))
+        candidates = Candidates(cost_s, cached, lambda at: self._at(rows[at]).spec.name)
+        order = self._policy.rank(request, candidates, _EXPLAINED + self.config.fallbacks)
+        ranked = [score(self._candidate(int(rows[at]), matches, work, float(rates[at])), now) for at in order]
+        best = ranked[0]
+        return Decision(
+            request=request,
+            endpoint=best.candidate.spec,
+            fallbacks=self._fallbacks(ranked),
+            predicted_ttft_s=best.ttft_s,
+            predicted_prefill_s=best.prefill_s,
+            cached_tokens=best.candidate.cached_tokens,
+            hit=best.candidate.hit,
+            uncached_tokens=best.candidate.uncached_tokens,
+            policy=self._policy.name,
+            ranked=tuple(ranked),
+        )
+
+    def _shed(self, soonest: float) -> None:
+        limit = self.config.max_ttft_s
+        if soonest > limit:
+            raise Saturated(
+                f"every endpoint has more than {limit:g} s of work waiting, and requests for this model are sheddable",
+                soonest - limit,
+            )
+
+    def has_ready(self, pool: str, model: str) -> bool:
+        """Could a request for this model be served by this pool now? O(endpoints) at memory speed."""
+        self._refresh()
+        serving = self._table.serving(PickRequest("", model=model, pool=pool))
+        return bool((self._table.columns[ELIGIBLE, : self._table.size] * serving).any())
+
+    # Leases
+
+    def reserve(self, decision: Decision, now: float) -> Lease:
+        """Open the lease of a decision; the endpoint is at once expected to hold the prompt. O(prompt bytes).
+
+        Raises NoEndpoints if the endpoint left since. Close the lease in a `finally`.
+        """
+        endpoint = self.endpoints.get(decision.endpoint.name)
+        if endpoint is None:
+            raise NoEndpoints(f"endpoint {decision.endpoint.name} is gone")
+        load, request = endpoint.load, decision.request
+        lease = Lease(
+            decision,
+            endpoint,
+            opened_at=now,
+            queued_tokens=load.queue(now)[0],
+            reservation=load.reservations.open(decision.uncached_tokens, now, decision.predicted_ttft_s),
+        )
+        if request.key:
+            lease.predicted_until = self.index.predict(
+                endpoint.pod, request.namespace, request.key, decision.hit, now
+            )
+        endpoint.breaker.on_pick(now)
+        self._reserved.add(endpoint)
+        self._touch(endpoint)
+        return lease
+
+    def close(
+        self,
+        lease: Lease,
+        now: float,
+        outcome: Outcome,
+        *,
+        served: str | None = None,
+        ttft_s: float | None = None,
+        cached_tokens: int | None = None,
+        prompt_tokens: int | None = None,
+    ) -> bool:
+        """End a lease; True the first time, False (and no effect) ever after.
+
+        `served`: the address that answered, if it is known; feedback counts only where it is the picked endpoint.
+        `ttft_s`: seconds from pick to response headers, only if they came with the first token (our streaming
+        responses). `cached_tokens` and `prompt_tokens` as the runtime reported them.
+        """
+        if lease.closed:
+            return False
+        lease.closed = True
+        endpoint = lease.endpoint
+        load = endpoint.load
+        load.reservations.close(lease.reservation)
+        self._touch(endpoint)
+        answered = outcome is Outcome.HEADERS
+        other = served if served != endpoint.spec.address else None
+        if other or not answered:
+            self._withdraw(lease)
+        if other:
+            if answered:
+                self._served_by_other(lease, other, now)
+            return True
+        if outcome is Outcome.ERROR:
+            endpoint.breaker.on_error(now)
+        elif outcome is Outcome.OVERLOADED:
+            load.on_overloaded(now)
+        elif answered:
+            endpoint.breaker.on_answer()
+            if cached_tokens is not None and prompt_tokens is not None:
+                load.train_hits(cached_tokens, prompt_tokens)
+                if ttft_s is not None:
+                    load.train(max(0, prompt_tokens - cached_tokens), lease.queued_tokens, ttft_s)
+                self._audit(lease, cached_tokens, now)
+        return True
+
+    def _withdraw(self, lease: Lease) -> None:
+        """The endpoint did not do this prefill: it will not hold the prompt."""
+        request, pod = lease.decision.request, lease.endpoint.pod
+        if lease.predicted_until is not None and request.key and pod.bit:
+            self.index.withdraw(pod, request.namespace, request.key, lease.predicted_until)
+
+    def _served_by_other(self, lease: Lease, address: str, now: float) -> None:
+        """Another endpoint than the picked one answered: it is the one that holds the prompt now."""
+        request = lease.decision.request
+        for row in self._table.at([address]):
+            endpoint = self._at(row)
+            if endpoint.spec.address == address and request.key:
+                self.index.predict(endpoint.pod, request.namespace, request.key, NO_HIT, now)
+                return
+
+    def _audit(self, lease: Lease, cached_tokens: int, now: float) -> None:
+        """An endpoint reported its true hit: compare, and act on what that says of the index."""
+        endpoint, decision = lease.endpoint, lease.decision
+        request, pod = decision.request, endpoint.pod
+        if request.key is None or not pod.precise or not pod.bit:
+            return
+        if request.key_tokens_estimate is not None:  # beyond the key, nothing was predicted
+            cached_tokens = min(cached_tokens, decision.cached_tokens)
+        end = decision.hit.end
+        prefix = zlib.crc32(request.key[max(0, end - 64) : end] or request.key[:64])
+        result = endpoint.audit.observe(
+            decision.hit.tokens, decision.cached_tokens, cached_tokens, pod.block_size, prefix, now
+        )
+        if result is AuditResult.REBUILD:
+            self.index.request_rebuild(pod)
+        elif result is AuditResult.CAP_HIT:
+            self.index.cap_hit(pod, request.namespace, request.key, cached_tokens, now)
+
+    def _check_capacity(self, endpoint: Endpoint, now: float) -> None:
+        """More blocks than its memory has room for: removals were lost."""
+        report, pod = endpoint.load.report, endpoint.pod
+        if report is None or not report.tokens_total:
+            return
+        if pod.blocks * pod.block_size > CAPACITY_SLACK * report.tokens_total and endpoint.audit.allow(now):
+            self.index.request_rebuild(pod)
+
+    # Inside
+
+    def _refresh(self) -> None:
+        changed = self.index.changed
+        for pod in changed:
+            if pod.row >= 0:
+                self._table.touch(pod.row)
+        changed.clear()
+        self._table.refresh()
+
+    def _at(self, row: int) -> Endpoint:
+        endpoint = self._table.endpoints[row]
+        assert endpoint is not None
+        return endpoint
+
+    def _match(self, request: PickRequest, now: float) -> dict[str, Match]:
+        """Matches by scope: one, unless a request could go to several models."""
+        if not request.key:
+            return {}
+        scopes = {_scope(spec) for spec in self._table.kinds(request)}
+        return {scope: self.index.match(scope, request.namespace, request.key, now) for scope in scopes}
+
+    def _candidate(self, row: int, matches: dict[str, Match], work: Work, rate: float) -> Candidate:
+        endpoint = self._at(row)
+        match = matches.get(endpoint.pod.scope)
+        hit = match.hit(endpoint.pod) if match is not None else NO_HIT
+        cached, uncached = work.at(hit)
+        return Candidate(
+            spec=endpoint.spec,
+            load=endpoint.load,
+            rate=rate,
+            hit=hit,
+            cached_tokens=cached,
+            uncached_tokens=uncached,
+            output_tokens=work.output_tokens,
+            held_tokens=endpoint.pod.blocks * endpoint.pod.block_size,
+        )
+
+    def _fallbacks(self, ranked: Sequence[Scored]) -> tuple[EndpointSpec, ...]:
+        first = ranked[0].candidate.spec.address
+        chosen: dict[str, EndpointSpec] = {}
+        for s in ranked[1:]:
+            spec = s.candidate.spec
+            if len(chosen) < self.config.fallbacks and spec.address != first:
+                chosen.setdefault(spec.address, spec)
+        return tuple(chosen.values())

@@ -1,0 +1,199 @@
+"""What a request would cost at each endpoint, in seconds.
+
+The cost of a candidate is a sum of named terms. The first four are its predicted time to first token:
+
+    queue_s    uncached tokens before it ÷ prefill rate
+    prefill_s  its own uncached tokens ÷ prefill rate
+    slots_s    if all running slots are taken: time until enough of them come free
+    full_s     if the endpoint just refused a request for want of room: the wait until it may take one
+
+The others are what it costs later, itself and those who come after:
+
+    decode_s   its output ÷ the endpoint's decode speed, beyond what the endpoint needs when it is nearly idle. Without
+               this term requests that share a prefix and have short prompts but long outputs would all run on one
+               endpoint, whose prefill queue is always empty
+    others_s   its own prefill again: while it is computed, the next request waits. Without this term a burst on one new
+               prefix would compute it on every endpoint, each a little sooner than waiting for the first
+    evict_s    if pages are nearly full: work that must be done again for what it would evict
+
+What running requests cost a prefill needs no term: prefill rates are measured with the decodes that share their steps.
+
+The costs of all candidates are computed in arrays (`waits_and_costs`); those that come out best are scored one by one
+(`score`), for their terms.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from msgspec import Struct
+
+from treeline_epp.endpoints.load import STALE_AFTER_S, EndpointLoad, Report
+from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.index.pods import NO_HIT, Hit
+from treeline_epp.picking.table import (
+    AT,
+    FASTEST_STEP_S,
+    FRESH_REQUESTS,
+    FRESH_TOKENS,
+    FULL_UNTIL,
+    HIT_SHARE,
+    MAX_RUNNING,
+    RUNNING,
+    STALE_TOKENS,
+    STEP_S,
+    TOKENS_HELD,
+    TOKENS_TOTAL,
+    Floats,
+)
+
+DELAYED_REQUESTS = 1.0
+"""How many later requests the work of this one is assumed to delay."""
+ASSUMED_OUTPUT_TOKENS = 64
+"""Output tokens that a request is assumed to have before it, for want of knowledge: a running one, and a new one that
+does not allow fewer."""
+TAIL_VALUE = 0.5
+"""The oldest cached tokens are worth less than the average ones: this share."""
+
+
+class Candidate(Struct, frozen=True):
+    """An eligible endpoint and all that its score depends on. `rate` is prefill tokens per second; `hit` what the index
+    says of the prompt, `cached_tokens` what it comes to with predictions. `output_tokens` are expected of the request.
+    `held_tokens` are known to be in its cache.
+    """
+
+    spec: EndpointSpec
+    load: EndpointLoad
+    rate: float
+    hit: Hit = NO_HIT
+    cached_tokens: int = 0
+    uncached_tokens: int = 0
+    output_tokens: int = ASSUMED_OUTPUT_TOKENS
+    held_tokens: int = 0
+
+
+class Scored(Struct, frozen=True):
+    """A candidate with its cost, term by term; see the module. `cost_s` is what is compared."""
+
+    candidate: Candidate
+    cost_s: float
+    ttft_s: float = 0.0
+    queued_tokens: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    slots_s: float = 0.0
+    full_s: float = 0.0
+    decode_s: float = 0.0
+    others_s: float = 0.0
+    evict_s: float = 0.0
+
+    @property
+    def wait_s(self) -> float:
+        """Until its own prefill begins: what others cost it, and not its own length."""
+        return self.queue_s + self.slots_s + self.full_s
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """All of it by name, for explanations."""
+        candidate = self.candidate
+        named = {name: getattr(self, name) for name in self.__struct_fields__ if name.endswith("_s")}
+        return {
+            "queued_tokens": self.queued_tokens,
+            "cached_tokens": candidate.cached_tokens,
+            "confirmed_tokens": candidate.hit.tokens,
+            "uncached_tokens": candidate.uncached_tokens,
+            "rate": candidate.rate,
+            **named,
+        }
+
+
+def score(candidate: Candidate, now: float) -> Scored:
+    """The cost of one endpoint. O(1) but for reservations newer than the last report."""
+    load, rate = candidate.load, candidate.rate
+    queued_tokens, queued_requests = load.queue(now)
+    report = load.report if load.fresh(now) else None
+    queue_s = queued_tokens / rate
+    prefill_s = candidate.uncached_tokens / rate
+    slots_s = _slots_s(report, queued_requests) if report is not None else 0.0
+    decode_s = _decode_s(candidate, report) if report is not None else 0.0
+    evict_s = _evict_s(candidate, report, queued_tokens) if report is not None else 0.0
+    full_s = max(0.0, load.overloaded_until - now)
+    others_s = DELAYED_REQUESTS * prefill_s
+    ttft_s = queue_s + prefill_s + slots_s + full_s
+    return Scored(
+        candidate,
+        ttft_s + decode_s + others_s + evict_s,
+        ttft_s,
+        queued_tokens,
+        queue_s,
+        prefill_s,
+        slots_s,
+        full_s,
+        decode_s,
+        others_s,
+        evict_s,
+    )
+
+
+def _slots_s(report: Report, queued_requests: int) -> float:
+    """Time until a running slot is free: with all `max_running` busy, one comes free each (output × step ÷ slots)."""
+    excess = report.running + queued_requests + 1 - report.max_running
+    if excess <= 0 or not report.max_running:
+        return 0.0
+    return excess * ASSUMED_OUTPUT_TOKENS * report.decode_step_s / report.max_running
+
+
+def _decode_s(candidate: Candidate, report: Report) -> float:
+    """How much longer the output takes than on the same endpoint with little to do. Idle endpoints report old steps."""
+    if not report.running:
+        return 0.0
+    return candidate.output_tokens * max(0.0, report.decode_step_s - candidate.load.fastest_step_s)
+
+
+def _evict_s(candidate: Candidate, report: Report, queued_tokens: int) -> float:
+    """Work that comes back: tokens evicted to make room × the chance that they would have been hit ÷ rate.
+
+    With hit share h, each token that was computed was hit h / (1 − h) times before it left the cache; the oldest
+    tokens, which leave first, are worth TAIL_VALUE of that, and never more than one recomputation.
+    """
+    if not report.tokens_total:
+        return 0.0
+    room = report.tokens_total - max(report.tokens_held, candidate.held_tokens) - queued_tokens
+    evicted = min(candidate.uncached_tokens, candidate.uncached_tokens - room)
+    if evicted <= 0:
+        return 0.0
+    hit = min(candidate.load.hit_share, 0.99)
+    return evicted * min(1.0, TAIL_VALUE * hit / (1.0 - hit)) / candidate.rate
+
+
+def waits_and_costs(
+    columns: Floats, rates: Floats, uncached_tokens: Floats | float, output_tokens: int, now: float
+) -> tuple[Floats, Floats]:
+    """`(wait_s, cost_s)` of many endpoints: what `score` says of each, to the last bit.
+
+    `columns` are those of `table.Table`, `rates` and `uncached_tokens` are by endpoint.
+    """
+    fresh = now - columns[AT] <= STALE_AFTER_S
+    running = columns[RUNNING]
+    queued = np.where(fresh, columns[FRESH_TOKENS], columns[STALE_TOKENS])
+    prefill_s = uncached_tokens / rates
+    wait_s = queued / rates
+    full = running + columns[FRESH_REQUESTS] + 1.0 - columns[MAX_RUNNING]
+    at = np.flatnonzero(fresh & (full > 0.0) & (columns[MAX_RUNNING] > 0.0))
+    cost_s = wait_s + prefill_s
+    if len(at):
+        slots_s = full[at] * ASSUMED_OUTPUT_TOKENS * columns[STEP_S, at] / columns[MAX_RUNNING, at]
+        wait_s[at] += slots_s
+        cost_s[at] += slots_s
+    full_s = np.maximum(0.0, columns[FULL_UNTIL] - now)
+    wait_s += full_s
+    cost_s += full_s
+    slower_s = np.maximum(0.0, columns[STEP_S] - columns[FASTEST_STEP_S])
+    cost_s += output_tokens * (slower_s * (fresh & (running > 0.0)))
+    cost_s += DELAYED_REQUESTS * prefill_s
+    room = columns[TOKENS_TOTAL] - columns[TOKENS_HELD] - queued
+    evicted = np.minimum(uncached_tokens, uncached_tokens - room)
+    at = np.flatnonzero(fresh & (columns[TOKENS_TOTAL] > 0.0) & (evicted > 0.0))
+    if len(at):
+        hit = np.minimum(columns[HIT_SHARE, at], 0.99)
+        cost_s[at] += evicted[at] * np.minimum(1.0, TAIL_VALUE * hit / (1.0 - hit)) / rates[at]
+    return wait_s, cost_s

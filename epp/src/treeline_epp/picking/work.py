@@ -1,0 +1,58 @@
+"""What a request asks of an endpoint, in tokens, given what the endpoint has cached of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Self
+
+import numpy as np
+from msgspec import Struct
+
+from treeline_epp.index.index import Index
+from treeline_epp.index.pods import NO_HIT, Hit, Match
+from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.score import ASSUMED_OUTPUT_TOKENS
+from treeline_epp.picking.table import Floats, Rows
+
+
+class Work(Struct, frozen=True, gc=False):
+    """What a request asks of an endpoint: see `PickRequest`. `per_byte` is tokens per byte of its key."""
+
+    prompt_tokens: int
+    per_byte: float
+    output_tokens: int
+
+    @classmethod
+    def of(cls, request: PickRequest) -> Self:
+        """Of this request."""
+        prompt_tokens = max(1, request.prompt_tokens_estimate)
+        key_tokens = request.key_tokens_estimate
+        key_tokens = prompt_tokens if key_tokens is None else max(1, key_tokens)
+        most = request.max_output_tokens
+        return cls(
+            prompt_tokens,
+            key_tokens / len(request.key) if request.key else 0.0,
+            ASSUMED_OUTPUT_TOKENS if most is None else min(most, ASSUMED_OUTPUT_TOKENS),
+        )
+
+    def at(self, hit: Hit) -> tuple[int, int]:
+        """`(cached, uncached)` tokens where an endpoint has this hit."""
+        cached = hit.tokens + int((hit.reach - hit.end) * self.per_byte)
+        prompt = max(self.prompt_tokens, hit.tokens + 1)  # it is an estimate; what is confirmed is not
+        cached = min(cached, prompt - 1)
+        return cached, prompt - cached
+
+    def at_rows(
+        self, index: Index, matches: Mapping[str, Match], rows: Rows, size: int
+    ) -> tuple[Floats, Floats]:
+        """`(cached, uncached)` tokens at each of the endpoints in `rows`, of `size` rows in all."""
+        nothing = self.at(NO_HIT)
+        cached, uncached = np.full(size, float(nothing[0])), np.full(size, float(nothing[1]))
+        for match in matches.values():
+            for level in match.levels:
+                if level.tokens:
+                    holders = index.holders(level.pods)
+                    cached[holders], uncached[holders] = self.at(Hit(level.tokens, level.end, level.end))
+            for pod, hit in match.special.items():
+                cached[pod.row], uncached[pod.row] = self.at(hit)
+        return (cached, uncached) if len(rows) == size else (cached[rows], uncached[rows])

@@ -1,0 +1,28 @@
+"""What passes between the proxy's protocol and whoever decides: a request in, a destination or an answer out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from treeline_epp.requests.body import Body
+
+
+class Immediate(msgspec.Struct, frozen=True, gc=False):
+    """The proxy is to answer the client itself, at once. Last reply of a stream."""
+
+    status: int
+    body: bytes
+    headers: list[tuple[str, bytes]]
+    details: str
+
+
+class RouteRequest(msgspec.Struct, frozen=True, gc=False):
+    """Everything there is to decide on. `body` is `None` when the proxy will not show it, or not all of it; it is a
+    `Body` where it has more than WHOLE_BYTES."""
+
+    headers: Mapping[str, str]
+    body: bytes | Body | None
+    subset: frozenset[str] | None
+    pool: str | None = None

@@ -1,0 +1,236 @@
+"""What is served: which pool has which model, and how a request for it becomes a prefix key.
+
+Written by the engines' watchers and by discovery, read on every request. Renderers are shared by tokenizer fingerprint,
+so that a hundred replicas of a model keep one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from treeline_wire.chat import ChatTemplate, NeedsWorkerError, TemplateError
+from treeline_wire.keys import KeySelfTestError, PrefixKeys
+from treeline_wire.models import ModelRule
+from treeline_wire.normalization import long_run
+from treeline_wire.prompt import Prompt, prompt_of_chat
+from treeline_wire.tokenizer import TokenizerBundle
+
+from treeline_epp.requests.messages import Immediate
+from treeline_epp.requests.model_table import ModelNotFound, ModelTable, ModelTarget
+
+log = logging.getLogger(__name__)
+
+_FIRST_GUESS_BYTES_PER_TOKEN = 4.0
+_LEARNING_RATE = 0.05
+
+
+class PromptKeyer:
+    """Turns requests into prefix keys for one tokenizer and its chat template.
+
+    `keys` is `None` when the tokenizer failed its self-test (`problem` says why): requests are then routed
+    by load alone. `bytes_per_token` is learnt from what the runtimes report.
+    """
+
+    def __init__(self, bundle: TokenizerBundle) -> None:
+        self.fingerprint = bundle.fingerprint
+        self.problem: str | None = None
+        self.bytes_per_token = _FIRST_GUESS_BYTES_PER_TOKEN
+        self.keys: PrefixKeys | None = None
+        self._template: ChatTemplate | None = None
+        try:
+            keys = PrefixKeys.from_bundle(bundle)
+            keys.self_test()
+            self.keys = keys
+            long_run("é")  # makes its tables, which no request should wait for
+        except (KeySelfTestError, ValueError) as error:
+            self.problem = f"no prefix keys for tokenizer {bundle.fingerprint}: {error}"
+        try:
+            self._template = ChatTemplate.from_bundle(bundle)
+        except TemplateError as error:
+            self.problem = f"chat requests have no prefix key with tokenizer {bundle.fingerprint}: {error}"
+        if self._template is not None and self._template.not_inline is not None:
+            self.problem = (
+                f"chat requests have no prefix key with tokenizer {bundle.fingerprint}: its chat template is not a "
+                f"plain one ({self._template.not_inline}), and is not rendered here"
+            )
+
+    def render(self, body: Mapping[str, Any]) -> Prompt | None:
+        """The prompt of a chat; `None` without keys or template, and for what takes more than a few milliseconds to
+        render: everybody else would wait. Raises `PromptError`, `TemplateError`."""
+        if self.keys is None or self._template is None:
+            return None
+        try:
+            return prompt_of_chat(body, self._template)
+        except NeedsWorkerError:
+            return None
+
+    def key(self, prompt: Prompt) -> bytes | None:
+        """The key of a prompt; `None` without keys."""
+        return None if self.keys is None else self.keys.prompt_key_of(prompt)
+
+    def estimate_tokens(self, key_bytes: int) -> int:
+        """How many tokens a key of so many bytes has, about."""
+        return int(key_bytes / self.bytes_per_token) + 1
+
+    def learn(self, key_bytes: int, tokens: int) -> None:
+        """A runtime counted `tokens` in a prompt whose key has `key_bytes`."""
+        if tokens >= 16:  # short prompts are mostly template
+            self.bytes_per_token += _LEARNING_RATE * (key_bytes / tokens - self.bytes_per_token)
+
+
+class ModelRegistry:
+    """The models of every pool, and their keyers. Owners: the fleet, and discovery for what it configures."""
+
+    def __init__(self) -> None:
+        self._endpoints: dict[str, tuple[str, tuple[str, ...], str | None, bool]] = {}
+        self._keyers: dict[str, PromptKeyer] = {}
+        self._configured: Mapping[str, Sequence[str]] = {}
+        self._rules: tuple[ModelRule, ...] = ()
+        self._served: dict[str, tuple[str, ...]] = {}
+        self._by_pool: dict[str, PromptKeyer] = {}
+        self._open_pools: set[str] = set()
+        self._salted_pools: set[str] = set()
+        self._tables: dict[str | None, ModelTable] = {}
+        self._outdated = False
+        self._started = int(time.time())
+
+    def keyer(self, fingerprint: str) -> PromptKeyer | None:
+        """The keyer of a tokenizer that was added before."""
+        return self._keyers.get(fingerprint)
+
+    def add_keyer(self, bundle: TokenizerBundle) -> PromptKeyer:
+        """The keyer for a bundle; made only if its fingerprint is new."""
+        known = self._keyers.get(bundle.fingerprint)
+        if known is None:
+            known = self._keyers[bundle.fingerprint] = PromptKeyer(bundle)
+            if known.problem is not None:
+                log.warning(known.problem)
+        return known
+
+    def set_endpoint(
+        self,
+        name: str,
+        pool: str,
+        models: tuple[str, ...],
+        fingerprint: str | None,
+        *,
+        isolates_clients: bool = False,
+    ) -> None:
+        """What an endpoint serves (nothing: whatever it is asked for), and with which tokenizer (`None`: unknown).
+        `isolates_clients`: it keeps the caches of the edge's clients apart by itself."""
+        self._endpoints[name] = (pool, models, fingerprint, isolates_clients)
+        self._outdated = True
+
+    def remove_endpoint(self, name: str) -> None:
+        """The endpoint has gone; its models go with the last endpoint that serves them."""
+        if self._endpoints.pop(name, None) is not None:
+            self._outdated = True
+
+    def set_pools(self, pools: Mapping[str, Sequence[str]], rules: Iterable[ModelRule]) -> None:
+        """What is configured: the pools, oldest first, with the names they serve unless their engines say otherwise,
+        and the rules that give models other names."""
+        self._configured = pools
+        self._rules = tuple(rules)
+        self._outdated = True
+        self._table(None)  # in discovery's time, which is rationed, and not in that of the next request
+
+    def resolve(self, model: str | None, draw: float = 0.0, pool: str | None = None) -> ModelTarget:
+        """Where a request for a model goes. `draw` in [0, 1) chooses among weighted targets; `pool` is the only one
+        that may serve it. Raises `ModelNotFound`."""
+        try:
+            return self._table(pool).resolve(model, draw)
+        except ModelNotFound:
+            willing = [name for name in self._served if name in self._open_pools and pool in (None, name)]
+            if not willing or (model is None and len(self._served) > 1 and pool is None):
+                raise
+            return ModelTarget(willing[0], model or "")
+
+    def name_at(self, pool: str, target: str) -> str:
+        """What a model is called in a pool to which a request for it falls back."""
+        return self._table(None).name_at(pool, target)
+
+    def keyer_of(self, pool: str) -> PromptKeyer | None:
+        """The keyer for a pool; its endpoints serve one base model, so they share one."""
+        self._refresh()
+        return self._by_pool.get(pool)
+
+    def isolates_clients(self, pool: str | None = None) -> bool:
+        """Whether every endpoint, of this pool or of all, keeps the caches of the edge's clients apart by itself."""
+        return not self._salted_pools if pool is None else pool not in self._salted_pools
+
+    @property
+    def empty(self) -> bool:
+        """Neither an endpoint nor discovery has told any model yet, so no name can be called unknown."""
+        self._refresh()
+        return not self._served and not self._rules
+
+    def models(self) -> list[str]:
+        """Every model that can be asked for."""
+        return self._table(None).names()
+
+    def models_by_pool(self) -> dict[str, list[str]]:
+        """The same, pool by pool."""
+        self._refresh()
+        found = {pool: list(models) for pool, models in self._served.items()}
+        for pool in self._configured:
+            found.setdefault(pool, [])
+        verdicts = self._table(None).verdicts
+        for rule in self._rules:
+            if verdicts[rule.name].accepted and rule.model_name not in found[rule.pool]:
+                found[rule.pool].append(rule.model_name)
+        return found
+
+    def models_answer(self) -> Immediate:
+        """The answer to `GET /v1/models`: the union over all pools."""
+        body = {"object": "list", "data": [self._card(model) for model in self.models()]}
+        return _json(body)
+
+    def model_answer(self, model: str) -> Immediate | None:
+        """The answer to `GET /v1/models/{model}`; `None` for an unknown one."""
+        return _json(self._card(model)) if model in self.models() else None
+
+    def _card(self, model: str) -> dict[str, object]:
+        return {"id": model, "object": "model", "created": self._started, "owned_by": "treeline"}
+
+    def _refresh(self) -> None:
+        """Make what is derived agree with the endpoints: when it is asked for, since they come by the thousand."""
+        if not self._outdated:
+            return
+        self._outdated = False
+        pools: dict[str, dict[str, None]] = {pool: {} for pool in self._configured}
+        self._by_pool = {}
+        self._open_pools = set()
+        self._salted_pools = {pool for pool, _, _, isolates in self._endpoints.values() if not isolates}
+        for pool, models, fingerprint, _ in self._endpoints.values():
+            pools.setdefault(pool, {}).update(dict.fromkeys(models))
+            if not models:
+                self._open_pools.add(pool)
+            if fingerprint is not None and (keyer := self._keyers.get(fingerprint)) is not None:
+                self._by_pool.setdefault(pool, keyer)
+        told = {pool: tuple(models or self._configured.get(pool, ())) for pool, models in pools.items()}
+        self._served = {pool: models for pool, models in told.items() if models or pool in self._open_pools}
+        self._tables = {}
+
+    def _table(self, pool: str | None) -> ModelTable:
+        """Names to targets, of all pools or of one. Made when it is first asked for: changes come in bursts."""
+        self._refresh()
+        table = self._tables.get(pool)
+        if table is None:
+            known = dict.fromkeys((*self._configured, *self._served), "here")
+            if pool is None:
+                table = ModelTable(self._served, self._rules, known)
+            else:
+                rules = [rule for rule in self._rules if rule.pool == pool]
+                table = ModelTable({pool: self._served.get(pool, ())}, rules, {pool: "here"})
+            self._tables[pool] = table
+        return table
+
+
+def _json(body: object) -> Immediate:
+    return Immediate(
+        200, msgspec.json.encode(body), [("content-type", b"application/json")], "treeline_models"
+    )

@@ -1,0 +1,273 @@
+"""What a large JSON object says at its top level, found in slices and without reading the rest of it.
+
+Theory of operation. Decoding megabytes of JSON takes longer than an event loop may be held, and a hostile document
+takes ten times longer than an honest one of its size. What the picker needs is little: a few short members, and the
+beginning of the prompt. So the document is walked piece by piece by whole-array operations whose cost depends on the
+number of bytes alone: escapes are masked, quotes split the bytes into text and structure, a running sum of brackets
+gives the depth, and commas and colons at depth 1 delimit the members. A piece that lies inside of one string is
+skipped. Others may run between two pieces.
+
+It is no validator: what is wrong with the rest of the document is the runtime's to say.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from treeline_epp.requests.body import Body, Buffer
+
+MAX_MEMBERS = 1024
+"""Of the top level. Known requests have some thirty."""
+MAX_DEPTH = 512
+_NAME_BYTES = 4096
+_QUOTE, _COMMA, _COLON, _OPEN, _CLOSE = (ord(char) for char in '",:{}')
+_STEPS = np.zeros(256, np.int8)
+_STEPS[[ord("["), ord("{")]] = 1
+_STEPS[[ord("]"), ord("}")]] = -1
+_SPACE = b" \t\r\n"
+_decode = msgspec.json.decode
+_NOT_JSON = "The request body is not JSON."
+
+Bools = npt.NDArray[np.bool_]
+Depths = npt.NDArray[np.int32]
+
+
+def mask_escapes(data: bytes) -> bytes:
+    """The same length, with escaped quotes and backslashes in strings made harmless. O(bytes) at memory speed."""
+    if b"\\" not in data:
+        return data
+    return data.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+
+
+def structure(masked: bytes, inside: bool, depth: int) -> tuple[Bools, Depths]:
+    """For each byte: is it structure (in no string, and no opening quote), and the depth after it.
+
+    `inside` and `depth` are those before the first byte. O(bytes).
+    """
+    chars = np.frombuffer(masked, np.uint8)
+    text = np.bitwise_xor.accumulate((chars == _QUOTE).view(np.uint8))
+    outside = text == (1 if inside else 0)
+    steps = _STEPS[chars]
+    steps *= outside
+    depths: Depths = np.cumsum(steps, dtype=np.int32)
+    depths += depth
+    return outside, depths
+
+
+def count_values(data: bytes) -> int:
+    """How many values a JSON document has, or a few more. O(bytes) at memory speed."""
+    masked = mask_escapes(data)
+    bare = b"".join(masked.split(b'"')[::2])
+    return 1 + bare.count(b",") + bare.count(b"[") + bare.count(b"{")
+
+
+class Outline:
+    """The members of one object. Feed it the body's pieces in order, then `finish`.
+
+    `problem` is what is wrong with the document (a sentence for the client), None while nothing is. `spans` maps each
+    member's name to the places of its values: `(first byte, byte after the last)`, several where it is repeated.
+    """
+
+    def __init__(self) -> None:
+        self.problem: str | None = None
+        self.spans: dict[str, list[tuple[int, int]]] = {}
+        self._at = 0
+        self._inside = self._escaped = False
+        self._depth = 0
+        self._begun = self._ended = False
+        self._marks: list[tuple[int, bool]] = []  # place, is it a colon?
+        self.first = 0
+        """The place behind the object's opening brace."""
+
+    def feed(self, piece: Buffer) -> None:
+        """The next bytes. O(bytes), whatever they are."""
+        data = bytes(piece)
+        start, self._at = self._at, self._at + len(data)
+        if self.problem is not None or not data:
+            return
+        if not self._begun:
+            stripped = data.lstrip(_SPACE)
+            if not stripped:
+                return
+            if stripped[0] != _OPEN:
+                self.problem = "The request body must be a JSON object."
+                return
+            self._begun = True
+            self.first = start + len(data) - len(stripped) + 1
+        masked = self._masked(data)
+        if self._inside and b'"' not in masked:
+            return
+        self._walk(masked, start)
+
+    def _masked(self, data: bytes) -> bytes:
+        """Escapes masked; one may be cut by the end of a piece."""
+        if self._escaped:
+            data = b"_" + data[1:]
+            self._escaped = False
+        if not data.endswith(b"\\"):
+            return mask_escapes(data)
+        data = data.replace(b"\\\\", b"__")
+        if data.endswith(b"\\"):
+            self._escaped = True
+            data = data[:-1] + b"_"
+        return data.replace(b'\\"', b"__")
+
+    def _walk(self, masked: bytes, start: int) -> None:
+        outside, depths = structure(masked, self._inside, self._depth)
+        if masked.count(b'"') & 1:
+            self._inside = not self._inside
+        low, high = int(depths.min()), int(depths.max())
+        before, self._depth = self._depth, int(depths[-1])
+        if high > MAX_DEPTH:
+            self.problem = f"The request body is nested more than {MAX_DEPTH} levels deep."
+            return
+        if low > 1:
+            return
+        chars = np.frombuffer(masked, np.uint8)
+        if low <= 0:
+            self._end(masked, start, chars, outside, depths, before)
+            if self.problem is not None:
+                return
+        marks = np.flatnonzero(((chars == _COMMA) | (chars == _COLON)) & outside & (depths == 1))
+        if len(self._marks) + len(marks) > 2 * MAX_MEMBERS:
+            self.problem = f"The request body has more than {MAX_MEMBERS} members."
+            return
+        self._marks += [(start + at, masked[at] == _COLON) for at in marks.tolist()]
+
+    def _end(
+        self,
+        masked: bytes,
+        start: int,
+        chars: npt.NDArray[np.uint8],
+        outside: Bools,
+        depths: Depths,
+        before: int,
+    ) -> None:
+        """The object ends in this piece: nothing but blanks may follow it."""
+        closed = np.flatnonzero((depths == 0) & outside & (chars == _CLOSE))
+        if before == 0 and self._ended:
+            rest = masked
+        elif len(closed):
+            self._ended = True
+            self._marks.append((start + int(closed[0]), False))
+            rest = masked[int(closed[0]) + 1 :]
+        else:
+            rest = b"" if not self._ended and int(depths.min()) == 0 else b"?"
+        if rest.strip(_SPACE) or int(depths.min()) < 0:
+            self.problem = _NOT_JSON
+
+    def finish(self, body: Body) -> None:
+        """All pieces of `body` were fed: find the names. O(members)."""
+        if self.problem is not None:
+            return
+        if not self._begun or not self._ended or self._inside:
+            self.problem = _NOT_JSON
+            return
+        self._marks.sort()
+        begin, colon = self.first, -1
+        for at, is_colon in self._marks:
+            if is_colon:
+                if colon >= 0:
+                    self.problem = _NOT_JSON
+                    return
+                colon = at
+                continue
+            if colon < 0:
+                if len(self._marks) == 1 and not body.slice(begin, min(at, begin + _NAME_BYTES)).strip(
+                    _SPACE
+                ):
+                    return  # an empty object: its only mark is its end
+                self.problem = _NOT_JSON
+                return
+            name = self._name(body, begin, colon)
+            if name is None:
+                return
+            self.spans.setdefault(name, []).append((colon + 1, at))
+            begin, colon = at + 1, -1
+
+    def _name(self, body: Body, start: int, stop: int) -> str | None:
+        if stop - start > _NAME_BYTES:
+            self.problem = "The request body has a member whose name is too long."
+            return None
+        try:
+            return _decode(body.slice(start, stop), type=str)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            self.problem = _NOT_JSON
+            return None
+
+
+def is_ids(raw: bytes) -> bool:
+    """Does a list of numbers begin here?"""
+    start = raw[:256].lstrip(_SPACE)
+    return start[:1] == b"[" and start[1:].lstrip(_SPACE)[:1].isdigit()
+
+
+class Beginning(msgspec.Struct, frozen=True):
+    """As far as a value goes. `complete` are the elements of a list that are there as a whole: those of `value`
+    without the last one where that had to be closed."""
+
+    value: Any
+    cut: bool = False
+    complete: Any = None
+
+
+def beginning(raw: bytes, *, whole: bool, max_values: int) -> Beginning:
+    """The value of which `raw` is the beginning (all of it: `whole`).
+
+    A list loses the elements that are not there, or that are beyond `max_values` values; where the cut falls into a
+    string, that string keeps its beginning if its element can be closed behind it. None for what has no beginning (a
+    number, an object). Raises `msgspec.MsgspecError`, `UnicodeDecodeError` or `RecursionError` for what is not
+    JSON.
+    """
+    raw = raw.lstrip(_SPACE)
+    if whole and count_values(raw) <= max_values:
+        return Beginning(_decode(raw))
+    if raw[:1] == b'"':
+        return Beginning(_closed(raw, b""), True)
+    if raw[:1] != b"[":
+        return Beginning(None, True)
+    outside, depths = structure(mask_escapes(raw), False, 0)
+    stop = len(raw)
+    if not is_ids(raw):
+        chars = np.frombuffer(raw, np.uint8)
+        values = np.flatnonzero(outside & ((chars == _COMMA) | (_STEPS[chars] > 0)))
+        if len(values) > max_values:
+            stop = int(values[max_values])
+        elif not outside[-1]:
+            closed = _closed(raw, _closers(raw, outside, depths))
+            if closed is not None:
+                return Beginning(closed, True, _whole_elements(raw, stop, outside, depths))
+    elements = _whole_elements(raw, stop, outside, depths)
+    return Beginning(elements, True, elements)
+
+
+def _whole_elements(raw: bytes, stop: int, outside: Bools, depths: Depths) -> Any:
+    outside, depths = outside[:stop], depths[:stop]
+    chars = np.frombuffer(raw, np.uint8)[:stop]
+    commas = np.flatnonzero(outside & (depths == 1) & (chars == _COMMA))
+    return _decode(raw[: int(commas[-1])] + b"]") if len(commas) else []
+
+
+def _closers(raw: bytes, outside: Bools, depths: Depths) -> bytes:
+    """What closes the brackets that are open at the end."""
+    steps = _STEPS[np.frombuffer(raw, np.uint8)] * outside
+    opened = np.flatnonzero(steps > 0)
+    out = bytearray()
+    for depth in range(int(depths[-1]), 0, -1):
+        at = int(opened[np.flatnonzero(depths[opened] == depth)[-1]])
+        out += b"]" if raw[at : at + 1] == b"[" else b"}"
+    return bytes(out)
+
+
+def _closed(raw: bytes, closers: bytes) -> Any:
+    """The value when its last string ends here, or a few bytes earlier: not in an escape nor in a character."""
+    for back in range(13):
+        try:
+            return _decode(raw[: len(raw) - back] + b'"' + closers)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            continue
+    return None

@@ -1,0 +1,309 @@
+"""From the headers and body of an HTTP request to what the picker needs to know of it.
+
+Nothing is decided here, and little is refused: only what no runtime could answer (not JSON, a model that nobody
+serves). A prompt that we cannot render is routed without a key, and the runtime, which knows better, says what is
+wrong with it.
+
+The event loop waits meanwhile, so the work is bounded: of a large body, or one of many values, only an outline is read
+(see `outline` and `summary`), and a prompt's key covers no more than its first bytes and messages (see `prompts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+from treeline_wire import headers as names
+from treeline_wire.prompt import PromptError, TooDeep
+
+from treeline_epp.picking.request import PickRequest
+from treeline_epp.requests.body import Body
+from treeline_epp.requests.isolation import NO_ISOLATION, Cache, Isolation
+from treeline_epp.requests.messages import Immediate, RouteRequest
+from treeline_epp.requests.model_registry import ModelRegistry, PromptKeyer
+from treeline_epp.requests.model_table import ModelNotFound, ModelTarget
+from treeline_epp.requests.outline import Outline, count_values
+from treeline_epp.requests.prompts import CHARS_PER_TOKEN, KeyedPrompt, chat, completion
+from treeline_epp.requests.refusals import Refusal, bad_request, model_not_found, not_kept_apart
+from treeline_epp.requests.summary import MAX_VALUES, NotReadable, Summary, summary_of
+
+_decode = msgspec.json.Decoder().decode
+
+
+class ParsedRequest(msgspec.Struct, frozen=True, gc=False):
+    """A request that can be routed. `keyer` made its key, and learns from the runtime's count of tokens.
+    `rewrite` is the model's name in the pool, where it is another one than the body says; `members` are those that
+    the body must have besides, with these values alone. `outline` is the body's, if it was read by that."""
+
+    pick: PickRequest
+    keyer: PromptKeyer | None = None
+    rewrite: str | None = None
+    members: Mapping[str, str | None] | None = None
+    outline: Outline | None = None
+
+
+Ready = Callable[[str, str], bool]
+"""From a pool and a model's name there to: could it be served now?"""
+
+
+def parse(
+    request: RouteRequest,
+    registry: ModelRegistry,
+    *,
+    outline: Outline | None = None,
+    draw: float = 0.0,
+    ready: Ready = lambda _pool, _model: True,
+    isolation: Isolation = NO_ISOLATION,
+) -> ParsedRequest | Refusal | Immediate:
+    """Read one request. `Immediate` is an answer that needs no endpoint (the list of models).
+
+    `outline`, finished, is that of a body which is large (see `is_large`) and then is a `Body`.
+    `draw` in [0, 1) chooses among a model's weighted targets; `ready` is asked when it has pools to fall back on;
+    `isolation` knows whose cache the request uses.
+    """
+    path = request.headers.get(":path", "").partition("?")[0].rstrip("/")
+    request_id = request.headers.get(names.REQUEST_ID, "")
+    method = request.headers.get(":method")
+    if method == "GET" and (answer := _models(path, registry)) is not None:
+        return answer
+    if not request.body:
+        # A preflight (OPTIONS) and the like have none, and are the engine's to answer.
+        if request.body is not None and method == "POST" and path.endswith(_WITH_PROMPT):
+            return bad_request("The request has no body.", code="invalid_json")
+        # No body (a probe, a page), or a proxy that does not show it: any ready endpoint.
+        if request.body is None and isolation.must_salt(request.headers, registry):
+            return not_kept_apart("its body is not shown to the endpoint picker")
+        return ParsedRequest(PickRequest(request_id, subset=request.subset, pool=request.pool))
+    resolver = _Resolver(registry, request.pool, draw, ready)
+    if not path.endswith(_WITH_PROMPT):
+        return _other(request, request.body, path, request_id, resolver, outline, isolation)
+    read = _read(path, request.body, outline)
+    if isinstance(read, Refusal):
+        return read
+    model = read.members.get("model")
+    if (model is not None and not isinstance(model, str)) or "model" in read.left_out:
+        return bad_request("`model` must be a string.", param="model")
+    target: ModelTarget | None = None
+    # While no endpoint has spoken, there is none to route to either: the picker says so.
+    if not registry.empty:
+        try:
+            target = resolver.resolve(model)
+        except ModelNotFound:
+            if model is None:
+                return bad_request("`model` is required: more than one model is served.", param="model")
+            return model_not_found(model)
+    keyer = registry.keyer_of(target.pool) if target is not None else None
+    cache = _cache(isolation, read, path, request, registry, target)
+    if isinstance(cache, Refusal):
+        return cache
+    if cache is None:
+        keyer, cache = None, Cache(None)
+    try:
+        prompt = (chat if path.endswith(_CHAT) else completion)(read, keyer)
+    except TooDeep as error:  # an engine may fail on it, and would be thought to be at fault
+        return bad_request(f"`{error.param}` {error}", param=error.param)
+    most = _max_output_tokens(path, read.members)
+    pick = _pick(request, request_id, model, target, prompt, cache.namespace, most)
+    learner = keyer if prompt.key is not None else None
+    return ParsedRequest(pick, learner, _rewrite(model, target), cache.members, outline)
+
+
+def _cache(
+    isolation: Isolation,
+    read: Summary,
+    path: str,
+    request: RouteRequest,
+    registry: ModelRegistry,
+    target: ModelTarget | None,
+) -> Cache | Refusal | None:
+    """Which cache the request uses; `None` where its salt cannot be read and the engine will say what it thinks."""
+    pool = target.pool if target is not None else ""
+    try:
+        unread = sorted(read.left_out & _NAMESPACE)
+        if unread:
+            raise PromptError(unread[0], "is too large")
+        return isolation.cache(read.members, path, request.headers, registry, pool)
+    except PromptError as error:
+        if isolation.must_salt(request.headers, registry):
+            return bad_request(f"`{error.param}` {error}.", param=error.param)
+        return None
+
+
+def is_large(body: bytes | Body | None) -> bool:
+    """Must an outline of this body be made before it is parsed? O(bytes) at memory speed."""
+    if not isinstance(body, bytes):
+        return body is not None
+    # Commas in texts count here, and seldom are so many: only then look closer.
+    if body.count(b",") + body.count(b"[") + body.count(b"{") < MAX_VALUES:
+        return False
+    return count_values(body) > MAX_VALUES
+
+
+def _read(path: str, body: bytes | Body, outline: Outline | None) -> Summary | Refusal:
+    """Decode a body, or what of a large one is read."""
+    native = path.endswith(_GENERATE)
+    try:
+        if isinstance(body, Body):
+            assert outline is not None, "a large body needs an outline"
+            read = summary_of(
+                body, outline, _MESSAGES if path.endswith(_CHAT) else _TEXTS if native else _PROMPT
+            )
+        else:
+            read = Summary(_decode_object(body), len(body))
+    except NotReadable as error:
+        return bad_request(str(error), code="invalid_json")
+    return _as_completion(read) if native else read
+
+
+def _decode_object(body: bytes) -> dict[str, Any]:
+    try:
+        members = _decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise NotReadable(f"The request body is not JSON: {error}") from error
+    if not isinstance(members, dict):
+        raise NotReadable("The request body must be a JSON object.")
+    return members
+
+
+class _Resolver(msgspec.Struct, frozen=True, gc=False):
+    """How this request's model becomes a pool and a name there."""
+
+    registry: ModelRegistry
+    only_pool: str | None
+    draw: float
+    ready: Ready
+
+    def resolve(self, model: str | None) -> ModelTarget:
+        """Raises `ModelNotFound`."""
+        target = self.registry.resolve(model, self.draw, self.only_pool)
+        if target.fallback_pools and not self.ready(target.pool, target.target):
+            for pool in target.fallback_pools:
+                name = self.registry.name_at(pool, target.target)
+                if self.ready(pool, name):
+                    return msgspec.structs.replace(target, pool=pool, target=name)
+        return target
+
+
+def _pick(
+    request: RouteRequest,
+    request_id: str,
+    model: str | None,
+    target: ModelTarget | None,
+    prompt: KeyedPrompt,
+    namespace: str | None = None,
+    max_output_tokens: int | None = None,
+) -> PickRequest:
+    return PickRequest(
+        request_id,
+        model=model if target is None else target.target or None,
+        namespace=namespace,
+        key=prompt.key,
+        prompt_tokens_estimate=prompt.tokens,
+        key_tokens_estimate=prompt.key_tokens,
+        max_output_tokens=max_output_tokens,
+        subset=request.subset,
+        pool=request.pool if target is None else target.pool,
+        sheddable=target is not None and target.criticality == "Sheddable",
+    )
+
+
+def _rewrite(model: str | None, target: ModelTarget | None) -> str | None:
+    if model is None or target is None or target.target in ("", model):
+        return None
+    return target.target
+
+
+def parse_subset(value: object) -> frozenset[str] | None:
+    """A subset hint in any spelling in use: a list, a comma list in one string, comma lists inside a list.
+
+    `None` when there is no hint (anything but strings is no hint). An empty hint is an empty set: nothing may be
+    picked.
+    """
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        return None
+    return frozenset(part.strip() for item in value for part in item.split(",") if part.strip())
+
+
+_CHAT = "/chat/completions"
+_COMPLETIONS = "/completions"
+_GENERATE = "/generate"
+_MESSAGES, _PROMPT, _TEXTS = ("messages",), ("prompt",), ("text", "input_ids")
+_WITH_PROMPT = (_COMPLETIONS, _GENERATE)  # the first also ends /chat/completions
+_WITHOUT_CACHE = ("/tokenize", "/detokenize")
+
+
+def _models(path: str, registry: ModelRegistry) -> Immediate | Refusal | None:
+    if path == "/v1/models":
+        return registry.models_answer()
+    if path.startswith("/v1/models/"):
+        model = unquote(path.removeprefix("/v1/models/"))
+        return registry.model_answer(model) or model_not_found(model)
+    return None
+
+
+def _other(
+    request: RouteRequest,
+    body: bytes | Body,
+    path: str,
+    request_id: str,
+    resolver: _Resolver,
+    outline: Outline | None,
+    isolation: Isolation,
+) -> ParsedRequest | Refusal:
+    """A path that has no prompt that we know: its model still picks the pool, if it names one that is served."""
+    if isolation.must_salt(request.headers, resolver.registry) and not path.endswith(_WITHOUT_CACHE):
+        return not_kept_apart("only chat and text completions and /generate take a salt")
+    model: str | None = None
+    target: ModelTarget | None = None
+    try:
+        model = _model_of(body, outline)
+        target = None if model is None else resolver.resolve(model)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        pass
+    except ModelNotFound:
+        model = None
+    prompt = KeyedPrompt(None, len(body) // CHARS_PER_TOKEN)
+    return ParsedRequest(
+        _pick(request, request_id, model, target, prompt), rewrite=_rewrite(model, target), outline=outline
+    )
+
+
+def _model_of(body: bytes | Body, outline: Outline | None) -> str | None:
+    if not isinstance(body, Body):
+        return _just_model(body).model
+    if outline is None or outline.problem is not None or "model" not in outline.spans:
+        return None
+    start, stop = outline.spans["model"][-1]
+    return msgspec.json.decode(body.slice(start, min(stop, start + _MODEL_BYTES)), type=str | None)
+
+
+class _JustModel(msgspec.Struct):
+    model: str | None = None
+
+
+_just_model = msgspec.json.Decoder(_JustModel).decode
+_MODEL_BYTES = 4096
+_NAMESPACE = frozenset({"lora_path", "cache_salt", "extra_key"})
+
+
+def _max_output_tokens(path: str, body: dict[str, Any]) -> int | None:
+    """The limit of the output that a request names; anything but a count is the runtime's to refuse."""
+    if path.endswith(_GENERATE):
+        params = body.get("sampling_params")
+        asked = params.get("max_new_tokens") if isinstance(params, dict) else None
+    else:
+        asked = body.get("max_completion_tokens")
+        asked = body.get("max_tokens") if asked is None else asked
+    return asked if type(asked) is int and asked >= 0 else None
+
+
+def _as_completion(read: Summary) -> Summary:
+    """The native `/generate` names its prompt `text` or `input_ids`."""
+    members = read.members
+    prompt = members.get("text") if members.get("text") is not None else members.get("input_ids")
+    cut = None if read.cut is None else "prompt"
+    return msgspec.structs.replace(read, members={**members, "prompt": prompt}, cut=cut)

@@ -1,0 +1,109 @@
+"""Why a request gets no endpoint: an answer to the client, never a failure of the picker.
+
+Every expected condition is one of these, so that a proxy never sees a gRPC error for it (which would hand the request
+to fail-open). The table of statuses and reasons is the one that other endpoint pickers publish.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+from treeline_wire.openai_errors import error_body
+
+from treeline_epp.picking.decision import NoEndpoints, PickError, Saturated
+
+DROPPED_REASON = "x-llm-d-request-dropped-reason"
+"""Response header naming, for machines, why a request was dropped."""
+
+
+class Refusal(msgspec.Struct, frozen=True, gc=False):
+    """An HTTP answer instead of a destination, in OpenAI's error shape.
+
+    `status` is an HTTP status, `code` OpenAI's error code (also the label of the refusals metric), `reason` the
+    machine-readable dropped reason, `retry_after_s` whole seconds.
+    """
+
+    status: int
+    message: str
+    code: str
+    param: str | None = None
+    reason: str | None = None
+    retry_after_s: int | None = None
+
+    def headers(self) -> list[tuple[str, bytes]]:
+        """Response headers beside the body's own."""
+        out = [("content-type", b"application/json")]
+        if self.reason is not None:
+            out.append((DROPPED_REASON, self.reason.encode()))
+        if self.retry_after_s is not None:
+            out.append(("retry-after", str(self.retry_after_s).encode()))
+        return out
+
+    def body(self) -> bytes:
+        """The JSON body."""
+        return msgspec.json.encode(error_body(self.message, self._type(), param=self.param, code=self.code))
+
+    def _type(self) -> str:
+        if self.status == 429:
+            return "rate_limit_error"
+        if self.status >= 500:
+            return "service_unavailable" if self.status == 503 else "server_error"
+        return "invalid_request_error"
+
+
+def bad_request(message: str, *, param: str | None = None, code: str = "invalid_request") -> Refusal:
+    """400: the request itself is wrong; `param` names the field."""
+    return Refusal(400, message, code, param=param)
+
+
+def model_not_found(model: str) -> Refusal:
+    """404: no pool serves `model`. A name of unreasonable length is cut, since it comes back to the client."""
+    name = model if len(model) <= 256 else f"{model[:256]}…"
+    return Refusal(404, f"The model `{name}` does not exist.", "model_not_found", param="model")
+
+
+def not_kept_apart(why: str) -> Refusal:
+    """400: the client has a cache of its own, an engine here knows salts alone, and none can be written."""
+    message = f"This request cannot be kept apart from other clients' (gateway.isolation is PerKey): {why}."
+    return Refusal(400, message, "not_kept_apart")
+
+
+def path_not_served() -> Refusal:
+    """404: the engine behind the request's model does not serve this method and path to clients."""
+    message = "The engine of this model serves nothing by this method and path."
+    return Refusal(404, message, "not_found")
+
+
+def too_many_requests(limit: int) -> Refusal:
+    """429: the client has as many requests without an answer as it may."""
+    message = f"This client has {limit} requests whose answer has not begun, which is as many as it may have."
+    return Refusal(429, message, "too_many_requests", retry_after_s=1)
+
+
+def body_too_large(limit: int) -> Refusal:
+    """413: more than `limit` bytes of body."""
+    return Refusal(413, f"The request body is larger than {limit} bytes.", "request_too_large")
+
+
+def no_room(limit: int) -> Refusal:
+    """503: bodies of other requests have taken the `limit` bytes that the picker keeps for them."""
+    message = f"The endpoint picker holds request bodies of {limit} bytes already, which is its limit; try again later."
+    return Refusal(503, message, "too_many_bodies", reason="rejected-too-many-bodies", retry_after_s=1)
+
+
+def of_pick(error: PickError) -> Refusal:
+    """The picker's own way to say no: 429 with a hint when to come back, 503 when nothing is ready, else 500."""
+    match error:
+        case Saturated():
+            wait = max(1, math.ceil(error.retry_after_s))
+            return Refusal(error.status, str(error), "saturated", reason=error.reason, retry_after_s=wait)
+        case NoEndpoints():
+            return Refusal(error.status, str(error), "no_endpoints", reason=error.reason, retry_after_s=1)
+        case _:
+            return internal_error()
+
+
+def internal_error() -> Refusal:
+    """500: our mistake; the log has the details."""
+    return Refusal(500, "The endpoint picker failed on this request.", "internal_error")

@@ -1,0 +1,189 @@
+"""One request's way through the picker: parsed, decided, reserved, and completed when its response begins."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from treeline_wire import headers as names
+from treeline_wire.paths import INFERENCE, is_inference
+
+from treeline_epp.metrics import Metrics
+from treeline_epp.picking.decision import Outcome, PickError
+from treeline_epp.picking.lease import Lease
+from treeline_epp.picking.picker import Picker
+from treeline_epp.requests import refusals, summary
+from treeline_epp.requests.body import Body
+from treeline_epp.requests.isolation import NO_ISOLATION, Isolation
+from treeline_epp.requests.messages import Immediate, RouteRequest
+from treeline_epp.requests.model_registry import ModelRegistry, PromptKeyer
+from treeline_epp.requests.outline import Outline
+from treeline_epp.requests.parse import ParsedRequest, parse
+from treeline_epp.requests.refusals import Refusal
+from treeline_epp.requests.rewrite import with_members, with_model
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class RoutedRequest:
+    """A request that goes to an endpoint. `body` is to be sent instead of the client's: the same with another model
+    name, or with the client's salt. The rest is for the router, when the response begins (`Router.complete`) or the
+    stream has ended (`Router.release`)."""
+
+    lease: Lease
+    keyer: PromptKeyer | None
+    body: bytes | Body | None
+    client: str | None
+
+    @property
+    def destination(self) -> str:
+        """The destination list, best first, as header and metadata carry it."""
+        return ",".join(self.lease.decision.destinations)
+
+
+class Router:
+    """Takes requests to the picker, and its feedback. `on_trouble(name)` is called when an endpoint seems to have
+    failed one; `draw()` in [0, 1) chooses among weighted targets."""
+
+    def __init__(
+        self,
+        picker: Picker,
+        registry: ModelRegistry,
+        metrics: Metrics,
+        *,
+        on_trouble: Callable[[str], None] = lambda _name: None,
+        isolation: Isolation = NO_ISOLATION,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self.picker = picker
+        self.registry = registry
+        self.metrics = metrics
+        self.on_trouble = on_trouble
+        self.isolation = isolation
+        self.clock = clock
+        self.draw = draw
+
+    def route(
+        self, request: RouteRequest, outline: Outline | None = None
+    ) -> RoutedRequest | Refusal | Immediate:
+        """Where the request goes, or what the client is told instead. Never raises.
+
+        `outline` as for `request.parse`.
+        """
+        started = time.perf_counter()
+        try:
+            result = self._route(request, outline)
+        except PickError as error:
+            result = refusals.of_pick(error)
+        except Exception:
+            log.exception("request %s: the picker failed", request.headers.get(names.REQUEST_ID, ""))
+            self.metrics.internal_errors.inc()
+            result = refusals.internal_error()
+        if isinstance(result, Refusal):
+            self.metrics.refusals.labels(result.code).inc()
+        self.metrics.pick_seconds.observe(time.perf_counter() - started)
+        return result
+
+    def complete(self, routed: RoutedRequest, headers: Mapping[str, str], served: str | None) -> None:
+        """The response begins: its headers (lower-case names) and, if the proxy tells, who served it."""
+        now, lease = self.clock(), routed.lease
+        decision, metrics = lease.decision, self.metrics
+        outcome = _outcome(headers)
+        cached, prompt = _count(headers, names.CACHED_TOKENS), _count(headers, names.PROMPT_TOKENS)
+        # Headers of a stream come with its first token; those of a whole answer with its last.
+        streams = headers.get("content-type", "").startswith("text/event-stream")
+        ttft = now - lease.opened_at if streams and prompt is not None else None
+        if not self.picker.close(
+            lease, now, outcome, served=served, ttft_s=ttft, cached_tokens=cached, prompt_tokens=prompt
+        ):
+            return
+        metrics.ended(outcome)
+        if ttft is not None:
+            metrics.ttft_seconds.observe(ttft)
+        by_other = served is not None and served != decision.endpoint.address
+        if by_other:
+            listed = any(served == spec.address for spec in decision.fallbacks)
+            metrics.served_by_other.labels("fallback" if listed else "other").inc()
+        elif cached is not None and prompt is not None:
+            metrics.predicted_hit_tokens.inc(decision.cached_tokens)
+            metrics.reported_hit_tokens.inc(cached)
+            metrics.reported_prompt_tokens.inc(prompt)
+            metrics.computed(routed.client, prompt)
+        asked = decision.request
+        whole = asked.key is not None and asked.key_tokens_estimate is None
+        if prompt is not None and routed.keyer is not None and whole:
+            routed.keyer.learn(len(asked.key or b""), prompt)
+        if by_other or outcome is Outcome.ERROR:
+            self.on_trouble(decision.endpoint.name)
+
+    def release(self, routed: RoutedRequest) -> None:
+        """The stream has ended. Without a response before it the client went away, or the proxy gave up."""
+        if self.picker.close(routed.lease, self.clock(), Outcome.CANCELLED):
+            self.metrics.ended(Outcome.CANCELLED)
+
+    def _route(self, request: RouteRequest, outline: Outline | None) -> RoutedRequest | Refusal | Immediate:
+        client = self.isolation.client(request.headers)
+        self.metrics.asked(client)
+        parsed = parse(
+            request,
+            self.registry,
+            outline=outline,
+            draw=self.draw(),
+            ready=self.picker.has_ready,
+            isolation=self.isolation,
+        )
+        if not isinstance(parsed, ParsedRequest):
+            return parsed
+        now = self.clock()
+        decision = self.picker.pick(parsed.pick, now)
+        if not _may_be_asked(request.headers, decision.endpoint.engine):
+            return refusals.path_not_served()
+        lease = self.picker.reserve(decision, now)
+        self.metrics.decided(decision.endpoint.name)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("decision", extra={"fields": decision.explain()})
+        if parsed.pick.key_tokens_estimate is not None:
+            self.metrics.bounded_prompts.inc()
+        return RoutedRequest(lease, parsed.keyer, self._rewritten(request.body, parsed), client)
+
+    def _rewritten(self, body: bytes | Body | None, parsed: ParsedRequest) -> bytes | Body | None:
+        """The body to send instead of the client's; `None` if that one may go as it is."""
+        if not body or (parsed.rewrite is None and parsed.members is None):
+            return None
+        if parsed.members is not None:
+            self.metrics.salted.inc()
+        if parsed.rewrite is not None:
+            self.metrics.rewritten.inc()
+        if isinstance(body, Body):
+            assert parsed.outline is not None, "a large body was read by its outline"
+            return summary.edited(body, parsed.outline, parsed.rewrite, parsed.members or {})
+        if parsed.members is not None:
+            body = with_members(body, parsed.members)
+        if parsed.rewrite is not None:
+            body = with_model(body, parsed.rewrite)
+        return body
+
+
+def _may_be_asked(headers: Mapping[str, str], engine: str) -> bool:
+    """Whether this method and path is inference for an engine of this type. Where pools with different engines share a
+    gateway, its edge can only know the union of what they serve."""
+    if engine not in INFERENCE:
+        return True
+    path = headers.get(":path", "").partition("?")[0]
+    return is_inference(engine, headers.get(":method", ""), path)
+
+
+def _outcome(headers: Mapping[str, str]) -> Outcome:
+    if names.OVERLOADED in headers:
+        return Outcome.OVERLOADED
+    return Outcome.ERROR if headers.get(":status", "")[:1] == "5" else Outcome.HEADERS
+
+
+def _count(headers: Mapping[str, str], name: str) -> int | None:
+    text = headers.get(name, "")
+    return int(text) if text.isdecimal() and len(text) < 10 else None

@@ -1,0 +1,208 @@
+"""Which endpoints Envoy may use: the state of the EDS server (sans-IO) and its gRPC driver.
+
+The picker and its Envoys must agree on the endpoints: a destination that Envoy does not know is not followed, the
+fallback policy picks another. So an endpoint becomes *selectable* only when every connected Envoy has acknowledged it,
+or a second after it was announced. No answer is given before discovery has synced: an Envoy that
+outlived the last picker then keeps the endpoints it knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from envoy.config.core.v3 import health_check_pb2
+from envoy.config.endpoint.v3 import endpoint_pb2
+from envoy.service.discovery.v3 import discovery_pb2
+
+from treeline_epp.endpoints.spec import split_address
+
+log = logging.getLogger(__name__)
+
+CLUSTER = "pods"
+TYPE_URL = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
+ACK_PATIENCE_S = 1.0
+"""An endpoint is selectable this long after its announcement, even if an Envoy has not acknowledged it."""
+
+
+@dataclass(slots=True)
+class _Announced:
+    draining: bool
+    version: int  # in which it became what it is
+    at: float
+    confirmed: bool = False  # it was selectable once; an Envoy that comes later does not change that
+
+
+@dataclass(slots=True)
+class _Envoy:
+    node: str = ""
+    subscribed: bool = False
+    sent: int = 0
+    acked: int = 0
+
+
+class EdsState:
+    """The announced endpoints and who has acknowledged what. `now` is seconds of a monotonic clock."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.synced = False
+        self.acks = 0
+        self.rejections = 0
+        self._endpoints: dict[str, _Announced] = {}
+        self._envoys: dict[int, _Envoy] = {}
+        self._ids = itertools.count(1)
+
+    def announce(self, endpoints: Mapping[str, bool], now: float) -> bool:
+        """Set the whole list: address → draining. True if that changed it."""
+        if {address: known.draining for address, known in self._endpoints.items()} == endpoints:
+            return False
+        self.version += 1
+        for address in self._endpoints.keys() - endpoints.keys():
+            del self._endpoints[address]
+        for address, draining in endpoints.items():
+            known = self._endpoints.get(address)
+            if known is None or known.draining != draining:
+                self._endpoints[address] = _Announced(draining, self.version, now)
+        return True
+
+    def selectable(self, address: str, now: float) -> bool:
+        """May a decision name this endpoint? It must be announced, not draining, and known to every Envoy by now."""
+        known = self._endpoints.get(address)
+        if known is None or known.draining:
+            return False
+        if not known.confirmed:
+            waiting = any(envoy.subscribed and envoy.acked < known.version for envoy in self._envoys.values())
+            known.confirmed = not waiting or now >= known.at + ACK_PATIENCE_S
+        return known.confirmed
+
+    def pending(self) -> int:
+        """How many connected Envoys have not acknowledged the newest list."""
+        return sum(envoy.subscribed and envoy.acked < self.version for envoy in self._envoys.values())
+
+    def connected(self) -> int:
+        """How many Envoys are subscribed."""
+        return sum(envoy.subscribed for envoy in self._envoys.values())
+
+    # --- one Envoy ----------------------------------------------------------------------------------------------------
+
+    def connect(self) -> int:
+        """A stream was opened; returns its id."""
+        stream = next(self._ids)
+        self._envoys[stream] = _Envoy()
+        return stream
+
+    def disconnect(self, stream: int) -> None:
+        """The stream has ended; nobody waits for it any more."""
+        self._envoys.pop(stream, None)
+
+    def on_request(self, stream: int, request: discovery_pb2.DiscoveryRequest) -> None:
+        """A subscription, an acknowledgement or a rejection."""
+        envoy = self._envoys[stream]
+        if request.HasField("node"):
+            envoy.node = request.node.id
+        envoy.subscribed = CLUSTER in request.resource_names
+        if not request.response_nonce:
+            return  # a new subscription; whatever version it names is of another picker's life
+        if request.HasField("error_detail"):
+            self.rejections += 1
+            log.error("envoy %s rejects the endpoints: %s", envoy.node, request.error_detail.message)
+        elif request.response_nonce == str(envoy.sent):
+            self.acks += 1
+            envoy.acked = envoy.sent
+
+    def due(self, stream: int) -> discovery_pb2.DiscoveryResponse | None:
+        """The answer that this Envoy should get now, if any; it then counts as sent."""
+        envoy = self._envoys[stream]
+        # Version 0 is the empty list before the first announcement; an Envoy waits for it at start, so it gets it.
+        if not (self.synced and envoy.subscribed) or (envoy.sent == self.version and self.version):
+            return None
+        if self.version == 0:
+            self.version = 1
+        envoy.sent = self.version
+        response = discovery_pb2.DiscoveryResponse(
+            version_info=str(self.version), nonce=str(self.version), type_url=TYPE_URL
+        )
+        response.resources.add().Pack(self._assignment())
+        return response
+
+    def _assignment(self) -> endpoint_pb2.ClusterLoadAssignment:
+        assignment = endpoint_pb2.ClusterLoadAssignment(cluster_name=CLUSTER)
+        group = assignment.endpoints.add()
+        for address, announced in sorted(self._endpoints.items()):
+            host, port = split_address(address)
+            entry = group.lb_endpoints.add(
+                health_status=health_check_pb2.DRAINING if announced.draining else health_check_pb2.HEALTHY
+            )
+            entry.endpoint.address.socket_address.address = host
+            entry.endpoint.address.socket_address.port_value = int(port)
+        return assignment
+
+
+class Eds:
+    """The EDS service: `EdsState` plus streams. `on_ack` is called when an Envoy's knowledge has changed."""
+
+    def __init__(
+        self, *, on_ack: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.state = EdsState()
+        self.on_ack = on_ack
+        self._clock = clock
+        self._changed = asyncio.Event()
+
+    def announce(self, endpoints: Mapping[str, bool]) -> None:
+        """Set the whole list: address → draining; all Envoys are told."""
+        if self.state.announce(endpoints, self._clock()):
+            self._wake()
+
+    def set_synced(self) -> None:
+        """Discovery is complete: from now on Envoys are answered."""
+        self.state.synced = True
+        self._wake()
+
+    def selectable(self, address: str) -> bool:
+        """See `EdsState.selectable`."""
+        return self.state.selectable(address, self._clock())
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What to add to a server."""
+        stream = grpc.stream_stream_rpc_method_handler(
+            self._stream,
+            request_deserializer=discovery_pb2.DiscoveryRequest.FromString,
+            response_serializer=discovery_pb2.DiscoveryResponse.SerializeToString,
+        )
+        service = "envoy.service.endpoint.v3.EndpointDiscoveryService"
+        return grpc.method_handlers_generic_handler(service, {"StreamEndpoints": stream})
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _stream(self, _requests: Any, context: Any) -> None:
+        stream = self.state.connect()
+        writer = asyncio.create_task(self._write(stream, context))
+        try:
+            while (request := await context.read()) is not grpc.aio.EOF:
+                self.state.on_request(stream, request)
+                self._wake()
+                self.on_ack()
+        finally:
+            self.state.disconnect(stream)
+            self.on_ack()
+            writer.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await writer
+
+    async def _write(self, stream: int, context: Any) -> None:
+        while True:
+            changed = self._changed
+            if (response := self.state.due(stream)) is not None:
+                await context.write(response)
+            await changed.wait()

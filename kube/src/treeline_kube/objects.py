@@ -1,0 +1,71 @@
+"""The objects of a collection in one namespace, by name: the plain sink of a reflector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+class Objects(Generic[T]):
+    """`read` turns an object's JSON into what is kept of it; it raises `msgspec.MsgspecError`.
+
+    `objects` is never changed in place by a list, only replaced; events change it. `revision` counts changes. An object
+    that cannot be read leaves what was known of it as it was.
+    """
+
+    def __init__(self, read: Callable[[msgspec.Raw], T]) -> None:
+        self.objects: dict[str, T] = {}
+        self.revision = 0
+        self._read = read
+        self._listed: dict[str, T] = {}
+
+    def begin(self) -> None:
+        """A list begins."""
+        self._listed = {}
+
+    def listed(self, data: msgspec.Raw) -> None:
+        """The list names this object."""
+        name = _named(data).metadata.name
+        try:
+            self._listed[name] = self._read(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            if name in self.objects:
+                self._listed[name] = self.objects[name]
+            raise
+
+    def complete(self, version: str) -> bool:
+        """The list has ended."""
+        news = self._listed != self.objects
+        self.objects, self._listed = self._listed, {}
+        self.revision += news
+        return news
+
+    def changed(self, data: msgspec.Raw) -> bool:
+        """An object came or changed."""
+        name, new = _named(data).metadata.name, self._read(data)
+        if self.objects.get(name) == new:
+            return False
+        self.objects[name] = new
+        self.revision += 1
+        return True
+
+    def deleted(self, data: msgspec.Raw) -> bool:
+        """An object went."""
+        gone = self.objects.pop(_named(data).metadata.name, None) is not None
+        self.revision += gone
+        return gone
+
+
+class _Meta(msgspec.Struct):
+    name: str = ""
+
+
+class _Named(msgspec.Struct):
+    metadata: _Meta = msgspec.field(default_factory=_Meta)
+
+
+_named = msgspec.json.Decoder(_Named).decode

@@ -1,0 +1,383 @@
+"""One collection as the API server has it: list, then watch, and again where that breaks. No socket, no clock.
+
+Theory of operation. A reflector says what to ask next (`request`) and is told what came of it; what it learns goes to a
+sink. A sink keeps what it has until something newer has arrived in full, whatever breaks. The reflector is in one of
+three states, which `_transition` moves as this table says; a dash is an order of events that cannot be, OutOfOrder:
+
+| event                        | LISTING                     | RESUMING                 | WATCHING                 |
+|------------------------------|-----------------------------|--------------------------|--------------------------|
+| page, more to come           | LISTING at once             | -                        | -                        |
+| last page                    | RESUMING at once, or, where | -                        | -                        |
+|                              | it polls, LISTING in poll_s |                          |                          |
+| watch opened                 | -                           | WATCHING                 | -                        |
+| object, bookmark             | -                           | -                        | WATCHING                 |
+| watch ended by the server    | -                           | -                        | RESUMING at once [1]     |
+| no answer, silence, 5xx, 429 | LISTING, the same page [2]  | RESUMING [2]             | RESUMING [2]             |
+| 410 (also as an event)       | LISTING, in one piece [3]   | LISTING                  | LISTING                  |
+| 401, 403, 404, malformed     | LISTING                     | LISTING                  | LISTING                  |
+
+All that failed comes again after a backoff: at least as long as a 429 says, and `absent_s` where an optional kind is
+missing or forbidden, which counts as empty meanwhile.
+
+[1] After a backoff if it was short and brought nothing: somebody ends our watches.
+[2] LISTING from the first page if nothing was heard for `outage_s`. That is for a control plane that was restored from
+a backup: its versions went back, and a watch from a version of the future would be silent for ever.
+[3] Where pages had come: the list is too long for the time that its pages live.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import msgspec
+
+from treeline_kube.connection import JSON, ONCE, Call, Retry
+from treeline_kube.errors import Forbidden, Gone, KubeError, Malformed, NotFound, Unauthorized, error_of
+from treeline_kube.resources import Collection
+
+log = logging.getLogger(__name__)
+
+LONGEST_RETRY_AFTER_S: Final = 60.0
+"""A server that asks for more patience than this is asked again all the same."""
+_SHORT_S: Final = 1.0
+_LINE_BYTES: Final = 32 * 1024 * 1024
+_LIST: Final = Retry(attempt_s=30.0, budget_s=30.0, attempts=ONCE.attempts)
+_UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError)
+
+
+class State(enum.Enum):
+    """What is asked next, or is open."""
+
+    LISTING = "listing"
+    RESUMING = "resuming"
+    WATCHING = "watching"
+
+
+class OutOfOrder(RuntimeError):
+    """A defect of the driver: it tells of something that cannot have happened in this state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds.
+
+    The server is asked to end a watch after `watch_s`, more or less. It sends a bookmark every minute, so a watch that
+    brings nothing for `silence_s` is dead. With `poll_s` nothing is watched, and the list comes again so often.
+    """
+
+    watch_s: float = 300.0
+    silence_s: float = 75.0
+    outage_s: float = 60.0
+    absent_s: float = 60.0
+    backoff_s: tuple[float, float] = (0.2, 10.0)
+    poll_s: float | None = None
+
+
+_Take = Callable[[msgspec.Raw], bool | None]
+
+
+class Sink(Protocol):
+    """Who keeps what a reflector sees. An object is its JSON; one that cannot be read raises `msgspec.MsgspecError`.
+
+    What returns a bool says whether that was news.
+    """
+
+    def begin(self) -> None:
+        """A list begins; what an unfinished one has named does not count."""
+
+    def listed(self, data: msgspec.Raw) -> None:
+        """The list names this object."""
+
+    def complete(self, version: str) -> bool:
+        """The list has ended: what it has not named is gone."""
+        ...
+
+    def changed(self, data: msgspec.Raw) -> bool:
+        """This is new or other than before."""
+        ...
+
+    def deleted(self, data: msgspec.Raw) -> bool:
+        """This is gone."""
+        ...
+
+
+class Health(msgspec.Struct, frozen=True):
+    """How far the sink can be trusted. `age_s` is the time since the server was last heard."""
+
+    synced: bool
+    watching: bool
+    age_s: float | None
+    error: str | None
+
+
+class _ListMeta(msgspec.Struct, rename="camel"):
+    resource_version: str = ""
+    continue_: str = msgspec.field(default="", name="continue")
+
+
+class _List(msgspec.Struct):
+    metadata: _ListMeta
+    items: list[msgspec.Raw] | None = None
+
+
+class _Event(msgspec.Struct):
+    type: str
+    object: msgspec.Raw
+
+
+class _Meta(msgspec.Struct, rename="camel"):
+    name: str = ""
+    resource_version: str = ""
+
+
+class _Versioned(msgspec.Struct):
+    metadata: _Meta = msgspec.field(default_factory=_Meta)
+
+
+class _Code(msgspec.Struct):
+    code: int = 500
+
+
+_list = msgspec.json.Decoder(_List).decode
+_event = msgspec.json.Decoder(_Event).decode
+_versioned = msgspec.json.Decoder(_Versioned).decode
+_code = msgspec.json.Decoder(_Code).decode
+
+
+class Reflector:
+    """See the module. `advice` says by an error's `word` what to do about it; `page` is objects in one answer."""
+
+    def __init__(
+        self,
+        collection: Collection,
+        sink: Sink,
+        *,
+        timing: Timing | None = None,
+        optional: bool = False,
+        page: int = 100,
+        accept: str = JSON,
+        advice: Mapping[str, str] | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.collection = collection
+        self.sink = sink
+        self.timing = timing or Timing()
+        self.optional = optional
+        self.state = State.LISTING
+        self.synced = False
+        self.lists = 0
+        self.events = 0
+        self.errors: Counter[str] = Counter()
+        self.error: KubeError | None = None
+        """Why the collection is not followed now."""
+        self.unavailable = False
+        """The server said that it is not there, or that we may not read it, and has listed nothing since."""
+        self._advice = advice or {}
+        self._accept = accept
+        self._page = page
+        self._rng = rng or random.Random()
+        self._heard_at: float | None = None
+        self._opened_at = 0.0
+        self._events_before = 0
+        self._version = ""
+        self._continue = ""
+        self._in_pages = True
+        self._rest = b""
+        self._failures = 0
+
+    @property
+    def label(self) -> str:
+        """Its name for people and metrics."""
+        return self.collection.resource.label
+
+    @property
+    def usable(self) -> bool:
+        """What the sink has can be used: it was complete once, or the kind is optional and there is none."""
+        return self.synced or (self.optional and self.unavailable)
+
+    def health(self, now: float) -> Health:
+        """How it is."""
+        age = None if self._heard_at is None else max(0.0, now - self._heard_at)
+        waiting = None if self.synced else "its list has not been answered yet"
+        error = f"{self.error.word}: {self.error}" if self.error else waiting
+        return Health(self.synced, self.synced and self.error is None, age, error)
+
+    # --- asking -------------------------------------------------------------------------------------------------------
+
+    def request(self) -> Call:
+        """What to ask now."""
+        query = [("labelSelector", self.collection.selector)] if self.collection.selector else []
+        plural, path = self.collection.resource.plural, self.collection.path
+        if self.state is State.LISTING:
+            query += [("limit", str(self._page))] if self._in_pages else []
+            query += [("continue", self._continue)] if self._continue else []
+            return Call("list", plural, path, query, accept=self._accept, retry=_LIST)
+        query += [
+            ("watch", "true"),
+            ("allowWatchBookmarks", "true"),
+            ("resourceVersion", self._version),
+            ("timeoutSeconds", str(int(self.timing.watch_s * self._rng.uniform(0.9, 1.1)))),
+        ]
+        return Call("watch", plural, path, query, accept=self._accept)
+
+    # --- being answered -----------------------------------------------------------------------------------------------
+
+    def on_page(self, body: bytes, now: float) -> bool:
+        """A page of a list. True when the list is complete and was news. Raises Malformed for what is no list."""
+        self._expect(State.LISTING)
+        try:
+            page = _list(body)
+        except _UNREADABLE as error:
+            raise Malformed(f"not a list: {error}") from None
+        if not page.metadata.resource_version:
+            raise Malformed("a list without a resourceVersion")
+        self._heard_at = now
+        self.unavailable = False
+        if not self._continue:
+            self.sink.begin()
+        for data in page.items or ():
+            self._read(self.sink.listed, data)
+        self._continue = page.metadata.continue_
+        if self._continue:
+            return False
+        first = not self.synced
+        self._version = page.metadata.resource_version
+        self._in_pages = True
+        self.synced = True
+        self.lists += 1
+        if self.timing.poll_s is None:
+            self.state = State.RESUMING
+        else:
+            self._recovered()
+        return self.sink.complete(self._version) or first
+
+    def pause_after_list(self) -> float:
+        """How long to wait for the next request when a page has come."""
+        if self.timing.poll_s is None or self._continue or not self.synced:
+            return 0.0
+        return self.timing.poll_s * self._rng.uniform(0.75, 1.0)
+
+    def on_open(self, now: float) -> None:
+        """The watch has begun."""
+        self._expect(State.RESUMING)
+        self.state = State.WATCHING
+        self._heard_at = self._opened_at = now
+        self._events_before = self.events
+        self._rest = b""
+        self._recovered(failures=self._failures)
+
+    def on_data(self, data: bytes, now: float) -> bool:
+        """Bytes of the watch. True when they were news. Raises KubeError: the end of this watch."""
+        self._expect(State.WATCHING)
+        self._heard_at = now
+        lines = (self._rest + data if self._rest else data).split(b"\n")
+        self._rest = lines.pop()
+        if len(self._rest) > _LINE_BYTES:
+            raise Malformed("an event without an end")
+        news = False
+        for line in lines:
+            if line.strip():
+                news |= self._on_event(line)
+        return news
+
+    def on_end(self, now: float) -> float:
+        """The server has ended the watch. Returns the pause before the next request."""
+        self._expect(State.WATCHING)
+        self.state = State.RESUMING
+        if now - self._opened_at < _SHORT_S and self.events == self._events_before:
+            return self._pause()
+        self._failures = 0
+        return 0.0
+
+    def on_failure(self, error: KubeError, now: float) -> float:
+        """A request failed, or a watch broke. Returns the pause before the next request."""
+        self.errors[error.word] += 1
+        refused = isinstance(error, Forbidden | NotFound)
+        self.unavailable |= refused
+        self._note(error)
+        out = self._heard_at is None or now - self._heard_at > self.timing.outage_s
+        if isinstance(error, Gone):
+            self._in_pages = not (self.state is State.LISTING and self._continue)
+            self._relist()
+        elif out or isinstance(error, Unauthorized | Forbidden | NotFound | Malformed):
+            self._relist()
+        elif self.state is State.WATCHING:
+            self.state = State.RESUMING
+        if self.optional and refused:
+            return self.timing.absent_s * self._rng.uniform(0.8, 1.0)
+        return max(min(error.retry_after_s or 0.0, LONGEST_RETRY_AFTER_S), self._pause())
+
+    def _on_event(self, line: bytes) -> bool:
+        try:
+            event = _event(line)
+            if event.type == "ERROR":
+                raise error_of(_code(event.object).code, bytes(event.object), None, f"watch {self.label}")
+            version = _versioned(event.object).metadata.resource_version
+        except _UNREADABLE as error:
+            raise Malformed(f"not an event: {error}") from None
+        self._version = version or self._version
+        self.events += 1
+        self._failures = 0
+        if event.type == "BOOKMARK":
+            return False
+        return self._read(self.sink.deleted if event.type == "DELETED" else self.sink.changed, event.object)
+
+    def _read(self, take: _Take, data: msgspec.Raw) -> bool:
+        """Hand an object to the sink. One that cannot be read leaves what was known of it as it was."""
+        try:
+            return bool(take(data))
+        except _UNREADABLE as error:
+            self.errors["unreadable"] += 1
+            try:
+                name = _versioned(data).metadata.name
+            except _UNREADABLE:
+                name = ""
+            log.warning("%s %s cannot be read: %s", self.label, name, error)
+            return False
+
+    # --- what follows -------------------------------------------------------------------------------------------------
+
+    def _expect(self, state: State) -> None:
+        if self.state is not state:
+            raise OutOfOrder(f"{self.label}: told of {state.value} while {self.state.value}")
+
+    def _relist(self) -> None:
+        self.state = State.LISTING
+        self._version = self._continue = ""
+
+    def _recovered(self, failures: int = 0) -> None:
+        self._failures = failures
+        if self.error is not None:
+            log.info("%s is followed again", self.label)
+            self.error = None
+
+    def _pause(self) -> float:
+        first, longest = self.timing.backoff_s
+        pause = min(longest, first * 2.0 ** min(self._failures, 16))
+        self._failures += 1
+        return pause * self._rng.uniform(0.5, 1.0)
+
+    def advised(self) -> str | None:
+        """The error with what to do about it."""
+        if self.error is None:
+            return None
+        advice = self._advice.get(self.error.word)
+        return f"{self.error.word}: {self.error}" + (f"; {advice}" if advice else "")
+
+    def _note(self, error: KubeError) -> None:
+        """Say it once, not with every attempt."""
+        known, self.error = self.error, error
+        if known is not None and known.word == error.word:
+            return
+        if self.optional and self.unavailable:
+            log.warning("%s is not followed, which is optional: %s", self.label, self.advised())
+        elif self.synced:
+            log.warning("%s is not followed, what is known stays in use: %s", self.label, self.advised())
+        else:
+            log.warning("%s cannot be listed, nothing is known yet: %s", self.label, self.advised())

@@ -1,0 +1,67 @@
+"""What Gateways of other people say of themselves: read one by one where that is allowed, and never watched.
+
+They may be in any namespace and belong to nobody of ours: a watch would take a right to all of them. One that does not
+listen yet is asked for often, others now and then; what is refused is not asked for again for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from treeline_kube.clock import now
+from treeline_kube.errors import Forbidden, KubeError, NotFound
+
+from treeline_operator.world import Observed, Ref
+
+log = logging.getLogger(__name__)
+
+AWAITED_S: Final = 10.0
+SETTLED_S: Final = 60.0
+_REFUSED_S: Final = 300.0
+_PATIENCE_S: Final = 5.0
+
+
+class Getter(Protocol):
+    """The one read that this needs."""
+
+    async def get(self, ref: Ref) -> dict[str, Any]:
+        """An object. Raises KubeError."""
+
+
+@dataclass(slots=True)
+class Gateways:
+    """Every Gateway that a pool is attached to, as it was when it was read last; shared by all pools."""
+
+    source: Getter
+    clock: Callable[[], float] = now
+    _known: dict[Ref, tuple[float, Observed | None]] = field(default_factory=dict)
+
+    async def read(self, refs: Iterable[Ref], *, awaited: bool) -> tuple[Observed, ...]:
+        """Those that can be read. `awaited` tells that somebody waits for one of them to change."""
+        found = []
+        for ref in refs:
+            read_at, gateway = self._known.get(ref, (-SETTLED_S, None))
+            if self.clock() >= read_at + (AWAITED_S if awaited else SETTLED_S):
+                gateway = await self._read(ref, gateway)
+            if gateway is not None:
+                found.append(gateway)
+        return tuple(found)
+
+    async def _read(self, ref: Ref, before: Observed | None) -> Observed | None:
+        gateway, read_at = before, self.clock()
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                gateway = Observed.of(await self.source.get(ref))
+        except NotFound:
+            gateway = None  # its route says that nobody has judged it
+        except Forbidden as exc:
+            log.info("%s %s/%s may not be read: %s", ref.kind, ref.namespace, ref.name, exc)
+            gateway, read_at = None, read_at + _REFUSED_S
+        except (KubeError, TimeoutError) as exc:
+            log.info("%s %s/%s: %s", ref.kind, ref.namespace, ref.name, exc or "no answer in time")
+        self._known[ref] = (read_at, gateway)
+        return gateway

@@ -1,0 +1,151 @@
+"""kopf's handlers for our own kinds, and how kopf is run: only this module knows it.
+
+It is embedded as its documentation says: `kopf.operator()` in an event loop and a thread of its own, ended by
+cancelling its task. Settings come from a startup handler, credentials from a login handler, and `on.event` handlers
+pass objects on. No handler keeps state in annotations, there are no finalizers and no posted Events, and instead of
+peering there is our lease: whoever runs this holds it.
+
+What kopf does not tell its handlers, the informer finds out: what was deleted while nobody watched, whether a quiet
+watch still lives, and whether a kind is there at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+import kopf
+
+from treeline_operator.controller.kinds import Watched
+
+if TYPE_CHECKING:
+    from kubernetes.aio.client.configuration import Configuration
+
+log = logging.getLogger(__name__)
+
+Deliver = Callable[[Watched, str | None, dict[str, Any]], None]
+"""Kind, type of the event (None for what a list names), object."""
+
+_TOKEN: Final = "BearerToken"
+_CANCELS: Final = 3
+"""A watcher of kopf that is just between two of its streams takes a cancellation for the end of one."""
+_PATIENCE_S: Final = 2.0
+
+
+async def follow(
+    kinds: Sequence[Watched], namespaces: Sequence[str], configuration: Configuration, deliver: Deliver
+) -> None:
+    """Run kopf for `kinds` until cancelled; `deliver` is called in the loop of the caller, in order per object.
+
+    Raises what ended kopf: a list or a watch that the API server keeps refusing.
+    """
+    ours = asyncio.get_running_loop()
+    started: asyncio.Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = ours.create_future()
+    ended: asyncio.Future[None] = ours.create_future()
+
+    def tell(function: Callable[..., object], *arguments: object) -> None:
+        with suppress(RuntimeError):  # our loop has ended, and with it whoever wanted to know
+            ours.call_soon_threadsafe(function, *arguments)
+
+    async def operate() -> None:
+        loop = asyncio.get_running_loop()
+        # Its streams fail an assertion of their own when they are stopped.
+        loop.set_exception_handler(lambda _, context: log.debug("kopf: %s", context["message"]))
+        operator = asyncio.create_task(
+            kopf.operator(
+                registry=registry(kinds, configuration, lambda *event: tell(deliver, *event)),
+                standalone=True,
+                clusterwide=not any(namespaces),
+                namespaces=[namespace for namespace in namespaces if namespace],
+            )
+        )
+        tell(started.set_result, (loop, operator))
+        await operator
+
+    def run() -> None:
+        reason: BaseException = RuntimeError("it ended without a reason")
+        try:
+            asyncio.run(operate())
+        except (Exception, asyncio.CancelledError) as exc:
+            reason = exc if isinstance(exc, Exception) else reason
+        tell(_end, ended, reason)
+
+    # What goes wrong is raised, and the informer tells of the rest.
+    for name in ("kopf", "kopf.objects"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    threading.Thread(target=run, name="kopf", daemon=True).start()
+    try:
+        await asyncio.shield(ended)
+    finally:
+        await asyncio.wait((started, ended), return_when=asyncio.FIRST_COMPLETED)
+        for _ in range(_CANCELS if started.done() and not ended.done() else 0):
+            theirs, operator = started.result()
+            with suppress(RuntimeError):  # their loop has just ended
+                theirs.call_soon_threadsafe(operator.cancel)
+            if (await asyncio.wait((ended,), timeout=_PATIENCE_S))[0]:
+                break
+
+
+def _end(ended: asyncio.Future[None], reason: Exception) -> None:
+    ended.set_exception(reason)
+    ended.exception()  # whoever cancelled us does not ask for it
+
+
+def registry(
+    kinds: Sequence[Watched], configuration: Configuration, deliver: Deliver
+) -> kopf.OperatorRegistry:
+    """Our handlers: settings, credentials, and the events of `kinds`."""
+    found = kopf.OperatorRegistry()
+
+    @kopf.on.startup(registry=found)
+    async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
+        settings.posting.enabled = False
+        settings.scanning.disabled = True  # which kinds and namespaces there are is known
+        settings.process.ultimate_exiting_timeout = (
+            None  # whoever does not end is left behind, not killed with us
+        )
+        settings.networking.request_timeout = 30.0
+        settings.networking.connect_timeout = 5.0
+        settings.networking.error_backoffs = (0.2, 0.5, 1, 2)
+        settings.watching.server_timeout = 480
+        settings.watching.chunk_size = 500
+        settings.queueing.idle_timeout = 1.0
+        settings.queueing.exit_timeout = 0.5
+
+    @kopf.on.login(registry=found)
+    async def log_in(**_: Any) -> kopf.ConnectionInfo:
+        return await _connection(configuration)
+
+    for watched in kinds:
+        group, version, plural = watched.resource.group, watched.resource.version, watched.resource.plural
+        kopf.on.event(group, version, plural, registry=found, param=watched, id=f"see-{plural}")(
+            _pass_on(deliver)
+        )
+    return found
+
+
+def _pass_on(deliver: Deliver) -> Any:
+    async def see(event: Any, param: Watched, **_: Any) -> None:
+        deliver(param, event["type"], dict(event["object"]))
+
+    return see
+
+
+async def _connection(configuration: Any) -> kopf.ConnectionInfo:
+    """The credentials of our client, as kopf takes them; asked for anew when the API server refuses the old ones."""
+    auth = await configuration.auth_settings()
+    scheme, _, token = str(auth.get(_TOKEN, {}).get("value", "")).rpartition(" ")
+    return kopf.ConnectionInfo(
+        server=configuration.host,
+        ca_path=configuration.ssl_ca_cert,
+        insecure=not configuration.verify_ssl,
+        certificate_path=configuration.cert_file,
+        private_key_path=configuration.key_file,
+        scheme=scheme or None,
+        token=token or None,
+        proxy_url=configuration.proxy,
+    )

@@ -1,0 +1,232 @@
+"""Leader election by a Lease: one operator writes, the others wait.
+
+Clocks of different machines are never compared: a lease has run out when we have seen it unchanged for its duration.
+A leader counts its own time from before the request that renewed it, and gives up earlier (`renew_s`) than anybody
+else may take over (`duration_s`).
+
+One holder is known to be gone without waiting: the former container of our own pod. The kubelet starts a container anew
+only when the one before has ended, so whoever holds the lease by our pod's uid is us, before the restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from treeline_kube.client import Client
+from treeline_kube.clock import now
+from treeline_kube.connection import Retry
+from treeline_kube.errors import AlreadyExists, Conflict, KubeError, LostLease, NotFound
+
+from treeline_operator.world import Ref
+
+log = logging.getLogger(__name__)
+
+JITTER: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTiming:
+    """Seconds: others may take over after `duration_s`; we give up after `renew_s`; tries are `retry_s` apart."""
+
+    duration_s: float = 15.0
+    renew_s: float = 10.0
+    retry_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not self.duration_s > self.renew_s > self.retry_s * (1 + JITTER) > 0:
+            raise ValueError(f"a lease needs duration > renew deadline > retry period > 0, not {self}")
+
+
+class Elector:
+    """One candidate: `acquire()`, then `hold()` beside the work until it raises LostLease, or `release()`.
+
+    `owner` is a reference to what the lease belongs to: when that is deleted, the lease goes too. `pod` is what the
+    identities of all containers of our pod begin with (see `identity_of`); empty where nobody can tell, and then every
+    holder is waited for. `leader` is the last holder seen.
+    """
+
+    def __init__(
+        self,
+        cluster: Client,
+        namespace: str,
+        name: str,
+        identity: str,
+        timing: LeaseTiming | None = None,
+        owner: dict[str, Any] | None = None,
+        pod: str = "",
+    ) -> None:
+        self._cluster = cluster
+        self._ref = Ref("coordination.k8s.io/v1", "Lease", namespace, name)
+        self._identity = identity
+        self._timing = timing or LeaseTiming()
+        self._pod = pod
+        self._owners = {} if owner is None else {"ownerReferences": [owner]}
+        self._random = random.Random(identity)
+        self._lease: dict[str, Any] | None = None
+        self._seen_at = 0.0
+        self._valid_until = 0.0
+        self.leader = ""
+
+    def valid_until(self) -> float:
+        """The instant of `clock.now` until which we may write; in the past while we do not lead."""
+        return self._valid_until
+
+    @property
+    def is_leader(self) -> bool:
+        return now() < self._valid_until
+
+    async def acquire(self) -> None:
+        """Return when we lead. The API server's silence or refusal is logged and waited out."""
+        waits_for = ""
+        while True:
+            if await self._try():
+                return
+            if self.leader != waits_for:
+                waits_for = self.leader
+                log.info(
+                    "standby: waiting for the lease %s, held by %s", self._ref.name, waits_for or "nobody"
+                )
+            await asyncio.sleep(self._timing.retry_s * self._random.uniform(1, 1 + JITTER))
+
+    async def hold(self) -> None:
+        """Renew for ever; LostLease when somebody else leads or the lease could not be renewed in time."""
+        while self.is_leader and self.leader == self._identity:
+            await asyncio.sleep(min(self._timing.retry_s, max(self._valid_until - now(), 0)))
+            renewed = await self._try()
+            if not renewed and self._lease is None:
+                # it was changed or removed under us: whose it is now must be known before anything is written
+                await self._try()
+        self._valid_until = 0.0
+        holder = (
+            "not renewed in time" if self.leader == self._identity else f"held by {self.leader or 'nobody'}"
+        )
+        raise LostLease(f"the lease {self._ref.name} is {holder}", sent=False)
+
+    async def release(self) -> None:
+        """Give the lease up so that the next leader need not wait; write nothing afterwards."""
+        held, self._valid_until = self.is_leader, 0.0
+        if not held or self._lease is None:
+            return
+        gone = {**self._lease["spec"], "holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _stamp()}
+        with contextlib.suppress(KubeError):
+            await self._write({**self._lease, "spec": gone})
+        log.info("released the lease %s", self._ref.name)
+
+    # One try
+
+    async def _try(self) -> bool:
+        started = now()
+        patience = self._timing.renew_s / 2
+        if self.is_leader:
+            patience = min(patience, self._valid_until - started)
+        try:
+            async with asyncio.timeout(patience):
+                took = await self._take()
+        except (Conflict, AlreadyExists):
+            # somebody was faster, or a write of ours arrived after we stopped waiting: look before the next try
+            self._lease = None
+            return False
+        except (KubeError, TimeoutError) as error:
+            log.warning("lease %s: %s", self._ref.name, error or "no answer in time")
+            # an unanswered renewal may have been done: its resourceVersion is unknown then
+            self._lease = None if self.leader == self._identity else self._lease
+            return False
+        if took:
+            self._valid_until = started + self._timing.renew_s
+        return took
+
+    async def _take(self) -> bool:
+        ours = self._lease is not None and self.leader == self._identity
+        if not ours:
+            await self._look()
+        if self._lease is None:
+            self._observe(await self._cluster.create(self._fresh(), guarded=False, retry=self._once))
+            return True
+        holder = self._lease["spec"].get("holderIdentity") or ""
+        if holder not in ("", self._identity) and not self._expired():
+            if not self._is_former_container(holder):
+                return False
+            log.info("taking over the lease %s of this pod's former container, %s", self._ref.name, holder)
+        self._observe(await self._write(self._renewed(self._lease, holder)))
+        return True
+
+    async def _look(self) -> None:
+        try:
+            self._observe(await self._cluster.get(self._ref, retry=self._once))
+        except NotFound:
+            self._lease = None
+
+    def _observe(self, lease: dict[str, Any]) -> None:
+        version = lease["metadata"]["resourceVersion"]
+        if self._lease is None or self._lease["metadata"]["resourceVersion"] != version:
+            self._seen_at = now()
+        self._lease = lease
+        leader = lease["spec"].get("holderIdentity") or ""
+        if leader != self.leader:
+            self.leader = leader
+
+    def _is_former_container(self, holder: str) -> bool:
+        return bool(self._pod) and holder.startswith(self._pod)
+
+    def _expired(self) -> bool:
+        assert self._lease is not None
+        return now() >= self._seen_at + (self._lease["spec"].get("leaseDurationSeconds") or 1)
+
+    # What is written
+
+    @property
+    def _once(self) -> Retry:
+        return Retry(attempt_s=self._timing.renew_s / 2, budget_s=self._timing.renew_s / 2, attempts=1)
+
+    async def _write(self, lease: dict[str, Any]) -> dict[str, Any]:
+        return await self._cluster.update(lease, guarded=False, retry=self._once)
+
+    def _fresh(self) -> dict[str, Any]:
+        stamp = _stamp()
+        return {
+            "apiVersion": self._ref.api_version,
+            "kind": self._ref.kind,
+            "metadata": {"name": self._ref.name, "namespace": self._ref.namespace, **self._owners},
+            "spec": {
+                "holderIdentity": self._identity,
+                "leaseDurationSeconds": self._seconds,
+                "acquireTime": stamp,
+                "renewTime": stamp,
+                "leaseTransitions": 0,
+            },
+        }
+
+    def _renewed(self, lease: dict[str, Any], holder: str) -> dict[str, Any]:
+        spec = {**lease["spec"], "leaseDurationSeconds": self._seconds, "renewTime": _stamp()}
+        if holder != self._identity:
+            spec["holderIdentity"] = self._identity
+            spec["acquireTime"] = spec["renewTime"]
+            spec["leaseTransitions"] = (spec.get("leaseTransitions") or 0) + 1
+        return {**lease, "metadata": {**lease["metadata"], **self._owners}, "spec": spec}
+
+    @property
+    def _seconds(self) -> int:
+        # whole seconds on the wire, never fewer than ours
+        return -int(-self._timing.duration_s // 1)
+
+
+def identity_of(environ: Mapping[str, str], host: str, process: str) -> tuple[str, str]:
+    """Who we are in the lease, and what the identities of all containers of our pod begin with.
+
+    The name of a pod says nothing by itself (a StatefulSet's come again while the former may live on a lost node), nor
+    does a host's: only the uid does. Without `POD_UID` the second is empty. `process` differs with each start.
+    """
+    name, uid = environ.get("POD_NAME") or host, environ.get("POD_UID", "")
+    pod = f"{name}_{uid}_" if uid else ""
+    return f"{pod or f'{name}_'}{process}", pod
+
+
+def _stamp() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -1,1 +1,0 @@
-"""The API server as the operator talks to it; nothing else of the operator imports ``kubernetes``."""

@@ -1,0 +1,194 @@
+"""What the picker's and Envoy's objects have in common: owner, labels, pod template, grace, and when they roll."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from treeline_operator import names
+from treeline_operator.api.parts import Resources
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.plan import objects
+from treeline_operator.plan.objects import Object
+from treeline_operator.plan.sharing import Shared
+from treeline_operator.world import GatewayWorld, Observed, Platform
+
+Component = Literal["epp", "edge"]
+
+IMAGE: Final = "treeline.dev/image"
+"""The image that a Deployment's pods were given, so that a new default of the operator does not roll them."""
+LINGER_S: Final = 5
+"""How long a pod that is told to end goes on as before: the cluster needs a moment to hear of it."""
+_STEP_S: Final = 60
+_MARGIN_S: Final = 25
+"""Of the grace period, beyond lingering and draining: for the end itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayContext:
+    """What every object of a gateway is built from."""
+
+    namespace: str
+    gateway: str
+    pools: tuple[InferencePool, ...]
+    shared: Shared
+    platform: Platform
+    owner_uid: str
+    """The anchor's."""
+
+    @classmethod
+    def of(cls, world: GatewayWorld, shared: Shared, owner_uid: str) -> GatewayContext:
+        return cls(world.namespace, world.name, world.pools, shared, world.platform, owner_uid)
+
+    def labels(self, component: Component | None = None) -> dict[str, str]:
+        """The labels of an object; with a component also the selector of its pods."""
+        found = {names.MANAGED_BY: names.MANAGER, names.GATEWAY: self.gateway}
+        return found | {names.COMPONENT: component} if component else found
+
+    def pods(self, component: Component) -> dict[str, str]:
+        """The label selector of a component's pods; it never changes, a Deployment's may not."""
+        return {names.GATEWAY: self.gateway, names.COMPONENT: component}
+
+    def meta(
+        self, name: str, component: Component | None = None, annotations: Mapping[str, str] | None = None
+    ) -> Object:
+        """Metadata of an object that goes when the anchor goes.
+
+        (It does not block the anchor's deletion: that would take a right on ConfigMaps' finalizers, for nothing.)
+        """
+        owner = {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "name": names.anchor(self.gateway),
+            "uid": self.owner_uid,
+            "controller": True,
+        }
+        meta: Object = {
+            "name": name,
+            "namespace": self.namespace,
+            "labels": self.labels(component),
+            "ownerReferences": [owner],
+        }
+        return meta | {"annotations": dict(annotations)} if annotations else meta
+
+    @property
+    def drain_s(self) -> int:
+        """How long open requests may take to end: the longest of the pools, in whole minutes, so that a pool which
+        joins seldom changes it (that would roll the pods)."""
+        longest = max(pool.spec.drain.timeout_seconds for pool in self.pools)
+        return _STEP_S * math.ceil(longest / _STEP_S)
+
+    @property
+    def grace_s(self) -> int:
+        """Seconds from a pod's deletion until it is killed."""
+        return LINGER_S + self.drain_s + _MARGIN_S
+
+    @property
+    def asked_version(self) -> int:
+        """The version of the template generator that some pool asks for at least; 0 if none does."""
+        asked = max(pool.spec.rollout.template_version or 0 for pool in self.pools)
+        return min(asked, self.platform.template_version)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageDecision:
+    """How a Deployment is to be made: with which image, or not at all because it is `kept` as it is."""
+
+    image: str
+    kept: Observed | None = None
+
+
+def decide_image(
+    context: GatewayContext, observed: Observed | None, inputs: str, own_image: str | None, default: str
+) -> ImageDecision:
+    """The rule of template versions: an operator upgrade rolls no pods.
+
+    While the inputs are those of the Deployment that is there, it is left alone if another version of the generator
+    made it (and no pool asks for a newer one), and its image is the one it was made with. Anything else is rendered
+    anew by this version.
+    """
+    fresh = own_image or default
+    if observed is None:
+        return ImageDecision(fresh)
+    annotations: Mapping[str, str] = observed.object["metadata"].get("annotations") or {}
+    text = annotations.get(names.TEMPLATE_VERSION, "")
+    version = int(text) if text.isdigit() else 0
+    if annotations.get(names.INPUTS) != inputs or not version or version < context.asked_version:
+        return ImageDecision(fresh)
+    if version != context.platform.template_version:
+        return ImageDecision(fresh, kept=observed)
+    return ImageDecision(own_image or annotations.get(IMAGE) or default)
+
+
+def deployment(
+    context: GatewayContext,
+    component: Component,
+    name: str,
+    *,
+    replicas: int,
+    image: str,
+    inputs: str,
+    container: Object,
+    pod: Object,
+    labels: Mapping[str, str] | None = None,
+) -> Object:
+    """A Deployment of one restricted container; `container` and `pod` say what is particular to it."""
+    version = str(context.platform.template_version)
+    annotations = {names.INPUTS: inputs, names.TEMPLATE_VERSION: version, IMAGE: image}
+    others = {
+        "labelSelector": {"matchLabels": context.pods(component)},
+        "topologyKey": "kubernetes.io/hostname",
+    }
+    spread = [{"weight": 100, "podAffinityTerm": others}]
+    images = context.platform.images
+    spec = {
+        **(
+            {"imagePullSecrets": [{"name": one} for one in images.pull_secrets]}
+            if images.pull_secrets
+            else {}
+        ),
+        "serviceAccountName": name,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": context.grace_s,
+        "securityContext": objects.pod_security(),
+        "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": spread}},
+        **pod,
+        "containers": [
+            {
+                "name": component,
+                "image": image,
+                "imagePullPolicy": images.pull_policy,
+                "terminationMessagePolicy": "FallbackToLogsOnError",
+                "securityContext": objects.container_security(),
+                **container,
+            }
+        ],
+    }
+    template = {"metadata": {"labels": {**context.labels(component), **(labels or {})}}, "spec": spec}
+    meta = context.meta(name, component, annotations)
+    return objects.deployment(meta, context.pods(component), template, replicas, revisionHistoryLimit=2)
+
+
+def disruption_budget(context: GatewayContext, component: Component, name: str) -> Object:
+    """One pod at a time may be evicted."""
+    return objects.disruption_budget(context.meta(name, component), context.pods(component))
+
+
+def service_account(context: GatewayContext, component: Component, name: str) -> Object:
+    """An identity whose token is mounted only where a pod says so itself."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": context.meta(name, component),
+        "automountServiceAccountToken": False,
+    }
+
+
+def resources(asked: Resources | None, default: Mapping[str, str]) -> Object:
+    """A container's resources: those asked for as they are, or requests that are enough to begin with."""
+    if asked is None:
+        return {"requests": dict(default)}
+    found = {"requests": dict(asked.requests), "limits": dict(asked.limits)}
+    return {name: values for name, values in found.items() if values}

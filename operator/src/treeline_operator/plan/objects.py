@@ -1,0 +1,108 @@
+"""Kubernetes objects as plain data: the parts that the builders of pools and gateways have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from treeline_operator.world import Observed, Ref
+
+Object = dict[str, Any]
+
+USER: Final = 65532
+"""User and group of our containers. The group may read mounted keys, which are closed to everybody else."""
+SECRET_MODE: Final = 0o440
+"""Readable by the group (fsGroup) and nobody else: what reads keys refuses those that are open to everyone."""
+
+
+def manifest(api_version: str, kind: str, meta: Object, spec: Object) -> Object:
+    """An object of metadata and spec."""
+    return {"apiVersion": api_version, "kind": kind, "metadata": meta, "spec": spec}
+
+
+def ref_of(obj: Object) -> Ref:
+    """The address of an object that is to be written."""
+    meta = obj["metadata"]
+    return Ref(obj["apiVersion"], obj["kind"], meta.get("namespace", ""), meta["name"])
+
+
+def find(children: Iterable[Observed], kind: str, name: str, group: str | None = None) -> Observed | None:
+    """A child by kind and name, and by API group where kinds of several have that name."""
+    for child in children:
+        ref = child.ref
+        if (ref.kind, ref.name) == (kind, name) and group in (None, ref.api_version.rpartition("/")[0]):
+            return child
+    return None
+
+
+def condition_of(obj: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """A condition of an object's status by its type; empty where it is not told."""
+    reported: Iterable[Mapping[str, Any]] = (obj.get("status") or {}).get("conditions") or ()
+    return next((one for one in reported if one["type"] == kind), {})
+
+
+def deployment(meta: Object, match: dict[str, str], template: Object, replicas: int, **more: Any) -> Object:
+    """A Deployment that starts a new pod before it ends an old one, also where there is one."""
+    spec = {
+        "replicas": replicas,
+        **more,
+        "selector": {"matchLabels": match},
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+        "template": template,
+    }
+    return manifest("apps/v1", "Deployment", meta, spec)
+
+
+def disruption_budget(meta: Object, match: dict[str, str], max_unavailable: int | str = 1) -> Object:
+    """So many pods may be evicted at once, and those that do not work always: a node can be emptied whatever happens.
+
+    It is one at least: a budget that forbids all keeps nodes from draining.
+    """
+    spec = {
+        "maxUnavailable": max_unavailable,
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        "selector": {"matchLabels": match},
+    }
+    return manifest("policy/v1", "PodDisruptionBudget", meta, spec)
+
+
+def pod_security(*, fixed_user: bool = True, **more: Any) -> Object:
+    """A pod's security context. Without `fixed_user` the image says as whom it runs, and root is refused."""
+    user = {"runAsUser": USER, "runAsGroup": USER} if fixed_user else {}
+    seccomp = {"seccompProfile": {"type": "RuntimeDefault"}}
+    return {"runAsNonRoot": True, **user, "fsGroup": USER, **more, **seccomp}
+
+
+def container_security(*, read_only: bool = True) -> Object:
+    """A container's security context, at level restricted."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": read_only,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def secret_volume(name: str, secret: str) -> Object:
+    """A mounted Secret that the container's group may read."""
+    return {"name": name, "secret": {"secretName": secret, "defaultMode": SECRET_MODE}}
+
+
+def mount(name: str, path: str, *, read_only: bool = True) -> Object:
+    """Where a volume is in a container."""
+    return {"name": name, "mountPath": path} | ({"readOnly": True} if read_only else {})
+
+
+def port(number: int, last: int | None = None) -> Object:
+    """A TCP port of a NetworkPolicy, or those from `number` to `last`."""
+    found = {"port": number, "protocol": "TCP"}
+    return found if last is None or last == number else {**found, "endPort": last}
+
+
+def get_probe(path: str, port: str, period_s: int, failures: int, timeout_s: int = 2) -> Object:
+    """A probe by an HTTP GET."""
+    return {
+        "httpGet": {"path": path, "port": port},
+        "periodSeconds": period_s,
+        "timeoutSeconds": timeout_s,
+        "failureThreshold": failures,
+    }

@@ -1,0 +1,352 @@
+"""`treeline operate plan`: what the operator would do with files, as a diff, and why; no cluster is asked."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+import msgspec
+import yaml
+from pydantic import ValidationError
+
+from treeline_operator.actions import Apply
+from treeline_operator.api.model import InferenceModel
+from treeline_operator.api.parts import API_VERSION, Resource
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.api.rules import violations
+from treeline_operator.controller.observe import explain
+from treeline_operator.controller.store import MODEL, POOL
+from treeline_operator.plan.runtime import template_problem
+from treeline_operator.settings import add_flags, values
+from treeline_operator.simulation import SimulatedStep, Simulation
+from treeline_operator.status.models import model_statuses
+from treeline_operator.world import Images, Platform, Ref
+
+Object = dict[str, Any]
+
+_OURS: Final[dict[str, type[Resource]]] = {POOL: InferencePool, MODEL: InferenceModel}
+_NOISE: Final = ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "selfLink")
+_COLOURS: Final = {"+": "green", "-": "red", "@": "cyan", "#": "bold"}
+_EXAMPLES: Final = """\
+examples:
+  treeline operate plan -f pool.yaml                      everything that a new pool leads to
+  kubectl get tlpool,tlmodel,deploy,svc,cm,sa,role,rolebinding,pdb,netpol,pvc,hpa,pod -o yaml > now/all.yaml
+  treeline operate plan -f pool.yaml --observed now       what an edited pool would change, and why
+  treeline operate plan -f pool.yaml -o yaml | kubectl diff -f -
+
+Secrets are not looked at. The status is 0 if the files are sound, 2 if they are not.
+"""
+
+
+class BadInput(Exception):
+    """A file cannot be used; the message says which, where and why."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of the subcommand."""
+    p = argparse.ArgumentParser(
+        prog="treeline operate plan",
+        description="Show what the operator would create, change and delete for InferencePools and InferenceModels.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument(
+        "-f",
+        "--filename",
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="YAML or JSON with InferencePools and InferenceModels; - is standard input; may be repeated",
+    )
+    p.add_argument(
+        "--observed",
+        type=Path,
+        metavar="DIR",
+        help="what is in the cluster: files of `kubectl get … -o yaml`",
+    )
+    p.add_argument(
+        "-o", "--output", choices=("diff", "yaml", "json"), default="diff", help="default: %(default)s"
+    )
+    p.add_argument("--explain", action="store_true", help="also say why, and what waits or is left alone")
+    p.add_argument(
+        "--namespace", default="default", metavar="NS", help="of objects that name none (%(default)s)"
+    )
+    p.add_argument(
+        "--api",
+        action="append",
+        default=[],
+        metavar="GROUP/VERSION/KIND",
+        help="an optional API that the cluster has, such as gateway.networking.k8s.io/v1/HTTPRoute; may be repeated",
+    )
+    add_flags(p, Platform)
+    add_flags(p.add_argument_group("images, where a pool names none"), Images)
+    return p
+
+
+def main(argv: Sequence[str], out: TextIO | None = None, now: datetime | None = None) -> int:
+    """Run the subcommand; the exit status."""
+    given = parser().parse_args(argv)
+    out = out or sys.stdout
+    images = Images(**values(Images, given))
+    platform = Platform(images=images, apis=frozenset(given.api), **values(Platform, given))
+    try:
+        simulation = Simulation(platform, now or datetime.now(UTC))
+        load(simulation, given.filename, given.observed, given.namespace)
+        ended = simulation.run()
+    except BadInput as exc:
+        print(f"treeline operate plan: {exc}", file=sys.stderr)  # noqa: T201
+        return 2
+    if not ended:
+        print("treeline operate plan: the plan does not come to an end; this is a defect", file=sys.stderr)  # noqa: T201
+        return 1
+    match given.output:
+        case "diff":
+            _print(out, _diffs(simulation, given.explain))
+        case "yaml":
+            objects = [_unowned(step.after) for step in _final(simulation) if step.after is not None]
+            out.write(yaml.safe_dump_all(objects, sort_keys=False))
+        case "json":
+            out.write(msgspec.json.format(msgspec.json.encode(_report(simulation))).decode() + "\n")
+    return 0
+
+
+# ---- in -----------------------------------------------------------------------------------------------------------
+
+
+def load(simulation: Simulation, files: Sequence[str], observed: Path | None, namespace: str) -> None:
+    """Fill the simulation: what is there, and on top of it what is asked for. Raises `BadInput`."""
+    if observed is not None:
+        if not observed.is_dir():
+            raise BadInput(f"--observed {observed} is no directory")
+        for path in sorted(path for path in observed.rglob("*") if path.suffix in (".yaml", ".yml", ".json")):
+            for where, obj in _documents(str(path), _read(str(path))):
+                _take_observed(simulation, where, obj)
+    asked = 0
+    for name in files:
+        for where, obj in _documents(name, _read(name)):
+            _take_asked(simulation, where, obj, namespace)
+            asked += 1
+    if not asked:
+        raise BadInput(f"no InferencePool or InferenceModel in {', '.join(files)}")
+
+
+def _read(name: str) -> str:
+    try:
+        return sys.stdin.read() if name == "-" else Path(name).read_text()
+    except OSError as exc:
+        raise BadInput(f"{name}: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise BadInput(f"{name}: no text ({exc.reason} at byte {exc.start})") from exc
+
+
+def _documents(name: str, text: str) -> Iterator[tuple[str, Object]]:
+    """The objects of a file, each with the place it is from; Lists are taken apart."""
+    try:
+        documents = list(yaml.safe_load_all(text))
+    except yaml.YAMLError as exc:
+        raise BadInput(f"{name}: {exc}") from exc
+    for number, document in enumerate(documents, start=1):
+        where = f"{name}: document {number}" if len(documents) > 1 else name
+        if document is None:
+            continue
+        if _kind(where, document).endswith("List") and isinstance(document.get("items"), list):
+            for index, item in enumerate(document["items"]):
+                _kind(f"{where}: items[{index}]", item)
+                yield f"{where}: items[{index}]", item
+        else:
+            yield where, document
+
+
+def _kind(where: str, document: Any) -> str:
+    if not isinstance(document, dict) or not isinstance(document.get("kind"), str):
+        raise BadInput(f"{where}: no Kubernetes object (it needs apiVersion, kind and metadata)")
+    return str(document["kind"])
+
+
+def _take_observed(simulation: Simulation, where: str, obj: Object) -> None:
+    try:
+        if obj["kind"] != "Secret":
+            simulation.put(obj)
+    except (KeyError, TypeError, AttributeError) as exc:
+        raise BadInput(f"{where}: no object of a cluster ({exc!r})") from exc
+
+
+def _take_asked(simulation: Simulation, where: str, obj: Object, namespace: str) -> None:
+    kind, version = obj.get("kind", ""), obj.get("apiVersion")
+    if kind not in _OURS or version != API_VERSION:
+        ours = " and ".join(_OURS)
+        raise BadInput(f"{where}: {version} {kind} is not ours; -f takes {ours} of {API_VERSION}")
+    meta = obj.get("metadata")
+    if isinstance(meta, dict):
+        obj = {**obj, "metadata": {"namespace": namespace, **meta}}
+    try:
+        typed = _OURS[kind].from_object(obj, strict=True)
+    except ValidationError as exc:
+        raise BadInput(f"{where}: {explain(exc)}") from exc
+    if isinstance(typed, InferencePool) and (problem := template_problem(typed)):
+        raise BadInput(f"{where}: spec.{problem}")
+    if broken := list(violations(typed)):
+        raise BadInput(f"{where}: {'; '.join(broken)}")
+    known = simulation.get(Ref(API_VERSION, kind, typed.namespace, typed.name))
+    if known is not None:
+        there = {name: known["metadata"][name] for name in _NOISE if name in known["metadata"]}
+        if known.get("spec") != obj["spec"]:
+            there["generation"] = known["metadata"].get("generation", 1) + 1
+        obj = {**obj, "metadata": {**obj["metadata"], **there}, "status": known.get("status", {})}
+    simulation.put(obj)
+
+
+# ---- out ----------------------------------------------------------------------------------------------------------
+
+
+def _final(simulation: Simulation) -> list[SimulatedStep]:
+    """One step an object: from what it was first to what it is in the end."""
+    by_ref: dict[Ref, SimulatedStep] = {}
+    for step in simulation.steps:
+        first = by_ref.get(step.action.ref)
+        by_ref[step.action.ref] = step if first is None else replace(step, before=first.before)
+    return list(by_ref.values())
+
+
+def _diffs(simulation: Simulation, explaining: bool) -> Iterator[str]:
+    steps = _final(simulation)
+    for step in steps:
+        yield from _diff(step, explaining)
+    if not steps:
+        yield "# nothing to do: the cluster is as the files ask"
+    if explaining:
+        for key, notes in sorted(simulation.notes.items()):
+            yield from (f"# {key.kind} {key.namespace}/{key.name}: {note}" for note in notes)
+        yield from _model_notes(simulation)
+    yield from _newer_template(simulation)
+    if steps:
+        counts = {
+            verb: sum(step.verb == verb for step in steps) for verb in ("create", "change", "scale", "delete")
+        }
+        yield "# " + ", ".join(f"{count} to {verb}" for verb, count in counts.items() if count)
+
+
+def _diff(step: SimulatedStep, explaining: bool) -> Iterator[str]:
+    ref = step.action.ref
+    name = f"{ref.kind} {ref.namespace}/{ref.name}"
+    yield f"# {step.verb} {name}: {step.action.why}"
+    if explaining and isinstance(step.action, Apply) and step.action.drift:
+        yield f"#   changed by somebody else: {', '.join(step.action.drift)}"
+    yield from _lines(_clean(step.before), _clean(step.after), name)
+
+
+def _newer_template(simulation: Simulation) -> Iterator[str]:
+    """What asking for this operator's pod templates would change beyond the plan; it replaces pods."""
+    version = simulation.platform.template_version
+    other = simulation.with_template_version(version)
+    other.run()
+    rolled = [step for step in _final(other) if step.action.ref.kind == "Deployment" and step.verb != "scale"]
+    rolled = [step for step in rolled if step.after is not None]
+    if not rolled:
+        return
+    yield f"# with rollout.templateVersion: {version} these pods would be replaced as well:"
+    for step in rolled:
+        ref = step.action.ref
+        before = step.before or _current(simulation, step)
+        yield f"# roll {ref.kind} {ref.namespace}/{ref.name}"
+        yield from _lines(
+            _template(before), _template(step.after), f"pods of {ref.namespace}/{step.key.name}"
+        )
+
+
+def _current(simulation: Simulation, step: SimulatedStep) -> Object | None:
+    """The Deployment that a new revision of a pool takes the place of: its youngest with pods."""
+    found = [
+        observed.object
+        for observed in simulation.objects("apps/v1", "Deployment", step.key.namespace)
+        if observed.object["metadata"].get("labels", {}).get("treeline.dev/pool") == step.key.name
+    ]
+    found.sort(
+        key=lambda obj: (obj["spec"].get("replicas", 1) > 0, obj["metadata"].get("creationTimestamp", ""))
+    )
+    return found[-1] if found else None
+
+
+def _template(deployment: Object | None) -> Object:
+    return {} if deployment is None else deployment["spec"].get("template", {})
+
+
+def _lines(before: Object | None, after: Object | None, name: str) -> Iterator[str]:
+    old, new = (_text(obj).splitlines() if obj else [] for obj in (before, after))
+    heads = (name if before else "/dev/null", name if after else "/dev/null")
+    yield from difflib.unified_diff(old, new, *heads, lineterm="")
+
+
+def _text(obj: Object) -> str:
+    text: str = yaml.safe_dump(obj, sort_keys=True, width=110)
+    return text
+
+
+def _model_notes(simulation: Simulation) -> Iterator[str]:
+    pools = list(simulation.pools())
+    for namespace in sorted({pool.namespace for pool in pools}):
+        found = simulation.objects(API_VERSION, MODEL, namespace)
+        models = [InferenceModel.from_object(observed.object) for observed in found]
+        own = [pool for pool in pools if pool.namespace == namespace]
+        for name, status in sorted(model_statuses(models, own, simulation.now).items()):
+            said = status["conditions"][0]
+            yield f"# model {namespace}/{name}: {said['reason']}: {said['message']}"
+
+
+def _report(simulation: Simulation) -> Object:
+    steps = [
+        {
+            "verb": step.verb,
+            "apiVersion": step.action.ref.api_version,
+            "kind": step.action.ref.kind,
+            "namespace": step.action.ref.namespace,
+            "name": step.action.ref.name,
+            "why": step.action.why,
+            "drift": list(step.action.drift) if isinstance(step.action, Apply) else [],
+            "object": _clean(step.after),
+        }
+        for step in _final(simulation)
+    ]
+    notes = {
+        f"{key.kind} {key.namespace}/{key.name}": notes for key, notes in simulation.notes.items() if notes
+    }
+    return {"steps": steps, "notes": notes}
+
+
+def _clean(obj: Object | None) -> Object | None:
+    """Without what the API server adds, and without what was made up for the simulation."""
+    if obj is None:
+        return None
+    meta = {name: value for name, value in obj["metadata"].items() if name not in _NOISE}
+    if "ownerReferences" in meta:
+        meta["ownerReferences"] = [
+            {k: v for k, v in owner.items() if k != "uid" or not str(v).startswith("uid-of-")}
+            for owner in meta["ownerReferences"]
+        ]
+    return {name: value for name, value in {**obj, "metadata": meta}.items() if name != "status"}
+
+
+def _unowned(obj: Object) -> Object:
+    """The object for a cluster, in which an owner without a uid would be refused."""
+    cleaned = _clean(obj) or {}
+    meta = {**cleaned["metadata"]}
+    owners = [owner for owner in meta.pop("ownerReferences", ()) if "uid" in owner]
+    return {**cleaned, "metadata": meta | ({"ownerReferences": owners} if owners else {})}
+
+
+def _print(out: TextIO, lines: Iterator[str]) -> None:
+    if not out.isatty():
+        out.writelines(f"{line}\n" for line in lines)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=out, highlight=False, soft_wrap=True)
+    for line in lines:
+        console.print(Text(line, style=_COLOURS.get(line[:1], "")))

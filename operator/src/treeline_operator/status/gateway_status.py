@@ -1,0 +1,393 @@
+"""What is true of a pool's way in: its picker, its gateway, its route; and of the autoscaler beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from datetime import datetime
+from typing import Any, Final
+
+from treeline_operator import names
+from treeline_operator.api.conditions import ConditionType, Reason
+from treeline_operator.api.gateway import ParentRef
+from treeline_operator.plan import revision as revisions
+from treeline_operator.plan.gateway import gateway_children, gateway_url
+from treeline_operator.plan.objects import condition_of, find
+from treeline_operator.plan.pod_state import is_available
+from treeline_operator.plan.routes import ROUTE, UPSTREAM
+from treeline_operator.plan.scaling import KEDA
+from treeline_operator.plan.sharing import Shared
+from treeline_operator.status.causes import diagnose
+from treeline_operator.status.conditions import Finding
+from treeline_operator.world import Observed, PoolWorld, Ref
+
+_ROUTE_APIS: Final = ((ROUTE, Reason.GATEWAY_API_MISSING), (UPSTREAM, Reason.INFERENCE_EXTENSION_MISSING))
+NORMAL_START_S: Final = 60
+"""For so long pods of a picker or an Envoy may not be ready after they were made or fell ill: nothing is wrong yet."""
+UNHEARD_S: Final = 30
+"""For so long a picker that was well is held to be so while nobody has heard of it: the operator has just started, or
+an answer was lost."""
+GATEWAY_GROUP: Final = "gateway.networking.k8s.io"
+_PROGRAMMED: Final = "Programmed"
+_ABSENT_METRICS: Final = ("could not find the requested resource", "metrics API", "metrics.k8s.io")
+_UNSUPPORTED: Final = frozenset(
+    ("NotSupportedByParent", "NotSupportedByGateway", "UnsupportedValue", "InvalidKind")
+)
+
+
+def picker(world: PoolWorld, ready: Collection[str]) -> Finding:
+    """Whether a picker is ready and would choose these pods, the ready ones of the current revision."""
+    kind = ConditionType.ENDPOINT_PICKER_READY
+    deployment = names.epp(world.gateway.name)
+    trouble = _component(world, kind, deployment, "epp", Reason.PICKER_NOT_READY)
+    if trouble is not None:
+        return trouble
+    if not world.platform.picker_probe:
+        return Finding(
+            kind, "True", Reason.PICKER_SYNCED, f"{deployment} is ready; its list of pods is not checked"
+        )
+    if world.picker is None and _was_well(world, kind):
+        return Finding(
+            kind, "True", Reason.PICKER_SYNCED, f"{deployment} is ready; its list of pods is asked for anew"
+        )
+    if world.picker is None:
+        return Finding(
+            kind, "Unknown", Reason.PICKER_UNREACHABLE, f"no pod of {deployment} has told its list of pods"
+        )
+    if not world.picker.synced:
+        return Finding(kind, "False", Reason.PICKER_NOT_SYNCED, f"{deployment} has not read the cluster yet")
+    listed = revisions.routable(world.picker, world.pool.name) or frozenset()
+    missing = sorted(set(ready) - listed)
+    if missing:
+        text = f"{deployment} would choose {len(ready) - len(missing)} of {len(ready)} ready pods, not {few(missing)}"
+        return Finding(kind, "False", Reason.ENDPOINTS_MISSING, text)
+    text = f"{deployment} would choose every ready pod ({len(ready)})" if ready else f"{deployment} is ready"
+    return Finding(kind, "True", Reason.PICKER_SYNCED, text)
+
+
+def _was_well(world: PoolWorld, kind: ConditionType) -> bool:
+    """Whether the picker was well when it was heard last, and that is not long ago."""
+    reported = next((one for one in world.pool.status.get("conditions", ()) if one["type"] == kind), None)
+    since = world.picker_silent_since
+    lately = since is None or (world.now - since).total_seconds() < UNHEARD_S
+    return reported is not None and reported["status"] == "True" and lately
+
+
+def gateway(world: PoolWorld, shared: Shared) -> Finding:
+    """Whether the pool's gateway takes requests."""
+    kind = ConditionType.GATEWAY_READY
+    trouble = _standalone(world, shared) if shared.mode == "standalone" else _gateway_api(world, shared)
+    if trouble is not None:
+        return trouble
+    conflicts = shared.conflicts.get(world.pool.name, ())
+    if conflicts:
+        text = (
+            f"the gateway serves, but with the settings of pool {shared.owner.name}: {'; '.join(conflicts)}"
+        )
+        return Finding(kind, "True", Reason.GATEWAY_CONFLICT, text)
+    if (caution := _caution(shared)) is not None:
+        return Finding(kind, "True", *caution)
+    if shared.mode == "standalone":
+        text = f"gateway {shared.name} is ready"
+    else:
+        text = f"{few(map(_parent_name, parents(world, shared)))} knows the route"
+    return Finding(kind, "True", Reason.GATEWAY_SERVING, text)
+
+
+def _caution(shared: Shared) -> tuple[Reason, str] | None:
+    """What somebody should know of a gateway that serves."""
+    if shared.mode != "standalone":
+        return None
+    edge = shared.edge
+    wanting = {"apiKeysSecretRef": edge.api_keys_secret_ref, "tls": edge.tls}
+    lacks = " and no ".join(name for name, there in wanting.items() if there is None)
+    if edge.service_type == "LoadBalancer" and lacks:
+        return Reason.GATEWAY_OPEN, f"gateway {shared.name} is ready; its load balancer has no {lacks}"
+    if shared.salts and shared.picker.failure_mode == "FailOpen":
+        text = f"gateway {shared.name} is ready; it refuses requests while no picker answers, since isolation is PerKey"
+        return Reason.FAIL_CLOSE_FORCED, text
+    return None
+
+
+def route(world: PoolWorld, shared: Shared) -> Finding | None:
+    """Whether every parent accepts the pool's HTTPRoute and its upstream pool; None without Gateway API."""
+    if shared.mode == "standalone" or _missing_api(world) is not None:
+        return None
+    kind = ConditionType.ROUTE_ACCEPTED
+    found = list(_judgements(world, shared))
+    refused = [
+        (who, condition)
+        for who, condition in found
+        if condition is not None and condition["status"] == "False"
+    ]
+    if refused:
+        who, condition = refused[0]
+        unsupported = condition.get("reason") in _UNSUPPORTED
+        text = (
+            f"{who}: {condition['type']} is False, {condition.get('reason')}: {condition.get('message', '')}"
+        )
+        return Finding(
+            kind, "False", Reason.UNSUPPORTED_BY_PARENT if unsupported else Reason.ROUTE_NOT_ACCEPTED, text
+        )
+    waiting = [who for who, condition in found if condition is None or condition["status"] != "True"]
+    if waiting or not found:
+        text = f"not judged yet: {few(waiting)}" if waiting else "the HTTPRoute is not there yet"
+        return Finding(kind, "Unknown", Reason.ROUTE_PENDING, text)
+    accepted = few(map(_parent_name, parents(world, shared)))
+    return Finding(kind, "True", Reason.ROUTE_ACCEPTED, f"accepted by {accepted}")
+
+
+def scaling(world: PoolWorld) -> Finding | None:
+    """Whether the autoscaler works; None where there is to be none."""
+    kind, auto = ConditionType.SCALING_ACTIVE, world.pool.spec.autoscaling
+    if auto.type == "None":
+        return None
+    if auto.type == "KEDA" and KEDA not in world.platform.apis:
+        return Finding(
+            kind, "False", Reason.KEDA_MISSING, "there is no ScaledObject of keda.sh/v1alpha1 in the cluster"
+        )
+    sought = "ScaledObject" if auto.type == "KEDA" else "HorizontalPodAutoscaler"
+    scaler = next((child.object for child in world.children if child.ref.kind == sought), None)
+    if scaler is None:
+        return Finding(kind, "Unknown", Reason.PENDING, f"the {sought} is not there yet")
+    name = scaler["metadata"]["name"]
+    reported = {one["type"]: one for one in (scaler.get("status") or {}).get("conditions") or ()}
+    needed = ("Ready",) if auto.type == "KEDA" else ("AbleToScale", "ScalingActive")
+    for condition in (reported[one] for one in needed if one in reported):
+        if condition["status"] == "False" and condition.get("reason") == "ScalingDisabled":
+            return Finding(kind, "False", Reason.SCALED_TO_ZERO, f"{sought} {name} rests while replicas is 0")
+        if condition["status"] == "False":
+            text = f"{sought} {name}: {condition.get('reason')}: {condition.get('message', '')}"
+            absent = any(part in text for part in _ABSENT_METRICS)
+            return Finding(
+                kind, "False", Reason.METRICS_API_MISSING if absent else Reason.AUTOSCALER_NOT_READY, text
+            )
+    if not all(reported.get(one, {}).get("status") == "True" for one in needed):
+        return Finding(
+            kind, "Unknown", Reason.PENDING, f"{sought} {name} has not been looked at by its controller"
+        )
+    low, high = auto.min_replicas if auto.min_replicas is not None else 1, auto.max_replicas
+    return Finding(
+        kind, "True", Reason.AUTOSCALER_ACTIVE, f"{sought} {name} sets replicas between {low} and {high}"
+    )
+
+
+def url(world: PoolWorld, shared: Shared) -> str:
+    """Where clients ask for the pool's model; empty where it cannot be known."""
+    own = world.pool if shared.mode == "standalone" or world.pool.spec.gateway.hostnames else None
+    return gateway_url(world.gateway, own) or ""
+
+
+def parents(world: PoolWorld, shared: Shared) -> tuple[ParentRef, ...]:
+    """The Gateways that the pool is attached to."""
+    return world.pool.spec.gateway.parent_refs or shared.owner.spec.gateway.parent_refs
+
+
+def few(items: Iterable[str]) -> str:
+    """Some names, and how many more there are."""
+    everything = list(items)
+    more = f" and {len(everything) - 5} more" if len(everything) > 5 else ""
+    return ", ".join(everything[:5]) + more
+
+
+def _component(
+    world: PoolWorld, kind: ConditionType, name: str, component: str, not_ready: Reason
+) -> Finding | None:
+    """What keeps a Deployment of the gateway from having a ready pod; None if it has one."""
+    found = find(world.gateway.children, "Deployment", name)
+    if found is None:
+        return Finding(kind, "False", Reason.PENDING, f"Deployment {name} is not there yet")
+    deployment = found.object
+    pods = _pods_of(world, component)
+    serves = (deployment.get("status") or {}).get("readyReplicas")
+    if serves and _is_of_now(deployment, pods):
+        return None
+    causes = diagnose(pods, [deployment], _objects(world.events))
+    if serves:
+        name = f"{name} (pods with former settings serve meanwhile)"
+    if not causes:
+        return Finding(kind, "False", Reason.PODS_STARTING, f"Deployment {name} has no pods yet")
+    reason = causes[0].reason
+    if reason is Reason.PROBE_FAILING:
+        lasts = any(_unready_s(pod, world.now) >= NORMAL_START_S for pod in pods if not is_available(pod))
+        reason = not_ready if lasts else Reason.PODS_STARTING
+    elif reason is Reason.MODEL_LOADING:  # said of any container that has not passed its start-up probe
+        reason = Reason.PODS_STARTING
+    return Finding(kind, "False", reason, f"Deployment {name}: {causes[0].detail}")
+
+
+def _unready_s(pod: Mapping[str, Any], now: datetime) -> float:
+    """How long a pod has not been ready; for ever where it does not say."""
+    since = condition_of(pod, "Ready").get("lastTransitionTime") or pod["metadata"].get("creationTimestamp")
+    return (now - datetime.fromisoformat(since)).total_seconds() if since else float("inf")
+
+
+def former_envoys(world: PoolWorld) -> int:
+    """How many Envoys with former settings there still are: those that are told to end finish what they have begun,
+    and ask nobody for a key that is asked for only now."""
+    found = gateway_children(world.gateway).edge
+    if found is None or (wanted := _configuration(found.object)) is None:
+        return 0
+    pods = _pods_of(world, "edge")
+    running = (pod for pod in pods if (pod.get("status") or {}).get("phase") not in ("Succeeded", "Failed"))
+    return sum(_labels(pod).get(names.REVISION, wanted) != wanted for pod in running)
+
+
+def _pods_of(world: PoolWorld, component: str) -> list[Mapping[str, Any]]:
+    """The gateway's pods of a component, those that end included."""
+    return [pod for pod in _objects(world.gateway.pods) if _labels(pod).get(names.COMPONENT) == component]
+
+
+def _configuration(deployment: Mapping[str, Any]) -> str | None:
+    """The hash of the configuration that a Deployment's pods are to have, where they have one that clients see."""
+    template = deployment["spec"].get("template") or {}
+    wanted: str | None = template.get("metadata", {}).get("labels", {}).get(names.REVISION)
+    return wanted
+
+
+def _is_of_now(deployment: Mapping[str, Any], pods: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether what serves is what is asked for. Pods carry the hash of the configuration, where they have one that
+    clients see (Envoy's: TLS, API keys); of other changes it is enough that they come to their end."""
+    wanted = _configuration(deployment)
+    ready = {_labels(pod).get(names.REVISION) for pod in pods if is_available(pod)}
+    reported = (deployment.get("status") or {}).get("conditions") or ()
+    overdue = any(one.get("reason") == "ProgressDeadlineExceeded" for one in reported)
+    return not overdue and (wanted is None or wanted in ready)
+
+
+def _standalone(world: PoolWorld, shared: Shared) -> Finding | None:
+    kind, service_name = ConditionType.GATEWAY_READY, names.url_service(shared.name)
+    trouble = _component(world, kind, names.edge(shared.name), "edge", Reason.GATEWAY_NOT_READY)
+    if trouble is not None:
+        return trouble
+    service = gateway_children(world.gateway).service
+    if service is None:
+        return Finding(kind, "False", Reason.PENDING, f"Service {service_name} is not there yet")
+    balancer = (service.object.get("status") or {}).get("loadBalancer") or {}
+    if shared.edge.service_type == "LoadBalancer" and not balancer.get("ingress"):
+        inside = f"{service_name}.{world.pool.namespace}.svc"
+        text = f"Service {service_name} waits for an address from outside; inside the cluster {inside} serves"
+        return Finding(kind, "False", Reason.ADDRESS_PENDING, text)
+    return None
+
+
+def _gateway_api(world: PoolWorld, shared: Shared) -> Finding | None:
+    kind, missing = ConditionType.GATEWAY_READY, _missing_api(world)
+    if missing is not None:
+        return Finding(kind, "False", missing[1], f"the cluster does not have {missing[0]}")
+    silent = [who for who, condition in _judgements(world, shared) if condition is None]
+    there = any(child.ref.kind == "HTTPRoute" for child in world.children)
+    if silent or not there:
+        text = f"not heard of yet: {few(silent)}" if silent else "the HTTPRoute is not there yet"
+        return Finding(kind, "Unknown", Reason.ROUTE_PENDING, text)
+    return _unprogrammed(world, shared)
+
+
+def _unprogrammed(world: PoolWorld, shared: Shared) -> Finding | None:
+    """What a Gateway that may be read says where its data plane does not listen (yet); None where all do.
+
+    A route may be accepted long before: by the controller, which answers no request.
+    """
+    known = {(one.ref.namespace, one.ref.name): one.object for one in world.parents}
+    for ref in parents(world, shared):
+        found = (
+            known.get((ref.namespace or world.pool.namespace, ref.name)) if ref.kind == "Gateway" else None
+        )
+        if found is None:
+            continue
+        for whose, condition in _programmed(found, ref):
+            if condition.get("status") == "True":
+                continue
+            reported = (
+                f"{condition.get('reason')}: {condition.get('message', '')}" if condition else "not told yet"
+            )
+            text = f"{_parent_name(ref)}: {whose} is not {_PROGRAMMED}: {reported}"
+            return Finding(ConditionType.GATEWAY_READY, "False", Reason.GATEWAY_NOT_PROGRAMMED, text)
+    return None
+
+
+def _programmed(gateway: Mapping[str, Any], ref: ParentRef) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The condition of a Gateway, and of the listener that the pool is attached to; empty where it is not told."""
+    status = gateway.get("status") or {}
+    listeners = status.get("listeners") or ()
+    judged: list[tuple[str, Iterable[Mapping[str, Any]]]] = [("it", status.get("conditions") or ())]
+    judged += [
+        (f"listener {one['name']}", one.get("conditions") or ())
+        for one in listeners
+        if one["name"] == ref.section_name
+    ]
+    for whose, conditions in judged:
+        yield whose, next((one for one in conditions if one["type"] == _PROGRAMMED), {})
+
+
+def gateway_refs(world: PoolWorld, shared: Shared) -> tuple[Ref, ...]:
+    """The Gateways among the pool's parents."""
+    if shared.mode == "standalone" or _missing_api(world) is not None:
+        return ()
+    found = (ref for ref in parents(world, shared) if (ref.group, ref.kind) == (GATEWAY_GROUP, "Gateway"))
+    spaces = ((ref.namespace or world.pool.namespace, ref.name) for ref in found)
+    return tuple(Ref(f"{GATEWAY_GROUP}/v1", "Gateway", *space) for space in dict.fromkeys(spaces))
+
+
+def _missing_api(world: PoolWorld) -> tuple[str, Reason] | None:
+    return next(((api, reason) for api, reason in _ROUTE_APIS if api not in world.platform.apis), None)
+
+
+def _judgements(world: PoolWorld, shared: Shared) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
+    """What each parent says: of the HTTPRoute, one condition or None by parent; of the upstream pool where it does."""
+    for obj in _objects(child for child in world.children if child.ref.kind == "HTTPRoute"):
+        reported = (obj.get("status") or {}).get("parents") or ()
+        for ref in parents(world, shared):
+            own = [
+                entry
+                for entry in reported
+                if _is_about(entry.get("parentRef") or {}, ref, world.pool.namespace)
+            ]
+            yield _parent_name(ref), _worst(obj, own)
+    for obj in _objects(child for child in world.children if _is_upstream(child)):
+        for entry in (obj.get("status") or {}).get("parents") or ():
+            who = entry.get("parentRef") or {}
+            if (
+                who.get("kind", "Gateway") != "Status"
+            ):  # a placeholder that older versions of the CRD put there
+                yield f"{who.get('kind', 'Gateway')} {who.get('name')}, of the pool", _worst(obj, [entry])
+
+
+def _worst(obj: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The condition that decides: a False one, else one that is not known, else a True one. None if nothing is said."""
+    generation = obj["metadata"].get("generation", 0)
+    reported = [
+        condition
+        for entry in entries
+        for condition in entry.get("conditions") or ()
+        if condition["type"] in ("Accepted", "ResolvedRefs")
+        and condition.get("observedGeneration", generation) >= generation
+    ]
+    return min(reported, key=lambda one: ("False", "Unknown", "True").index(one["status"]), default=None)
+
+
+def _is_about(said: Mapping[str, Any], ref: ParentRef, namespace: str) -> bool:
+    return (
+        said.get("name") == ref.name
+        and said.get("kind", "Gateway") == ref.kind
+        and said.get("namespace", namespace) == (ref.namespace or namespace)
+        and said.get("sectionName") == ref.section_name
+        and said.get("port") == ref.port
+    )
+
+
+def _is_upstream(child: Observed) -> bool:
+    return child.ref.kind == "InferencePool" and child.ref.api_version.startswith("inference.networking.")
+
+
+def _parent_name(ref: ParentRef) -> str:
+    place = f"{ref.namespace}/{ref.name}" if ref.namespace else ref.name
+    return f"{ref.kind} {place}" + (f" ({ref.section_name})" if ref.section_name else "")
+
+
+def _objects(observed: Iterable[Observed]) -> list[dict[str, Any]]:
+    return [one.object for one in observed]
+
+
+def _labels(obj: Mapping[str, Any]) -> Mapping[str, str]:
+    found: Mapping[str, str] = obj["metadata"].get("labels") or {}
+    return found

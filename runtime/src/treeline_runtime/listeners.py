@@ -1,0 +1,84 @@
+"""The sockets on which the server listens: inference, metrics, administration. Bound before anything slow."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from treeline_wire.security import is_loopback
+
+from treeline_runtime.args import ServerArgs
+
+
+class ListenError(Exception):
+    """The server cannot listen as asked; the message names the flag."""
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """Listening TCP sockets; None: that listener is off."""
+
+    http: socket.socket
+    metrics: socket.socket | None
+    admin: socket.socket | None
+
+    @property
+    def admin_on_loopback(self) -> bool:
+        """Whether only this machine (or pod) can reach administration."""
+        return self.admin is not None and is_loopback(address(self.admin)[0])
+
+
+@contextlib.contextmanager
+def listening(args: ServerArgs) -> Iterator[Listeners]:
+    """The sockets that `args` ask for, closed at the end of the block. Raises ListenError."""
+    with contextlib.ExitStack() as stack:
+        http = stack.enter_context(contextlib.closing(listen(args.host, args.port, "")))
+        metrics = admin = None
+        if args.metrics_port is not None:
+            metrics = listen(args.metrics_host, args.metrics_port, "metrics-")
+            stack.enter_context(contextlib.closing(metrics))
+        if args.admin_port is not None:
+            admin = listen(args.admin_host, args.admin_port, "admin-", closed=args.admin_key is None)
+            stack.enter_context(contextlib.closing(admin))
+        yield Listeners(http, metrics, admin)
+
+
+def listen(host: str, port: int, flag: str, *, closed: bool = False) -> socket.socket:
+    """A listening socket; its flags are `--{flag}host` and `--{flag}port`. `closed`: on loopback only.
+
+    Raises ListenError.
+    """
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ListenError(f"--{flag}host: {host!r} is no address of this machine: {error.strerror}") from None
+    if closed and not is_loopback(str(where[0])):
+        raise ListenError(
+            f"--{flag}host: refusing to serve administration on {host} without a key: whoever can connect could end "
+            "everybody's requests. Give --admin-key-file (or TREELINE_ADMIN_KEY), or bind to 127.0.0.1"
+        )
+    made = socket.socket(family, kind, proto)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind(where)
+        made.listen(2048)
+    except OSError as error:
+        made.close()
+        fix = " (0 = any free port; off = none)" if flag else ""
+        raise ListenError(f"--{flag}port: cannot listen on {host}:{port}: {error.strerror}{fix}") from None
+    made.setblocking(False)
+    return made
+
+
+def address(listener: socket.socket) -> tuple[str, int]:
+    """Host and port of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return str(host), int(port)
+
+
+def url(listener: socket.socket) -> str:
+    """Where clients on this machine reach it."""
+    host, port = address(listener)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

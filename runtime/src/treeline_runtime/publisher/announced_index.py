@@ -1,0 +1,172 @@
+"""The publisher's own copy of what the cache holds, and what of it has been announced. No sockets.
+
+The scheduler reports every page it caches. Not every page is worth announcing. A router matches prompts as *text*; a
+page whose tokens were sampled may hold tokens that encoding its text would never give ("hel" + "lo" where the
+tokenizer says "hello"), so no future prompt can reach it. Three rules follow:
+
+- A page with sampled tokens is announced only up to the first position that re-encoding does not reproduce.
+- A page below an unannounced page is not announced either: no match could reach it.
+- The removal of an unannounced page is silent.
+
+Invariants (`check`): an announced page's parent is absent, or announced and of the same namespace; pages are the
+cache's pages after every update, announced or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored
+from treeline_wire.namespaces import adapter_of
+
+from treeline_runtime.messages import CacheEvent, Cleared, Removed, Stored
+
+MEDIUM = "GPU"
+"""Consumers treat this as "the engine's own cache", the fastest tier; a CPU backend's pool is that too."""
+
+WireEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class Reencoder(Protocol):
+    """Tells how far encoding a sequence's text gives the sequence back."""
+
+    def agreed_len(self, ids: Sequence[int], sampled_from: int) -> int:
+        """Number of leading `ids` that re-encoding reproduces; `sampled_from` at least: prompts are taken as given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One cached page. `parent` None = it starts a sequence."""
+
+    hash: int
+    parent: int | None
+    tokens: tuple[int, ...]
+    namespace: str | None
+    announced: bool
+
+
+class AnnouncedIndex:
+    """Pages by hash. `apply` is O(pages of the event), plus O(sequence) where sampled tokens must be re-encoded."""
+
+    def __init__(self, reencoder: Reencoder) -> None:
+        self._reencoder = reencoder
+        self._pages: dict[int, Page] = {}
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def pages(self) -> dict[int, Page]:
+        """A copy, O(pages), that later updates do not change."""
+        return dict(self._pages)
+
+    def announced(self) -> list[int]:
+        return [page.hash for page in self._pages.values() if page.announced]
+
+    def apply(self, events: Iterable[CacheEvent]) -> list[WireEvent]:
+        """Takes one step's cache events; returns what to tell the world about them, in order."""
+        told: list[WireEvent] = []
+        for event in events:
+            match event:
+                case Stored():
+                    told += self._store(event)
+                case Removed():
+                    gone = self._remove(event)
+                    if gone and told and isinstance(told[-1], BlockRemoved):
+                        gone = [*told.pop().block_hashes, *gone]  # type: ignore[union-attr]
+                    if gone:
+                        told.append(BlockRemoved(block_hashes=gone, medium=MEDIUM))
+                case Cleared():
+                    self._pages.clear()
+                    told = [AllBlocksCleared()]
+        return told
+
+    def _store(self, event: Stored) -> list[WireEvent]:
+        if not event.block_hashes:
+            return []
+        size = len(event.token_ids) // len(event.block_hashes)
+        assert size * len(event.block_hashes) == len(event.token_ids), "a stored run holds whole pages"
+        agreed = self._agreed_len(event)
+        parent, fresh = event.parent_hash, list[Page]()
+        reachable = parent is None or (parent in self._pages and self._pages[parent].announced)
+        for index, block in enumerate(event.block_hashes):
+            end = (index + 1) * size
+            reachable = reachable and end <= agreed
+            known = self._pages.get(block)
+            if known is not None and known.announced:
+                reachable = True
+            else:
+                tokens = tuple(event.token_ids[end - size : end])
+                page = Page(block, parent, tokens, event.namespace, reachable)
+                self._pages[block] = page
+                if reachable:
+                    fresh.append(page)
+            parent = block
+        return list(runs(fresh))
+
+    def _agreed_len(self, event: Stored) -> int:
+        """How many leading tokens of the run may be announced."""
+        if event.output_from >= len(event.token_ids):
+            return len(event.token_ids)
+        before = self._tokens_down_to(event.parent_hash)
+        agreed = self._reencoder.agreed_len([*before, *event.token_ids], len(before) + event.output_from)
+        return agreed - len(before)
+
+    def _tokens_down_to(self, block: int | None) -> list[int]:
+        path: list[tuple[int, ...]] = []
+        while block is not None and (page := self._pages.get(block)) is not None:
+            path.append(page.tokens)
+            block = page.parent
+        return [token for tokens in reversed(path) for token in tokens]
+
+    def _remove(self, event: Removed) -> list[int]:
+        pages = [self._pages.pop(block, None) for block in event.block_hashes]
+        return [page.hash for page in pages if page is not None and page.announced]
+
+    def check(self) -> None:
+        """Asserts the invariants above. O(pages)."""
+        for block, page in self._pages.items():
+            assert block == page.hash
+            parent = self._pages.get(page.parent) if page.parent is not None else None
+            if page.announced and parent is not None:
+                assert parent.announced, f"{block} is announced below unannounced {parent.hash}"
+                assert parent.namespace == page.namespace, f"{block} left its parent's namespace"
+
+
+def parents_first(pages: dict[int, Page]) -> Iterator[Page]:
+    """The announced of `pages`, each after its parent. O(pages), lazily: stop and go on at will."""
+    done: set[int] = set()
+    for page in pages.values():
+        path: list[Page] = []
+        step: Page | None = page
+        while step is not None and step.hash not in done and step.announced:
+            path.append(step)
+            done.add(step.hash)
+            step = pages.get(step.parent) if step.parent is not None else None
+        yield from reversed(path)
+
+
+def runs(pages: Iterable[Page], longest: int = 1024) -> Iterator[BlockStored]:
+    """Pages → events: neighbours that continue each other share one event of at most `longest` pages."""
+    run: list[Page] = []
+    for page in pages:
+        joins = run and page.parent == run[-1].hash and page.namespace == run[-1].namespace
+        if run and (not joins or len(run) >= longest):
+            yield _stored(run)
+            run = []
+        run.append(page)
+    if run:
+        yield _stored(run)
+
+
+def _stored(run: list[Page]) -> BlockStored:
+    return BlockStored(
+        block_hashes=[page.hash for page in run],
+        parent_block_hash=run[0].parent,
+        token_ids=[token for page in run for token in page.tokens],
+        block_size=len(run[0].tokens),
+        medium=MEDIUM,
+        lora_name=adapter_of(run[0].namespace),
+        cache_salt=run[0].namespace,
+    )

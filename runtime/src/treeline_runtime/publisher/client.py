@@ -1,0 +1,62 @@
+"""The scheduler's end of the pipe to the publisher: it never blocks, and after an overflow it starts over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from treeline_runtime.messages import CacheUpdate, Cleared, LoadUpdate, Stored
+
+Block = tuple[int, int | None, list[int], str | None]
+"""(hash, parent hash, tokens, namespace) of one cached page."""
+
+
+class PublisherClient:
+    """Passes updates on while the publisher takes them.
+
+    Once one could not be sent, the publisher's index is wrong; so nothing more is sent until there is room again for
+    the whole tree, which replaces what the publisher knew.
+    """
+
+    def __init__(
+        self, send: Callable[[CacheUpdate | LoadUpdate], bool], whole_tree: Callable[[], Iterable[Block]]
+    ) -> None:
+        """`send` returns False when it had to drop; `whole_tree` gives every cached page, parents first."""
+        self._send = send
+        self._whole_tree = whole_tree
+        self._behind = False
+        self.updates = 0
+        """Cache updates sent."""
+
+    def publish(self, update: CacheUpdate | LoadUpdate) -> None:
+        caught_up_now = self._behind and self.catch_up()
+        if self._behind or (caught_up_now and isinstance(update, CacheUpdate)):
+            return  # the tree as it is contains the update
+        if not self._send(update):
+            self._behind = True
+        elif isinstance(update, CacheUpdate):
+            self.updates += 1
+
+    def catch_up(self) -> bool:
+        """Starts over if that is needed and possible; True when nothing is missing (any more)."""
+        if self._behind and self._send(CacheUpdate([Cleared(), *stored_runs(self._whole_tree())])):
+            self._behind = False
+            self.updates += 1
+        return not self._behind
+
+
+def stored_runs(blocks: Iterable[Block]) -> Iterator[Stored]:
+    """Pages, parents first → events of as many pages as continue each other.
+
+    Which tokens were sampled is not known any more, so all count as sampled.
+    """
+    run: Stored | None = None
+    for block, parent, tokens, namespace in blocks:
+        if run is not None and parent == run.block_hashes[-1] and namespace == run.namespace:
+            run.block_hashes.append(block)
+            run.token_ids.extend(tokens)
+            continue
+        if run is not None:
+            yield run
+        run = Stored([block], parent, list(tokens), namespace, output_from=0)
+    if run is not None:
+        yield run

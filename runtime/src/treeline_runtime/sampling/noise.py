@@ -1,0 +1,79 @@
+"""Random numbers without state: a function of (seed, index of the output token, token id).
+
+A hash of those three, in wrapping 32-bit integers, so that CPU and CUDA compute the same bits. The numbers of one row
+do not depend on the others, nor on how many there are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+_MASK = (1 << 64) - 1
+_ODD = (0x21F0AAAD, 0x735A2D97)
+"""Multipliers of a 32-bit mixer whose output bits depend on all input bits with little bias."""
+_TO_UNIT = 2.0**-31 * (1 - 2.0**-23)
+"""31-bit integers → below 1: the largest must not become 1 in float32."""
+
+
+def _mix64(x: int) -> int:
+    """The finaliser of splitmix64."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def row_keys(rows: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    """(seed, index) of each row → (rows, 2) int32: one number to add, and an odd one to multiply with."""
+    keys = []
+    for seed, index in rows:
+        key = _mix64(_mix64(seed & _MASK) + (index + 1) * 0x9E3779B97F4A7C15 & _MASK)
+        keys.append((_signed(key >> 32), _signed(key | 1)))
+    return torch.tensor(keys, dtype=torch.int32, device=device)
+
+
+def _signed(x: int) -> int:
+    """The low 32 bits as a signed number."""
+    x &= 0xFFFFFFFF
+    return x - (1 << 32) if x >> 31 else x
+
+
+@functools.lru_cache(maxsize=8)
+def _token_hashes(vocab: int, device: torch.device) -> torch.Tensor:
+    """(vocab,) int32: token ids, mixed once."""
+    ids = torch.arange(vocab, dtype=torch.int32, device=device)
+    ids += _signed(0x9E3779B9)
+    return _mix(_mix(ids))
+
+
+def _xor_shifted(x: torch.Tensor, bits: int, scratch: torch.Tensor) -> None:
+    """x ^= x >> bits, without the sign."""
+    torch.bitwise_right_shift(x, bits, out=scratch)
+    x.bitwise_xor_(scratch.bitwise_and_((1 << (32 - bits)) - 1))
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """In place, a bijection of 32-bit integers."""
+    scratch = torch.empty_like(x)
+    _xor_shifted(x, 16, scratch)
+    x.mul_(_ODD[0])
+    _xor_shifted(x, 15, scratch)
+    x.mul_(_ODD[1])
+    _xor_shifted(x, 15, scratch)
+    return x
+
+
+def negative_exponentials(keys: torch.Tensor, vocab: int, ids: torch.Tensor | None = None) -> torch.Tensor:
+    """Exponential variates of rate 1 with their sign turned, all below 0 and finite: (rows, vocab) float32, or those of
+    `ids` (rows, n)."""
+    hashes = _token_hashes(vocab, keys.device)
+    x = (hashes if ids is None else hashes[ids]) ^ keys[:, :1]
+    scratch = torch.empty_like(x)
+    x.mul_(keys[:, 1:])
+    _xor_shifted(x, 15, scratch)
+    x.mul_(_ODD[1])
+    # the upper 31 bits; small numbers keep all of them, so that unlikely tokens win, and as often as they should
+    x.bitwise_right_shift_(1).bitwise_and_(0x7FFFFFFF)
+    return x.mul(-_TO_UNIT).sub_(0.5 * _TO_UNIT).log1p_()

@@ -1,0 +1,108 @@
+"""What a step has to say: collected while it runs, and told at its end in an order that its readers rely on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from treeline_runtime.core import Req
+from treeline_runtime.messages import BatchTokenOut, CacheUpdate, LoadUpdate, Reply, StateReq, TokenOut
+from treeline_runtime.publisher.client import PublisherClient
+from treeline_runtime.scheduler.cache import CacheManager
+from treeline_runtime.scheduler.executor import Sampled
+from treeline_runtime.scheduler.transport import Transport
+
+
+class Reporter:
+    """Tokens first, then what happened to the cache, then the load, then answers: whoever asks for the tree also asks
+    the publisher, and must find it at the same moment."""
+
+    def __init__(self, transport: Transport, cache: CacheManager) -> None:
+        self._transport = transport
+        self._tree = cache.tree
+        self._publisher = PublisherClient(transport.publish, cache.tree.blocks)
+        self._outs: list[TokenOut] = []
+        self._replies: list[Reply] = []
+        self._questions: list[StateReq] = []
+        self._last_load: LoadUpdate | None = None
+
+    @property
+    def has_tokens(self) -> bool:
+        return bool(self._outs)
+
+    def tell(self, out: TokenOut) -> None:
+        self._outs.append(out)
+
+    def reply(self, reply: Reply) -> None:
+        self._replies.append(reply)
+
+    def ask(self, question: StateReq) -> None:
+        """Answered by the next `flush`."""
+        self._questions.append(question)
+
+    def flush(self, load: LoadUpdate) -> None:
+        """The end of a step. `load` is published where it has changed."""
+        if self._outs:
+            self._transport.send([BatchTokenOut(self._outs)])
+            self._outs = []
+        if events := self._tree.take_events():
+            self._publisher.publish(CacheUpdate(events))
+        if load != self._last_load:
+            self._last_load = load
+            self._publisher.publish(load)
+        replies = self._replies + [self._answer(question, load) for question in self._questions]
+        if replies:
+            self._transport.send([*replies])
+            self._replies, self._questions = [], []
+
+    def catch_up(self) -> None:
+        """While there is nothing else to do: what the publisher missed."""
+        self._publisher.catch_up()
+
+    def _answer(self, question: StateReq, load: LoadUpdate) -> Reply:
+        if question.what == "load":
+            return Reply(question.id, data=msgspec.structs.asdict(load))
+        return Reply(question.id, data={"blocks": self.blocks(), "updates": self._publisher.updates})
+
+    def blocks(self) -> list[dict[str, Any]]:
+        """Every cached page, parents first; hashes as decimal strings, since JSON readers round large integers."""
+        return [
+            {
+                "hash": str(digest),
+                "parent": None if parent is None else str(parent),
+                "tokens": tokens,
+                "namespace": space,
+            }
+            for digest, parent, tokens, space in self._tree.blocks()
+        ]
+
+
+def token_out(req: Req, result: Sampled | None) -> TokenOut:
+    """What a step did to `req`: its new token, if there is one, and its end, if it has ended."""
+    first = req.return_logprob and not req.input_logprobs_sent
+    sampled = result is not None and result.token is not None
+    out = TokenOut(
+        rid=req.rid,
+        token_ids=[req.tokens[-1]] if sampled else [],
+        finish=req.finish,
+        prompt_tokens=req.prompt_len,
+        cached_tokens=max(req.cached_tokens, 0),
+        completion_tokens=req.output_len,
+        retractions=req.retractions,
+    )
+    if not req.return_logprob:
+        return out
+    extra: dict[str, Any] = {}
+    if sampled and result is not None and result.logprob is not None:
+        extra = {"output_token_logprobs": [result.logprob], "output_top_logprobs": [result.top_logprobs]}
+    if first and req.logprob_start_len >= 0:
+        known = req.input_logprobs
+        if req.logprob_start_len == 0:
+            known = [(None, req.tokens[0]), *known]
+            extra["input_top_logprobs"] = [None, *req.input_top_logprobs]
+        else:
+            extra["input_top_logprobs"] = list(req.input_top_logprobs)
+        extra["input_token_logprobs"] = list(known)
+    req.input_logprobs_sent = True
+    return msgspec.structs.replace(out, **extra)

@@ -1,0 +1,45 @@
+"""What the scheduler measures of itself."""
+
+from __future__ import annotations
+
+FORGET = 0.9
+"""Weight of the past when a new measurement comes."""
+
+
+class SchedulerStats:
+    """Prefill rate over busy time, weighted by tokens; duration of a decode step. Times in seconds.
+
+    The first of each counts in the totals and says nothing of the speed: it pays for what is done once (memory that is
+    touched, kernels that are built). A picker that believed it would leave the pod alone, and never learn better.
+    """
+
+    def __init__(self) -> None:
+        self.total_prefill_tokens = 0
+        self.total_prefill_busy_us = 0
+        self._tokens = 0.0
+        self._busy = 0.0
+        self._decode = 0.0
+        self._prefilled = self._decoded = False
+
+    def on_prefill(self, tokens: int, seconds: float) -> None:
+        self.total_prefill_tokens += tokens
+        self.total_prefill_busy_us += round(seconds * 1e6)
+        if not self._prefilled:
+            self._prefilled = True
+            return
+        self._tokens = FORGET * self._tokens + tokens
+        self._busy = FORGET * self._busy + seconds
+
+    def on_decode(self, seconds: float) -> None:
+        if not self._decoded:
+            self._decoded = True
+            return
+        self._decode = FORGET * self._decode + (1 - FORGET) * seconds if self._decode else seconds
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self._tokens / self._busy if self._busy else 0.0
+
+    @property
+    def decode_step_ms(self) -> float:
+        return self._decode * 1e3

@@ -1,0 +1,43 @@
+"""Errors that more than one endpoint answers, and the headers that go with being busy."""
+
+from __future__ import annotations
+
+from treeline_wire import headers as wire_headers
+
+from treeline_runtime.server.http import ApiError, Header
+
+RETRY: tuple[Header, ...] = ((b"retry-after", b"1"),)
+ELSEWHERE: tuple[Header, ...] = (*RETRY, (wire_headers.ELSEWHERE.encode(), b"true"))
+OVERLOADED: tuple[Header, ...] = (*RETRY, (wire_headers.OVERLOADED.encode(), b"true"))
+_SHORT = 100
+
+
+def short(name: object) -> str:
+    """What a client wrote, short enough to be quoted in an error."""
+    text = str(name)
+    return text if len(text) <= _SHORT else text[:_SHORT] + "…"
+
+
+def overloaded(message: str) -> ApiError:
+    return ApiError(503, message, type="overloaded_error", code="overloaded", headers=OVERLOADED)
+
+
+class UnknownModel(ApiError):
+    """404: nobody gets another model than the one that he named."""
+
+    def __init__(self, name: object) -> None:
+        self.name = short(name)
+        message = f"The model `{self.name}` does not exist or you do not have access to it."
+        super().__init__(404, message, param="model", code="model_not_found")
+
+    def without_picker(self) -> ApiError:
+        """The same where no picker was asked: it may be the name of an InferenceModel, or of another pool's model."""
+        return ApiError(
+            503,
+            f"The model `{self.name}` cannot be found while the endpoint picker is away: only the names that pools "
+            "themselves serve are known then. Try again soon.",
+            type="service_unavailable",
+            param="model",
+            code="picker_unavailable",
+            headers=ELSEWHERE,
+        )

@@ -1,0 +1,132 @@
+"""What a request asks for, once it has been read: prompts as token ids, and how to answer them.
+
+These go from the process that reads a large body to the one that answers it, as msgpack.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from treeline_runtime.messages import GenerateReq, SamplingParams
+
+
+class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the edge said of whoever asks; see `http.Request`."""
+
+    tenant: str | None = None
+    """The client whose cache the request uses; None is the common one."""
+    shares_cache: bool = False
+    """What was cached is not told."""
+
+
+class PromptSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One prompt and what is wanted for it."""
+
+    ids: list[int]
+    sampling: SamplingParams
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+
+
+class GenerationJob(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One generation request, whichever API it came through: every prompt is answered `n` times."""
+
+    rid: str
+    """Names all of it: `/abort_request` takes it."""
+    prompts: list[PromptSpec]
+    n: int = 1
+    namespace: str | None = None
+    tenant: str | None = None
+    """Whose names `rid` and `rids` are."""
+    rids: list[str] | None = None
+    """Ids of the generations, where the client chose them."""
+    hides_cache: bool = False
+    """The answer's body does not tell what was cached."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt.ids) for prompt in self.prompts)
+
+    @property
+    def generations(self) -> int:
+        return len(self.prompts) * self.n
+
+    def requests(self) -> list[GenerateReq]:
+        """One per choice, prompt by prompt. A seed gives each of a prompt's choices its own, reproducible one."""
+        single = self.generations == 1
+        rids = self.rids or [
+            self.rid if single else f"{self.rid}:{index}" for index in range(self.generations)
+        ]
+        choices = [(prompt, choice) for prompt in self.prompts for choice in range(self.n)]
+        return [
+            GenerateReq(
+                rid=rid,
+                input_ids=prompt.ids,
+                sampling=_for_choice(prompt.sampling, choice),
+                namespace=self.namespace,
+                return_logprob=prompt.return_logprob,
+                logprob_start_len=prompt.logprob_start_len,
+                top_logprobs_num=prompt.top_logprobs_num,
+            )
+            for rid, (prompt, choice) in zip(rids, choices, strict=True)
+        ]
+
+
+def _for_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
+    if not choice or sampling.seed is None:
+        return sampling
+    seed = (sampling.seed + choice) & ((1 << 63) - 1)
+    return msgspec.structs.replace(sampling, seed=seed)
+
+
+class Streaming(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How an answer is to be sent."""
+
+    on: bool = False
+    usage: bool = False
+    """A last chunk with the usage."""
+    continuous_usage: bool = False
+    """The usage so far in every chunk."""
+
+
+class ChatTask(msgspec.Struct, tag="chat", frozen=True):
+    job: GenerationJob
+    streaming: Streaming
+
+
+class CompletionTask(msgspec.Struct, tag="completion", frozen=True):
+    job: GenerationJob
+    streaming: Streaming
+    echoes: list[str]
+    """One per prompt: its text if it is to come first, or ""."""
+
+
+class GenerateTask(msgspec.Struct, tag="generate", frozen=True):
+    job: GenerationJob
+    streaming: Streaming
+    batched: bool
+    with_text: bool
+    """Each logprob comes with its token's text."""
+
+
+class Answered(msgspec.Struct, tag="answered", frozen=True):
+    """The answer itself, as JSON."""
+
+    body: bytes
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """An ApiError."""
+
+    status: int
+    message: str
+    kind: str
+    """What the API calls its type."""
+    param: str | None = None
+    code: str | None = None
+    unknown_model: str | None = None
+    """The name, where it is that."""
+
+
+Task = ChatTask | CompletionTask | GenerateTask | Answered

@@ -1,0 +1,105 @@
+"""Bounds on what one request and all requests together may take: bytes, tokens, seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from treeline_runtime.server.http import ApiError
+
+MAX_BODY_BYTES = 32 << 20
+MAX_CONTROL_BYTES = 64 << 10
+"""Bodies of endpoints that take no prompt."""
+INLINE_BYTES = 8 << 10
+"""Smaller bodies are parsed and tokenized in the event loop: about 5 ms for the worst of them. Larger ones go to a
+process of their own (`reader_pool`)."""
+MAX_ANSWER_BYTES = 32 << 20
+"""What `/detokenize` may answer."""
+MAX_PROMPT_TOKENS = 1 << 19
+"""Prompt tokens in one HTTP request, all its prompts together; a model's context may be longer."""
+MAX_GENERATIONS = 1024
+"""Generations that one HTTP request may start (prompts x n), and lists that it may have detokenized."""
+BYTES_PER_TOKEN = 16
+"""What a token of a prompt in flight is counted as: its entry in a list, here and in the scheduler."""
+
+
+class TooMuchInFlight(Exception):
+    """No room for more bytes now."""
+
+
+class ByteBudget:
+    """Bytes that all requests in flight may hold together: bodies being read and prompts being answered.
+
+    The first `INLINE_BYTES` of a body are free, so that ordinary requests pass while large ones have to wait.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+
+    def reserve(self, size: int) -> None:
+        """Raises TooMuchInFlight; then nothing has been reserved."""
+        if self.used + size > self.limit:
+            raise TooMuchInFlight
+        self.used += size
+
+    def release(self, size: int) -> None:
+        self.used -= size
+
+
+class Reservation:
+    """One request's share of a budget: grows with its body, and is given back once."""
+
+    def __init__(self, budget: ByteBudget, free: int = INLINE_BYTES) -> None:
+        self._budget = budget
+        self._free = free
+        self._held = 0
+
+    def grow(self, size: int) -> None:
+        """Raises TooMuchInFlight."""
+        free = min(size, self._free)
+        self._budget.reserve(size - free)
+        self._free -= free
+        self._held += size - free
+
+    def release(self) -> None:
+        """Idempotent."""
+        self._budget.release(self._held)
+        self._held = 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Token counts that decide whether a prompt fits."""
+
+    context_length: int
+    """Prompt + output."""
+    max_request_tokens: int
+    """What the KV pool can hold of one request; at most `context_length`."""
+
+    def max_new_tokens(self, prompt_len: int, asked: int | None, default: int | None, param: str) -> int:
+        """Output tokens for a prompt: what was asked, `default`, or the rest of the context (None).
+
+        Raises ApiError 400 for an empty prompt, and `context_length_exceeded` when it cannot fit.
+        """
+        if prompt_len == 0:
+            raise ApiError(400, "The prompt is empty", param=param)
+        room = self.max_request_tokens - prompt_len
+        if room < (0 if asked == 0 else 1):
+            raise self.too_long(f"your prompt has {prompt_len} tokens. Please shorten it.", param)
+        if asked is not None and asked > room:
+            raise self.too_long(
+                f"you requested {prompt_len + asked} tokens ({prompt_len} in the prompt, {asked} for the output).",
+                param,
+            )
+        if asked is not None:
+            return asked
+        return room if default is None else min(default, room)
+
+    def too_long(self, what: str, param: str) -> ApiError:
+        longest = self.max_request_tokens
+        return ApiError(
+            400,
+            f"This model's maximum context length is {longest} tokens. However, {what}",
+            param=param,
+            code="context_length_exceeded",
+        )

@@ -1,0 +1,61 @@
+"""Typed bodies of SGLang's own endpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from treeline_runtime.server import openai
+from treeline_runtime.server.sampling import MAX_TOP_LOGPROBS, Count, SamplingFields, Seed, TokenId
+
+StartLen = Annotated[int, Meta(ge=-1, le=1 << 31)]
+TopCount = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+
+
+class NativeSampling(SamplingFields, frozen=True):
+    max_new_tokens: Count | None = None
+    min_new_tokens: Count | None = None
+    sampling_seed: Seed | None = None
+
+
+class GenerateBody(Struct, frozen=True):
+    """What of a `/generate` request we act on. Lists make a batch; one value then counts for all its members."""
+
+    text: str | list[str] | None = None
+    input_ids: list[Any] | None = None
+    sampling_params: dict[str, Any] | list[Any] | None = None
+    rid: openai.Rid | list[openai.Rid] | None = None
+    stream: bool | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: StartLen | list[StartLen] | None = None
+    top_logprobs_num: TopCount | list[TopCount] | None = None
+    return_text_in_logprobs: bool | None = None
+
+
+class TokenizeBody(Struct, frozen=True):
+    prompt: str | list[str] | None = None
+    messages: Any = None
+    add_special_tokens: bool | None = None
+    model: str | None = None
+
+
+class DetokenizeBody(Struct, frozen=True):
+    tokens: list[Any]
+    """Ids, or lists of ids."""
+    skip_special_tokens: bool | None = None
+    model: str | None = None
+
+
+class OneList(Struct, frozen=True):
+    tokens: list[TokenId]
+
+
+class ManyLists(Struct, frozen=True):
+    tokens: list[list[TokenId]]
+
+
+GENERATE_FIELDS = frozenset(GenerateBody.__struct_fields__) | openai.NAMESPACE_FIELDS
+SAMPLING_FIELDS = frozenset(NativeSampling.__struct_fields__)
+TOKENIZE_FIELDS = frozenset(TokenizeBody.__struct_fields__) | openai.TEMPLATE_FIELDS
+DETOKENIZE_FIELDS = frozenset(DetokenizeBody.__struct_fields__)

@@ -1,0 +1,37 @@
+"""Long work in the event loop, in short turns; and JSON that is written in pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from treeline_runtime.server.http import encode_json
+
+TURN_S = 0.004
+
+
+class Pacer:
+    """Call `rest` between the steps of long work: it lets others run whenever a turn has been used up."""
+
+    def __init__(self) -> None:
+        self._until = time.perf_counter() + TURN_S
+
+    async def rest(self) -> None:
+        if time.perf_counter() >= self._until:
+            await asyncio.sleep(0)
+            self._until = time.perf_counter() + TURN_S
+
+
+def open_object(members: Mapping[str, Any], last: str) -> bytes:
+    """The beginning of a JSON object: its members, and the name of one more, whose value and `}` are to follow.
+
+    `members` must not be empty.
+    """
+    return encode_json(members)[:-1] + b"," + encode_json(last) + b":"
+
+
+def elements(values: list[Any]) -> bytes:
+    """The elements of a JSON array without its brackets."""
+    return encode_json(values)[1:-1]

@@ -1,0 +1,279 @@
+"""Bodies → what they ask for: parsed, checked, rendered and tokenized. A pure function of bytes, for any process.
+
+Everything whose time grows with the body happens here, so that a large body can be read where it holds up nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from treeline_wire.prompt import Prompt, PromptError, prompt_of_completion
+
+from treeline_runtime.messages import SamplingParams
+from treeline_runtime.server import native_fields as native
+from treeline_runtime.server import openai
+from treeline_runtime.server.errors import UnknownModel
+from treeline_runtime.server.fields import NATIVE_HARMLESS, check_unknown, convert
+from treeline_runtime.server.http import ApiError, encode_json, json_object
+from treeline_runtime.server.jobs import (
+    Answered,
+    Caller,
+    ChatTask,
+    CompletionTask,
+    GenerateTask,
+    GenerationJob,
+    PromptSpec,
+    Streaming,
+    Task,
+)
+from treeline_runtime.server.limits import MAX_ANSWER_BYTES, MAX_GENERATIONS, Limits
+from treeline_runtime.server.prompts import Prompts
+from treeline_runtime.server.sampling import SamplingDefaults
+
+Kind = Literal["chat", "completion", "generate", "tokenize", "detokenize"]
+DEFAULT_MAX_TOKENS = 16
+DEFAULT_MAX_NEW_TOKENS = 128
+"""Of `/generate`."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads requests for one model. Raises ApiError 400, or UnknownModel."""
+
+    model_name: str
+    prompts: Prompts
+    defaults: SamplingDefaults
+
+    def read(self, kind: Kind, body: bytes, limits: Limits | None, caller: Caller) -> Task:
+        """`limits` may be None for `tokenize` and `detokenize` alone. Raises NeedsWorkerError in an event loop, for
+        a chat that only another process may render.
+        """
+        readers: Mapping[Kind, Callable[[Mapping[str, Any], Any, Caller], Task]] = {
+            "chat": self._chat,
+            "completion": self._completion,
+            "generate": self._generate,
+            "tokenize": self._tokenize,
+            "detokenize": self._detokenize,
+        }
+        try:
+            return readers[kind](json_object(body), limits, caller)
+        except RecursionError:
+            raise ApiError(400, "The body is nested too deeply") from None
+
+    def check_model(self, name: object) -> None:
+        """Raises UnknownModel for another model than the one served; none at all is this one."""
+        if name is not None and name != self.model_name:
+            raise UnknownModel(name)
+
+    def _chat(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> ChatTask:
+        body = openai.read_chat(raw, self)
+        ids = self.prompts.of_chat(raw, limits)
+        asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        most = limits.max_new_tokens(len(ids), asked, None, "messages")
+        spec = PromptSpec(
+            ids,
+            openai.sampling(body, self, most),
+            return_logprob=bool(body.logprobs),
+            top_logprobs_num=body.top_logprobs or 0,
+        )
+        job = GenerationJob(
+            body.rid or openai.new_rid("chatcmpl"),
+            [spec],
+            n=body.n or 1,
+            namespace=openai.namespace(raw, caller),
+            tenant=caller.tenant,
+            hides_cache=caller.shares_cache,
+        )
+        return ChatTask(job, openai.streaming(body))
+
+    def _completion(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> CompletionTask:
+        body = openai.read_completion(raw, self)
+        check_generations(raw.get("prompt"), body.n or 1, "prompt")
+        prompts = self.prompts.of_completion(raw, limits)
+        specs = [
+            PromptSpec(
+                ids,
+                openai.sampling(
+                    body, self, limits.max_new_tokens(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
+                ),
+                return_logprob=body.logprobs is not None,
+                logprob_start_len=0 if body.echo else -1,
+                top_logprobs_num=body.logprobs or 0,
+            )
+            for ids in prompts
+        ]
+        # Special tokens stay: they have a place in `logprobs.tokens`, and `text_offset` counts them.
+        echoes = [self.prompts.decode(ids, skip_special_tokens=False) if body.echo else "" for ids in prompts]
+        job = GenerationJob(
+            body.rid or openai.new_rid("cmpl"),
+            specs,
+            n=body.n or 1,
+            namespace=openai.namespace(raw, caller),
+            tenant=caller.tenant,
+            hides_cache=caller.shares_cache,
+        )
+        return CompletionTask(job, openai.streaming(body), echoes)
+
+    # ---- SGLang's own ---------------------------------------------------------------------------------------
+
+    def _generate(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> GenerateTask:
+        check_unknown(raw, native.GENERATE_FIELDS, harmless=NATIVE_HARMLESS)
+        body = convert(raw, native.GenerateBody)
+        prompts, batched = self._native_prompts(body, limits)
+        specs, n = self._prompt_specs(body, prompts, limits)
+        rids = body.rid if isinstance(body.rid, list) else None
+        if rids is not None and len(rids) != len(specs) * n:
+            raise ApiError(400, f"{len(rids)} rids for {len(specs) * n} generations", param="rid")
+        if rids is not None and len(set(rids)) < len(rids):
+            twice = next(rid for index, rid in enumerate(rids) if rid in rids[:index])
+            raise ApiError(400, f"rid {twice!r} is given twice", param="rid")
+        name = body.rid if isinstance(body.rid, str) else openai.new_rid("gen")
+        job = GenerationJob(
+            name,
+            specs,
+            n=n,
+            namespace=openai.namespace(raw, caller),
+            tenant=caller.tenant,
+            rids=rids,
+            hides_cache=caller.shares_cache,
+        )
+        streaming = Streaming(bool(body.stream))
+        return GenerateTask(job, streaming, batched, bool(body.return_text_in_logprobs))
+
+    def _native_prompts(self, body: native.GenerateBody, limits: Limits) -> tuple[list[list[int]], bool]:
+        """The prompts as ids, and whether the request was a batch."""
+        if (body.text is None) == (body.input_ids is None):
+            raise ApiError(400, "Give exactly one of 'text' and 'input_ids'", param="text")
+        name = "text" if body.text is not None else "input_ids"
+        value = body.text if body.text is not None else body.input_ids
+        check_generations(value, 1, name)
+        try:
+            prompts = prompt_of_completion({"prompt": value})
+        except PromptError as error:
+            raise ApiError(400, f"Invalid value for {name!r}: {error}", param=name) from None
+        if name == "input_ids" and any(prompt.ids is None for prompt in prompts):
+            raise ApiError(400, "'input_ids' holds token ids, not text", param="input_ids")
+        batched = isinstance(value, list) and bool(value) and not isinstance(value[0], int | float)
+        return self.prompts.of_prompts(prompts, limits, name), batched
+
+    def _prompt_specs(
+        self, body: native.GenerateBody, prompts: list[list[int]], limits: Limits
+    ) -> tuple[list[PromptSpec], int]:
+        """What is wanted for each prompt, and `n`, which must be the same for all."""
+        count = len(prompts)
+        columns = zip(
+            prompts,
+            _each(body.sampling_params, count, "sampling_params"),
+            _each(body.return_logprob, count, "return_logprob"),
+            _each(body.logprob_start_len, count, "logprob_start_len"),
+            _each(body.top_logprobs_num, count, "top_logprobs_num"),
+            strict=True,
+        )
+        specs: list[PromptSpec] = []
+        ns: set[int] = set()
+        for ids, params, logprob, start, top in columns:
+            sampling, n = self._native_sampling(params, len(ids), limits)
+            if start is not None and start >= len(ids):
+                raise ApiError(
+                    400,
+                    f"'logprob_start_len' is {start}, but the prompt has {len(ids)} tokens",
+                    param="logprob_start_len",
+                )
+            specs.append(PromptSpec(ids, sampling, bool(logprob), -1 if start is None else start, top or 0))
+            ns.add(n)
+        if len(ns) > 1:
+            raise ApiError(400, "'n' must be the same for all prompts of a batch", param="sampling_params.n")
+        return specs, ns.pop()
+
+    def _native_sampling(self, params: Any, prompt_len: int, limits: Limits) -> tuple[SamplingParams, int]:
+        """One prompt's `sampling_params`, and the `n` among them."""
+        fields = {} if params is None else params
+        if not isinstance(fields, dict):
+            raise ApiError(400, "'sampling_params' must be an object", param="sampling_params")
+        check_unknown(fields, native.SAMPLING_FIELDS)
+        typed = convert(fields, native.NativeSampling, "sampling_params.")
+        most = limits.max_new_tokens(prompt_len, typed.max_new_tokens, DEFAULT_MAX_NEW_TOKENS, "text")
+        made = typed.params(
+            self.defaults,
+            self.prompts.vocab_size,
+            max_new_tokens=most,
+            min_new_tokens=typed.min_new_tokens,
+            seed=typed.sampling_seed,
+            min_param="sampling_params.min_new_tokens",
+            where="sampling_params.",
+        )
+        return made, typed.n or 1
+
+    # ---- texts and ids --------------------------------------------------------------------------------------
+
+    def _tokenize(self, raw: Mapping[str, Any], limits: Limits | None, _caller: Caller) -> Answered:
+        """`{"prompt": text or texts}`, or `{"messages": …}` as in a chat → `tokens`, `count`, `max_model_len`."""
+        check_unknown(raw, native.TOKENIZE_FIELDS)
+        body = convert(raw, native.TokenizeBody)
+        self.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "Give exactly one of 'prompt' and 'messages'", param="prompt")
+        if body.messages is not None:
+            tokens: Any = self.prompts.of_chat(raw, limits)
+            count: Any = len(tokens)
+        else:
+            single = isinstance(body.prompt, str)
+            texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
+            check_generations(texts, 1, "prompt")
+            special = body.add_special_tokens is not False
+            prompts = [Prompt(text=openai.encodable(text), add_special_tokens=special) for text in texts]
+            lists = self.prompts.of_prompts(prompts, limits)
+            tokens = lists[0] if single else lists
+            count = len(lists[0]) if single else [len(ids) for ids in lists]
+        limit = limits.context_length if limits is not None else None
+        return Answered(encode_json({"tokens": tokens, "count": count, "max_model_len": limit}))
+
+    def _detokenize(self, raw: Mapping[str, Any], _limits: Limits | None, _caller: Caller) -> Answered:
+        """`{"tokens": ids or lists of ids}` → `text`."""
+        check_unknown(raw, native.DETOKENIZE_FIELDS)
+        body = convert(raw, native.DetokenizeBody)
+        self.check_model(body.model)
+        skip = body.skip_special_tokens is not False
+        check_generations(body.tokens, 1, "tokens")
+        if body.tokens and isinstance(body.tokens[0], list):
+            lists = convert(raw, native.ManyLists).tokens
+            return Answered(encode_json({"text": self._texts(lists, skip)}))
+        return Answered(encode_json({"text": self._texts([convert(raw, native.OneList).tokens], skip)[0]}))
+
+    def _texts(self, lists: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        size = 0
+        for ids in lists:
+            if ids and max(ids) >= self.prompts.vocab_size:
+                raise ApiError(
+                    400, f"Token id {max(ids)} is not below {self.prompts.vocab_size}", param="tokens"
+                )
+            size += self.prompts.size_of(ids)
+            if size > MAX_ANSWER_BYTES:
+                raise ApiError(
+                    400,
+                    f"The text may be longer than {MAX_ANSWER_BYTES} bytes; send fewer tokens at once",
+                    param="tokens",
+                )
+        return [self.prompts.decode(ids, skip_special_tokens=skip_special_tokens) for ids in lists]
+
+
+def check_generations(prompts: Any, n: int, param: str) -> None:
+    """Raises ApiError 400 for more prompts than one request may have, before anything is done for each."""
+    several = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], str | list)
+    if (len(prompts) if several else 1) * n > MAX_GENERATIONS:
+        raise ApiError(
+            400,
+            f"More than {MAX_GENERATIONS} prompts, or choices of them, in one request",
+            param="n" if n > 1 else param,
+        )
+
+
+def _each(value: Any, count: int, param: str) -> list[Any]:
+    """A value for every prompt: its own, or the one for all."""
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise ApiError(400, f"{len(value)} values of {param!r} for {count} prompts", param=param)
+    return value

@@ -1,0 +1,229 @@
+"""Worker processes that render chat templates, and the limits that they are held to.
+
+A worker is started when it is first needed, renders one request at a time, and is killed and forgotten when it passes
+its deadline, dies, or answers nonsense; the next request starts another. Waiting requests are bounded in number and
+time. Threads may share a pool; a thread with a running event loop must not wait here (see `chat`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from treeline_wire.chat import TemplateBusyError, TemplateError, failed, refused
+from treeline_wire.template_env import utc_now
+
+from treeline_runtime.templates.worker import HEADER, Answer, Request, Settings, read_frame
+
+_START_SECONDS: Final = 30.0
+_GRACE_SECONDS: Final = 0.5
+"""The worker ends itself at its deadline; this much later we do."""
+_MAX_TEMPLATES: Final = 64
+"""Templates that one worker keeps compiled. A process serves a few; one with more gets new workers."""
+
+logger = logging.getLogger(__name__)
+
+
+class PoolLimits(NamedTuple):
+    """`seconds` and `memory_bytes` are of one rendering; `waiting` requests wait for at most `wait_seconds`."""
+
+    seconds: float = 2.0
+    memory_bytes: int = 256 << 20
+    workers: int = 2
+    waiting: int = 64
+    wait_seconds: float = 10.0
+
+
+class _RenderKilledError(Exception):
+    """The rendering passed a limit, and its worker was ended."""
+
+
+class TemplatePool:
+    """At most `limits.workers` processes. `close` ends them; so does the end of this process."""
+
+    def __init__(self, limits: PoolLimits | None = None) -> None:
+        self.limits = limits or PoolLimits()
+        self._idle: list[_Worker] = []
+        self._busy: set[_Worker] = set()
+        self._waiting = 0
+        self._closed = False
+        self._lock = threading.Lock()
+        self._slots = threading.Semaphore(self.limits.workers)
+        atexit.register(self.close)
+
+    def render(self, key: int, source: str, variables: dict[str, Any]) -> str:
+        """Implements `chat.Renderer`. Raises `TemplateError`, `TemplateBusyError` among them."""
+        try:
+            kind, text = self._answer(key, source, variables)
+        except _RenderKilledError as error:
+            kind, text = Answer.NO_MEMORY, str(error)
+        except UnicodeEncodeError:
+            raise TemplateError("a text contains half of a surrogate pair", user_error=True) from None
+        if kind is Answer.RENDERED:
+            return text
+        if kind is Answer.RAISED:
+            raise refused(text)
+        if kind is Answer.FAILED:
+            raise failed(text)
+        if kind is Answer.BROKEN:
+            logger.error("the chat template does not compile: %s", text)
+            raise TemplateError("the model's chat template does not compile", user_error=False)
+        logger.warning("a chat template was stopped: it passed its limits (%s)", text or "memory")
+        raise TemplateError(
+            f"the model's chat template needs more than {self.limits.seconds:g} s or "
+            f"{self.limits.memory_bytes >> 20} MiB for this request: send less",
+            user_error=True,
+        )
+
+    def _answer(self, key: int, source: str, variables: dict[str, Any]) -> tuple[Answer, str]:
+        """What a worker answers. Raises what msgspec raises for values that MessagePack has not, too."""
+        now = utc_now().timestamp()
+        known = msgspec.msgpack.encode(Request(key, now, None, variables))
+        self._take_slot()
+        try:
+            worker = self._take_worker()
+            try:
+                request = known
+                if key not in worker.templates:
+                    request = msgspec.msgpack.encode(Request(key, now, source, variables))
+                answer = worker.ask(request, self.limits.seconds + _GRACE_SECONDS)
+            except BaseException:
+                self._drop(worker)
+                raise
+            worker.templates.add(key)
+            if answer[0] is Answer.NO_MEMORY or len(worker.templates) > _MAX_TEMPLATES:
+                self._drop(worker)
+            else:
+                self._put_back(worker)
+            return answer
+        finally:
+            self._slots.release()
+
+    def close(self) -> None:
+        """End all workers, also those that are rendering. Requests from now on are refused (`TemplateBusyError`)."""
+        atexit.unregister(self.close)
+        with self._lock:
+            self._closed = True
+            idle, busy = [*self._idle], [*self._busy]
+            self._idle.clear()
+        for worker in idle:
+            worker.end()
+        for worker in busy:
+            worker.kill()  # whoever waits for it sees it end, and ends the rest
+
+    def pids(self) -> list[int]:
+        """The processes of the workers that are alive."""
+        with self._lock:
+            return [worker.pid for worker in (*self._idle, *self._busy)]
+
+    def _take_slot(self) -> None:
+        if not self._closed and self._slots.acquire(blocking=False):
+            return
+        with self._lock:
+            if self._closed or self._waiting >= self.limits.waiting:
+                raise TemplateBusyError("too many chat templates are being rendered")
+            self._waiting += 1
+        try:
+            if not self._slots.acquire(timeout=self.limits.wait_seconds):
+                raise TemplateBusyError("too many chat templates are being rendered")
+        finally:
+            with self._lock:
+                self._waiting -= 1
+
+    def _take_worker(self) -> _Worker:
+        with self._lock:
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.alive():
+                    self._busy.add(worker)
+                    return worker
+                worker.end()
+        try:
+            worker = _Worker(self.limits)
+        except OSError as error:
+            raise TemplateBusyError(f"no process can be started to render chat templates: {error}") from error
+        with self._lock:
+            self._busy.add(worker)
+            closed = self._closed
+        if closed:
+            self._drop(worker)
+            raise TemplateBusyError("chat templates are no longer rendered")
+        return worker
+
+    def _put_back(self, worker: _Worker) -> None:
+        with self._lock:
+            self._busy.discard(worker)
+            if not self._closed:
+                self._idle.append(worker)
+                return
+        worker.end()
+
+    def _drop(self, worker: _Worker) -> None:
+        with self._lock:
+            self._busy.discard(worker)
+        worker.end()
+
+
+class _Worker:
+    """One process and our end of its socket. Raises OSError when it cannot be started."""
+
+    def __init__(self, limits: PoolLimits) -> None:
+        self.templates: set[int] = set()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-m", "treeline_runtime.templates.worker"],
+                    env={},
+                    cwd="/",
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+            except BaseException:
+                ours.close()
+                raise
+        self._socket = ours
+        self.pid = self._process.pid
+        try:
+            first = msgspec.msgpack.encode(Settings(limits.memory_bytes, limits.seconds))
+            if self.ask(first, _START_SECONDS)[0] is not Answer.READY:
+                raise OSError("the worker did not start")
+        except _RenderKilledError as error:
+            self.end()
+            raise OSError("the worker did not start") from error
+
+    def alive(self) -> bool:
+        """It has not ended by itself."""
+        return self._process.poll() is None
+
+    def ask(self, request: bytes, seconds: float) -> tuple[Answer, str]:
+        """Send a frame and wait for the answer. Raises `_RenderKilledError` when none comes in time."""
+        deadline = time.monotonic() + seconds
+        try:
+            self._socket.settimeout(seconds)
+            self._socket.sendall(HEADER.pack(len(request)))
+            self._socket.sendall(request)
+            reply = read_frame(self._socket, deadline)
+        except OSError as error:
+            raise _RenderKilledError(f"{type(error).__name__}") from error
+        if not reply or reply[0] > max(Answer):
+            raise _RenderKilledError("the worker died")
+        return Answer(reply[0]), str(memoryview(reply)[1:], "utf-8", "replace")
+
+    def kill(self) -> None:
+        """End the process, which may be in the middle of anything, and wait for it."""
+        self._process.kill()
+        self._process.wait()
+
+    def end(self) -> None:
+        """Kill it and close the socket. For the thread that owns this worker."""
+        self.kill()
+        self._socket.close()

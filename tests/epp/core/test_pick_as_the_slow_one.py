@@ -1,0 +1,201 @@
+"""The choice from columns is the choice that looks at one endpoint after another, whatever has happened before."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import slow_pick
+from support.epp_core import KEYS, WIDTH, Prompt
+from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.index.index import Index, IndexLimits
+from treeline_epp.picking.decision import NoEndpoints, Outcome, Saturated
+from treeline_epp.picking.lease import Lease
+from treeline_epp.picking.picker import Picker, PickerConfig
+from treeline_epp.picking.request import PickRequest
+from treeline_wire.events import AllBlocksCleared, BlockRemoved
+from treeline_wire.load import LoadStat, TreelineLoad
+
+MODELS = (("m",), ("m", "n"), ("n",), ())
+PROMPTS = [Prompt([head] * 4 * WIDTH + [tail] * 3 * WIDTH) for head in range(3) for tail in range(3)]
+
+
+class World:
+    """A picker to which anything happens, by a seed."""
+
+    def __init__(self, seed: int, size: int) -> None:
+        self.rng = random.Random(seed)
+        limits = IndexLimits(prediction_life_s=1.0, eventless_life_s=3.0, aged_life_s=1.0, hit_cap_life_s=1.0)
+        self.picker = Picker(PickerConfig(fallbacks=2, max_ttft_s=0.5, seed=seed), Index(limits))
+        self.now = 100.0
+        self.made = 0
+        self.leases: list[Lease] = []
+        for _ in range(size):
+            self.join()
+
+    def join(self) -> None:
+        rng, number = self.rng, self.made
+        self.made += 1
+        spec = EndpointSpec(
+            f"e{number}",
+            f"10.0.{number // 250}.{number % 250}:{rng.choice((8000, 8001))}",
+            pool=rng.choice(("p", "q")),
+            models=rng.choice(MODELS),
+        )
+        self.picker.add_endpoint(spec, ready=rng.random() < 0.9)
+
+    def any(self) -> str:
+        return self.rng.choice(list(self.picker.endpoints) or ["nobody"])
+
+    def happen(self) -> None:
+        rng, picker = self.rng, self.picker
+        self.now += rng.choice((0.0, 0.001, 0.04, 0.3))
+        name = self.any()
+        endpoint = picker.endpoints.get(name)
+        what = rng.randrange(16)
+        if what == 0:
+            self.join()
+        elif what == 1 and rng.random() < 0.3:
+            picker.remove_endpoint(name)
+        elif what == 2:
+            picker.set_ready(name, rng.random() < 0.8)
+        elif what == 3:
+            picker.set_draining(name, rng.random() < 0.2)
+        elif what in (4, 5, 6):
+            picker.on_load(name, self.report(), self.now)
+        elif what == 7:
+            picker.on_tick(self.now)
+        elif what in (8, 9) and endpoint is not None:
+            picker.index.apply(endpoint.pod, rng.choice(PROMPTS).stored(), KEYS)
+        elif what == 10 and endpoint is not None:
+            gone = rng.choice(PROMPTS).hashes[-2:]
+            picker.index.apply(endpoint.pod, BlockRemoved(gone), KEYS)
+        elif what == 11 and endpoint is not None:
+            self.upset(endpoint)
+        elif what in (12, 13) and self.leases:
+            self.finish_one()
+        else:
+            with contextlib.suppress(NoEndpoints, Saturated):
+                self.leases.append(picker.reserve(picker.pick(self.ask(), self.now), self.now))
+
+    def upset(self, endpoint) -> None:  # type: ignore[no-untyped-def]
+        index, pod = self.picker.index, endpoint.pod
+        match self.rng.randrange(5):
+            case 0:
+                index.apply(pod, AllBlocksCleared(), KEYS)
+            case 1:
+                index.age(pod, self.now)
+            case 2:
+                prompt = self.rng.choice(PROMPTS)
+                index.cap_hit(pod, None, prompt.key, WIDTH, self.now)
+            case 3:
+                index.begin_snapshot(pod)
+                index.apply_snapshot(pod, [self.rng.choice(PROMPTS).stored()], KEYS)
+            case 4 if pod.staging:
+                index.end_snapshot(pod)
+
+    def finish_one(self) -> None:
+        lease = self.leases.pop(self.rng.randrange(len(self.leases)))
+        self.picker.close(
+            lease,
+            self.now,
+            self.rng.choice(list(Outcome)),
+            ttft_s=self.rng.choice((None, 0.1)),
+            cached_tokens=self.rng.choice((None, 3 * WIDTH)),
+            prompt_tokens=7 * WIDTH,
+        )
+
+    def report(self) -> LoadStat | TreelineLoad:
+        rng = self.rng
+        if rng.random() < 0.3:
+            return LoadStat(num_running=rng.randrange(5), num_waiting_uncached_tokens=rng.choice((0, 0, 900)))
+        return TreelineLoad(
+            page_size=16,
+            running=rng.choice((0, 0, 3, 8)),
+            waiting=rng.choice((0, 0, 2)),
+            max_running=rng.choice((0, 4, 8)),
+            waiting_uncached_tokens=rng.choice((0, 0, 0, 5, 700, 20_000)),
+            decode_step_ms=rng.choice((0.0, 4.0, 9.0)),
+            prefill_tokens_per_s=rng.choice((0.0, 9_000.0, 10_000.0)),
+            pages_total=rng.choice((0, 100)),
+            pages_used=rng.randrange(100),
+            pages_cached=rng.randrange(40),
+            draining=rng.random() < 0.05,
+        )
+
+    def ask(self) -> PickRequest:
+        rng = self.rng
+        prompt = rng.choice((None, *PROMPTS))
+        subset = None
+        if rng.random() < 0.2:
+            specs = [endpoint.spec.address for endpoint in self.picker.endpoints.values()]
+            some = rng.sample(specs, min(len(specs), rng.randrange(5)))
+            subset = frozenset(address if rng.random() < 0.5 else address[:-5] for address in some)
+        return PickRequest(
+            "id",
+            model=rng.choice((None, "m", "n", "x")),
+            key=prompt.key if prompt is not None else None,
+            prompt_tokens_estimate=rng.choice((0, 50, 7 * WIDTH, 900)),
+            key_tokens_estimate=rng.choice((None, 30)),
+            max_output_tokens=rng.choice((None, 1, 500)),
+            subset=subset,
+            pool=rng.choice((None, None, "p", "q")),
+            sheddable=rng.random() < 0.2,
+        )
+
+
+def check(world: World) -> None:
+    picker, now, request = world.picker, world.now, world.ask()
+    try:
+        scored = slow_pick.scores(picker, request, now)
+    except NoEndpoints:
+        with pytest.raises(NoEndpoints):
+            picker.pick(request, now)
+        return
+    if request.sheddable and min(s.wait_s for s in scored) > picker.config.max_ttft_s:
+        with pytest.raises(Saturated) as caught:
+            picker.pick(request, now)
+        assert caught.value.retry_after_s == min(s.wait_s for s in scored) - picker.config.max_ttft_s
+        return
+    decision = picker.pick(request, now)
+    by_name = {s.candidate.spec.name: s for s in scored}
+    assert decision.endpoint.name in slow_pick.equals_of(scored)
+    for ranked in decision.ranked:
+        assert ranked == by_name[ranked.candidate.spec.name]
+    rest = sorted(s.cost_s for s in scored if s.candidate.spec.name != decision.endpoint.name)
+    assert [s.cost_s for s in decision.ranked[1:]] == rest[: len(decision.ranked) - 1]
+    assert len(decision.ranked) == min(len(scored), 4)
+    others = list(dict.fromkeys(s.candidate.spec.address for s in decision.ranked[1:]))
+    assert [spec.address for spec in decision.fallbacks] == others[:2]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 1 << 32), st.integers(0, 90))
+def test_the_choice_is_that_of_the_slow_one(seed: int, size: int) -> None:
+    world = World(seed, size)
+    for _ in range(60):
+        world.happen()
+        check(world)
+    world.picker.index.check()
+
+
+def test_equal_endpoints_share_the_load_however_many_there_are() -> None:
+    picker = Picker(PickerConfig(seed=3))
+    for number in range(500):
+        picker.add_endpoint(EndpointSpec(f"e{number}", f"10.0.0.1:{number + 1}"))
+    request = PickRequest("id", prompt_tokens_estimate=10)
+    chosen = {picker.pick(request, 0.0).endpoint.name for _ in range(1_000)}
+    assert len(chosen) > 400
+
+
+def test_a_row_that_was_left_is_used_again_by_another_endpoint() -> None:
+    picker = Picker()
+    for number in range(200):
+        picker.add_endpoint(EndpointSpec("old", f"10.0.0.1:{number + 1}", uid=str(number)))
+    assert picker.pick(PickRequest("id"), 0.0).endpoint.address == "10.0.0.1:200"
+    picker.remove_endpoint("old")
+    with pytest.raises(NoEndpoints):
+        picker.pick(PickRequest("id"), 0.0)

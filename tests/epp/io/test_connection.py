@@ -1,0 +1,189 @@
+"""A connection to a publisher, with real sockets and a scripted state machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq.asyncio
+from support.epp_io import FakePublisher, stored, until
+from treeline_epp.endpoints.adapters.base import KvSource
+from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats, Load, Ticker
+from treeline_epp.kvevents.states import Send, SendHello, SendReplay, SendSnapshot
+from treeline_wire import frames
+from treeline_wire.events import EventBatch
+from treeline_wire.load import LOAD_TOPIC, TREELINE_LOAD_TOPIC, LoadStat, TreelineLoad
+from treeline_wire.security import CurveKeys
+
+
+class Script:
+    """In the place of a subscription: writes down what it is told."""
+
+    pod = "p"
+
+    def __init__(self) -> None:
+        self.connected = 0
+        self.disconnected = 0
+        self.ticks = 0
+        self.live: list[tuple[int, EventBatch | None]] = []
+        self.replies: list[frames.Reply] = []
+        self.loads: list[Load] = []
+        self.troubles = 0
+        self.stats = KvStats()
+
+    def on_connected(self, now: float) -> list[Send]:
+        self.connected += 1
+        return [SendHello()]
+
+    def on_disconnected(self, now: float) -> None:
+        self.disconnected += 1
+
+    def on_live(self, seq: int, batch: EventBatch | None, now: float) -> list[Send]:
+        self.live.append((seq, batch))
+        return [SendReplay(0)] if batch is None else []
+
+    def on_reply(self, reply: frames.Reply, now: float) -> list[Send]:
+        self.replies.append(reply)
+        return [SendSnapshot()] if isinstance(reply, frames.Hello) else []
+
+    def on_tick(self, now: float, in_flight: int = 0) -> list[Send]:
+        assert in_flight == 3
+        self.ticks += 1
+        return []
+
+    def on_load(self, load: Load) -> Sequence[Send]:
+        self.loads.append(load)
+        return []
+
+    def on_trouble(self) -> None:
+        self.troubles += 1
+
+    @property
+    def seqs(self) -> list[int]:
+        return [seq for seq, _ in self.live]
+
+
+@contextlib.asynccontextmanager
+async def subscribed(source: KvSource, curve: CurveKeys | None = None) -> AsyncIterator[Script]:
+    script: Any = Script()
+    context = zmq.asyncio.Context()
+    callbacks = KvCallbacks(script, script.on_load, script.on_trouble, lambda: 3, script.stats)
+    ticker = Ticker()
+    ticking = asyncio.create_task(ticker.run())
+    task = asyncio.create_task(KvConnection(context, ticker, source, callbacks, curve).run())
+    try:
+        yield script
+    finally:
+        task.cancel()
+        ticking.cancel()
+        await asyncio.gather(task, ticking, return_exceptions=True)
+        context.destroy(linger=0)
+
+
+@contextlib.asynccontextmanager
+async def publisher(**settings: Any) -> AsyncIterator[FakePublisher]:
+    made = FakePublisher(**settings)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+async def test_it_says_hello_and_hears_everything_in_order() -> None:
+    async with publisher(epoch=7) as fake, subscribed(fake.source) as script:
+        await fake.subscribed()
+        await until(
+            lambda: len(script.replies) >= 4, "hello and snapshot were answered", state=lambda: script.replies
+        )
+        assert script.replies[:2] == [frames.Hello(7), frames.SnapshotHeader(7, -1, 0)]
+        for i in range(200):
+            await fake.store(stored(range(16 * i, 16 * i + 16)))
+        await until(lambda: len(script.live) == 200, "all batches came", state=lambda: len(script.live))
+        assert script.seqs == list(range(200))
+        assert (script.stats.batches, script.stats.events) == (200, 200)
+        await until(lambda: script.ticks >= 2, "time passes")
+        assert (script.connected, script.disconnected) == (1, 0)
+
+
+async def test_a_batch_that_cannot_be_read_is_told_with_its_number_and_counted() -> None:
+    async with publisher() as fake, subscribed(fake.source) as script:
+        await fake.subscribed()
+        await until(lambda: script.connected, "connected")
+        await fake.send(b"\xc1 not msgpack")
+        await fake.store(stored(range(16)))
+        await until(lambda: script.seqs == [0, 1], "both came")
+        assert script.live[0] == (0, None)
+        assert sum(script.stats.rejected.values()) >= 1
+        await until(lambda: "ReplayRequest" in fake.asked, "the action was sent")
+
+
+async def test_load_reports_come_in_our_form_where_there_is_one() -> None:
+    async with publisher() as fake, subscribed(fake.source) as script:
+        await fake.load_subscribed()
+        await fake.report(LOAD_TOPIC, LoadStat(num_running=1))
+        await until(lambda: len(script.loads) == 1, "the older form, alone, counts")
+        await fake.report(TREELINE_LOAD_TOPIC, TreelineLoad(running=2))
+        await fake.report(LOAD_TOPIC, LoadStat(num_running=3))
+        await fake.report(TREELINE_LOAD_TOPIC, TreelineLoad(running=4))
+        await fake._load.send_multipart([b"load", b"\xc1"])
+        await until(lambda: script.stats.rejected["bad_load"] == 1, "the last message came")
+        assert script.loads == [LoadStat(num_running=1), TreelineLoad(running=2), TreelineLoad(running=4)]
+
+
+async def test_a_publisher_that_dies_is_noticed_at_once_and_its_successor_is_greeted() -> None:
+    first = FakePublisher(epoch=1)
+    async with subscribed(first.source) as script:
+        await first.subscribed()
+        await until(lambda: frames.Hello(1) in script.replies, "greeted")
+        first.stop()
+        await until(lambda: script.disconnected == 1, "the loss is noticed", 1.0)
+        assert script.troubles == 1
+        async with publisher(epoch=2, ports=first.ports) as second:
+            await until(lambda: frames.Hello(2) in script.replies, "the successor is greeted", 3.0)
+            assert script.connected == 2
+            await second.store(stored(range(16)))
+            await until(lambda: script.seqs == [0], "and heard")
+
+
+async def test_an_engine_without_a_replay_socket_is_still_heard() -> None:
+    async with publisher() as fake:
+        source = KvSource("127.0.0.1", fake.events_port)
+        async with subscribed(source) as script:
+            await fake.subscribed()
+            await until(lambda: script.connected, "a session without replay")
+            await fake.store(stored(range(16)))
+            await until(lambda: script.seqs == [0], "the batch")
+            assert fake.asked == []
+
+
+async def test_a_missing_socket_delays_a_session_by_a_second_only() -> None:
+    async with publisher() as fake:
+        gone = FakePublisher()
+        gone.stop()
+        async with subscribed(
+            KvSource("127.0.0.1", fake.events_port, gone.replay_port, fake.load_port)
+        ) as script:
+            await until(lambda: script.connected, "a session without its replay socket", 3.0)
+
+
+async def test_with_keys_only_holders_of_the_pair_are_heard(tmp_path: Path) -> None:
+    keys, others = CurveKeys.generate(tmp_path / "ours"), CurveKeys.generate(tmp_path / "theirs")
+    async with publisher(curve=keys) as fake:
+        async with subscribed(fake.source, keys) as script:
+            await until(lambda: script.replies, "answered")
+        async with subscribed(fake.source, others) as stranger, subscribed(fake.source, keys) as script:
+            await until(lambda: script.replies, "answered")
+            assert stranger.connected == 0
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+async def test_nothing_there_is_no_reason_to_fail(address: str) -> None:
+    gone = FakePublisher()
+    gone.stop()
+    async with subscribed(KvSource(address, *gone.ports)) as script:
+        await asyncio.sleep(0.3)
+        assert (script.connected, script.disconnected) == (0, 0)

@@ -1,0 +1,266 @@
+"""What the edge bounds: how long a request may take to arrive, the memory of all, connections, and each client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from support.envoy import free_ports
+from support.epp_io import Plane, data_plane, engines, until
+from support.http import client
+from support.raw_http import http1, http2
+from treeline_operator.envoy.config import Limits
+
+pytestmark = pytest.mark.integration
+
+MB = 1024 * 1024
+SIZE = 8_000_000
+
+
+def head(length: int, *, path: str = "/v1/completions") -> bytes:
+    fields = f"POST {path} HTTP/1.1\r\nhost: edge\r\ncontent-type: application/json\r\n"
+    return f"{fields}content-length: {length}\r\n\r\n".encode()
+
+
+async def half_sent(port: int, *, size: int = SIZE, pause_s: float = 0.0) -> bytes:
+    """Send a request but for its last byte, and return what came back until the connection was closed.
+
+    `pause_s` after every megabyte makes it a slow client.
+    """
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    with contextlib.suppress(ConnectionError):
+        writer.write(head(size))
+        for start in range(0, size - 1, MB):
+            writer.write(b"x" * min(MB, size - 1 - start))
+            await writer.drain()
+            await asyncio.sleep(pause_s)
+    try:
+        return await reader.read(1 << 16)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def allocated(plane: Plane) -> int:
+    """Bytes of Envoy's heap in use."""
+    async with client() as http:
+        return int((await http.get(f"{plane.envoy.admin}/memory")).json()["allocated"])
+
+
+@contextlib.asynccontextmanager
+async def many(count: int, port: int, *, pause_s: float = 0.0) -> AsyncIterator[list[asyncio.Task[bytes]]]:
+    tasks = [asyncio.create_task(half_sent(port, pause_s=pause_s)) for _ in range(count)]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_bodies_that_stop_half_way_end_after_the_body_timeout_and_others_are_served_meanwhile(
+    tmp_path: Path,
+) -> None:
+    limits = Limits(body_timeout_s=5.0)
+    async with engines(1) as fakes, data_plane(tmp_path, fakes, limits=limits) as plane:
+        before = await allocated(plane)
+        started = time.monotonic()
+        async with many(10, plane.envoy.config.listen_port) as tasks:
+
+            async def pinned() -> bool:
+                return await allocated(plane) > before + 10 * SIZE * 0.9
+
+            await until(pinned, "Envoy holds all of them", 4.5)
+            assert (await plane.complete()).status_code == 200
+            assert not any(task.done() for task in tasks)
+            answers = await asyncio.wait_for(asyncio.gather(*tasks), 15)
+        assert time.monotonic() - started < 15
+        for answer in answers:
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+            assert (error["type"], error["code"]) == ("invalid_request_error", "request_timeout")
+
+        async def fallen() -> bool:
+            return await allocated(plane) < before + SIZE
+
+        await until(fallen, "the memory is free again")
+        assert (await plane.complete()).status_code == 200
+        assert [seen.path for seen in fakes[0].served] == ["/v1/completions"] * 2
+
+
+async def test_headers_that_stop_half_way_end_after_their_timeout(tmp_path: Path) -> None:
+    limits = Limits(headers_timeout_s=0.5)
+    async with engines(1) as fakes, data_plane(tmp_path, fakes, limits=limits) as plane:
+        answer = await http1(
+            plane.envoy.config.listen_port, b"POST /v1/completions HTTP/1.1\r\nhost: e\r\nx-a"
+        )
+        assert answer.status == 408
+        assert json.loads(answer.body)["error"]["code"] == "request_timeout"
+
+
+async def test_an_answer_may_take_longer_than_its_request(tmp_path: Path) -> None:
+    limits = Limits(body_timeout_s=0.5)
+    async with engines(1) as fakes, data_plane(tmp_path, fakes, limits=limits) as plane:
+        fakes[0].hold = asyncio.Event()
+        asked = asyncio.create_task(plane.complete())
+        await until(lambda: fakes[0].served, "the engine has the request")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(asked), 1.5)
+        fakes[0].hold.set()
+        assert (await asked).status_code == 200
+
+
+async def test_a_connection_without_a_request_is_closed(tmp_path: Path) -> None:
+    limits = Limits(idle_timeout_s=0.5)
+    async with engines(1) as fakes, data_plane(tmp_path, fakes, limits=limits) as plane:
+        reader, writer = await asyncio.open_connection("127.0.0.1", plane.envoy.config.listen_port)
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
+
+
+async def test_near_the_heap_limit_bodies_are_ended_and_the_memory_stays_below_it(tmp_path: Path) -> None:
+    limits = Limits(heap_bytes=64 * MB, body_timeout_s=600)
+    (health,) = free_ports(1)
+    settings = {"limits": limits, "health_port": health}
+    async with engines(1) as fakes, data_plane(tmp_path, fakes, **settings) as plane:
+        most, statuses = 0, Counter[int]()
+        # 100 ms pass between two looks at the heap: 5 MB.
+        slowly = many(20, plane.envoy.config.listen_port, pause_s=0.4)
+        async with slowly as tasks, client() as http:
+            while sum(task.done() for task in tasks) < 12:  # 160 MB were sent, at most 64 MB fit
+                most = max(most, await allocated(plane))
+                statuses[(await plane.complete()).status_code] += 1
+                # An edge out of memory is no edge that should get no requests.
+                assert (await http.get(f"http://127.0.0.1:{health}/ready")).status_code == 200
+            assert most < 1.25 * limits.heap_bytes, "160 MB were sent"
+            assert set(statuses) <= {200, 503}
+            remaining = [task for task in tasks if not task.done()]
+            assert (await plane.complete()).status_code in (200, 503)
+            for task in remaining:
+                task.cancel()
+
+        async def served() -> bool:
+            return (await plane.complete()).status_code == 200
+
+        await until(served, "requests are served again")
+        overload = await plane.envoy.stats("overload.envoy.load_shed_points.http1_server_abort_dispatch")
+        assert max(overload.values()) >= 12
+
+
+async def test_near_the_heap_limit_the_largest_streams_of_http2_are_reset(tmp_path: Path) -> None:
+    limits = Limits(heap_bytes=64 * MB, body_timeout_s=600)
+    async with engines(1) as fakes, data_plane(tmp_path, fakes, limits=limits) as plane:
+        fields = [
+            (":method", "POST"),
+            (":scheme", "http"),
+            (":authority", "edge"),
+            (":path", "/v1/completions"),
+        ]
+        fields += [("content-type", "application/json"), ("content-length", str(SIZE))]
+        port, body = plane.envoy.config.listen_port, b"x" * (SIZE - 1)
+        tasks = [asyncio.create_task(http2(port, fields, body, end=False, timeout_s=60)) for _ in range(10)]
+        try:
+            done, _ = await asyncio.wait(tasks, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+            assert done, "80 MB do not fit into 64"
+            assert all(task.result().reset for task in done)
+            assert await allocated(plane) < 1.25 * limits.heap_bytes
+
+            async def served() -> bool:
+                return (await plane.complete()).status_code == 200
+
+            await until(served, "requests are served beside the streams that are left")
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_an_overloaded_edge_says_so_in_openai_shape(tmp_path: Path) -> None:
+    # Less than Envoy itself takes: everything is too much.
+    limits = Limits(heap_bytes=32 * MB)
+
+    def tiny(bootstrap: dict[str, object]) -> None:
+        (heap,) = [
+            monitor["typed_config"]
+            for monitor in bootstrap["overload_manager"]["resource_monitors"]  # type: ignore[index]
+            if "fixed_heap" in monitor["name"]
+        ]
+        heap["max_heap_size_bytes"] = "1000000"
+
+    async with engines(1) as fakes, data_plane(tmp_path, fakes, limits=limits, patch=tiny) as plane:
+
+        async def refused() -> bool:
+            return (await plane.complete()).status_code == 503
+
+        await until(refused, "the edge is overloaded")
+        answer = await plane.complete()
+        assert answer.json()["error"]["code"] == "gateway_overloaded"
+        assert answer.headers["retry-after"] == "1"
+
+
+async def test_connections_beyond_the_limit_are_refused_and_health_is_told_on(tmp_path: Path) -> None:
+    (health,) = free_ports(1)
+    settings = {"limits": Limits(connections=3), "health_port": health}
+    async with engines(1) as fakes, data_plane(tmp_path, fakes, **settings) as plane:
+        port = plane.envoy.config.listen_port
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(3):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                stack.callback(writer.close)
+
+            async def full() -> bool:
+                found = await plane.envoy.stats("listener.*downstream_cx_active")
+                return sum(v for k, v in found.items() if str(port) in k) >= 3
+
+            await until(full, "three connections are open")
+            assert (await http1(port, head(2) + b"{}")).status == 0
+            async with client() as http:
+                assert (await http.get(f"http://127.0.0.1:{health}/ready")).status_code == 200
+
+        async def served() -> bool:
+            return (await http1(port, head(2) + b"{}")).status == 200
+
+        await until(served, "a place is free again")
+
+
+@pytest.mark.parametrize("keys", [True, False], ids=["by-key", "by-address"])
+async def test_a_client_that_asks_too_often_is_429_and_others_are_served(tmp_path: Path, keys: bool) -> None:
+    settings = {"limits": Limits(client_requests_per_s=2)}
+    if keys:
+        settings["api_keys"] = {"ada": "sk-ada", "bob": "sk-bob"}  # type: ignore[assignment]
+    ada, bob = ({"x-api-key": f"sk-{name}", "x-treeline-client": "eve"} for name in ("ada", "bob"))
+    async with engines(1) as fakes, data_plane(tmp_path, fakes, **settings) as plane:
+        started = time.monotonic()
+        answers = await asyncio.gather(*(plane.complete(headers=ada) for _ in range(40)))
+        others = (await plane.complete(headers=bob)).status_code
+        statuses = Counter(answer.status_code for answer in answers)
+        assert statuses.keys() == {200, 429}
+        assert statuses[200] <= 5 + 2 * (time.monotonic() - started), "four at once, and two more a second"
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert refused.headers["retry-after"] == "1"
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+        assert others == 200 or not keys
+        assert len(fakes[0].served) == statuses[200] + (others == 200)
+
+
+async def test_a_name_of_a_header_with_an_underscore_is_dropped(tmp_path: Path) -> None:
+    async with engines(1) as fakes, data_plane(tmp_path, fakes) as plane:
+        answer = await plane.complete(headers={"x_treeline_client": "eve", "x-fine": "1"})
+        seen = answer.json()["headers"]
+        assert "x_treeline_client" not in seen
+        assert seen["x-fine"] == "1"
+
+
+async def test_a_long_body_passes_small_buffers(tmp_path: Path) -> None:
+    async with engines(1) as fakes, data_plane(tmp_path, fakes) as plane:
+        answer = await plane.complete("x" * 20_000_000)
+        assert answer.status_code == 200
+        assert answer.json()["body_bytes"] > 20_000_000

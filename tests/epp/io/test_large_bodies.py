@@ -1,0 +1,527 @@
+"""Large and hostile request bodies: others have their turn meanwhile, and the answer is that of the whole body."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.extproc.convert import read, to_message, to_response
+from treeline_epp.extproc.session import ExtProcSession, SessionLimits
+from treeline_epp.extproc.state import Kind, Reply
+from treeline_epp.metrics import Metrics
+from treeline_epp.picking.picker import Picker
+from treeline_epp.requests import summary
+from treeline_epp.requests.body import CHUNK_BYTES, Body, BodyBudget, Edit
+from treeline_epp.requests.messages import RouteRequest
+from treeline_epp.requests.model_registry import ModelRegistry
+from treeline_epp.requests.outline import MAX_MEMBERS, Outline, beginning, count_values
+from treeline_epp.requests.parse import ParsedRequest, is_large, parse
+from treeline_epp.requests.router import Router
+from treeline_runtime.templates.pool import TemplatePool
+from treeline_wire.chat import ChatTemplate
+from treeline_wire.models import ModelRule
+from treeline_wire.prompt import prompt_of_chat
+from treeline_wire.tokenizer import TokenizerBundle
+
+BUFFERED, DUPLEX = 2, 4
+TURN_S = 0.020
+"""No request may hold the event loop for longer."""
+MB = 1 << 20
+TINY = TokenizerBundle.from_dir(Path("models/tiny"))
+CATALOG = ModelRegistry()
+CATALOG.set_endpoint("a", "default", ("tiny",), CATALOG.add_keyer(TINY).fingerprint)
+
+
+def new_router() -> Router:
+    picker = Picker()
+    picker.add_endpoint(EndpointSpec("a", "10.0.0.1:8000", models=("tiny",)))
+    return Router(picker, CATALOG, Metrics())
+
+
+def messages_of(
+    path: str, body: bytes, mode: int, piece: int = 48_000
+) -> Iterator[Callable[[], tuple[pb.ProcessingRequest, Any]]]:
+    """What a proxy sends; each is made when it is read, as the gRPC server does it."""
+    head = pb.ProcessingRequest()
+    head.protocol_config.request_body_mode = mode
+    for key, value in ((":path", path), (":method", "POST")):
+        head.request_headers.headers.headers.add(key=key, raw_value=value.encode())
+    yield lambda: (head, None)
+    size = len(body) if mode == BUFFERED else piece
+    for start in range(0, len(body), size):
+        part = pb.HttpBody(body=body[start : start + size], end_of_stream=start + size >= len(body))
+        data = pb.ProcessingRequest(request_body=part).SerializeToString()
+        yield lambda data=data: read(data)  # type: ignore[misc]
+
+
+def longest_turn(
+    router: Router, path: str, body: bytes, mode: int
+) -> tuple[float, list[pb.ProcessingResponse]]:
+    """Seconds of processor time between two turns of others, at most; and all answers."""
+    stream = ExtProcSession(router, SessionLimits(64 * MB))
+    replies: list[bytes] = []
+    longest = 0.0
+    try:
+        for message in messages_of(path, body, mode):
+            began = time.thread_time()
+            steps = stream.steps(*message())
+            while True:
+                reply = next(steps, b"end")
+                longest = max(longest, time.thread_time() - began)
+                if reply == b"end":
+                    break
+                if reply is not None:
+                    replies.append(reply)
+                began = time.thread_time()
+    finally:
+        stream.close()
+    return longest, [pb.ProcessingResponse.FromString(reply) for reply in replies]
+
+
+def chat(content: Any, **more: Any) -> bytes:
+    return json.dumps(
+        {"messages": [{"role": "user", "content": content}], "model": "tiny", **more}, ensure_ascii=False
+    ).encode()
+
+
+def wide(count: int) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "x"}] * count
+
+
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    "24 MB of text": lambda: chat("hello world " * (2 * MB)),
+    "24 MB of escapes": lambda: chat('"\\' * (6 * MB)),
+    "24 MB of quotes": lambda: b'{"messages":[' + b'"",' * (8 * MB) + b'""],"model":"tiny"}',
+    "24 MB of brackets": lambda: b'{"messages":[' + b"[]," * (8 * MB) + b'[]],"model":"tiny"}',
+    "24 MB of opening brackets": lambda: b'{"messages":' + b"[" * (24 * MB),
+    "24 MB of members": lambda: b"{" + b'"a":1,' * (4 * MB) + b'"model":"tiny"}',
+    "24 MB of messages": lambda: chat("x", messages=wide(16_000)).replace(
+        b'"messages": [', b'"messages": [' + b'{"role":"user","content":"x"},' * (24 * MB // 30), 1
+    ),
+    "24 MB of token ids": lambda: b'{"prompt":[' + b"1," * (12 * MB) + b'1],"model":"tiny"}',
+    "24 MB of blanks": lambda: (
+        b'{"messages":[{"role":"user","content":"x"}]' + b" " * (24 * MB) + b',"model":"tiny"}'
+    ),
+    "24 MB of special tokens": lambda: chat("<|im_end|>" * (24 * MB // 10)),
+    "8 MB of combining marks": lambda: chat("a" + "\u0300\u0316" * (2 * MB)),
+    "240 KB of combining marks": lambda: chat("a" + "\u0300\u0316" * 60_000),
+    "240 KB of marks, 30 in a row": lambda: chat(("a" + "\u0300\u0316" * 15) * 4_000),
+    "240 KB of CJK": lambda: chat("漢字仮名" * 20_000),
+    "240 KB of unknown characters": lambda: chat("\u0378\U0001fbfa" * 40_000),
+    "240 KB of special tokens": lambda: chat("<|im_end|>" * 24_000),
+    "240 KB of messages": lambda: chat("x", messages=wide(7_000)),
+    "240 KB of brackets": lambda: b'{"messages":[' + b"[]," * 80_000 + b'[]],"model":"tiny"}',
+    "240 KB of members": lambda: chat("x", **{f"k{i}": i for i in range(18_000)}),
+    "240 KB of tools": lambda: chat("x", tools=[{"type": "function", "function": {"name": "x"}}] * 4_500),
+    "4,000 values in tools": lambda: chat("x", tools=[{"a": [1] * 15}] * 250),
+    "12 KB of prompts": lambda: json.dumps({"model": "tiny", "prompt": ["x"] * 4_000}).encode(),
+    "5.4 KB of nested kwargs": lambda: chat("x", chat_template_kwargs={"a": 0}).replace(
+        b'"a": 0', b'"a": ' + b"[" * 2_700 + b"]" * 2_700
+    ),
+    "nested kwargs that decode": lambda: chat("x", chat_template_kwargs={"a": 0}).replace(
+        b'"a": 0', b'"a": ' + b"[" * 400 + b"]" * 400
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", [BUFFERED, DUPLEX], ids=["buffered", "duplex"])
+@pytest.mark.parametrize("shape", HOSTILE)
+def test_no_body_holds_the_loop_for_longer_than_a_turn(shape: str, mode: int) -> None:
+    router, body = new_router(), HOSTILE[shape]()
+    path = "/v1/completions" if b'"prompt"' in body[:20] else "/v1/chat/completions"
+    turns = []
+    for _ in range(4):  # a processor that is shared makes some of them longer
+        gc.collect()
+        turn, replies = longest_turn(router, path, body, mode)
+        turns.append(turn)
+        if turn < TURN_S:
+            break
+    assert min(turns) < TURN_S, turns
+    assert replies, "an answer, whichever"
+    last = replies[-1]
+    if last.WhichOneof("response") == "immediate_response":
+        assert last.immediate_response.status.code == 400
+    assert router.metrics.registry.get_sample_value("treeline_epp_internal_errors_total") == 0
+
+
+def parsed(body: bytes, path: str = "/v1/chat/completions", pieces: int = CHUNK_BYTES) -> Any:
+    whole = Body([body[start : start + pieces] for start in range(0, len(body), pieces)])
+    outline = Outline()
+    for piece in whole.pieces():
+        outline.feed(piece)
+    outline.finish(whole)
+    headers = {":path": path, ":method": "POST"}
+    return parse(RouteRequest(headers, whole, None), CATALOG, outline=outline)
+
+
+def key_of(body: bytes, path: str = "/v1/chat/completions") -> bytes:
+    found = parsed(body, path)
+    assert isinstance(found, ParsedRequest), found
+    assert found.pick.key is not None
+    return found.pick.key
+
+
+def whole_key(body: bytes, path: str = "/v1/chat/completions") -> bytes:
+    found = parse(RouteRequest({":path": path, ":method": "POST"}, body, None), CATALOG)
+    assert isinstance(found, ParsedRequest), found
+    assert found.pick.key is not None
+    return found.pick.key
+
+
+WORDS = 'The quick brown fox said "no" to the lazy dog \\ and went home.\n'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        chat(WORDS * 5_000),
+        chat([{"type": "text", "text": WORDS * 5_000}, {"type": "text", "text": "end"}]),
+        chat(
+            "x", messages=[{"role": "system", "content": WORDS}, {"role": "user", "content": WORDS * 5_000}]
+        ),
+        chat(
+            "x", messages=[{"role": "user", "content": WORDS}, {"role": "assistant", "content": WORDS}] * 90
+        ),
+        chat("x", messages=[{"role": "user", "content": "é漢" + WORDS}] * 4_000),
+        chat(WORDS * 5_000, tools=[{"type": "function", "function": {"name": "f"}}], max_tokens=5),
+    ],
+    ids=["text", "parts", "system", "turns", "many", "tools"],
+)
+def test_the_key_of_a_large_chat_is_the_beginning_of_its_whole_key(body: bytes) -> None:
+    from treeline_epp.requests import prompts
+
+    key = key_of(body)
+    members = msgspec.json.decode(body)
+    keyer = CATALOG.keyer_of("default")
+    assert keyer is not None
+    with contextlib.closing(TemplatePool()) as pool:  # all of it is more than is rendered inline
+        template = ChatTemplate.from_bundle(TINY, pool)
+        assert template is not None
+        prompt = prompt_of_chat(members, template)
+    full = keyer.key(prompt)
+    assert full is not None
+    assert full.startswith(key)
+    assert len(key) > min(len(full) * 0.9, 60_000) or len(members["messages"]) > prompts.MAX_MESSAGES
+    assert len(key) > 10_000
+
+
+def test_a_message_whose_role_comes_too_late_ends_the_key_before_it() -> None:
+    first = {"role": "user", "content": WORDS * 300}
+    body = chat("x", messages=[first, {"content": WORDS * 4_000, "role": "user"}])
+    key = key_of(body)
+    assert 18_000 < len(key) < 20_000
+    assert whole_key(chat("x", messages=[first])).startswith(key)
+
+
+@pytest.mark.parametrize("prompt", [WORDS * 8_000, [WORDS * 8_000, "b"], list(range(5, 900)) * 200])
+def test_the_key_of_a_large_completion_is_the_beginning_of_its_whole_key(prompt: Any) -> None:
+    body = json.dumps({"prompt": prompt, "model": "tiny", "max_tokens": 3}).encode()
+    found = parsed(body, "/v1/completions")
+    keyer = CATALOG.keyer_of("default")
+    assert keyer is not None
+    assert keyer.keys is not None
+    keys = keyer.keys
+    first = prompt if isinstance(prompt, str) else prompt[0]
+    full = keys.prompt_key(first, True) if isinstance(first, str) else keys.block_key(prompt)
+    assert full.startswith(found.pick.key)
+    assert len(found.pick.key) > (40_000 if isinstance(first, int) else 100_000)
+    assert found.pick.max_output_tokens == 3
+    estimate = found.pick.prompt_tokens_estimate
+    truth = len(prompt) if isinstance(first, int) else len(body) / keyer.bytes_per_token
+    assert 0.8 * truth < estimate < 1.2 * truth
+    assert found.pick.key_tokens_estimate < estimate
+
+
+def test_members_behind_a_large_prompt_count() -> None:
+    body = chat(WORDS * 20_000, max_tokens=7, cache_salt="s", lora_path="l")
+    assert body.index(b'"model"') > MB
+    found = parsed(body)
+    assert (found.pick.model, found.pick.max_output_tokens) == ("tiny", 7)
+    assert found.pick.namespace == parsed(chat("x", cache_salt="s", lora_path="l")).pick.namespace
+    refused = parsed(chat(WORDS * 20_000, model="nobody"))
+    assert (refused.status, refused.code) == (404, "model_not_found")
+
+
+def test_many_messages_or_tools_of_a_small_body_are_bounded_too() -> None:
+    many = chat("x", messages=wide(1_000))
+    found = parse(RouteRequest({":path": "/v1/chat/completions"}, many, None), CATALOG)
+    assert isinstance(found, ParsedRequest)
+    assert found.pick.key_tokens_estimate is not None
+    few = chat("x", messages=wide(200))
+    assert whole_key(few).startswith(found.pick.key[:1_000] if found.pick.key else b"?")
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"[1]" + b" " * 300_000, "must be a JSON object"),
+        (b" " * 300_000, "not JSON"),
+        (b'{"model":"tiny"' + b" " * 300_000, "not JSON"),
+        (b'{"model":"tiny"}' + b" " * 300_000 + b"x", "not JSON"),
+        (b'{"model":"tiny",}' + b" " * 300_000, "not JSON"),
+        (b'{"model" "tiny"}' + b" " * 300_000, "not JSON"),
+        (b'{"a":' + b"[" * 1_000 + b"]" * 1_000 + b"}" + b" " * 300_000, "levels deep"),
+        (
+            b"{" + b'"a":1,' * (MAX_MEMBERS + 1) + b'"b":2}' + b" " * 300_000,
+            f"more than {MAX_MEMBERS} members",
+        ),
+        (b'{"model":tiny}' + b" " * 300_000, "not JSON"),
+    ],
+)
+def test_a_large_body_that_is_no_request_is_a_400_that_says_why(body: bytes, says: str) -> None:
+    refused = parsed(body)
+    assert refused.status == 400
+    assert says in refused.message
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"chat_template_kwargs": "DEEP"},
+        {"tools": ["DEEP"]},
+        {"documents": ["DEEP"]},
+        {"messages": [{"role": "user", "content": "x", "extra": "DEEP"}]},
+    ],
+)
+@pytest.mark.parametrize("size", [0, MB])
+def test_what_is_nested_too_deep_for_a_template_is_a_400_at_the_picker(
+    more: dict[str, Any], size: int
+) -> None:
+    deep = '{"a":' * 100 + "1" + "}" * 100
+    body = chat("x", user="u" * size, **more).replace(b'"DEEP"', deep.encode())
+    if is_large(body) or size:
+        refused = parsed(body)
+    else:
+        refused = parse(RouteRequest({":path": "/v1/chat/completions"}, body, None), CATALOG)
+    assert (refused.status, refused.code) == (400, "invalid_request")
+    assert "levels deep" in refused.message
+    assert refused.param
+
+
+NAMES = st.sampled_from(["model", "messages", "a", "é", 'q"', "back\\slash", ""]) | st.text(max_size=8)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text('ab"\\{}[],:é漢 \n', max_size=12),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.dictionaries(NAMES, VALUES, max_size=6), st.integers(1, 40), st.booleans(), st.sampled_from([None, 1])
+)
+def test_an_outline_finds_the_members_that_a_decoder_finds(
+    document: dict[str, Any], piece: int, ascii_only: bool, indent: int | None
+) -> None:
+    data = json.dumps(document, ensure_ascii=ascii_only, indent=indent).encode(errors="surrogatepass")
+    body = Body([data[start : start + piece] for start in range(0, len(data), piece)])
+    outline = Outline()
+    for part in body.pieces():
+        outline.feed(part)
+    outline.finish(body)
+    assert outline.problem is None
+    found = {name: msgspec.json.decode(body.slice(*places[-1])) for name, places in outline.spans.items()}
+    assert found == document
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=60), st.integers(1, 20))
+def test_an_outline_of_anything_ends_with_members_or_a_problem(data: bytes, piece: int) -> None:
+    body = Body([data[start : start + piece] for start in range(0, len(data), piece)])
+    outline = Outline()
+    for part in body.pieces():
+        outline.feed(part)
+    outline.finish(body)
+    try:
+        document = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return
+    if isinstance(document, dict):
+        assert outline.problem is None
+        assert set(outline.spans) == set(document)
+    else:
+        assert outline.problem is not None
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(VALUES, min_size=1, max_size=6), st.data())
+def test_the_beginning_of_a_list_is_a_beginning_of_its_elements(
+    elements: list[Any], data: st.DataObject
+) -> None:
+    raw = json.dumps(elements, ensure_ascii=False).encode()
+    assert count_values(raw) >= len(elements)
+    stop = data.draw(st.integers(1, len(raw)))
+    most = data.draw(st.integers(1, 50))
+    found = beginning(raw[:stop], whole=stop == len(raw), max_values=most)
+    if not found.cut:
+        assert found.value == elements
+        return
+    if isinstance(found.value, list):
+        assert found.value[:-1] == elements[: max(0, len(found.value) - 1)]
+        assert found.complete == elements[: len(found.complete)]
+        assert len(found.value) - len(found.complete) in (0, 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.binary(min_size=1, max_size=9), min_size=1, max_size=9), st.data())
+def test_a_body_is_sliced_and_edited_like_its_bytes(parts: list[bytes], data: st.DataObject) -> None:
+    body, plain = Body(parts), b"".join(parts)
+    start = data.draw(st.integers(0, len(plain)))
+    stop = data.draw(st.integers(start, len(plain)))
+    assert body.slice(start, stop) == plain[start:stop]
+    edited = body.edited([Edit(start, stop, b"new")])
+    assert edited.joined() == plain[:start] + b"new" + plain[stop:]
+    assert body.joined() == plain
+
+
+def test_pieces_are_chunks_that_a_proxy_takes_however_they_came() -> None:
+    body = Body()
+    for size in (1, 3 * CHUNK_BYTES + 5, 2, 2, CHUNK_BYTES - 1, 7):
+        body.add(b"x" * size)
+    sizes = [len(piece) for piece in body.pieces()]
+    assert sum(sizes) == len(body) == 4 * CHUNK_BYTES + 16
+    assert max(sizes) <= CHUNK_BYTES + 7
+    tiny = Body()
+    for _ in range(2 * CHUNK_BYTES):
+        tiny.add(b"y")
+    assert [len(piece) for piece in tiny.pieces()] == [CHUNK_BYTES, CHUNK_BYTES]
+
+
+@pytest.mark.parametrize("mode", [BUFFERED, DUPLEX], ids=["buffered", "duplex"])
+def test_a_large_body_is_sent_on_as_it_came_or_with_another_model(mode: int) -> None:
+    registry = ModelRegistry()
+    registry.set_endpoint("a", "default", ("tiny",), None)
+    picker = Picker()
+    picker.add_endpoint(EndpointSpec("a", "10.0.0.1:8000", models=("tiny",)))
+    rule = ModelRule("alias", "alias", "default", targets=(("tiny", 1),))
+    registry.set_pools({"default": ()}, [rule])
+    for model in ("tiny", "alias"):
+        data = chat(WORDS * 10_000, model=model)
+        _, replies = longest_turn(Router(picker, registry, Metrics()), "/v1/chat/completions", data, mode)
+        want = data.replace(b'"alias"', b'"tiny"')
+        if mode == DUPLEX:
+            chunks = [r.request_body.response.body_mutation.streamed_response for r in replies[1:]]
+            assert b"".join(chunk.body for chunk in chunks) == want
+            assert [chunk.end_of_stream for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        else:
+            common = replies[-1].request_body.response
+            assert common.body_mutation.body == (want if model == "alias" else b"")
+            assert common.header_mutation.set_headers[0].header.raw_value == b"10.0.0.1:8000"
+
+
+def test_a_large_message_is_read_as_protobuf_reads_it() -> None:
+    for size in (10, 300_000):
+        message = pb.ProcessingRequest(request_body=pb.HttpBody(body=b"x" * size, end_of_stream=True))
+        message.metadata_context.filter_metadata["a"].fields["b"].string_value = "c"
+        request, large = read(message.SerializeToString())
+        found = to_message(request, large)
+        assert (found.kind, found.end_of_stream, bytes(found.data)) == (Kind.REQUEST_BODY, True, b"x" * size)
+        assert request.metadata_context == message.metadata_context
+    reply = Reply(Kind.REQUEST_BODY, destination="d", body=Body([b"ab", b"c" * 200_000]))
+    response = pb.ProcessingResponse.FromString(to_response(reply))
+    assert response.request_body.response.body_mutation.body == b"ab" + b"c" * 200_000
+    assert response.request_body.response.clear_route_cache
+
+
+def test_bodies_that_wait_are_bounded_and_small_ones_pass() -> None:
+    router, waiting = new_router(), BodyBudget(MB)
+    half = chat("y" * MB)[: MB // 2]
+
+    def open_stream(data: bytes) -> tuple[ExtProcSession, list[bytes | None]]:
+        stream, replies = ExtProcSession(router, SessionLimits(64 * MB, waiting=waiting)), []
+        for message in messages_of("/v1/chat/completions", data, DUPLEX):
+            request, large = message()
+            if request.HasField("request_body") and data is half:
+                request.request_body.end_of_stream = False
+            replies += list(stream.steps(request, large))
+        return stream, replies
+
+    held = [open_stream(half)[0], open_stream(half)[0]]
+    assert 0 < waiting.bytes <= waiting.limit
+    third, replies = open_stream(half)
+    refusal = pb.ProcessingResponse.FromString(replies[-1] or b"").immediate_response
+    assert refusal.status.code == 503
+    assert b"too_many_bodies" in refusal.body
+    assert b"1048576 bytes" in refusal.body
+    small, replies = open_stream(chat("hello"))
+    assert pb.ProcessingResponse.FromString(replies[0] or b"").HasField("request_headers")
+    for stream in (*held, third, small):
+        stream.close()
+    assert waiting.bytes == 0
+
+
+def test_an_answered_body_is_kept_no_longer() -> None:
+    router, waiting = new_router(), BodyBudget(4 * MB)
+    stream = ExtProcSession(router, SessionLimits(64 * MB, waiting=waiting))
+    for message in messages_of("/v1/chat/completions", chat("y" * MB), BUFFERED):
+        list(stream.steps(*message()))
+    assert waiting.bytes == 0
+    stream.close()
+
+
+def test_renaming_replaces_every_member_of_that_name() -> None:
+    data = b'{"model" : "a", "x": {"model": "a"}, "mod\\u0065l":"b"}'
+    body, outline = Body([data]), Outline()
+    outline.feed(data)
+    outline.finish(body)
+    assert summary.edited(body, outline, "new", {}).joined() == (
+        b'{"model" : "new", "x": {"model": "a"}, "mod\\u0065l":"new"}'
+    )
+
+
+PIECES = st.sampled_from(
+    [
+        *(b"{", b"}", b"[", b"]", b",", b":", b" ", b'"', b"\\"),
+        *(b'"cache_salt":"mine"', b'"cache\\u005fsalt":1', b'"a":[1,{"b":"}"}]'),
+    ]
+)
+
+
+@settings(max_examples=400)
+@given(st.lists(PIECES, max_size=14))
+def test_whoever_can_read_an_edited_body_reads_what_it_was_made_to_say(pieces: list[bytes]) -> None:
+    """Whatever the body was, and whichever of two members a decoder takes: it is ours."""
+    plain = b"".join(pieces)
+    for text in (plain, b"{" + plain + b"}", b"{," + plain + b"}"):
+        body, outline = Body([text]), Outline()
+        for piece in body.pieces():
+            outline.feed(piece)
+        outline.finish(body)
+        if outline.problem is not None:
+            continue
+        edited = summary.edited(body, outline, None, {"cache_salt": "ours", "extra_key": None}).joined()
+        pairs: list[tuple[str, Any]] = []
+
+        def keep(found: list[tuple[str, Any]], pairs: list[tuple[str, Any]] = pairs) -> dict[str, Any]:
+            pairs[:] = found  # the outermost object comes last
+            return dict(found)
+
+        try:
+            json.loads(edited, object_pairs_hook=keep)
+        except ValueError:
+            continue  # whoever gets it refuses it
+        assert {value for name, value in pairs if name == "cache_salt"} == {"ours"}
+        assert {value for name, value in pairs if name == "extra_key"} <= {None}
+
+
+@pytest.mark.parametrize("start", [b"{,", b"{ ,", b"{,,"])
+def test_a_body_that_begins_with_a_comma_is_no_json(start: bytes) -> None:
+    body, outline = (
+        Body([start + b'"cache_salt":"mine","model":"m","prompt":"' + b"x" * 300_000 + b'"}']),
+        Outline(),
+    )
+    for piece in body.pieces():
+        outline.feed(piece)
+    outline.finish(body)
+    assert outline.problem == "The request body is not JSON."

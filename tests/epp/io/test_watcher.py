@@ -1,0 +1,306 @@
+"""What engines say about themselves, and the watcher that keeps asking."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import httpx
+import pytest
+from support.epp_io import FakeEngine, engines, small_bundle, until
+from support.http import client as local_client
+from treeline_epp.endpoints import engine_http
+from treeline_epp.endpoints.adapters.base import EngineInfo, KvSource
+from treeline_epp.endpoints.engine_http import EngineError
+from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.endpoints.watcher import EngineClient, EngineState, EngineWatcher, ProbePace
+
+KV = {
+    "publisher": "zmq",
+    "endpoint_host": "*",
+    "endpoint_port_base": 5557,
+    "replay_endpoint_port_base": 5657,
+    "load_endpoint_port_base": 5757,
+    "topic": "",
+    "load_topic": "load",
+    "block_size": 16,
+    "dp_size": 1,
+    "curve": False,
+}
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    async with local_client(trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[FakeEngine]:
+    async with engines(1) as (fake,):
+        yield fake
+
+
+async def test_a_treeline_runtime_says_everything(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.documents["/server_info"] = {
+        "kv_events": KV,
+        "epoch": 2**63,
+        "tokenizer_fingerprint": "f",
+        "more": 1,
+    }
+    source = KvSource("127.0.0.1", 5557, 5657, 5757)
+    info = await EngineClient(http, engine.address).info()
+    assert info == EngineInfo(("tiny",), str(2**63), "f", source)
+
+
+async def test_other_engines_say_less(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    client = EngineClient(http, engine.address)
+    assert await client.info() == EngineInfo(("tiny",))
+    engine.documents["/server_info"] = {"kv_events": {"publisher": "null"}}
+    assert (await client.info()).source is None
+    engine.documents["/server_info"] = {"kv_events": {**KV, "topic": "kv-events"}}
+    assert (await client.info()).source == KvSource("127.0.0.1", 5557, 5657, 5757, "kv-events")
+
+
+@pytest.mark.parametrize(
+    "host", ["*", "", "0.0.0.0", "::", "[::]", "127.0.0.1", "localhost", "::1", "[::1]", "127.1.2.3"]
+)
+async def test_a_host_that_means_here_is_the_endpoints_own_address(
+    http: httpx.AsyncClient, engine: FakeEngine, host: str
+) -> None:
+    engine.documents["/server_info"] = {"kv_events": {**KV, "endpoint_host": host}}
+    info = await EngineClient(http, engine.address).info()
+    assert info.source == KvSource("127.0.0.1", 5557, 5657, 5757)
+    assert info.foreign_host is None
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "10.1.2.3",
+        "169.254.169.254",
+        "[fd00::1]",
+        "kubernetes.default.svc",
+        "127.0.0.1.evil.example",
+        "0",
+        "a\nb",
+    ],
+)
+async def test_no_engine_chooses_with_whom_the_picker_talks(
+    http: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture, host: str
+) -> None:
+    engine.documents["/server_info"] = {"kv_events": {**KV, "endpoint_host": host}}
+    info = await EngineClient(http, engine.address).info()
+    assert info.source == KvSource("127.0.0.1", 5557, 5657, 5757)
+    assert info.foreign_host == host.strip("[]")
+    async with watched(http, engine) as (watcher, _):
+        await until(lambda: watcher.info is not None, "the engine to be asked")
+        await watcher.probed.wait()
+        watcher.probed.clear()
+        watcher.probe_now()
+        await watcher.probed.wait()
+    (line,) = [record.getMessage() for record in caplog.records if "KV sockets" in record.getMessage()]
+    assert engine.address in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("document", [b"{", b'{"data": 7}', b"[]"])
+async def test_an_answer_that_cannot_be_used_is_a_typed_error(
+    http: httpx.AsyncClient, engine: FakeEngine, document: bytes
+) -> None:
+    engine.documents["/v1/models"] = document
+    with pytest.raises(EngineError):
+        await EngineClient(http, engine.address).info()
+    engine.documents["/treeline/tokenizer"] = document
+    with pytest.raises(EngineError):
+        await EngineClient(http, engine.address).tokenizer()
+
+
+async def test_the_tokenizer_comes_from_the_engine(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    client = EngineClient(http, engine.address)
+    with pytest.raises(EngineError):
+        await client.tokenizer()
+    engine.documents["/treeline/tokenizer"] = small_bundle().to_json()
+    assert await client.tokenizer() == small_bundle()
+
+
+async def test_without_ready_there_is_health(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.missing = {"/ready"}
+    client = EngineClient(http, engine.address)
+    assert await client.ready()
+    engine.missing = {"/ready", "/health"}
+    assert not await client.ready()
+
+
+@contextlib.asynccontextmanager
+async def watched(
+    http: httpx.AsyncClient, fake: FakeEngine
+) -> AsyncIterator[tuple[EngineWatcher, list[EngineState]]]:
+    told: list[EngineState] = []
+
+    def report(state: EngineState, info: EngineInfo | None) -> None:
+        told.append(state)
+
+    watcher = EngineWatcher(
+        EndpointSpec("e", fake.address), EngineClient(http, fake.address), report, ProbePace()
+    )
+    task = asyncio.create_task(watcher.run())
+    try:
+        yield watcher, told
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_the_watcher_tells_every_change_once(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.ready = False
+    async with watched(http, engine) as (watcher, told):
+        await until(lambda: told == [EngineState.STARTING], "starting")
+        engine.ready = True
+        await until(lambda: told[-1] is EngineState.READY, "ready")
+        assert watcher.info == EngineInfo(("tiny",))
+        watcher.probe_now()
+        engine.models = ("tiny", "lora")
+        await until(lambda: watcher.info == EngineInfo(("tiny", "lora")), "new models", 3.0)
+        engine.ready = False
+        watcher.probe_now()
+        await until(lambda: told[-1] is EngineState.DRAINING, "draining")
+        await engine.stop()
+        await until(lambda: told[-1] is EngineState.DOWN, "down")
+        engine.ready = True
+        await engine.start()
+        await until(lambda: told[-1] is EngineState.READY, "ready again")
+    assert told == [
+        EngineState.STARTING,
+        EngineState.READY,
+        EngineState.READY,
+        EngineState.DRAINING,
+        EngineState.DOWN,
+        EngineState.READY,
+    ]
+
+
+async def test_a_kick_makes_the_watcher_look_at_once(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.documents["/server_info"] = {"kv_events": KV}  # it pushes, so it is seldom asked
+    async with watched(http, engine) as (watcher, told):
+        await until(lambda: told == [EngineState.READY], "ready")
+        await engine.stop()
+        watcher.probe_now()
+        await until(lambda: told[-1] is EngineState.DOWN, "down", 1.0)
+
+
+async def test_an_engine_without_models_is_not_ready_which_is_logged_once(
+    http: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.documents["/v1/models"] = b"{"
+    async with watched(http, engine) as (watcher, told):
+        await until(lambda: told == [EngineState.STARTING], "starting")
+        for _ in range(3):
+            watcher.probed.clear()
+            watcher.probe_now()
+            await watcher.probed.wait()
+        assert len([record for record in caplog.records if "/v1/models" in record.getMessage()]) == 1
+        del engine.documents["/v1/models"]
+        await until(lambda: told[-1] is EngineState.READY, "ready")
+        assert watcher.probed.is_set()
+
+
+async def state_of(http: httpx.AsyncClient, address: str, *, trust_ready: bool) -> EngineState:
+    """What a watcher believes after its first look."""
+
+    async def report(_state: EngineState, _info: EngineInfo | None) -> None:
+        pass
+
+    spec = EndpointSpec("e", address, trust_ready=trust_ready)
+    watcher = EngineWatcher(spec, EngineClient(http, address), report, ProbePace())
+    watching = asyncio.create_task(watcher.run())
+    await asyncio.wait_for(watcher.probed.wait(), 5)
+    watching.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
+    return watcher.state
+
+
+async def test_where_discovery_vouches_any_server_is_ready_that_answers_at_all(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    async def babble(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\x00\x00\x12\x04 not HTTP/1.1\r\n")
+        await writer.drain()
+        writer.close()
+
+    engine.missing = {"/ready", "/health"}
+    assert await state_of(http, engine.address, trust_ready=True) is EngineState.READY
+    assert await state_of(http, engine.address, trust_ready=False) is EngineState.STARTING
+    engine.missing = set()
+    engine.documents["/v1/models"] = b"echo"
+    assert await state_of(http, engine.address, trust_ready=True) is EngineState.READY
+    assert await state_of(http, engine.address, trust_ready=False) is EngineState.STARTING
+    async with await asyncio.start_server(babble, "127.0.0.1", 0) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert await state_of(http, address, trust_ready=True) is EngineState.READY
+        assert await state_of(http, address, trust_ready=False) is EngineState.DOWN
+    assert await state_of(http, address, trust_ready=True) is EngineState.DOWN
+    engine.ready = False
+    assert await state_of(http, engine.address, trust_ready=True) is EngineState.STARTING
+
+
+Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
+_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+
+
+async def _bomb(writer: asyncio.StreamWriter) -> None:
+    packed = gzip.compress(b" " * 50_000_000)
+    writer.write(
+        _HEAD
+        + b"connection: close\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(packed)
+        + packed
+    )
+
+
+async def _endless(writer: asyncio.StreamWriter) -> None:
+    writer.write(_HEAD + b"transfer-encoding: chunked\r\n\r\n")
+    while not writer.is_closing():
+        writer.write(b"10000\r\n" + b" " * 65536 + b"\r\n")
+        await writer.drain()
+
+
+async def _dripping(writer: asyncio.StreamWriter) -> None:
+    writer.write(_HEAD + b"content-length: 100000\r\n\r\n")
+    while not writer.is_closing():
+        writer.write(b" ")
+        await writer.drain()
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [(_bomb, "encoded"), (_endless, "longer than"), (_dripping, "no whole answer within")],
+)
+async def test_no_engine_takes_the_pickers_memory_or_time_by_its_answer(
+    http: httpx.AsyncClient, answer: Answer, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            await answer(writer)
+        writer.close()
+
+    monkeypatch.setattr(engine_http, "_PROBE_TIMEOUT_S", 2.0)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        host, port = server.sockets[0].getsockname()
+        client = EngineClient(http, f"{host}:{port}")
+        with pytest.raises((httpx.ReadTimeout, EngineError), match=error):
+            await client.ready()
+
+
+async def test_a_list_of_models_has_a_bounded_length_and_usable_names(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    for models in ([{"id": "x" * 1000}], [{"id": ""}], [{"id": f"m{i}"} for i in range(5000)]):
+        engine.documents["/v1/models"] = {"data": models}
+        with pytest.raises(EngineError):
+            await EngineClient(http, engine.address).info()

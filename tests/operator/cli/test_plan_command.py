@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import io
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from treeline_operator import plan_command
+from treeline_operator.plan_command import main
+from treeline_operator.simulation import merged
+from treeline_operator.world import TEMPLATE_VERSION, Platform
+
+NOW = datetime(2026, 11, 1, tzinfo=UTC)
+POOL = """\
+apiVersion: treeline.dev/v1alpha1
+kind: InferencePool
+metadata: {name: a}
+spec: {model: {uri: "builtin://tiny"}}
+"""
+AFTER = POOL.replace('{model: {uri: "builtin://tiny"}}', '\n  model: {uri: "builtin://tiny"}')
+TEMPLATE = "  template: "
+RUNTIME = f"{TEMPLATE}{{spec: {{containers: [{{name: runtime, "
+MODEL = """\
+apiVersion: treeline.dev/v1alpha1
+kind: InferenceModel
+metadata: {name: chat}
+spec: {modelName: chat, poolRef: {name: a}}
+"""
+
+
+def plan(*argv: str) -> str:
+    out = io.StringIO()
+    assert main(argv, out, NOW) == 0
+    return out.getvalue()
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def as_cluster(folder: Path, pool: str) -> Path:
+    """The plan's own outcome as a cluster would have it, with uids and times, and the pool itself."""
+    observed = folder / "observed"
+    observed.mkdir()
+    file = write(folder / "first.yaml", pool)
+    objects = list(yaml.safe_load_all(plan("-f", file, "-o", "yaml")))
+    objects = [o for o in objects if o["kind"] != "Secret"]
+    parent = yaml.safe_load(pool)
+    parent["metadata"] |= {"namespace": "default", "uid": "uid-of-inferencepool-a", "generation": 1}
+    owners = {"pool": parent["metadata"]["uid"], "anchor": "uid-of-configmap-treeline-gateway"}
+    for obj in objects:
+        obj["metadata"]["uid"] = f"uid-of-{obj['kind']}-{obj['metadata']['name']}".lower()
+        anchored = "treeline.dev/pool" not in obj["metadata"]["labels"]
+        if obj["metadata"]["name"] != "treeline-gateway" or obj["kind"] != "ConfigMap":
+            owner = owners["anchor" if anchored else "pool"]
+            kind = {"apiVersion": "v1", "kind": "ConfigMap", "name": "treeline-gateway"}
+            if not anchored:
+                kind = {"apiVersion": parent["apiVersion"], "kind": "InferencePool", "name": "a"}
+            obj["metadata"]["ownerReferences"] = [
+                {**kind, "uid": owner, "controller": True, "blockOwnerDeletion": True}
+            ]
+        else:
+            obj["metadata"]["ownerReferences"] = [
+                {
+                    "apiVersion": parent["apiVersion"],
+                    "kind": "InferencePool",
+                    "name": "a",
+                    "uid": owners["pool"],
+                }
+            ]
+    (observed / "all.yaml").write_text(
+        yaml.safe_dump({"apiVersion": "v1", "kind": "List", "items": [*objects, parent]})
+    )
+    return observed
+
+
+def test_a_new_pool_is_shown_whole_with_reasons(tmp_path: Path) -> None:
+    text = plan("-f", write(tmp_path / "p.yaml", POOL), "-f", write(tmp_path / "m.yaml", MODEL), "--explain")
+    assert "# create Deployment default/a-" in text
+    assert "# create ConfigMap default/treeline-gateway: pools of gateway treeline" in text
+    assert "+++ Service default/treeline-gateway" in text
+    assert "# model default/chat: Accepted" in text
+    assert text.rstrip().splitlines()[-1].startswith("# 2")
+    assert "uid-of-" not in text
+    assert "\x1b" not in text, "no colours but on a terminal"
+
+
+def test_what_is_so_already_is_left_alone(tmp_path: Path) -> None:
+    observed = as_cluster(tmp_path, POOL)
+    text = plan("-f", write(tmp_path / "p.yaml", POOL), "--observed", str(observed))
+    # Keys are never read, so whether they exist is not known; the picker's Deployment says that they do.
+    assert text == "# nothing to do: the cluster is as the files ask\n"
+
+
+def test_an_edit_is_shown_as_a_change_of_few_lines(tmp_path: Path) -> None:
+    observed = as_cluster(tmp_path, POOL)
+    edited = POOL.replace('"builtin://tiny"}', '"builtin://tiny"}, replicas: 3')
+    text = plan("-f", write(tmp_path / "p.yaml", edited), "--observed", str(observed))
+    changes = [line for line in text.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+    assert changes == ["-  replicas: 1", "+  replicas: 3"]
+    assert "# scale Deployment default/a-" in text
+    assert "3 replicas wanted" in text
+
+
+def test_a_scale_down_shows_who_would_drain(tmp_path: Path) -> None:
+    two = POOL.replace('"builtin://tiny"}', '"builtin://tiny"}, replicas: 2')
+    observed = as_cluster(tmp_path, two)
+    (made,) = (
+        o
+        for o in yaml.safe_load((observed / "all.yaml").read_text())["items"]
+        if o["kind"] == "Deployment" and "treeline.dev/pool" in o["metadata"]["labels"]
+    )
+    pods = [
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {**made["spec"]["template"]["metadata"], "name": f"a-{n}", "namespace": "default"},
+            "spec": {"nodeName": "n"},
+            "status": {"conditions": [{"type": "Ready", "status": "True"}]},
+        }
+        for n in (1, 2)
+    ]
+    (observed / "pods.yaml").write_text(yaml.safe_dump_all(pods))
+    text = plan("-f", write(tmp_path / "p.yaml", POOL), "--observed", str(observed), "--explain")
+    assert "# change Pod default/a-1: 1 replicas wanted" in text
+    assert "+    treeline.dev/serving: 'false'" in text
+    assert "# scale" not in text
+    assert "# pool default/a: pod a-1 is to go: its requests are not known yet" in text
+
+
+def test_what_somebody_changed_is_named(tmp_path: Path) -> None:
+    observed = as_cluster(tmp_path, POOL)
+    everything = yaml.safe_load((observed / "all.yaml").read_text())
+    for obj in everything["items"]:
+        if obj["kind"] == "Service" and obj["metadata"]["name"] == "treeline-gateway":
+            obj["spec"]["ports"][0]["targetPort"] = 9
+    (observed / "all.yaml").write_text(yaml.safe_dump(everything))
+    file = write(tmp_path / "p.yaml", POOL)
+    assert "#   changed by somebody else: spec.ports" in plan(
+        "-f", file, "--observed", str(observed), "--explain"
+    )
+    report = json.loads(plan("-f", file, "--observed", str(observed), "-o", "json"))
+    assert [(s["verb"], s["kind"], s["name"]) for s in report["steps"]] == [
+        ("change", "Service", "treeline-gateway")
+    ]
+    assert report["steps"][0]["drift"]
+
+
+def test_pickers_may_reach_an_api_server_on_other_ports(tmp_path: Path) -> None:
+    pool = write(tmp_path / "pool.yaml", POOL)
+    shown = plan("-f", pool, "--output", "yaml", "--api-server-port", "443", "--api-server-port=16443")
+    (egress,) = [
+        obj["spec"]["egress"]
+        for obj in yaml.safe_load_all(shown)
+        if obj["kind"] == "NetworkPolicy" and obj["metadata"]["name"] == "treeline-epp"
+    ]
+    assert {"ports": [{"port": p, "protocol": "TCP"} for p in (443, 16443)]} in egress
+
+
+def test_it_is_told_where_the_operator_lives(tmp_path: Path) -> None:
+    text = plan(
+        "-f", write(tmp_path / "p.yaml", POOL), "--lease-namespace", "ops", "--image-pull-secret", "registry"
+    )
+    assert "kubernetes.io/metadata.name: ops" in text
+    assert "treeline-system" not in text
+    assert "imagePullSecrets" in text
+
+
+def test_what_a_newer_template_would_replace_is_shown_but_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observed = as_cluster(tmp_path, POOL)
+
+    class Newer(Platform):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options, template_version=TEMPLATE_VERSION + 1)
+
+    monkeypatch.setattr(plan_command, "Platform", Newer)
+    text = plan("-f", write(tmp_path / "p.yaml", POOL), "--observed", str(observed))
+    assert text.startswith("# nothing to do")
+    assert (
+        f"# with rollout.templateVersion: {TEMPLATE_VERSION + 1} these pods would be replaced as well:"
+        in text
+    )
+    assert "# roll Deployment default/a-" in text
+    assert "# roll Deployment default/treeline-epp" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("a: [", "p.yaml: while parsing"),
+        ("- 1", "p.yaml: no Kubernetes object"),
+        ("", "no InferencePool or InferenceModel in"),
+        ("apiVersion: v1\nkind: Pod\nmetadata: {name: x}", "v1 Pod is not ours"),
+        (POOL.replace("spec: {", "spec: {modle: 1, "), "spec.modle: Extra inputs"),
+        (POOL.replace("builtin://tiny", "tiny"), "p.yaml: "),
+        (POOL + "---\n" + POOL.replace("uri", "url"), "p.yaml: document 2: spec.model.uri: Field required"),
+        (POOL.replace("metadata: {name: a}", "metadata: []"), "metadata"),
+        ("kind: List\nitems: [1]", "p.yaml: items[0]: no Kubernetes object"),
+        ("kind: List\nitems: [{kind: [a]}]", "p.yaml: items[0]: no Kubernetes object"),
+        (AFTER + TEMPLATE + "{metadata: null}", "spec.template: metadata, spec and its containers"),
+        (AFTER + TEMPLATE + "{spec: {containers: null}}", "spec.template: metadata, spec and its containers"),
+        (AFTER + TEMPLATE + "{metadata: []}", "spec.template: metadata must be a map"),
+        (AFTER + RUNTIME + "ports: [{name: x}]}]}}", "every item of ports needs a containerPort"),
+        (AFTER + RUNTIME + "env: [{name: [x]}]}]}}", "every item of env needs a name"),
+        (
+            POOL.replace("spec: {", "spec: {engine: {tensorParallel: 2}, "),
+            "p.yaml: spec.engine.tensorParallel: ",
+        ),
+    ],
+)
+def test_bad_input_is_refused_with_file_document_and_field(
+    text: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-f", write(tmp_path / "p.yaml", text)], io.StringIO(), NOW) == 2
+    said = capsys.readouterr().err
+    assert complaint in said
+    assert "Traceback" not in said
+
+
+def test_files_that_are_not_there_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-f", str(tmp_path / "none.yaml")], io.StringIO(), NOW) == 2
+    assert "none.yaml" in capsys.readouterr().err
+    file = write(tmp_path / "p.yaml", POOL)
+    assert main(["-f", file, "--observed", str(tmp_path / "none")], io.StringIO(), NOW) == 2
+    assert "is no directory" in capsys.readouterr().err
+    (tmp_path / "o").mkdir()
+    write(tmp_path / "o" / "x.yaml", "apiVersion: v1\nkind: Service\n")
+    assert main(["-f", file, "--observed", str(tmp_path / "o")], io.StringIO(), NOW) == 2
+    assert "x.yaml: no object of a cluster" in capsys.readouterr().err
+    (tmp_path / "o" / "a.yaml").write_bytes(b"\xff\xfe")
+    assert main(["-f", file, "--observed", str(tmp_path / "o")], io.StringIO(), NOW) == 2
+    assert "a.yaml: no text" in capsys.readouterr().err
+    assert main(["-f", str(tmp_path)], io.StringIO(), NOW) == 2
+    assert "Is a directory" in capsys.readouterr().err
+
+
+def test_secrets_are_not_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "o").mkdir()
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s"}, "data": {"k": "aHVzaA=="}}
+    write(tmp_path / "o" / "s.yaml", yaml.safe_dump(secret))
+    text = plan("-f", write(tmp_path / "p.yaml", POOL), "--observed", str(tmp_path / "o"), "--explain")
+    assert "aHVzaA" not in text
+
+
+def test_merging_keeps_what_is_not_ours() -> None:
+    there = {"a": 1, "list": [{"name": "x", "v": 1, "w": 2}, {"name": "mesh"}], "plain": [1, 2]}
+    ours = {"b": 2, "list": [{"name": "x", "v": 3}], "plain": [3]}
+    assert merged(there, ours) == {
+        "a": 1,
+        "b": 2,
+        "list": [{"name": "x", "v": 3, "w": 2}, {"name": "mesh"}],
+        "plain": [3],
+    }

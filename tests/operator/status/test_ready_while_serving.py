@@ -1,0 +1,150 @@
+"""Ready stays True while requests succeed: through scaling, rollouts, lost pods and an operator that starts anew."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import timedelta
+
+import pytest
+from support.operator_status import (
+    NOW,
+    check_whole,
+    conditions,
+    gateway_children,
+    pod,
+    pool,
+    ready,
+    revision,
+    view,
+    with_status,
+    world,
+)
+from treeline_operator.api.conditions import ConditionType, Reason
+from treeline_operator.plan.revision import target_revision
+from treeline_operator.status.pool import pool_status
+from treeline_operator.world import PickerView, Platform
+
+T = ConditionType
+
+
+def told(seen):
+    check_whole(seen)
+    return conditions(pool_status(seen))
+
+
+def ready_of(seen):
+    return conditions(pool_status(seen))[T.READY]
+
+
+def scaled_to(count, there):
+    """A pool of `count` of which `there` pods are ready and one more has just been made."""
+    mine = pool(replicas=count)
+    serving = [pod(mine, f"tiny-{n}", **ready(n)) for n in range(1, there + 1)]
+    names = [one.ref.name for one in serving]
+    starting = pod(mine, "tiny-new", phase="Pending")
+    return world(
+        mine,
+        children=(revision(mine, count, there),),
+        pods=(*serving, starting),
+        picker=view(mine, *names),
+    )
+
+
+def test_a_scale_up_keeps_the_pool_ready_and_is_progress():
+    found = told(scaled_to(3, 2))
+    assert (found[T.READY]["status"], found[T.READY]["reason"]) == ("True", Reason.SERVING)
+    assert "tiny is served by 2 pods" in found[T.READY]["message"]
+    assert found[T.PROGRESSING]["status"] == "True"
+    assert found[T.WORKLOADS_READY]["status"] == "False"
+    assert pool_status(scaled_to(3, 2))["replicaSummary"] == "2/3"
+
+
+def test_a_scale_up_whose_pods_do_not_exist_yet_keeps_the_pool_ready():
+    seen = scaled_to(3, 2)
+    found = told(dataclasses.replace(seen, pods=seen.pods[:2]))
+    assert found[T.READY]["status"] == "True"
+    assert (found[T.PROGRESSING]["status"], found[T.PROGRESSING]["reason"]) == ("True", Reason.SCALING)
+
+
+def test_the_first_pod_of_a_pool_is_waited_for():
+    assert told(scaled_to(2, 0))[T.READY]["status"] == "False"
+
+
+def rolling(old_spec, new_spec, **changes):
+    """A pool whose spec has changed: an old pod serves, the new one starts."""
+    before, now = pool(**old_spec), pool(**new_spec)
+    old = revision(before, 1, 1)
+    of_old = target_revision(before, (), Platform()).name
+    pods = (pod(now, "old-1", revision=of_old, **ready(1)), pod(now, "new-1", phase="Pending"))
+    return world(now, children=(old, revision(now, 1, 0)), pods=pods, picker=view(now, "old-1"), **changes)
+
+
+def test_a_rollout_keeps_the_pool_ready_while_the_old_pods_serve_its_model():
+    found = told(rolling({}, {"engine": {"contextLength": 512}}))
+    assert (found[T.READY]["status"], found[T.READY]["reason"]) == ("True", Reason.SERVING)
+    assert "meanwhile served by 1 pod of older revisions" in found[T.READY]["message"]
+    assert (found[T.PROGRESSING]["status"], found[T.PROGRESSING]["reason"]) == ("True", Reason.ROLLING_OUT)
+    assert found[T.MODEL_READY]["message"].startswith("1 pod of older revisions has loaded the model tiny")
+
+
+@pytest.mark.parametrize(
+    ("engine", "image"), [("treeline", {}), ("vllm", {}), ("sglang", {}), ("custom", {"image": "x"})]
+)
+def test_a_rollout_to_another_model_name_is_not_ready_before_a_pod_serves_that_name(engine, image):
+    of = {"engine": {"type": engine, **image}}
+    uri = "builtin://tiny" if engine == "treeline" else "path:///weights"
+    before = {**of, "model": {"uri": uri, "name": "old-name"}}
+    found = told(rolling(before, {**of, "model": {"uri": uri, "name": "new-name"}}))
+    assert found[T.READY]["status"] == "False", "nobody answers to new-name yet"
+    same = {**before, "drain": {"timeoutSeconds": 90}}
+    assert told(rolling(before, same))[T.READY]["status"] == "True"
+
+
+def test_a_pool_that_serves_with_fewer_pods_says_for_want_of_what():
+    mine = pool(replicas=2)
+    waiting = {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "restartCount": 5, "ready": False}
+    crashed = pod(mine, "tiny-2", containerStatuses=[{"name": "runtime", "image": "x", **waiting}])
+    seen = world(
+        mine,
+        children=(revision(mine, 2, 1),),
+        pods=(pod(mine, "tiny-1", **ready(1)), crashed),
+        picker=view(mine, "tiny-1"),
+    )
+    found = told(seen)
+    assert (found[T.READY]["status"], found[T.READY]["reason"]) == ("True", Reason.CRASH_LOOPING)
+    assert found[T.READY]["message"].startswith("tiny is served by 1 pod at")
+    assert Reason.CRASH_LOOPING.fix in found[T.READY]["message"]
+
+
+def test_a_new_pod_that_the_picker_does_not_list_yet_keeps_the_pool_ready():
+    mine = pool(replicas=2)
+    found = told(world(mine, picker=view(mine, "tiny-1")))
+    assert (found[T.READY]["status"], found[T.READY]["reason"]) == ("True", Reason.SERVING)
+    assert (found[T.PROGRESSING]["status"], found[T.PROGRESSING]["reason"]) == (
+        "True",
+        Reason.ENDPOINTS_MISSING,
+    )
+
+
+@pytest.mark.parametrize("picker", [view(pool()), PickerView(True, {})])
+def test_a_pool_whose_ready_pods_the_picker_does_not_list_at_all_is_not_ready(picker):
+    found = told(world(picker=picker))
+    assert (found[T.READY]["status"], found[T.READY]["reason"]) == ("False", Reason.ENDPOINTS_MISSING)
+
+
+@pytest.mark.parametrize("parts", [{"epp": 0}, {"edge": 0}])
+def test_a_pool_without_a_way_in_is_not_ready_however_many_pods_there_are(parts):
+    assert told(world(gateway_parts=gateway_children(**parts)))[T.READY]["status"] == "False"
+
+
+def test_an_operator_that_has_not_heard_of_the_picker_yet_keeps_what_is_known_for_half_a_minute():
+    well = world()
+    before = with_status(well, pool_status(well), NOW)
+    started = dataclasses.replace(before, picker=None)
+    assert ready_of(started)["status"] == "True", "it has not been asked"
+    silent = dataclasses.replace(started, picker_silent_since=NOW - timedelta(seconds=29))
+    assert ready_of(silent)["status"] == "True"
+    longer = dataclasses.replace(started, picker_silent_since=NOW - timedelta(seconds=30))
+    assert (ready_of(longer)["status"], ready_of(longer)["reason"]) == ("Unknown", Reason.PICKER_UNREACHABLE)
+    first = dataclasses.replace(well, picker=None)
+    assert told(first)[T.READY]["status"] == "Unknown", "nobody has ever heard that it is well"

@@ -1,0 +1,118 @@
+"""The stream numbers batches, replays them, and gives snapshots that replay continues exactly."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.publisher import Cache, Consumer, Cutting, TrustingReencoder
+from treeline_runtime.messages import CacheUpdate, Removed, Stored
+from treeline_runtime.publisher.announced_index import AnnouncedIndex
+from treeline_runtime.publisher.event_stream import EventStream
+from treeline_wire import frames
+from treeline_wire.events import decode_batch
+
+
+def stream(ring: int = 100) -> EventStream:
+    return EventStream(7, AnnouncedIndex(TrustingReencoder()), ring_batches=ring)
+
+
+def store(stream: EventStream, block: int) -> list[bytes]:
+    live = stream.on_update(CacheUpdate([Stored([block], None, [block, block], None, 2)]), ts=1.5)
+    assert live is not None
+    return live
+
+
+def ask(stream: EventStream, request: list[bytes]) -> list[frames.Reply]:
+    answer = stream.on_request(request)
+    assert answer is not None
+    return [frames.parse_reply(message) for message in answer]
+
+
+def test_batches_are_numbered_from_zero_and_dated() -> None:
+    made = stream()
+    for expected in range(3):
+        topic, seq, payload = frames.parse_live(store(made, expected + 1))
+        assert (topic, seq) == (b"", expected)
+        assert decode_batch(payload).ts == 1.5
+
+
+def test_a_step_without_news_uses_no_number() -> None:
+    made = stream()
+    assert made.on_update(CacheUpdate([Removed([5])]), ts=0.0) is None
+    assert made.newest is None
+    store(made, 1)
+    assert made.newest == 0
+
+
+def test_hello_tells_the_epoch_and_what_can_be_replayed() -> None:
+    made = stream(ring=2)
+    assert ask(made, frames.hello_request()) == [frames.Hello(7, None, None)]
+    for block in (1, 2, 3):
+        store(made, block)
+    assert ask(made, frames.hello_request()) == [frames.Hello(7, 1, 2)]
+
+
+def test_replay_gives_the_numbers_asked_for_that_are_still_there() -> None:
+    made = stream(ring=3)
+    live = [store(made, block) for block in range(1, 6)]
+    *items, end = ask(made, frames.replay_request(1))
+    assert end == frames.ReplayEnd()
+    assert [item.seq for item in items if isinstance(item, frames.ReplayItem)] == [2, 3, 4]
+    assert [item.payload for item in items if isinstance(item, frames.ReplayItem)] == [f[2] for f in live[2:]]
+    assert ask(made, frames.replay_request(99)) == [frames.ReplayEnd()]
+
+
+def test_replay_has_the_peers_frames() -> None:
+    made = stream()
+    topic, seq, payload = store(made, 1)
+    answer = made.on_request([b"", (0).to_bytes(8, "big")])
+    assert answer is not None
+    assert list(answer) == [[b"", topic, seq, payload], [b"", b"", b"\xff" * 8, b""]]
+
+
+def test_unknown_requests_get_no_answer() -> None:
+    made = stream()
+    for request in ([], [b""], [b"", b"short"], [b"", b"treeline", b"dance", b"1"], [b"x", b"y", b"z"]):
+        assert made.on_request(request) is None
+
+
+def test_an_answer_under_way_does_not_change_with_later_events() -> None:
+    made = stream()
+    store(made, 1)
+    snapshot = made.on_request(frames.snapshot_request())
+    assert snapshot is not None
+    header = frames.parse_reply(next(snapshot))
+    assert header == frames.SnapshotHeader(7, 0, 1)
+    made.on_update(CacheUpdate([Removed([1])]), ts=0.0)
+    store(made, 2)
+    chunk = frames.parse_reply(next(snapshot))
+    assert isinstance(chunk, frames.SnapshotChunk)
+    assert [block for event in chunk.events for block in event.block_hashes] == [1]
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10**9), before=st.integers(0, 30), after=st.integers(0, 30))
+def test_a_snapshot_and_the_replay_after_it_rebuild_the_cache(seed: int, before: int, after: int) -> None:
+    cache = Cache(random.Random(seed))
+    made = EventStream(7, AnnouncedIndex(Cutting(at=6)))
+    for _ in range(before):
+        made.on_update(CacheUpdate(cache.step()), ts=0.0)
+    snapshot = made.on_request(frames.snapshot_request())
+    assert snapshot is not None
+    header = frames.parse_reply(next(snapshot))
+    assert isinstance(header, frames.SnapshotHeader)
+    for _ in range(after):
+        made.on_update(CacheUpdate(cache.step()), ts=0.0)
+
+    consumer = Consumer()
+    for message in snapshot:
+        reply = frames.parse_reply(message)
+        if isinstance(reply, frames.SnapshotChunk):
+            consumer.apply(reply.events)
+    assert len(consumer.pages) == header.blocks
+    for reply in ask(made, frames.replay_request(header.seq + 1)):
+        if isinstance(reply, frames.ReplayItem):
+            consumer.apply(decode_batch(reply.payload).events)
+    assert set(consumer.pages) == set(made.index.announced())

@@ -1,0 +1,239 @@
+"""Requests that arrive in part, methods besides GET and POST, and browsers: raw sockets against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+from support.runtime_server import ServerProcess, running
+from treeline_runtime.server.timeouts import MAX_HEADER_BYTES, HttpProtocol
+
+ORIGIN = "https://chat.example.org"
+
+
+class Impatient(HttpProtocol):
+    silent_s, headers_s, body_pause_s, body_s, stalled_s = 0.3, 0.3, 0.3, 1.0, 0.5
+
+
+async def application(scope: dict[str, object], receive: object, send: object) -> None:
+    """Reads the body and answers; `/big` answers 32 MB, `/echo` the body."""
+    body = b""
+    while True:
+        message = await receive()  # type: ignore[operator]
+        body += message.get("body", b"")
+        if message["type"] == "http.disconnect":
+            return
+        if not message.get("more_body"):
+            break
+    said = body if scope["path"] == "/echo" else b"ok"
+    size = 32 << 20 if scope["path"] == "/big" else len(said)
+    headers = [(b"content-length", b"%d" % size)]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})  # type: ignore[operator]
+    for _ in range(size // 65536):
+        await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})  # type: ignore[operator]
+    await send({"type": "http.response.body", "body": said[: size % 65536]})  # type: ignore[operator]
+
+
+class Conversation:
+    """One connection to a server whose patience is short."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    async def __aenter__(self) -> Conversation:
+        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self._port)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.writer.close()
+
+    async def until_closed(self) -> bytes:
+        async with asyncio.timeout(10):
+            return await self.reader.read()
+
+
+class Served:
+    """uvicorn with our protocol, for the length of a block."""
+
+    async def __aenter__(self) -> int:
+        config = uvicorn.Config(application, http=Impatient, ws="none", lifespan="off", log_config=None)  # type: ignore[arg-type]
+        self._server = uvicorn.Server(config)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self._server.config.load()
+        self._task = asyncio.create_task(self._server.serve([listener]))
+        return int(listener.getsockname()[1])
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        await self._task
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (b"", b""),
+        (b"GE", b"HTTP/1.1 408 "),
+        (b"GET / HTTP/1.1\r\nhost: a\r\nx: ", b"HTTP/1.1 408 "),
+        (b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 10\r\n\r\n", b"HTTP/1.1 408 "),
+        (b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 10\r\n\r\nhalf", b"HTTP/1.1 408 "),
+        (b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n5\r\nabc", b"HTTP/1.1 408 "),
+    ],
+)
+async def test_a_request_that_stops_half_way_is_ended(sent: bytes, answer: bytes) -> None:
+    async with Served() as port, Conversation(port) as talk:
+        talk.writer.write(sent)
+        said = await talk.until_closed()
+    assert said.startswith(answer)
+    assert bool(said) == bool(answer)
+
+
+async def test_a_request_that_trickles_is_ended() -> None:
+    async with Served() as port, Conversation(port) as talk:
+        talk.writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n")
+        started = time.monotonic()
+        ended = asyncio.create_task(talk.until_closed())
+        while not ended.done() and time.monotonic() - started < 10:
+            talk.writer.write(b"x")
+            await asyncio.wait({ended}, timeout=0.1)
+        assert (await ended).startswith(b"HTTP/1.1 408 ")
+        assert time.monotonic() - started >= 1.0
+
+
+async def test_a_request_that_comes_in_parts_is_answered_and_the_connection_kept() -> None:
+    async with Served() as port, Conversation(port) as talk:
+        for _ in range(2):
+            for part in (b"POST / HTTP/1.1\r\nhost", b": a\r\ncontent-length: 4\r\n\r\n", b"ab", b"cd"):
+                talk.writer.write(part)
+                await asyncio.sleep(0.1)
+            async with asyncio.timeout(10):
+                assert (await talk.reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
+            await asyncio.sleep(0.5)  # longer than any part may take: between requests there is time
+
+
+async def test_endless_headers_are_refused() -> None:
+    async with Served() as port, Conversation(port) as talk:
+        talk.writer.write(b"GET / HTTP/1.1\r\n")
+        line = b"x-more: " + b"y" * 1000 + b"\r\n"
+        talk.writer.write(line * (2 * MAX_HEADER_BYTES // len(line)))
+        assert (await talk.until_closed()).startswith(b"HTTP/1.1 431 ")
+
+
+async def test_a_client_that_takes_nothing_of_its_answer_is_left() -> None:
+    async with Served() as port, Conversation(port) as talk:
+        talk.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        talk.writer.write(b"GET /big HTTP/1.1\r\nhost: a\r\n\r\n")
+        await asyncio.sleep(1.5)
+        talk.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
+            async with asyncio.timeout(10):
+                await talk.reader.readexactly(32 << 20)
+
+
+UPGRADES = {
+    "h2c": b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n",
+    "websocket": b"connection: keep-alive, Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n",
+}
+
+
+@pytest.mark.parametrize("offer", UPGRADES)
+@pytest.mark.parametrize(
+    ("framing", "body"),
+    [(b"content-length: 4", b"abcd"), (b"transfer-encoding: chunked", b"4\r\nabcd\r\n0\r\n\r\n")],
+)
+@pytest.mark.parametrize("apart", [False, True])
+async def test_an_offered_upgrade_is_ignored_and_the_body_kept(
+    offer: str, framing: bytes, body: bytes, apart: bool
+) -> None:
+    head = b"POST /echo HTTP/1.1\r\nhost: a\r\n" + UPGRADES[offer] + framing + b"\r\n\r\n"
+    async with Served() as port, Conversation(port) as talk:
+        if apart:
+            for part in (head[:60], head[60:], body[:3], body[3:]):
+                talk.writer.write(part)
+                await asyncio.sleep(0.05)
+        else:
+            talk.writer.write((head + body) * 3)  # the next requests are not lost either
+        async with asyncio.timeout(10):
+            for _ in range(1 if apart else 3):
+                answer = await talk.reader.readuntil(b"abcd")
+                assert answer.startswith(b"HTTP/1.1 200 ")
+            talk.writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+            assert (await talk.reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_body_behind_an_offered_upgrade_must_arrive_in_time() -> None:
+    async with Served() as port, Conversation(port) as talk:
+        talk.writer.write(b"POST / HTTP/1.1\r\n" + UPGRADES["h2c"] + b"content-length: 4\r\n\r\nab")
+        assert (await talk.until_closed()).startswith(b"HTTP/1.1 408 ")
+
+
+async def test_a_tunnel_is_refused() -> None:
+    async with Served() as port, Conversation(port) as talk:
+        talk.writer.write(b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\nxx")
+        assert (await talk.until_closed()).startswith(b"HTTP/1.1 400 ")
+
+
+# ---- methods and browsers -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def open_to_pages(model: Path) -> Iterator[ServerProcess]:
+    with running(model, "--no-events", "--cors-allow-origin", ORIGIN, fake=True) as server:
+        yield server
+
+
+def test_head_is_get_without_a_body(http: httpx.Client) -> None:
+    for path in ("/live", "/health", "/v1/models", "/server_info"):
+        got, head = http.get(path), http.head(path)
+        assert (head.status_code, head.content) == (got.status_code, b"")
+        assert head.headers["content-type"] == got.headers["content-type"]
+    assert http.head("/v1/completions").status_code == 405
+    assert http.head("/nowhere").status_code == 404
+
+
+def test_options_name_the_methods(http: httpx.Client) -> None:
+    answer = http.options("/v1/completions")
+    assert (answer.status_code, answer.headers["allow"], answer.content) == (204, "OPTIONS, POST", b"")
+    assert http.options("/v1/models").headers["allow"] == "GET, HEAD, OPTIONS"
+    answer = http.options("/v1/models/some")
+    assert (answer.status_code, answer.headers["allow"]) == (204, "GET, HEAD, OPTIONS")
+    answer = http.delete("/v1/models/some")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD, OPTIONS")
+    assert answer.json()["error"]["code"] == "method_not_allowed"
+    assert http.get("/v1/completions").headers["allow"] == "OPTIONS, POST"
+    assert "access-control-allow-origin" not in http.options("/v1/models", headers={"origin": ORIGIN}).headers
+
+
+def test_pages_of_an_allowed_origin_may_call(open_to_pages: ServerProcess) -> None:
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-a"}
+    with open_to_pages.client() as http:
+        preflight = http.options("/v1/completions", headers={"origin": ORIGIN, **asks})
+        assert preflight.status_code == 204
+        assert preflight.headers["access-control-allow-origin"] == ORIGIN
+        assert preflight.headers["access-control-allow-headers"] == "authorization,x-a"
+        assert "POST" in preflight.headers["access-control-allow-methods"]
+        answer = http.post(
+            "/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"origin": ORIGIN}
+        )
+        assert answer.headers["access-control-allow-origin"] == ORIGIN
+        assert "origin" in answer.headers["vary"]
+        assert "access-control-allow-credentials" not in answer.headers
+        refused = http.post("/v1/completions", json={"prompt": 1}, headers={"origin": ORIGIN})
+        assert refused.status_code == 400
+        assert refused.headers["access-control-allow-origin"] == ORIGIN
+
+
+def test_pages_of_other_origins_may_not(open_to_pages: ServerProcess) -> None:
+    asks = {"access-control-request-method": "POST"}
+    with open_to_pages.client() as http:
+        for origin in ("https://evil.example.org", ORIGIN + ".evil.org", "null", "http://chat.example.org"):
+            for answer in (
+                http.options("/v1/completions", headers={"origin": origin, **asks}),
+                http.get("/v1/models", headers={"origin": origin}),
+            ):
+                assert "access-control-allow-origin" not in answer.headers

@@ -1,0 +1,103 @@
+"""The processes that read large bodies: replaced when they end, and not blamed for a slow machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from treeline_runtime.server import reader_pool
+from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.jobs import Answered, Caller
+from treeline_runtime.server.limits import ByteBudget, Reservation
+from treeline_runtime.server.reader_pool import ReaderPool, ReaderSpec
+from treeline_runtime.server.sampling import SamplingDefaults
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110  the pool tells nobody of a process that it has replaced
+            await asyncio.sleep(0.02)
+
+
+async def read(pool: ReaderPool, prompt: str) -> Answered:
+    body = json.dumps({"prompt": prompt}).encode()
+    room = Reservation(ByteBudget(1 << 30))
+    task = await pool.read("tokenize", [body], len(body), None, Caller(), room)
+    assert isinstance(task, Answered)
+    return task
+
+
+@contextlib.asynccontextmanager
+async def started(model: Path) -> AsyncIterator[ReaderPool]:
+    """A pool whose two processes have read something."""
+    pool = ReaderPool(ReaderSpec(str(model), "m", SamplingDefaults(), "warning"))
+    pool.start()
+    try:
+        await eventually(lambda: len(pool.pids) == 2)
+        await asyncio.gather(read(pool, "a"), read(pool, "b"))
+        yield pool
+    finally:
+        await pool.stop()
+
+
+async def test_an_idle_process_that_ends_is_replaced_before_there_is_a_body(model: Path) -> None:
+    async with started(model) as pool:
+        before = set(pool.pids)
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: len(pool.pids) == 2 and not before & set(pool.pids))
+        assert b"tokens" in (await read(pool, "a b")).body
+
+
+async def test_processes_that_end_while_they_start_are_replaced_until_each_lane_reads_again(
+    model: Path,
+) -> None:
+    async with started(model) as pool:
+        gone: set[int] = set()
+        for _ in range(3):
+            for lane in pool._lanes:
+                await eventually(
+                    lambda lane=lane: lane._process is not None and lane._process.pid not in gone
+                )  # type: ignore[misc]
+                assert lane._process is not None
+                lane._process.kill()
+                gone.add(lane._process.pid)
+        await eventually(lambda: len(pool.pids) == 2 and not gone & set(pool.pids))
+        assert b"tokens" in (await read(pool, "a b")).body
+
+
+async def test_a_body_that_comes_right_after_the_end_of_a_process_is_read_by_the_next(model: Path) -> None:
+    async with started(model) as pool:
+        for lane in pool._lanes:
+            assert lane._process is not None
+            lane._process.kill()
+            lane._process.wait()
+        assert b"tokens" in (await read(pool, "a b")).body
+
+
+async def test_a_process_that_was_stopped_is_late_for_no_fault_of_the_body(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with started(model) as pool:
+        monkeypatch.setattr(reader_pool, "BASE_DEADLINE_S", 1.0)
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(ApiError) as refused:
+            await read(pool, "a b")
+    assert (refused.value.status, refused.value.body["error"]["code"]) == (503, "overloaded")
+
+
+async def test_a_body_that_computes_until_the_deadline_is_too_costly(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with started(model) as pool:
+        monkeypatch.setattr(reader_pool, "BASE_DEADLINE_S", 1.0)
+        with pytest.raises(ApiError) as refused:
+            await read(pool, "the quick brown fox " * 1_500_000)
+    assert (refused.value.status, refused.value.body["error"]["code"]) == (413, "request_too_large")

@@ -1,0 +1,88 @@
+"""Small checkpoints made by transformers, and one sequence through our model: what their logits are compared with."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from treeline_runtime.attention import ATTENTION_BACKENDS, Layout
+from treeline_runtime.config import EngineConfig
+from treeline_runtime.core import Context
+from treeline_runtime.kvcache import KVPool
+from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.models.loader import load_model
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+
+
+def reference(family: str, changes: dict[str, Any]) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**(SIZES | changes))
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith(
+                "bias"
+            ):  # initialised to constants: a mistake there would not show
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def save(model: Any, path: Path, **options: Any) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(path, **options)
+    return path
+
+
+class Runner:
+    """Feeds one sequence in pieces through model, pool and attention. → logits of every new position."""
+
+    def __init__(self, model: Decoder) -> None:
+        shape = model.config
+        self.model = model
+        self.page_size = 4
+        pool = KVPool(
+            num_layers=shape.num_layers,
+            num_pages=64,
+            page_size=4,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        self.attention = ATTENTION_BACKENDS.get("torch_sdpa")(
+            pool, shape.num_heads, shape.num_kv_heads, shape.head_dim
+        )
+        self.pages = torch.randperm(64, generator=torch.Generator().manual_seed(1))
+        self.length = 0
+
+    @torch.inference_mode()
+    def feed(self, ids: list[int]) -> torch.Tensor:
+        positions = torch.arange(self.length, self.length + len(ids))
+        self.length += len(ids)
+        slots = self.pages[positions // self.page_size] * self.page_size + positions % self.page_size
+        layout = Layout([len(ids)], [self.length], self.pages[None], slots)
+        cos, sin = self.model.rope(positions)
+        context = Context(self.attention, self.attention.plan(layout), cos, sin)
+        return self.model.logits(self.model.forward(torch.tensor(ids), context))
+
+
+def ours(path: Path, **config: Any) -> Decoder:
+    return load_model(EngineConfig(model=str(path), device="cpu", **config))
+
+
+IDS = torch.randint(0, 128, (50,), generator=torch.Generator().manual_seed(2)).tolist()

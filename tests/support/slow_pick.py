@@ -1,0 +1,104 @@
+"""The picker's choice, one endpoint after another: slow, and obvious. What the fast one must agree with."""
+
+from __future__ import annotations
+
+import random
+
+from treeline_epp.endpoints.load import prefill_rate
+from treeline_epp.endpoints.spec import split_address
+from treeline_epp.index.pods import NO_HIT
+from treeline_epp.picking.decision import NoEndpoints
+from treeline_epp.picking.endpoint import Endpoint
+from treeline_epp.picking.picker import Picker
+from treeline_epp.picking.policies import EQUAL_S, STICKY_S, STICKY_SHARE
+from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.score import ASSUMED_OUTPUT_TOKENS, Candidate, Scored, score
+
+
+def serves(endpoint: Endpoint, request: PickRequest) -> bool:
+    spec = endpoint.spec
+    if request.pool is not None and spec.pool != request.pool:
+        return False
+    return not spec.models or request.model is None or request.model in spec.models
+
+
+def eligible(picker: Picker, request: PickRequest, now: float) -> list[Endpoint]:
+    serving = [e for e in picker.endpoints.values() if e.eligible and serves(e, request)]
+    if serving and request.subset is not None:
+        allowed = {split_address(entry) for entry in request.subset}
+        places = {e.spec.name: split_address(e.spec.address) for e in serving}
+        serving = [e for e in serving if {places[e.spec.name], (places[e.spec.name][0], "")} & allowed]
+    if not serving:
+        raise NoEndpoints
+    willing = [e for e in serving if now >= e.breaker.closed_until and not e.load.silent(now)]
+    return willing or serving
+
+
+def candidates(picker: Picker, request: PickRequest, now: float) -> list[Candidate]:
+    endpoints = eligible(picker, request, now)
+    fastest = max(endpoint.load.own_rate() for endpoint in endpoints)
+    prompt_tokens = max(1, request.prompt_tokens_estimate)
+    key_tokens = prompt_tokens if request.key_tokens_estimate is None else max(1, request.key_tokens_estimate)
+    per_byte = key_tokens / len(request.key) if request.key else 0.0
+    most = request.max_output_tokens
+    found = []
+    for endpoint in endpoints:
+        pod = endpoint.pod
+        hit = NO_HIT
+        if request.key:
+            hit = picker.index.match(pod.scope, request.namespace, request.key, now).hit(pod)
+        cached = hit.tokens + int((hit.reach - hit.end) * per_byte)
+        prompt = max(prompt_tokens, hit.tokens + 1)
+        cached = min(cached, prompt - 1)
+        found.append(
+            Candidate(
+                spec=endpoint.spec,
+                load=endpoint.load,
+                rate=prefill_rate(endpoint.load.own_rate(), fastest),
+                hit=hit,
+                cached_tokens=cached,
+                uncached_tokens=prompt - cached,
+                output_tokens=ASSUMED_OUTPUT_TOKENS if most is None else min(most, ASSUMED_OUTPUT_TOKENS),
+                held_tokens=pod.blocks * pod.block_size,
+            )
+        )
+    return found
+
+
+def scores(picker: Picker, request: PickRequest, now: float) -> list[Scored]:
+    """All that could be picked, scored."""
+    return [score(candidate, now) for candidate in candidates(picker, request, now)]
+
+
+def rank(scored: list[Scored], rng: random.Random) -> list[Scored]:
+    """Least cost, sticky until saturated; ties within `EQUAL_S` fall at random."""
+    order = sorted(scored, key=lambda s: s.cost_s)
+    best = order[0].cost_s
+    limit = best + max(STICKY_S, STICKY_SHARE * best)
+    most_cached = order[0].candidate.cached_tokens
+    chosen: list[int] = []
+    for place, s in enumerate(order):
+        if s.cost_s > limit:
+            break
+        if s.candidate.cached_tokens > most_cached:
+            most_cached, chosen = s.candidate.cached_tokens, [place]
+        elif s.candidate.cached_tokens == most_cached:
+            cheapest = order[chosen[0]] if chosen else s
+            if s.cost_s <= cheapest.cost_s + EQUAL_S:
+                chosen.append(place)
+    first = order.pop(chosen[0] if len(chosen) == 1 else rng.choice(chosen))
+    return [first, *order]
+
+
+def equals_of(scored: list[Scored]) -> set[str]:
+    """The endpoints among which the slow choice falls at random."""
+    return {rank(scored, _Nth(n))[0].candidate.spec.name for n in range(len(scored))}
+
+
+class _Nth(random.Random):
+    def __init__(self, n: int) -> None:
+        super().__init__(0)
+        self._n = n
+
+    def choice(self, seq):  # type: ignore[no-untyped-def]
+        return seq[self._n % len(seq)]

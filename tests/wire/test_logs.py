@@ -1,0 +1,78 @@
+"""One formatter for the logs of all programs."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import pytest
+from treeline_wire.logs import JsonFormatter, TextFormatter, set_up
+
+
+class Key(NamedTuple):
+    kind: str
+    name: str
+
+
+@pytest.mark.parametrize("formatter", [JsonFormatter(), TextFormatter()])
+def test_log_lines_carry_their_fields(formatter: logging.Formatter) -> None:
+    out = io.StringIO()
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(formatter)
+    log = logging.Logger("treeline_x.y", logging.INFO)
+    log.addHandler(handler)
+    log.info("created %s", "a", extra={"key": Key("pool", "p"), "uid": 7})
+    try:
+        raise ValueError("why")
+    except ValueError:
+        log.exception("failed")
+    lines = out.getvalue().splitlines()
+    if isinstance(formatter, JsonFormatter):
+        first, second = map(json.loads, lines)
+        assert (first["message"], first["level"], first["key"], first["uid"]) == (
+            "created a",
+            "info",
+            ["pool", "p"],
+            7,
+        )
+        assert "ValueError: why" in second["exception"]
+    else:
+        assert "created a  key=Key(" in lines[0]
+        assert "uid=7" in lines[0]
+        assert any("ValueError: why" in line for line in lines)
+
+
+def test_fields_may_have_the_names_that_records_use_themselves() -> None:
+    record = logging.makeLogRecord({"msg": "hello", "fields": {"name": "a", "args": [1]}})
+    line: dict[str, Any] = json.loads(JsonFormatter().format(record))
+    assert (line["message"], line["name"], line["args"]) == ("hello", "a", [1])
+
+
+def test_packages_log_from_their_level_on_and_libraries_from_warnings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    try:
+        set_up("info", "treeline_x")
+        for name in ("treeline_x.y", "library"):
+            logging.getLogger(name).debug("detail")
+            logging.getLogger(name).info("note")
+            logging.getLogger(name).warning("danger")
+    finally:
+        root.handlers, root.level = before
+    told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(line["logger"], line["level"]) for line in told] == [
+        ("treeline_x.y", "info"),
+        ("treeline_x.y", "warning"),
+        ("library", "warning"),
+    ]
+
+
+def test_only_the_standard_library_is_loaded_for_it() -> None:
+    program = "import sys, treeline_wire.logs; sys.exit('msgspec' in sys.modules or 'jinja2' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,280 @@
+"""The ValidatingAdmissionPolicies: what a rule in a CRD cannot see, because it takes other objects to see it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from treeline_operator.api.gateway import Standalone
+from treeline_operator.api.parts import API_VERSION, GROUP, VERSION
+from treeline_operator.plan.security import CONFINED_SELINUX, SAFE_SYSCTLS
+
+from treeline_tools import GENERATED
+from treeline_tools.crds import as_yaml
+
+ALLOW_PRIVILEGED: Final = f"{GROUP}/allow-privileged"
+"""Label of a namespace whose pools may go beyond Pod Security level baseline, with the value "true"."""
+
+_HARMLESS_CAPABILITIES: Final = (
+    *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD", "NET_BIND_SERVICE"),
+    *("SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"),
+)
+_EXCEPTION: Final = f"or label the namespace {ALLOW_PRIVILEGED}=true if its pools may"
+
+
+def _policy(
+    name: str,
+    resource: str,
+    validations: list[dict[str, str]],
+    *,
+    why: str,
+    failure: str,
+    variables: dict[str, str],
+    conditions: dict[str, str],
+    param: str = "",
+) -> dict[str, Any]:
+    spec: dict[str, Any] = {
+        "failurePolicy": failure,
+        "matchConstraints": {
+            "resourceRules": [
+                {
+                    "apiGroups": [GROUP],
+                    "apiVersions": [VERSION],
+                    "operations": ["CREATE", "UPDATE"],
+                    "resources": [resource],
+                }
+            ]
+        },
+    }
+    if param:
+        spec["paramKind"] = {"apiVersion": API_VERSION, "kind": param}
+    spec["matchConditions"] = [{"name": key, "expression": cel} for key, cel in conditions.items()]
+    spec["variables"] = [{"name": key, "expression": cel} for key, cel in variables.items()]
+    spec["validations"] = validations
+    return {
+        "apiVersion": "admissionregistration.k8s.io/v1",
+        "kind": "ValidatingAdmissionPolicy",
+        "metadata": {"name": f"{name}.{GROUP}", "annotations": {f"{GROUP}/why": why}},
+        "spec": spec,
+    }
+
+
+def _binding(policy: dict[str, Any], actions: list[str], **spec: Any) -> dict[str, Any]:
+    name = policy["metadata"]["name"]
+    return {
+        "apiVersion": policy["apiVersion"],
+        "kind": "ValidatingAdmissionPolicyBinding",
+        "metadata": {"name": name},
+        "spec": {"policyName": name, "validationActions": actions, **spec},
+    }
+
+
+def _selinux(context: str) -> str:
+    options = f"{context}.?seLinuxOptions"
+    return (
+        f"{options}.?type.orValue('') in {['', *CONFINED_SELINUX]}"
+        f" && {options}.?user.orValue('') == '' && {options}.?role.orValue('') == ''"
+    )
+
+
+def _confinement() -> dict[str, str]:
+    """What a pod at level baseline keeps to: what is wrong where it does not → CEL."""
+    each = "variables.containers.all(c, "
+    context = "c.?securityContext"
+    profiles = " && ".join(
+        f"{where}.?{profile}.?type.orValue('') != 'Unconfined'"
+        for where in ("variables.pod.?securityContext",)
+        for profile in ("seccompProfile", "appArmorProfile")
+    )
+    own = " && ".join(
+        f"{context}.?{profile}.?type.orValue('') != 'Unconfined'"
+        for profile in ("seccompProfile", "appArmorProfile")
+    )
+    capabilities = f"{context}.?capabilities.?add.orValue([])"
+    host_process = "{}.?windowsOptions.?hostProcess.orValue(false)"
+    return {
+        "hostNetwork, hostPID and hostIPC open the node to the pod": " && ".join(
+            f"!variables.pod.?{field}.orValue(false)" for field in ("hostNetwork", "hostPID", "hostIPC")
+        ),
+        "hostPath volumes open the node's disk to the pod": "variables.volumes.all(v, !has(v.hostPath))",
+        "privileged containers own the node": f"{each}!{context}.?privileged.orValue(false))",
+        "added capabilities reach beyond the pod": (
+            f"{each}{capabilities}.all(k, k in {list(_HARMLESS_CAPABILITIES)}))"
+        ),
+        "host ports listen on the node": f"{each}c.?ports.orValue([]).all(p, p.?hostPort.orValue(0) == 0))",
+        "SELinux types of their own, users and roles step out of the container": (
+            f"{_selinux('variables.pod.?securityContext')} && {each}{_selinux(context)})"
+        ),
+        "unsafe sysctls change the node's kernel": (
+            "variables.pod.?securityContext.?sysctls.orValue([])"
+            f".all(s, s.?name.orValue('') in {list(SAFE_SYSCTLS)})"
+        ),
+        "host processes of Windows own the node": (
+            f"!{host_process.format('variables.pod.?securityContext')}"
+            f" && {each}!{host_process.format(context)})"
+        ),
+        "procMount Unmasked shows the node's kernel": f"{each}{context}.?procMount.orValue('Default') == 'Default')",
+        "Unconfined profiles switch the kernel's filters off": f"{profiles} && {each}{own})",
+    }
+
+
+def _privileged() -> list[dict[str, Any]]:
+    policy = _policy(
+        "privileged-templates",
+        "inferencepools",
+        [
+            {
+                "expression": cel,
+                "message": f"{what}: remove them from spec.template, {_EXCEPTION}",
+                "reason": "Forbidden",
+            }
+            for what, cel in _confinement().items()
+        ],
+        why="Who may make pools may make pods; without this also pods that own the node, where Pod Security is off.",
+        failure="Fail",
+        variables={
+            "pod": "object.spec.template.spec",
+            "containers": "variables.pod.?containers.orValue([]) + variables.pod.?initContainers.orValue([])",
+            "volumes": "variables.pod.?volumes.orValue([])",
+        },
+        conditions={
+            "has-a-template": "has(object.spec.template) && has(object.spec.template.spec)",
+            # A pool that is there already may be labelled, scaled and deleted still.
+            "template-is-new": "oldObject == null || !has(oldObject.spec.template)"
+            " || object.spec.template != oldObject.spec.template",
+        },
+    )
+    unless_allowed = {
+        "namespaceSelector": {
+            "matchExpressions": [{"key": ALLOW_PRIVILEGED, "operator": "NotIn", "values": ["true"]}]
+        }
+    }
+    return [policy, _binding(policy, ["Deny"], matchResources=unless_allowed)]
+
+
+_IS_ANOTHER: Final = "params.metadata.name == object.metadata.name || has(params.metadata.deletionTimestamp)"
+_EVERY_OTHER: Final = {"selector": {}, "parameterNotFoundAction": "Allow"}
+"""Every object of the parameter's kind in the namespace of the object that is judged: one look at each pair."""
+
+
+def _model_names() -> list[dict[str, Any]]:
+    policy = _policy(
+        "model-names",
+        "inferencemodels",
+        [
+            {
+                "expression": f"{_IS_ANOTHER} || params.spec.modelName != object.spec.modelName"
+                " || params.spec.poolRef.name != object.spec.poolRef.name",
+                "messageExpression": "'InferenceModel ' + params.metadata.name + ' of the same pool has modelName '"
+                " + object.spec.modelName + ': the older of the two holds it; choose another name'",
+            }
+        ],
+        why="Of two models with one name the oldest holds it. The status says so; this says it at once.",
+        failure="Ignore",
+        variables={},
+        conditions={"name-is-new": "oldObject == null || object.spec != oldObject.spec"},
+        param="InferenceModel",
+    )
+    return [policy, _binding(policy, ["Warn"], paramRef=_EVERY_OTHER)]
+
+
+def _gateway_settings() -> list[dict[str, Any]]:
+    scalars = Standalone().model_dump(by_alias=True, exclude_none=True, exclude={"annotations"})
+    defaults = ", ".join(f"'{name}': dyn({json.dumps(value)})" for name, value in scalars.items())
+
+    def edge(pool: str) -> str:
+        return f"{pool}.spec.gateway.?standalone.orValue({{{defaults}}})"
+
+    def own(pool: str) -> str:
+        return f"size({pool}.spec.gateway.?parentRefs.orValue([])) == 0"
+
+    def isolation(pool: str) -> str:
+        return f"{pool}.spec.gateway.?isolation.orValue('')"
+
+    policy = _policy(
+        "gateway-settings",
+        "inferencepools",
+        [
+            {
+                "expression": f"{_IS_ANOTHER} || params.spec.gateway.name != object.spec.gateway.name"
+                " || (variables.samePicker && variables.sameEdge)",
+                "messageExpression": "'InferencePool ' + params.metadata.name"
+                " + ' shares gateway ' + object.spec.gateway.name"
+                " + ' and asks for other settings (endpointPicker, gateway.standalone or gateway.parentRefs):"
+                " those of the older pool hold; make them equal or choose another gateway.name'",
+            }
+        ],
+        why="Pools of a gateway share its picker and its Envoy. The status says what conflicts; this says it at once.",
+        failure="Ignore",
+        variables={
+            "samePicker": "params.spec.endpointPicker == object.spec.endpointPicker",
+            "sameEdge": f"({own('params')}) == ({own('object')})"
+            f" && (!({own('object')}) || {edge('params')} == {edge('object')})"
+            f" && {isolation('params')} == {isolation('object')}",
+        },
+        conditions={
+            "settings-are-new": "oldObject == null || object.spec.gateway != oldObject.spec.gateway"
+            " || object.spec.endpointPicker != oldObject.spec.endpointPicker"
+        },
+        param="InferencePool",
+    )
+    return [policy, _binding(policy, ["Warn"], paramRef=_EVERY_OTHER)]
+
+
+def _open_gateways() -> list[dict[str, Any]]:
+    standalone = "object.spec.gateway.?standalone"
+    balancer = f"{standalone}.?serviceType.orValue('ClusterIP') == 'LoadBalancer'"
+    keys = f"{standalone}.?apiKeysSecretRef.hasValue()"
+    apart = f"object.spec.gateway.?isolation.orValue('PerKey') == 'PerKey' && {keys}"
+    lacks = {
+        "apiKeysSecretRef: whoever reaches the load balancer is served": f"!({balancer}) || {keys}",
+        "tls: prompts and API keys cross the load balancer in the clear": (
+            f"!({balancer}) || {standalone}.?tls.hasValue()"
+        ),
+    }
+    warnings = {f"gateway.standalone has no {what}": cel for what, cel in lacks.items()}
+    warnings[
+        "without a picker requests are refused all the same (failureMode FailClose): the picker alone keeps clients"
+        " apart at engines other than treeline; set it, or gateway.isolation Shared"
+    ] = f"!({apart}) || object.spec.engine.type == 'treeline' || object.spec.endpointPicker.failureMode == 'FailClose'"
+    warnings[
+        "engine custom keeps clients apart only if it reads cache_salt from bodies: see that it does, or set"
+        " gateway.isolation Shared"
+    ] = f"!({apart}) || object.spec.engine.type != 'custom'"
+    policy = _policy(
+        "open-gateways",
+        "inferencepools",
+        [{"expression": cel, "message": message} for message, cel in warnings.items()],
+        why="A gateway that is open to the world, or that keeps its clients apart less than it seems, is seldom meant.",
+        failure="Ignore",
+        variables={},
+        conditions={
+            "gateway-is-new": "oldObject == null || object.spec.gateway != oldObject.spec.gateway"
+            " || object.spec.endpointPicker != oldObject.spec.endpointPicker"
+            " || object.spec.engine.type != oldObject.spec.engine.type"
+        },
+    )
+    return [policy, _binding(policy, ["Warn"])]
+
+
+def all_policies() -> list[dict[str, Any]]:
+    """Every policy, each followed by its binding."""
+    return [*_privileged(), *_model_names(), *_gateway_settings(), *_open_gateways()]
+
+
+IMPOSSIBLE: Final = (
+    "that `poolRef` and `fallbackPools` name pools that exist: a policy can ask something of every other object, not "
+    "of one of them; `PoolNotFound` says it, and objects may be applied in any order",
+    "that a modelName is unique behind a gateway when the other model names another pool: the policy sees pairs, and a "
+    "model does not say which gateway its pool has; `ModelNameInUse` says it",
+    "that a Secret or a claim exists and holds what it should: policies read no other kinds; the conditions say it",
+)
+"""What no policy can see, and who sees it instead."""
+
+
+def chart_template() -> str:
+    """The policies as a template of the chart, behind `policies.install`."""
+    body = "---\n".join(as_yaml(document) for document in all_policies())
+    if "{{" in body:
+        raise ValueError("the text of a policy would be taken for a template: it has '{{' in it")
+    return f"{GENERATED}{{{{- if .Values.policies.install }}}}\n{body}{{{{- end }}}}\n"

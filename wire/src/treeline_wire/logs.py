@@ -1,0 +1,60 @@
+"""How the programs of a cluster log: one JSON object a line on standard error, or text for people.
+
+Only the standard library is needed, so that the launcher of Envoy stays small.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any, Final
+
+LEVELS: Final = ("debug", "info", "warning", "error")
+_USUAL: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "fields"}
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as a JSON object: `time`, `level`, `logger`, `message`, `exception`, and what `extra` has.
+
+    What is under the name `fields` in `extra` becomes members too; these may have any names.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """A record as one line of text, with what `extra` has behind it."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = " ".join(f"{name}={value}" for name, value in _fields(record).items())
+        text = super().format(record)
+        return f"{text}  {fields}" if fields else text
+
+
+def set_up(level: str, *packages: str, form: str = "json") -> None:
+    """Log these packages from `level` on, libraries from warnings on: at debug they print requests with headers."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    for package in packages:
+        logging.getLogger(package).setLevel(level.upper())
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    extra = {name: value for name, value in record.__dict__.items() if name not in _USUAL}
+    return {**extra, **getattr(record, "fields", {})}

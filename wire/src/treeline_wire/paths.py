@@ -1,0 +1,124 @@
+"""Which paths of an engine are inference, and so may be reached through a gateway.
+
+Everything else of an engine (cache flushing, aborting, metrics, weights, profiling, adapters) is administration. The
+lists are allow-lists: what an engine adds in a later version stays closed until it is added here. Three places read
+them: the edge's routes, the HTTPRoute of a pool, and the picker, which knows the engine of the endpoint it chose.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+READ: Final = ("GET", "HEAD", "OPTIONS")
+WRITE: Final = ("POST", "OPTIONS")
+
+
+@dataclass(frozen=True, slots=True)
+class PathRule:
+    """One path that is served, compared exactly and with the letters' case, and the methods that it is served with.
+
+    `below`: instead of the path itself, everything below it, as far as `BELOW` describes it.
+    """
+
+    path: str
+    methods: tuple[str, ...]
+    below: bool = False
+
+
+BELOW: Final = r"/(?:[A-Za-z0-9._~:@+=,/-]|%(?:20|2[BbCc]|3[AaDd]|40))+"
+"""What may follow a path with `below`: model names. No escaped slash, dot or percent sign, and no `;`: nothing that
+the edge and an engine could read differently. In the syntax that RE2 and `re` share."""
+
+_MODELS: Final = (
+    PathRule("/v1/models", READ),
+    PathRule("/v1/models", READ, below=True),
+    # Clients and load balancers ask it. It tells whether the engine serves, and nothing else.
+    PathRule("/health", READ),
+)
+_OPENAI: Final = ("/v1/chat/completions", "/v1/completions")
+_TOKENS: Final = ("/tokenize", "/detokenize")
+_POSTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "treeline": (*_OPENAI, "/generate", *_TOKENS, "/v1/tokenize", "/v1/detokenize"),
+    "vllm": (
+        *_OPENAI,
+        "/v1/chat/completions/batch",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/embeddings",
+        "/v2/embed",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
+        "/pooling",
+        "/classify",
+        "/score",
+        "/v1/score",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+        *_TOKENS,
+    ),
+    "sglang": (
+        *_OPENAI,
+        "/generate",
+        "/encode",
+        "/classify",
+        "/v1/classify",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/embeddings",
+        "/v1/score",
+        "/v1/rerank",
+        "/v1/audio/transcriptions",
+        *_TOKENS,
+        "/v1/tokenize",
+        "/v1/detokenize",
+    ),
+    "custom": (
+        *_OPENAI,
+        "/v1/responses",
+        "/v1/embeddings",
+        "/v1/audio/speech",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
+        "/v1/images/generations",
+        "/v1/moderations",
+        "/v1/score",
+        "/v1/rerank",
+    ),
+}
+
+INFERENCE: Final[Mapping[str, tuple[PathRule, ...]]] = {
+    engine: (*(PathRule(path, WRITE) for path in posts), *_MODELS) for engine, posts in _POSTS.items()
+}
+"""Engine type (as `spec.engine.type` names it) → what it serves to clients."""
+
+_EXACT: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    engine: {rule.path: rule.methods for rule in rules if not rule.below}
+    for engine, rules in INFERENCE.items()
+}
+_BELOW: Final[Mapping[str, tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]]] = {
+    engine: tuple((re.compile(re.escape(rule.path) + BELOW), rule.methods) for rule in rules if rule.below)
+    for engine, rules in INFERENCE.items()
+}
+
+
+def inference_paths(engines: Iterable[str]) -> tuple[PathRule, ...]:
+    """The union of what these engines serve, each once and always in the same order. Raises `KeyError` for an engine
+    that has no list."""
+    return tuple(dict.fromkeys(rule for engine in sorted(set(engines)) for rule in INFERENCE[engine]))
+
+
+def is_inference(engine: str, method: str, path: str) -> bool:
+    """Whether an engine may be asked this. `path` is without the query, and is compared as it is: a proxy before us
+    normalizes it or not, so what is not written in the normal way is refused. Raises `KeyError` as above."""
+    methods = _EXACT[engine].get(path)
+    if methods is not None:
+        return method in methods
+    if "//" in path or "/." in path:
+        return False
+    return any(method in methods and pattern.fullmatch(path) for pattern, methods in _BELOW[engine])
