@@ -1,7 +1,7 @@
 """kopf's handlers for our own kinds, and how kopf is run: only this module knows it.
 
-It is embedded as its documentation says: `kopf.operator()` in an event loop and a thread of its own, ended by
-cancelling its task. Settings come from a startup handler, credentials from a login handler, and `on.event` handlers
+It is embedded as its documentation says under "manual orchestration": in an event loop and a thread of its own, with
+its root tasks in our hands. Settings come from a startup handler, credentials from a login handler, and `on.event` handlers
 pass objects on. No handler keeps state in annotations, there are no finalizers and no posted Events, and instead of
 peering there is our lease: whoever runs this holds it.
 
@@ -31,9 +31,8 @@ Deliver = Callable[[Watched, str | None, dict[str, Any]], None]
 """Kind, type of the event (None for what a list names), object."""
 
 _TOKEN: Final = "BearerToken"
-_CANCELS: Final = 3
-"""A watcher of kopf that is just between two of its streams takes a cancellation for the end of one."""
-_PATIENCE_S: Final = 2.0
+_CANCELS: Final = 20
+_PATIENCE_S: Final = 0.5
 
 
 async def follow(
@@ -51,25 +50,12 @@ async def follow(
         with suppress(RuntimeError):  # our loop has ended, and with it whoever wanted to know
             ours.call_soon_threadsafe(function, *arguments)
 
-    async def operate() -> None:
-        loop = asyncio.get_running_loop()
-        # Its streams fail an assertion of their own when they are stopped.
-        loop.set_exception_handler(lambda _, context: log.debug("kopf: %s", context["message"]))
-        operator = asyncio.create_task(
-            kopf.operator(
-                registry=registry(kinds, configuration, lambda *event: tell(deliver, *event)),
-                standalone=True,
-                clusterwide=not any(namespaces),
-                namespaces=[namespace for namespace in namespaces if namespace],
-            )
-        )
-        tell(started.set_result, (loop, operator))
-        await operator
-
     def run() -> None:
+        handlers = registry(kinds, configuration, lambda *event: tell(deliver, *event))
+        operating = _operate(handlers, namespaces, lambda *where: tell(started.set_result, where))
         reason: BaseException = RuntimeError("it ended without a reason")
         try:
-            asyncio.run(operate())
+            asyncio.run(operating)
         except (Exception, asyncio.CancelledError) as exc:
             reason = exc if isinstance(exc, Exception) else reason
         tell(_end, ended, reason)
@@ -82,12 +68,53 @@ async def follow(
         await asyncio.shield(ended)
     finally:
         await asyncio.wait((started, ended), return_when=asyncio.FIRST_COMPLETED)
-        for _ in range(_CANCELS if started.done() and not ended.done() else 0):
-            theirs, operator = started.result()
+        if not ended.done():
+            theirs, operating = started.result()
             with suppress(RuntimeError):  # their loop has just ended
-                theirs.call_soon_threadsafe(operator.cancel)
-            if (await asyncio.wait((ended,), timeout=_PATIENCE_S))[0]:
-                break
+                theirs.call_soon_threadsafe(operating.cancel)
+            await asyncio.wait((ended,), timeout=_CANCELS * _PATIENCE_S)
+
+
+async def _operate(
+    handlers: kopf.OperatorRegistry,
+    namespaces: Sequence[str],
+    started: Callable[[asyncio.AbstractEventLoop, Any], None],
+) -> None:
+    """kopf, until one of its root tasks ends; raises what ended it, when nothing of kopf runs any more."""
+    loop, this = asyncio.get_running_loop(), asyncio.current_task()
+    assert this is not None
+    started(loop, this)
+    # Its streams fail an assertion of their own when they are stopped.
+    loop.set_exception_handler(lambda _, context: log.debug("kopf: %s", context["message"]))
+    roots = await kopf.spawn_tasks(
+        registry=handlers,
+        standalone=True,
+        clusterwide=not any(namespaces),
+        namespaces=[namespace for namespace in namespaces if namespace],
+    )
+    running = asyncio.create_task(kopf.run_tasks(roots, ignored={this}))
+    try:
+        done, _ = await asyncio.wait(roots, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        running.cancel()
+        await _clear(this)
+    for task in done:
+        task.result()
+
+
+async def _clear(this: asyncio.Task[None]) -> None:
+    """End all that runs in this loop but `this`.
+
+    A watcher of kopf that is just between two of its streams takes a cancellation for the end of one and goes on, and
+    kopf itself, whose first watcher failed, would then wait for the second for ever: so they are cancelled until they end.
+    """
+    for _ in range(_CANCELS):
+        rest = asyncio.all_tasks() - {this}
+        if not rest:
+            return
+        _, rest = await asyncio.wait(rest, timeout=_PATIENCE_S)
+        for task in rest:
+            task.cancel()
 
 
 def _end(ended: asyncio.Future[None], reason: Exception) -> None:
