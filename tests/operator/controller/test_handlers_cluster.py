@@ -187,6 +187,6 @@ async def test_a_watch_that_is_refused_for_good_ends_it_with_the_reason_and_the_
         proxy.fault = gone
         assert proxy.cut() >= len(OWN)
         done, _ = await asyncio.wait([task], timeout=60.0)
-        assert done, "kopf gives what is left of it five seconds, of a quiet machine"
+        assert done
         assert "Expired" in str(task.exception())
         await room.until(lambda: not kopf_threads() - others, "its thread to end", 4.0)

@@ -144,7 +144,7 @@ def test_switched_off_listeners_are_told_as_such(model: Path) -> None:
         {"authorization": "Bearer wrong"},
         {"authorization": "Bearer"},
         {"authorization": KEY},
-        {"authorization": f"bearer {KEY}"},
+        {"authorization": f"Basic {KEY}"},
         {"authorization": f"Bearer {KEY}x"},
         {"authorization": "Bearer api-key"},
         {"x-api-key": KEY},
@@ -163,6 +163,10 @@ def test_with_a_key_administration_is_401_without_it(
 
 def test_with_the_key_administration_is_served(keyed: ServerProcess) -> None:
     assert ask(keyed.admin_url, "POST", "/flush_cache", BEARER).status_code == 200
+    other_spelling = {
+        "authorization": f"bearer  {KEY}"
+    }  # a scheme has no case, and may be followed by blanks
+    assert ask(keyed.admin_url, "POST", "/flush_cache", other_spelling).status_code == 200
     assert ask(keyed.admin_url, "POST", "/abort_request", BEARER).status_code == 200
     assert "--enable-debug-endpoints" in message(ask(keyed.admin_url, "GET", "/debug/radix", BEARER))
 

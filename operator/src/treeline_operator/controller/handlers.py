@@ -1,9 +1,9 @@
 """kopf's handlers for our own kinds, and how kopf is run: only this module knows it.
 
 It is embedded as its documentation says under "manual orchestration": in an event loop and a thread of its own, with
-its root tasks in our hands. Settings come from a startup handler, credentials from a login handler, and `on.event` handlers
-pass objects on. No handler keeps state in annotations, there are no finalizers and no posted Events, and instead of
-peering there is our lease: whoever runs this holds it.
+its root tasks in our hands. Settings come from a startup handler, credentials from a login handler, and `on.event`
+handlers pass objects on. No handler keeps state in annotations, there are no finalizers and no posted Events, and
+instead of peering there is our lease: whoever runs this holds it.
 
 What kopf does not tell its handlers, the informer finds out: what was deleted while nobody watched, whether a quiet
 watch still lives, and whether a kind is there at all.
@@ -106,7 +106,7 @@ async def _clear(this: asyncio.Task[None]) -> None:
     """End all that runs in this loop but `this`.
 
     A watcher of kopf that is just between two of its streams takes a cancellation for the end of one and goes on, and
-    kopf itself, whose first watcher failed, would then wait for the second for ever: so they are cancelled until they end.
+    kopf itself, whose first watcher failed, would then wait for the second for ever: they are cancelled until they end.
     """
     for _ in range(_CANCELS):
         rest = asyncio.all_tasks() - {this}

@@ -12,7 +12,7 @@ from treeline_runtime.server.http import ApiError, Request
 
 def api_key(key: str | None) -> Guard:
     """`Authorization: Bearer KEY` for every route that is not open; anybody where there is no key."""
-    wanted = None if key is None else f"Bearer {key}".encode()
+    wanted = None if key is None else key.encode()
 
     def guard(request: Request, route: Route) -> None:
         if wanted is not None and not route.open and not _holds(request, wanted):
@@ -25,7 +25,7 @@ def admin_key(key: str | None, *, loopback: bool) -> Guard:
     """`Authorization: Bearer KEY` for every route, and no web pages. Without a key, which only a listener on loopback
     may do, the request must name loopback as its host.
     """
-    wanted = None if key is None else f"Bearer {key}".encode()
+    wanted = None if key is None else key.encode()
 
     def guard(request: Request, _route: Route) -> None:
         headers = request.scope["headers"]
@@ -52,4 +52,7 @@ def read_only(request: Request, _route: Route) -> None:
 
 def _holds(request: Request, wanted: bytes) -> bool:
     given = [value for name, value in request.scope["headers"] if name == b"authorization"]
-    return len(given) == 1 and hmac.compare_digest(given[0], wanted)
+    if len(given) != 1:
+        return False
+    scheme, _, key = given[0].partition(b" ")  # a scheme may be written in any case (RFC 9110, 11.1)
+    return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(b" "), wanted)
