@@ -131,6 +131,15 @@ METRICS: dict[str, Metric] = {
         headline=False,
     ),
     "http.cpu_us": Metric("µs", "what its HTTP process computes for one of them", "lower", headline=False),
+    "sampling.equal": Metric(
+        "share",
+        "seeded answers that are the same alone and among others, to the last token",
+        "higher",
+        1.0,
+        "every one; 21 of 24 before the sampler was insensitive to the last bit",
+        headline=False,
+    ),
+    "sampling.compared": Metric("answers", "how many were compared", "higher", headline=False),
     "bodies.live_ms": Metric(
         "ms",
         "longest wait for /live while a prompt of so many megabytes is refused, median of five",

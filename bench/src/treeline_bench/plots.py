@@ -185,6 +185,17 @@ def _http(result: Result) -> Figure:
     return figure
 
 
+def _sampling(result: Result) -> Figure:
+    equal, compared = result.row("sampling.equal").value, result.row("sampling.compared").value
+    same = round(equal * compared)
+    figure, axes = _figure(
+        f"{same} of {compared:.0f} seeded answers are the same among others", 1, _size(result)
+    )
+    _bars(axes[0], ["the same", "another"], [same, compared - same], [OURS, OTHER])
+    axes[0].set(title="Alone and 64 at once", ylabel="answers")
+    return figure
+
+
 def _bodies(result: Result) -> Figure:
     waits = [row for row in result.rows if row.metric.startswith("bodies.live_ms.")]
     memory = [row for row in result.rows if row.metric.startswith("bodies.rss_mb.")]
@@ -256,6 +267,7 @@ PLOTS: dict[str, Callable[[Result], Figure]] = {
     "chat": _chat,
     "bodies": _bodies,
     "http": _http,
+    "sampling": _sampling,
     "fleet": _fleet,
     "operator": _operator,
     "one-gateway": _one_gateway,
