@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from treeline_epp.picking.policies import POLICIES
 from treeline_operator.envoy import EnvoyConfig, bootstrap_json
 from treeline_operator.envoy.keys import KEY_FORM, read_secret
 
@@ -59,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     )
     up.add_argument(
         "--policy",
-        choices=("treeline", "round_robin", "random"),
+        choices=tuple(POLICIES),
         default=defaults.policy,
         help="how the picker chooses",
     )

@@ -1,4 +1,4 @@
-"""What a data plane is asked to be, and the names and limits that its parts share."""
+"""What a data plane is asked to be, and the names, limits and timeouts that its parts share."""
 
 from __future__ import annotations
 
