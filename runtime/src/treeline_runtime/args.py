@@ -255,7 +255,7 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
 
 def _admin_key(parser: argparse.ArgumentParser, key: str | None, file: str | None) -> str | None:
     """From the flag or the environment, or the file. A key is one word of printable ASCII, as a header carries it."""
-    by_flag = key != (os.environ.get("TREELINE_ADMIN_KEY") or None)
+    by_flag = key != (os.environ.get("TREELINE_ADMIN_KEY") or None)  # where both are equal it does not matter
     if by_flag and file is not None:
         parser.error("argument --admin-key: not together with --admin-key-file")
     flag = "argument --admin-key" if by_flag else "TREELINE_ADMIN_KEY"
