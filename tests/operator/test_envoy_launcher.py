@@ -387,8 +387,8 @@ def test_a_bootstrap_that_envoy_refuses_ends_it(tmp_path: Path, capfd: pytest.Ca
     ("words", "message"),
     [
         (["--keys-dir", "x"], "belong together"),
-        (["--drain-timeout", "0"], "above 0"),
-        (["--linger", "-1"], "not below"),
+        (["--drain-timeout", "0"], "--drain-timeout: must be above 0, got 0.0"),
+        (["--linger", "-1"], "--linger: must be at least 0, got -1.0"),
     ],
 )
 def test_a_wrong_command_line_says_what_is_wrong(

@@ -18,8 +18,9 @@ from support.epp_kube import crd
 from support.operator_run import DEPLOYMENTS, MODELS, POOLS, Room, condition, operator
 from support.rbac_audit import Grants, Right, Witness, refused, rules_of, used
 from treeline_kube.discovery import AGGREGATED
-from treeline_operator.controller.lease import LeaseTiming
 from treeline_operator.plan.pod_state import DOWNLOAD
+from treeline_operator.settings import LeaseTiming
+from treeline_operator.world import Platform
 from treeline_tools import rbac
 
 pytestmark = pytest.mark.integration
@@ -83,7 +84,8 @@ def identity(
 async def running(room: Room, witness: Witness, own: str, **options: Any) -> AsyncIterator[None]:
     kubeconfig = room.plane.kubeconfig(witness.user)
     patient = LeaseTiming(duration_s=30.0, renew_s=20.0, retry_s=0.5)
-    settings = {"leader_elect": True, "lease_namespace": own, "lease": patient, **options}
+    home = Platform(operator_namespace=own)
+    settings = {"leader_elect": True, "platform": home, "lease": patient, **options}
     async with operator(kubeconfig, room.namespace, **settings) as task:
         yield
         assert not task.done()

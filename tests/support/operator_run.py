@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from treeline_operator.controller.informer import Timing
-from treeline_operator.controller.lease import LeaseTiming
 from treeline_operator.controller.run import Options, operate
+from treeline_operator.settings import LeaseTiming
+from treeline_operator.world import Platform
 
 from support.control_plane import ControlPlane
 
@@ -113,7 +114,7 @@ async def operator(kubeconfig: Path, namespace: str, **options: Any) -> AsyncIte
     settings: dict[str, Any] = {
         "identity": "one",
         "namespaces": (namespace,),
-        "lease_namespace": namespace,
+        "platform": Platform(operator_namespace=namespace),
         "leader_elect": False,
         "lease": SHORT,
         "host": "127.0.0.1",

@@ -157,7 +157,7 @@ async def _kubernetes(
         gateway=options.gateway,
         pool=options.pool_name,
         group=options.pool_group,
-        selector=options.endpoint_selector,
+        selector=options.endpoint_selector or {},
         ports=options.endpoint_target_ports,
     )
     source = await stack.enter_async_context(KubernetesSource(scope, client, registry.set_pools))

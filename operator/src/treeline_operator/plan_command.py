@@ -14,6 +14,7 @@ from typing import Any, Final, TextIO
 import msgspec
 import yaml
 from pydantic import ValidationError
+from treeline_wire.settings import add_flags, values
 
 from treeline_operator.actions import Apply
 from treeline_operator.api.model import InferenceModel
@@ -23,7 +24,6 @@ from treeline_operator.api.rules import violations
 from treeline_operator.controller.observe import explain
 from treeline_operator.controller.store import MODEL, POOL
 from treeline_operator.plan.runtime import template_problem
-from treeline_operator.settings import add_flags, values
 from treeline_operator.simulation import SimulatedStep, Simulation
 from treeline_operator.status.models import model_statuses
 from treeline_operator.world import Images, Platform, Ref

@@ -1,72 +1,80 @@
-"""Settings that are defined once: a field of a dataclass, with its flag and the words of `--help`."""
+"""The operator's settings, but for those that plans depend on (`world.Platform`): flags of `treeline operate`."""
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
-import os
-from typing import Any, Final
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
 
-_PEER_FIELDS: Final = frozenset({"namespaceSelector", "podSelector", "ipBlock"})
+from treeline_wire.logs import LEVELS
+from treeline_wire.settings import namespace, port_setting, setting
 
-
-def setting(default: Any, flag: str, text: str, **options: Any) -> Any:
-    """A field that is set by a flag; `options` are what `add_argument` takes besides.
-
-    With action `append` the field is a tuple of what was given, each once, or the default. `env` names the environment
-    variable that holds the default of a cluster.
-    """
-    words = {"flag": flag, "help": text, "env": options.pop("env", None), "options": options}
-    return dataclasses.field(default=default, metadata=words)
+JITTER: Final = 0.2
 
 
-def add_flags(parser: argparse._ActionsContainer, kind: type) -> None:
-    """The flags of a dataclass."""
-    for field, words in _settings(kind):
-        repeated = words["options"].get("action") == "append"
-        default = os.environ.get(words["env"] or "", field.default)
-        parser.add_argument(
-            words["flag"], help=words["help"], default=[] if repeated else default, **words["options"]
-        )
+@dataclass(frozen=True, slots=True)
+class LeaseTiming:
+    """Seconds: others may take over after `duration_s`; we give up after `renew_s`; tries are `retry_s` apart."""
+
+    duration_s: float = setting(
+        15.0,
+        flag="--lease-duration-seconds",
+        metavar="S",
+        above=0,
+        help="others take over after so many seconds without a renewal (%(default)g)",
+    )
+    renew_s: float = setting(
+        10.0,
+        flag="--lease-renew-seconds",
+        metavar="S",
+        above=0,
+        help="we give up after so many seconds without a renewal (%(default)g)",
+    )
+    retry_s: float = setting(
+        2.0, flag="--lease-retry-seconds", metavar="S", above=0, help="seconds between tries (%(default)g)"
+    )
+
+    def __post_init__(self) -> None:
+        if not self.duration_s > self.renew_s > self.retry_s * (1 + JITTER) > 0:
+            raise ValueError(f"a lease needs duration > renew deadline > retry period > 0, not {self}")
 
 
-def values(kind: type, given: argparse.Namespace) -> dict[str, Any]:
-    """Field → value, from a command line with the flags of a dataclass."""
-    found = {field.name: (field, getattr(given, _name(words["flag"]))) for field, words in _settings(kind)}
-    return {
-        name: tuple(dict.fromkeys(value)) or field.default if isinstance(value, list) else value
-        for name, (field, value) in found.items()
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the command line says of the process."""
 
-
-def _settings(kind: type) -> list[tuple[dataclasses.Field[Any], Any]]:
-    return [(field, field.metadata) for field in dataclasses.fields(kind) if "flag" in field.metadata]
-
-
-def _name(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
-def peers(text: str) -> tuple[dict[str, Any], ...]:
-    """Peers of a NetworkPolicy, or argparse's complaint."""
-    try:
-        found = json.loads(text)
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(f"not JSON: {exc}") from None
-    if not isinstance(found, list):
-        raise argparse.ArgumentTypeError("not a list of NetworkPolicy peers")
-    for peer in found:
-        no_peer = f"{json.dumps(peer)} is no NetworkPolicy peer"
-        if not isinstance(peer, dict) or not peer or peer.keys() - _PEER_FIELDS:
-            raise argparse.ArgumentTypeError(f"{no_peer}: it has {', '.join(sorted(_PEER_FIELDS))}")
-        if not all(isinstance(value, dict) for value in peer.values()):
-            raise argparse.ArgumentTypeError(f"{no_peer}: its fields are objects")
-    return tuple(found)
-
-
-def port(text: str, least: int = 1) -> int:
-    """A port, or argparse's complaint. `least` is 0 where any free one will do."""
-    if not text.isdecimal() or not least <= int(text) < 65536:
-        raise argparse.ArgumentTypeError(f"{text} is no port")
-    return int(text)
+    namespaces: tuple[str, ...] = setting(
+        (),
+        flag="--namespace",
+        metavar="NS",
+        parse=namespace,
+        repeated=True,
+        help="look after this one only; may be repeated",
+    )
+    kubeconfig: Path | None = setting(None, help="connect by this file")
+    context: str | None = setting(None, help="the context of the kubeconfig, instead of its current one")
+    leader_elect: bool = setting(
+        True,
+        group="leader election",
+        either=True,
+        help="act only while holding the Lease; without it there must be one replica (default: yes)",
+    )
+    lease_name: str = setting("treeline-operator", group="leader election", help="default: %(default)s")
+    host: str = setting("127.0.0.1", group="pages", help="address of both ports (default: %(default)s)")
+    health_port: int = port_setting(
+        8081, group="pages", metavar="P", help="/healthz and /readyz (%(default)s)"
+    )
+    metrics_port: int = port_setting(9090, group="pages", metavar="P", help="/metrics (%(default)s)")
+    resync_s: float = setting(
+        300.0,
+        group="work",
+        flag="--resync-seconds",
+        metavar="S",
+        above=0,
+        help="look at everything so often (%(default)g)",
+    )
+    workers: int = setting(
+        8, group="work", metavar="N", at_least=1, help="reconciliations at once (%(default)s)"
+    )
+    log_level: str = setting("info", group="logs", choices=LEVELS, help="default: %(default)s")
+    log_format: Literal["json", "text"] = setting("json", group="logs", help="default: %(default)s")

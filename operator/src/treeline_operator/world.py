@@ -6,12 +6,11 @@ import argparse
 import json
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import msgspec
 from treeline_kube.resources import Ref as Ref
-
-from treeline_operator.settings import peers, port, setting
+from treeline_wire.settings import port_setting, setting
 
 if TYPE_CHECKING:
     from treeline_operator.api.model import InferenceModel
@@ -60,25 +59,29 @@ class Images:
     """The images that are used where a pool names none."""
 
     runtime: str = setting(
-        "treeline-runtime:cpu", "--image-runtime", "on CPUs (%(default)s)", metavar="IMAGE"
+        "treeline-runtime:cpu", flag="--image-runtime", metavar="IMAGE", help="on CPUs (%(default)s)"
     )
     runtime_cuda: str = setting(
-        "treeline-runtime:cuda", "--image-runtime-cuda", "on NVIDIA devices (%(default)s)", metavar="IMAGE"
+        "treeline-runtime:cuda",
+        flag="--image-runtime-cuda",
+        metavar="IMAGE",
+        help="on NVIDIA devices (%(default)s)",
     )
-    epp: str = setting("treeline-epp:latest", "--image-epp", "the picker (%(default)s)", metavar="IMAGE")
-    edge: str = setting("treeline-edge:latest", "--image-edge", "Envoy (%(default)s)", metavar="IMAGE")
-    pull_policy: str = setting(
-        "IfNotPresent",
-        "--image-pull-policy",
-        "default: %(default)s",
-        choices=("Always", "IfNotPresent", "Never"),
+    epp: str = setting(
+        "treeline-epp:latest", flag="--image-epp", metavar="IMAGE", help="the picker (%(default)s)"
+    )
+    edge: str = setting(
+        "treeline-edge:latest", flag="--image-edge", metavar="IMAGE", help="Envoy (%(default)s)"
+    )
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] = setting(
+        "IfNotPresent", flag="--image-pull-policy", help="default: %(default)s"
     )
     pull_secrets: tuple[str, ...] = setting(
         (),
-        "--image-pull-secret",
-        "Secret with a registry's credentials, in the namespace of each pool; may be repeated",
+        flag="--image-pull-secret",
         metavar="NAME",
-        action="append",
+        repeated=True,
+        help="Secret with a registry's credentials, in the namespace of each pool; may be repeated",
     )
     """A pool's template may name others."""
 
@@ -91,6 +94,26 @@ PROMETHEUS: tuple[dict[str, Any], ...] = (
 )
 """Who reads metrics unless told otherwise, as peers of a NetworkPolicy. Not "such a pod in any namespace": whoever may
 start pods anywhere could call one of them prometheus; names of namespaces are given by who runs the cluster."""
+
+
+_PEER_FIELDS: Final = frozenset({"namespaceSelector", "podSelector", "ipBlock"})
+
+
+def _peers(text: str) -> tuple[dict[str, Any], ...]:
+    """Peers of a NetworkPolicy, or argparse's complaint."""
+    try:
+        found = json.loads(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"not JSON: {exc}") from None
+    if not isinstance(found, list):
+        raise argparse.ArgumentTypeError("not a list of NetworkPolicy peers")
+    for peer in found:
+        no_peer = f"{json.dumps(peer)} is no NetworkPolicy peer"
+        if not isinstance(peer, dict) or not peer or peer.keys() - _PEER_FIELDS:
+            raise argparse.ArgumentTypeError(f"{no_peer}: it has {', '.join(sorted(_PEER_FIELDS))}")
+        if not all(isinstance(value, dict) for value in peer.values()):
+            raise argparse.ArgumentTypeError(f"{no_peer}: its fields are objects")
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,41 +129,44 @@ class Platform:
     apis: frozenset[str] = frozenset()
     operator_namespace: str = setting(
         "treeline-system",
-        "--lease-namespace",
-        "the operator's own namespace (default: $POD_NAMESPACE, else treeline-system)",
+        flag="--lease-namespace",
         metavar="NS",
         env="POD_NAMESPACE",
+        help="the operator's own namespace (default: $POD_NAMESPACE, else treeline-system)",
     )
     cluster_domain: str = setting(
-        "cluster.local", "--cluster-domain", "of the cluster's DNS (default: %(default)s)", metavar="DOMAIN"
+        "cluster.local", metavar="DOMAIN", help="of the cluster's DNS (default: %(default)s)"
     )
-    api_server_ports: tuple[int, ...] = setting(
+    api_server_ports: tuple[int, ...] = port_setting(
         (443, 6443),
-        "--api-server-port",
-        "on which pods reach the API server, its Service's port and its own: NetworkPolicies let pickers out to them; "
-        "may be repeated (default: 443 and 6443)",
+        least=1,
+        flag="--api-server-port",
         metavar="P",
-        type=port,
-        action="append",
+        repeated=True,
+        help="on which pods reach the API server, its Service's port and its own: NetworkPolicies let pickers out to "
+        "them; may be repeated (default: 443 and 6443)",
     )
     metrics_from: tuple[dict[str, Any], ...] = setting(
         PROMETHEUS,
-        "--metrics-from",
-        "who may read metrics of pods, pickers and Envoys: a list of NetworkPolicy peers, [] for nobody (default: "
-        f"{json.dumps(PROMETHEUS)})",
         metavar="JSON",
-        type=peers,
+        parse=_peers,
+        help="who may read metrics of pods, pickers and Envoys: a list of NetworkPolicy peers, [] for nobody (default: "
+        f"{json.dumps(PROMETHEUS)})",
     )
     scrape_api_ports: bool = setting(
         False,
-        "--scrape-api-ports",
-        "let those also to the API ports of vllm, sglang and custom engines, which serve metrics there and all else "
-        "with them (default: no)",
-        action=argparse.BooleanOptionalAction,
+        either=True,
+        help="let those also to the API ports of vllm, sglang and custom engines, which serve metrics there and all "
+        "else with them (default: no)",
+    )
+    picker_probe: bool = setting(
+        True,
+        group="work",
+        either=True,
+        help="ask the pickers which pods they list; without it pools are Ready without that proof (default: yes)",
     )
     operator_labels: tuple[tuple[str, str], ...] = (("app.kubernetes.io/name", "treeline-operator"),)
     template_version: int = TEMPLATE_VERSION
-    picker_probe: bool = True
 
 
 @dataclass(frozen=True, slots=True)

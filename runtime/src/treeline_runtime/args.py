@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +11,9 @@ from typing import Any, Literal, NoReturn
 
 from treeline_wire import ports
 from treeline_wire.security import KeyFileError, read_secret
+from treeline_wire.settings import add_flags, port_setting, setting, shown, values
 
 from treeline_runtime.config import SchedulerConfig
-from treeline_runtime.settings import SECONDS, add_flags, from_environment, setting, shown
 
 EPILOG = """\
 examples:
@@ -48,18 +49,8 @@ def _origin(text: str) -> str:
     raise argparse.ArgumentTypeError(f"expected '*' or scheme://host[:port] without a path, got {text!r}")
 
 
-def _port(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
-    if not 0 <= value <= 65535:
-        raise argparse.ArgumentTypeError(f"must be at least 0 and at most 65535, got {value}")
-    return value
-
-
 def _port_or_off(text: str) -> int | None:
-    return None if text == "off" else _port(text)
+    return None if text == "off" else int(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +71,8 @@ class ServerArgs(SchedulerConfig):
         group="serving",
         help="address to listen on (default: %(default)s; 0.0.0.0 = every interface)",
     )
-    port: int = setting(
-        ports.RUNTIME_HTTP,
-        group="serving",
-        parse=_port,
-        help="HTTP port (default: %(default)s; 0 = any free one)",
+    port: int = port_setting(
+        ports.RUNTIME_HTTP, group="serving", help="HTTP port (default: %(default)s; 0 = any free one)"
     )
     api_key: str | None = setting(
         None,
@@ -110,6 +98,7 @@ class ServerArgs(SchedulerConfig):
         (),
         group="serving",
         metavar="ORIGIN",
+        repeated=True,
         parse=_origin,
         help="let pages of this origin, e.g. https://chat.example.org, call the API from a browser; repeatable, "
         "'*' = any (default: none)",
@@ -128,7 +117,7 @@ class ServerArgs(SchedulerConfig):
         metavar="HOST",
         help="address of /metrics, which needs no key (default: %(default)s)",
     )
-    metrics_port: int | None = setting(
+    metrics_port: int | None = port_setting(
         ports.RUNTIME_METRICS,
         group="surfaces",
         metavar="PORT",
@@ -142,7 +131,7 @@ class ServerArgs(SchedulerConfig):
         help="address of administration (/flush_cache, /abort_request, /debug/radix); any but loopback needs a key "
         "(default: %(default)s)",
     )
-    admin_port: int | None = setting(
+    admin_port: int | None = port_setting(
         ports.RUNTIME_ADMIN,
         group="surfaces",
         metavar="PORT",
@@ -168,26 +157,20 @@ class ServerArgs(SchedulerConfig):
         metavar="HOST",
         help="address of the three sockets (default: loopback, or all with --curve-dir)",
     )
-    events_port: int = setting(
+    events_port: int = port_setting(
         ports.EVENTS,
         group="publishing",
         metavar="PORT",
-        parse=_port,
         help="KV events, ZMQ PUB (default: %(default)s; 0 = any)",
     )
-    replay_port: int = setting(
+    replay_port: int = port_setting(
         ports.REPLAY,
         group="publishing",
         metavar="PORT",
-        parse=_port,
         help="replay and snapshot, ZMQ ROUTER (default: %(default)s)",
     )
-    load_port: int = setting(
-        ports.LOAD,
-        group="publishing",
-        metavar="PORT",
-        parse=_port,
-        help="load reports, ZMQ PUB (default: %(default)s)",
+    load_port: int = port_setting(
+        ports.LOAD, group="publishing", metavar="PORT", help="load reports, ZMQ PUB (default: %(default)s)"
     )
     curve_dir: str | None = setting(
         None,
@@ -204,28 +187,28 @@ class ServerArgs(SchedulerConfig):
     pre_stop: float = setting(
         0.0,
         group="lifetime",
-        metavar=SECONDS,
+        metavar="S",
         at_least=0,
         help="after SIGTERM, still accept for S seconds (default: 0)",
     )
     drain_timeout: float = setting(
         30.0,
         group="lifetime",
-        metavar=SECONDS,
+        metavar="S",
         at_least=0,
         help="then finish requests for up to S seconds (default: 30)",
     )
     start_timeout: float = setting(
         1800.0,
         group="lifetime",
-        metavar=SECONDS,
+        metavar="S",
         at_least=0,
         help="give up loading after S seconds (default: 1800)",
     )
     watchdog_timeout: float = setting(
         300.0,
         group="lifetime",
-        metavar=SECONDS,
+        metavar="S",
         at_least=0,
         help="a process that has not moved for S seconds ends the server; 0 = never (default: 300)",
     )
@@ -253,43 +236,35 @@ def build_parser(prog: str = "treeline serve") -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add_flags(parser, ServerArgs, GROUPS)
+    for group, title in GROUPS.items():
+        add_flags(parser.add_argument_group(title), ServerArgs, group)
     return parser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
     """Reads the command line. Exits with status 2 and one clear line on a wrong one."""
     parser = build_parser()
-    values = vars(parser.parse_args(argv))
-    environment = from_environment(ServerArgs)
-    if values["api_key"] == "":
+    given = parser.parse_args(argv)
+    if given.api_key == "":
         parser.error("argument --api-key: must not be empty")
-    admin_key = _admin_key(
-        parser, values.pop("admin_key"), values.pop("admin_key_file"), environment.pop("admin_key", None)
-    )
-    for name, value in environment.items():
-        if values[name] is None:
-            values[name] = value
-    values["cors_allow_origin"] = tuple(values["cors_allow_origin"])
-    args = ServerArgs(**values, admin_key=admin_key)
+    key = _admin_key(parser, given.admin_key, given.admin_key_file)
+    args = ServerArgs(**values(ServerArgs, given) | {"admin_key": key})
     _check_ports(parser, args)
     return args
 
 
-def _admin_key(
-    parser: argparse.ArgumentParser, key: str | None, file: str | None, environment: str | None
-) -> str | None:
-    """From the flag, the file or the environment. A key is one word of printable ASCII, as a header carries it."""
-    if key is not None and file is not None:
+def _admin_key(parser: argparse.ArgumentParser, key: str | None, file: str | None) -> str | None:
+    """From the flag or the environment, or the file. A key is one word of printable ASCII, as a header carries it."""
+    by_flag = key != (os.environ.get("TREELINE_ADMIN_KEY") or None)  # where both are equal it does not matter
+    if by_flag and file is not None:
         parser.error("argument --admin-key: not together with --admin-key-file")
-    flag = "argument --admin-key" if file is None else "argument --admin-key-file"
+    flag = "argument --admin-key" if by_flag else "TREELINE_ADMIN_KEY"
     if file is not None:
+        flag = "argument --admin-key-file"
         try:
             key = read_secret(file).decode("latin-1")
         except KeyFileError as error:
             parser.error(f"{flag}: {error}")
-    if key is None:
-        flag, key = "TREELINE_ADMIN_KEY", environment
     if key is not None and not (key and all("!" <= character <= "~" for character in key)):
         parser.error(f"{flag}: a key is one word of printable ASCII")
     return key

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from treeline_runtime.settings import ConfigError, check, setting
+from treeline_wire.settings import ConfigError, check, setting
 
 __all__ = ["ConfigError", "EngineConfig", "SchedulerConfig"]
 
@@ -38,7 +38,7 @@ class EngineConfig:
     threads: int | None = setting(
         None, group="engine", metavar="N", at_least=1, help="CPU threads of the model (default: all cores)"
     )
-    attention_backend: str = setting("auto", help="the name of one in `attention`")
+    attention_backend: str = setting("auto", group=None, help="the name of one in `attention`")
     context_length: int | None = setting(
         None,
         group="engine",
@@ -54,11 +54,7 @@ class EngineConfig:
         help="cache page = event block (default: %(default)s)",
     )
     max_total_tokens: int | None = setting(
-        None,
-        group="engine",
-        metavar="TOKENS",
-        at_least=1,
-        help="size of the KV cache (default: from memory)",
+        None, group="engine", metavar="TOKENS", at_least=1, help="size of the KV cache (default: from memory)"
     )
     mem_fraction: float | None = setting(
         None,
@@ -69,7 +65,7 @@ class EngineConfig:
         help="share of memory for the KV cache: on CUDA of the device, weights included (default: 0.85); on a CPU of "
         "what is free (default: 0.1, at most 1 GiB)",
     )
-    seed: int = setting(0, help="of dummy weights")
+    seed: int = setting(0, group=None, help="of dummy weights")
 
     def __post_init__(self) -> None:
         check(self)
@@ -114,16 +110,19 @@ class SchedulerConfig(EngineConfig):
     )
     schedule_conservativeness: float = setting(
         1.0,
+        group=None,
         at_least=0,
         help="scales the share of its allowed output that a running request is expected to produce",
     )
     prefills_in_a_row: int = setting(
         1,
+        group=None,
         at_least=1,
         help="prefill steps that may follow each other while requests wait to decode: bounds a decode stall",
     )
     overlap_depth: int = setting(
         0,
+        group=None,
         at_least=0,
         at_most=1,
         help="launched batches whose results are not processed yet when the next one is launched",

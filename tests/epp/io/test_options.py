@@ -98,8 +98,19 @@ def test_the_command_line_of_the_reference_picker_works_as_it_is() -> None:
         ("--pool-name p --pool-group other", "invalid choice"),
         ("--gateway g --secure-serving=perhaps", "neither true nor false"),
         ("--gateway g --secure-serving=false --cert-path x", "--cert-path needs --secure-serving"),
-        ("--gateway g --max-ttft-seconds 0", "--max-ttft-seconds must be more than 0"),
-        ("--gateway g --max-ttft-seconds nan", "--max-ttft-seconds must be more than 0"),
+        ("--gateway g --max-ttft-seconds 0", "--max-ttft-seconds: must be above 0, got 0.0"),
+        ("--gateway g --max-ttft-seconds nan", "--max-ttft-seconds: must be above 0, got nan"),
+        ("--gateway g --max-body-bytes 1023", "--max-body-bytes: must be at least 1024, got 1023"),
+        (
+            "--gateway g --max-waiting-body-bytes 4096",
+            "--max-waiting-body-bytes must be at least --max-body-bytes",
+        ),
+        (
+            "--gateway g --fallback-endpoints 4",
+            "--fallback-endpoints: must be at least 0 and at most 3, got 4",
+        ),
+        ("--gateway g --drain-timeout soon", "--drain-timeout: expected seconds, got 'soon'"),
+        ("--gateway g --grpc-port 65536", "--grpc-port: must be at least 0 and at most 65535, got 65536"),
         ("--gateway g --config-file x", "unrecognized arguments: --config-file"),
     ],
 )

@@ -16,7 +16,8 @@ from treeline_kube.client import Client
 from treeline_kube.clock import now
 from treeline_kube.errors import LostLease, NotFound
 from treeline_operator.controller.account import own_account
-from treeline_operator.controller.lease import Elector, LeaseTiming, identity_of
+from treeline_operator.controller.lease import Elector, identity_of
+from treeline_operator.settings import LeaseTiming
 from treeline_operator.world import Ref
 
 TIMING = LeaseTiming(duration_s=2.0, renew_s=1.2, retry_s=0.2)

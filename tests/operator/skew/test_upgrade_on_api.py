@@ -14,14 +14,13 @@ import yaml
 from support.control_plane import ControlPlane
 from support.operator_run import DEPLOYMENTS, POOLS, Room, condition, operator
 from treeline_operator import names, plan_command
-from treeline_operator.controller import run
 from treeline_operator.plan import edge, epp, pool
 from treeline_operator.world import TEMPLATE_VERSION, Images, Platform
 
 NEWER = TEMPLATE_VERSION + 1
-HOME = {"lease_namespace": Platform().operator_namespace}
+HOME = Platform()
 """Where an operator lives is in the NetworkPolicies."""
-IMAGES = Images("runtime:next", "runtime-cuda:next", "epp:next", "edge:next")
+LATER = Platform(Images("runtime:next", "runtime-cuda:next", "epp:next", "edge:next"), template_version=NEWER)
 
 
 class NewerPlatform(Platform):
@@ -50,8 +49,7 @@ def become_newer(patch: pytest.MonkeyPatch) -> None:
 
     for module in (pool, epp, edge):
         patch.setattr(module, "deployment", other(module.deployment))
-    for module in (run, plan_command):
-        patch.setattr(module, "Platform", NewerPlatform)
+    patch.setattr(plan_command, "Platform", NewerPlatform)
 
 
 async def made(room: Room) -> dict[str, Any]:
@@ -79,11 +77,11 @@ def templates(deployments: dict[str, Any]) -> dict[str, Any]:
 async def test_a_newer_operator_rolls_nothing_shows_what_it_would_and_does_it_when_asked(
     room: Room, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with operator(room.plane.admin, room.namespace, **HOME):
+    async with operator(room.plane.admin, room.namespace, platform=HOME):
         await room.create_pool("a")
         before = await until_replicas(room, 1)
     become_newer(monkeypatch)
-    async with operator(room.plane.admin, room.namespace, **HOME, images=IMAGES, resync_s=0.3):
+    async with operator(room.plane.admin, room.namespace, platform=LATER, resync_s=0.3):
         await room.patch(f"{POOLS}/a", {"spec": {"replicas": 2, "endpointPicker": {"replicas": 2}}})
         after = await until_replicas(room, 2)
         assert templates(after) == templates(before)
@@ -119,7 +117,7 @@ async def test_a_newer_operator_rolls_nothing_shows_what_it_would_and_does_it_wh
         assert there["treeline-epp"]["spec"]["template"]["spec"]["containers"][0]["image"] == "epp:next"
     # Back to the older one: it leaves alone what the newer one made.
     monkeypatch.undo()
-    async with operator(room.plane.admin, room.namespace, **HOME, resync_s=0.3):
+    async with operator(room.plane.admin, room.namespace, platform=HOME, resync_s=0.3):
         await room.patch(f"{POOLS}/a", {"spec": {"endpointPicker": {"replicas": 3}}})
 
         async def scaled() -> dict[str, Any] | None:

@@ -15,33 +15,18 @@ import contextlib
 import logging
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any
 
 from treeline_kube.client import Client
 from treeline_kube.clock import now
 from treeline_kube.connection import Retry
 from treeline_kube.errors import AlreadyExists, Conflict, KubeError, LostLease, NotFound
 
+from treeline_operator.settings import JITTER, LeaseTiming
 from treeline_operator.world import Ref
 
 log = logging.getLogger(__name__)
-
-JITTER: Final = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseTiming:
-    """Seconds: others may take over after `duration_s`; we give up after `renew_s`; tries are `retry_s` apart."""
-
-    duration_s: float = 15.0
-    renew_s: float = 10.0
-    retry_s: float = 2.0
-
-    def __post_init__(self) -> None:
-        if not self.duration_s > self.renew_s > self.retry_s * (1 + JITTER) > 0:
-            raise ValueError(f"a lease needs duration > renew deadline > retry period > 0, not {self}")
 
 
 class Elector:

