@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+
 import pytest
 from support.operator_status import deployment, event, observed, pod, pool, ready
 from support.operator_trouble import (
@@ -17,10 +20,17 @@ from support.operator_trouble import (
     unscheduled,
 )
 from treeline_operator.api.conditions import Reason
+from treeline_operator.status import causes as causes_module
 from treeline_operator.status.causes import diagnose, percent, size
 from treeline_operator.status.pool import refusal
 
 POOL = pool()
+
+
+def test_every_reason_that_may_be_a_cause_has_its_place_among_them():
+    """One without would be a KeyError when it is met beside another."""
+    named = set(re.findall(r"Reason\.([A-Z_]+)", inspect.getsource(causes_module)))
+    assert named == {reason.name for reason in causes_module._RANK}
 
 
 @pytest.mark.parametrize(("status", "events", "reason", "text"), TROUBLES.values(), ids=TROUBLES)
