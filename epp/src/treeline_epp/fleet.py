@@ -47,9 +47,8 @@ class Member:
         self.spec = spec
         self.client = client
         self.watcher = watcher
-        self.registered: EndpointSpec | None = (
-            None  # as the picker has it: with models, and the process's epoch
-        )
+        # As the picker has it: with models, and the process's epoch.
+        self.registered: EndpointSpec | None = None
         self.follows = False  # publishes events, and so counts for readiness only when they have been applied
         self.subscription: KvSubscription | None = None
         self.reports_draining = False
@@ -191,11 +190,10 @@ class Fleet:
     def _add(self, spec: EndpointSpec) -> Member:
         # A pool of connections looks at all of them for each request, so that each engine has one of its own.
         client = EngineClient(new_http(), spec.address, spec.engine)
-
-        def report(state: EngineState, info: EngineInfo | None) -> None:
-            self._on_report(member, client, state, info)
-
-        member = Member(spec, client, EngineWatcher(spec, client, report, self._pace))
+        watcher = EngineWatcher(
+            spec, client, lambda state, info: self._on_report(member, state, info), self._pace
+        )
+        member = Member(spec, client, watcher)
         self.members[spec.name] = member
         member.tasks.append(self._spawn(member.watcher.run, f"watch {spec.name}"))
         return member
@@ -227,14 +225,12 @@ class Fleet:
 
     # --- what engines say ---------------------------------------------------------------------------------------------
 
-    def _on_report(
-        self, member: Member, client: EngineClient, state: EngineState, info: EngineInfo | None
-    ) -> None:
+    def _on_report(self, member: Member, state: EngineState, info: EngineInfo | None) -> None:
         if state is EngineState.READY and info is not None:
-            self._register(member, client, info)
+            self._register(member, info)
         self._announce_soon(member.spec.name)
 
-    def _register(self, member: Member, client: EngineClient, info: EngineInfo) -> None:
+    def _register(self, member: Member, info: EngineInfo) -> None:
         """Make the picker know a ready engine; a new process behind the name starts from nothing."""
         known = member.registered
         spec = dataclasses.replace(member.spec, models=info.models, uid=f"{member.spec.uid}/{info.epoch}")
@@ -245,36 +241,33 @@ class Fleet:
         self.picker.add_endpoint(spec, ready=False)
         member.registered = spec
         keyer = self.registry.keyer(info.fingerprint if self._bundle is None else self._bundle.fingerprint)
-        self.registry.set_endpoint(
-            spec.name,
-            spec.pool,
-            spec.models,
-            keyer.fingerprint if keyer else None,
-            isolates_clients=info.isolates_clients,
-        )
+        self._set_served(spec, info, keyer)
         if known is not None and known.uid == spec.uid:
             return  # other models, the same process
         member.reports_draining = False
         if member.follower is not None:
             member.follower.cancel()
         member.follows = info.source is not None and info.source.events_port is not None
-        member.follower = self._spawn(lambda: self._follow(member, client, info), f"follow {spec.name}")
+        member.follower = self._spawn(lambda: self._follow(member, info), f"follow {spec.name}")
+
+    def _set_served(self, spec: EndpointSpec, info: EngineInfo, keyer: PromptKeyer | None) -> None:
+        fingerprint = keyer.fingerprint if keyer is not None else None
+        self.registry.set_endpoint(
+            spec.name, spec.pool, spec.models, fingerprint, isolates_clients=info.isolates_clients
+        )
 
     def _unsubscribe(self, member: Member) -> None:
         if member.subscription is not None:
             self.past.update(member.subscription.counts)
             member.subscription = None
 
-    async def _follow(self, member: Member, client: EngineClient, info: EngineInfo) -> None:
+    async def _follow(self, member: Member, info: EngineInfo) -> None:
         """Get the engine's tokenizer, then listen to its publisher for as long as it is the same process."""
         spec = member.registered
         assert spec is not None
         name = spec.name
-        keyer = await self._keyer(client, info)
-        fingerprint = keyer.fingerprint if keyer is not None else None
-        self.registry.set_endpoint(
-            name, spec.pool, spec.models, fingerprint, isolates_clients=info.isolates_clients
-        )
+        keyer = await self._keyer(member.client, info)
+        self._set_served(spec, info, keyer)
         if info.source is None:
             return
         if info.source.curve and self._curve is None:

@@ -10,7 +10,6 @@ class Metadata(msgspec.Struct, rename="camel"):
 
     name: str
     uid: str = ""
-    resource_version: str = ""
     creation_timestamp: str | None = None
     deletion_timestamp: str | None = None
     labels: dict[str, str] | None = None

@@ -19,6 +19,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -100,17 +101,17 @@ class Ticker:
             del self._calls[call]
 
 
+@dataclass(slots=True)
 class KvStats:
     """What arrived, over all publishers; read by the metrics. `unfollowed` names those for which there are no sockets
     left."""
 
-    def __init__(self) -> None:
-        self.unfollowed: set[str] = set()
-        self.events = 0
-        self.batches = 0
-        self.loads = 0
-        self.disconnects = 0
-        self.rejected: Counter[str] = Counter()
+    unfollowed: set[str] = field(default_factory=set)
+    events: int = 0
+    batches: int = 0
+    loads: int = 0
+    disconnects: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
 
 
 class KvCallbacks(msgspec.Struct, frozen=True):
@@ -128,37 +129,29 @@ class KvCallbacks(msgspec.Struct, frozen=True):
     clock: Callable[[], float] = time.monotonic
 
 
+@dataclass(frozen=True, slots=True)
 class KvConnection:
     """Follows one publisher until cancelled. `curve` is required if the source says so."""
 
-    def __init__(
-        self,
-        context: zmq.asyncio.Context,
-        ticker: Ticker,
-        source: KvSource,
-        callbacks: KvCallbacks,
-        curve: CurveKeys | None,
-    ) -> None:
-        self._context = context
-        self._ticker = ticker
-        self._source = source
-        self._callbacks = callbacks
-        self._curve = curve
+    context: zmq.asyncio.Context
+    ticker: Ticker
+    source: KvSource
+    callbacks: KvCallbacks
+    curve: CurveKeys | None
 
     async def run(self) -> None:
         """Session after session."""
-        callbacks = self._callbacks
         try:
             while True:
                 await self._session()
         finally:
-            callbacks.stats.unfollowed.discard(str(callbacks.subscription.pod))
+            self.callbacks.stats.unfollowed.discard(str(self.callbacks.subscription.pod))
 
     async def _session(self) -> None:
-        callbacks, name = self._callbacks, str(self._callbacks.subscription.pod)
-        sockets = _Sockets(self._ticker, callbacks, self._curve)
+        callbacks, name = self.callbacks, str(self.callbacks.subscription.pod)
+        sockets = _Sockets(self.ticker, callbacks, self.curve)
         try:
-            sockets.open(self._context, self._source)
+            sockets.open(self.context, self.source)
             callbacks.stats.unfollowed.discard(name)
             await sockets.run()
         except zmq.ZMQError as error:
