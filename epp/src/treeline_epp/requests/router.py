@@ -101,7 +101,7 @@ class Router:
             listed = any(served == spec.address for spec in decision.fallbacks)
             metrics.served_by_other.labels("fallback" if listed else "other").inc()
         elif cached is not None and prompt is not None:
-            metrics.predicted_hit_tokens.inc(decision.cached_tokens)
+            metrics.predicted_hit_tokens.inc(decision.best.candidate.cached_tokens)
             metrics.reported_hit_tokens.inc(cached)
             metrics.reported_prompt_tokens.inc(prompt)
             metrics.computed(routed.client, prompt)
