@@ -23,10 +23,10 @@ from treeline_epp.requests.isolation import NO_ISOLATION, Cache, Isolation
 from treeline_epp.requests.messages import Immediate, RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry, PromptKeyer
 from treeline_epp.requests.model_table import ModelNotFound, ModelTarget
-from treeline_epp.requests.outline import Outline, count_values
+from treeline_epp.requests.outline import NotReadable, Outline, count_values
 from treeline_epp.requests.prompts import CHARS_PER_TOKEN, KeyedPrompt, chat, completion
 from treeline_epp.requests.refusals import Refusal, bad_request, model_not_found, not_kept_apart
-from treeline_epp.requests.summary import MAX_VALUES, NotReadable, Summary, summary_of
+from treeline_epp.requests.summary import MAX_VALUES, Summary, summary_of
 
 _decode = msgspec.json.Decoder().decode
 

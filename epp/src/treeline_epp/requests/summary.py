@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from treeline_epp.requests.body import Body
-from treeline_epp.requests.outline import Outline, beginning, count_values, is_ids
+from treeline_epp.requests.outline import NotReadable, Outline, beginning, count_values, is_ids
 
 MAX_VALUES: Final = 4096
 """Values (of objects and lists) that are read of one body: reading and rendering cost by the value."""
@@ -20,10 +20,6 @@ _IDS_BYTES: Final = 64 * 1024
 _PROMPTS: Final = ("messages", "prompt", "text", "input_ids")
 
 _decode = msgspec.json.decode
-
-
-class NotReadable(ValueError):
-    """The body cannot be read; the message says why, to the client."""
 
 
 class Summary(msgspec.Struct, frozen=True):
