@@ -36,7 +36,6 @@ class ServingFilter:
 
     def keep(self, request: PickRequest, table: Table, now: float) -> Mask | None:
         """O(endpoints) at memory speed."""
-        del now
         mask: Mask = table.serving(request) & (table.columns[ELIGIBLE, : table.size] > 0.0)
         return mask
 
@@ -49,7 +48,6 @@ class SubsetFilter:
 
     def keep(self, request: PickRequest, table: Table, now: float) -> Mask | None:
         """O(addresses)."""
-        del now
         if request.subset is None:
             return None
         mask = np.zeros(table.size, np.bool_)
@@ -68,7 +66,6 @@ class HealthyFilter:
 
     def keep(self, request: PickRequest, table: Table, now: float) -> Mask | None:
         """O(endpoints) at memory speed."""
-        del request
         columns = table.columns[:, : table.size]
         mask: Mask = (now - columns[AT] <= columns[SILENT_AFTER]) & (now >= columns[CLOSED_UNTIL])
         return mask
