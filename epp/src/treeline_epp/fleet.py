@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
+from treeline_wire.frames import Request
 from treeline_wire.load import TreelineLoad
 from treeline_wire.security import CurveKeys
 from treeline_wire.tokenizer import TokenizerBundle
@@ -25,7 +26,6 @@ from treeline_epp.endpoints.engine_http import EngineError, new_http
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.endpoints.watcher import EngineClient, EngineState, EngineWatcher, ProbePace
 from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats, Load, Ticker, new_context
-from treeline_epp.kvevents.states import Send
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.picking.picker import Picker
 from treeline_epp.requests.model_registry import ModelRegistry, PromptKeyer
@@ -317,7 +317,7 @@ class Fleet:
                     pause = min(5.0, 2 * pause)
             return known
 
-    def _on_load(self, member: Member, load: Load) -> Sequence[Send]:
+    def _on_load(self, member: Member, load: Load) -> Sequence[Request]:
         """A load report has come: what is to be asked of the publisher because of it."""
         now = self.clock()
         draining = isinstance(load, TreelineLoad) and load.draining

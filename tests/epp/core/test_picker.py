@@ -6,13 +6,13 @@ from collections import Counter
 import pytest
 from support.epp_core import KEYS, WIDTH, Prompt
 from treeline_epp.endpoints.spec import EndpointSpec, split_address
-from treeline_epp.kvevents.states import SendHello, SubscriptionState
+from treeline_epp.kvevents.states import SubscriptionState
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.picking.decision import Decision, NoEndpoints, Outcome, Saturated
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.picking.request import PickRequest
 from treeline_wire.events import BlockRemoved
-from treeline_wire.frames import Hello
+from treeline_wire.frames import Hello, HelloRequest
 from treeline_wire.load import LoadStat, TreelineLoad
 
 RATE = 10_000.0
@@ -361,7 +361,7 @@ def live_picker(prompts: list[Prompt]) -> tuple[Picker, KvSubscription]:
     """A picker with one endpoint whose events are followed, and that holds these prompts."""
     picker = make(1)
     subscription = KvSubscription(picker.index, picker.endpoints["e0"].pod, KEYS)
-    assert subscription.on_connected(0.0) == [SendHello()]
+    assert subscription.on_connected(0.0) == [HelloRequest()]
     subscription.on_reply(Hello(7), 0.0)
     assert subscription.live
     for prompt in prompts:
@@ -388,7 +388,7 @@ def test_wrong_hits_on_unrelated_prefixes_build_the_index_anew() -> None:
     picker, subscription = live_picker(prompts)
     for number, prompt in enumerate(prompts):
         answer(picker, prompt, cached=0, now=1.0 + number / 10)
-    assert subscription.on_tick(1.5) == [SendHello()]
+    assert subscription.on_tick(1.5) == [HelloRequest()]
     assert subscription.state is SubscriptionState.HELLO
     assert subscription.counts["rebuilds"] == 1
 
@@ -406,7 +406,7 @@ def test_more_blocks_than_memory_has_room_for_build_the_index_anew() -> None:
 def test_a_load_report_of_another_epoch_forgets_the_prefixes_at_once() -> None:
     prompt = Prompt.random(1, 50)
     picker, subscription = live_picker([prompt])
-    assert subscription.on_heartbeat(8, None, now=1.0) == [SendHello()]
+    assert subscription.on_heartbeat(8, None, now=1.0) == [HelloRequest()]
     assert picker.pick(ask(prompt), 1.0).best.candidate.cached_tokens == 0
 
 

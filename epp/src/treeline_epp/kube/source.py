@@ -110,12 +110,14 @@ class KubernetesSource:
 
     async def __aenter__(self) -> KubernetesSource:
         scope = self.scope
-        if not scope.selector:
-            resource = Resource(f"{scope.group}/{VERSIONS[scope.group]}", "InferencePool", "inferencepools")
-            self._pools = self._follow(resource, _READERS[scope.group])
-        if scope.group != UPSTREAM_GROUP and not scope.selector:
-            resource = Resource(f"{scope.group}/{VERSIONS[scope.group]}", "InferenceModel", "inferencemodels")
-            self._models = self._follow(resource, read_model, optional=True)
+        if scope.selector:
+            return self
+        version = f"{scope.group}/{VERSIONS[scope.group]}"
+        pools = Resource(version, "InferencePool", "inferencepools")
+        self._pools = self._follow(pools, _READERS[scope.group])
+        if scope.group != UPSTREAM_GROUP:
+            models = Resource(version, "InferenceModel", "inferencemodels")
+            self._models = self._follow(models, read_model, optional=True)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -28,12 +28,12 @@ import zmq.asyncio
 from treeline_wire import frames
 from treeline_wire.errors import WireError
 from treeline_wire.events import DecodeError, EventBatch, decode_batch
+from treeline_wire.frames import HelloRequest, ReplayRequest, Request, SnapshotRequest
 from treeline_wire.load import LoadStat, TreelineLoad, decode_load
 from treeline_wire.security import CurveKeys
 from zmq.utils.monitor import parse_monitor_message
 
 from treeline_epp.endpoints.adapters.base import KvSource
-from treeline_epp.kvevents.states import Send, SendHello, SendReplay, SendSnapshot
 from treeline_epp.kvevents.subscription import KvSubscription
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class KvCallbacks(msgspec.Struct, frozen=True):
     """
 
     subscription: KvSubscription
-    on_load: Callable[[Load], Sequence[Send]]
+    on_load: Callable[[Load], Sequence[Request]]
     on_trouble: Callable[[], None]
     in_flight: Callable[[], int]
     stats: KvStats
@@ -254,9 +254,9 @@ class _Sockets:
 
     def _tick(self) -> None:
         callbacks = self._callbacks
-        sends = callbacks.subscription.on_tick(callbacks.clock(), callbacks.in_flight())
-        if sends:
-            sending = asyncio.ensure_future(self._send(sends))
+        requests = callbacks.subscription.on_tick(callbacks.clock(), callbacks.in_flight())
+        if requests:
+            sending = asyncio.ensure_future(self._send(requests))
             self._sending.add(sending)
             sending.add_done_callback(self._sending.discard)
 
@@ -276,7 +276,7 @@ class _Sockets:
         self._unmonitor(what)
 
     async def _receive(
-        self, sock: zmq.asyncio.Socket, handle: Callable[[list[bytes]], Iterable[Send]]
+        self, sock: zmq.asyncio.Socket, handle: Callable[[list[bytes]], Iterable[Request]]
     ) -> None:
         """Hand every message to its handler, a bounded number at a time."""
         # The plain view of the same socket: taking what is there costs no future per message.
@@ -291,23 +291,23 @@ class _Sockets:
                 await self._send(handle(message))
             await asyncio.sleep(0)
 
-    async def _send(self, sends: Iterable[Send]) -> None:
+    async def _send(self, requests: Iterable[Request]) -> None:
         replay = self._sockets.get("replay")
-        for send in sends:
+        for request in requests:
             if replay is None:
                 return
-            match send:
-                case SendHello():
-                    request = frames.hello_request()
-                case SendReplay(start_seq=start):
-                    request = frames.replay_request(start)
-                case SendSnapshot():
-                    request = frames.snapshot_request()
-            await replay.send_multipart(request)
+            match request:
+                case HelloRequest():
+                    message = frames.hello_request()
+                case ReplayRequest(start_seq=start):
+                    message = frames.replay_request(start)
+                case SnapshotRequest():
+                    message = frames.snapshot_request()
+            await replay.send_multipart(message)
 
     # --- one handler for each socket ----------------------------------------------------------------------------------
 
-    def _on_live(self, message: list[bytes]) -> Iterable[Send]:
+    def _on_live(self, message: list[bytes]) -> Iterable[Request]:
         stats, now = self._callbacks.stats, self._callbacks.clock()
         try:
             _, seq, payload = frames.parse_live(message)
@@ -327,7 +327,7 @@ class _Sockets:
             stats.rejected.update(batch.rejected)
         return self._callbacks.subscription.on_live(seq, batch, now)
 
-    def _on_reply(self, message: list[bytes]) -> Iterable[Send]:
+    def _on_reply(self, message: list[bytes]) -> Iterable[Request]:
         try:
             reply = frames.parse_reply(message)
         except WireError as error:
@@ -336,7 +336,7 @@ class _Sockets:
             return ()
         return self._callbacks.subscription.on_reply(reply, self._callbacks.clock())
 
-    def _on_load(self, message: list[bytes]) -> Iterable[Send]:
+    def _on_load(self, message: list[bytes]) -> Iterable[Request]:
         stats = self._callbacks.stats
         try:
             load = decode_load(message[0], message[-1])

@@ -6,14 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from treeline_epp.kvevents.states import EVENT_OF, Send, SubscriptionEvent, SubscriptionState
+from treeline_wire.frames import Request
+
+from treeline_epp.kvevents.states import EVENT_OF, SubscriptionEvent, SubscriptionState
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
     """What an event does in a state: the method that handles it, and the states that it may lead to."""
 
-    handle: Callable[[Any, Any, float], list[Send]]
+    handle: Callable[[Any, Any, float], list[Request]]
     leads_to: frozenset[SubscriptionState]
 
 
