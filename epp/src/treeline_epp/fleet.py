@@ -80,7 +80,6 @@ class Fleet:
         curve: CurveKeys | None = None,
         bundle: TokenizerBundle | None = None,
         on_gone: Callable[[str], None] = lambda _name: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stats = KvStats()
         self.picker = picker
@@ -89,7 +88,6 @@ class Fleet:
         self._curve = curve
         self._bundle = bundle
         self._on_gone = on_gone
-        self.clock = clock
         self._zmq = new_context()
         self._ticker = Ticker()
         self._pace = ProbePace()
@@ -126,14 +124,14 @@ class Fleet:
         The last two are waited for no longer than `READY_WAIT_S`. EDS answers start in between.
         """
         await self.discovered.wait()
-        deadline = self.clock() + READY_WAIT_S
+        deadline = time.monotonic() + READY_WAIT_S
         members = list(self.members.values())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(READY_WAIT_S):
                 for member in members:
                     await member.watcher.probed.wait()
         self.eds.set_synced()
-        while self.clock() < deadline and not self._caught_up():
+        while time.monotonic() < deadline and not self._caught_up():
             await self._beat.wait()
 
     def probe_now(self, name: str) -> None:
@@ -144,7 +142,7 @@ class Fleet:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_BEAT_S)
-            self.picker.on_tick(self.clock())
+            self.picker.on_tick(time.monotonic())
             if self._changed:
                 self._announce()
             self._select(self._waiting)
@@ -184,7 +182,7 @@ class Fleet:
         """An endpoint's state has changed. A list for Envoy costs by the endpoints, so one is made for many changes."""
         self._changed = True
         self._select((name,))
-        if self.clock() >= self._announced_at + _BEAT_S:
+        if time.monotonic() >= self._announced_at + _BEAT_S:
             self._announce()
 
     def _add(self, spec: EndpointSpec) -> Member:
@@ -289,7 +287,6 @@ class Fleet:
             on_trouble=member.watcher.probe_now,
             in_flight=lambda: len(endpoint.load.reservations),
             stats=self.stats,
-            clock=self.clock,
         )
         curve = self._curve if info.source.curve else None
         await KvConnection(self._zmq, self._ticker, info.source, callbacks, curve).run()
@@ -319,7 +316,7 @@ class Fleet:
 
     def _on_load(self, member: Member, load: Load) -> Sequence[Request]:
         """A load report has come: what is to be asked of the publisher because of it."""
-        now = self.clock()
+        now = time.monotonic()
         draining = isinstance(load, TreelineLoad) and load.draining
         if draining != member.reports_draining:
             member.reports_draining = draining
@@ -335,7 +332,7 @@ class Fleet:
     def _announce(self) -> None:
         """Tell Envoy which endpoints there are, then let the picker choose among those that Envoy knows."""
         self._changed = False
-        self._announced_at = self.clock()
+        self._announced_at = time.monotonic()
         self.eds.announce(
             {
                 member.spec.address: member.state is EngineState.DRAINING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -56,7 +57,7 @@ def listing(fleet: Fleet) -> dict[str, object]:
 
     `in_flight` is null where it is not known; `cached_tokens` is what the tree knows of.
     """
-    now = fleet.clock()
+    now = time.monotonic()
     endpoints: dict[str, list[dict[str, object]]] = {}
     for name, member in sorted(fleet.members.items()):
         known = fleet.picker.endpoints.get(name)
@@ -95,7 +96,7 @@ def _describe(fleet: Fleet, name: str, member: Member) -> dict[str, object]:
     if endpoint is not None:
         out["selectable"] = endpoint.eligible
         out["failing"] = endpoint.breaker.tripped
-        out["silent"] = endpoint.load.silent(fleet.clock())
+        out["silent"] = endpoint.load.silent(time.monotonic())
         out["reservations"] = len(endpoint.load.reservations)
         out["reserved_tokens"] = endpoint.load.reservations.tokens
         out["subscription"] = None if member.subscription is None else member.subscription.state.value

@@ -89,13 +89,10 @@ OnModels = Callable[[Mapping[str, Sequence[str]], Sequence[ModelRule]], None]
 class KubernetesSource:
     """Use it as a context; then iterate over `specs`."""
 
-    def __init__(
-        self, scope: Scope, client: Client, on_models: OnModels, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, scope: Scope, client: Client, on_models: OnModels) -> None:
         self.scope = scope
         self._client = client
         self._on_models = on_models
-        self._clock = clock
         self._changed = asyncio.Event()
         self._pools: Followed[Pool] | None = None
         self._models: Followed[ModelRule | None] | None = None
@@ -226,7 +223,7 @@ class KubernetesSource:
         collection = Collection(resource, self.scope.namespace, selector)
         objects = Objects(read)
         reflector = Reflector(collection, objects, optional=optional, advice=_advice(collection))
-        driver = Driver(self._client, reflector, self._changed.set, self._clock)
+        driver = Driver(self._client, reflector, self._changed.set)
         driver.start()
         return Followed(reflector, objects, driver)
 
@@ -237,7 +234,7 @@ class KubernetesSource:
 
         `missing` says, where there is no pool to pick for, which one is meant.
         """
-        now = self._clock()
+        now = time.monotonic()
         kinds = {one.reflector.label: one.reflector.health(now) for one in self._followed()}
         if self._pods is None:
             waiting = f"InferencePool {self.scope.pool}" if self.scope.pool else "the list of InferencePools"
@@ -248,7 +245,7 @@ class KubernetesSource:
 
     def samples(self) -> Iterator[Sample]:
         """Gauges and counters for the metrics page."""
-        now = self._clock()
+        now = time.monotonic()
         for followed in self._followed():
             reflector = followed.reflector
             kind = {"kind": reflector.label}

@@ -126,7 +126,6 @@ class KvCallbacks(msgspec.Struct, frozen=True):
     on_trouble: Callable[[], None]
     in_flight: Callable[[], int]
     stats: KvStats
-    clock: Callable[[], float] = time.monotonic
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +165,7 @@ class KvConnection:
             await asyncio.sleep(_RETRY_S * random.uniform(0.8, 1.2))
         else:
             callbacks.stats.disconnects += 1
-            callbacks.subscription.on_disconnected(callbacks.clock())
+            callbacks.subscription.on_disconnected(time.monotonic())
             callbacks.on_trouble()
             sockets.close()
             await asyncio.sleep(0.05)  # a peer that accepts and drops must not make a busy loop
@@ -239,7 +238,7 @@ class _Sockets:
 
     async def _keep_time(self) -> None:
         """Wait for the connections, then tick."""
-        subscription, clock = self._callbacks.subscription, self._callbacks.clock
+        subscription = self._callbacks.subscription
         if "events" in self._up:
             await self._up["events"].wait()
             waiting = [event.wait() for what, event in self._up.items() if what != "events"]
@@ -248,13 +247,13 @@ class _Sockets:
             except TimeoutError:
                 missing = [what for what, event in self._up.items() if not event.is_set()]
                 log.warning("publisher %s: no connection for %s", subscription.pod, ", ".join(missing))
-            await self._send(subscription.on_connected(clock()))
+            await self._send(subscription.on_connected(time.monotonic()))
         with self._ticker.calling(self._tick):
             await asyncio.Event().wait()
 
     def _tick(self) -> None:
         callbacks = self._callbacks
-        requests = callbacks.subscription.on_tick(callbacks.clock(), callbacks.in_flight())
+        requests = callbacks.subscription.on_tick(time.monotonic(), callbacks.in_flight())
         if requests:
             sending = asyncio.ensure_future(self._send(requests))
             self._sending.add(sending)
@@ -308,7 +307,7 @@ class _Sockets:
     # --- one handler for each socket ----------------------------------------------------------------------------------
 
     def _on_live(self, message: list[bytes]) -> Iterable[Request]:
-        stats, now = self._callbacks.stats, self._callbacks.clock()
+        stats, now = self._callbacks.stats, time.monotonic()
         try:
             _, seq, payload = frames.parse_live(message)
         except WireError as error:
@@ -334,7 +333,7 @@ class _Sockets:
             self._callbacks.stats.rejected["frames"] += 1
             log.debug("reply refused: %s", error)
             return ()
-        return self._callbacks.subscription.on_reply(reply, self._callbacks.clock())
+        return self._callbacks.subscription.on_reply(reply, time.monotonic())
 
     def _on_load(self, message: list[bytes]) -> Iterable[Request]:
         stats = self._callbacks.stats

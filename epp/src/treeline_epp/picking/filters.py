@@ -6,7 +6,6 @@ one: a class with `name`, `refusal` and `keep` here, and its place in `FILTERS`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -74,10 +73,10 @@ class HealthyFilter:
 FILTERS: tuple[Filter, ...] = (ServingFilter(), SubsetFilter(), HealthyFilter())
 
 
-def rows_left(filters: Sequence[Filter], request: PickRequest, table: Table, now: float) -> Rows:
+def rows_left(request: PickRequest, table: Table, now: float) -> Rows:
     """The rows that pass all filters, at least one. Raises NoEndpoints."""
     left: Mask = np.ones(table.size, np.bool_)
-    for one in filters:
+    for one in FILTERS:
         mask = one.keep(request, table, now)
         if mask is None:
             continue

@@ -21,7 +21,7 @@ from treeline_epp.index.pods import NO_HIT, Match
 from treeline_epp.picking.audit import AuditResult
 from treeline_epp.picking.decision import Decision, NoEndpoints, Outcome, Saturated
 from treeline_epp.picking.endpoint import Endpoint
-from treeline_epp.picking.filters import FILTERS, Filter, rows_left
+from treeline_epp.picking.filters import rows_left
 from treeline_epp.picking.lease import Lease
 from treeline_epp.picking.policies import Candidates, create_policy
 from treeline_epp.picking.request import PickRequest
@@ -58,16 +58,10 @@ class Picker:
     fraction of a millisecond for a thousand endpoints.
     """
 
-    def __init__(
-        self,
-        config: PickerConfig | None = None,
-        index: Index | None = None,
-        filters: Sequence[Filter] = FILTERS,
-    ) -> None:
+    def __init__(self, config: PickerConfig | None = None, index: Index | None = None) -> None:
         self.config = config or PickerConfig()
         self.index = index or Index()
         self.endpoints: dict[str, Endpoint] = {}
-        self._filters = filters
         self._table = Table()
         self._reserved: set[Endpoint] = set()
         self._policy = create_policy(self.config.policy, random.Random(self.config.seed))
@@ -145,7 +139,7 @@ class Picker:
         Raises NoEndpoints (503), or Saturated (429) for a sheddable request: others go to the best of full endpoints.
         """
         self._refresh()
-        rows = rows_left(self._filters, request, self._table, now)
+        rows = rows_left(request, self._table, now)
         columns = self._table.take(rows)
         matches, work = self._match(request, now), Work.of(request)
         cached, uncached = work.at_rows(self.index, matches, rows, self._table.size)
