@@ -225,7 +225,8 @@ class _Inline(NodeTransformer):
     visit_Concat = visit_Add
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        constant = any(isinstance(operand, nodes.Const) for operand in (node.expr, *_right_sides(node)))
+        operands = (node.expr, *(operand.expr for operand in node.ops))
+        constant = any(isinstance(operand, nodes.Const) for operand in operands)
         cheap = constant and all(operand.op in _CHEAP_OPERATORS for operand in node.ops)
         self.generic_visit(node)
         return node if cheap and len(node.ops) == 1 else _filtered(node, _GUARD)
@@ -274,10 +275,6 @@ def _rebuilt(node: nodes.Node, replaced: dict[int, Any]) -> Any:
         node.nodes = [_rebuilt(child, replaced) for child in node.nodes]
         return node
     return replaced[id(node)]
-
-
-def _right_sides(node: nodes.Compare) -> list[nodes.Expr]:
-    return [operand.expr for operand in node.ops]
 
 
 def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
@@ -409,11 +406,7 @@ def _check_trim(_value: Any, chars: Any = None) -> None:
 
 
 def _check_tojson(
-    _x: Any,
-    ensure_ascii: Any = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: Any = False,
+    _x: Any, ensure_ascii: Any = False, indent: Any = None, separators: Any = None, sort_keys: Any = False
 ) -> None:
     del ensure_ascii, sort_keys
     if indent is not None and (type(indent) is not int or indent > _MAX_INDENT):
