@@ -82,16 +82,21 @@ class PageServer:
             return Page({"error": "no such page", "pages": sorted(self._pages)}, 404)
         transport = request.transport
         own_address = "" if transport is None else str(transport.get_extra_info("sockname")[0])
-        # Whoever reaches another address of ours comes from the cluster's network; whoever reaches loopback may be a
-        # browser that was told to by a web page.
-        guarded = request.path in self._private or is_loopback(own_address)
-        if guarded and (why := why_not_local(request.raw_headers, own_address)):
+        if why := self._why_refused(request.path, request.raw_headers, own_address):
             return Page({"error": f"only for clients on this machine: {why}"}, 403)
         try:
             return handler(request.query)
         except Exception:
             log.exception("admin page %s failed", request.path)
             return Page({"error": "internal error"}, 500)
+
+    def _why_refused(self, path: str, headers: Iterable[tuple[bytes, bytes]], own_address: str) -> str | None:
+        """Whoever reaches another address of ours comes from the cluster's network; whoever reaches loopback may be a
+        browser that was told to by a web page.
+        """
+        if path in self._private or is_loopback(own_address):
+            return why_not_local(headers, own_address)
+        return None
 
 
 def why_not_local(headers: Iterable[tuple[bytes, bytes]], own_address: str) -> str | None:
