@@ -9,7 +9,7 @@ from typing import Any, cast
 from treeline_epp.index.index import Index
 from treeline_epp.index.matching import GUARD_BYTES
 from treeline_epp.index.pods import Pod
-from treeline_epp.kvevents.states import Send, SendHello, SendReplay, SendSnapshot, SubscriptionConfig
+from treeline_epp.kvevents.states import SubscriptionConfig
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_wire.events import (
     AllBlocksCleared,
@@ -24,12 +24,16 @@ from treeline_wire.events import (
 )
 from treeline_wire.frames import (
     Hello,
+    HelloRequest,
     ReplayEnd,
     ReplayItem,
+    ReplayRequest,
     Reply,
+    Request,
     SnapshotChunk,
     SnapshotEnd,
     SnapshotHeader,
+    SnapshotRequest,
 )
 from treeline_wire.keys import PrefixKeys
 
@@ -206,13 +210,13 @@ class SimEngine:
         self.blocks.clear()
         return [AllBlocksCleared()]
 
-    def answer(self, send: Send) -> list[Reply]:
+    def answer(self, send: Request) -> list[Reply]:
         match send:
-            case SendHello() if self.ours:
+            case HelloRequest() if self.ours:
                 return [Hello(self.epoch, self.ring[0][0] if self.ring else None, self.newest)]
-            case SendReplay(start) if self.replays:
+            case ReplayRequest(start) if self.replays:
                 return [*(ReplayItem(b"", seq, p) for seq, p in self.ring if seq >= start), ReplayEnd()]
-            case SendSnapshot() if self.ours:
+            case SnapshotRequest() if self.ours:
                 chunks: list[Reply] = []
                 done: set[int | None] = {None}
                 left = dict(self.blocks)
@@ -259,7 +263,7 @@ class Lab:
         self._wire.clear()
         self.subscription.on_disconnected(self.now)
 
-    def perform(self, sends: Sequence[Send]) -> None:
+    def perform(self, sends: Sequence[Request]) -> None:
         for send in sends:
             delay = 5.0 if self.rng.random() < self.slow else self.rng.random() * 0.1
             for reply in self.engine.answer(send):

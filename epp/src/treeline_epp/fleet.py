@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
+from treeline_wire.frames import Request
 from treeline_wire.load import TreelineLoad
 from treeline_wire.security import CurveKeys
 from treeline_wire.tokenizer import TokenizerBundle
@@ -25,7 +26,6 @@ from treeline_epp.endpoints.engine_http import EngineError, new_http
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.endpoints.watcher import EngineClient, EngineState, EngineWatcher, ProbePace
 from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats, Load, Ticker, new_context
-from treeline_epp.kvevents.states import Send
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.picking.picker import Picker
 from treeline_epp.requests.model_registry import ModelRegistry, PromptKeyer
@@ -47,9 +47,8 @@ class Member:
         self.spec = spec
         self.client = client
         self.watcher = watcher
-        self.registered: EndpointSpec | None = (
-            None  # as the picker has it: with models, and the process's epoch
-        )
+        # As the picker has it: with models, and the process's epoch.
+        self.registered: EndpointSpec | None = None
         self.follows = False  # publishes events, and so counts for readiness only when they have been applied
         self.subscription: KvSubscription | None = None
         self.reports_draining = False
@@ -81,7 +80,6 @@ class Fleet:
         curve: CurveKeys | None = None,
         bundle: TokenizerBundle | None = None,
         on_gone: Callable[[str], None] = lambda _name: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stats = KvStats()
         self.picker = picker
@@ -90,7 +88,6 @@ class Fleet:
         self._curve = curve
         self._bundle = bundle
         self._on_gone = on_gone
-        self.clock = clock
         self._zmq = new_context()
         self._ticker = Ticker()
         self._pace = ProbePace()
@@ -127,14 +124,14 @@ class Fleet:
         The last two are waited for no longer than `READY_WAIT_S`. EDS answers start in between.
         """
         await self.discovered.wait()
-        deadline = self.clock() + READY_WAIT_S
+        deadline = time.monotonic() + READY_WAIT_S
         members = list(self.members.values())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(READY_WAIT_S):
                 for member in members:
                     await member.watcher.probed.wait()
         self.eds.set_synced()
-        while self.clock() < deadline and not self._caught_up():
+        while time.monotonic() < deadline and not self._caught_up():
             await self._beat.wait()
 
     def probe_now(self, name: str) -> None:
@@ -145,7 +142,7 @@ class Fleet:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_BEAT_S)
-            self.picker.on_tick(self.clock())
+            self.picker.on_tick(time.monotonic())
             if self._changed:
                 self._announce()
             self._select(self._waiting)
@@ -185,17 +182,16 @@ class Fleet:
         """An endpoint's state has changed. A list for Envoy costs by the endpoints, so one is made for many changes."""
         self._changed = True
         self._select((name,))
-        if self.clock() >= self._announced_at + _BEAT_S:
+        if time.monotonic() >= self._announced_at + _BEAT_S:
             self._announce()
 
     def _add(self, spec: EndpointSpec) -> Member:
         # A pool of connections looks at all of them for each request, so that each engine has one of its own.
         client = EngineClient(new_http(), spec.address, spec.engine)
-
-        def report(state: EngineState, info: EngineInfo | None) -> None:
-            self._on_report(member, client, state, info)
-
-        member = Member(spec, client, EngineWatcher(spec, client, report, self._pace))
+        watcher = EngineWatcher(
+            spec, client, lambda state, info: self._on_report(member, state, info), self._pace
+        )
+        member = Member(spec, client, watcher)
         self.members[spec.name] = member
         member.tasks.append(self._spawn(member.watcher.run, f"watch {spec.name}"))
         return member
@@ -227,14 +223,12 @@ class Fleet:
 
     # --- what engines say ---------------------------------------------------------------------------------------------
 
-    def _on_report(
-        self, member: Member, client: EngineClient, state: EngineState, info: EngineInfo | None
-    ) -> None:
+    def _on_report(self, member: Member, state: EngineState, info: EngineInfo | None) -> None:
         if state is EngineState.READY and info is not None:
-            self._register(member, client, info)
+            self._register(member, info)
         self._announce_soon(member.spec.name)
 
-    def _register(self, member: Member, client: EngineClient, info: EngineInfo) -> None:
+    def _register(self, member: Member, info: EngineInfo) -> None:
         """Make the picker know a ready engine; a new process behind the name starts from nothing."""
         known = member.registered
         spec = dataclasses.replace(member.spec, models=info.models, uid=f"{member.spec.uid}/{info.epoch}")
@@ -245,36 +239,33 @@ class Fleet:
         self.picker.add_endpoint(spec, ready=False)
         member.registered = spec
         keyer = self.registry.keyer(info.fingerprint if self._bundle is None else self._bundle.fingerprint)
-        self.registry.set_endpoint(
-            spec.name,
-            spec.pool,
-            spec.models,
-            keyer.fingerprint if keyer else None,
-            isolates_clients=info.isolates_clients,
-        )
+        self._set_served(spec, info, keyer)
         if known is not None and known.uid == spec.uid:
             return  # other models, the same process
         member.reports_draining = False
         if member.follower is not None:
             member.follower.cancel()
         member.follows = info.source is not None and info.source.events_port is not None
-        member.follower = self._spawn(lambda: self._follow(member, client, info), f"follow {spec.name}")
+        member.follower = self._spawn(lambda: self._follow(member, info), f"follow {spec.name}")
+
+    def _set_served(self, spec: EndpointSpec, info: EngineInfo, keyer: PromptKeyer | None) -> None:
+        fingerprint = keyer.fingerprint if keyer is not None else None
+        self.registry.set_endpoint(
+            spec.name, spec.pool, spec.models, fingerprint, isolates_clients=info.isolates_clients
+        )
 
     def _unsubscribe(self, member: Member) -> None:
         if member.subscription is not None:
             self.past.update(member.subscription.counts)
             member.subscription = None
 
-    async def _follow(self, member: Member, client: EngineClient, info: EngineInfo) -> None:
+    async def _follow(self, member: Member, info: EngineInfo) -> None:
         """Get the engine's tokenizer, then listen to its publisher for as long as it is the same process."""
         spec = member.registered
         assert spec is not None
         name = spec.name
-        keyer = await self._keyer(client, info)
-        fingerprint = keyer.fingerprint if keyer is not None else None
-        self.registry.set_endpoint(
-            name, spec.pool, spec.models, fingerprint, isolates_clients=info.isolates_clients
-        )
+        keyer = await self._keyer(member.client, info)
+        self._set_served(spec, info, keyer)
         if info.source is None:
             return
         if info.source.curve and self._curve is None:
@@ -296,7 +287,6 @@ class Fleet:
             on_trouble=member.watcher.probe_now,
             in_flight=lambda: len(endpoint.load.reservations),
             stats=self.stats,
-            clock=self.clock,
         )
         curve = self._curve if info.source.curve else None
         await KvConnection(self._zmq, self._ticker, info.source, callbacks, curve).run()
@@ -324,9 +314,9 @@ class Fleet:
                     pause = min(5.0, 2 * pause)
             return known
 
-    def _on_load(self, member: Member, load: Load) -> Sequence[Send]:
+    def _on_load(self, member: Member, load: Load) -> Sequence[Request]:
         """A load report has come: what is to be asked of the publisher because of it."""
-        now = self.clock()
+        now = time.monotonic()
         draining = isinstance(load, TreelineLoad) and load.draining
         if draining != member.reports_draining:
             member.reports_draining = draining
@@ -342,7 +332,7 @@ class Fleet:
     def _announce(self) -> None:
         """Tell Envoy which endpoints there are, then let the picker choose among those that Envoy knows."""
         self._changed = False
-        self._announced_at = self.clock()
+        self._announced_at = time.monotonic()
         self.eds.announce(
             {
                 member.spec.address: member.state is EngineState.DRAINING

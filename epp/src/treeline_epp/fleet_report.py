@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -16,14 +17,10 @@ def samples(fleet: Fleet) -> Iterator[Sample]:
     states = Counter(member.state for member in fleet.members.values())
     for state in EngineState:
         yield "gauge", "endpoints", "Endpoints by state.", {"state": state.value}, states[state]
-    subscriptions = [
-        member.subscription for member in fleet.members.values() if member.subscription is not None
-    ]
+    subscriptions = [one.subscription for one in fleet.members.values() if one.subscription is not None]
     phases = Counter(subscription.state for subscription in subscriptions)
+    text = "Subscriptions to KV events by state; live and checking ones have applied all that is published."
     for phase in SubscriptionState:
-        text = (
-            "Subscriptions to KV events by state; live and checking ones have applied all that is published."
-        )
         yield "gauge", "kv_subscriptions", text, {"state": phase.value}, phases[phase]
     infos = [member.watcher.info for member in fleet.members.values()]
     foreign = sum(info is not None and info.foreign_host is not None for info in infos)
@@ -37,8 +34,8 @@ def samples(fleet: Fleet) -> Iterator[Sample]:
     events = Counter(fleet.past)
     for subscription in subscriptions:
         events.update(subscription.counts)
+    text = "What subscriptions to KV events went through, by event."
     for event, count in events.items():
-        text = "What subscriptions to KV events went through, by event."
         yield "counter", "kv_subscription_events", text, {"event": event}, count
     for what, size in fleet.picker.index.totals().items():
         yield "gauge", f"tree_{what}", "Size of the prefix index.", {}, size
@@ -60,7 +57,7 @@ def listing(fleet: Fleet) -> dict[str, object]:
 
     `in_flight` is null where it is not known; `cached_tokens` is what the tree knows of.
     """
-    now = fleet.clock()
+    now = time.monotonic()
     endpoints: dict[str, list[dict[str, object]]] = {}
     for name, member in sorted(fleet.members.items()):
         known = fleet.picker.endpoints.get(name)
@@ -99,7 +96,7 @@ def _describe(fleet: Fleet, name: str, member: Member) -> dict[str, object]:
     if endpoint is not None:
         out["selectable"] = endpoint.eligible
         out["failing"] = endpoint.breaker.tripped
-        out["silent"] = endpoint.load.silent(fleet.clock())
+        out["silent"] = endpoint.load.silent(time.monotonic())
         out["reservations"] = len(endpoint.load.reservations)
         out["reserved_tokens"] = endpoint.load.reservations.tokens
         out["subscription"] = None if member.subscription is None else member.subscription.state.value

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import grpc
@@ -24,7 +24,6 @@ from treeline_wire.tokenizer import BundleError, TokenizerBundle
 from treeline_epp import fleet_report
 from treeline_epp.admin import Handler, Page, PageServer
 from treeline_epp.endpoints.discovery import DiscoveryError, discover, parse_file
-from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.extproc.clients import Clients
 from treeline_epp.extproc.server import ExtProcService, server_options
 from treeline_epp.extproc.session import SessionLimits
@@ -83,8 +82,7 @@ async def serve(options: Options, stopping: asyncio.Event) -> None:
     metrics, registry, eds = Metrics(), ModelRegistry(), Eds()
     health = await Health.starting()
     seed = time.time_ns() & 0xFFFF_FFFF
-    config = PickerConfig(options.policy, options.max_ttft_seconds, options.fallback_endpoints, seed)
-    picker = Picker(config)
+    picker = Picker(PickerConfig(options.policy, options.max_ttft_seconds, options.fallback_endpoints, seed))
     async with contextlib.AsyncExitStack() as stack:
         # Only loopback and cluster addresses are asked; a proxy from the environment would be in the way.
         fleet = Fleet(picker, registry, eds, curve=curve, bundle=bundle, on_gone=metrics.forget)
@@ -98,7 +96,8 @@ async def serve(options: Options, stopping: asyncio.Event) -> None:
         tasks: list[asyncio.Task[object]] = []
         try:
             await _listen(options, metrics_pages, admin_pages, ext_proc, control)
-            following = asyncio.create_task(fleet.run(_source(options, kube)))
+            source = discover(options.endpoint, options.endpoints_file) if kube is None else kube.specs()
+            following = asyncio.create_task(fleet.run(source))
             waiting = asyncio.create_task(stopping.wait())
             tasks += [following, waiting, asyncio.create_task(_open(fleet, health, metrics, picker))]
             await asyncio.wait((following, waiting), return_when=asyncio.FIRST_COMPLETED)
@@ -131,10 +130,6 @@ def _raise_file_limit() -> None:
             hard,
             (hard - 100) // 10,
         )
-
-
-def _source(options: Options, kube: KubernetesSource | None) -> AsyncIterator[tuple[EndpointSpec, ...]]:
-    return discover(options.endpoint, options.endpoints_file) if kube is None else kube.specs()
 
 
 async def _kubernetes(
@@ -214,17 +209,10 @@ async def _listen(
     try:
         port, flag = options.grpc_port, "--grpc-port"
         _can_listen(options.host, port)
-        if options.secure_serving:
-            clients = options.require_client_certificates
-            ext_proc.add_secure_port(f"{host}:{port}", credentials(options.cert_path, clients=clients))
-        else:
-            ext_proc.add_insecure_port(f"{host}:{port}")
+        _add_port(ext_proc, f"{host}:{port}", options, tls=options.secure_serving)
         port, flag = options.grpc_health_port, "--grpc-health-port"
         _can_listen(options.host, port)
-        if options.require_client_certificates:
-            control.add_secure_port(f"{host}:{port}", credentials(options.cert_path, clients=True))
-        else:
-            control.add_insecure_port(f"{host}:{port}")
+        _add_port(control, f"{host}:{port}", options, tls=options.require_client_certificates)
         port, flag = options.metrics_port, "--metrics-port"
         _can_listen(options.host, port)
         await metrics.start(options.host, port)
@@ -240,6 +228,14 @@ async def _listen(
         raise StartError(f"cannot listen on {options.host}:{port}: {why}; {fix}") from error
     await ext_proc.start()
     await control.start()
+
+
+def _add_port(server: grpc.aio.Server, address: str, options: Options, *, tls: bool) -> None:
+    if tls:
+        keys = credentials(options.cert_path, clients=options.require_client_certificates)
+        server.add_secure_port(address, keys)
+    else:
+        server.add_insecure_port(address)
 
 
 def _can_listen(host: str, port: int) -> None:
@@ -268,11 +264,7 @@ def _metrics_pages(metrics: Metrics) -> PageServer:
 
 
 def _admin_pages(
-    options: Options,
-    health: Health,
-    fleet: Fleet,
-    picker: Picker,
-    kube: KubernetesSource | None,
+    options: Options, health: Health, fleet: Fleet, picker: Picker, kube: KubernetesSource | None
 ) -> PageServer:
     """What the kubelet, the operator and whoever looks for a fault read."""
 

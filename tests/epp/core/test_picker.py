@@ -6,13 +6,13 @@ from collections import Counter
 import pytest
 from support.epp_core import KEYS, WIDTH, Prompt
 from treeline_epp.endpoints.spec import EndpointSpec, split_address
-from treeline_epp.kvevents.states import SendHello, SubscriptionState
+from treeline_epp.kvevents.states import SubscriptionState
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.picking.decision import Decision, NoEndpoints, Outcome, Saturated
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.picking.request import PickRequest
 from treeline_wire.events import BlockRemoved
-from treeline_wire.frames import Hello
+from treeline_wire.frames import Hello, HelloRequest
 from treeline_wire.load import LoadStat, TreelineLoad
 
 RATE = 10_000.0
@@ -150,7 +150,7 @@ def test_saturation_is_an_answer() -> None:
 def test_a_long_prompt_is_no_queue() -> None:
     picker = make(2, max_ttft_s=10.0)
     decision = picker.pick(ask(prompt_tokens_estimate=int(60 * RATE), sheddable=True), now=1.0)
-    assert decision.predicted_ttft_s > 10.0
+    assert decision.best.ttft_s > 10.0
 
 
 # Endpoints come and go
@@ -162,9 +162,11 @@ def test_trap_14_another_process_behind_a_name_begins_with_nothing() -> None:
     store(picker, "e0", prompt)
     spec = EndpointSpec("e0", "10.0.0.0:8000", models=("m", "adapter"))
     assert picker.add_endpoint(spec) is picker.endpoints["e0"]
-    assert picker.pick(ask(prompt), 0.0).cached_tokens > 0, "the same process with another model list"
+    assert picker.pick(ask(prompt), 0.0).best.candidate.cached_tokens > 0, (
+        "the same process with another model list"
+    )
     picker.add_endpoint(EndpointSpec("e0", "10.0.0.0:8000", models=("m",), uid="restarted"))
-    assert picker.pick(ask(prompt), 0.0).cached_tokens == 0
+    assert picker.pick(ask(prompt), 0.0).best.candidate.cached_tokens == 0
     picker.remove_endpoint("e0")
     picker.remove_endpoint("e0")
     for step in range(3):
@@ -201,9 +203,9 @@ def test_a_prompt_goes_where_its_prefix_is() -> None:
     store(picker, "e1", prompt)
     decision = picker.pick(ask(prompt.extended(2, 5)), now=0.0)
     assert name_of(decision) == "e1"
-    assert 98 * WIDTH <= decision.cached_tokens <= 100 * WIDTH
-    assert decision.cached_tokens + decision.uncached_tokens == 105 * WIDTH
-    assert decision.predicted_ttft_s == pytest.approx(decision.uncached_tokens / RATE)
+    assert 98 * WIDTH <= decision.best.candidate.cached_tokens <= 100 * WIDTH
+    assert decision.best.candidate.cached_tokens + decision.best.candidate.uncached_tokens == 105 * WIDTH
+    assert decision.best.ttft_s == pytest.approx(decision.best.candidate.uncached_tokens / RATE)
     assert set(decision.terms) == {"e0", "e1", "e2"}
     assert decision.terms["e0"]["prefill_s"] == pytest.approx(105 * WIDTH / RATE)
     assert decision.explain()["endpoint"] == "e1"
@@ -266,8 +268,8 @@ def test_an_estimate_below_what_is_confirmed_gives_way() -> None:
     prompt = Prompt.random(1, 100)
     store(picker, "e0", prompt)
     decision = picker.pick(ask(prompt, prompt_tokens_estimate=10), now=0.0)
-    assert decision.cached_tokens >= 98 * WIDTH
-    assert decision.uncached_tokens == 1
+    assert decision.best.candidate.cached_tokens >= 98 * WIDTH
+    assert decision.best.candidate.uncached_tokens == 1
 
 
 def test_an_endpoint_that_refused_is_avoided_for_a_while() -> None:
@@ -310,9 +312,9 @@ def test_a_request_that_failed_is_not_predicted_any_more(outcome: Outcome) -> No
     picker = make(1)
     prompt = Prompt.random(1, 50)
     lease = picker.reserve(picker.pick(ask(prompt), 0.0), 0.0)
-    assert picker.pick(ask(prompt), 0.0).cached_tokens > 0
+    assert picker.pick(ask(prompt), 0.0).best.candidate.cached_tokens > 0
     picker.close(lease, 0.1, outcome)
-    assert picker.pick(ask(prompt), 2.0).cached_tokens == 0
+    assert picker.pick(ask(prompt), 2.0).best.candidate.cached_tokens == 0
 
 
 def test_feedback_counts_only_where_the_picked_endpoint_answered() -> None:
@@ -339,7 +341,7 @@ def test_streaming_answers_train_the_rate_of_engines_that_tell_none() -> None:
     lease = picker.reserve(picker.pick(ask(prompt_tokens_estimate=1000), 0.0), 0.0)
     picker.close(lease, 0.5, Outcome.HEADERS, ttft_s=0.5, cached_tokens=0, prompt_tokens=1000)
     assert picker.endpoints["e0"].load.own_rate() == 2000
-    assert picker.pick(ask(prompt_tokens_estimate=1000), 1.0).predicted_ttft_s == pytest.approx(0.5)
+    assert picker.pick(ask(prompt_tokens_estimate=1000), 1.0).best.ttft_s == pytest.approx(0.5)
 
 
 def test_an_endpoint_that_nobody_has_measured_is_tried_beside_an_idle_fast_one() -> None:
@@ -359,7 +361,7 @@ def live_picker(prompts: list[Prompt]) -> tuple[Picker, KvSubscription]:
     """A picker with one endpoint whose events are followed, and that holds these prompts."""
     picker = make(1)
     subscription = KvSubscription(picker.index, picker.endpoints["e0"].pod, KEYS)
-    assert subscription.on_connected(0.0) == [SendHello()]
+    assert subscription.on_connected(0.0) == [HelloRequest()]
     subscription.on_reply(Hello(7), 0.0)
     assert subscription.live
     for prompt in prompts:
@@ -376,8 +378,8 @@ def test_a_wrong_hit_lowers_trust_in_that_prefix_only() -> None:
     prompts = [Prompt.random(seed, 50) for seed in range(2)]
     picker, _ = live_picker(prompts)
     answer(picker, prompts[0], cached=10 * WIDTH, now=1.0)
-    assert picker.pick(ask(prompts[0]), 1.0).hit.tokens == 10 * WIDTH
-    assert picker.pick(ask(prompts[1]), 1.0).hit.tokens >= 48 * WIDTH
+    assert picker.pick(ask(prompts[0]), 1.0).best.candidate.hit.tokens == 10 * WIDTH
+    assert picker.pick(ask(prompts[1]), 1.0).best.candidate.hit.tokens >= 48 * WIDTH
     assert not picker.endpoints["e0"].pod.rebuild_wanted
 
 
@@ -386,7 +388,7 @@ def test_wrong_hits_on_unrelated_prefixes_build_the_index_anew() -> None:
     picker, subscription = live_picker(prompts)
     for number, prompt in enumerate(prompts):
         answer(picker, prompt, cached=0, now=1.0 + number / 10)
-    assert subscription.on_tick(1.5) == [SendHello()]
+    assert subscription.on_tick(1.5) == [HelloRequest()]
     assert subscription.state is SubscriptionState.HELLO
     assert subscription.counts["rebuilds"] == 1
 
@@ -404,8 +406,8 @@ def test_more_blocks_than_memory_has_room_for_build_the_index_anew() -> None:
 def test_a_load_report_of_another_epoch_forgets_the_prefixes_at_once() -> None:
     prompt = Prompt.random(1, 50)
     picker, subscription = live_picker([prompt])
-    assert subscription.on_heartbeat(8, None, now=1.0) == [SendHello()]
-    assert picker.pick(ask(prompt), 1.0).cached_tokens == 0
+    assert subscription.on_heartbeat(8, None, now=1.0) == [HelloRequest()]
+    assert picker.pick(ask(prompt), 1.0).best.candidate.cached_tokens == 0
 
 
 # Quality

@@ -9,18 +9,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.epp_core import KEYS, Lab, Prompt
 from treeline_epp.index.index import Index
-from treeline_epp.kvevents.states import Peer, SendHello, SendReplay, SendSnapshot
+from treeline_epp.kvevents.states import Peer
 from treeline_epp.kvevents.states import SubscriptionEvent as Event_
 from treeline_epp.kvevents.states import SubscriptionState as State
 from treeline_epp.kvevents.subscription import TABLE, KvSubscription
 from treeline_wire.events import BlockRemoved, Event, EventBatch, encode_batch
 from treeline_wire.frames import (
     Hello,
+    HelloRequest,
     ReplayEnd,
     ReplayItem,
+    ReplayRequest,
     SnapshotChunk,
     SnapshotEnd,
     SnapshotHeader,
+    SnapshotRequest,
 )
 
 
@@ -51,11 +54,11 @@ class Bench:
 
     def ours(self, now: float = 0.0, newest: int | None = None) -> None:
         """Connected, LIVE at epoch 1 with batches up to `newest`."""
-        assert self.subscription.on_connected(now) == [SendHello()]
+        assert self.subscription.on_connected(now) == [HelloRequest()]
         if newest is None:
             assert self.subscription.on_reply(Hello(1), now) == []
         else:
-            assert self.subscription.on_reply(Hello(1, 0, newest), now) == [SendSnapshot()]
+            assert self.subscription.on_reply(Hello(1, 0, newest), now) == [SnapshotRequest()]
             self.snapshot(1, newest, range(newest + 1), now)
         assert self.subscription.state is State.LIVE
 
@@ -68,9 +71,9 @@ class Bench:
 
     def foreign(self, now: float = 0.0, replayed: int = 0) -> None:
         """Connected, no answer to hello, `replayed` batches replayed."""
-        assert self.subscription.on_connected(now) == [SendHello()]
+        assert self.subscription.on_connected(now) == [HelloRequest()]
         assert self.subscription.on_tick(now + 0.9) == []
-        assert self.subscription.on_tick(now + 1.0) == [SendReplay(0)]
+        assert self.subscription.on_tick(now + 1.0) == [ReplayRequest(0)]
         for number in range(replayed):
             self.subscription.on_reply(item(number, self.batch(number)), now + 1.1)
         assert self.subscription.on_reply(ReplayEnd(), now + 1.1) == []
@@ -84,7 +87,7 @@ class Bench:
 def test_a_fresh_publisher_is_live_after_its_hello() -> None:
     bench = Bench()
     assert bench.subscription.state is State.DISCONNECTED
-    assert bench.subscription.on_connected(0.0) == [SendHello()]
+    assert bench.subscription.on_connected(0.0) == [HelloRequest()]
     assert bench.subscription.state is State.HELLO
     assert bench.subscription.on_reply(Hello(1), 0.0) == []
     assert bench.subscription.state is State.LIVE
@@ -96,7 +99,7 @@ def test_a_late_join_takes_a_snapshot_and_then_what_came_meanwhile() -> None:
     bench = Bench()
     bench.subscription.on_connected(0.0)
     bench.subscription.on_live(4, bench.batch(4), 0.0)
-    assert bench.subscription.on_reply(Hello(1, 2, 4), 0.0) == [SendSnapshot()]
+    assert bench.subscription.on_reply(Hello(1, 2, 4), 0.0) == [SnapshotRequest()]
     bench.subscription.on_live(5, bench.batch(5), 0.0)
     bench.subscription.on_live(6, bench.batch(6), 0.0)
     bench.snapshot(1, 5, [1, 5], 0.0)
@@ -109,7 +112,7 @@ def test_a_gap_is_replayed_and_order_is_kept() -> None:
     bench = Bench()
     bench.ours(newest=0)
     gone = batch(105.0, BlockRemoved(bench.prompts[1].hashes))
-    assert bench.subscription.on_live(3, bench.batch(1), 0.0) == [SendReplay(1)]
+    assert bench.subscription.on_live(3, bench.batch(1), 0.0) == [ReplayRequest(1)]
     assert bench.subscription.state is State.REPLAY
     assert bench.subscription.on_live(4, bench.batch(4), 0.0) == []
     bench.subscription.on_reply(item(1, bench.batch(1)), 0.0)
@@ -124,9 +127,9 @@ def test_a_gap_is_replayed_and_order_is_kept() -> None:
 def test_a_gap_that_the_replay_does_not_cover_takes_a_snapshot() -> None:
     bench = Bench()
     bench.ours(newest=0)
-    assert bench.subscription.on_live(9, bench.batch(9), 0.0) == [SendReplay(1)]
+    assert bench.subscription.on_live(9, bench.batch(9), 0.0) == [ReplayRequest(1)]
     bench.subscription.on_reply(item(5, bench.batch(5)), 0.0)
-    assert bench.subscription.on_reply(ReplayEnd(), 0.0) == [SendSnapshot()]
+    assert bench.subscription.on_reply(ReplayEnd(), 0.0) == [SnapshotRequest()]
     assert bench.holds(0), "the old state answers until the snapshot is complete"
     bench.snapshot(1, 9, [7, 9], 0.0)
     assert bench.holds(7, 9)
@@ -140,8 +143,8 @@ def test_every_reconnect_is_suspect_and_asks_what_was_missed() -> None:
     assert bench.subscription.state is State.DISCONNECTED
     assert bench.holds(0)
     assert bench.subscription.on_tick(5.0) == []
-    assert bench.subscription.on_connected(6.0) == [SendHello()]
-    assert bench.subscription.on_reply(Hello(1, 0, 1), 6.0) == [SendReplay(1)]
+    assert bench.subscription.on_connected(6.0) == [HelloRequest()]
+    assert bench.subscription.on_reply(Hello(1, 0, 1), 6.0) == [ReplayRequest(1)]
     bench.subscription.on_reply(item(1, bench.batch(1)), 6.0)
     bench.subscription.on_reply(ReplayEnd(), 6.0)
     assert bench.holds(0, 1)
@@ -152,7 +155,7 @@ def test_another_epoch_forgets_everything_at_once() -> None:
     bench.ours(newest=0)
     bench.subscription.on_disconnected(1.0)
     bench.subscription.on_connected(2.0)
-    assert bench.subscription.on_reply(Hello(2, 0, 0), 2.0) == [SendSnapshot()]
+    assert bench.subscription.on_reply(Hello(2, 0, 0), 2.0) == [SnapshotRequest()]
     assert bench.holds()
     bench.snapshot(2, 0, [3], 2.0)
     assert bench.holds(3)
@@ -163,7 +166,7 @@ def test_a_heartbeat_of_another_epoch_does_so_too() -> None:
     bench = Bench()
     bench.ours(newest=0)
     assert bench.subscription.on_heartbeat(1, None, 1.0) == []
-    assert bench.subscription.on_heartbeat(2, None, 1.0) == [SendHello()]
+    assert bench.subscription.on_heartbeat(2, None, 1.0) == [HelloRequest()]
     assert bench.holds()
 
 
@@ -171,20 +174,20 @@ def test_a_lost_last_batch_is_found_by_the_next_check() -> None:
     bench = Bench()
     bench.ours(newest=0)
     assert bench.subscription.on_tick(0.9) == []
-    assert bench.subscription.on_tick(1.0) == [SendHello()]
+    assert bench.subscription.on_tick(1.0) == [HelloRequest()]
     assert bench.subscription.state is State.CHECKING
     assert bench.subscription.live, "a check does not hold anything up"
     assert bench.subscription.on_reply(Hello(1, 0, 1), 1.0) == []
     assert bench.subscription.on_tick(1.1) == [], "it may still be on its way"
-    assert bench.subscription.on_tick(1.2) == [SendHello()]
-    assert bench.subscription.on_reply(Hello(1, 0, 1), 1.2) == [SendReplay(1)]
+    assert bench.subscription.on_tick(1.2) == [HelloRequest()]
+    assert bench.subscription.on_reply(Hello(1, 0, 1), 1.2) == [ReplayRequest(1)]
 
 
 def test_a_lost_last_batch_is_found_by_a_heartbeat_that_names_it() -> None:
     bench = Bench()
     bench.ours(newest=0)
     bench.subscription.on_heartbeat(1, 1, 0.1)
-    assert bench.subscription.on_tick(0.3) == [SendHello()]
+    assert bench.subscription.on_tick(0.3) == [HelloRequest()]
     bench = Bench()
     bench.ours(newest=0)
     bench.subscription.on_heartbeat(1, 1, 0.1)
@@ -209,7 +212,7 @@ def test_one_of_ours_that_does_not_answer_is_asked_again_with_growing_pauses() -
     bench = Bench()
     bench.ours(newest=0)
     bench.subscription.on_disconnected(0.0)
-    assert bench.subscription.on_connected(0.0) == [SendHello()]
+    assert bench.subscription.on_connected(0.0) == [HelloRequest()]
     asked = [at for at in range(1, 400) if bench.subscription.on_tick(at / 10)]
     pauses = [b - a for a, b in pairwise(asked)]
     assert len(asked) >= 4
@@ -222,14 +225,14 @@ def test_a_snapshot_that_stops_half_way_is_dropped_and_asked_for_again() -> None
     bench = Bench()
     bench.ours(newest=0)
     bench.index.request_rebuild(bench.pod)
-    assert bench.subscription.on_tick(0.1) == [SendHello()]
-    assert bench.subscription.on_reply(Hello(1, 0, 0), 0.1) == [SendSnapshot()]
+    assert bench.subscription.on_tick(0.1) == [HelloRequest()]
+    assert bench.subscription.on_reply(Hello(1, 0, 0), 0.1) == [SnapshotRequest()]
     bench.subscription.on_reply(SnapshotHeader(1, 0, 6), 0.1)
     bench.subscription.on_reply(SnapshotChunk([bench.prompts[5].stored()]), 0.1)
     assert bench.subscription.on_tick(1.2) == []
     assert bench.holds(0)
-    assert bench.subscription.on_tick(2.0) == [SendHello()]
-    assert bench.subscription.on_reply(Hello(1, 0, 0), 2.0) == [SendSnapshot()]
+    assert bench.subscription.on_tick(2.0) == [HelloRequest()]
+    assert bench.subscription.on_reply(Hello(1, 0, 0), 2.0) == [SnapshotRequest()]
     bench.snapshot(1, 0, [5, 6], 2.0)
     assert bench.holds(5, 6)
     bench.index.check()
@@ -238,9 +241,9 @@ def test_a_snapshot_that_stops_half_way_is_dropped_and_asked_for_again() -> None
 def test_trap_7_a_seq_that_goes_back_is_another_process() -> None:
     bench = Bench()
     bench.ours(newest=5)
-    assert bench.subscription.on_live(0, bench.batch(7), 0.0) == [SendHello()]
+    assert bench.subscription.on_live(0, bench.batch(7), 0.0) == [HelloRequest()]
     assert bench.holds()
-    assert bench.subscription.on_reply(Hello(2, 0, 0), 0.0) == [SendSnapshot()]
+    assert bench.subscription.on_reply(Hello(2, 0, 0), 0.0) == [SnapshotRequest()]
     bench.snapshot(2, 0, [7], 0.0)
     assert bench.holds(7)
     assert bench.subscription.next_seq == 1
@@ -249,11 +252,11 @@ def test_trap_7_a_seq_that_goes_back_is_another_process() -> None:
 def test_a_restart_in_the_middle_of_what_was_buffered() -> None:
     bench = Bench()
     bench.ours(newest=0)
-    assert bench.subscription.on_live(2, bench.batch(2), 0.0) == [SendReplay(1)]
+    assert bench.subscription.on_live(2, bench.batch(2), 0.0) == [ReplayRequest(1)]
     bench.subscription.on_live(0, bench.batch(8), 0.0)
     bench.subscription.on_reply(item(1, bench.batch(1)), 0.0)
-    assert bench.subscription.on_reply(ReplayEnd(), 0.0) == [SendHello()]
-    assert bench.subscription.on_reply(Hello(2, 0, 0), 0.0) == [SendSnapshot()]
+    assert bench.subscription.on_reply(ReplayEnd(), 0.0) == [HelloRequest()]
+    assert bench.subscription.on_reply(Hello(2, 0, 0), 0.0) == [SnapshotRequest()]
     bench.snapshot(2, 0, [8], 0.0)
     assert bench.holds(8)
     assert bench.subscription.next_seq == 1
@@ -329,7 +332,7 @@ def test_a_foreign_publisher_is_replayed_from_its_beginning() -> None:
 def test_a_replay_that_begins_late_is_kept_and_known_to_be_partial() -> None:
     bench = Bench()
     bench.subscription.on_connected(0.0)
-    assert bench.subscription.on_tick(1.0) == [SendReplay(0)]
+    assert bench.subscription.on_tick(1.0) == [ReplayRequest(0)]
     bench.subscription.on_reply(item(5, bench.batch(5)), 1.0)
     bench.subscription.on_reply(item(6, bench.batch(6)), 1.0)
     bench.subscription.on_reply(ReplayEnd(), 1.0)
@@ -356,7 +359,7 @@ def test_a_foreign_publisher_without_replay_begins_where_it_is() -> None:
 def test_a_foreign_gap_that_cannot_be_covered_ages_what_is_known() -> None:
     bench = Bench()
     bench.foreign(replayed=1)
-    assert bench.subscription.on_live(9, bench.batch(9), 2.0) == [SendReplay(1)]
+    assert bench.subscription.on_live(9, bench.batch(9), 2.0) == [ReplayRequest(1)]
     bench.subscription.on_reply(item(8, bench.batch(8)), 2.0)
     bench.subscription.on_reply(item(9, bench.batch(9)), 2.0)
     assert bench.subscription.on_reply(ReplayEnd(), 2.0) == []
@@ -370,7 +373,7 @@ def test_after_a_reconnect_a_foreign_publisher_must_still_know_its_last_batch() 
     bench = Bench()
     bench.foreign(replayed=3)
     bench.subscription.on_disconnected(2.0)
-    assert bench.subscription.on_connected(3.0) == [SendReplay(2)]
+    assert bench.subscription.on_connected(3.0) == [ReplayRequest(2)]
     bench.subscription.on_reply(item(2, bench.batch(2)), 3.0)
     bench.subscription.on_reply(item(3, bench.batch(3)), 3.0)
     bench.subscription.on_reply(ReplayEnd(), 3.0)
@@ -382,10 +385,10 @@ def test_a_foreign_publisher_that_restarted_while_away_begins_anew(other: list[t
     bench = Bench()
     bench.foreign(replayed=3)
     bench.subscription.on_disconnected(2.0)
-    assert bench.subscription.on_connected(3.0) == [SendReplay(2)]
+    assert bench.subscription.on_connected(3.0) == [ReplayRequest(2)]
     for seq, number in other:
         bench.subscription.on_reply(item(seq, bench.batch(number)), 3.0)
-    assert bench.subscription.on_reply(ReplayEnd(), 3.0) == [SendReplay(0)]
+    assert bench.subscription.on_reply(ReplayEnd(), 3.0) == [ReplayRequest(0)]
     assert bench.holds()
     for seq, number in [(0, 7), (1, 8), *other]:
         bench.subscription.on_reply(item(seq, bench.batch(number)), 3.0)
@@ -398,7 +401,7 @@ def test_silence_while_requests_run_is_suspicious() -> None:
     bench = Bench()
     bench.foreign(replayed=2)
     assert bench.subscription.on_tick(100.0, in_flight=0) == []
-    assert bench.subscription.on_tick(101.0, in_flight=1) == [SendReplay(1)]
+    assert bench.subscription.on_tick(101.0, in_flight=1) == [ReplayRequest(1)]
     assert bench.subscription.state is State.REPLAY
     bench.subscription.on_reply(item(1, bench.batch(1)), 101.0)
     bench.subscription.on_reply(ReplayEnd(), 101.0)
@@ -408,19 +411,19 @@ def test_silence_while_requests_run_is_suspicious() -> None:
 def test_one_of_ours_that_was_slow_to_answer_is_recognised_later() -> None:
     bench = Bench()
     bench.foreign(replayed=1)
-    assert bench.subscription.on_heartbeat(1, None, 2.0) == [SendHello()]
-    assert bench.subscription.on_reply(Hello(1, 0, 0), 2.0) == [SendSnapshot()], "its epoch was not known"
+    assert bench.subscription.on_heartbeat(1, None, 2.0) == [HelloRequest()]
+    assert bench.subscription.on_reply(Hello(1, 0, 0), 2.0) == [SnapshotRequest()], "its epoch was not known"
     assert bench.subscription.peer is Peer.OURS
     bench = Bench()
     bench.foreign(replayed=1)
-    assert bench.subscription.on_reply(Hello(1, 0, 0), 2.0) == [SendHello()]
+    assert bench.subscription.on_reply(Hello(1, 0, 0), 2.0) == [HelloRequest()]
 
 
 def test_a_rebuild_of_a_foreign_publisher_begins_anew() -> None:
     bench = Bench()
     bench.foreign(replayed=2)
     bench.index.request_rebuild(bench.pod)
-    assert bench.subscription.on_tick(2.0) == [SendReplay(0)]
+    assert bench.subscription.on_tick(2.0) == [ReplayRequest(0)]
     assert bench.holds()
 
 
@@ -464,12 +467,12 @@ def in_state(state: State) -> Bench:
     bench.ours(newest=0)
     match state:
         case State.CHECKING:
-            assert bench.subscription.on_tick(1.0) == [SendHello()]
+            assert bench.subscription.on_tick(1.0) == [HelloRequest()]
         case State.REPLAY:
             bench.subscription.on_live(3, bench.batch(3), 0.0)
         case State.SNAPSHOT | State.CHUNKS:
             bench.subscription.on_connected(0.0)
-            assert bench.subscription.on_reply(Hello(2, 0, 5), 0.0) == [SendSnapshot()]
+            assert bench.subscription.on_reply(Hello(2, 0, 5), 0.0) == [SnapshotRequest()]
             if state is State.CHUNKS:
                 bench.subscription.on_reply(SnapshotHeader(2, 5, 3), 0.0)
         case State.BACKOFF:

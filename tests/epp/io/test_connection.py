@@ -13,9 +13,9 @@ import zmq.asyncio
 from support.epp_io import FakePublisher, stored, until
 from treeline_epp.endpoints.adapters.base import KvSource
 from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats, Load, Ticker
-from treeline_epp.kvevents.states import Send, SendHello, SendReplay, SendSnapshot
 from treeline_wire import frames
 from treeline_wire.events import EventBatch
+from treeline_wire.frames import HelloRequest, ReplayRequest, Request, SnapshotRequest
 from treeline_wire.load import LOAD_TOPIC, TREELINE_LOAD_TOPIC, LoadStat, TreelineLoad
 from treeline_wire.security import CurveKeys
 
@@ -35,27 +35,27 @@ class Script:
         self.troubles = 0
         self.stats = KvStats()
 
-    def on_connected(self, now: float) -> list[Send]:
+    def on_connected(self, now: float) -> list[Request]:
         self.connected += 1
-        return [SendHello()]
+        return [HelloRequest()]
 
     def on_disconnected(self, now: float) -> None:
         self.disconnected += 1
 
-    def on_live(self, seq: int, batch: EventBatch | None, now: float) -> list[Send]:
+    def on_live(self, seq: int, batch: EventBatch | None, now: float) -> list[Request]:
         self.live.append((seq, batch))
-        return [SendReplay(0)] if batch is None else []
+        return [ReplayRequest(0)] if batch is None else []
 
-    def on_reply(self, reply: frames.Reply, now: float) -> list[Send]:
+    def on_reply(self, reply: frames.Reply, now: float) -> list[Request]:
         self.replies.append(reply)
-        return [SendSnapshot()] if isinstance(reply, frames.Hello) else []
+        return [SnapshotRequest()] if isinstance(reply, frames.Hello) else []
 
-    def on_tick(self, now: float, in_flight: int = 0) -> list[Send]:
+    def on_tick(self, now: float, in_flight: int = 0) -> list[Request]:
         assert in_flight == 3
         self.ticks += 1
         return []
 
-    def on_load(self, load: Load) -> Sequence[Send]:
+    def on_load(self, load: Load) -> Sequence[Request]:
         self.loads.append(load)
         return []
 

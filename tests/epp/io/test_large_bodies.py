@@ -21,7 +21,7 @@ from treeline_epp.extproc.session import ExtProcSession, SessionLimits
 from treeline_epp.extproc.state import Kind, Reply
 from treeline_epp.metrics import Metrics
 from treeline_epp.picking.picker import Picker
-from treeline_epp.requests import summary
+from treeline_epp.requests import rewrite
 from treeline_epp.requests.body import CHUNK_BYTES, Body, BodyBudget, Edit
 from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
@@ -475,7 +475,7 @@ def test_renaming_replaces_every_member_of_that_name() -> None:
     body, outline = Body([data]), Outline()
     outline.feed(data)
     outline.finish(body)
-    assert summary.edited(body, outline, "new", {}).joined() == (
+    assert rewrite.edited(body, outline, "new", {}).joined() == (
         b'{"model" : "new", "x": {"model": "a"}, "mod\\u0065l":"new"}'
     )
 
@@ -500,7 +500,7 @@ def test_whoever_can_read_an_edited_body_reads_what_it_was_made_to_say(pieces: l
         outline.finish(body)
         if outline.problem is not None:
             continue
-        edited = summary.edited(body, outline, None, {"cache_salt": "ours", "extra_key": None}).joined()
+        edited = rewrite.edited(body, outline, None, {"cache_salt": "ours", "extra_key": None}).joined()
         pairs: list[tuple[str, Any]] = []
 
         def keep(found: list[tuple[str, Any]], pairs: list[tuple[str, Any]] = pairs) -> dict[str, Any]:

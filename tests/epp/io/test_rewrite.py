@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treeline_epp.requests.rewrite import with_members, with_model
+from treeline_epp.requests.rewrite import rewritten
 
 
 @pytest.mark.parametrize(
@@ -32,11 +32,11 @@ from treeline_epp.requests.rewrite import with_members, with_model
     ],
 )
 def test_only_the_models_name_changes(before: bytes, after: bytes) -> None:
-    assert with_model(before, "b") == after
+    assert rewritten(before, "b", {}) == after
 
 
 def test_a_name_is_written_as_json() -> None:
-    assert json.loads(with_model(b'{"model":"a"}', 'q"\\\n€')) == {"model": 'q"\\\n€'}
+    assert json.loads(rewritten(b'{"model":"a"}', 'q"\\\n€', {})) == {"model": 'q"\\\n€'}
 
 
 JSON = st.recursive(
@@ -66,14 +66,14 @@ def test_decoders_see_the_same_object_with_another_model(
 ) -> None:
     body = {**rest, "model": old}
     data = json.dumps(body, ensure_ascii=plain, indent=indent).encode("utf-8", "surrogatepass")
-    assert json.loads(with_model(data, new)) == {**body, "model": new}
-    assert with_model(with_model(data, new), old) == with_model(data, old)
+    assert json.loads(rewritten(data, new, {})) == {**body, "model": new}
+    assert rewritten(rewritten(data, new, {}), old, {}) == rewritten(data, old, {})
 
 
 def test_a_long_prompt_costs_a_pass_and_not_more() -> None:
     long = json.dumps({"prompt": 'say "hi" {[ \n' * 100_000, "model": "a"}).encode()
     started = time.perf_counter()
-    assert with_model(long, "b").endswith(b'"model": "b"}')
+    assert rewritten(long, "b", {}).endswith(b'"model": "b"}')
     assert time.perf_counter() - started < 0.5
 
 
@@ -92,7 +92,7 @@ def test_a_long_prompt_costs_a_pass_and_not_more() -> None:
     ],
 )
 def test_a_member_has_the_given_value_wherever_and_whatever_it_was(before: bytes, after: bytes) -> None:
-    assert with_members(before, {"s": "new", "t": None}) == after
+    assert rewritten(before, None, {"s": "new", "t": None}) == after
 
 
 @settings(deadline=None, max_examples=150)
@@ -106,11 +106,11 @@ def test_decoders_see_the_same_object_with_these_members(
     body: dict[str, Any], value: str, plain: bool, indent: int | None
 ) -> None:
     data = json.dumps(body, ensure_ascii=plain, indent=indent).encode()
-    seen = json.loads(with_members(data, {"s": value, "t": None}))
+    seen = json.loads(rewritten(data, None, {"s": value, "t": None}))
     assert seen == {**body, "s": value} | ({"t": None} if "t" in body else {})
     assert list(seen)[-len(body) :] == list(body) or not body
 
 
 def test_what_is_no_object_gets_no_member() -> None:
     with pytest.raises(ValueError, match="no JSON object"):
-        with_members(b"[1]", {"s": "x"})
+        rewritten(b"[1]", None, {"s": "x"})

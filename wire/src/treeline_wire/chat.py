@@ -142,12 +142,7 @@ class ChatTemplate:
         admission = Admission()
         chat = admission.plain([_aliased(_present(message)) for message in messages])
         variables: dict[str, Any] = admission.plain(
-            {
-                **self._special_tokens,
-                **(template_kwargs or {}),
-                "tools": tools,
-                "documents": documents,
-            }
+            {**self._special_tokens, **(template_kwargs or {}), "tools": tools, "documents": documents}
         )
         variables["messages"] = chat
         variables["add_generation_prompt"] = add_generation_prompt

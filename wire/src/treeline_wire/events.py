@@ -126,23 +126,12 @@ _TYPES: Final[dict[str, Any]] = {
     "AllBlocksCleared": AllBlocksCleared,
 }
 _POSITIONS: Final[dict[str, tuple[str, ...]]] = {
-    "BlockStored": (
-        "block_hashes",
-        "parent_block_hash",
-        "token_ids",
-        "block_size",
-        "lora_id",
-        "medium",
-        "lora_name",
-        "extra_keys",
-        "group_idx",
-        "kv_cache_spec_kind",
-        "kv_cache_spec_sliding_window",
-    ),
-    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
+    "BlockStored": BlockStored.__struct_fields__[:11],
+    "BlockRemoved": BlockRemoved.__struct_fields__[:3],
     "AllBlocksCleared": (),
 }
-"""Field order of the positional form, after its head. It was cut off at the tail, and only there."""
+"""Field order of the positional form, after its head. It was cut off at the tail, and only there; members that came
+later are in maps alone."""
 
 _STORED_OPTIONAL: Final = (
     "medium",

@@ -12,6 +12,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable
 from itertools import chain
+from operator import methodcaller
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 from tokenizers import normalizers
@@ -66,11 +67,8 @@ def flatten(spec: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
 def space_mark(spec: dict[str, Any] | None) -> str | None:
     """The character that a normalizer writes for a space, or None."""
     for step in flatten(spec, "normalizers"):
-        if (
-            step.get("type") == "Replace"
-            and step.get("pattern") == {"String": " "}
-            and len(step["content"]) == 1
-        ):
+        blanks = step.get("type") == "Replace" and step.get("pattern") == {"String": " "}
+        if blanks and len(step["content"]) == 1:
             return str(step["content"])
     return None
 
@@ -81,7 +79,7 @@ def compile_normalizer(spec: dict[str, Any] | None, rust: Any, mark: str | None)
     `rust` is the same normalizer as an object of the library, `mark` the character to be read as a space.
     """
     flat = flatten(spec, "normalizers")
-    unmark = [] if mark is None else [functools.partial(_replace, old=mark, new=" ")]
+    unmark: list[TextTransform] = [] if mark is None else [methodcaller("replace", mark, " ")]
     compiled = [_compile_step(step, mark) for step in flat]
     steps: list[TextTransform] = []
     for step in compiled:
@@ -108,9 +106,9 @@ def _compile_step(step: dict[str, Any], mark: str | None) -> TextTransform | Non
     if kind == "Replace" and "String" in step["pattern"]:
         old, new = str(step["pattern"]["String"]), str(step["content"])
         if mark is not None and old == " " and new == mark:
-            return functools.partial(_replace, old=mark, new=" ")
+            return methodcaller("replace", mark, " ")
         if old and (mark is None or (mark not in old and mark not in new)):
-            return functools.partial(_replace, old=old, new=new)
+            return methodcaller("replace", old, new)
     return None
 
 
@@ -128,10 +126,6 @@ def _chain(text: str, steps: Iterable[TextTransform]) -> str:
 
 def _prepend(text: str, prefix: str) -> str:
     return prefix + text if text else text
-
-
-def _replace(text: str, old: str, new: str) -> str:
-    return text.replace(old, new)
 
 
 def _lowercase(text: str) -> str:

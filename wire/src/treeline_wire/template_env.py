@@ -28,23 +28,29 @@ from jinja2.utils import Namespace
 
 _MAX_DATE_FORMAT: Final = 256
 
-_STR: Final = (
+
+def words(text: str) -> frozenset[str]:
+    """A set of names, written as one text."""
+    return frozenset(text.split())
+
+
+_STR: Final = words(
     "capitalize casefold center count endswith expandtabs find index isalnum isalpha isascii isdecimal isdigit "
     "isidentifier islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition "
     "removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip "
     "swapcase title upper zfill"
 )
-_LOOP: Final = (
+_LOOP: Final = words(
     "changed cycle depth depth0 first index index0 last length nextitem previtem revindex revindex0"
 )
 MEMBERS: Final[dict[type, frozenset[str]]] = {
-    str: frozenset(_STR.split()),
+    str: _STR,
     dict: frozenset({"copy", "get", "items", "keys", "values"}),
     list: frozenset({"copy", "count", "index"}),
     tuple: frozenset({"count", "index"}),
     int: frozenset({"bit_length"}),
     float: frozenset({"is_integer"}),
-    LoopContext: frozenset(_LOOP.split()),
+    LoopContext: _LOOP,
     _GroupTuple: frozenset({"grouper", "list"}),
 }
 """Members that a template may use, by the exact type of a value."""
@@ -52,7 +58,7 @@ _DICT_NAMES: Final = frozenset(dir(dict))
 _SUBSCRIPTABLE: Final = frozenset({str, dict, list, tuple, range, _GroupTuple})
 """Types whose items a template may read."""
 
-_FILTERS: Final = (
+_FILTERS: Final = words(
     "abs attr batch capitalize center count d default dictsort filesizeformat first float format groupby indent int "
     "items join last length list lower map max min reject rejectattr replace reverse round select selectattr slice "
     "sort string sum title trim truncate unique upper urlencode wordcount wordwrap"
@@ -133,7 +139,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             finalize=finalize,
             extensions=[_Generation, loopcontrols],
         )
-        self.filters = {name: FILTERS[name] for name in _FILTERS.split()} | {
+        self.filters = {name: FILTERS[name] for name in _FILTERS} | {
             "tojson": tojson,
             "safe": str,
             "e": _escaped,

@@ -28,7 +28,7 @@ from jinja2.ext import loopcontrols as _loopcontrols  # noqa: F401  (registers B
 from jinja2.runtime import Context
 from jinja2.visitor import NodeTransformer
 
-from .template_env import Function, TemplateEnvironment, compile_template
+from .template_env import Function, TemplateEnvironment, compile_template, words
 
 MAX_SOURCE_CHARS: Final = 32 << 10
 """Characters of a source that is compiled in this process. Known templates have up to 20 thousand."""
@@ -55,28 +55,24 @@ _GUARD: Final = "guard!"
 _KEEP: Final = "keep!"
 _TICK: Final = "tick!"
 
-_NODES_NAMES: Final = (
+_NODES: Final = words(
     "Template Output TemplateData Const Name NSRef Getattr Getitem Slice For If Assign AssignBlock Macro Call "
     "Keyword Filter Test CondExpr And Or Not Compare Operand Add Sub Mul Mod Neg Pos Concat List Tuple Dict "
     "Pair Scope Break Continue"
 )
-_NODES: Final = frozenset(_NODES_NAMES.split())
 _FUNCTIONS: Final = frozenset({"range", "namespace", "dict", "raise_exception", "strftime_now"})
-_METHODS_NAMES: Final = (
+_METHODS: Final = words(
     "capitalize count endswith find get isdigit isspace items join keys lower lstrip removeprefix removesuffix "
     "replace rstrip split splitlines startswith strip title upper values"
 )
-_METHODS: Final = frozenset(_METHODS_NAMES.split())
-_FILTERS_NAMES: Final = (
+_FILTERS: Final = words(
     "abs capitalize count d default first float int items join last length list lower map reject rejectattr "
     "replace reverse safe select selectattr string title tojson trim truncate upper"
 )
-_FILTERS: Final = frozenset(_FILTERS_NAMES.split())
 _CONTAINERS: Final = frozenset({dict, list, tuple})
 _CHEAP_OPERATORS: Final = frozenset({"eq", "ne", "lt", "gt", "lteq", "gteq"})
-_COMPARING_NAMES: Final = "== != < <= > >= eq equalto ge greaterthan gt in le lessthan lt ne sameas"
+_COMPARING: Final = words("== != < <= > >= eq equalto ge greaterthan gt in le lessthan lt ne sameas")
 """Tests that compare; the others look at a type or a number."""
-_COMPARING: Final = frozenset(_COMPARING_NAMES.split())
 
 
 class NotInlineError(Exception):
@@ -229,7 +225,8 @@ class _Inline(NodeTransformer):
     visit_Concat = visit_Add
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        constant = any(isinstance(operand, nodes.Const) for operand in (node.expr, *_right_sides(node)))
+        operands = (node.expr, *(operand.expr for operand in node.ops))
+        constant = any(isinstance(operand, nodes.Const) for operand in operands)
         cheap = constant and all(operand.op in _CHEAP_OPERATORS for operand in node.ops)
         self.generic_visit(node)
         return node if cheap and len(node.ops) == 1 else _filtered(node, _GUARD)
@@ -278,10 +275,6 @@ def _rebuilt(node: nodes.Node, replaced: dict[int, Any]) -> Any:
         node.nodes = [_rebuilt(child, replaced) for child in node.nodes]
         return node
     return replaced[id(node)]
-
-
-def _right_sides(node: nodes.Compare) -> list[nodes.Expr]:
-    return [operand.expr for operand in node.ops]
 
 
 def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
@@ -413,11 +406,7 @@ def _check_trim(_value: Any, chars: Any = None) -> None:
 
 
 def _check_tojson(
-    _x: Any,
-    ensure_ascii: Any = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: Any = False,
+    _x: Any, ensure_ascii: Any = False, indent: Any = None, separators: Any = None, sort_keys: Any = False
 ) -> None:
     del ensure_ascii, sort_keys
     if indent is not None and (type(indent) is not int or indent > _MAX_INDENT):

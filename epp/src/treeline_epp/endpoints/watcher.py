@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import logging
 import random
@@ -134,22 +135,16 @@ class EngineWatcher:
             await self._probe()
             self.probed.set()
             await asyncio.sleep(MIN_PROBE_INTERVAL_S)
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._pause()):
                     await self._probe_asked.wait()
-            except TimeoutError:
-                pass
 
     def _pause(self) -> float:
         if not self._is_ready:
             often = 0.25
         else:  # one that pushes its load is known to be alive; others can only be asked
-            pushes = (
-                self.info is not None
-                and self.info.source is not None
-                and self.info.source.load_port is not None
-            )
-            often = 5.0 if pushes else 1.0
+            source = self.info.source if self.info is not None else None
+            often = 5.0 if source is not None and source.load_port is not None else 1.0
         return self._pace.pause(self._is_ready, often)
 
     async def _probe(self) -> None:
@@ -162,11 +157,8 @@ class EngineWatcher:
         self._pace.watch(self._is_ready, -1)
         self.state = state
         self._pace.watch(self._is_ready)
-        if (
-            info is not None
-            and info.foreign_host
-            and (self.info is None or self.info.foreign_host != info.foreign_host)
-        ):
+        known = self.info.foreign_host if self.info is not None else None
+        if info is not None and info.foreign_host and info.foreign_host != known:
             log.warning(
                 "endpoint %s names %.100r as the place of its KV sockets: they are looked for at its own address, %s",
                 self.spec.name,

@@ -12,14 +12,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from treeline_epp.extproc.clients import Clients
 from treeline_epp.extproc.convert import UnknownMessage, body_modes, to_message, to_response
-from treeline_epp.extproc.state import (
-    ExtProcError,
-    ExtProcState,
-    Kind,
-    Message,
-    Output,
-    RequestPhase,
-)
+from treeline_epp.extproc.state import ExtProcError, ExtProcState, Kind, Message, Output, RequestPhase
 from treeline_epp.requests import refusals
 from treeline_epp.requests.body import Body, BodyBudget, Buffer
 from treeline_epp.requests.messages import RouteRequest

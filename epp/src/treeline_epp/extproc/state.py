@@ -56,9 +56,8 @@ class Kind(enum.Enum):
     RESPONSE_BODY = "response_body"
     RESPONSE_TRAILERS = "response_trailers"
 
-    __hash__ = (
-        object.__hash__
-    )  # by identity: the inherited one is Python code, and every message is looked up
+    # By identity: the inherited one is Python code, and every message is looked up.
+    __hash__ = object.__hash__
 
 
 class RequestPhase(enum.Enum):

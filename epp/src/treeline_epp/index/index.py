@@ -231,7 +231,6 @@ class Index:
         """Housekeeping in steps of about a millisecond: end predictions, hit caps and aged bits, sweep retired bits."""
         for scope in self._scopes.values():
             scope.predictions.expire(scope.tree, now)
-        for scope in self._scopes.values():
             for pod in list(scope.aged):
                 for bit, ends_at in [entry for entry in pod.aged if entry[1] <= now]:
                     pod.aged.remove((bit, ends_at))

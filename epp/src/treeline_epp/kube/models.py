@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 from treeline_wire.models import Criticality, ModelRule
 
@@ -29,9 +31,5 @@ def read_model(data: msgspec.Raw) -> ModelRule | None:
     )
 
 
-_CRITICALITY: dict[str, Criticality] = {
-    "Critical": "Critical",
-    "Standard": "Standard",
-    "Sheddable": "Sheddable",
-}
-_model = msgspec.json.Decoder(objects.Model).decode
+_CRITICALITY: dict[str, Criticality] = {name: name for name in get_args(Criticality)}
+_model = msgspec.json.Decoder(objects.Specified[objects.ModelSpec]).decode

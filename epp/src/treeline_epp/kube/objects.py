@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 import msgspec
+
+S = TypeVar("S")
 
 
 class Metadata(msgspec.Struct, rename="camel"):
@@ -10,7 +14,6 @@ class Metadata(msgspec.Struct, rename="camel"):
 
     name: str
     uid: str = ""
-    resource_version: str = ""
     creation_timestamp: str | None = None
     deletion_timestamp: str | None = None
     labels: dict[str, str] | None = None
@@ -47,6 +50,13 @@ class Pod(msgspec.Struct):
     status: PodStatus = msgspec.field(default_factory=PodStatus)
 
 
+class Specified(msgspec.Struct, Generic[S]):
+    """An object of which the spec is read."""
+
+    metadata: Metadata
+    spec: S
+
+
 class _GatewayRef(msgspec.Struct):
     name: str = "treeline"
 
@@ -62,18 +72,11 @@ class _Engine(msgspec.Struct):
 
 
 class OwnPoolSpec(msgspec.Struct):
-    """`spec` of an InferencePool of treeline.dev."""
+    """`spec` of an InferencePool of treeline.dev/v1alpha1."""
 
     model: _ModelSource = msgspec.field(default_factory=_ModelSource)
     engine: _Engine = msgspec.field(default_factory=_Engine)
     gateway: _GatewayRef = msgspec.field(default_factory=_GatewayRef)
-
-
-class OwnPool(msgspec.Struct):
-    """An InferencePool of treeline.dev/v1alpha1."""
-
-    metadata: Metadata
-    spec: OwnPoolSpec
 
 
 class _LabelSelector(msgspec.Struct, rename="camel"):
@@ -91,25 +94,11 @@ class UpstreamPoolSpec(msgspec.Struct, rename="camel"):
     target_ports: list[_TargetPort] = []
 
 
-class UpstreamPool(msgspec.Struct):
-    """An InferencePool of inference.networking.k8s.io/v1."""
-
-    metadata: Metadata
-    spec: UpstreamPoolSpec
-
-
 class OldPoolSpec(msgspec.Struct, rename="camel"):
     """`spec` of an InferencePool of inference.networking.x-k8s.io/v1alpha2."""
 
     selector: dict[str, str] = {}
     target_port_number: int = 0
-
-
-class OldPool(msgspec.Struct):
-    """An InferencePool of inference.networking.x-k8s.io/v1alpha2."""
-
-    metadata: Metadata
-    spec: OldPoolSpec
 
 
 class _Ref(msgspec.Struct):
@@ -123,17 +112,10 @@ class _Target(msgspec.Struct):
 
 
 class ModelSpec(msgspec.Struct, rename="camel"):
-    """`spec` of an InferenceModel, ours or the upstream one that ours grew from."""
+    """`spec` of an InferenceModel of treeline.dev/v1alpha1 or inference.networking.x-k8s.io/v1alpha2."""
 
     model_name: str
     pool_ref: _Ref
     criticality: str | None = None
     target_models: list[_Target] | None = None
     fallback_pools: list[_Ref] | None = None
-
-
-class Model(msgspec.Struct):
-    """An InferenceModel of treeline.dev/v1alpha1 or inference.networking.x-k8s.io/v1alpha2."""
-
-    metadata: Metadata
-    spec: ModelSpec

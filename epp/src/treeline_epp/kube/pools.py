@@ -8,7 +8,7 @@ import msgspec
 from treeline_wire import labels
 from treeline_wire.models import served_name
 
-from treeline_epp.kube.objects import OldPool, OwnPool, UpstreamPool
+from treeline_epp.kube.objects import OldPoolSpec, OwnPoolSpec, Specified, UpstreamPoolSpec
 
 OWN_GROUP = "treeline.dev"
 UPSTREAM_GROUP = "inference.networking.k8s.io"
@@ -85,6 +85,6 @@ def _foreign(name: str, selector: Mapping[str, str], ports: tuple[int, ...]) -> 
     return Pool(name, selector, ports, ranks=True, trust_ready=True)
 
 
-_own = msgspec.json.Decoder(OwnPool).decode
-_upstream = msgspec.json.Decoder(UpstreamPool).decode
-_old = msgspec.json.Decoder(OldPool).decode
+_own = msgspec.json.Decoder(Specified[OwnPoolSpec]).decode
+_upstream = msgspec.json.Decoder(Specified[UpstreamPoolSpec]).decode
+_old = msgspec.json.Decoder(Specified[OldPoolSpec]).decode

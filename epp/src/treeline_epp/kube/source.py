@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, ValuesView
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -53,31 +54,17 @@ _READERS: Mapping[str, Callable[[msgspec.Raw], Pool]] = {
 }
 
 
+@dataclass(frozen=True)
 class Followed(Generic[T]):
     """The objects of a kind, kept as the API server has them while this is driven."""
 
-    def __init__(self, reflector: Reflector, objects: Objects[T], driver: Driver) -> None:
-        self.reflector = reflector
-        self._objects = objects
-        self._driver = driver
-
-    @property
-    def usable(self) -> bool:
-        """They were seen once, or the kind is optional and there is none."""
-        return self.reflector.usable
-
-    @property
-    def revision(self) -> int:
-        """Another number whenever one of them has changed."""
-        return self._objects.revision
+    reflector: Reflector
+    objects: Objects[T]
+    driver: Driver
 
     def values(self) -> ValuesView[T]:
         """All of them."""
-        return self._objects.objects.values()
-
-    async def stop(self) -> None:
-        """Follow them no more."""
-        await self._driver.stop()
+        return self.objects.objects.values()
 
 
 class Scope(msgspec.Struct, frozen=True):
@@ -102,17 +89,10 @@ OnModels = Callable[[Mapping[str, Sequence[str]], Sequence[ModelRule]], None]
 class KubernetesSource:
     """Use it as a context; then iterate over `specs`."""
 
-    def __init__(
-        self,
-        scope: Scope,
-        client: Client,
-        on_models: OnModels,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, scope: Scope, client: Client, on_models: OnModels) -> None:
         self.scope = scope
         self._client = client
         self._on_models = on_models
-        self._clock = clock
         self._changed = asyncio.Event()
         self._pools: Followed[Pool] | None = None
         self._models: Followed[ModelRule | None] | None = None
@@ -127,18 +107,20 @@ class KubernetesSource:
 
     async def __aenter__(self) -> KubernetesSource:
         scope = self.scope
-        if not scope.selector:
-            resource = Resource(f"{scope.group}/{VERSIONS[scope.group]}", "InferencePool", "inferencepools")
-            self._pools = self._follow(resource, _READERS[scope.group])
-        if scope.group != UPSTREAM_GROUP and not scope.selector:
-            resource = Resource(f"{scope.group}/{VERSIONS[scope.group]}", "InferenceModel", "inferencemodels")
-            self._models = self._follow(resource, read_model, optional=True)
+        if scope.selector:
+            return self
+        version = f"{scope.group}/{VERSIONS[scope.group]}"
+        pools = Resource(version, "InferencePool", "inferencepools")
+        self._pools = self._follow(pools, _READERS[scope.group])
+        if scope.group != UPSTREAM_GROUP:
+            models = Resource(version, "InferenceModel", "inferencemodels")
+            self._models = self._follow(models, read_model, optional=True)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         if self._next_pods is not None:
-            await self._next_pods.stop()
-        await asyncio.gather(*(followed.stop() for followed in self._followed()))
+            await self._next_pods.driver.stop()
+        await asyncio.gather(*(followed.driver.stop() for followed in self._followed()))
         await self._client.close()
 
     async def specs(self) -> AsyncIterator[tuple[EndpointSpec, ...]]:
@@ -171,20 +153,20 @@ class KubernetesSource:
         if pools is None:
             return None
         await self._follow_pods(pools)
-        if self._pods is None or not self._pods.usable:
+        if self._pods is None or not self._pods.reflector.usable:
             return None
-        if self._models is not None and not self._models.usable:
+        if self._models is not None and not self._models.reflector.usable:
             return None
         models = self._models
-        reported = (pools, None if models is None else models.revision)
+        reported = (pools, None if models is None else models.objects.revision)
         if self._reported != reported:
             self._reported = reported
             known = () if models is None else models.values()
             rules = tuple(rule for rule in known if rule is not None)
             self._on_models({pool.name: pool.models for pool in pools}, rules)
         pods = self._pods
-        if self._specs_of != (pools, pods, pods.revision):
-            self._specs_of = (pools, pods, pods.revision)
+        if self._specs_of != (pools, pods, pods.objects.revision):
+            self._specs_of = (pools, pods, pods.objects.revision)
             self._specs = endpoints(pools, pods.values())
         return self._specs
 
@@ -194,7 +176,7 @@ class KubernetesSource:
         if scope.selector:
             return [selected_pods(scope.selector, scope.ports)]
         assert self._pools is not None
-        if not self._pools.usable:
+        if not self._pools.reflector.usable:
             return None
         ours = in_order(pool for pool in self._pools.values() if scope.has(pool))
         if not ours and not self._none_found:
@@ -223,11 +205,11 @@ class KubernetesSource:
         newest = self._next_pods or self._pods
         if newest is None or newest.reflector.collection.selector != selector:
             if self._next_pods is not None:
-                await self._next_pods.stop()
+                await self._next_pods.driver.stop()
             self._next_pods = self._follow(_PODS, read_pod, selector)
-        if self._next_pods is not None and (self._pods is None or self._next_pods.usable):
+        if self._next_pods is not None and (self._pods is None or self._next_pods.reflector.usable):
             if self._pods is not None:
-                await self._pods.stop()
+                await self._pods.driver.stop()
             self._pods, self._next_pods = self._next_pods, None
 
     def _follow(
@@ -241,7 +223,7 @@ class KubernetesSource:
         collection = Collection(resource, self.scope.namespace, selector)
         objects = Objects(read)
         reflector = Reflector(collection, objects, optional=optional, advice=_advice(collection))
-        driver = Driver(self._client, reflector, self._changed.set, self._clock)
+        driver = Driver(self._client, reflector, self._changed.set)
         driver.start()
         return Followed(reflector, objects, driver)
 
@@ -252,7 +234,7 @@ class KubernetesSource:
 
         `missing` says, where there is no pool to pick for, which one is meant.
         """
-        now = self._clock()
+        now = time.monotonic()
         kinds = {one.reflector.label: one.reflector.health(now) for one in self._followed()}
         if self._pods is None:
             waiting = f"InferencePool {self.scope.pool}" if self.scope.pool else "the list of InferencePools"
@@ -263,7 +245,7 @@ class KubernetesSource:
 
     def samples(self) -> Iterator[Sample]:
         """Gauges and counters for the metrics page."""
-        now = self._clock()
+        now = time.monotonic()
         for followed in self._followed():
             reflector = followed.reflector
             kind = {"kind": reflector.label}

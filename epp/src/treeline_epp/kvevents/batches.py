@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 
 from treeline_wire.events import EventBatch
 from treeline_wire.keys import PrefixKeys
@@ -14,33 +15,33 @@ _REMEMBERED = 256
 """Remembered time stamps, to tell a batch that came twice from one of a new process."""
 
 
+@dataclass(eq=False, slots=True)
 class AppliedBatches:
     """What has been applied of a process's batches. `next_seq` is the next one wanted, None before the first;
     `partial`: something is known to be missing. What happens is counted in `counts`."""
 
-    def __init__(self, index: Index, pod: Pod, keys: PrefixKeys | None, counts: Counter[str]) -> None:
-        self.next_seq: int | None = None
-        self.partial = False
-        self._index = index
-        self._pod = pod
-        self._keys = keys
-        self._counts = counts
-        self._times: dict[int, float] = {}
+    index: Index
+    pod: Pod
+    keys: PrefixKeys | None
+    counts: Counter[str]
+    next_seq: int | None = None
+    partial: bool = False
+    _times: dict[int, float] = field(default_factory=dict)
 
     def apply(self, seq: int, batch: EventBatch | None) -> None:
         """The next batch; None if it could not be decoded."""
         self.next_seq = seq + 1
         self._times.pop(seq - _REMEMBERED, None)
         if batch is None:
-            self._counts["undecodable"] += 1
+            self.counts["undecodable"] += 1
             self.partial = True
             return
         self._times[seq] = batch.ts
-        self._counts["applied"] += 1
+        self.counts["applied"] += 1
         if batch.rejected:
-            self._counts["rejected"] += sum(batch.rejected.values())
+            self.counts["rejected"] += sum(batch.rejected.values())
             self.partial = True
-        apply, pod, keys = self._index.apply, self._pod, self._keys
+        apply, pod, keys = self.index.apply, self.pod, self.keys
         for event in batch.events:
             apply(pod, event, keys)
 
@@ -54,10 +55,10 @@ class AppliedBatches:
 
     def accept_gap(self, seq: int, now: float) -> None:
         """Batches before `seq` are lost for good: go on from there, and let what is known grow old."""
-        self._counts["lost"] += 1
+        self.counts["lost"] += 1
         self.partial = True
         self.next_seq = seq
-        self._index.age(self._pod, now)
+        self.index.age(self.pod, now)
 
     def begin_after(self, seq: int) -> None:
         """A snapshot has brought all up to `seq`."""
@@ -67,8 +68,8 @@ class AppliedBatches:
 
     def forget(self) -> None:
         """Another process, another cache: nothing has been applied, and nothing is held."""
-        self._counts["epochs"] += 1
-        self._index.clear(self._pod)
+        self.counts["epochs"] += 1
+        self.index.clear(self.pod)
         self.next_seq = None
         self.partial = False
         self._times.clear()

@@ -19,6 +19,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -27,12 +28,12 @@ import zmq.asyncio
 from treeline_wire import frames
 from treeline_wire.errors import WireError
 from treeline_wire.events import DecodeError, EventBatch, decode_batch
+from treeline_wire.frames import HelloRequest, ReplayRequest, Request, SnapshotRequest
 from treeline_wire.load import LoadStat, TreelineLoad, decode_load
 from treeline_wire.security import CurveKeys
 from zmq.utils.monitor import parse_monitor_message
 
 from treeline_epp.endpoints.adapters.base import KvSource
-from treeline_epp.kvevents.states import Send, SendHello, SendReplay, SendSnapshot
 from treeline_epp.kvevents.subscription import KvSubscription
 
 log = logging.getLogger(__name__)
@@ -100,17 +101,17 @@ class Ticker:
             del self._calls[call]
 
 
+@dataclass(slots=True)
 class KvStats:
     """What arrived, over all publishers; read by the metrics. `unfollowed` names those for which there are no sockets
     left."""
 
-    def __init__(self) -> None:
-        self.unfollowed: set[str] = set()
-        self.events = 0
-        self.batches = 0
-        self.loads = 0
-        self.disconnects = 0
-        self.rejected: Counter[str] = Counter()
+    unfollowed: set[str] = field(default_factory=set)
+    events: int = 0
+    batches: int = 0
+    loads: int = 0
+    disconnects: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
 
 
 class KvCallbacks(msgspec.Struct, frozen=True):
@@ -121,44 +122,35 @@ class KvCallbacks(msgspec.Struct, frozen=True):
     """
 
     subscription: KvSubscription
-    on_load: Callable[[Load], Sequence[Send]]
+    on_load: Callable[[Load], Sequence[Request]]
     on_trouble: Callable[[], None]
     in_flight: Callable[[], int]
     stats: KvStats
-    clock: Callable[[], float] = time.monotonic
 
 
+@dataclass(frozen=True, slots=True)
 class KvConnection:
     """Follows one publisher until cancelled. `curve` is required if the source says so."""
 
-    def __init__(
-        self,
-        context: zmq.asyncio.Context,
-        ticker: Ticker,
-        source: KvSource,
-        callbacks: KvCallbacks,
-        curve: CurveKeys | None,
-    ) -> None:
-        self._context = context
-        self._ticker = ticker
-        self._source = source
-        self._callbacks = callbacks
-        self._curve = curve
+    context: zmq.asyncio.Context
+    ticker: Ticker
+    source: KvSource
+    callbacks: KvCallbacks
+    curve: CurveKeys | None
 
     async def run(self) -> None:
         """Session after session."""
-        callbacks = self._callbacks
         try:
             while True:
                 await self._session()
         finally:
-            callbacks.stats.unfollowed.discard(str(callbacks.subscription.pod))
+            self.callbacks.stats.unfollowed.discard(str(self.callbacks.subscription.pod))
 
     async def _session(self) -> None:
-        callbacks, name = self._callbacks, str(self._callbacks.subscription.pod)
-        sockets = _Sockets(self._ticker, callbacks, self._curve)
+        callbacks, name = self.callbacks, str(self.callbacks.subscription.pod)
+        sockets = _Sockets(self.ticker, callbacks, self.curve)
         try:
-            sockets.open(self._context, self._source)
+            sockets.open(self.context, self.source)
             callbacks.stats.unfollowed.discard(name)
             await sockets.run()
         except zmq.ZMQError as error:
@@ -173,7 +165,7 @@ class KvConnection:
             await asyncio.sleep(_RETRY_S * random.uniform(0.8, 1.2))
         else:
             callbacks.stats.disconnects += 1
-            callbacks.subscription.on_disconnected(callbacks.clock())
+            callbacks.subscription.on_disconnected(time.monotonic())
             callbacks.on_trouble()
             sockets.close()
             await asyncio.sleep(0.05)  # a peer that accepts and drops must not make a busy loop
@@ -246,7 +238,7 @@ class _Sockets:
 
     async def _keep_time(self) -> None:
         """Wait for the connections, then tick."""
-        subscription, clock = self._callbacks.subscription, self._callbacks.clock
+        subscription = self._callbacks.subscription
         if "events" in self._up:
             await self._up["events"].wait()
             waiting = [event.wait() for what, event in self._up.items() if what != "events"]
@@ -255,15 +247,15 @@ class _Sockets:
             except TimeoutError:
                 missing = [what for what, event in self._up.items() if not event.is_set()]
                 log.warning("publisher %s: no connection for %s", subscription.pod, ", ".join(missing))
-            await self._send(subscription.on_connected(clock()))
+            await self._send(subscription.on_connected(time.monotonic()))
         with self._ticker.calling(self._tick):
             await asyncio.Event().wait()
 
     def _tick(self) -> None:
         callbacks = self._callbacks
-        sends = callbacks.subscription.on_tick(callbacks.clock(), callbacks.in_flight())
-        if sends:
-            sending = asyncio.ensure_future(self._send(sends))
+        requests = callbacks.subscription.on_tick(time.monotonic(), callbacks.in_flight())
+        if requests:
+            sending = asyncio.ensure_future(self._send(requests))
             self._sending.add(sending)
             sending.add_done_callback(self._sending.discard)
 
@@ -283,7 +275,7 @@ class _Sockets:
         self._unmonitor(what)
 
     async def _receive(
-        self, sock: zmq.asyncio.Socket, handle: Callable[[list[bytes]], Iterable[Send]]
+        self, sock: zmq.asyncio.Socket, handle: Callable[[list[bytes]], Iterable[Request]]
     ) -> None:
         """Hand every message to its handler, a bounded number at a time."""
         # The plain view of the same socket: taking what is there costs no future per message.
@@ -298,24 +290,24 @@ class _Sockets:
                 await self._send(handle(message))
             await asyncio.sleep(0)
 
-    async def _send(self, sends: Iterable[Send]) -> None:
+    async def _send(self, requests: Iterable[Request]) -> None:
         replay = self._sockets.get("replay")
-        for send in sends:
+        for request in requests:
             if replay is None:
                 return
-            match send:
-                case SendHello():
-                    request = frames.hello_request()
-                case SendReplay(start_seq=start):
-                    request = frames.replay_request(start)
-                case SendSnapshot():
-                    request = frames.snapshot_request()
-            await replay.send_multipart(request)
+            match request:
+                case HelloRequest():
+                    message = frames.hello_request()
+                case ReplayRequest(start_seq=start):
+                    message = frames.replay_request(start)
+                case SnapshotRequest():
+                    message = frames.snapshot_request()
+            await replay.send_multipart(message)
 
     # --- one handler for each socket ----------------------------------------------------------------------------------
 
-    def _on_live(self, message: list[bytes]) -> Iterable[Send]:
-        stats, now = self._callbacks.stats, self._callbacks.clock()
+    def _on_live(self, message: list[bytes]) -> Iterable[Request]:
+        stats, now = self._callbacks.stats, time.monotonic()
         try:
             _, seq, payload = frames.parse_live(message)
         except WireError as error:
@@ -334,16 +326,16 @@ class _Sockets:
             stats.rejected.update(batch.rejected)
         return self._callbacks.subscription.on_live(seq, batch, now)
 
-    def _on_reply(self, message: list[bytes]) -> Iterable[Send]:
+    def _on_reply(self, message: list[bytes]) -> Iterable[Request]:
         try:
             reply = frames.parse_reply(message)
         except WireError as error:
             self._callbacks.stats.rejected["frames"] += 1
             log.debug("reply refused: %s", error)
             return ()
-        return self._callbacks.subscription.on_reply(reply, self._callbacks.clock())
+        return self._callbacks.subscription.on_reply(reply, time.monotonic())
 
-    def _on_load(self, message: list[bytes]) -> Iterable[Send]:
+    def _on_load(self, message: list[bytes]) -> Iterable[Request]:
         stats = self._callbacks.stats
         try:
             load = decode_load(message[0], message[-1])

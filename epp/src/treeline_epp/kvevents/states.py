@@ -75,26 +75,6 @@ class Peer(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SendHello:
-    """Send `frames.hello_request()`."""
-
-
-@dataclass(frozen=True, slots=True)
-class SendReplay:
-    """Send `frames.replay_request(start_seq)`."""
-
-    start_seq: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendSnapshot:
-    """Send `frames.snapshot_request()`."""
-
-
-Send = SendHello | SendReplay | SendSnapshot
-
-
-@dataclass(frozen=True, slots=True)
 class SubscriptionConfig:
     """Times in seconds. `reply_s`: no answer for so long means none will come. `check_s`: between hellos while LIVE.
     `grace_s`: a batch that an answer names may still be on its way so long. `silence_s`: so long without a word while

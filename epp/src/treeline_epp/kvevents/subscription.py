@@ -15,12 +15,16 @@ from typing import Any
 from treeline_wire.events import DecodeError, EventBatch, decode_batch
 from treeline_wire.frames import (
     Hello,
+    HelloRequest,
     ReplayEnd,
     ReplayItem,
+    ReplayRequest,
     Reply,
+    Request,
     SnapshotChunk,
     SnapshotEnd,
     SnapshotHeader,
+    SnapshotRequest,
 )
 from treeline_wire.keys import PrefixKeys
 
@@ -32,10 +36,6 @@ from treeline_epp.kvevents.states import (
     Checks,
     Peer,
     Replay,
-    Send,
-    SendHello,
-    SendReplay,
-    SendSnapshot,
     SubscriptionConfig,
     SubscriptionEvent,
     SubscriptionState,
@@ -102,7 +102,7 @@ class KvSubscription:
 
     # What the driver feeds
 
-    def on_connected(self, now: float) -> list[Send]:
+    def on_connected(self, now: float) -> list[Request]:
         """Both sockets are connected (again)."""
         self._last_heard = now
         return self._handle(SubscriptionEvent.CONNECTED, None, now)
@@ -111,28 +111,28 @@ class KvSubscription:
         """A socket lost its peer."""
         self._handle(SubscriptionEvent.DISCONNECTED, None, now)
 
-    def on_live(self, seq: int, batch: EventBatch | None, now: float) -> list[Send]:
+    def on_live(self, seq: int, batch: EventBatch | None, now: float) -> list[Request]:
         """A live batch; None if its payload could not be decoded."""
         self._last_heard = now
         return self._handle(SubscriptionEvent.BATCH, (seq, batch), now)
 
-    def on_reply(self, reply: Reply, now: float) -> list[Send]:
+    def on_reply(self, reply: Reply, now: float) -> list[Request]:
         """Anything that arrived on the replay socket. Answers to no open question are ignored."""
         self._last_heard = now
         return self._handle(EVENT_OF[type(reply)], reply, now)
 
-    def on_heartbeat(self, epoch: int, newest: int | None, now: float) -> list[Send]:
+    def on_heartbeat(self, epoch: int, newest: int | None, now: float) -> list[Request]:
         """A load report named the publisher's epoch and (unless None) its newest batch, -1 for none."""
         self._last_heard = now
         return self._handle(SubscriptionEvent.HEARTBEAT, (epoch, newest), now)
 
-    def on_tick(self, now: float, in_flight: int = 0) -> list[Send]:
+    def on_tick(self, now: float, in_flight: int = 0) -> list[Request]:
         """Time passed; call at least every 100 ms. `in_flight`: requests that we know to be running there."""
         self._in_flight = in_flight
         event = SubscriptionEvent.TIMEOUT if now >= self._until else SubscriptionEvent.TICK
         return self._handle(event, None, now)
 
-    def _handle(self, event: SubscriptionEvent, what: Any, now: float) -> list[Send]:
+    def _handle(self, event: SubscriptionEvent, what: Any, now: float) -> list[Request]:
         cell = TABLE[self.state][event]
         sends = cell.handle(self, what, now)
         assert self.state in cell.leads_to, (event, self.state)
@@ -140,14 +140,14 @@ class KvSubscription:
 
     # In any state
 
-    def _ignore(self, _what: Any, _now: float) -> list[Send]:
+    def _ignore(self, _what: Any, _now: float) -> list[Request]:
         return []
 
-    def _unasked(self, _what: Any, _now: float) -> list[Send]:
+    def _unasked(self, _what: Any, _now: float) -> list[Request]:
         self.counts["unasked"] += 1
         return []
 
-    def _disconnected(self, _what: Any, _now: float) -> list[Send]:
+    def _disconnected(self, _what: Any, _now: float) -> list[Request]:
         self._enter(_DISCONNECTED)
         self._rounds = 0
         self._backoff_s = self._config.backoff_s
@@ -155,12 +155,12 @@ class KvSubscription:
         self._buffer.clear()
         return []
 
-    def _recover(self, _what: Any, now: float) -> list[Send]:
+    def _recover(self, _what: Any, now: float) -> list[Request]:
         """Find out what is missing."""
         self._checks.behind = None
         if self.peer is Peer.FOREIGN:
             return self._ask_foreign(now)
-        return self._ask(_HELLO, SendHello(), now)
+        return self._ask(_HELLO, HelloRequest(), now)
 
     def _enter(self, state: SubscriptionState, until: float = float("inf")) -> None:
         if self.state is _CHUNKS and state is not _CHUNKS:
@@ -170,7 +170,7 @@ class KvSubscription:
 
     # Asking
 
-    def _ask(self, state: SubscriptionState, request: Send, now: float) -> list[Send]:
+    def _ask(self, state: SubscriptionState, request: Request, now: float) -> list[Request]:
         self._rounds += 1
         if self._rounds > _MAX_ROUNDS:
             return self._wait(now)
@@ -178,11 +178,11 @@ class KvSubscription:
         self.counts[_HELLO.value if state is _CHECKING else state.value] += 1
         return [request]
 
-    def _ask_replay(self, start: int, overlap: int | None, now: float) -> list[Send]:
+    def _ask_replay(self, start: int, overlap: int | None, now: float) -> list[Request]:
         self._replay = Replay(overlap)
-        return self._ask(_REPLAY, SendReplay(start), now)
+        return self._ask(_REPLAY, ReplayRequest(start), now)
 
-    def _ask_foreign(self, now: float) -> list[Send]:
+    def _ask_foreign(self, now: float) -> list[Request]:
         """Replay all, or from the last batch that is known."""
         if not self._has_replay:
             self._applied.partial = True
@@ -192,14 +192,14 @@ class KvSubscription:
         known = self.next_seq - 1
         return self._ask_replay(max(0, known), known, now)
 
-    def _fill(self, oldest: int | None, now: float) -> list[Send]:
+    def _fill(self, oldest: int | None, now: float) -> list[Request]:
         """Batches from `next_seq` on are missing; `oldest` is the first that can be replayed, None if unknown."""
         assert self.next_seq is not None
         if self.peer is Peer.OURS and oldest is not None and oldest > self.next_seq:
-            return self._ask(_SNAPSHOT, SendSnapshot(), now)
+            return self._ask(_SNAPSHOT, SnapshotRequest(), now)
         return self._ask_replay(self.next_seq, None, now)
 
-    def _wait(self, now: float) -> list[Send]:
+    def _wait(self, now: float) -> list[Request]:
         """Try again later."""
         self._rounds = 0
         self._enter(_BACKOFF, now + self._backoff_s)
@@ -215,14 +215,14 @@ class KvSubscription:
 
     # No answer
 
-    def _no_hello(self, _what: Any, now: float) -> list[Send]:
+    def _no_hello(self, _what: Any, now: float) -> list[Request]:
         self.counts["timeouts"] += 1
         if self.peer is Peer.OURS:
             return self._wait(now)
         self.peer = Peer.FOREIGN
         return self._ask_foreign(now)
 
-    def _no_answer(self, _what: Any, now: float) -> list[Send]:
+    def _no_answer(self, _what: Any, now: float) -> list[Request]:
         self.counts["timeouts"] += 1
         if self.peer is Peer.OURS:
             return self._wait(now)
@@ -230,7 +230,7 @@ class KvSubscription:
         self._applied.partial = True
         return self._finish(now)
 
-    def _missed_check(self, what: Any, now: float) -> list[Send]:
+    def _missed_check(self, what: Any, now: float) -> list[Request]:
         self.counts["timeouts"] += 1
         self._enter(_LIVE)
         self._checks.missed += 1
@@ -238,7 +238,7 @@ class KvSubscription:
 
     # Answers
 
-    def _hello(self, hello: Hello, now: float) -> list[Send]:
+    def _hello(self, hello: Hello, now: float) -> list[Request]:
         self.peer = Peer.OURS
         if self.epoch != hello.epoch:
             if self.next_seq is not None:
@@ -249,30 +249,30 @@ class KvSubscription:
             self._drop()  # it does not know batches that we have: not the same process, whatever it says
             self.epoch = hello.epoch
         if self.pod.rebuild_wanted:
-            return self._ask(_SNAPSHOT, SendSnapshot(), now)
+            return self._ask(_SNAPSHOT, SnapshotRequest(), now)
         if applied.next_seq is None:
             if newest >= 0:
-                return self._ask(_SNAPSHOT, SendSnapshot(), now)
+                return self._ask(_SNAPSHOT, SnapshotRequest(), now)
             applied.next_seq = 0
         if newest == applied.next_seq - 1:
             return self._finish(now)
         return self._fill(hello.oldest, now)
 
-    def _checked(self, hello: Hello, now: float) -> list[Send]:
+    def _checked(self, hello: Hello, now: float) -> list[Request]:
         self._enter(_LIVE)
         self._checks.missed = 0
         sends = self._heartbeat((hello.epoch, -1 if hello.newest is None else hello.newest), now)
         self._checks.due_at = now + self._check_s()
         return sends
 
-    def _late_hello(self, hello: Hello, now: float) -> list[Send]:
+    def _late_hello(self, hello: Hello, now: float) -> list[Request]:
         """Nobody waits for it any more; but it says that the publisher is one of ours."""
         if self.peer is Peer.OURS:
             return self._unasked(hello, now)
         self.peer = Peer.OURS
         return self._recover(hello, now) if self.live else []
 
-    def _replay_item(self, item: ReplayItem, now: float) -> list[Send]:
+    def _replay_item(self, item: ReplayItem, now: float) -> list[Request]:
         self._until = now + self._reply_s()
         try:
             batch = decode_batch(item.payload)
@@ -300,18 +300,18 @@ class KvSubscription:
             self._apply(item.seq, batch)
         return []
 
-    def _replay_end(self, end: ReplayEnd, now: float) -> list[Send]:
+    def _replay_end(self, end: ReplayEnd, now: float) -> list[Request]:
         replay = self._replay
         if replay.overlap is not None and replay.overlap >= 0:
             self._drop()  # it has never published what we know: another process
             return self._recover(end, now)
         if replay.uncovered and self.peer is Peer.OURS:
-            return self._ask(_SNAPSHOT, SendSnapshot(), now)
+            return self._ask(_SNAPSHOT, SnapshotRequest(), now)
         if replay.uncovered or (self.peer is Peer.OURS and self.next_seq is None):
             return self._recover(end, now)
         return self._finish(now)
 
-    def _snapshot_header(self, header: SnapshotHeader, now: float) -> list[Send]:
+    def _snapshot_header(self, header: SnapshotHeader, now: float) -> list[Request]:
         if header.epoch != self.epoch:
             self._drop()
             self.epoch = header.epoch
@@ -320,13 +320,13 @@ class KvSubscription:
         self._enter(_CHUNKS, now + self._reply_s())
         return []
 
-    def _snapshot_chunk(self, chunk: SnapshotChunk, now: float) -> list[Send]:
+    def _snapshot_chunk(self, chunk: SnapshotChunk, now: float) -> list[Request]:
         self._until = now + self._reply_s()
         self.counts["rejected"] += chunk.rejected
         self._index.apply_snapshot(self.pod, chunk.events, self._keys)
         return []
 
-    def _snapshot_end(self, _end: SnapshotEnd, now: float) -> list[Send]:
+    def _snapshot_end(self, _end: SnapshotEnd, now: float) -> list[Request]:
         self._index.end_snapshot(self.pod)
         self._applied.begin_after(self._snapshot_seq)
         self.pod.rebuild_wanted = False
@@ -334,7 +334,7 @@ class KvSubscription:
 
     # While LIVE
 
-    def _heartbeat(self, named: tuple[int, int | None], now: float) -> list[Send]:
+    def _heartbeat(self, named: tuple[int, int | None], now: float) -> list[Request]:
         epoch, newest = named
         if self.peer is Peer.FOREIGN:
             self.peer = Peer.UNKNOWN  # these send no such report: it must have been slow to answer
@@ -352,7 +352,7 @@ class KvSubscription:
             checks.behind = (newest, now)
         return []
 
-    def _live_tick(self, what: Any, now: float) -> list[Send]:
+    def _live_tick(self, what: Any, now: float) -> list[Request]:
         behind = self._checks.behind
         if self.pod.rebuild_wanted:
             self.counts["rebuilds"] += 1
@@ -365,14 +365,14 @@ class KvSubscription:
             return self._recover(what, now)
         if self.peer is Peer.OURS and now >= self._checks.due_at and self.state is _LIVE:
             self._rounds = 0
-            return self._ask(_CHECKING, SendHello(), now)
+            return self._ask(_CHECKING, HelloRequest(), now)
         if self._in_flight and now - self._last_heard >= self._config.silence_s:
             self._last_heard = now
             self.counts["silences"] += 1
             return self._recover(what, now)
         return []
 
-    def _finish(self, now: float) -> list[Send]:
+    def _finish(self, now: float) -> list[Request]:
         """The answer is applied: apply what came meanwhile; LIVE, unless that has a gap, too."""
         self._enter(_LIVE)
         buffered, self._buffer = self._buffer, deque()
@@ -399,7 +399,7 @@ class KvSubscription:
 
     # Batches
 
-    def _keep(self, came: tuple[int, EventBatch | None], _now: float) -> list[Send]:
+    def _keep(self, came: tuple[int, EventBatch | None], _now: float) -> list[Request]:
         """A live batch that must wait."""
         if len(self._buffer) >= self._config.buffer:
             self._buffer.popleft()  # leaves a gap, which will be seen
@@ -407,7 +407,7 @@ class KvSubscription:
         self._buffer.append(came)
         return []
 
-    def _take(self, came: tuple[int, EventBatch | None], now: float) -> list[Send]:
+    def _take(self, came: tuple[int, EventBatch | None], now: float) -> list[Request]:
         """A live batch while LIVE."""
         seq, batch = came
         applied = self._applied

@@ -6,14 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from treeline_epp.kvevents.states import Send, SubscriptionEvent, SubscriptionState
+from treeline_wire.frames import Request
+
+from treeline_epp.kvevents.states import EVENT_OF, SubscriptionEvent, SubscriptionState
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
     """What an event does in a state: the method that handles it, and the states that it may lead to."""
 
-    handle: Callable[[Any, Any, float], list[Send]]
+    handle: Callable[[Any, Any, float], list[Request]]
     leads_to: frozenset[SubscriptionState]
 
 
@@ -80,10 +82,6 @@ def _everywhere(k: Any, asking: set[SubscriptionState]) -> Row:
         e.BATCH: (k._keep, set()),
         e.HEARTBEAT: (k._ignore, set()),
         e.TICK: (k._ignore, set()),
+        **{answer: (k._unasked, set()) for answer in EVENT_OF.values()},
         e.HELLO: (k._late_hello, set()),
-        e.REPLAY_ITEM: (k._unasked, set()),
-        e.REPLAY_END: (k._unasked, set()),
-        e.SNAPSHOT_HEADER: (k._unasked, set()),
-        e.SNAPSHOT_CHUNK: (k._unasked, set()),
-        e.SNAPSHOT_END: (k._unasked, set()),
     }

@@ -7,7 +7,6 @@ from enum import StrEnum
 from typing import Any
 
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.index.pods import NO_HIT, Hit
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.picking.score import Scored
 
@@ -52,25 +51,28 @@ class Outcome(StrEnum):
 class Decision:
     """Where a request goes, and why.
 
-    `fallbacks` come after `endpoint` in the destination list; no address occurs twice. `terms` explains the choice:
-    seconds end in `_s`, tokens in `_tokens`; `cost_s` is what was compared. `hit` is what the index knew of the prompt
-    at the endpoint; `cached_tokens` adds what is only predicted.
+    `ranked` are the endpoints that came out best, the chosen one first. `fallbacks` come after it in the destination
+    list; no address occurs twice.
     """
 
     request: PickRequest
-    endpoint: EndpointSpec
-    fallbacks: tuple[EndpointSpec, ...] = ()
-    predicted_ttft_s: float = 0.0
-    predicted_prefill_s: float = 0.0
-    cached_tokens: int = 0
-    uncached_tokens: int = 0
-    hit: Hit = NO_HIT
-    policy: str = ""
-    ranked: tuple[Scored, ...] = ()
+    ranked: tuple[Scored, ...]
+    fallbacks: tuple[EndpointSpec, ...]
+    policy: str
+
+    @property
+    def best(self) -> Scored:
+        """The chosen endpoint, and what the request costs there."""
+        return self.ranked[0]
+
+    @property
+    def endpoint(self) -> EndpointSpec:
+        """The chosen endpoint."""
+        return self.best.candidate.spec
 
     @property
     def terms(self) -> dict[str, dict[str, float]]:
-        """Endpoint name → term → value; the chosen endpoint first. Made when asked for."""
+        """Endpoint name → term → value: seconds end in `_s`, tokens in `_tokens`; `cost_s` is what was compared."""
         return {scored.candidate.spec.name: scored.terms for scored in self.ranked}
 
     @property
@@ -86,9 +88,9 @@ class Decision:
             "endpoint": self.endpoint.name,
             "fallbacks": [spec.name for spec in self.fallbacks],
             "policy": self.policy,
-            "predicted_ttft_s": round(self.predicted_ttft_s, 6),
-            "cached_tokens": self.cached_tokens,
-            "uncached_tokens": self.uncached_tokens,
+            "predicted_ttft_s": round(self.best.ttft_s, 6),
+            "cached_tokens": self.best.candidate.cached_tokens,
+            "uncached_tokens": self.best.candidate.uncached_tokens,
             "terms": {
                 name: {term: round(v, 6) for term, v in terms.items()} for name, terms in self.terms.items()
             },

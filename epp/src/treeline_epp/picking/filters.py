@@ -6,7 +6,6 @@ one: a class with `name`, `refusal` and `keep` here, and its place in `FILTERS`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -36,7 +35,6 @@ class ServingFilter:
 
     def keep(self, request: PickRequest, table: Table, now: float) -> Mask | None:
         """O(endpoints) at memory speed."""
-        del now
         mask: Mask = table.serving(request) & (table.columns[ELIGIBLE, : table.size] > 0.0)
         return mask
 
@@ -49,7 +47,6 @@ class SubsetFilter:
 
     def keep(self, request: PickRequest, table: Table, now: float) -> Mask | None:
         """O(addresses)."""
-        del now
         if request.subset is None:
             return None
         mask = np.zeros(table.size, np.bool_)
@@ -68,7 +65,6 @@ class HealthyFilter:
 
     def keep(self, request: PickRequest, table: Table, now: float) -> Mask | None:
         """O(endpoints) at memory speed."""
-        del request
         columns = table.columns[:, : table.size]
         mask: Mask = (now - columns[AT] <= columns[SILENT_AFTER]) & (now >= columns[CLOSED_UNTIL])
         return mask
@@ -77,10 +73,10 @@ class HealthyFilter:
 FILTERS: tuple[Filter, ...] = (ServingFilter(), SubsetFilter(), HealthyFilter())
 
 
-def rows_left(filters: Sequence[Filter], request: PickRequest, table: Table, now: float) -> Rows:
+def rows_left(request: PickRequest, table: Table, now: float) -> Rows:
     """The rows that pass all filters, at least one. Raises NoEndpoints."""
     left: Mask = np.ones(table.size, np.bool_)
-    for one in filters:
+    for one in FILTERS:
         mask = one.keep(request, table, now)
         if mask is None:
             continue

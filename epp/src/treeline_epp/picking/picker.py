@@ -21,7 +21,7 @@ from treeline_epp.index.pods import NO_HIT, Match
 from treeline_epp.picking.audit import AuditResult
 from treeline_epp.picking.decision import Decision, NoEndpoints, Outcome, Saturated
 from treeline_epp.picking.endpoint import Endpoint
-from treeline_epp.picking.filters import FILTERS, Filter, rows_left
+from treeline_epp.picking.filters import rows_left
 from treeline_epp.picking.lease import Lease
 from treeline_epp.picking.policies import Candidates, create_policy
 from treeline_epp.picking.request import PickRequest
@@ -58,16 +58,10 @@ class Picker:
     fraction of a millisecond for a thousand endpoints.
     """
 
-    def __init__(
-        self,
-        config: PickerConfig | None = None,
-        index: Index | None = None,
-        filters: Sequence[Filter] = FILTERS,
-    ) -> None:
+    def __init__(self, config: PickerConfig | None = None, index: Index | None = None) -> None:
         self.config = config or PickerConfig()
         self.index = index or Index()
         self.endpoints: dict[str, Endpoint] = {}
-        self._filters = filters
         self._table = Table()
         self._reserved: set[Endpoint] = set()
         self._policy = create_policy(self.config.policy, random.Random(self.config.seed))
@@ -145,39 +139,23 @@ class Picker:
         Raises NoEndpoints (503), or Saturated (429) for a sheddable request: others go to the best of full endpoints.
         """
         self._refresh()
-        rows = rows_left(self._filters, request, self._table, now)
+        rows = rows_left(request, self._table, now)
         columns = self._table.take(rows)
         matches, work = self._match(request, now), Work.of(request)
         cached, uncached = work.at_rows(self.index, matches, rows, self._table.size)
         fastest = float(columns[OWN_RATE].max())
         rates = np.where(columns[OWN_RATE] > 0.0, columns[OWN_RATE], prefill_rate(0.0, fastest))
         wait_s, cost_s = waits_and_costs(columns, rates, uncached, work.output_tokens, now)
-        if request.sheddable:
-            self._shed(float(wait_s.min()))
-        candidates = Candidates(cost_s, cached, lambda at: self._at(rows[at]).spec.name)
-        order = self._policy.rank(request, candidates, _EXPLAINED + self.config.fallbacks)
-        ranked = [score(self._candidate(int(rows[at]), matches, work, float(rates[at])), now) for at in order]
-        best = ranked[0]
-        return Decision(
-            request=request,
-            endpoint=best.candidate.spec,
-            fallbacks=self._fallbacks(ranked),
-            predicted_ttft_s=best.ttft_s,
-            predicted_prefill_s=best.prefill_s,
-            cached_tokens=best.candidate.cached_tokens,
-            hit=best.candidate.hit,
-            uncached_tokens=best.candidate.uncached_tokens,
-            policy=self._policy.name,
-            ranked=tuple(ranked),
-        )
-
-    def _shed(self, soonest: float) -> None:
-        limit = self.config.max_ttft_s
-        if soonest > limit:
+        limit, soonest = self.config.max_ttft_s, float(wait_s.min())
+        if request.sheddable and soonest > limit:
             raise Saturated(
                 f"every endpoint has more than {limit:g} s of work waiting, and requests for this model are sheddable",
                 soonest - limit,
             )
+        candidates = Candidates(cost_s, cached, lambda at: self._at(rows[at]).spec.name)
+        order = self._policy.rank(request, candidates, _EXPLAINED + self.config.fallbacks)
+        ranked = [score(self._candidate(int(rows[at]), matches, work, float(rates[at])), now) for at in order]
+        return Decision(request, tuple(ranked), self._fallbacks(ranked), self._policy.name)
 
     def has_ready(self, pool: str, model: str) -> bool:
         """Could a request for this model be served by this pool now? O(endpoints) at memory speed."""
@@ -195,17 +173,17 @@ class Picker:
         endpoint = self.endpoints.get(decision.endpoint.name)
         if endpoint is None:
             raise NoEndpoints(f"endpoint {decision.endpoint.name} is gone")
-        load, request = endpoint.load, decision.request
+        load, request, best = endpoint.load, decision.request, decision.best
         lease = Lease(
             decision,
             endpoint,
             opened_at=now,
             queued_tokens=load.queue(now)[0],
-            reservation=load.reservations.open(decision.uncached_tokens, now, decision.predicted_ttft_s),
+            reservation=load.reservations.open(best.candidate.uncached_tokens, now, best.ttft_s),
         )
         if request.key:
             lease.predicted_until = self.index.predict(
-                endpoint.pod, request.namespace, request.key, decision.hit, now
+                endpoint.pod, request.namespace, request.key, best.candidate.hit, now
             )
         endpoint.breaker.on_pick(now)
         self._reserved.add(endpoint)
@@ -274,16 +252,16 @@ class Picker:
 
     def _audit(self, lease: Lease, cached_tokens: int, now: float) -> None:
         """An endpoint reported its true hit: compare, and act on what that says of the index."""
-        endpoint, decision = lease.endpoint, lease.decision
-        request, pod = decision.request, endpoint.pod
+        endpoint, request = lease.endpoint, lease.decision.request
+        pod, expected = endpoint.pod, lease.decision.best.candidate
         if request.key is None or not pod.precise or not pod.bit:
             return
         if request.key_tokens_estimate is not None:  # beyond the key, nothing was predicted
-            cached_tokens = min(cached_tokens, decision.cached_tokens)
-        end = decision.hit.end
+            cached_tokens = min(cached_tokens, expected.cached_tokens)
+        end = expected.hit.end
         prefix = zlib.crc32(request.key[max(0, end - 64) : end] or request.key[:64])
         result = endpoint.audit.observe(
-            decision.hit.tokens, decision.cached_tokens, cached_tokens, pod.block_size, prefix, now
+            expected.hit.tokens, expected.cached_tokens, cached_tokens, pod.block_size, prefix, now
         )
         if result is AuditResult.REBUILD:
             self.index.request_rebuild(pod)
@@ -339,8 +317,8 @@ class Picker:
     def _fallbacks(self, ranked: Sequence[Scored]) -> tuple[EndpointSpec, ...]:
         first = ranked[0].candidate.spec.address
         chosen: dict[str, EndpointSpec] = {}
-        for s in ranked[1:]:
-            spec = s.candidate.spec
+        for scored in ranked[1:]:
+            spec = scored.candidate.spec
             if len(chosen) < self.config.fallbacks and spec.address != first:
                 chosen.setdefault(spec.address, spec)
         return tuple(chosen.values())

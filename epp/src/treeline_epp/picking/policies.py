@@ -108,9 +108,7 @@ def _cheapest(cost_s: Floats, count: int) -> list[int]:
 
 
 POLICIES: dict[str, Callable[[random.Random], Policy]] = {
-    TreelinePolicy.name: TreelinePolicy,
-    RoundRobinPolicy.name: RoundRobinPolicy,
-    RandomPolicy.name: RandomPolicy,
+    policy.name: policy for policy in (TreelinePolicy, RoundRobinPolicy, RandomPolicy)
 }
 
 

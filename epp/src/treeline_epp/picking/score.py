@@ -119,19 +119,9 @@ def score(candidate: Candidate, now: float) -> Scored:
     full_s = max(0.0, load.overloaded_until - now)
     others_s = DELAYED_REQUESTS * prefill_s
     ttft_s = queue_s + prefill_s + slots_s + full_s
-    return Scored(
-        candidate,
-        ttft_s + decode_s + others_s + evict_s,
-        ttft_s,
-        queued_tokens,
-        queue_s,
-        prefill_s,
-        slots_s,
-        full_s,
-        decode_s,
-        others_s,
-        evict_s,
-    )
+    cost_s = ttft_s + decode_s + others_s + evict_s
+    terms = queued_tokens, queue_s, prefill_s, slots_s, full_s, decode_s, others_s, evict_s
+    return Scored(candidate, cost_s, ttft_s, *terms)
 
 
 def _slots_s(report: Report, queued_requests: int) -> float:

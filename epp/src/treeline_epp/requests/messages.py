@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
+from treeline_wire import headers as names
 
 from treeline_epp.requests.body import Body
 
@@ -26,3 +27,13 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     body: bytes | Body | None
     subset: frozenset[str] | None
     pool: str | None = None
+
+    @property
+    def id(self) -> str:
+        """The proxy's id of the request."""
+        return self.headers.get(names.REQUEST_ID, "")
+
+    @property
+    def path(self) -> str:
+        """The path, without its query."""
+        return self.headers.get(":path", "").partition("?")[0]

@@ -186,8 +186,7 @@ class ModelRegistry:
 
     def models_answer(self) -> Immediate:
         """The answer to `GET /v1/models`: the union over all pools."""
-        body = {"object": "list", "data": [self._card(model) for model in self.models()]}
-        return _json(body)
+        return _json({"object": "list", "data": [self._card(model) for model in self.models()]})
 
     def model_answer(self, model: str) -> Immediate | None:
         """The answer to `GET /v1/models/{model}`; `None` for an unknown one."""

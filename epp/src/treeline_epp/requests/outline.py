@@ -65,6 +65,10 @@ def count_values(data: bytes) -> int:
     return 1 + bare.count(b",") + bare.count(b"[") + bare.count(b"{")
 
 
+class NotReadable(ValueError):
+    """The body cannot be read; the message says why, to the client."""
+
+
 class Outline:
     """The members of one object. Feed it the body's pieces in order, then `finish`.
 
@@ -89,19 +93,23 @@ class Outline:
         start, self._at = self._at, self._at + len(data)
         if self.problem is not None or not data:
             return
+        try:
+            self._read(data, start)
+        except NotReadable as problem:
+            self.problem = str(problem)
+
+    def _read(self, data: bytes, start: int) -> None:
         if not self._begun:
             stripped = data.lstrip(_SPACE)
             if not stripped:
                 return
             if stripped[0] != _OPEN:
-                self.problem = "The request body must be a JSON object."
-                return
+                raise NotReadable("The request body must be a JSON object.")
             self._begun = True
             self.first = start + len(data) - len(stripped) + 1
         masked = self._masked(data)
-        if self._inside and b'"' not in masked:
-            return
-        self._walk(masked, start)
+        if not self._inside or b'"' in masked:
+            self._walk(masked, start)
 
     def _masked(self, data: bytes) -> bytes:
         """Escapes masked; one may be cut by the end of a piece."""
@@ -121,83 +129,62 @@ class Outline:
         if masked.count(b'"') & 1:
             self._inside = not self._inside
         low, high = int(depths.min()), int(depths.max())
-        before, self._depth = self._depth, int(depths[-1])
+        self._depth = int(depths[-1])
         if high > MAX_DEPTH:
-            self.problem = f"The request body is nested more than {MAX_DEPTH} levels deep."
-            return
+            raise NotReadable(f"The request body is nested more than {MAX_DEPTH} levels deep.")
         if low > 1:
             return
         chars = np.frombuffer(masked, np.uint8)
         if low <= 0:
-            self._end(masked, start, chars, outside, depths, before)
-            if self.problem is not None:
-                return
+            rest = masked if self._ended else b""
+            closed = np.flatnonzero((depths == 0) & outside & (chars == _CLOSE))
+            if len(closed) and not self._ended:
+                self._ended = True
+                end = int(closed[0])
+                self._marks.append((start + end, False))
+                rest = masked[end + 1 :]
+            if low < 0 or rest.strip(_SPACE):  # nothing but blanks may follow the object
+                raise NotReadable(_NOT_JSON)
         marks = np.flatnonzero(((chars == _COMMA) | (chars == _COLON)) & outside & (depths == 1))
         if len(self._marks) + len(marks) > 2 * MAX_MEMBERS:
-            self.problem = f"The request body has more than {MAX_MEMBERS} members."
-            return
+            raise NotReadable(f"The request body has more than {MAX_MEMBERS} members.")
         self._marks += [(start + at, masked[at] == _COLON) for at in marks.tolist()]
-
-    def _end(
-        self,
-        masked: bytes,
-        start: int,
-        chars: npt.NDArray[np.uint8],
-        outside: Bools,
-        depths: Depths,
-        before: int,
-    ) -> None:
-        """The object ends in this piece: nothing but blanks may follow it."""
-        closed = np.flatnonzero((depths == 0) & outside & (chars == _CLOSE))
-        if before == 0 and self._ended:
-            rest = masked
-        elif len(closed):
-            self._ended = True
-            self._marks.append((start + int(closed[0]), False))
-            rest = masked[int(closed[0]) + 1 :]
-        else:
-            rest = b"" if not self._ended and int(depths.min()) == 0 else b"?"
-        if rest.strip(_SPACE) or int(depths.min()) < 0:
-            self.problem = _NOT_JSON
 
     def finish(self, body: Body) -> None:
         """All pieces of `body` were fed: find the names. O(members)."""
         if self.problem is not None:
             return
+        try:
+            self._find_names(body)
+        except NotReadable as problem:
+            self.problem = str(problem)
+
+    def _find_names(self, body: Body) -> None:
         if not self._begun or not self._ended or self._inside:
-            self.problem = _NOT_JSON
-            return
+            raise NotReadable(_NOT_JSON)
         self._marks.sort()
         begin, colon = self.first, -1
+        stop = min(self._marks[0][0], begin + _NAME_BYTES)
+        if len(self._marks) == 1 and not body.slice(begin, stop).strip(_SPACE):
+            return  # an empty object: its only mark is its end
         for at, is_colon in self._marks:
+            if is_colon == (colon >= 0):  # a second colon, or no first one
+                raise NotReadable(_NOT_JSON)
             if is_colon:
-                if colon >= 0:
-                    self.problem = _NOT_JSON
-                    return
                 colon = at
                 continue
-            if colon < 0:
-                if len(self._marks) == 1 and not body.slice(begin, min(at, begin + _NAME_BYTES)).strip(
-                    _SPACE
-                ):
-                    return  # an empty object: its only mark is its end
-                self.problem = _NOT_JSON
-                return
-            name = self._name(body, begin, colon)
-            if name is None:
-                return
+            name = _name(body, begin, colon)
             self.spans.setdefault(name, []).append((colon + 1, at))
             begin, colon = at + 1, -1
 
-    def _name(self, body: Body, start: int, stop: int) -> str | None:
-        if stop - start > _NAME_BYTES:
-            self.problem = "The request body has a member whose name is too long."
-            return None
-        try:
-            return _decode(body.slice(start, stop), type=str)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            self.problem = _NOT_JSON
-            return None
+
+def _name(body: Body, start: int, stop: int) -> str:
+    if stop - start > _NAME_BYTES:
+        raise NotReadable("The request body has a member whose name is too long.")
+    try:
+        return _decode(body.slice(start, stop), type=str)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise NotReadable(_NOT_JSON) from None
 
 
 def is_ids(raw: bytes) -> bool:

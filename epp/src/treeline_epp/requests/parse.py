@@ -15,7 +15,6 @@ from typing import Any
 from urllib.parse import unquote
 
 import msgspec
-from treeline_wire import headers as names
 from treeline_wire.prompt import PromptError, TooDeep
 
 from treeline_epp.picking.request import PickRequest
@@ -24,10 +23,10 @@ from treeline_epp.requests.isolation import NO_ISOLATION, Cache, Isolation
 from treeline_epp.requests.messages import Immediate, RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry, PromptKeyer
 from treeline_epp.requests.model_table import ModelNotFound, ModelTarget
-from treeline_epp.requests.outline import Outline, count_values
+from treeline_epp.requests.outline import NotReadable, Outline, count_values
 from treeline_epp.requests.prompts import CHARS_PER_TOKEN, KeyedPrompt, chat, completion
 from treeline_epp.requests.refusals import Refusal, bad_request, model_not_found, not_kept_apart
-from treeline_epp.requests.summary import MAX_VALUES, NotReadable, Summary, summary_of
+from treeline_epp.requests.summary import MAX_VALUES, Summary, summary_of
 
 _decode = msgspec.json.Decoder().decode
 
@@ -63,8 +62,7 @@ def parse(
     `draw` in [0, 1) chooses among a model's weighted targets; `ready` is asked when it has pools to fall back on;
     `isolation` knows whose cache the request uses.
     """
-    path = request.headers.get(":path", "").partition("?")[0].rstrip("/")
-    request_id = request.headers.get(names.REQUEST_ID, "")
+    path = request.path.rstrip("/")
     method = request.headers.get(":method")
     if method == "GET" and (answer := _models(path, registry)) is not None:
         return answer
@@ -75,60 +73,116 @@ def parse(
         # No body (a probe, a page), or a proxy that does not show it: any ready endpoint.
         if request.body is None and isolation.must_salt(request.headers, registry):
             return not_kept_apart("its body is not shown to the endpoint picker")
-        return ParsedRequest(PickRequest(request_id, subset=request.subset, pool=request.pool))
-    resolver = _Resolver(registry, request.pool, draw, ready)
-    if not path.endswith(_WITH_PROMPT):
-        return _other(request, request.body, path, request_id, resolver, outline, isolation)
-    read = _read(path, request.body, outline)
-    if isinstance(read, Refusal):
-        return read
-    model = read.members.get("model")
-    if (model is not None and not isinstance(model, str)) or "model" in read.left_out:
-        return bad_request("`model` must be a string.", param="model")
-    target: ModelTarget | None = None
-    # While no endpoint has spoken, there is none to route to either: the picker says so.
-    if not registry.empty:
+        return ParsedRequest(PickRequest(request.id, subset=request.subset, pool=request.pool))
+    reading = _Reading(request, path, registry, outline, draw, ready, isolation)
+    return reading.with_prompt(request.body) if path.endswith(_WITH_PROMPT) else reading.other(request.body)
+
+
+class _Reading(msgspec.Struct, frozen=True, gc=False):
+    """A request with a body, and what is needed to read it: see `parse`."""
+
+    request: RouteRequest
+    path: str
+    registry: ModelRegistry
+    outline: Outline | None
+    draw: float
+    ready: Ready
+    isolation: Isolation
+
+    def with_prompt(self, body: bytes | Body) -> ParsedRequest | Refusal:
+        """A chat, a completion, or the native API."""
+        read = _read(self.path, body, self.outline)
+        if isinstance(read, Refusal):
+            return read
+        model = read.members.get("model")
+        if (model is not None and not isinstance(model, str)) or "model" in read.left_out:
+            return bad_request("`model` must be a string.", param="model")
+        target: ModelTarget | None = None
+        # While no endpoint has spoken, there is none to route to either: the picker says so.
+        if not self.registry.empty:
+            try:
+                target = self._resolve(model)
+            except ModelNotFound:
+                if model is None:
+                    return bad_request("`model` is required: more than one model is served.", param="model")
+                return model_not_found(model)
+        keyer = self.registry.keyer_of(target.pool) if target is not None else None
+        cache = self._cache(read, target)
+        if isinstance(cache, Refusal):
+            return cache
+        if cache is None:
+            keyer, cache = None, Cache(None)
         try:
-            target = resolver.resolve(model)
+            prompt = (chat if self.path.endswith(_CHAT) else completion)(read, keyer)
+        except TooDeep as error:  # an engine may fail on it, and would be thought to be at fault
+            return bad_request(f"`{error.param}` {error}", param=error.param)
+        most = _max_output_tokens(self.path, read.members)
+        pick = self._pick(model, target, prompt, cache.namespace, most)
+        learner = keyer if prompt.key is not None else None
+        return ParsedRequest(pick, learner, _rewrite(model, target), cache.members, self.outline)
+
+    def other(self, body: bytes | Body) -> ParsedRequest | Refusal:
+        """A path that has no prompt that we know: its model still picks the pool, if it names one that is served."""
+        if self._must_salt() and not self.path.endswith(_WITHOUT_CACHE):
+            return not_kept_apart("only chat and text completions and /generate take a salt")
+        model: str | None = None
+        target: ModelTarget | None = None
+        try:
+            model = _model_of(body, self.outline)
+            target = None if model is None else self._resolve(model)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            pass
         except ModelNotFound:
-            if model is None:
-                return bad_request("`model` is required: more than one model is served.", param="model")
-            return model_not_found(model)
-    keyer = registry.keyer_of(target.pool) if target is not None else None
-    cache = _cache(isolation, read, path, request, registry, target)
-    if isinstance(cache, Refusal):
-        return cache
-    if cache is None:
-        keyer, cache = None, Cache(None)
-    try:
-        prompt = (chat if path.endswith(_CHAT) else completion)(read, keyer)
-    except TooDeep as error:  # an engine may fail on it, and would be thought to be at fault
-        return bad_request(f"`{error.param}` {error}", param=error.param)
-    most = _max_output_tokens(path, read.members)
-    pick = _pick(request, request_id, model, target, prompt, cache.namespace, most)
-    learner = keyer if prompt.key is not None else None
-    return ParsedRequest(pick, learner, _rewrite(model, target), cache.members, outline)
+            model = None
+        pick = self._pick(model, target, KeyedPrompt(None, len(body) // CHARS_PER_TOKEN))
+        return ParsedRequest(pick, rewrite=_rewrite(model, target), outline=self.outline)
 
+    def _must_salt(self) -> bool:
+        return self.isolation.must_salt(self.request.headers, self.registry)
 
-def _cache(
-    isolation: Isolation,
-    read: Summary,
-    path: str,
-    request: RouteRequest,
-    registry: ModelRegistry,
-    target: ModelTarget | None,
-) -> Cache | Refusal | None:
-    """Which cache the request uses; `None` where its salt cannot be read and the engine will say what it thinks."""
-    pool = target.pool if target is not None else ""
-    try:
-        unread = sorted(read.left_out & _NAMESPACE)
-        if unread:
-            raise PromptError(unread[0], "is too large")
-        return isolation.cache(read.members, path, request.headers, registry, pool)
-    except PromptError as error:
-        if isolation.must_salt(request.headers, registry):
-            return bad_request(f"`{error.param}` {error}.", param=error.param)
-        return None
+    def _resolve(self, model: str | None) -> ModelTarget:
+        """How the model becomes a pool and a name there. Raises `ModelNotFound`."""
+        target = self.registry.resolve(model, self.draw, self.request.pool)
+        if target.fallback_pools and not self.ready(target.pool, target.target):
+            for pool in target.fallback_pools:
+                name = self.registry.name_at(pool, target.target)
+                if self.ready(pool, name):
+                    return msgspec.structs.replace(target, pool=pool, target=name)
+        return target
+
+    def _cache(self, read: Summary, target: ModelTarget | None) -> Cache | Refusal | None:
+        """Which cache the request uses; `None` where its salt cannot be read and the engine will say what it thinks."""
+        pool = target.pool if target is not None else ""
+        try:
+            unread = sorted(read.left_out & _NAMESPACE)
+            if unread:
+                raise PromptError(unread[0], "is too large")
+            return self.isolation.cache(read.members, self.path, self.request.headers, self.registry, pool)
+        except PromptError as error:
+            if self._must_salt():
+                return bad_request(f"`{error.param}` {error}.", param=error.param)
+            return None
+
+    def _pick(
+        self,
+        model: str | None,
+        target: ModelTarget | None,
+        prompt: KeyedPrompt,
+        namespace: str | None = None,
+        max_output_tokens: int | None = None,
+    ) -> PickRequest:
+        return PickRequest(
+            self.request.id,
+            model=model if target is None else target.target or None,
+            namespace=namespace,
+            key=prompt.key,
+            prompt_tokens_estimate=prompt.tokens,
+            key_tokens_estimate=prompt.key_tokens,
+            max_output_tokens=max_output_tokens,
+            subset=self.request.subset,
+            pool=self.request.pool if target is None else target.pool,
+            sheddable=target is not None and target.criticality == "Sheddable",
+        )
 
 
 def is_large(body: bytes | Body | None) -> bool:
@@ -147,9 +201,8 @@ def _read(path: str, body: bytes | Body, outline: Outline | None) -> Summary | R
     try:
         if isinstance(body, Body):
             assert outline is not None, "a large body needs an outline"
-            read = summary_of(
-                body, outline, _MESSAGES if path.endswith(_CHAT) else _TEXTS if native else _PROMPT
-            )
+            wanted = _MESSAGES if path.endswith(_CHAT) else _TEXTS if native else _PROMPT
+            read = summary_of(body, outline, wanted)
         else:
             read = Summary(_decode_object(body), len(body))
     except NotReadable as error:
@@ -165,48 +218,6 @@ def _decode_object(body: bytes) -> dict[str, Any]:
     if not isinstance(members, dict):
         raise NotReadable("The request body must be a JSON object.")
     return members
-
-
-class _Resolver(msgspec.Struct, frozen=True, gc=False):
-    """How this request's model becomes a pool and a name there."""
-
-    registry: ModelRegistry
-    only_pool: str | None
-    draw: float
-    ready: Ready
-
-    def resolve(self, model: str | None) -> ModelTarget:
-        """Raises `ModelNotFound`."""
-        target = self.registry.resolve(model, self.draw, self.only_pool)
-        if target.fallback_pools and not self.ready(target.pool, target.target):
-            for pool in target.fallback_pools:
-                name = self.registry.name_at(pool, target.target)
-                if self.ready(pool, name):
-                    return msgspec.structs.replace(target, pool=pool, target=name)
-        return target
-
-
-def _pick(
-    request: RouteRequest,
-    request_id: str,
-    model: str | None,
-    target: ModelTarget | None,
-    prompt: KeyedPrompt,
-    namespace: str | None = None,
-    max_output_tokens: int | None = None,
-) -> PickRequest:
-    return PickRequest(
-        request_id,
-        model=model if target is None else target.target or None,
-        namespace=namespace,
-        key=prompt.key,
-        prompt_tokens_estimate=prompt.tokens,
-        key_tokens_estimate=prompt.key_tokens,
-        max_output_tokens=max_output_tokens,
-        subset=request.subset,
-        pool=request.pool if target is None else target.pool,
-        sheddable=target is not None and target.criticality == "Sheddable",
-    )
 
 
 def _rewrite(model: str | None, target: ModelTarget | None) -> str | None:
@@ -243,33 +254,6 @@ def _models(path: str, registry: ModelRegistry) -> Immediate | Refusal | None:
         model = unquote(path.removeprefix("/v1/models/"))
         return registry.model_answer(model) or model_not_found(model)
     return None
-
-
-def _other(
-    request: RouteRequest,
-    body: bytes | Body,
-    path: str,
-    request_id: str,
-    resolver: _Resolver,
-    outline: Outline | None,
-    isolation: Isolation,
-) -> ParsedRequest | Refusal:
-    """A path that has no prompt that we know: its model still picks the pool, if it names one that is served."""
-    if isolation.must_salt(request.headers, resolver.registry) and not path.endswith(_WITHOUT_CACHE):
-        return not_kept_apart("only chat and text completions and /generate take a salt")
-    model: str | None = None
-    target: ModelTarget | None = None
-    try:
-        model = _model_of(body, outline)
-        target = None if model is None else resolver.resolve(model)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        pass
-    except ModelNotFound:
-        model = None
-    prompt = KeyedPrompt(None, len(body) // CHARS_PER_TOKEN)
-    return ParsedRequest(
-        _pick(request, request_id, model, target, prompt), rewrite=_rewrite(model, target), outline=outline
-    )
 
 
 def _model_of(body: bytes | Body, outline: Outline | None) -> str | None:

@@ -53,45 +53,41 @@ class KeyedPrompt(msgspec.Struct, frozen=True, gc=False):
 
 def chat(summary: Summary, keyer: PromptKeyer | None) -> KeyedPrompt:
     """The prompt of a chat request. Raises `TooDeep`; other faults mean no key."""
-    rough = summary.size // CHARS_PER_TOKEN
-    if keyer is None:
-        return KeyedPrompt(None, rough)
+    rough = KeyedPrompt(None, summary.size // CHARS_PER_TOKEN)
     body = summary.members
+    if keyer is None or summary.left_out & _RENDERED or not _few(body):
+        return rough
+    messages = body.get("messages")
+    cut = summary.cut is not None or (isinstance(messages, list) and len(messages) > MAX_MESSAGES)
     try:
-        messages = body.get("messages")
-        if summary.left_out & _RENDERED or not _few(body):
-            return KeyedPrompt(None, rough)
-        if summary.cut is None and (not isinstance(messages, list) or len(messages) <= MAX_MESSAGES):
-            prompt, cut = keyer.render(body), False
-        else:
-            prompt, cut = _beginning_of_chat(summary, keyer), True
+        prompt = _beginning_of_chat(summary, keyer) if cut else keyer.render(body)
     except TooDeep:
         raise
     except (PromptError, TemplateError):
-        return KeyedPrompt(None, rough)
+        return rough
     if prompt is None:
-        return KeyedPrompt(None, rough)
+        return rough
     return _keyed(prompt, keyer, keyer.estimate_tokens(summary.size) if cut else None)
 
 
 def completion(summary: Summary, keyer: PromptKeyer | None) -> KeyedPrompt:
     """The prompt of a completion (of the native API too); the key is that of the first, where there are several."""
-    rough = summary.size // CHARS_PER_TOKEN
+    rough = KeyedPrompt(None, summary.size // CHARS_PER_TOKEN)
     if keyer is None:
-        return KeyedPrompt(None, rough)
+        return rough
     body = summary.members
     if summary.cut is not None and isinstance(body.get("prompt"), str):
         body = {**body, "prompt": _shortened(body["prompt"])}
     try:
         prompts = prompt_of_completion(body)
     except PromptError:
-        return KeyedPrompt(None, rough)
-    if summary.cut is not None:
-        read = sum(_tokens(prompt, keyer) for prompt in prompts)
-        return _keyed(prompts[0], keyer, read * summary.cut_bytes // summary.cut_read)
-    if len(prompts) > 1:
-        return _keyed(prompts[0], keyer, sum(_tokens(prompt, keyer) for prompt in prompts))
-    return _keyed(prompts[0], keyer, None)
+        return rough
+    tokens: int | None = None
+    if summary.cut is not None or len(prompts) > 1:
+        tokens = sum(_tokens(prompt, keyer) for prompt in prompts)
+    if tokens is not None and summary.cut is not None:
+        tokens = tokens * summary.cut_bytes // summary.cut_read
+    return _keyed(prompts[0], keyer, tokens)
 
 
 def _keyed(prompt: Prompt, keyer: PromptKeyer, tokens: int | None) -> KeyedPrompt:
@@ -122,9 +118,8 @@ def _bounded(prompt: Prompt) -> Prompt:
 
 
 def _cost(text: str) -> int:
-    return (
-        len(text) if text.isascii() else len(text) + (_NOT_ASCII - 1) // 2 * (len(text.encode()) - len(text))
-    )
+    size = len(text)
+    return size if text.isascii() else size + (_NOT_ASCII - 1) // 2 * (len(text.encode()) - size)
 
 
 def _tokens(prompt: Prompt, keyer: PromptKeyer) -> int:
@@ -152,12 +147,7 @@ def _beginning_of_chat(summary: Summary, keyer: PromptKeyer) -> Prompt | None:
         messages = _with_text_at_end(messages[:MAX_MESSAGES])
         if not messages:
             continue
-        asked = {
-            **body,
-            "messages": messages,
-            "continue_final_message": True,
-            "add_generation_prompt": False,
-        }
+        asked = {**body, "messages": messages, "continue_final_message": True, "add_generation_prompt": False}
         try:
             return keyer.render(asked)
         except TooDeep:

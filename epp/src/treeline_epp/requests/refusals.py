@@ -15,6 +15,8 @@ from treeline_epp.picking.decision import NoEndpoints, PickError, Saturated
 
 DROPPED_REASON = "x-llm-d-request-dropped-reason"
 """Response header naming, for machines, why a request was dropped."""
+_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable"}
+"""OpenAI's types of errors, by status; every other status is the request's own fault."""
 
 
 class Refusal(msgspec.Struct, frozen=True, gc=False):
@@ -42,14 +44,8 @@ class Refusal(msgspec.Struct, frozen=True, gc=False):
 
     def body(self) -> bytes:
         """The JSON body."""
-        return msgspec.json.encode(error_body(self.message, self._type(), param=self.param, code=self.code))
-
-    def _type(self) -> str:
-        if self.status == 429:
-            return "rate_limit_error"
-        if self.status >= 500:
-            return "service_unavailable" if self.status == 503 else "server_error"
-        return "invalid_request_error"
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return msgspec.json.encode(error_body(self.message, kind, param=self.param, code=self.code))
 
 
 def bad_request(message: str, *, param: str | None = None, code: str = "invalid_request") -> Refusal:

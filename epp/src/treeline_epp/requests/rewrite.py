@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
+
+from treeline_epp.requests.body import Body, Edit
+from treeline_epp.requests.outline import Outline
 
 # A string, or a bracket. The possessive repeats keep the matcher from ever going back over a long string.
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[{}\[\]]', re.DOTALL)
@@ -13,50 +16,52 @@ _COLON = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
 _SCALAR = re.compile(rb"[^,}\s]*")
 _BEGIN = re.compile(rb"[ \t\r\n]*\{[ \t\r\n]*")
 _QUOTE, _BACKSLASH, _OPEN, _CLOSE = ord('"'), b"\\", b"{[", b"}]"
+_NAME_BYTES = 4096
 
 
-def with_model(body: bytes, model: str) -> bytes:
-    """`body`, a JSON object, with `model` as its model. O(bytes), most of it in one regular expression.
+def rewritten(body: bytes, model: str | None, members: Mapping[str, str | None]) -> bytes:
+    """As `edited`, of a body that is read as a whole. O(bytes), most of it in one regular expression."""
+    return edited(Body([body]), _outline(body), model, members).joined()
 
-    Where the member occurs more than once each is replaced, since decoders differ in which one counts. A body without
-    one is returned as it is.
+
+def edited(body: Body, outline: Outline, model: str | None, members: Mapping[str, str | None]) -> Body:
+    """`body` with another model (unless None), and with the values of `members` and no others under their names.
+
+    Every occurrence is replaced, since decoders differ in which one counts. A member that does not occur is added,
+    unless its value is None; a model is not. O(pieces).
     """
-    name = msgspec.json.encode(model)
-    found = _values(body, {b"model"})
-    return _spliced(body, [(start, end, name) for _, start, end in found if body[start] == _QUOTE])
+    edits = [] if model is None else _model_edits(body, outline, msgspec.json.encode(model))
+    added = b""
+    for name, value in members.items():
+        text = msgspec.json.encode(value)
+        places = outline.spans.get(name, ())
+        edits += [Edit(start, stop, text) for start, stop in places]
+        if not places and value is not None:
+            added += msgspec.json.encode(name) + b":" + text + b","
+    if added:
+        edits.append(Edit(outline.first, outline.first, added if outline.spans else added[:-1]))
+    return body.edited(sorted(edits, key=lambda edit: edit.start))
 
 
-def with_members(body: bytes, values: Mapping[str, str | None]) -> bytes:
-    """`body`, a JSON object, with these values and no others under these names, whatever was there. O(bytes).
+def _model_edits(body: Body, outline: Outline, name: bytes) -> list[Edit]:
+    edits = []
+    for start, stop in outline.spans.get("model", ()):
+        text = body.slice(start, min(stop, start + _NAME_BYTES))
+        begin = start + len(text) - len(text.lstrip())
+        if text.lstrip()[:1] == b'"':
+            end = stop if stop - start > _NAME_BYTES else start + len(text.rstrip())
+            edits.append(Edit(begin, end, name))
+    return edits
 
-    Every occurrence is replaced. A name that does not occur is added, unless its value is None.
-    """
-    encoded = {name.encode(): msgspec.json.encode(value) for name, value in values.items()}
-    changes, missing = [], {name.encode(): None for name, value in values.items() if value is not None}
-    for name, start, end in _values(body, encoded.keys()):
-        changes.append((start, end, encoded[name]))
-        missing.pop(name, None)
+
+def _outline(body: bytes) -> Outline:
+    """The outermost object's members, the places of their values without the blanks around them."""
     begin = _BEGIN.match(body)
     if begin is None:
         raise ValueError("the body is no JSON object")
-    members = b",".join(b'"%s":%s' % (name, encoded[name]) for name in missing)
-    if members and body[begin.end() : begin.end() + 1] != b"}":
-        members += b","
-    return _spliced(body, [(begin.end(), begin.end(), members), *changes])
-
-
-def _spliced(body: bytes, changes: Iterable[tuple[int, int, bytes]]) -> bytes:
-    """`body` with the given ranges, in order, replaced."""
-    parts: list[bytes] = []
-    kept = 0
-    for start, end, value in changes:
-        parts += (body[kept:start], value)
-        kept = end
-    return b"".join((*parts, body[kept:])) if parts else body
-
-
-def _values(body: bytes, names: Iterable[bytes]) -> Iterator[tuple[bytes, int, int]]:
-    """`(name, start, end)` of the values of these members of the outermost object, in order."""
+    outline = Outline()
+    outline.first = begin.end()
+    spans = outline.spans
     depth = 0
     tokens = _TOKEN.finditer(body)
     for token in tokens:
@@ -66,9 +71,10 @@ def _values(body: bytes, names: Iterable[bytes]) -> Iterator[tuple[bytes, int, i
         elif first in _CLOSE:
             depth -= 1
         elif depth == 1 and (colon := _COLON.match(body, token.end())):
+            start = colon.end()
             name = _name(token.group())
-            if name in names and colon.end() < len(body):
-                yield name, colon.end(), _end_of_value(body, colon.end(), tokens)
+            spans.setdefault(name, []).append((start, _end_of_value(body, start, tokens)))
+    return outline
 
 
 def _end_of_value(body: bytes, start: int, tokens: Iterator[re.Match[bytes]]) -> int:
@@ -86,8 +92,6 @@ def _end_of_value(body: bytes, start: int, tokens: Iterator[re.Match[bytes]]) ->
     return scalar.end() if scalar is not None else start
 
 
-def _name(key: bytes) -> bytes:
+def _name(key: bytes) -> str:
     """A member's name, in whatever spelling: JSON lets any character be escaped."""
-    if _BACKSLASH in key:
-        return str(msgspec.json.decode(key)).encode()
-    return key[1:-1]
+    return msgspec.json.decode(key, type=str) if _BACKSLASH in key else str(key[1:-1], "utf-8", "replace")

@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from treeline_wire import headers as names
 from treeline_wire.paths import INFERENCE, is_inference
@@ -15,7 +15,7 @@ from treeline_epp.metrics import Metrics
 from treeline_epp.picking.decision import Outcome, PickError
 from treeline_epp.picking.lease import Lease
 from treeline_epp.picking.picker import Picker
-from treeline_epp.requests import refusals, summary
+from treeline_epp.requests import refusals
 from treeline_epp.requests.body import Body
 from treeline_epp.requests.isolation import NO_ISOLATION, Isolation
 from treeline_epp.requests.messages import Immediate, RouteRequest
@@ -23,7 +23,7 @@ from treeline_epp.requests.model_registry import ModelRegistry, PromptKeyer
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import ParsedRequest, parse
 from treeline_epp.requests.refusals import Refusal
-from treeline_epp.requests.rewrite import with_members, with_model
+from treeline_epp.requests.rewrite import edited, rewritten
 
 log = logging.getLogger(__name__)
 
@@ -45,28 +45,19 @@ class RoutedRequest:
         return ",".join(self.lease.decision.destinations)
 
 
+@dataclass(eq=False)
 class Router:
     """Takes requests to the picker, and its feedback. `on_trouble(name)` is called when an endpoint seems to have
     failed one; `draw()` in [0, 1) chooses among weighted targets."""
 
-    def __init__(
-        self,
-        picker: Picker,
-        registry: ModelRegistry,
-        metrics: Metrics,
-        *,
-        on_trouble: Callable[[str], None] = lambda _name: None,
-        isolation: Isolation = NO_ISOLATION,
-        clock: Callable[[], float] = time.monotonic,
-        draw: Callable[[], float] = random.random,
-    ) -> None:
-        self.picker = picker
-        self.registry = registry
-        self.metrics = metrics
-        self.on_trouble = on_trouble
-        self.isolation = isolation
-        self.clock = clock
-        self.draw = draw
+    picker: Picker
+    registry: ModelRegistry
+    metrics: Metrics
+    _: KW_ONLY
+    on_trouble: Callable[[str], None] = lambda _name: None
+    isolation: Isolation = NO_ISOLATION
+    clock: Callable[[], float] = time.monotonic
+    draw: Callable[[], float] = random.random
 
     def route(
         self, request: RouteRequest, outline: Outline | None = None
@@ -81,7 +72,7 @@ class Router:
         except PickError as error:
             result = refusals.of_pick(error)
         except Exception:
-            log.exception("request %s: the picker failed", request.headers.get(names.REQUEST_ID, ""))
+            log.exception("request %s: the picker failed", request.id)
             self.metrics.internal_errors.inc()
             result = refusals.internal_error()
         if isinstance(result, Refusal):
@@ -110,7 +101,7 @@ class Router:
             listed = any(served == spec.address for spec in decision.fallbacks)
             metrics.served_by_other.labels("fallback" if listed else "other").inc()
         elif cached is not None and prompt is not None:
-            metrics.predicted_hit_tokens.inc(decision.cached_tokens)
+            metrics.predicted_hit_tokens.inc(decision.best.candidate.cached_tokens)
             metrics.reported_hit_tokens.inc(cached)
             metrics.reported_prompt_tokens.inc(prompt)
             metrics.computed(routed.client, prompt)
@@ -141,7 +132,7 @@ class Router:
             return parsed
         now = self.clock()
         decision = self.picker.pick(parsed.pick, now)
-        if not _may_be_asked(request.headers, decision.endpoint.engine):
+        if not _may_be_asked(request, decision.endpoint.engine):
             return refusals.path_not_served()
         lease = self.picker.reserve(decision, now)
         self.metrics.decided(decision.endpoint.name)
@@ -159,23 +150,17 @@ class Router:
             self.metrics.salted.inc()
         if parsed.rewrite is not None:
             self.metrics.rewritten.inc()
+        members = parsed.members or {}
         if isinstance(body, Body):
             assert parsed.outline is not None, "a large body was read by its outline"
-            return summary.edited(body, parsed.outline, parsed.rewrite, parsed.members or {})
-        if parsed.members is not None:
-            body = with_members(body, parsed.members)
-        if parsed.rewrite is not None:
-            body = with_model(body, parsed.rewrite)
-        return body
+            return edited(body, parsed.outline, parsed.rewrite, members)
+        return rewritten(body, parsed.rewrite, members)
 
 
-def _may_be_asked(headers: Mapping[str, str], engine: str) -> bool:
+def _may_be_asked(request: RouteRequest, engine: str) -> bool:
     """Whether this method and path is inference for an engine of this type. Where pools with different engines share a
     gateway, its edge can only know the union of what they serve."""
-    if engine not in INFERENCE:
-        return True
-    path = headers.get(":path", "").partition("?")[0]
-    return is_inference(engine, headers.get(":method", ""), path)
+    return engine not in INFERENCE or is_inference(engine, request.headers.get(":method", ""), request.path)
 
 
 def _outcome(headers: Mapping[str, str]) -> Outcome:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 
-from treeline_epp.requests.body import Body, Edit
-from treeline_epp.requests.outline import Outline, beginning, count_values, is_ids
+from treeline_epp.requests.body import Body
+from treeline_epp.requests.outline import NotReadable, Outline, beginning, count_values, is_ids
 
 MAX_VALUES: Final = 4096
 """Values (of objects and lists) that are read of one body: reading and rendering cost by the value."""
@@ -18,14 +17,9 @@ _MEMBER_BYTES: Final = 64 * 1024
 _MEMBERS_BYTES: Final = 128 * 1024
 _IDS_BYTES: Final = 64 * 1024
 """Bytes that are read of a prompt of token ids: more than ten thousand ids."""
-_NAME_BYTES: Final = 4096
 _PROMPTS: Final = ("messages", "prompt", "text", "input_ids")
 
 _decode = msgspec.json.decode
-
-
-class NotReadable(ValueError):
-    """The body cannot be read; the message says why, to the client."""
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -80,33 +74,3 @@ def summary_of(body: Body, outline: Outline, wanted: tuple[str, ...] = _PROMPTS)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise NotReadable(f"The request body is not JSON: {error}") from error
     return Summary(members, len(body), prompt, stop - start, len(raw), found.complete, frozenset(left_out))
-
-
-def edited(body: Body, outline: Outline, model: str | None, members: Mapping[str, str | None]) -> Body:
-    """`body` with another model (unless None), and with the values of `members` and no others under their names.
-
-    Every occurrence is replaced. A member that does not occur is added, unless its value is None; a model is not.
-    O(pieces).
-    """
-    edits = [] if model is None else _model_edits(body, outline, msgspec.json.encode(model))
-    added = b""
-    for name, value in members.items():
-        text = msgspec.json.encode(value)
-        places = outline.spans.get(name, ())
-        edits += [Edit(start, stop, text) for start, stop in places]
-        if not places and value is not None:
-            added += msgspec.json.encode(name) + b":" + text + b","
-    if added:
-        edits.append(Edit(outline.first, outline.first, added if outline.spans else added[:-1]))
-    return body.edited(sorted(edits, key=lambda edit: edit.start))
-
-
-def _model_edits(body: Body, outline: Outline, name: bytes) -> list[Edit]:
-    edits = []
-    for start, stop in outline.spans.get("model", ()):
-        text = body.slice(start, min(stop, start + _NAME_BYTES))
-        begin = start + len(text) - len(text.lstrip())
-        if text.lstrip()[:1] == b'"':
-            end = stop if stop - start > _NAME_BYTES else start + len(text.rstrip())
-            edits.append(Edit(begin, end, name))
-    return edits

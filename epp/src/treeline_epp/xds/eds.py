@@ -149,17 +149,14 @@ class EdsState:
 class Eds:
     """The EDS service: `EdsState` plus streams. `on_ack` is called when an Envoy's knowledge has changed."""
 
-    def __init__(
-        self, *, on_ack: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self) -> None:
         self.state = EdsState()
-        self.on_ack = on_ack
-        self._clock = clock
+        self.on_ack: Callable[[], None] = lambda: None
         self._changed = asyncio.Event()
 
     def announce(self, endpoints: Mapping[str, bool]) -> None:
         """Set the whole list: address → draining; all Envoys are told."""
-        if self.state.announce(endpoints, self._clock()):
+        if self.state.announce(endpoints, time.monotonic()):
             self._wake()
 
     def set_synced(self) -> None:
@@ -169,7 +166,7 @@ class Eds:
 
     def selectable(self, address: str) -> bool:
         """See `EdsState.selectable`."""
-        return self.state.selectable(address, self._clock())
+        return self.state.selectable(address, time.monotonic())
 
     def handler(self) -> grpc.GenericRpcHandler:
         """What to add to a server."""

@@ -9,10 +9,7 @@ from treeline_epp.endpoints.adapters.treeline import TreelineAdapter
 from treeline_epp.endpoints.adapters.vllm import VllmAdapter
 
 ADAPTERS: dict[str, EngineAdapter] = {
-    TreelineAdapter.name: TreelineAdapter(),
-    SGLangAdapter.name: SGLangAdapter(),
-    VllmAdapter.name: VllmAdapter(),
-    OpenAIAdapter.name: OpenAIAdapter(),
+    adapter.name: adapter for adapter in (TreelineAdapter(), SGLangAdapter(), VllmAdapter(), OpenAIAdapter())
 }
 
 
