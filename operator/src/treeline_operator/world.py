@@ -45,8 +45,7 @@ class Observed(msgspec.Struct, frozen=True):
         """From a decoded object."""
         meta = obj["metadata"]
         kept = {**obj, "metadata": {k: v for k, v in meta.items() if k != "managedFields"}}
-        ref = Ref(obj["apiVersion"], obj["kind"], meta.get("namespace", ""), meta["name"])
-        return cls(ref, meta["uid"], meta.get("resourceVersion", ""), msgspec.json.encode(kept))
+        return cls(Ref.of(obj), meta["uid"], meta.get("resourceVersion", ""), msgspec.json.encode(kept))
 
     @property
     def object(self) -> dict[str, Any]:

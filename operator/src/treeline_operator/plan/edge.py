@@ -98,7 +98,7 @@ def config_map(context: GatewayContext) -> Object:
     content = names.digest(data)
     meta = context.meta(f"{names.edge(context.gateway)}-{content}", "edge")
     meta["labels"][names.REVISION] = content
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "immutable": True, "data": data}
+    return manifest("v1", "ConfigMap", meta, immutable=True, data=data)
 
 
 @functools.lru_cache(maxsize=32)
@@ -160,7 +160,7 @@ def service(context: GatewayContext) -> Object:
         "ports": [{"name": scheme, "port": settings.port, "targetPort": "gateway", "protocol": "TCP"}],
     }
     meta = context.meta(names.url_service(context.gateway), "edge", settings.annotations)
-    return manifest("v1", "Service", meta, spec)
+    return manifest("v1", "Service", meta, spec=spec)
 
 
 def workload(context: GatewayContext, image: str, config: Object) -> Object:

@@ -59,20 +59,14 @@ def inputs(context: GatewayContext) -> str:
 def identity(context: GatewayContext) -> list[Object]:
     """ServiceAccount, Role and RoleBinding: what a picker may see of the namespace, and nothing it may change."""
     name = names.epp(context.gateway)
-    role = {
-        "apiVersion": f"{_RBAC}/v1",
-        "kind": "Role",
-        "metadata": context.meta(name, "epp"),
-        "rules": [need.rule() for need in rbac.PICKER],
-    }
-    binding = {
-        "apiVersion": f"{_RBAC}/v1",
-        "kind": "RoleBinding",
-        "metadata": context.meta(name, "epp"),
-        "roleRef": {"apiGroup": _RBAC, "kind": "Role", "name": name},
-        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": context.namespace}],
-    }
-    return [service_account(context, "epp", name), role, binding]
+    rules = [need.rule() for need in rbac.PICKER]
+    role = {"apiGroup": _RBAC, "kind": "Role", "name": name}
+    subject = {"kind": "ServiceAccount", "name": name, "namespace": context.namespace}
+    return [
+        service_account(context, "epp", name),
+        manifest(f"{_RBAC}/v1", "Role", context.meta(name, "epp"), rules=rules),
+        manifest(f"{_RBAC}/v1", "RoleBinding", context.meta(name, "epp"), roleRef=role, subjects=[subject]),
+    ]
 
 
 def service(context: GatewayContext) -> Object:
@@ -92,7 +86,7 @@ def service(context: GatewayContext) -> Object:
             {"name": name, "port": port, "targetPort": name, "protocol": "TCP"} for name, port in named
         ],
     }
-    return manifest("v1", "Service", context.meta(names.epp(context.gateway), "epp"), spec)
+    return manifest("v1", "Service", context.meta(names.epp(context.gateway), "epp"), spec=spec)
 
 
 def workload(context: GatewayContext, image: str) -> Object:

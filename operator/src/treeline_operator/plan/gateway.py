@@ -14,7 +14,7 @@ from treeline_operator.plan.diff import applying, prune
 from treeline_operator.plan.gateway_common import GatewayContext, ImageDecision, decide_image
 from treeline_operator.plan.keys import STUCK_S, has_keys, keys, keys_again, longest_wait
 from treeline_operator.plan.network import gateway_policies
-from treeline_operator.plan.objects import find, ref_of
+from treeline_operator.plan.objects import find, manifest
 from treeline_operator.plan.sharing import Shared, share
 from treeline_operator.world import GatewayWorld, Observed, Ref
 
@@ -153,29 +153,22 @@ def _is_left_over(child: Observed, anchor: Observed) -> bool:
 def anchor(world: GatewayWorld, found: Shared) -> dict[str, Any]:
     """The ConfigMap that everything else belongs to, and that belongs to all pools: it goes with the last of them,
     whether an operator runs or not."""
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {
-            "name": names.anchor(world.name),
-            "namespace": world.namespace,
-            "labels": {names.MANAGED_BY: names.MANAGER, names.GATEWAY: world.name},
-            "ownerReferences": [
-                *(pool.owner_reference(controller=False) for pool in found.members),
-                *(_reference(pool) for pool in sorted(world.unreadable, key=lambda pool: pool.ref.name)),
-            ],
-        },
-        "data": {"owner": found.owner.name, "pools": "".join(f"{pool.name}\n" for pool in found.members)},
+    meta = {
+        "name": names.anchor(world.name),
+        "namespace": world.namespace,
+        "labels": {names.MANAGED_BY: names.MANAGER, names.GATEWAY: world.name},
+        "ownerReferences": [
+            *(pool.owner_reference(controller=False) for pool in found.members),
+            *(_reference(pool) for pool in sorted(world.unreadable, key=lambda pool: pool.ref.name)),
+        ],
     }
+    data = {"owner": found.owner.name, "pools": "".join(f"{pool.name}\n" for pool in found.members)}
+    return manifest("v1", "ConfigMap", meta, data=data)
 
 
 def _reference(pool: Observed) -> dict[str, Any]:
-    return {
-        "apiVersion": pool.ref.api_version,
-        "kind": pool.ref.kind,
-        "name": pool.ref.name,
-        "uid": pool.uid,
-    }
+    ref = pool.ref
+    return {"apiVersion": ref.api_version, "kind": ref.kind, "name": ref.name, "uid": pool.uid}
 
 
 def _listed(found: Shared) -> str:
@@ -215,7 +208,7 @@ class _Planning:
         return prune(self._world.children, self._wanted, self._context.owner_uid)
 
     def _apply(self, desired: dict[str, Any], why: str) -> None:
-        ref = ref_of(desired)
+        ref = Ref.of(desired)
         self._wanted.append(ref)
         action = applying(desired, find(self._world.children, ref.kind, ref.name), why)
         if action is not None:

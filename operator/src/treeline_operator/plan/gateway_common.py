@@ -178,12 +178,8 @@ def disruption_budget(context: GatewayContext, component: Component, name: str) 
 
 def service_account(context: GatewayContext, component: Component, name: str) -> Object:
     """An identity whose token is mounted only where a pod says so itself."""
-    return {
-        "apiVersion": "v1",
-        "kind": "ServiceAccount",
-        "metadata": context.meta(name, component),
-        "automountServiceAccountToken": False,
-    }
+    meta = context.meta(name, component)
+    return objects.manifest("v1", "ServiceAccount", meta, automountServiceAccountToken=False)
 
 
 def resources(asked: Resources | None, default: Mapping[str, str]) -> Object:

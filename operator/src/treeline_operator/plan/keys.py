@@ -9,7 +9,7 @@ from typing import Any, Final
 from treeline_operator import names
 from treeline_operator.actions import CreateKeys
 from treeline_operator.plan.gateway_common import GatewayContext
-from treeline_operator.plan.objects import condition_of, find
+from treeline_operator.plan.objects import condition_of, find, manifest
 from treeline_operator.world import GatewayWorld, Observed
 
 STUCK_S: Final = 30.0
@@ -27,13 +27,8 @@ def has_keys(world: GatewayWorld) -> bool:
 
 def keys(context: GatewayContext) -> dict[str, Any]:
     """The Secret with the key pair, without its data."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": context.meta(names.kv_keys(context.gateway)),
-        "type": "Opaque",
-        "immutable": True,
-    }
+    meta = context.meta(names.kv_keys(context.gateway))
+    return manifest("v1", "Secret", meta, type="Opaque", immutable=True)
 
 
 def keys_again(context: GatewayContext) -> CreateKeys:

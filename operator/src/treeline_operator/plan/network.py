@@ -128,7 +128,7 @@ def _policy(
     meta: Object, match: Object, *, types: Sequence[str] = ("Ingress", "Egress"), **rules: Any
 ) -> Object:
     spec = {"podSelector": match, "policyTypes": list(types), **rules}
-    return manifest("networking.k8s.io/v1", "NetworkPolicy", meta, spec)
+    return manifest("networking.k8s.io/v1", "NetworkPolicy", meta, spec=spec)
 
 
 def _serving_ports(context: GatewayContext) -> list[Object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from treeline_operator.world import Observed, Ref
+from treeline_operator.world import Observed
 
 Object = dict[str, Any]
 
@@ -15,15 +15,9 @@ SECRET_MODE: Final = 0o440
 """Readable by the group (fsGroup) and nobody else: what reads keys refuses those that are open to everyone."""
 
 
-def manifest(api_version: str, kind: str, meta: Object, spec: Object) -> Object:
-    """An object of metadata and spec."""
-    return {"apiVersion": api_version, "kind": kind, "metadata": meta, "spec": spec}
-
-
-def ref_of(obj: Object) -> Ref:
-    """The address of an object that is to be written."""
-    meta = obj["metadata"]
-    return Ref(obj["apiVersion"], obj["kind"], meta.get("namespace", ""), meta["name"])
+def manifest(api_version: str, kind: str, meta: Object, **fields: Any) -> Object:
+    """An object; `fields` are what it has besides its metadata, mostly a `spec`."""
+    return {"apiVersion": api_version, "kind": kind, "metadata": meta, **fields}
 
 
 def find(children: Iterable[Observed], kind: str, name: str, group: str | None = None) -> Observed | None:
@@ -50,7 +44,7 @@ def deployment(meta: Object, match: dict[str, str], template: Object, replicas: 
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
         "template": template,
     }
-    return manifest("apps/v1", "Deployment", meta, spec)
+    return manifest("apps/v1", "Deployment", meta, spec=spec)
 
 
 def disruption_budget(meta: Object, match: dict[str, str], max_unavailable: int | str = 1) -> Object:
@@ -63,7 +57,7 @@ def disruption_budget(meta: Object, match: dict[str, str], max_unavailable: int 
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": match},
     }
-    return manifest("policy/v1", "PodDisruptionBudget", meta, spec)
+    return manifest("policy/v1", "PodDisruptionBudget", meta, spec=spec)
 
 
 def pod_security(*, fixed_user: bool = True, **more: Any) -> Object:
