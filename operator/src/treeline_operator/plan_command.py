@@ -14,6 +14,7 @@ from typing import Any, Final, TextIO
 import msgspec
 import yaml
 from pydantic import ValidationError
+from treeline_wire import labels
 
 from treeline_operator.actions import Apply
 from treeline_operator.api.model import InferenceModel
@@ -22,6 +23,7 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
 from treeline_operator.controller.observe import explain
 from treeline_operator.controller.store import MODEL, POOL
+from treeline_operator.plan.objects import label
 from treeline_operator.plan.runtime import template_problem
 from treeline_operator.settings import add_flags, values
 from treeline_operator.simulation import SimulatedStep, Simulation
@@ -265,7 +267,7 @@ def _current(simulation: Simulation, step: SimulatedStep) -> Object | None:
     found = [
         observed.object
         for observed in simulation.objects("apps/v1", "Deployment", step.key.namespace)
-        if observed.object["metadata"].get("labels", {}).get("treeline.dev/pool") == step.key.name
+        if label(observed.object, labels.POOL) == step.key.name
     ]
     found.sort(
         key=lambda obj: (obj["spec"].get("replicas", 1) > 0, obj["metadata"].get("creationTimestamp", ""))

@@ -14,7 +14,6 @@ from treeline_kube.resources import Ref as Ref
 from treeline_operator.settings import peers, port, setting
 
 if TYPE_CHECKING:
-    from treeline_operator.api.model import InferenceModel
     from treeline_operator.api.pool import InferencePool
 
 TEMPLATE_VERSION = 2
@@ -195,16 +194,14 @@ class PoolWorld:
 
     `children` carry the pool's label, `pods` are its runtime pods. `gateway` is the gateway that it shares, as
     seen by the gateway's own plan. `picker` is None while nothing is known of the picker's list, and then
-    `picker_silent_since` is when that was found. `models` are the namespace's InferenceModels, `events` Warning
-    events of its pods and replica sets (reason and message are read). `parents` are those of its Gateways that may be
-    read.
+    `picker_silent_since` is when that was found. `events` are Warning events of its
+    pods and replica sets (reason and message are read). `parents` are those of its Gateways that may be read.
     """
 
     pool: InferencePool
     children: tuple[Observed, ...]
     pods: tuple[Observed, ...]
     gateway: GatewayWorld
-    models: tuple[InferenceModel, ...]
     picker: PickerView | None
     platform: Platform
     now: datetime

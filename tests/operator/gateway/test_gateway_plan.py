@@ -227,7 +227,7 @@ def test_everything_may_take_as_long_as_the_slowest_pool() -> None:
 @given(st.lists(st.integers(1, 3600), min_size=1, max_size=4))
 def test_no_pod_of_a_pool_gets_longer_to_end_than_those_in_front_of_it(drains: list[int]) -> None:
     pools = [pool(f"p{i}", drain={"timeoutSeconds": s}) for i, s in enumerate(drains)]
-    context = GatewayContext.of(Cluster().world(*pools), share(pools).gateways["treeline"], "uid")
+    context = GatewayContext.of(Cluster().world(*pools), share(pools)["treeline"], "uid")
     for p in pools:
         template = deployment(p, TargetRevision("r", "", 1, None), 1, {"labels": {}}, Images())["spec"][
             "template"

@@ -104,7 +104,6 @@ class Observer:
             children=children,
             pods=pods,
             gateway=self.gateway_world(namespace, gateway, now),
-            models=self.models(namespace),
             picker=self.pickers.get((namespace, gateway)),
             picker_silent_since=self.silent.get((namespace, gateway)),
             platform=self.platform,

@@ -16,6 +16,8 @@ from treeline_wire import ports
 from treeline_operator import names
 from treeline_operator.controller.observe import Observer
 from treeline_operator.controller.queue import Backoff, Outcome, Queue, Uncounted
+from treeline_operator.plan.objects import label
+from treeline_operator.plan.pod_state import is_available
 from treeline_operator.world import Key, PickerEndpoint, PickerView
 
 log = logging.getLogger(__name__)
@@ -195,14 +197,9 @@ class PickerProbe:
             if observed.ref.kind != "Pod":
                 continue
             pod = observed.object
-            meta: dict[str, Any] = pod["metadata"]
-            status = pod.get("status") or {}
-            picks = (meta.get("labels") or {}).get(names.COMPONENT) == "epp"
-            ready = any(
-                c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ()
-            )
-            if picks and ready and not meta.get("deletionTimestamp") and status.get("podIP"):
-                found.append((status["podIP"], self.port or _admin_port(pod)))
+            address = (pod.get("status") or {}).get("podIP")
+            if address and label(pod, names.COMPONENT) == "epp" and is_available(pod):
+                found.append((address, self.port or _admin_port(pod)))
         return found
 
     def _set(self, gateway: tuple[str, str], view: PickerView | None) -> None:

@@ -34,7 +34,7 @@ from treeline_operator.plan.pool import plan_pool
 from treeline_operator.plan.sharing import Shared, share
 from treeline_operator.status.alarms import Alarms
 from treeline_operator.status.causes import Cause
-from treeline_operator.status.conditions import same_status
+from treeline_operator.status.conditions import few, same_status
 from treeline_operator.status.events import transitions
 from treeline_operator.status.gateway_status import UNHEARD_S
 from treeline_operator.status.models import model_statuses
@@ -44,7 +44,6 @@ from treeline_operator.world import Key, PoolWorld, Ref
 log = logging.getLogger(__name__)
 
 _REFUSED_AGAIN_S: Final = 30.0
-_PATHS: Final = 5
 _WHOLE: Final = (ConditionType.READY, ConditionType.WORKLOADS_READY)
 _ENVOY: Final = "treeline_operator.envoy.document"
 
@@ -194,7 +193,7 @@ class Reconciler:
         before = self._refused.get(key)
         await _load_envoy()
         plan = self._planned(key, lambda: plan_gateway(world))
-        shared = share(world.pools).gateways[key.name] if world.pools else None
+        shared = share(world.pools)[key.name] if world.pools else None
         done = await self._execute(key, plan, shared.owner if shared else None) if plan else Done()
         known = self._acknowledged.pop(key, _NOTHING_ACKNOWLEDGED)
         acknowledged = known if done.stale else _acknowledge(shared)
@@ -248,10 +247,7 @@ class Reconciler:
             self._event(subject, "Warning" if bad else "Normal", reason, f"{reason} {', '.join(what)}")
         for ref, paths in done.drifted:
             self.metrics.drifted(ref.kind)
-            named = ", ".join(paths[:_PATHS]) + (
-                f" and {len(paths) - _PATHS} more" if len(paths) > _PATHS else ""
-            )
-            text = f"{ref.kind} {ref.name} was changed by somebody else and is set right: {named}"
+            text = f"{ref.kind} {ref.name} was changed by somebody else and is set right: {few(paths)}"
             log.info("%s", text, extra=_about(key))
             self._event(subject, "Normal", Reason.DRIFT_CORRECTED, text)
         return done

@@ -45,7 +45,7 @@ def bootstrap(config: EnvoyConfig) -> dict[str, Any]:
         listeners.append(health_listener(config.listen_host, config.health_port))
         clusters.append(admin_cluster(config))
     message = Bootstrap(
-        node=Node(id=config.node_id, cluster=config.node_cluster),
+        node=Node(id="treeline", cluster="treeline"),
         # The admin page can stop the process and shows the configuration with its keys: loopback only.
         admin=Admin(address=address("127.0.0.1", config.admin_port), ignore_global_conn_limit=True),
         overload_manager=overload_manager(config),

@@ -25,6 +25,7 @@ from treeline_wire import labels
 from treeline_operator import names
 from treeline_operator.actions import Mark
 from treeline_operator.plan import pod_state
+from treeline_operator.plan.objects import annotation, created, label
 from treeline_operator.world import PickerEndpoint, PoolWorld, Ref
 
 Pod = dict[str, Any]
@@ -152,16 +153,8 @@ def victims(pods: Sequence[Pod], wanted: int, policy: DrainPolicy) -> list[Pod]:
         endpoint = policy.endpoint(pod)
         cached = endpoint.cached_tokens if endpoint is not None else 0
         stage = 0 if _is_released(pod) else 1 if pod_state.is_draining(pod) else 2
-        meta = pod["metadata"]
-        created = datetime.fromisoformat(meta.get("creationTimestamp") or "1970-01-01T00:00:00Z")
-        return (
-            _place(pod),
-            stage,
-            policy.in_flight(pod) or 0,
-            cached,
-            -created.timestamp(),
-            meta["name"],
-        )
+        age, name = -created(pod).timestamp(), pod["metadata"]["name"]
+        return _place(pod), stage, policy.in_flight(pod) or 0, cached, age, name
 
     return sorted(pods, key=order)[: max(0, len(pods) - wanted)]
 
@@ -228,19 +221,14 @@ def _place(pod: Pod) -> int:
     return 1 if pod.get("status", {}).get("phase") == "Pending" else 2
 
 
-def _annotation(pod: Pod, name: str) -> str:
-    return str((pod["metadata"].get("annotations") or {}).get(name, ""))
-
-
 def _is_released(pod: Pod) -> bool:
-    return pod_state.is_draining(pod) and _annotation(pod, names.DELETION_COST) == names.LOWEST_COST
+    return pod_state.is_draining(pod) and annotation(pod, names.DELETION_COST) == names.LOWEST_COST
 
 
 def _is_marked(pod: Pod) -> bool:
     """Whether anything of us keeps the pod from serving, or would cost it its life."""
-    serving = (pod["metadata"].get("labels") or {}).get(labels.SERVING)
-    cost = _annotation(pod, names.DELETION_COST) == names.LOWEST_COST
-    return serving != "true" or cost or bool(_annotation(pod, names.DRAINING_SINCE))
+    cost = annotation(pod, names.DELETION_COST) == names.LOWEST_COST
+    return label(pod, labels.SERVING) != "true" or cost or bool(annotation(pod, names.DRAINING_SINCE))
 
 
 def _since(pod: Pod, now: datetime) -> datetime | None:
@@ -248,7 +236,7 @@ def _since(pod: Pod, now: datetime) -> datetime | None:
     if not pod_state.is_draining(pod):
         return None
     try:
-        since = datetime.fromisoformat(_annotation(pod, names.DRAINING_SINCE))
+        since = datetime.fromisoformat(annotation(pod, names.DRAINING_SINCE))
     except ValueError:
         return None
     return since if since.tzinfo is not None and since <= now + timedelta(seconds=BLIND_S) else None

@@ -14,7 +14,7 @@ from treeline_operator.plan.diff import applying, prune
 from treeline_operator.plan.gateway_common import GatewayContext, ImageDecision, decide_image
 from treeline_operator.plan.keys import STUCK_S, has_keys, keys, keys_again, longest_wait
 from treeline_operator.plan.network import gateway_policies
-from treeline_operator.plan.objects import find, manifest
+from treeline_operator.plan.objects import annotation, find, is_observed, label, manifest
 from treeline_operator.plan.sharing import Shared, share
 from treeline_operator.world import GatewayWorld, Observed, Ref
 
@@ -46,7 +46,7 @@ def gateway_children(world: GatewayWorld) -> GatewayChildren:
 
 def shared(world: GatewayWorld) -> Shared | None:
     """Who shares the gateway and whose settings hold; None when no pool names it."""
-    return share(world.pools).gateways.get(world.name)
+    return share(world.pools).get(world.name)
 
 
 def context_of(world: GatewayWorld) -> GatewayContext | None:
@@ -260,7 +260,7 @@ class _Planning:
         if decided.kept is None:
             return False
         kept, obj = decided.kept, decided.kept.object
-        version = obj["metadata"]["annotations"][names.TEMPLATE_VERSION]
+        version = annotation(obj, names.TEMPLATE_VERSION)
         self.notes.append(
             f"{what} stays as template version {version} made it; rollout.templateVersion: "
             f"{self._context.platform.template_version} of a pool rolls it"
@@ -274,11 +274,11 @@ class _Planning:
         """Configurations that pods may still start with stay until the rollout that ends them is over."""
         if deployment is None:
             return
-        used = {pod.object["metadata"].get("labels", {}).get(names.REVISION) for pod in self._world.pods}
+        used = {label(pod.object, names.REVISION) for pod in self._world.pods}
         rolled_out = _is_rolled_out(deployment.object)
         for child in self._world.children:
             if child.ref.kind == "ConfigMap":
-                revision = child.object["metadata"].get("labels", {}).get(names.REVISION)
+                revision = label(child.object, names.REVISION)
                 if revision and (
                     not rolled_out or revision in used or child.ref.name == _mounted(deployment)
                 ):
@@ -295,7 +295,7 @@ def _mounted(deployment: Observed) -> str:
 def _is_rolled_out(deployment: dict[str, Any]) -> bool:
     status, replicas = deployment.get("status", {}), deployment["spec"].get("replicas", 1)
     return bool(
-        status.get("observedGeneration", 0) >= deployment["metadata"].get("generation", 0)
+        is_observed(deployment)
         and status.get("updatedReplicas", 0) == status.get("replicas", 0) == replicas
         and not status.get("unavailableReplicas")
     )

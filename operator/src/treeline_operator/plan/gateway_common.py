@@ -112,14 +112,13 @@ def decide_image(
     fresh = own_image or default
     if observed is None:
         return ImageDecision(fresh)
-    annotations: Mapping[str, str] = observed.object["metadata"].get("annotations") or {}
-    text = annotations.get(names.TEMPLATE_VERSION, "")
-    version = int(text) if text.isdigit() else 0
-    if annotations.get(names.INPUTS) != inputs or not version or version < context.asked_version:
+    there = observed.object
+    version = objects.template_version(there)
+    if objects.annotation(there, names.INPUTS) != inputs or not version or version < context.asked_version:
         return ImageDecision(fresh)
     if version != context.platform.template_version:
         return ImageDecision(fresh, kept=observed)
-    return ImageDecision(own_image or annotations.get(IMAGE) or default)
+    return ImageDecision(own_image or objects.annotation(there, IMAGE) or default)
 
 
 def deployment(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any, Final
 
 from treeline_operator import names
 from treeline_operator.actions import CreateKeys
 from treeline_operator.plan.gateway_common import GatewayContext
-from treeline_operator.plan.objects import condition_of, find, manifest
+from treeline_operator.plan.objects import condition_of, find, manifest, since
 from treeline_operator.world import GatewayWorld, Observed
 
 STUCK_S: Final = 30.0
@@ -49,5 +49,4 @@ def volumes_awaited(pod: dict[str, Any], now: datetime) -> float | None:
     placed, begun = condition_of(pod, "PodScheduled"), condition_of(pod, "PodReadyToStartContainers")
     if placed.get("status") != "True" or begun.get("status") != "False":
         return None
-    since = datetime.fromisoformat(placed.get("lastTransitionTime") or pod["metadata"]["creationTimestamp"])
-    return max(0.0, (now - since) / timedelta(seconds=1))
+    return max(0.0, (now - (since(pod, "PodScheduled") or now)).total_seconds())

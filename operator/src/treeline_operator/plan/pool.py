@@ -20,7 +20,7 @@ from treeline_operator.plan.drain import DrainPolicy, DrainStep, drain_step
 from treeline_operator.plan.gateway import context_of
 from treeline_operator.plan.keys import STUCK_S, has_keys, keys_again, longest_wait
 from treeline_operator.plan.network import download_policy, pods_policy, scraped_port
-from treeline_operator.plan.objects import disruption_budget, find, manifest
+from treeline_operator.plan.objects import annotation, disruption_budget, find, manifest
 from treeline_operator.plan.revision import (
     ExistingRevision,
     TargetRevision,
@@ -232,7 +232,7 @@ class _Planner:
             write = applying(desired, there, f"revision {target.name}", ignore_paths=(_REPLICAS,))
             if write is None or write.drift:
                 return write
-        if not _marked(target.existing):
+        if not annotation(there.object, names.APPLIED):  # somebody removed that too
             differing = differences(desired, there.object)
             if not any(path.startswith("spec.template") for path in differing):
                 return write
@@ -400,8 +400,3 @@ def _other_controller(there: Observed | None, uid: str) -> str:
         if owner.get("controller") and owner["uid"] != uid:
             return f"{owner['kind']} {owner['name']} ({owner['uid']})"
     return ""
-
-
-def _marked(there: ExistingRevision) -> bool:
-    """Whether the revision still says what was applied; where not, somebody removed that too."""
-    return names.APPLIED in (there.object["metadata"].get("annotations") or {})

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 from treeline_operator.api.conditions import Reason
 from treeline_operator.plan.objects import condition_of
 from treeline_operator.plan.pod_state import CONFIG_REASONS, DOWNLOAD, IMAGE_REASONS, is_ready
-from treeline_operator.status.conditions import with_fix
+from treeline_operator.status.conditions import few, with_fix
 
 Json = Mapping[str, Any]
 Progress = Mapping[str, tuple[int, int]]
@@ -330,8 +330,7 @@ def _together(causes: Sequence[Cause], total: int) -> Cause:
     most = Counter(cause.detail for cause in causes)
     detail = min(most, key=lambda text: (-most[text], text))
     pods = tuple(pod for cause in causes for pod in cause.pods)
-    named = ", ".join(pods[:3]) + (f" and {len(pods) - 3} more" if len(pods) > 3 else "")
-    return Cause(causes[0].reason, f"{len(pods)} of {total} pods ({named}): {detail}", pods)
+    return Cause(causes[0].reason, f"{len(pods)} of {total} pods ({few(pods, 3)}): {detail}", pods)
 
 
 def percent(done: int, total: int) -> int:
