@@ -74,9 +74,29 @@ def inputs(context: GatewayContext) -> str:
 
 def config_map(context: GatewayContext) -> Object:
     """The bootstrap, immutable and named by its content: pods of two configurations live side by side in a rollout."""
+    # What the picker's certificate is for: the same in clusters of any domain.
+    name = f"{names.epp(context.gateway)}.{context.namespace}.svc"
+    host = f"{name}.{context.platform.cluster_domain}"
+    data = {file: text.replace(_HOST, host).replace(_NAME, name) for file, text in _files(_config(context))}
+    content = names.digest(data)
+    meta = context.meta(f"{names.edge(context.gateway)}-{content}", "edge")
+    meta["labels"][names.REVISION] = content
+    return manifest("v1", "ConfigMap", meta, immutable=True, data=data)
+
+
+def _config(context: GatewayContext) -> envoy.EnvoyConfig:
+    """What Envoy is to be, the picker's address apart.
+
+    (The messages of Envoy's API are loaded here, at the first gateway: without one they are 20 MB for nothing.)
+    """
     settings = context.shared.edge
-    files = _files(
-        fail_open=context.shared.fails_open,
+    certificate = (f"{TLS_DIR}/tls.crt", f"{TLS_DIR}/tls.key", f"{CONFIG_DIR}/tls.json")
+    return envoy.EnvoyConfig(
+        listen_host="0.0.0.0",
+        listen_port=LISTEN_PORT,
+        admin_port=ADMIN_PORT,
+        health_port=HEALTH_PORT,
+        epp_host=_HOST,
         engines=_engines(context),
         body_limit=_body_limit(context),
         limits=envoy.Limits(
@@ -85,63 +105,24 @@ def config_map(context: GatewayContext) -> Object:
             client_requests_per_s=settings.limits.requests_per_second,
             heap_bytes=_heap_bytes(context),
         ),
-        has_keys=settings.api_keys_secret_ref is not None,
-        has_tls=settings.tls is not None,
-        has_picker_tls=settings.picker_tls is not None,
-        expose_routing=settings.expose_routing,
+        api_keys_file=KEYS_FILE if settings.api_keys_secret_ref else None,
+        tls=envoy.Tls(*certificate) if settings.tls else None,
+        picker_tls=envoy.PickerTls(PICKER_TLS_DIR, _NAME, CONFIG_DIR) if settings.picker_tls else None,
+        fail_open=context.shared.fails_open,
+        add_endpoint_header=settings.expose_routing,
+        expose_cached_tokens=settings.expose_routing,
         isolation="PerKey" if context.shared.kept_apart else "Shared",
     )
-    host = f"{names.epp(context.gateway)}.{context.namespace}.svc.{context.platform.cluster_domain}"
-    # What the picker's certificate is for: the same in clusters of any domain.
-    name = f"{names.epp(context.gateway)}.{context.namespace}.svc"
-    data = {file: text.replace(_HOST, host).replace(_NAME, name) for file, text in files}
-    content = names.digest(data)
-    meta = context.meta(f"{names.edge(context.gateway)}-{content}", "edge")
-    meta["labels"][names.REVISION] = content
-    return manifest("v1", "ConfigMap", meta, immutable=True, data=data)
 
 
 @functools.lru_cache(maxsize=32)
-def _files(
-    *,
-    fail_open: bool,
-    engines: tuple[str, ...],
-    body_limit: int,
-    limits: envoy.Limits,
-    has_keys: bool,
-    has_tls: bool,
-    has_picker_tls: bool,
-    expose_routing: bool,
-    isolation: envoy.Isolation,
-) -> tuple[tuple[str, str], ...]:
-    """File name and text of what is mounted, the picker's address apart: making it takes a tenth of a second.
-
-    (The messages of Envoy's API are loaded here, at the first gateway: without one they are 20 MB for nothing.)
-    """
-    tls = envoy.Tls(f"{TLS_DIR}/tls.crt", f"{TLS_DIR}/tls.key", f"{CONFIG_DIR}/tls.json") if has_tls else None
-    picker_tls = envoy.PickerTls(PICKER_TLS_DIR, _NAME, CONFIG_DIR) if has_picker_tls else None
-    config = envoy.EnvoyConfig(
-        listen_host="0.0.0.0",
-        listen_port=LISTEN_PORT,
-        admin_port=ADMIN_PORT,
-        health_port=HEALTH_PORT,
-        epp_host=_HOST,
-        engines=engines,
-        body_limit=body_limit,
-        limits=limits,
-        api_keys_file=KEYS_FILE if has_keys else None,
-        tls=tls,
-        picker_tls=picker_tls,
-        fail_open=fail_open,
-        add_endpoint_header=expose_routing,
-        expose_cached_tokens=expose_routing,
-        isolation=isolation,
-    )
+def _files(config: envoy.EnvoyConfig) -> tuple[tuple[str, str], ...]:
+    """File name and text of what is mounted. Making it takes a tenth of a second, and most gateways are alike."""
     files = [("envoy.json", envoy.bootstrap_json(config))]
-    if tls is not None:
-        files.append(("tls.json", envoy.tls_json(tls)))
-    if picker_tls is not None:
-        files += envoy.picker_tls_files(picker_tls).items()
+    if config.tls is not None:
+        files.append(("tls.json", envoy.tls_json(config.tls)))
+    if config.picker_tls is not None:
+        files += envoy.picker_tls_files(config.picker_tls).items()
     return tuple(files)
 
 
