@@ -195,7 +195,7 @@ def _take_asked(simulation: Simulation, where: str, obj: Object, namespace: str)
         raise BadInput(f"{where}: spec.{problem}")
     if broken := list(violations(typed)):
         raise BadInput(f"{where}: {'; '.join(broken)}")
-    known = simulation.get(Ref(API_VERSION, kind, typed.namespace, typed.name))
+    known = simulation.get(typed.ref)
     if known is not None:
         there = {name: known["metadata"][name] for name in _NOISE if name in known["metadata"]}
         if known.get("spec") != obj["spec"]:

@@ -16,6 +16,7 @@ from pydantic import (
     with_config,
 )
 from pydantic.alias_generators import to_camel
+from treeline_kube.resources import Ref
 from typing_extensions import TypedDict
 
 from treeline_operator.api.rules import Rule, Ruled, forbidden
@@ -166,6 +167,11 @@ class Resource(Ruled):
     @property
     def namespace(self) -> str:
         return self.metadata.namespace
+
+    @property
+    def ref(self) -> Ref:
+        """The object's address."""
+        return Ref(API_VERSION, self.kind, self.namespace, self.name)
 
     @property
     def deleting(self) -> bool:

@@ -15,7 +15,7 @@ from treeline_wire import ports
 
 from treeline_operator import names
 from treeline_operator.controller.observe import Observer
-from treeline_operator.controller.queue import Backoff, Outcome, Queue, Uncounted
+from treeline_operator.controller.queue import Backoff, Outcome, Queue
 from treeline_operator.plan.objects import label
 from treeline_operator.plan.pod_state import is_available
 from treeline_operator.world import Key, PickerEndpoint, PickerView
@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 _MAX_ANSWER: Final = 32 << 20
 _PATIENCE: Final = 3
+_CALM_S: Final = 10.0
+_HURRIED_S: Final = 0.5
 
 
 class _Endpoint(msgspec.Struct):
@@ -130,17 +132,13 @@ class PickerProbe:
     asker: Asker
     changed: Callable[[Key], None]
     port: int | None = None
-    calm_s: float = 10.0
-    hurried_s: float = 0.5
     clock: Callable[[], datetime] = lambda: datetime.now(UTC)
     _waiting: dict[tuple[str, str], str] = field(default_factory=dict)
     _failures: dict[tuple[str, str], int] = field(default_factory=dict)
     _queue: Queue = field(init=False)
 
     def __post_init__(self) -> None:
-        self._queue = Queue(
-            self._probe, gauges=Uncounted(), concurrency=16, backoff=Backoff(self.hurried_s, self.calm_s)
-        )
+        self._queue = Queue(self._probe, concurrency=16, backoff=Backoff(_HURRIED_S, _CALM_S))
 
     def wait(self, namespace: str, gateway: str, pool: str, waits: bool) -> None:
         """Whether a pool waits for its gateway's picker to say something new."""
@@ -173,7 +171,7 @@ class PickerProbe:
             self._failures.pop(gateway, None)
             self._set(gateway, None)
             return Outcome("none")  # a change of its pods brings it back
-        delay = self.hurried_s if self._is_awaited(*gateway) else self.calm_s
+        delay = _HURRIED_S if self._is_awaited(*gateway) else _CALM_S
         try:
             asked_at = self.clock()
             answers = await asyncio.gather(*(self.asker.ask(*address) for address in addresses))
