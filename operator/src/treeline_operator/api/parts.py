@@ -44,6 +44,12 @@ QUALIFIED_NAME_PATTERN: Final = (
 NO_QUALIFIED_NAME: Final = "a key is a name of 63 characters or fewer, or example.com/name: correct it"
 
 
+_INT_OR_STRING: Final[dict[str, Any]] = {
+    "x-kubernetes-int-or-string": True,
+    "anyOf": [{"type": "integer"}, {"type": "string"}],
+}
+
+
 def _quantity_text(value: Any) -> Any:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
@@ -52,15 +58,7 @@ Quantity = Annotated[
     str,
     BeforeValidator(_quantity_text),
     StringConstraints(pattern=QUANTITY_PATTERN, max_length=64),
-    WithJsonSchema(
-        {
-            "x-kubernetes-int-or-string": True,
-            "anyOf": [{"type": "integer"}, {"type": "string"}],
-            "pattern": QUANTITY_PATTERN,
-            "maxLength": 64,
-            "minimum": 0,
-        }
-    ),
+    WithJsonSchema({**_INT_OR_STRING, "pattern": QUANTITY_PATTERN, "maxLength": 64, "minimum": 0}),
 ]
 """A Kubernetes quantity as written, none below zero."""
 
@@ -81,14 +79,7 @@ CountOrPercent = Annotated[
     int | str,
     BeforeValidator(_count_or_percent),
     WithJsonSchema(
-        {
-            "x-kubernetes-int-or-string": True,
-            "anyOf": [{"type": "integer"}, {"type": "string"}],
-            "pattern": PERCENT_PATTERN,
-            "maxLength": 4,
-            "minimum": 0,
-            "maximum": 1000,
-        }
+        {**_INT_OR_STRING, "pattern": PERCENT_PATTERN, "maxLength": 4, "minimum": 0, "maximum": 1000}
     ),
 ]
 """A number of pods, or a percentage of `replicas` such as `25%`; `pods_of` gives the number."""
@@ -109,6 +100,7 @@ SET: Final[dict[str, Any]] = {"x-kubernetes-list-type": "set"}
 FOREIGN: Final[dict[str, Any]] = {"x-kubernetes-preserve-unknown-fields": True}
 """Schema of a fragment that belongs to another API and is kept as it is."""
 
+Port = Annotated[StrictInt, Field(ge=1, le=65535)]
 DnsLabel = Annotated[str, StringConstraints(pattern=DNS_LABEL_PATTERN, min_length=1, max_length=63)]
 ServedName = Annotated[str, StringConstraints(pattern=SERVED_NAME_PATTERN, min_length=1, max_length=256)]
 DnsName = Annotated[str, StringConstraints(pattern=DNS_NAME_PATTERN, min_length=1, max_length=253)]

@@ -16,7 +16,16 @@ from treeline_operator.plan.gateway_common import (
     resources,
     service_account,
 )
-from treeline_operator.plan.objects import Object, get_probe, manifest, mount, secret_volume
+from treeline_operator.plan.objects import (
+    Object,
+    container_port,
+    http_get,
+    manifest,
+    mount,
+    probe,
+    secret_volume,
+    service_port,
+)
 from treeline_operator.quantity import quantity
 
 LISTEN_PORT: Final = 8080
@@ -138,7 +147,7 @@ def service(context: GatewayContext) -> Object:
     spec = {
         "type": settings.service_type,
         "selector": context.pods("edge"),
-        "ports": [{"name": scheme, "port": settings.port, "targetPort": "gateway", "protocol": "TCP"}],
+        "ports": [service_port(scheme, settings.port, "gateway")],
     }
     meta = context.meta(names.url_service(context.gateway), "edge", settings.annotations)
     return manifest("v1", "Service", meta, spec=spec)
@@ -167,12 +176,9 @@ def workload(context: GatewayContext, image: str, config: Object) -> Object:
     container = {
         "command": ["python", "-m", "treeline_operator.envoy"],
         "args": arguments(context),
-        "ports": [
-            {"name": "gateway", "containerPort": LISTEN_PORT, "protocol": "TCP"},
-            {"name": "health", "containerPort": HEALTH_PORT, "protocol": "TCP"},
-        ],
+        "ports": [container_port("gateway", LISTEN_PORT), container_port("health", HEALTH_PORT)],
         "resources": _resources(context),
-        "readinessProbe": get_probe("/ready", "health", 2, 1),
+        "readinessProbe": probe(http_get("/ready", "health"), 2, 1),
         "volumeMounts": mounts,
     }
     pod = {"automountServiceAccountToken": False, "volumes": volumes}

@@ -18,11 +18,21 @@ from treeline_operator.plan.gateway_common import (
     resources,
     service_account,
 )
-from treeline_operator.plan.objects import Object, get_probe, manifest, mount, secret_volume
+from treeline_operator.plan.objects import (
+    Object,
+    container_port,
+    http_get,
+    manifest,
+    mount,
+    probe,
+    secret_volume,
+    service_port,
+)
 
 KEYS_DIR: Final = "/etc/treeline/kv-keys"
 TLS_DIR: Final = "/etc/treeline/tls"
 _REQUESTS: Final = {"cpu": "100m", "memory": "256Mi"}
+_SERVED: Final = (("ext-proc", ports.EXT_PROC), ("control", ports.EDS), ("metrics", ports.METRICS))
 _RBAC: Final = "rbac.authorization.k8s.io"
 
 
@@ -78,13 +88,10 @@ def service(context: GatewayContext) -> Object:
     endpoint is chosen that Envoy does not know yet only in the moment between two announcements, and then Envoy's
     fallback serves the request. Only what a picker learns from its own routing (engines without events) is its own.
     """
-    named = (("ext-proc", ports.EXT_PROC), ("control", ports.EDS), ("metrics", ports.METRICS))
     spec = {
         "type": "ClusterIP",
         "selector": context.pods("epp"),
-        "ports": [
-            {"name": name, "port": port, "targetPort": name, "protocol": "TCP"} for name, port in named
-        ],
+        "ports": [service_port(name, number, name) for name, number in _SERVED],
     }
     return manifest("v1", "Service", context.meta(names.epp(context.gateway), "epp"), spec=spec)
 
@@ -92,20 +99,15 @@ def service(context: GatewayContext) -> Object:
 def workload(context: GatewayContext, image: str) -> Object:
     """The picker's Deployment. Its pods alone of all that is made have a token of the API server."""
     gateway, picker = context.gateway, context.shared.picker
-    named = (
-        ("ext-proc", ports.EXT_PROC),
-        ("control", ports.EDS),
-        ("metrics", ports.METRICS),
-        (names.PICKER_ADMIN_PORT, ports.PICKER_ADMIN),
-    )
+    named = (*_SERVED, (names.PICKER_ADMIN_PORT, ports.PICKER_ADMIN))
     container: Object = {
         "command": ["treeline", "pick"],
         "args": arguments(context),
-        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in named],
+        "ports": [container_port(name, number) for name, number in named],
         "resources": resources(picker.resources, _REQUESTS),
-        "readinessProbe": get_probe("/ready", names.PICKER_ADMIN_PORT, 2, 1),
+        "readinessProbe": probe(http_get("/ready", names.PICKER_ADMIN_PORT), 2, 1),
         "livenessProbe": {
-            **get_probe("/live", names.PICKER_ADMIN_PORT, 10, 6),
+            **probe(http_get("/live", names.PICKER_ADMIN_PORT), 10, 6),
             "terminationGracePeriodSeconds": HUNG_GRACE_S,
         },
         # Envoy's connections are moved while the picker still answers.

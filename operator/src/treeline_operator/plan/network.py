@@ -111,10 +111,7 @@ def _picker(context: GatewayContext) -> Object:
         ingress.append({"from": list(platform.metrics_from), "ports": [port(ports.METRICS)]})
     ranks = max(pool.spec.engine.data_parallel for pool in context.pools)
     egress = [
-        {
-            "to": [_pods(context.gateway, "runtime")],
-            "ports": _serving_ports(context) + _event_ports(ranks),
-        },
+        {"to": [_pods(context.gateway, "runtime")], "ports": _serving_ports(context) + _event_ports(ranks)},
         # The API server has no labels; which of its ports counts depends on whether its Service is resolved first.
         {"ports": [port(number) for number in platform.api_server_ports]},
         # To anywhere: a node's own DNS cache has an address that no selector covers.

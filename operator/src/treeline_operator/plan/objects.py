@@ -133,11 +133,26 @@ def port(number: int, last: int | None = None) -> Object:
     return found if last is None or last == number else {**found, "endPort": last}
 
 
-def get_probe(path: str, port: str, period_s: int, failures: int, timeout_s: int = 2) -> Object:
-    """A probe by an HTTP GET."""
+def http_get(path: str, port: str) -> Object:
+    """What a probe does: an HTTP GET."""
+    return {"httpGet": {"path": path, "port": port}}
+
+
+def probe(handler: Object, period_s: int, failures: int, timeout_s: int = 2) -> Object:
+    """A probe, which has failed after so many failures in a row."""
     return {
-        "httpGet": {"path": path, "port": port},
+        **handler,
         "periodSeconds": period_s,
         "timeoutSeconds": timeout_s,
         "failureThreshold": failures,
     }
+
+
+def container_port(name: str, number: int) -> Object:
+    """A TCP port of a container."""
+    return {"name": name, "containerPort": number, "protocol": "TCP"}
+
+
+def service_port(name: str, number: int, target: str) -> Object:
+    """A TCP port of a Service, and the name of the port of the pods that it leads to."""
+    return {"name": name, "port": number, "targetPort": target, "protocol": "TCP"}

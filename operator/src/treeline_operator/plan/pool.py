@@ -20,7 +20,7 @@ from treeline_operator.plan.drain import DrainPolicy, DrainStep, drain_step
 from treeline_operator.plan.gateway import context_of
 from treeline_operator.plan.keys import STUCK_S, has_keys, keys_again, longest_wait
 from treeline_operator.plan.network import download_policy, pods_policy, scraped_port
-from treeline_operator.plan.objects import annotation, disruption_budget, find, manifest
+from treeline_operator.plan.objects import annotation, disruption_budget, find, manifest, service_port
 from treeline_operator.plan.revision import (
     ExistingRevision,
     TargetRevision,
@@ -284,9 +284,7 @@ class _Planner:
         service = {
             "clusterIP": "None",
             "selector": {**match, labels.SERVING: "true"},
-            "ports": [
-                {"name": "http", "port": pool.spec.engine.port, "targetPort": "http", "protocol": "TCP"}
-            ],
+            "ports": [service_port("http", pool.spec.engine.port, "http")],
         }
         meta = self._meta(f"{pool.name}-pods")
         yield from self._apply(manifest("v1", "Service", meta, spec=service), "names for the pods")
