@@ -280,14 +280,9 @@ def _template(deployment: Object | None) -> Object:
 
 
 def _lines(before: Object | None, after: Object | None, name: str) -> Iterator[str]:
-    old, new = (_text(obj).splitlines() if obj else [] for obj in (before, after))
+    old, new = (yaml.safe_dump(obj, width=110).splitlines() if obj else [] for obj in (before, after))
     heads = (name if before else "/dev/null", name if after else "/dev/null")
     yield from difflib.unified_diff(old, new, *heads, lineterm="")
-
-
-def _text(obj: Object) -> str:
-    text: str = yaml.safe_dump(obj, sort_keys=True, width=110)
-    return text
 
 
 def _model_notes(simulation: Simulation) -> Iterator[str]:

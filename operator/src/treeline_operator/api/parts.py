@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
@@ -164,6 +164,11 @@ class Resource(Ruled):
     def ref(self) -> Ref:
         """The object's address."""
         return Ref(API_VERSION, self.kind, self.namespace, self.name)
+
+    @property
+    def born(self) -> datetime:
+        """When the object was made. One of a file that was never applied is younger than all that exist."""
+        return self.metadata.creation_timestamp or datetime.max.replace(tzinfo=UTC)
 
     @property
     def deleting(self) -> bool:

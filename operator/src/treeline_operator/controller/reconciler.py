@@ -293,8 +293,7 @@ def _outcome(plan: Plan | None, done: Done, again_s: float | None = None) -> Out
         return Outcome("conflict", retry=True)
     if done.refused:
         return Outcome("refused", retry=True, after_s=_REFUSED_AGAIN_S)
-    due = [delay for delay in (plan.recheck_s, again_s) if delay is not None]
-    return Outcome("changed" if plan.actions else "ok", after_s=min(due, default=None))
+    return Outcome("changed" if plan.actions else "ok", after_s=_sooner(plan.recheck_s, again_s))
 
 
 def _sooner(one_s: float | None, other_s: float | None) -> float | None:

@@ -117,7 +117,8 @@ def drain_step(pods: Sequence[Pod], wanted: int, replicas: int, policy: DrainPol
     """
     leaving = victims(pods, wanted, policy)
     chosen = {pod["metadata"]["name"] for pod in leaving}
-    marks = [_serving_again(pod) for pod in pods if pod["metadata"]["name"] not in chosen and _is_marked(pod)]
+    stay = [pod for pod in pods if pod["metadata"]["name"] not in chosen]
+    marks = [_mark(pod, "return", "it is to stay") for pod in stay if _is_marked(pod)]
     notes: list[str] = []
     again: list[float] = []
     waiting = 0
@@ -136,7 +137,7 @@ def drain_step(pods: Sequence[Pod], wanted: int, replicas: int, policy: DrainPol
             again.append(decision.again_s)
             notes.append(f"pod {pod['metadata']['name']} is to go: {decision.why}")
         if _since(pod, policy.now) is None and not _is_undecided(pod, policy):
-            marks.append(_draining(pod, policy, why))
+            marks.append(_mark(pod, "drain", why, policy.in_flight(pod), since=stamp(policy.now)))
     # What goes at the next look is still a replica now: its cost has to be there before the number falls.
     left = wanted if wanted >= replicas else min(replicas, wanted + waiting)
     return DrainStep(left, tuple(marks), min(again, default=None), tuple(notes))
@@ -247,17 +248,9 @@ def stamp(moment: datetime) -> str:
     return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _draining(pod: Pod, policy: DrainPolicy, why: str) -> Mark:
-    return _mark(pod, "drain", why, policy.in_flight(pod), since=stamp(policy.now))
-
-
 def _released(pod: Pod, policy: DrainPolicy, why: str, *, cut_off: bool) -> Mark:
     since = _since(pod, policy.now) or policy.now
     return _mark(pod, "release", why, policy.in_flight(pod), since=stamp(since), cut_off=cut_off)
-
-
-def _serving_again(pod: Pod) -> Mark:
-    return _mark(pod, "return", "it is to stay")
 
 
 def _mark(

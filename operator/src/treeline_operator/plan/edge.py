@@ -9,13 +9,7 @@ from typing import Final
 from treeline_operator import envoy, names
 from treeline_operator.api.gateway import Standalone
 from treeline_operator.plan.canonical import canonical
-from treeline_operator.plan.gateway_common import (
-    GatewayContext,
-    deployment,
-    disruption_budget,
-    resources,
-    service_account,
-)
+from treeline_operator.plan.gateway_common import GatewayContext, deployment, resources
 from treeline_operator.plan.objects import (
     Object,
     container_port,
@@ -135,11 +129,6 @@ def _files(config: envoy.EnvoyConfig) -> tuple[tuple[str, str], ...]:
     return tuple(files)
 
 
-def identity(context: GatewayContext) -> Object:
-    """An identity of its own, without rights and without a token."""
-    return service_account(context, "edge", names.edge(context.gateway))
-
-
 def service(context: GatewayContext) -> Object:
     """The Service behind the URL."""
     settings = context.shared.edge
@@ -185,7 +174,6 @@ def workload(context: GatewayContext, image: str, config: Object) -> Object:
     return deployment(
         context,
         "edge",
-        names.edge(context.gateway),
         replicas=settings.replicas,
         image=image,
         inputs=inputs(context),
@@ -207,11 +195,6 @@ def arguments(context: GatewayContext) -> list[str]:
     if settings.api_keys_secret_ref is not None:
         words += [f"--keys-dir={KEYS_DIR}", f"--keys-file={KEYS_FILE}"]
     return words
-
-
-def budget(context: GatewayContext) -> Object:
-    """Envoy's PodDisruptionBudget."""
-    return disruption_budget(context, "edge", names.edge(context.gateway))
 
 
 def _resources(context: GatewayContext) -> Object:

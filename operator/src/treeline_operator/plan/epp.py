@@ -14,7 +14,6 @@ from treeline_operator.plan.gateway_common import (
     LINGER_S,
     GatewayContext,
     deployment,
-    disruption_budget,
     resources,
     service_account,
 )
@@ -73,9 +72,9 @@ def identity(context: GatewayContext) -> list[Object]:
     role = {"apiGroup": _RBAC, "kind": "Role", "name": name}
     subject = {"kind": "ServiceAccount", "name": name, "namespace": context.namespace}
     return [
-        service_account(context, "epp", name),
-        manifest(f"{_RBAC}/v1", "Role", context.meta(name, "epp"), rules=rules),
-        manifest(f"{_RBAC}/v1", "RoleBinding", context.meta(name, "epp"), roleRef=role, subjects=[subject]),
+        service_account(context, "epp"),
+        manifest(f"{_RBAC}/v1", "Role", context.meta_of("epp"), rules=rules),
+        manifest(f"{_RBAC}/v1", "RoleBinding", context.meta_of("epp"), roleRef=role, subjects=[subject]),
     ]
 
 
@@ -93,7 +92,7 @@ def service(context: GatewayContext) -> Object:
         "selector": context.pods("epp"),
         "ports": [service_port(name, number, name) for name, number in _SERVED],
     }
-    return manifest("v1", "Service", context.meta(names.epp(context.gateway), "epp"), spec=spec)
+    return manifest("v1", "Service", context.meta_of("epp"), spec=spec)
 
 
 def workload(context: GatewayContext, image: str) -> Object:
@@ -124,7 +123,6 @@ def workload(context: GatewayContext, image: str) -> Object:
     return deployment(
         context,
         "epp",
-        names.epp(gateway),
         replicas=picker.replicas,
         image=image,
         inputs=inputs(context),
@@ -169,8 +167,3 @@ def _tls_secret(context: GatewayContext) -> str | None:
     """The Secret of mutual TLS with our own Envoy, where that is asked for."""
     tls = context.shared.edge.picker_tls if context.shared.mode == "standalone" else None
     return None if tls is None else tls.secret_ref.name
-
-
-def budget(context: GatewayContext) -> Object:
-    """The picker's PodDisruptionBudget."""
-    return disruption_budget(context, "epp", names.epp(context.gateway))

@@ -6,7 +6,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, Final, Literal
 
 import msgspec
@@ -15,7 +15,6 @@ from treeline_operator.api.gateway import EndpointPicker, Standalone
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.canonical import canonical
 
-_LAST: Final = datetime.max.replace(tzinfo=UTC)
 _UNSET: Final = object()
 _asked: dict[int, tuple[weakref.ref[InferencePool], Mapping[str, Any]]] = {}
 """What pools ask for, by their identity while they live: of hundreds that share a gateway one changes at a time."""
@@ -107,8 +106,7 @@ def _share(pools: Iterable[InferencePool]) -> Mapping[str, Shared]:
 
 
 def _precedence(pool: InferencePool) -> tuple[bool, datetime, str]:
-    # A pool without a timestamp is one of a file that was never applied: younger than all that exist.
-    return pool.deleting, pool.metadata.creation_timestamp or _LAST, pool.name
+    return pool.deleting, pool.born, pool.name
 
 
 def _decide(name: str, members: list[InferencePool]) -> Shared:

@@ -215,7 +215,8 @@ def _of_container(
     if why in IMAGE_REASONS:
         yield Reason.IMAGE_PULL_FAILING, _pull_failure(container, waiting, events)
     elif why in CONFIG_REASONS:
-        yield _config_error(name, waiting.get("message", why))
+        message = waiting.get("message", why)
+        yield _absent(message) or Reason.CONFIG_ERROR, f"container {name}: {_line(message)}"
     ended = _ending(container)
     if ended is not None:
         yield _after(name, container, ended, events)
@@ -291,10 +292,6 @@ def _pull_failure(container: Json, waiting: Json, events: Sequence[tuple[str, st
     return (
         f"image {container['image']} of container {container['name']}: {_line(text) or 'it cannot be pulled'}"
     )
-
-
-def _config_error(name: str, message: str) -> tuple[Reason, str]:
-    return _absent(message) or Reason.CONFIG_ERROR, f"container {name}: {_line(message)}"
 
 
 def _of_volumes(events: Sequence[tuple[str, str]]) -> Iterator[tuple[Reason, str]]:

@@ -10,7 +10,7 @@ from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.api.gateway import ParentRef
 from treeline_operator.plan import revision as revisions
-from treeline_operator.plan.gateway import gateway_children, gateway_url
+from treeline_operator.plan.gateway import gateway_url
 from treeline_operator.plan.objects import condition_of, find, is_overdue, label, since
 from treeline_operator.plan.pod_state import is_available
 from treeline_operator.plan.routes import ROUTE, UPSTREAM
@@ -105,18 +105,15 @@ def route(world: PoolWorld, shared: Shared) -> Judgement | None:
     if shared.mode == "standalone" or _missing_api(world) is not None:
         return None
     found = list(_judgements(world, shared))
-    refused = [
-        (who, condition)
-        for who, condition in found
-        if condition is not None and condition["status"] == "False"
-    ]
-    if refused:
-        who, condition = refused[0]
-        unsupported = condition.get("reason") in _UNSUPPORTED
-        text = (
-            f"{who}: {condition['type']} is False, {condition.get('reason')}: {condition.get('message', '')}"
-        )
-        return "False", Reason.UNSUPPORTED_BY_PARENT if unsupported else Reason.ROUTE_NOT_ACCEPTED, text
+    for who, condition in found:
+        if condition is not None and condition["status"] == "False":
+            why = condition.get("reason")
+            reason = Reason.UNSUPPORTED_BY_PARENT if why in _UNSUPPORTED else Reason.ROUTE_NOT_ACCEPTED
+            return (
+                "False",
+                reason,
+                f"{who}: {condition['type']} is False, {why}: {condition.get('message', '')}",
+            )
     waiting = [who for who, condition in found if condition is None or condition["status"] != "True"]
     if waiting or not found:
         text = f"not judged yet: {few(waiting)}" if waiting else "the HTTPRoute is not there yet"
@@ -196,7 +193,7 @@ def _unready_s(pod: Mapping[str, Any], now: datetime) -> float:
 def former_envoys(world: PoolWorld) -> int:
     """How many Envoys with former settings there still are: those that are told to end finish what they have begun,
     and ask nobody for a key that is asked for only now."""
-    found = gateway_children(world.gateway).edge
+    found = find(world.gateway.children, "Deployment", names.edge(world.gateway.name))
     if found is None or (wanted := _configuration(found.object)) is None:
         return 0
     pods = _pods_of(world, "edge")
@@ -229,7 +226,7 @@ def _standalone(world: PoolWorld, shared: Shared) -> Judgement | None:
     trouble = _component(world, names.edge(shared.name), "edge", Reason.GATEWAY_NOT_READY)
     if trouble is not None:
         return trouble
-    service = gateway_children(world.gateway).service
+    service = find(world.gateway.children, "Service", service_name)
     if service is None:
         return "False", Reason.PENDING, f"Service {service_name} is not there yet"
     balancer = (service.object.get("status") or {}).get("loadBalancer") or {}
@@ -277,16 +274,10 @@ def _unprogrammed(world: PoolWorld, shared: Shared) -> Judgement | None:
 
 def _programmed(gateway: Mapping[str, Any], ref: ParentRef) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The condition of a Gateway, and of the listener that the pool is attached to; empty where it is not told."""
-    status = gateway.get("status") or {}
-    listeners = status.get("listeners") or ()
-    judged: list[tuple[str, Iterable[Mapping[str, Any]]]] = [("it", status.get("conditions") or ())]
-    judged += [
-        (f"listener {one['name']}", one.get("conditions") or ())
-        for one in listeners
-        if one["name"] == ref.section_name
-    ]
-    for whose, conditions in judged:
-        yield whose, next((one for one in conditions if one["type"] == _PROGRAMMED), {})
+    yield "it", condition_of(gateway, _PROGRAMMED)
+    for listener in (gateway.get("status") or {}).get("listeners") or ():
+        if listener["name"] == ref.section_name:
+            yield f"listener {listener['name']}", condition_of({"status": listener}, _PROGRAMMED)
 
 
 def gateway_refs(world: PoolWorld, shared: Shared) -> tuple[Ref, ...]:
