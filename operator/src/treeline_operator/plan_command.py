@@ -23,7 +23,7 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
 from treeline_operator.controller.observe import explain
 from treeline_operator.controller.store import MODEL, POOL
-from treeline_operator.plan.objects import label
+from treeline_operator.plan.facts import label
 from treeline_operator.plan.runtime import template_problem
 from treeline_operator.settings import add_flags, values
 from treeline_operator.simulation import SimulatedStep, Simulation

@@ -17,7 +17,7 @@ from treeline_operator import names
 from treeline_operator.actions import Action, Apply, CreateKeys, Delete, Mark, Plan, Scale
 from treeline_operator.api.conditions import Reason
 from treeline_operator.controller.store import Store
-from treeline_operator.plan.objects import label
+from treeline_operator.plan.facts import label
 from treeline_operator.status.conditions import timestamp
 from treeline_operator.world import Ref
 

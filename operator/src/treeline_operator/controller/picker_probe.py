@@ -16,7 +16,7 @@ from treeline_wire import ports
 from treeline_operator import names
 from treeline_operator.controller.observe import Observer
 from treeline_operator.controller.queue import Backoff, Outcome, Queue
-from treeline_operator.plan.objects import label
+from treeline_operator.plan.facts import label
 from treeline_operator.plan.pod_state import is_available
 from treeline_operator.world import Key, PickerEndpoint, PickerView
 

@@ -27,8 +27,8 @@ from treeline_operator.controller.queue import Outcome
 from treeline_operator.controller.recorder import Recorder
 from treeline_operator.controller.store import MODEL, POOL
 from treeline_operator.controller.warnings import Lister, Warnings, is_stuck
+from treeline_operator.plan.facts import condition_of
 from treeline_operator.plan.gateway import plan_gateway
-from treeline_operator.plan.objects import condition_of
 from treeline_operator.plan.pod_state import is_draining
 from treeline_operator.plan.pool import plan_pool
 from treeline_operator.plan.sharing import Shared, share

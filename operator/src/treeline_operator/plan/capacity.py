@@ -8,7 +8,7 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Any, Final
 
-from treeline_operator.plan.objects import condition_of, since
+from treeline_operator.plan.facts import condition_of, since
 from treeline_operator.quantity import quantity
 
 Json = Mapping[str, Any]

@@ -25,7 +25,7 @@ from treeline_wire import labels
 from treeline_operator import names
 from treeline_operator.actions import Mark
 from treeline_operator.plan import pod_state
-from treeline_operator.plan.objects import annotation, created, label
+from treeline_operator.plan.facts import annotation, created, label
 from treeline_operator.world import PickerEndpoint, PoolWorld, Ref
 
 Pod = dict[str, Any]

@@ -10,6 +10,7 @@ from treeline_operator.actions import Action, CreateKeys, Delete, Plan, Scale
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan import edge, epp
 from treeline_operator.plan.diff import applying, prune
+from treeline_operator.plan.facts import annotation, find, is_observed, label
 from treeline_operator.plan.gateway_common import (
     GatewayContext,
     ImageDecision,
@@ -19,7 +20,7 @@ from treeline_operator.plan.gateway_common import (
 )
 from treeline_operator.plan.keys import STUCK_S, has_keys, keys, keys_again, longest_wait
 from treeline_operator.plan.network import gateway_policies
-from treeline_operator.plan.objects import annotation, find, is_observed, label, manifest
+from treeline_operator.plan.objects import manifest
 from treeline_operator.plan.sharing import Shared, share
 from treeline_operator.world import GatewayWorld, Observed, Ref
 

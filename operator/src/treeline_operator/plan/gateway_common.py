@@ -11,6 +11,7 @@ from treeline_operator import names
 from treeline_operator.api.parts import Resources
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan import objects
+from treeline_operator.plan.facts import annotation, template_version
 from treeline_operator.plan.objects import Object
 from treeline_operator.plan.sharing import Shared
 from treeline_operator.world import GatewayWorld, Observed, Platform
@@ -121,12 +122,12 @@ def decide_image(
     if observed is None:
         return ImageDecision(fresh)
     there = observed.object
-    version = objects.template_version(there)
-    if objects.annotation(there, names.INPUTS) != inputs or not version or version < context.asked_version:
+    version = template_version(there)
+    if annotation(there, names.INPUTS) != inputs or not version or version < context.asked_version:
         return ImageDecision(fresh)
     if version != context.platform.template_version:
         return ImageDecision(fresh, kept=observed)
-    return ImageDecision(own_image or objects.annotation(there, IMAGE) or default)
+    return ImageDecision(own_image or annotation(there, IMAGE) or default)
 
 
 def deployment(

@@ -8,8 +8,9 @@ from typing import Any, Final
 
 from treeline_operator import names
 from treeline_operator.actions import CreateKeys
+from treeline_operator.plan.facts import condition_of, find, since
 from treeline_operator.plan.gateway_common import GatewayContext
-from treeline_operator.plan.objects import condition_of, find, manifest, since
+from treeline_operator.plan.objects import manifest
 from treeline_operator.world import GatewayWorld, Observed
 
 STUCK_S: Final = 30.0

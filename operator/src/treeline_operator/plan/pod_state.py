@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from treeline_wire import labels
 
-from treeline_operator.plan.objects import condition_of, label
+from treeline_operator.plan.facts import condition_of, label
 
 IMAGE_REASONS: Final = frozenset(
     {

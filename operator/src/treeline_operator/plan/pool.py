@@ -17,10 +17,11 @@ from treeline_operator.plan import claims, pod_state
 from treeline_operator.plan.diff import applying, differences, prune
 from treeline_operator.plan.download import files
 from treeline_operator.plan.drain import DrainPolicy, DrainStep, drain_step
+from treeline_operator.plan.facts import annotation, find
 from treeline_operator.plan.gateway import context_of
 from treeline_operator.plan.keys import STUCK_S, has_keys, keys_again, longest_wait
 from treeline_operator.plan.network import download_policy, pods_policy, scraped_port
-from treeline_operator.plan.objects import annotation, disruption_budget, find, manifest, service_port
+from treeline_operator.plan.objects import disruption_budget, manifest, service_port
 from treeline_operator.plan.revision import (
     ExistingRevision,
     TargetRevision,

@@ -13,7 +13,7 @@ from treeline_operator.plan import capacity, pod_state
 from treeline_operator.plan.canonical import canonical
 from treeline_operator.plan.diff import is_ours
 from treeline_operator.plan.engines import tells_hits
-from treeline_operator.plan.objects import (
+from treeline_operator.plan.facts import (
     annotation,
     condition_of,
     created,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from treeline_operator.api.conditions import Reason
-from treeline_operator.plan.objects import condition_of
+from treeline_operator.plan.facts import condition_of
 from treeline_operator.plan.pod_state import CONFIG_REASONS, DOWNLOAD, IMAGE_REASONS, is_ready
 from treeline_operator.status.conditions import few, with_fix
 

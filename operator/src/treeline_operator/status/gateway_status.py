@@ -10,8 +10,8 @@ from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.api.gateway import ParentRef
 from treeline_operator.plan import revision as revisions
+from treeline_operator.plan.facts import condition_of, find, is_overdue, label, since
 from treeline_operator.plan.gateway import gateway_url
-from treeline_operator.plan.objects import condition_of, find, is_overdue, label, since
 from treeline_operator.plan.pod_state import is_available
 from treeline_operator.plan.routes import ROUTE, UPSTREAM
 from treeline_operator.plan.scaling import KEDA

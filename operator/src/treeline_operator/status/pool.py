@@ -16,8 +16,8 @@ from treeline_operator.api.pool import DownloadStatus, EndpointStatus, PoolStatu
 from treeline_operator.plan import claims, pod_state, runtime
 from treeline_operator.plan import revision as revisions
 from treeline_operator.plan.drain import DrainPolicy, deadline, requests
+from treeline_operator.plan.facts import find, is_observed, is_overdue, label
 from treeline_operator.plan.keys import has_keys
-from treeline_operator.plan.objects import find, is_observed, is_overdue, label
 from treeline_operator.plan.security import exceptions
 from treeline_operator.plan.sharing import Shared, share
 from treeline_operator.status import gateway_status
