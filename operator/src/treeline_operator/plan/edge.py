@@ -8,6 +8,7 @@ from typing import Final
 
 from treeline_operator import envoy, names
 from treeline_operator.api.gateway import Standalone
+from treeline_operator.api.parts import Resources
 from treeline_operator.plan.canonical import canonical
 from treeline_operator.plan.gateway_common import GatewayContext, deployment, resources
 from treeline_operator.plan.objects import (
@@ -206,12 +207,12 @@ def _resources(context: GatewayContext) -> Object:
 
 def _memory_limit(context: GatewayContext) -> int:
     """Bytes of the container's memory limit: the one given, else enough for some bodies at once."""
-    asked = context.shared.edge.resources
-    given = None if asked is None else quantity(asked.limits.get("memory"))
+    asked = context.shared.edge.resources or Resources()
+    given = quantity(asked.limits.get("memory"))
     if given is not None:
         return int(given)
-    requested = None if asked is None else quantity(asked.requests.get("memory"))
-    return max(_MEMORY_LIMIT, _BODIES * _body_limit(context), int(requested or 0))
+    requested = quantity(asked.requests.get("memory")) or 0
+    return max(_MEMORY_LIMIT, _BODIES * _body_limit(context), int(requested))
 
 
 def _heap_bytes(context: GatewayContext) -> int:
@@ -230,7 +231,6 @@ def _engines(context: GatewayContext) -> tuple[str, ...]:
 
 def _workers(settings: Standalone) -> int:
     """Envoy's threads: as many as its CPUs. It would take the node's number, not the container's."""
-    asked = settings.resources
-    cpus = None if asked is None else asked.limits.get("cpu") or asked.requests.get("cpu")
-    number = None if cpus is None else quantity(cpus)
+    asked = settings.resources or Resources()
+    number = quantity(asked.limits.get("cpu") or asked.requests.get("cpu"))
     return _WORKERS if number is None else max(1, math.ceil(number))

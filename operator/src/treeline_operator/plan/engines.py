@@ -11,6 +11,7 @@ from typing import Any, Final
 from treeline_wire import ports as wire
 
 from treeline_operator.api.engine import EngineType
+from treeline_operator.api.parts import Resources
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.download import Files
 from treeline_operator.plan.objects import http_get, probe
@@ -279,9 +280,8 @@ def _probes(
 
 def _cpu_limit(pool: InferencePool) -> int | None:
     """Whole cores that the pool limits a pod to: more threads than that only wait for each other."""
-    resources = pool.spec.engine.resources
-    limit = resources.limits.get("cpu") if resources else None
-    cores = quantity(limit) if limit is not None else None
+    asked = pool.spec.engine.resources or Resources()
+    cores = quantity(asked.limits.get("cpu"))
     return max(1, int(cores)) if cores is not None else None
 
 

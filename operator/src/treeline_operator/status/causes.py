@@ -16,30 +16,25 @@ Json = Mapping[str, Any]
 Progress = Mapping[str, tuple[int, int]]
 """Pod name → bytes of weights that are there, and bytes in all (0: unknown)."""
 
-_RANK: Final = {
-    reason: place
-    for place, reason in enumerate(
-        (
-            Reason.KEY_SECRET_MISSING,
-            Reason.CONFIG_ERROR,
-            Reason.WEIGHTS_MISSING,
-            Reason.MODEL_TOO_LARGE,
-            Reason.DOWNLOAD_FAILED,
-            Reason.IMAGE_PULL_FAILING,
-            Reason.OUT_OF_MEMORY,
-            Reason.CRASH_LOOPING,
-            Reason.TEMPLATE_INVALID,
-            Reason.POD_REJECTED,
-            Reason.QUOTA_EXCEEDED,
-            Reason.VOLUME_NOT_READY,
-            Reason.INSUFFICIENT_CAPACITY,
-            Reason.PROBE_FAILING,
-            Reason.WEIGHTS_DOWNLOADING,
-            Reason.MODEL_LOADING,
-            Reason.PODS_STARTING,
-        )
-    )
-}
+_RANK: Final = (
+    Reason.KEY_SECRET_MISSING,
+    Reason.CONFIG_ERROR,
+    Reason.WEIGHTS_MISSING,
+    Reason.MODEL_TOO_LARGE,
+    Reason.DOWNLOAD_FAILED,
+    Reason.IMAGE_PULL_FAILING,
+    Reason.OUT_OF_MEMORY,
+    Reason.CRASH_LOOPING,
+    Reason.TEMPLATE_INVALID,
+    Reason.POD_REJECTED,
+    Reason.QUOTA_EXCEEDED,
+    Reason.VOLUME_NOT_READY,
+    Reason.INSUFFICIENT_CAPACITY,
+    Reason.PROBE_FAILING,
+    Reason.WEIGHTS_DOWNLOADING,
+    Reason.MODEL_LOADING,
+    Reason.PODS_STARTING,
+)
 """What a correction fixes comes before what more room fixes, and both before what passes by itself."""
 
 _MODEL_REASONS: Final = {
@@ -92,7 +87,7 @@ def diagnose(
         if cause.reason not in seen:
             seen.add(cause.reason)
             causes.append(cause)
-    return sorted(causes, key=lambda cause: _RANK[cause.reason])
+    return sorted(causes, key=lambda cause: _RANK.index(cause.reason))
 
 
 def of_pod(pod: Json, events: _Events, progress: Progress) -> Cause | None:
@@ -107,7 +102,9 @@ def of_pod(pod: Json, events: _Events, progress: Progress) -> Cause | None:
             troubles.extend(_of_container(container, init, own, progress.get(meta["name"])))
         if not _has_begun(pod):
             troubles.extend(_of_volumes(own))
-    best = min(troubles, key=lambda trouble: _RANK[trouble[0]], default=(Reason.PODS_STARTING, "starts"))
+    best = min(
+        troubles, key=lambda trouble: _RANK.index(trouble[0]), default=(Reason.PODS_STARTING, "starts")
+    )
     return Cause(best[0], best[1], (meta["name"],))
 
 
