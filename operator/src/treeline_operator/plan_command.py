@@ -14,7 +14,6 @@ from typing import Any, Final, TextIO
 import msgspec
 import yaml
 from pydantic import ValidationError
-from treeline_wire import labels
 
 from treeline_operator.actions import Apply
 from treeline_operator.api.model import InferenceModel
@@ -267,7 +266,7 @@ def _current(simulation: Simulation, step: SimulatedStep) -> Object | None:
     found = [
         observed.object
         for observed in simulation.objects("apps/v1", "Deployment", step.key.namespace)
-        if label(observed.object, labels.POOL) == step.key.name
+        if label(observed.object, "treeline.dev/pool") == step.key.name
     ]
     found.sort(
         key=lambda obj: (obj["spec"].get("replicas", 1) > 0, obj["metadata"].get("creationTimestamp", ""))

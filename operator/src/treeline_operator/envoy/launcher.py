@@ -89,19 +89,28 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="where the keys are written for Envoy, mode 0600; the file that the bootstrap names",
     )
-    for flag, seconds, text in (
-        ("--keys-poll", 1.0, "how often the Secret is looked at"),
-        ("--drain-timeout", 60.0, "how long running requests may take to end after the signal"),
-        (
-            "--linger",
-            10.0,
-            "how long after the signal /ready stays 200 and new connections are accepted; in the second half of it "
-            "clients are asked to close theirs",
-        ),
-    ):
-        p.add_argument(
-            flag, type=float, default=seconds, metavar="SECONDS", help=f"{text} (default %(default)s)"
-        )
+    p.add_argument(
+        "--keys-poll",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="how often the Secret is looked at (default %(default)s)",
+    )
+    p.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long running requests may take to end after the signal (default %(default)s)",
+    )
+    p.add_argument(
+        "--linger",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="how long after the signal /ready stays 200 and new connections are accepted; in the second half of it "
+        "clients are asked to close theirs (default %(default)s)",
+    )
     p.add_argument("--concurrency", type=int, metavar="N", help="Envoy's worker threads (default: one a CPU)")
     return p
 
