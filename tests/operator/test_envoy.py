@@ -16,10 +16,11 @@ from support.envoy import self_signed, validate
 from treeline_operator.envoy import EnvoyConfig, Limits, Tls, bootstrap, bootstrap_json, command, tls_json
 from treeline_operator.envoy.keys import (
     FILTER,
+    TYPE_URL,
     KeyFile,
     credentials,
     discovery_json,
-    filter_config,
+    filter_settings,
     read_secret,
 )
 from treeline_wire import headers as names
@@ -80,7 +81,7 @@ def test_the_real_envoy_accepts_what_runs_in_a_cluster(certificate: Tls, tmp_pat
 def test_keys_from_a_file_mean_the_same_as_keys_in_the_bootstrap() -> None:
     inline = manager(EnvoyConfig(api_keys={"ada": "sk-1"}))["http_filters"][1]
     assert inline["name"] == FILTER
-    assert inline["typed_config"] == filter_config((("sk-1", "ada"),))
+    assert inline["typed_config"] == {"@type": TYPE_URL, **filter_settings((("sk-1", "ada"),))}
     watched = manager(EnvoyConfig(api_keys_file="/run/keys.json"))["http_filters"][1]
     assert watched["name"] == FILTER
     assert watched["config_discovery"]["type_urls"] == [inline["typed_config"]["@type"]]

@@ -200,7 +200,6 @@ def world(of: InferencePool | None = None, **changes: Any) -> PoolWorld:
         children=children,
         pods=tuple(pod(mine, f"{mine.name}-{n}", **ready(n)) for n in range(1, count + 1)),
         gateway=gateway,
-        models=(),
         picker=view(mine, *(f"{mine.name}-{n}" for n in range(1, count + 1))),
         platform=platform,
         now=NOW,

@@ -92,7 +92,6 @@ class SimCluster:
             children,
             pods,
             gateway,
-            (),
             self.picker,
             self.platform,
             self.now,

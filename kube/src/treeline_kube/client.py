@@ -42,7 +42,7 @@ class Client(Connection):
         """
         manager = field_manager or self.field_manager
         query = [("fieldManager", manager), ("fieldValidation", "Strict"), ("force", "true")]
-        resource, path = await self._address(ref_of(obj), subresource)
+        resource, path = await self._address(Ref.of(obj), subresource)
         return await self._object(Call("patch", resource, path, query, obj, APPLY))
 
     async def apply_status(self, obj: Object) -> Object:
@@ -119,7 +119,7 @@ class Client(Connection):
 
     async def update(self, obj: Object, *, guarded: bool = True, retry: Retry | None = None) -> Object:
         """Replace the object whole: Conflict unless it still has the resourceVersion given."""
-        resource, path = await self._address(ref_of(obj))
+        resource, path = await self._address(Ref.of(obj))
         return await self._object(Call("update", resource, path, body=obj, guarded=guarded, retry=retry))
 
     async def patch_merge(self, ref: Ref, body: Object) -> Object:
@@ -160,9 +160,3 @@ class Client(Connection):
     async def _object(self, call: Call) -> Object:
         decoded: Object = msgspec.json.decode((await self.request(call)).body)
         return decoded
-
-
-def ref_of(obj: Object) -> Ref:
-    """The address of an object."""
-    meta = obj["metadata"]
-    return Ref(obj["apiVersion"], obj["kind"], meta.get("namespace", ""), meta["name"])

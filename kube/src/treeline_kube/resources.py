@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
 
@@ -14,6 +14,12 @@ class Ref(NamedTuple):
     kind: str
     namespace: str
     name: str
+
+    @classmethod
+    def of(cls, obj: Mapping[str, Any]) -> Ref:
+        """That of a decoded object."""
+        meta = obj["metadata"]
+        return cls(obj["apiVersion"], obj["kind"], meta.get("namespace", ""), meta["name"])
 
 
 class Resource(NamedTuple):

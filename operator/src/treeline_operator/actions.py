@@ -21,8 +21,7 @@ class Apply:
 
     @property
     def ref(self) -> Ref:
-        meta = self.object["metadata"]
-        return Ref(self.object["apiVersion"], self.object["kind"], meta.get("namespace", ""), meta["name"])
+        return Ref.of(self.object)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +36,7 @@ class CreateKeys:
 
     @property
     def ref(self) -> Ref:
-        meta = self.object["metadata"]
-        return Ref("v1", "Secret", meta["namespace"], meta["name"])
+        return Ref.of(self.object)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
 from treeline_operator.controller.observe import explain
 from treeline_operator.controller.store import MODEL, POOL
+from treeline_operator.plan.facts import label
 from treeline_operator.plan.runtime import template_problem
 from treeline_operator.simulation import SimulatedStep, Simulation
 from treeline_operator.status.models import model_statuses
@@ -193,7 +194,7 @@ def _take_asked(simulation: Simulation, where: str, obj: Object, namespace: str)
         raise BadInput(f"{where}: spec.{problem}")
     if broken := list(violations(typed)):
         raise BadInput(f"{where}: {'; '.join(broken)}")
-    known = simulation.get(Ref(API_VERSION, kind, typed.namespace, typed.name))
+    known = simulation.get(typed.ref)
     if known is not None:
         there = {name: known["metadata"][name] for name in _NOISE if name in known["metadata"]}
         if known.get("spec") != obj["spec"]:
@@ -265,7 +266,7 @@ def _current(simulation: Simulation, step: SimulatedStep) -> Object | None:
     found = [
         observed.object
         for observed in simulation.objects("apps/v1", "Deployment", step.key.namespace)
-        if observed.object["metadata"].get("labels", {}).get("treeline.dev/pool") == step.key.name
+        if label(observed.object, "treeline.dev/pool") == step.key.name
     ]
     found.sort(
         key=lambda obj: (obj["spec"].get("replicas", 1) > 0, obj["metadata"].get("creationTimestamp", ""))
@@ -278,14 +279,9 @@ def _template(deployment: Object | None) -> Object:
 
 
 def _lines(before: Object | None, after: Object | None, name: str) -> Iterator[str]:
-    old, new = (_text(obj).splitlines() if obj else [] for obj in (before, after))
+    old, new = (yaml.safe_dump(obj, width=110).splitlines() if obj else [] for obj in (before, after))
     heads = (name if before else "/dev/null", name if after else "/dev/null")
     yield from difflib.unified_diff(old, new, *heads, lineterm="")
-
-
-def _text(obj: Object) -> str:
-    text: str = yaml.safe_dump(obj, sort_keys=True, width=110)
-    return text
 
 
 def _model_notes(simulation: Simulation) -> Iterator[str]:

@@ -61,7 +61,7 @@ class Simulation:
 
     def put(self, obj: Object) -> None:
         """Take an object in, as it would be in the cluster. Its uid and time of creation are made up if it has none."""
-        ref = _ref(obj)
+        ref = Ref.of(obj)
         known = self._store.get(ref)
         meta: Object = {**obj["metadata"], "resourceVersion": str(self._next())}
         made_up = known.uid if known is not None else f"uid-of-{ref.kind}-{ref.name}".lower()
@@ -185,7 +185,3 @@ def _is_named(value: Any) -> bool:
         and bool(value)
         and all(isinstance(item, dict) and "name" in item for item in value)
     )
-
-
-def _ref(obj: Object) -> Ref:
-    return Ref(obj["apiVersion"], obj["kind"], obj["metadata"].get("namespace", ""), obj["metadata"]["name"])

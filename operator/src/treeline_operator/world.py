@@ -13,7 +13,6 @@ from treeline_kube.resources import Ref as Ref
 from treeline_wire.settings import port_setting, setting
 
 if TYPE_CHECKING:
-    from treeline_operator.api.model import InferenceModel
     from treeline_operator.api.pool import InferencePool
 
 TEMPLATE_VERSION = 2
@@ -44,8 +43,7 @@ class Observed(msgspec.Struct, frozen=True):
         """From a decoded object."""
         meta = obj["metadata"]
         kept = {**obj, "metadata": {k: v for k, v in meta.items() if k != "managedFields"}}
-        ref = Ref(obj["apiVersion"], obj["kind"], meta.get("namespace", ""), meta["name"])
-        return cls(ref, meta["uid"], meta.get("resourceVersion", ""), msgspec.json.encode(kept))
+        return cls(Ref.of(obj), meta["uid"], meta.get("resourceVersion", ""), msgspec.json.encode(kept))
 
     @property
     def object(self) -> dict[str, Any]:
@@ -222,16 +220,14 @@ class PoolWorld:
 
     `children` carry the pool's label, `pods` are its runtime pods. `gateway` is the gateway that it shares, as
     seen by the gateway's own plan. `picker` is None while nothing is known of the picker's list, and then
-    `picker_silent_since` is when that was found. `models` are the namespace's InferenceModels, `events` Warning
-    events of its pods and replica sets (reason and message are read). `parents` are those of its Gateways that may be
-    read.
+    `picker_silent_since` is when that was found. `events` are Warning events of its
+    pods and replica sets (reason and message are read). `parents` are those of its Gateways that may be read.
     """
 
     pool: InferencePool
     children: tuple[Observed, ...]
     pods: tuple[Observed, ...]
     gateway: GatewayWorld
-    models: tuple[InferenceModel, ...]
     picker: PickerView | None
     platform: Platform
     now: datetime

@@ -22,7 +22,7 @@ POOL = Ref("treeline.dev/v1alpha1", "InferencePool", "n", "p")
 def test_metrics_say_what_was_done_and_how_it_is() -> None:
     metrics = Metrics()
     metrics.finished(Key("pool", "n", "p"), Outcome("changed"), 0.2, 0.03)
-    metrics.retried(Key("pool", "n", "p"))
+    metrics.finished(Key("pool", "n", "p"), Outcome("conflict", retry=True), 0.2, 0.03)
     metrics.requested("patch", "deployments", 200, 0.01)
     metrics.drifted("Service")
     metrics.dropped("rate")

@@ -24,9 +24,7 @@ class Tally:
 
     def finished(self, key: Key, outcome: Outcome, waited_s: float, ran_s: float) -> None:
         self.runs.append((key, outcome.result, round(waited_s, 3), round(ran_s, 3)))
-
-    def retried(self, key: Key) -> None:
-        self.retries[key] += 1
+        self.retries[key] += outcome.retry
 
 
 class ScheduleMachine(RuleBasedStateMachine):

@@ -23,7 +23,7 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.envoy.keys import credentials, discovery_json
 from treeline_operator.envoy.launcher import options_of as launcher_options
 from treeline_operator.plan import edge
-from treeline_operator.plan.gateway import gateway_children, gateway_url, plan_gateway
+from treeline_operator.plan.gateway import gateway_url, plan_gateway
 from treeline_operator.plan.gateway_common import GatewayContext
 from treeline_operator.plan.network import pods_policy
 from treeline_operator.plan.revision import TargetRevision
@@ -227,7 +227,7 @@ def test_everything_may_take_as_long_as_the_slowest_pool() -> None:
 @given(st.lists(st.integers(1, 3600), min_size=1, max_size=4))
 def test_no_pod_of_a_pool_gets_longer_to_end_than_those_in_front_of_it(drains: list[int]) -> None:
     pools = [pool(f"p{i}", drain={"timeoutSeconds": s}) for i, s in enumerate(drains)]
-    context = GatewayContext.of(Cluster().world(*pools), share(pools).gateways["treeline"], "uid")
+    context = GatewayContext.of(Cluster().world(*pools), share(pools)["treeline"], "uid")
     for p in pools:
         template = deployment(p, TargetRevision("r", "", 1, None), 1, {"labels": {}}, Images())["spec"][
             "template"
@@ -792,16 +792,13 @@ def test_the_url_of_a_route_is_its_first_name() -> None:
 
 
 def test_the_children_that_a_status_is_read_from() -> None:
-    cluster = converged(pool("a"))
-    found = gateway_children(cluster.world(pool("a")))
-    assert [one and one.ref.name for one in (found.anchor, found.epp, found.edge, found.service)] == [
-        "treeline-gateway",
-        "treeline-epp",
-        "treeline-edge",
-        "treeline-gateway",
-    ]
-    nothing = gateway_children(Cluster().world(pool("a")))
-    assert (nothing.anchor, nothing.epp, nothing.edge, nothing.service) == (None,) * 4
+    children = converged(pool("a")).world(pool("a")).children
+    assert {(child.ref.kind, child.ref.name) for child in children} >= {
+        ("ConfigMap", "treeline-gateway"),
+        ("Deployment", "treeline-epp"),
+        ("Deployment", "treeline-edge"),
+        ("Service", "treeline-gateway"),
+    }
 
 
 def test_mutual_tls_is_mounted_into_both_and_told_to_both(tmp_path: Path) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.gateway_cluster import pool
+from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan import sharing as module
-from treeline_operator.plan.sharing import share
+from treeline_operator.plan.sharing import Shared, share
 
 
 def picker(**settings: Any) -> dict[str, Any]:
@@ -21,17 +23,25 @@ def edge(**settings: Any) -> dict[str, Any]:
     return {"gateway": {"standalone": settings}}
 
 
+def of(sharing: Mapping[str, Shared], pool: InferencePool) -> Shared:
+    return sharing[pool.spec.gateway.name]
+
+
+def conflicts(sharing: Mapping[str, Shared], pool: InferencePool) -> tuple[str, ...]:
+    return of(sharing, pool).conflicts.get(pool.name, ())
+
+
 PARENT = {"gateway": {"parentRefs": [{"name": "inference"}]}}
 
 
 def test_pools_of_one_gateway_name_share_it_and_others_do_not() -> None:
     a, b, c = pool("a"), pool("b", created=1), pool("c", gateway={"name": "other"})
     sharing = share([b, c, a])
-    assert list(sharing.gateways) == ["other", "treeline"]
-    assert sharing.of(b).members == (a, b)
-    assert sharing.of(b).owner is a
-    assert sharing.of(c).members == (c,)
-    assert [sharing.conflicts(p) for p in (a, b, c)] == [(), (), ()]
+    assert list(sharing) == ["other", "treeline"]
+    assert of(sharing, b).members == (a, b)
+    assert of(sharing, b).owner is a
+    assert of(sharing, c).members == (c,)
+    assert [conflicts(sharing, p) for p in (a, b, c)] == [(), (), ()]
 
 
 @pytest.mark.parametrize(
@@ -85,26 +95,26 @@ def test_pools_of_one_gateway_name_share_it_and_others_do_not() -> None:
 def test_a_conflict_is_named_with_both_values(old: dict[str, Any], new: dict[str, Any], message: str) -> None:
     a, b = pool("a", created=0, **old), pool("b", created=1, **new)
     sharing = share([b, a])
-    assert sharing.conflicts(b) == (message,)
-    assert sharing.conflicts(a) == ()
+    assert conflicts(sharing, b) == (message,)
+    assert conflicts(sharing, a) == ()
 
 
 def test_the_same_quantity_in_other_words_is_no_conflict() -> None:
     a = pool("a", **picker(resources={"limits": {"cpu": "0.2", "memory": "1Gi"}}))
     b = pool("b", created=1, **picker(resources={"limits": {"cpu": "200m", "memory": "1024Mi"}}))
-    assert share([a, b]).conflicts(b) == ()
+    assert conflicts(share([a, b]), b) == ()
 
 
 def test_attaching_to_different_gateways_is_no_conflict() -> None:
     a = pool("a", gateway={"parentRefs": [{"name": "one"}], "hostnames": ["a.example"]})
     b = pool("b", created=1, gateway={"parentRefs": [{"name": "two"}]})
-    assert share([a, b]).conflicts(b) == ()
+    assert conflicts(share([a, b]), b) == ()
 
 
 def test_the_next_oldest_is_promoted_when_the_oldest_is_being_deleted() -> None:
     b, c = pool("b", created=1, **picker(policy="random")), pool("c", created=2)
     a = pool("a", deleting=True)
-    shared = share([c, a, b]).of(c)
+    shared = of(share([c, a, b]), c)
     assert [p.name for p in shared.members] == ["b", "c", "a"]
     assert shared.picker.policy == "random"
     assert not shared.leaving
@@ -112,12 +122,12 @@ def test_the_next_oldest_is_promoted_when_the_oldest_is_being_deleted() -> None:
         "c": ("endpointPicker.policy is treeline here, random in pool b (older)",),
         "a": ("endpointPicker.policy is treeline here, random in pool b",),
     }
-    assert share([a]).of(a).leaving
+    assert of(share([a]), a).leaving
 
 
 def test_equal_ages_are_told_apart_by_name_and_a_file_is_youngest() -> None:
     pools = [pool("c", created=None), pool("b"), pool("a", created=5)]
-    assert [p.name for p in share(pools).of(pools[0]).members] == ["b", "a", "c"]
+    assert [p.name for p in of(share(pools), pools[0]).members] == ["b", "a", "c"]
 
 
 POOLS = st.lists(
@@ -140,13 +150,13 @@ def test_sharing_depends_on_nothing_but_the_pools(rows: list[Any], rng: random.R
     rng.shuffle(shuffled)
     sharing = share(pools)
     assert sharing == share(shuffled) == share(pools)
-    (shared,) = sharing.gateways.values()
+    (shared,) = sharing.values()
     assert sorted(p.name for p in shared.members) == sorted(p.name for p in pools)
-    assert sharing.conflicts(shared.owner) == ()
+    assert conflicts(sharing, shared.owner) == ()
     # Without the owner, the second of the order owns: promotion is what is left.
     rest = [p for p in pools if p is not shared.owner]
     if rest:
-        assert share(rest).of(rest[0]).owner is shared.members[1]
+        assert of(share(rest), rest[0]).owner is shared.members[1]
     # Whoever asks for what the owner asks has no conflict, and everybody else has one.
     for member in shared.members:
         same = (
@@ -154,7 +164,7 @@ def test_sharing_depends_on_nothing_but_the_pools(rows: list[Any], rng: random.R
             and member.spec.gateway.mode == shared.mode
             and (shared.mode == "gateway-api" or member.spec.gateway.edge == shared.edge)
         )
-        assert bool(sharing.conflicts(member)) is not same
+        assert bool(conflicts(sharing, member)) is not same
 
 
 def test_of_hundreds_that_share_only_what_is_new_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,5 +183,5 @@ def test_of_hundreds_that_share_only_what_is_new_is_looked_at(monkeypatch: pytes
     changed = pool("p007", endpointPicker={"policy": "random"})
     again = share((*pools[:7], changed, *pools[8:]))
     assert looked[300:] == ["p007"]
-    assert again.conflicts(changed)
-    assert first.conflicts(pools[7]) == ()
+    assert conflicts(again, changed)
+    assert conflicts(first, pools[7]) == ()

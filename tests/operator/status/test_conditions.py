@@ -79,8 +79,6 @@ def test_sameness_sees_every_figure():
 def test_a_message_says_what_is_so_and_then_what_to_do():
     finding = Finding(ConditionType.READY, "False", Reason.QUOTA_EXCEEDED, "exceeded quota: gpus.")
     assert finding.message == "exceeded quota: gpus. Raise the ResourceQuota or lower replicas or resources."
-    assert not finding.well
-    assert Finding(ConditionType.PROGRESSING, "False", Reason.ROLLOUT_COMPLETE, "done").well
 
 
 def test_every_word_is_explained_and_what_is_bad_has_a_fix():

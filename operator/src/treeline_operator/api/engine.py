@@ -22,6 +22,7 @@ from treeline_operator.api.source import Cache, Uri
 
 Text = Annotated[str, StringConstraints(max_length=1024)]
 Image = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"^[!-~]+$")]
+PolicyName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=32)]
 EngineType = Literal["treeline", "sglang", "vllm", "custom"]
 RESOURCE_NAME: Final = "nvidia.com/gpu"
 
@@ -195,13 +196,9 @@ class Engine(Part):
     """Number format of weights and activations, in the engine's words."""
     threads: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
     """Threads of computation."""
-    eviction_policy: (
-        Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=32)] | None
-    ) = None
+    eviction_policy: PolicyName | None = None
     """Which pages leave the prefix cache first, in the engine's words."""
-    schedule_policy: (
-        Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=32)] | None
-    ) = None
+    schedule_policy: PolicyName | None = None
     """Which waiting request is next, in the engine's words."""
     adapters: Annotated[tuple[Adapter, ...], Field(max_length=64, json_schema_extra=LIST_MAP)] = ()
     """LoRA adapters that are served beside the model. For engines sglang and vllm."""

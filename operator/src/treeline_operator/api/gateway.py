@@ -17,6 +17,7 @@ from treeline_operator.api.parts import (
     DnsName,
     NamedRef,
     Part,
+    Port,
     Resources,
 )
 from treeline_operator.api.rules import Rule, forbidden
@@ -101,7 +102,7 @@ class Standalone(Part):
 
     service_type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
     """Type of the Service in front of Envoy."""
-    port: Annotated[StrictInt, Field(ge=1, le=65535)] = 80
+    port: Port = 80
     """Port of the Service."""
     replicas: Annotated[StrictInt, Field(ge=1, le=20)] = 1
     """Envoys."""
@@ -143,13 +144,12 @@ class ParentRef(Part):
     """Name of the parent."""
     section_name: DnsName | None = None
     """One listener of the parent; absent means all."""
-    port: Annotated[StrictInt, Field(ge=1, le=65535)] | None = None
+    port: Port | None = None
     """Port of the parent's listeners; absent means all."""
 
 
 Hostname = Annotated[
-    str,
-    StringConstraints(pattern=r"^(\*\.)?" + DNS_NAME_PATTERN[1:], min_length=1, max_length=253),
+    str, StringConstraints(pattern=r"^(\*\.)?" + DNS_NAME_PATTERN[1:], min_length=1, max_length=253)
 ]
 
 

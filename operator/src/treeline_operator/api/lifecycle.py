@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, WithJsonSchema
 
@@ -98,9 +98,6 @@ class Drain(Part):
 
     timeout_seconds: Annotated[StrictInt, Field(ge=1, le=3600)] = 60
     """Longest time that running requests get to end. Grace period, preStop and timeouts follow from it."""
-
-
-_NOTHING: Final = (0, "0%")
 
 
 class DisruptionBudget(Part):

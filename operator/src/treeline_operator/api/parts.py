@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
@@ -16,6 +16,7 @@ from pydantic import (
     with_config,
 )
 from pydantic.alias_generators import to_camel
+from treeline_kube.resources import Ref
 from typing_extensions import TypedDict
 
 from treeline_operator.api.rules import Rule, Ruled, forbidden
@@ -43,6 +44,12 @@ QUALIFIED_NAME_PATTERN: Final = (
 NO_QUALIFIED_NAME: Final = "a key is a name of 63 characters or fewer, or example.com/name: correct it"
 
 
+_INT_OR_STRING: Final[dict[str, Any]] = {
+    "x-kubernetes-int-or-string": True,
+    "anyOf": [{"type": "integer"}, {"type": "string"}],
+}
+
+
 def _quantity_text(value: Any) -> Any:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
@@ -51,15 +58,7 @@ Quantity = Annotated[
     str,
     BeforeValidator(_quantity_text),
     StringConstraints(pattern=QUANTITY_PATTERN, max_length=64),
-    WithJsonSchema(
-        {
-            "x-kubernetes-int-or-string": True,
-            "anyOf": [{"type": "integer"}, {"type": "string"}],
-            "pattern": QUANTITY_PATTERN,
-            "maxLength": 64,
-            "minimum": 0,
-        }
-    ),
+    WithJsonSchema({**_INT_OR_STRING, "pattern": QUANTITY_PATTERN, "maxLength": 64, "minimum": 0}),
 ]
 """A Kubernetes quantity as written, none below zero."""
 
@@ -80,14 +79,7 @@ CountOrPercent = Annotated[
     int | str,
     BeforeValidator(_count_or_percent),
     WithJsonSchema(
-        {
-            "x-kubernetes-int-or-string": True,
-            "anyOf": [{"type": "integer"}, {"type": "string"}],
-            "pattern": PERCENT_PATTERN,
-            "maxLength": 4,
-            "minimum": 0,
-            "maximum": 1000,
-        }
+        {**_INT_OR_STRING, "pattern": PERCENT_PATTERN, "maxLength": 4, "minimum": 0, "maximum": 1000}
     ),
 ]
 """A number of pods, or a percentage of `replicas` such as `25%`; `pods_of` gives the number."""
@@ -108,6 +100,7 @@ SET: Final[dict[str, Any]] = {"x-kubernetes-list-type": "set"}
 FOREIGN: Final[dict[str, Any]] = {"x-kubernetes-preserve-unknown-fields": True}
 """Schema of a fragment that belongs to another API and is kept as it is."""
 
+Port = Annotated[StrictInt, Field(ge=1, le=65535)]
 DnsLabel = Annotated[str, StringConstraints(pattern=DNS_LABEL_PATTERN, min_length=1, max_length=63)]
 ServedName = Annotated[str, StringConstraints(pattern=SERVED_NAME_PATTERN, min_length=1, max_length=256)]
 DnsName = Annotated[str, StringConstraints(pattern=DNS_NAME_PATTERN, min_length=1, max_length=253)]
@@ -166,6 +159,16 @@ class Resource(Ruled):
     @property
     def namespace(self) -> str:
         return self.metadata.namespace
+
+    @property
+    def ref(self) -> Ref:
+        """The object's address."""
+        return Ref(API_VERSION, self.kind, self.namespace, self.name)
+
+    @property
+    def born(self) -> datetime:
+        """When the object was made. One of a file that was never applied is younger than all that exist."""
+        return self.metadata.creation_timestamp or datetime.max.replace(tzinfo=UTC)
 
     @property
     def deleting(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 import msgspec
 from treeline_kube.errors import KubeError
 
-from treeline_operator.controller.queue import Backoff, Outcome, Queue, Uncounted
+from treeline_operator.controller.queue import Backoff, Outcome, Queue
 from treeline_operator.controller.store import Store
 from treeline_operator.plan.pod_state import DOWNLOAD
 from treeline_operator.world import Key, Observed
@@ -49,7 +49,7 @@ class Downloads:
     _queue: Queue = field(init=False)
 
     def __post_init__(self) -> None:
-        self._queue = Queue(self._look, gauges=Uncounted(), concurrency=4, backoff=Backoff(_EVERY_S, 60.0))
+        self._queue = Queue(self._look, concurrency=4, backoff=Backoff(_EVERY_S, 60.0))
 
     def progress(self, key: Key) -> Mapping[str, tuple[int, int]]:
         """Pod → bytes done and bytes in all (0: not known), of the pool's downloads that run."""

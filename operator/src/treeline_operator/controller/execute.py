@@ -17,6 +17,7 @@ from treeline_operator import names
 from treeline_operator.actions import Action, Apply, CreateKeys, Delete, Mark, Plan, Scale
 from treeline_operator.api.conditions import Reason
 from treeline_operator.controller.store import Store
+from treeline_operator.plan.facts import label
 from treeline_operator.status.conditions import timestamp
 from treeline_operator.world import Ref
 
@@ -127,14 +128,14 @@ class Executor:
         Server-side apply would take it over. An object of ours that lost its label is ours by its owner.
         """
         try:
-            meta = (await self.writer.get(action.ref))["metadata"]
+            there = await self.writer.get(action.ref)
         except NotFound:
             return None
         wanted = _owners(action.object["metadata"])
         # What is shared by pools (a gateway's anchor) has no controller among its owners; all else has one.
         controlled = any(wanted.values())
-        owners = {uid for uid, controls in _owners(meta).items() if controls or not controlled}
-        if (meta.get("labels") or {}).get(names.MANAGED_BY) == names.MANAGER or owners & wanted.keys():
+        owners = {uid for uid, controls in _owners(there["metadata"]).items() if controls or not controlled}
+        if label(there, names.MANAGED_BY) == names.MANAGER or owners & wanted.keys():
             return None
         text = f"{action.ref.kind} {action.ref.name} exists and is not the operator's; rename or delete it"
         log.warning("%s", text)

@@ -27,14 +27,12 @@ class Vitals:
     watch_ages: Callable[[], Mapping[str, float]] = dict
     oldest_key: Callable[[], float] = lambda: 0.0
     troubles: Callable[[], list[str]] = list
-    stale_watch_s: float = STALE_WATCH_S
-    stuck_key_s: float = STUCK_KEY_S
 
     def liveness_failures(self) -> list[str]:
         """Why the process should be restarted."""
         ages = self.watch_ages().items()
-        found = [f"nothing heard of {kind} for {age:.0f} s" for kind, age in ages if age > self.stale_watch_s]
-        if (oldest := self.oldest_key()) > self.stuck_key_s:
+        found = [f"nothing heard of {kind} for {age:.0f} s" for kind, age in ages if age > STALE_WATCH_S]
+        if (oldest := self.oldest_key()) > STUCK_KEY_S:
             found.append(f"a key has waited or run for {oldest:.0f} s")
         return found
 

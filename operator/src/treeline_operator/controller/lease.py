@@ -153,9 +153,7 @@ class Elector:
         if self._lease is None or self._lease["metadata"]["resourceVersion"] != version:
             self._seen_at = now()
         self._lease = lease
-        leader = lease["spec"].get("holderIdentity") or ""
-        if leader != self.leader:
-            self.leader = leader
+        self.leader = lease["spec"].get("holderIdentity") or ""
 
     def _is_former_container(self, holder: str) -> bool:
         return bool(self._pod) and holder.startswith(self._pod)

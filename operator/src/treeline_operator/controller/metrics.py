@@ -52,14 +52,12 @@ class Metrics(Collector):
         self.registry.register(self)
 
     def finished(self, key: Key, outcome: Outcome, waited_s: float, ran_s: float) -> None:
-        """A reconciliation ended."""
+        """A reconciliation ended; one that failed comes again."""
+        if outcome.retry:
+            self._retries.labels(key.kind).inc()
         self._reconciles.labels(key.kind, outcome.result).inc()
         self._ran.labels(key.kind).observe(ran_s)
         self._waited.labels(key.kind).observe(waited_s)
-
-    def retried(self, key: Key) -> None:
-        """A reconciliation failed and comes again."""
-        self._retries.labels(key.kind).inc()
 
     def requested(self, verb: str, resource: str, code: int, seconds: float) -> None:
         """One request to the API server was answered, or was not."""

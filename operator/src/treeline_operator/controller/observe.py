@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Final
 
 from pydantic import ValidationError
@@ -18,7 +18,6 @@ from treeline_operator.world import GatewayWorld, Key, Observed, PickerView, Pla
 
 log = logging.getLogger(__name__)
 
-_LAST: Final = datetime.max.replace(tzinfo=UTC)
 _KINDS: Final[dict[str, type[Resource]]] = {POOL: InferencePool, MODEL: InferenceModel}
 
 
@@ -104,7 +103,6 @@ class Observer:
             children=children,
             pods=pods,
             gateway=self.gateway_world(namespace, gateway, now),
-            models=self.models(namespace),
             picker=self.pickers.get((namespace, gateway)),
             picker_silent_since=self.silent.get((namespace, gateway)),
             platform=self.platform,
@@ -179,14 +177,10 @@ def keys_for_change(change: Change, store: Store) -> set[Key]:
             # It changes with every pool, and nothing in it concerns a pool.
             keys.add(Key("gateway", ref.namespace, membership.gateway))
         elif membership.gateway:
-            keys |= _of_gateway(store, ref.namespace, membership.gateway)
+            keys.add(Key("gateway", ref.namespace, membership.gateway))
+            members = store.gateway_pools(ref.namespace, membership.gateway)
+            keys |= {Key("pool", ref.namespace, pool.ref.name) for pool in members}
     return keys
-
-
-def _of_gateway(store: Store, namespace: str, gateway: str) -> set[Key]:
-    """The gateway and the pools behind it."""
-    members = store.gateway_pools(namespace, gateway)
-    return {Key("gateway", namespace, gateway), *(Key("pool", namespace, pool.ref.name) for pool in members)}
 
 
 def _pools_of_model(change: Change) -> Iterator[Key]:
@@ -216,4 +210,4 @@ def _spec_of(pool: InferencePool) -> object:
 
 
 def _age(resource: Resource) -> tuple[datetime, str]:
-    return resource.metadata.creation_timestamp or _LAST, resource.name
+    return resource.born, resource.name

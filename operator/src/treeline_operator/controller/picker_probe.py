@@ -15,13 +15,17 @@ from treeline_wire import ports
 
 from treeline_operator import names
 from treeline_operator.controller.observe import Observer
-from treeline_operator.controller.queue import Backoff, Outcome, Queue, Uncounted
+from treeline_operator.controller.queue import Backoff, Outcome, Queue
+from treeline_operator.plan.facts import label
+from treeline_operator.plan.pod_state import is_available
 from treeline_operator.world import Key, PickerEndpoint, PickerView
 
 log = logging.getLogger(__name__)
 
 _MAX_ANSWER: Final = 32 << 20
 _PATIENCE: Final = 3
+_CALM_S: Final = 10.0
+_HURRIED_S: Final = 0.5
 
 
 class _Endpoint(msgspec.Struct):
@@ -128,17 +132,13 @@ class PickerProbe:
     asker: Asker
     changed: Callable[[Key], None]
     port: int | None = None
-    calm_s: float = 10.0
-    hurried_s: float = 0.5
     clock: Callable[[], datetime] = lambda: datetime.now(UTC)
     _waiting: dict[tuple[str, str], str] = field(default_factory=dict)
     _failures: dict[tuple[str, str], int] = field(default_factory=dict)
     _queue: Queue = field(init=False)
 
     def __post_init__(self) -> None:
-        self._queue = Queue(
-            self._probe, gauges=Uncounted(), concurrency=16, backoff=Backoff(self.hurried_s, self.calm_s)
-        )
+        self._queue = Queue(self._probe, concurrency=16, backoff=Backoff(_HURRIED_S, _CALM_S))
 
     def wait(self, namespace: str, gateway: str, pool: str, waits: bool) -> None:
         """Whether a pool waits for its gateway's picker to say something new."""
@@ -171,7 +171,7 @@ class PickerProbe:
             self._failures.pop(gateway, None)
             self._set(gateway, None)
             return Outcome("none")  # a change of its pods brings it back
-        delay = self.hurried_s if self._is_awaited(*gateway) else self.calm_s
+        delay = _HURRIED_S if self._is_awaited(*gateway) else _CALM_S
         try:
             asked_at = self.clock()
             answers = await asyncio.gather(*(self.asker.ask(*address) for address in addresses))
@@ -195,14 +195,9 @@ class PickerProbe:
             if observed.ref.kind != "Pod":
                 continue
             pod = observed.object
-            meta: dict[str, Any] = pod["metadata"]
-            status = pod.get("status") or {}
-            picks = (meta.get("labels") or {}).get(names.COMPONENT) == "epp"
-            ready = any(
-                c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ()
-            )
-            if picks and ready and not meta.get("deletionTimestamp") and status.get("podIP"):
-                found.append((status["podIP"], self.port or _admin_port(pod)))
+            address = (pod.get("status") or {}).get("podIP")
+            if address and label(pod, names.COMPONENT) == "epp" and is_available(pod):
+                found.append((address, self.port or _admin_port(pod)))
         return found
 
     def _set(self, gateway: tuple[str, str], view: PickerView | None) -> None:

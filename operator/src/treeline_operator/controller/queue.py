@@ -154,19 +154,6 @@ class Gauges(Protocol):
     def finished(self, key: Key, outcome: Outcome, waited_s: float, ran_s: float) -> None:
         """A reconciliation ended after waiting and running for so long."""
 
-    def retried(self, key: Key) -> None:
-        """One failed and will be tried again."""
-
-
-class Uncounted:
-    """Counts nothing."""
-
-    def finished(self, key: Key, outcome: Outcome, waited_s: float, ran_s: float) -> None:
-        """Nothing."""
-
-    def retried(self, key: Key) -> None:
-        """Nothing."""
-
 
 class Queue:
     """Runs `reconcile` for the keys that are added, some at once, one at a time for each key.
@@ -179,7 +166,7 @@ class Queue:
         self,
         reconcile: Callable[[Key], Awaitable[Outcome]],
         *,
-        gauges: Gauges,
+        gauges: Gauges | None = None,
         concurrency: int = 8,
         backoff: Backoff | None = None,
         chance: Callable[[], float] = random.random,
@@ -269,9 +256,8 @@ class Queue:
         finally:
             now = _now()
             total = self._schedule.done(key, outcome, now)
-            self._gauges.finished(key, outcome, total - (now - started), now - started)
-            if outcome.retry:
-                self._gauges.retried(key)
+            if self._gauges is not None:
+                self._gauges.finished(key, outcome, total - (now - started), now - started)
 
 
 def _now() -> float:

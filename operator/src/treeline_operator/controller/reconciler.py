@@ -9,14 +9,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import partial
 from typing import Any, Final, Literal, Protocol
 
 from treeline_kube.errors import Conflict, KubeError, LostLease, NotFound
 
 from treeline_operator.actions import Plan
 from treeline_operator.api.conditions import ConditionType, Reason
-from treeline_operator.api.parts import API_VERSION, Condition
+from treeline_operator.api.parts import API_VERSION
 from treeline_operator.api.pool import InferencePool, PoolStatus
 from treeline_operator.controller.downloads import Downloads
 from treeline_operator.controller.execute import Done, Executor
@@ -28,23 +27,23 @@ from treeline_operator.controller.queue import Outcome
 from treeline_operator.controller.recorder import Recorder
 from treeline_operator.controller.store import MODEL, POOL
 from treeline_operator.controller.warnings import Lister, Warnings, is_stuck
+from treeline_operator.plan.facts import condition_of
 from treeline_operator.plan.gateway import plan_gateway
 from treeline_operator.plan.pod_state import is_draining
 from treeline_operator.plan.pool import plan_pool
 from treeline_operator.plan.sharing import Shared, share
 from treeline_operator.status.alarms import Alarms
 from treeline_operator.status.causes import Cause
-from treeline_operator.status.conditions import same_status
+from treeline_operator.status.conditions import few, same_status
 from treeline_operator.status.events import transitions
 from treeline_operator.status.gateway_status import UNHEARD_S
 from treeline_operator.status.models import model_statuses
 from treeline_operator.status.pool import not_understood, parent_gateways, pool_status, refusal
-from treeline_operator.world import Key, PoolWorld, Ref
+from treeline_operator.world import Key, Observed, PoolWorld, Ref
 
 log = logging.getLogger(__name__)
 
 _REFUSED_AGAIN_S: Final = 30.0
-_PATHS: Final = 5
 _WHOLE: Final = (ConditionType.READY, ConditionType.WORKLOADS_READY)
 _ENVOY: Final = "treeline_operator.envoy.document"
 
@@ -124,9 +123,7 @@ class Reconciler:
         after = self.observer.pool_world(pool, self.clock())
         refused = self._refused.get(key) or self._refused.get(gateway)
         status, again_s = await self._status(key, after, refused)
-        due_s = await self._report(
-            pool.kind, pool.namespace, pool.name, pool.metadata.uid, dict(pool.status), dict(status)
-        )
+        due_s = await self._report(pool.ref, pool.metadata.uid, dict(pool.status), dict(status))
         self.probe.wait(
             pool.namespace, pool.spec.gateway.name, pool.name, _waits(status, after) and not pool.deleting
         )
@@ -150,10 +147,7 @@ class Reconciler:
         world, again_s = await self._with_gateways(world)
         world = replace(world, events=self._warnings.about(world))
         status = pool_status(world, self.downloads.progress(key), refused)
-        if (
-            world.picker is None
-            and _condition(status, ConditionType.ENDPOINT_PICKER_READY)["status"] == "True"
-        ):
+        if world.picker is None and _holds(status, ConditionType.ENDPOINT_PICKER_READY):
             again_s = _sooner(again_s, UNHEARD_S)
         if _is_whole(status) or world.pool.deleting:
             self._warnings.forget(key)
@@ -163,17 +157,17 @@ class Reconciler:
         if await self._warnings.look(key):
             world = replace(world, events=self._warnings.about(world))
             status = pool_status(world, self.downloads.progress(key), refused)
-        waits = next(c for c in map(partial(_condition, status), _WHOLE) if c["status"] != "True")
-        return status, _sooner(again_s, self._warnings.again_s(key, waits["reason"]))
+        lacking = next(kind for kind in _WHOLE if not _holds(status, kind))
+        why = condition_of({"status": status}, lacking)["reason"]
+        return status, _sooner(again_s, self._warnings.again_s(key, why))
 
     async def _with_gateways(self, world: PoolWorld) -> tuple[PoolWorld, float | None]:
         """The world with the Gateways that it hangs on, and when they are to be read again."""
         refs = () if world.pool.deleting else parent_gateways(world)
         if not refs:
             return world, None
-        before = world.pool.status.get("conditions", ())
-        reported = next((one for one in before if one["type"] == ConditionType.GATEWAY_READY), None)
-        awaited = reported is None or reported["status"] != "True"
+        reported = condition_of({"status": world.pool.status}, ConditionType.GATEWAY_READY)
+        awaited = reported.get("status") != "True"
         parents = await self._gateways.read(refs, awaited=awaited)
         return replace(world, parents=parents), AWAITED_S if awaited else SETTLED_S
 
@@ -181,9 +175,7 @@ class Reconciler:
         observed = self.observer.store.get(Ref(API_VERSION, POOL, key.namespace, key.name))
         if observed is None:
             return Outcome("gone")
-        obj = observed.object
-        status = not_understood(obj, problem, self.clock(), ConditionType.READY)
-        await self._report(POOL, key.namespace, key.name, observed.uid, obj.get("status") or {}, status)
+        await self._report_problem(observed, problem, ConditionType.READY)
         return Outcome("invalid")
 
     # ---- gateways ---------------------------------------------------------------------------------------------
@@ -194,7 +186,7 @@ class Reconciler:
         before = self._refused.get(key)
         await _load_envoy()
         plan = self._planned(key, lambda: plan_gateway(world))
-        shared = share(world.pools).gateways[key.name] if world.pools else None
+        shared = share(world.pools)[key.name] if world.pools else None
         done = await self._execute(key, plan, shared.owner if shared else None) if plan else Done()
         known = self._acknowledged.pop(key, _NOTHING_ACKNOWLEDGED)
         acknowledged = known if done.stale else _acknowledge(shared)
@@ -216,19 +208,13 @@ class Reconciler:
         by_name = {model.name: model for model in models}
         due_s: float | None = None
         self._alarms.retain(MODEL, key.namespace, by_name)
-        for name, reported in model_statuses(
-            models, self.observer.pools(key.namespace), self.clock()
-        ).items():
+        statuses = model_statuses(models, self.observer.pools(key.namespace), self.clock())
+        for name, reported in statuses.items():
             model = by_name[name]
-            again_s = await self._report(
-                MODEL, key.namespace, name, model.metadata.uid, dict(model.status), dict(reported)
-            )
+            again_s = await self._report(model.ref, model.metadata.uid, dict(model.status), dict(reported))
             due_s = _sooner(due_s, again_s)
         for observed, problem in self.observer.unreadable_models(key.namespace):
-            obj = observed.object
-            status = not_understood(obj, problem, self.clock(), ConditionType.ACCEPTED)
-            name, before = observed.ref.name, obj.get("status") or {}
-            await self._report(MODEL, key.namespace, name, observed.uid, before, status)
+            await self._report_problem(observed, problem, ConditionType.ACCEPTED)
         return Outcome(after_s=due_s)
 
     # ---- what all do ------------------------------------------------------------------------------------------
@@ -248,10 +234,7 @@ class Reconciler:
             self._event(subject, "Warning" if bad else "Normal", reason, f"{reason} {', '.join(what)}")
         for ref, paths in done.drifted:
             self.metrics.drifted(ref.kind)
-            named = ", ".join(paths[:_PATHS]) + (
-                f" and {len(paths) - _PATHS} more" if len(paths) > _PATHS else ""
-            )
-            text = f"{ref.kind} {ref.name} was changed by somebody else and is set right: {named}"
+            text = f"{ref.kind} {ref.name} was changed by somebody else and is set right: {few(paths)}"
             log.info("%s", text, extra=_about(key))
             self._event(subject, "Normal", Reason.DRIFT_CORRECTED, text)
         return done
@@ -260,25 +243,29 @@ class Reconciler:
         self, subject: InferencePool | None, type_: Literal["Normal", "Warning"], reason: Reason, text: str
     ) -> None:
         if subject is not None:
-            ref = Ref(API_VERSION, POOL, subject.namespace, subject.name)
-            self.recorder.emit(ref, subject.metadata.uid, type_, reason, text)
+            self.recorder.emit(subject.ref, subject.metadata.uid, type_, reason, text)
+
+    async def _report_problem(self, observed: Observed, problem: str, kind: ConditionType) -> None:
+        """Tell of an object whose spec does not fit our types."""
+        obj = observed.object
+        status = not_understood(obj, problem, self.clock(), kind)
+        await self._report(observed.ref, observed.uid, obj.get("status") or {}, status)
 
     async def _report(
-        self, kind: str, namespace: str, name: str, uid: str, before: dict[str, Any], status: dict[str, Any]
+        self, ref: Ref, uid: str, before: dict[str, Any], status: dict[str, Any]
     ) -> float | None:
         """Write a status if it says something new, and Events for what is new in it, or has lasted for long enough now.
 
         When to look again for what has not.
         """
-        ref = Ref(API_VERSION, kind, namespace, name)
         self.metrics.conditions(ref, status.get("conditions", ()))
         due = self._alarms.due(ref, before, status, self.clock())
         for note in due.notes:
             self.recorder.emit(ref, uid, note.type, note.reason, note.message)
         if same_status(before, status):
             return due.again_s
-        meta = {"name": name, "namespace": namespace, "uid": uid}
-        obj = {"apiVersion": API_VERSION, "kind": kind, "metadata": meta, "status": status}
+        meta = {"name": ref.name, "namespace": ref.namespace, "uid": uid}
+        obj = {"apiVersion": ref.api_version, "kind": ref.kind, "metadata": meta, "status": status}
         try:
             answer = await self.statuses.apply_status(obj)
         except (Conflict, NotFound):
@@ -306,8 +293,7 @@ def _outcome(plan: Plan | None, done: Done, again_s: float | None = None) -> Out
         return Outcome("conflict", retry=True)
     if done.refused:
         return Outcome("refused", retry=True, after_s=_REFUSED_AGAIN_S)
-    due = [delay for delay in (plan.recheck_s, again_s) if delay is not None]
-    return Outcome("changed" if plan.actions else "ok", after_s=min(due, default=None))
+    return Outcome("changed" if plan.actions else "ok", after_s=_sooner(plan.recheck_s, again_s))
 
 
 def _sooner(one_s: float | None, other_s: float | None) -> float | None:
@@ -341,23 +327,18 @@ def _gateway_settings(pool: InferencePool) -> object:
 
 def _waits(status: PoolStatus, world: PoolWorld) -> bool:
     """Whether somebody waits for the picker: all is not well yet, or pods come and go."""
-    ready, progressing = (
-        _condition(status, ConditionType.READY),
-        _condition(status, ConditionType.PROGRESSING),
-    )
-    if ready["status"] != "True" or progressing["status"] == "True":
+    if not _holds(status, ConditionType.READY) or _holds(status, ConditionType.PROGRESSING):
         return True
     return any(is_draining(pod.object) for pod in world.pods)
 
 
 def _is_whole(status: PoolStatus) -> bool:
     """Whether the pool serves, and with all the pods that it is to have."""
-    return all(_condition(status, kind)["status"] == "True" for kind in _WHOLE)
+    return all(_holds(status, kind) for kind in _WHOLE)
 
 
-def _condition(status: PoolStatus, kind: ConditionType) -> Condition:
-    """A condition that every pool has."""
-    return next(condition for condition in status["conditions"] if condition["type"] == kind)
+def _holds(status: PoolStatus, kind: ConditionType) -> bool:
+    return condition_of({"status": status}, kind).get("status") == "True"
 
 
 def _about(key: Key) -> dict[str, object]:

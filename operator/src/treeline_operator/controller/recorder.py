@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any, Final, Literal, Protocol
 
 from treeline_operator.controller.metrics import Metrics
+from treeline_operator.status.conditions import timestamp
 from treeline_operator.world import Ref
 
 log = logging.getLogger(__name__)
@@ -106,21 +107,15 @@ class Recorder:
             log.info("%d events left unwritten", self._queue.qsize())
 
     def _event(self, ref: Ref, uid: str, type_: str, reason: str, message: str) -> dict[str, Any]:
-        stamp = self.clock().strftime("%Y-%m-%dT%H:%M:%SZ")
-        about = {
-            "apiVersion": ref.api_version,
-            "kind": ref.kind,
-            "namespace": ref.namespace,
-            "name": ref.name,
-        }
+        stamp = timestamp(self.clock())
+        api_version, kind, namespace, name = ref
+        about = {"apiVersion": api_version, "kind": kind, "namespace": namespace, "name": name, "uid": uid}
+        meta = {"name": f"{name[:40]}.{uuid.uuid4().hex[:16]}", "namespace": namespace or "default"}
         return {
             "apiVersion": "v1",
             "kind": "Event",
-            "metadata": {
-                "name": f"{ref.name[:40]}.{uuid.uuid4().hex[:16]}",
-                "namespace": ref.namespace or "default",
-            },
-            "involvedObject": {**about, "uid": uid},
+            "metadata": meta,
+            "involvedObject": about,
             "type": type_,
             "reason": reason,
             "message": message if len(message) <= _MESSAGE else f"{message[: _MESSAGE - 1]}…",

@@ -85,11 +85,8 @@ class Operator:
             reconciler.reconcile, gauges=metrics, concurrency=options.workers, fatal=(LostLease,)
         )
         self.store.listeners += [self.observer.forget, self._changed]
-        metrics.depth, metrics.oldest, metrics.objects = (
-            self.queue.depth,
-            self.queue.oldest,
-            self.store.__len__,
-        )
+        metrics.depth, metrics.oldest = self.queue.depth, self.queue.oldest
+        metrics.objects = self.store.__len__
         metrics.watch_ages = vitals.watch_ages = self.informer.ages
         vitals.oldest_key, vitals.troubles = self.queue.oldest, self.informer.troubles
 

@@ -138,14 +138,8 @@ class Store:
         if before is None or old_membership != membership or _spec(before.object) != _spec(obj):
             self._count_spec_change(observed.ref, membership)
         if notify or before is None or _generation(before.object) != _generation(obj):
-            self._notify(
-                Change(
-                    observed.ref,
-                    before,
-                    observed,
-                    frozenset(p for p in (old_membership, membership) if p is not None),
-                )
-            )
+            memberships = frozenset(m for m in (old_membership, membership) if m is not None)
+            self._notify(Change(observed.ref, before, observed, memberships))
         return True
 
     def remove(self, ref: Ref, uid: str, version: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -131,13 +131,8 @@ def is_stuck(world: PoolWorld) -> bool:
     pods = (one.object for one in (*world.pods, *world.gateway.pods))
     if any(not is_ready(pod) and not is_leaving(pod) for pod in pods):
         return True
-    return any(map(_lacks_pods, _deployments(world)))
-
-
-def _deployments(world: PoolWorld) -> Iterable[dict[str, Any]]:
-    for child in (*world.children, *world.gateway.children):
-        if child.ref.kind == "Deployment":
-            yield child.object
+    children = (*world.children, *world.gateway.children)
+    return any(_lacks_pods(child.object) for child in children if child.ref.kind == "Deployment")
 
 
 def _lacks_pods(deployment: dict[str, Any]) -> bool:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from treeline_operator.envoy.config import EnvoyConfig, Isolation, Limits, PickerTls, Tls
-    from treeline_operator.envoy.document import bootstrap, bootstrap_json, tls_json
-    from treeline_operator.envoy.picker_tls import picker_tls_files
+    from treeline_operator.envoy.document import bootstrap, bootstrap_json
+    from treeline_operator.envoy.tls import picker_tls_files, tls_json
 
 __all__ = [
     "EnvoyConfig",
@@ -36,8 +36,8 @@ _HOME: Final = {
     "Tls": "config",
     "bootstrap": "document",
     "bootstrap_json": "document",
-    "picker_tls_files": "picker_tls",
-    "tls_json": "document",
+    "picker_tls_files": "tls",
+    "tls_json": "tls",
 }
 
 

@@ -28,7 +28,7 @@ from treeline_operator.envoy.config import (
     EnvoyConfig,
     address,
 )
-from treeline_operator.envoy.picker_tls import transport_socket
+from treeline_operator.envoy.tls import to_picker
 
 # A stream on the ext_proc cluster and a request on the pods cluster may live for a whole generation; Envoy's default of
 # 1024 would turn the 1025th concurrent generation into an error.
@@ -136,7 +136,7 @@ def _picker_cluster(
         health_checks=[] if check is None else [check],
         common_lb_config=_balancing(),
         circuit_breakers=_circuit_breakers(),
-        transport_socket=transport_socket(config.picker_tls),
+        transport_socket=to_picker(config.picker_tls),
         typed_extension_protocol_options=_http(
             HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=core_v3.Http2ProtocolOptions())
         ),

@@ -105,8 +105,6 @@ class EnvoyConfig:
     epp_host: str = "127.0.0.1"
     ext_proc_port: int = ports.EXT_PROC
     eds_port: int = ports.EDS
-    node_id: str = "treeline"
-    node_cluster: str = "treeline"
     engines: tuple[str, ...] = ("treeline",)
     body_limit: int = 32 * 1024 * 1024
     health_port: int | None = None

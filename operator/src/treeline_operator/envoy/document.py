@@ -20,18 +20,14 @@ promises:
 from __future__ import annotations
 
 import json
-from pathlib import PurePosixPath
 from typing import Any
 
 import betterproto2
 from envoy_data_plane.envoy.config.bootstrap.v3 import Admin, Bootstrap, BootstrapStaticResources
-from envoy_data_plane.envoy.config.core.v3 import DataSource, Node, WatchedDirectory
-from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import Secret, TlsCertificate
-from envoy_data_plane.envoy.service.discovery.v3 import DiscoveryResponse
-from envoy_data_plane.google.protobuf import Any as Packed
+from envoy_data_plane.envoy.config.core.v3 import Node
 
 from treeline_operator.envoy.clusters import admin_cluster, eds_cluster, ext_proc_cluster, pods_cluster
-from treeline_operator.envoy.config import CERTIFICATE, EnvoyConfig, Tls, address
+from treeline_operator.envoy.config import EnvoyConfig, address
 from treeline_operator.envoy.health import health_listener
 from treeline_operator.envoy.listener import listener
 from treeline_operator.envoy.overload import overload_manager
@@ -45,7 +41,7 @@ def bootstrap(config: EnvoyConfig) -> dict[str, Any]:
         listeners.append(health_listener(config.listen_host, config.health_port))
         clusters.append(admin_cluster(config))
     message = Bootstrap(
-        node=Node(id=config.node_id, cluster=config.node_cluster),
+        node=Node(id="treeline", cluster="treeline"),
         # The admin page can stop the process and shows the configuration with its keys: loopback only.
         admin=Admin(address=address("127.0.0.1", config.admin_port), ignore_global_conn_limit=True),
         overload_manager=overload_manager(config),
@@ -57,18 +53,3 @@ def bootstrap(config: EnvoyConfig) -> dict[str, Any]:
 def bootstrap_json(config: EnvoyConfig) -> str:
     """The bootstrap as indented JSON text."""
     return json.dumps(bootstrap(config), indent=2)
-
-
-def tls_json(tls: Tls) -> str:
-    """The text of `tls.discovery_file`: it names the certificate's files, so that Envoy loads them anew when they
-    change. It holds no secret itself."""
-    watched = PurePosixPath(tls.certificate_file).parent
-    certificate = TlsCertificate(
-        certificate_chain=DataSource(filename=tls.certificate_file),
-        private_key=DataSource(filename=tls.key_file),
-        # A mounted Secret changes by a rename in this directory, not in the files' own.
-        watched_directory=WatchedDirectory(path=str(watched)),
-    )
-    secret = Secret(name=CERTIFICATE, tls_certificate=certificate)
-    response = DiscoveryResponse(version_info="1", resources=[Packed.pack(secret)])
-    return json.dumps(response.to_dict(casing=betterproto2.Casing.SNAKE), indent=2)

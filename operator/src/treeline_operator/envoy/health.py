@@ -8,9 +8,7 @@ from envoy_data_plane.envoy.config.core.v3 import DataSource
 from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
 from envoy_data_plane.envoy.config.route import v3 as route_v3
 from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
-from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import (
-    v3 as hcm_v3,
-)
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import v3 as hcm_v3
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from envoy_data_plane.google.protobuf import Any
 

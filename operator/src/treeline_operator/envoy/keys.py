@@ -76,10 +76,9 @@ def _keys(client: str, content: bytes) -> tuple[str, ...]:
     return tuple(line.decode("ascii") for line in lines.values() if _KEY.fullmatch(line))
 
 
-def filter_config(known: Credentials) -> dict[str, Any]:
+def filter_settings(known: Credentials) -> dict[str, Any]:
     """The filter's settings as plain JSON. Without credentials every request is refused."""
     return {
-        "@type": TYPE_URL,
         "credentials": [{"key": key, "client": client} for key, client in known],
         "key_sources": [{"header": header} for header in KEY_HEADERS],
         "forwarding": {"header": CLIENT_HEADER, "hide_credentials": True},
@@ -91,7 +90,7 @@ def discovery_json(known: Credentials, version: str) -> str:
     resource = {
         "@type": "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig",
         "name": FILTER,
-        "typed_config": filter_config(known),
+        "typed_config": {"@type": TYPE_URL, **filter_settings(known)},
     }
     return json.dumps({"version_info": version, "resources": [resource]})
 

@@ -12,15 +12,12 @@ from envoy_data_plane.envoy.config.core import v3 as core_v3
 from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
 from envoy_data_plane.envoy.config.route import v3 as route_v3
 from envoy_data_plane.envoy.extensions.access_loggers.file.v3 import FileAccessLog
-from envoy_data_plane.envoy.extensions.filters.http.api_key_auth import v3 as api_key_auth_v3
+from envoy_data_plane.envoy.extensions.filters.http.api_key_auth.v3 import ApiKeyAuth
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc_v3
 from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import HeaderMutation, Mutations
 from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
-from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import (
-    v3 as hcm_v3,
-)
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import v3 as hcm_v3
 from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
-from envoy_data_plane.envoy.extensions.transport_sockets.tls import v3 as tls_v3
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 from envoy_data_plane.google.protobuf import Any, Struct
@@ -28,18 +25,17 @@ from treeline_wire import headers
 
 from treeline_operator.envoy import keys, overload, paths
 from treeline_operator.envoy.config import (
-    CERTIFICATE,
     EXT_PROC_CLUSTER,
     LONGEST_HOLD,
     NO_TIMEOUT,
     PODS_CLUSTER,
     BodyMode,
     EnvoyConfig,
-    Tls,
     address,
 )
 from treeline_operator.envoy.isolation import LOG_FIELDS, isolation_header
-from treeline_operator.envoy.replies import anything_else, expression, reply, status
+from treeline_operator.envoy.replies import anything_else, expression, header, reply, status
+from treeline_operator.envoy.tls import from_file, to_clients
 
 
 def listener(config: EnvoyConfig) -> Listener:
@@ -58,41 +54,11 @@ def listener(config: EnvoyConfig) -> Listener:
         filter_chains=[
             FilterChain(
                 filters=[manager],
-                transport_socket=_tls(config.tls),
+                transport_socket=to_clients(config.tls),
                 transport_socket_connect_timeout=timedelta(seconds=config.limits.headers_timeout_s),
             )
         ],
         per_connection_buffer_limit_bytes=overload.BUFFER_BYTES,
-    )
-
-
-def _tls(tls: Tls | None) -> core_v3.TransportSocket | None:
-    if tls is None:
-        return None
-    fixed, watched = [], []
-    if tls.discovery_file is None:
-        certificate = tls_v3.TlsCertificate(
-            certificate_chain=core_v3.DataSource(filename=tls.certificate_file),
-            private_key=core_v3.DataSource(filename=tls.key_file),
-        )
-        fixed.append(certificate)
-    else:
-        watched.append(tls_v3.SdsSecretConfig(name=CERTIFICATE, sds_config=_watched(tls.discovery_file)))
-    context = tls_v3.CommonTlsContext(
-        tls_certificates=fixed,
-        tls_certificate_sds_secret_configs=watched,
-        alpn_protocols=["h2", "http/1.1"],
-    )
-    return core_v3.TransportSocket(
-        name="envoy.transport_sockets.tls",
-        typed_config=Any.pack(tls_v3.DownstreamTlsContext(common_tls_context=context)),
-    )
-
-
-def _watched(file: str) -> core_v3.ConfigSource:
-    """A file that Envoy reads again when it is replaced by renaming."""
-    return core_v3.ConfigSource(
-        path_config_source=core_v3.PathConfigSource(path=file), resource_api_version=core_v3.ApiVersion.V3
     )
 
 
@@ -161,33 +127,20 @@ def _edge_headers(config: EnvoyConfig) -> HeaderMutation:
 
 
 def _set(name: str, value: str) -> HeaderChange:
-    return HeaderChange(append=_option(name, value))
-
-
-def _option(name: str, value: str) -> core_v3.HeaderValueOption:
-    return core_v3.HeaderValueOption(
-        header=core_v3.HeaderValue(key=name, value=value),
-        append_action=core_v3.HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
-    )
+    return HeaderChange(append=header(name, value))
 
 
 def _api_keys(config: EnvoyConfig) -> list[hcm_v3.HttpFilter]:
     """The filter that knows the keys; none where everybody is served."""
     if config.api_keys_file is not None:
         source = core_v3.ExtensionConfigSource(
-            config_source=_watched(config.api_keys_file), type_urls=[keys.TYPE_URL]
+            config_source=from_file(config.api_keys_file), type_urls=[keys.TYPE_URL]
         )
         return [hcm_v3.HttpFilter(name=keys.FILTER, config_discovery=source)]
     if not config.api_keys:
         return []
-    known = api_key_auth_v3.ApiKeyAuth(
-        credentials=[
-            api_key_auth_v3.Credential(key=key, client=client) for client, key in config.api_keys.items()
-        ],
-        key_sources=[api_key_auth_v3.KeySource(header=header) for header in keys.KEY_HEADERS],
-        forwarding=api_key_auth_v3.Forwarding(header=headers.CLIENT, hide_credentials=True),
-    )
-    return [_filter("api_key_auth", known)]
+    known = tuple((key, client) for client, key in config.api_keys.items())
+    return [_filter("api_key_auth", ApiKeyAuth.from_dict(keys.filter_settings(known)))]
 
 
 def _filter(name: str, message: betterproto2.Message) -> hcm_v3.HttpFilter:

@@ -24,7 +24,7 @@ def reply(
         filter=when,
         status_code=as_status,
         body_format_override=core_v3.SubstitutionFormatString(json_format=Struct.from_dict(body)),
-        headers_to_add=[_overwriting("retry-after", retry_after)] if retry_after else [],
+        headers_to_add=[header("retry-after", retry_after)] if retry_after else [],
     )
 
 
@@ -48,7 +48,8 @@ def expression(cel: str) -> accesslog_v3.AccessLogFilter:
     return accesslog_v3.AccessLogFilter(extension_filter=extension)
 
 
-def _overwriting(name: str, value: str) -> core_v3.HeaderValueOption:
+def header(name: str, value: str) -> core_v3.HeaderValueOption:
+    """A header that takes the place of one that is there."""
     return core_v3.HeaderValueOption(
         header=core_v3.HeaderValue(key=name, value=value),
         append_action=core_v3.HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,

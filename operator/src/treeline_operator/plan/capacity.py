@@ -8,7 +8,7 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Any, Final
 
-from treeline_operator.plan.objects import condition_of
+from treeline_operator.plan.facts import condition_of, since
 from treeline_operator.quantity import quantity
 
 Json = Mapping[str, Any]
@@ -22,9 +22,9 @@ _PLACING: Final = ("nodeSelector", "affinity", "tolerations", "runtimeClassName"
 def waited_s(pods: Iterable[Json], refused_since: str | None, now: datetime) -> float:
     """The longest time for which one of these pods has had no node; `refused_since` is when pods began to be refused
     before they were made."""
-    since = [_since(pod) for pod in pods]
-    reported = [datetime.fromisoformat(one) for one in (*since, refused_since) if one]
-    return max(((now - one).total_seconds() for one in reported), default=0.0)
+    begun = [since(pod, "PodScheduled") for pod in pods]
+    begun += [datetime.fromisoformat(refused_since)] if refused_since else []
+    return max(((now - one).total_seconds() for one in begun if one is not None), default=0.0)
 
 
 def fits_in_place(pods: Iterable[Json], new: Json, old: Json) -> bool:
@@ -46,13 +46,6 @@ def fits_in_place(pods: Iterable[Json], new: Json, old: Json) -> bool:
         lacking |= short
     wanted = lacking or needed.keys()
     return all(needed.get(name, Decimal(0)) <= freed.get(name, Decimal(0)) for name in wanted)
-
-
-def _since(pod: Json) -> str | None:
-    found = condition_of(pod, "PodScheduled").get("lastTransitionTime") or pod["metadata"].get(
-        "creationTimestamp"
-    )
-    return str(found) if found else None
 
 
 def _requests(pod: Json) -> dict[str, Decimal]:

@@ -9,6 +9,7 @@ from typing import Any
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.source import Cache
 from treeline_operator.plan.download import claim_name, files
+from treeline_operator.plan.objects import manifest
 from treeline_operator.plan.provision import cache_claim_name
 from treeline_operator.quantity import quantity
 from treeline_operator.world import Observed
@@ -49,7 +50,7 @@ def claim(asked: Wanted, observed: Observed | None, meta: dict[str, Any]) -> dic
     }
     if storage_class:
         spec["storageClassName"] = storage_class
-    return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": meta, "spec": spec}
+    return manifest("v1", "PersistentVolumeClaim", meta, spec=spec)
 
 
 def kept(asked: Wanted, observed: Observed | None) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.source import Source
+from treeline_operator.plan.objects import mount
 from treeline_operator.plan.pod_state import DOWNLOAD
 
 BUILTIN_ROOT: Final = "/opt/treeline/models"
@@ -54,10 +55,10 @@ def files(pool: InferencePool) -> Files:
     for number, claim in enumerate(sorted({s.root for s in sources.values() if s.scheme == "pvc"})):
         name = f"claim-{number}"
         volumes.append({"name": name, "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
-        mounts.append({"name": name, "mountPath": f"{CLAIMS}/{claim}", "readOnly": True})
+        mounts.append(mount(name, f"{CLAIMS}/{claim}"))
     if fetches:
         volumes.append({"name": _VOLUME, **_downloads_volume(pool)})
-        mounts.append({"name": _VOLUME, "mountPath": DOWNLOADS, "readOnly": True})
+        mounts.append(mount(_VOLUME, DOWNLOADS))
     return Files(
         model=path(sources[spec.model.uri]),
         tokenizer=path(sources[tokenizer]) if tokenizer else None,

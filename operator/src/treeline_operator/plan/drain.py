@@ -25,6 +25,7 @@ from treeline_wire import labels
 from treeline_operator import names
 from treeline_operator.actions import Mark
 from treeline_operator.plan import pod_state
+from treeline_operator.plan.facts import annotation, created, label
 from treeline_operator.world import PickerEndpoint, PoolWorld, Ref
 
 Pod = dict[str, Any]
@@ -116,7 +117,8 @@ def drain_step(pods: Sequence[Pod], wanted: int, replicas: int, policy: DrainPol
     """
     leaving = victims(pods, wanted, policy)
     chosen = {pod["metadata"]["name"] for pod in leaving}
-    marks = [_serving_again(pod) for pod in pods if pod["metadata"]["name"] not in chosen and _is_marked(pod)]
+    stay = [pod for pod in pods if pod["metadata"]["name"] not in chosen]
+    marks = [_mark(pod, "return", "it is to stay") for pod in stay if _is_marked(pod)]
     notes: list[str] = []
     again: list[float] = []
     waiting = 0
@@ -135,7 +137,7 @@ def drain_step(pods: Sequence[Pod], wanted: int, replicas: int, policy: DrainPol
             again.append(decision.again_s)
             notes.append(f"pod {pod['metadata']['name']} is to go: {decision.why}")
         if _since(pod, policy.now) is None and not _is_undecided(pod, policy):
-            marks.append(_draining(pod, policy, why))
+            marks.append(_mark(pod, "drain", why, policy.in_flight(pod), since=stamp(policy.now)))
     # What goes at the next look is still a replica now: its cost has to be there before the number falls.
     left = wanted if wanted >= replicas else min(replicas, wanted + waiting)
     return DrainStep(left, tuple(marks), min(again, default=None), tuple(notes))
@@ -152,16 +154,8 @@ def victims(pods: Sequence[Pod], wanted: int, policy: DrainPolicy) -> list[Pod]:
         endpoint = policy.endpoint(pod)
         cached = endpoint.cached_tokens if endpoint is not None else 0
         stage = 0 if _is_released(pod) else 1 if pod_state.is_draining(pod) else 2
-        meta = pod["metadata"]
-        created = datetime.fromisoformat(meta.get("creationTimestamp") or "1970-01-01T00:00:00Z")
-        return (
-            _place(pod),
-            stage,
-            policy.in_flight(pod) or 0,
-            cached,
-            -created.timestamp(),
-            meta["name"],
-        )
+        age, name = -created(pod).timestamp(), pod["metadata"]["name"]
+        return _place(pod), stage, policy.in_flight(pod) or 0, cached, age, name
 
     return sorted(pods, key=order)[: max(0, len(pods) - wanted)]
 
@@ -228,19 +222,14 @@ def _place(pod: Pod) -> int:
     return 1 if pod.get("status", {}).get("phase") == "Pending" else 2
 
 
-def _annotation(pod: Pod, name: str) -> str:
-    return str((pod["metadata"].get("annotations") or {}).get(name, ""))
-
-
 def _is_released(pod: Pod) -> bool:
-    return pod_state.is_draining(pod) and _annotation(pod, names.DELETION_COST) == names.LOWEST_COST
+    return pod_state.is_draining(pod) and annotation(pod, names.DELETION_COST) == names.LOWEST_COST
 
 
 def _is_marked(pod: Pod) -> bool:
     """Whether anything of us keeps the pod from serving, or would cost it its life."""
-    serving = (pod["metadata"].get("labels") or {}).get(labels.SERVING)
-    cost = _annotation(pod, names.DELETION_COST) == names.LOWEST_COST
-    return serving != "true" or cost or bool(_annotation(pod, names.DRAINING_SINCE))
+    cost = annotation(pod, names.DELETION_COST) == names.LOWEST_COST
+    return label(pod, labels.SERVING) != "true" or cost or bool(annotation(pod, names.DRAINING_SINCE))
 
 
 def _since(pod: Pod, now: datetime) -> datetime | None:
@@ -248,7 +237,7 @@ def _since(pod: Pod, now: datetime) -> datetime | None:
     if not pod_state.is_draining(pod):
         return None
     try:
-        since = datetime.fromisoformat(_annotation(pod, names.DRAINING_SINCE))
+        since = datetime.fromisoformat(annotation(pod, names.DRAINING_SINCE))
     except ValueError:
         return None
     return since if since.tzinfo is not None and since <= now + timedelta(seconds=BLIND_S) else None
@@ -259,17 +248,9 @@ def stamp(moment: datetime) -> str:
     return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _draining(pod: Pod, policy: DrainPolicy, why: str) -> Mark:
-    return _mark(pod, "drain", why, policy.in_flight(pod), since=stamp(policy.now))
-
-
 def _released(pod: Pod, policy: DrainPolicy, why: str, *, cut_off: bool) -> Mark:
     since = _since(pod, policy.now) or policy.now
     return _mark(pod, "release", why, policy.in_flight(pod), since=stamp(since), cut_off=cut_off)
-
-
-def _serving_again(pod: Pod) -> Mark:
-    return _mark(pod, "return", "it is to stay")
 
 
 def _mark(

@@ -8,15 +8,19 @@ from typing import Final
 
 from treeline_operator import envoy, names
 from treeline_operator.api.gateway import Standalone
+from treeline_operator.api.parts import Resources
 from treeline_operator.plan.canonical import canonical
-from treeline_operator.plan.gateway_common import (
-    GatewayContext,
-    deployment,
-    disruption_budget,
-    resources,
-    service_account,
+from treeline_operator.plan.gateway_common import GatewayContext, deployment, resources
+from treeline_operator.plan.objects import (
+    Object,
+    container_port,
+    http_get,
+    manifest,
+    mount,
+    probe,
+    secret_volume,
+    service_port,
 )
-from treeline_operator.plan.objects import Object, get_probe, manifest, mount, secret_volume
 from treeline_operator.quantity import quantity
 
 LISTEN_PORT: Final = 8080
@@ -74,9 +78,29 @@ def inputs(context: GatewayContext) -> str:
 
 def config_map(context: GatewayContext) -> Object:
     """The bootstrap, immutable and named by its content: pods of two configurations live side by side in a rollout."""
+    # What the picker's certificate is for: the same in clusters of any domain.
+    name = f"{names.epp(context.gateway)}.{context.namespace}.svc"
+    host = f"{name}.{context.platform.cluster_domain}"
+    data = {file: text.replace(_HOST, host).replace(_NAME, name) for file, text in _files(_config(context))}
+    content = names.digest(data)
+    meta = context.meta(f"{names.edge(context.gateway)}-{content}", "edge")
+    meta["labels"][names.REVISION] = content
+    return manifest("v1", "ConfigMap", meta, immutable=True, data=data)
+
+
+def _config(context: GatewayContext) -> envoy.EnvoyConfig:
+    """What Envoy is to be, the picker's address apart.
+
+    (The messages of Envoy's API are loaded here, at the first gateway: without one they are 20 MB for nothing.)
+    """
     settings = context.shared.edge
-    files = _files(
-        fail_open=context.shared.fails_open,
+    certificate = (f"{TLS_DIR}/tls.crt", f"{TLS_DIR}/tls.key", f"{CONFIG_DIR}/tls.json")
+    return envoy.EnvoyConfig(
+        listen_host="0.0.0.0",
+        listen_port=LISTEN_PORT,
+        admin_port=ADMIN_PORT,
+        health_port=HEALTH_PORT,
+        epp_host=_HOST,
         engines=_engines(context),
         body_limit=_body_limit(context),
         limits=envoy.Limits(
@@ -85,69 +109,25 @@ def config_map(context: GatewayContext) -> Object:
             client_requests_per_s=settings.limits.requests_per_second,
             heap_bytes=_heap_bytes(context),
         ),
-        has_keys=settings.api_keys_secret_ref is not None,
-        has_tls=settings.tls is not None,
-        has_picker_tls=settings.picker_tls is not None,
-        expose_routing=settings.expose_routing,
+        api_keys_file=KEYS_FILE if settings.api_keys_secret_ref else None,
+        tls=envoy.Tls(*certificate) if settings.tls else None,
+        picker_tls=envoy.PickerTls(PICKER_TLS_DIR, _NAME, CONFIG_DIR) if settings.picker_tls else None,
+        fail_open=context.shared.fails_open,
+        add_endpoint_header=settings.expose_routing,
+        expose_cached_tokens=settings.expose_routing,
         isolation="PerKey" if context.shared.kept_apart else "Shared",
     )
-    host = f"{names.epp(context.gateway)}.{context.namespace}.svc.{context.platform.cluster_domain}"
-    # What the picker's certificate is for: the same in clusters of any domain.
-    name = f"{names.epp(context.gateway)}.{context.namespace}.svc"
-    data = {file: text.replace(_HOST, host).replace(_NAME, name) for file, text in files}
-    content = names.digest(data)
-    meta = context.meta(f"{names.edge(context.gateway)}-{content}", "edge")
-    meta["labels"][names.REVISION] = content
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "immutable": True, "data": data}
 
 
 @functools.lru_cache(maxsize=32)
-def _files(
-    *,
-    fail_open: bool,
-    engines: tuple[str, ...],
-    body_limit: int,
-    limits: envoy.Limits,
-    has_keys: bool,
-    has_tls: bool,
-    has_picker_tls: bool,
-    expose_routing: bool,
-    isolation: envoy.Isolation,
-) -> tuple[tuple[str, str], ...]:
-    """File name and text of what is mounted, the picker's address apart: making it takes a tenth of a second.
-
-    (The messages of Envoy's API are loaded here, at the first gateway: without one they are 20 MB for nothing.)
-    """
-    tls = envoy.Tls(f"{TLS_DIR}/tls.crt", f"{TLS_DIR}/tls.key", f"{CONFIG_DIR}/tls.json") if has_tls else None
-    picker_tls = envoy.PickerTls(PICKER_TLS_DIR, _NAME, CONFIG_DIR) if has_picker_tls else None
-    config = envoy.EnvoyConfig(
-        listen_host="0.0.0.0",
-        listen_port=LISTEN_PORT,
-        admin_port=ADMIN_PORT,
-        health_port=HEALTH_PORT,
-        epp_host=_HOST,
-        engines=engines,
-        body_limit=body_limit,
-        limits=limits,
-        api_keys_file=KEYS_FILE if has_keys else None,
-        tls=tls,
-        picker_tls=picker_tls,
-        fail_open=fail_open,
-        add_endpoint_header=expose_routing,
-        expose_cached_tokens=expose_routing,
-        isolation=isolation,
-    )
+def _files(config: envoy.EnvoyConfig) -> tuple[tuple[str, str], ...]:
+    """File name and text of what is mounted. Making it takes a tenth of a second, and most gateways are alike."""
     files = [("envoy.json", envoy.bootstrap_json(config))]
-    if tls is not None:
-        files.append(("tls.json", envoy.tls_json(tls)))
-    if picker_tls is not None:
-        files += envoy.picker_tls_files(picker_tls).items()
+    if config.tls is not None:
+        files.append(("tls.json", envoy.tls_json(config.tls)))
+    if config.picker_tls is not None:
+        files += envoy.picker_tls_files(config.picker_tls).items()
     return tuple(files)
-
-
-def identity(context: GatewayContext) -> Object:
-    """An identity of its own, without rights and without a token."""
-    return service_account(context, "edge", names.edge(context.gateway))
 
 
 def service(context: GatewayContext) -> Object:
@@ -157,10 +137,10 @@ def service(context: GatewayContext) -> Object:
     spec = {
         "type": settings.service_type,
         "selector": context.pods("edge"),
-        "ports": [{"name": scheme, "port": settings.port, "targetPort": "gateway", "protocol": "TCP"}],
+        "ports": [service_port(scheme, settings.port, "gateway")],
     }
     meta = context.meta(names.url_service(context.gateway), "edge", settings.annotations)
-    return manifest("v1", "Service", meta, spec)
+    return manifest("v1", "Service", meta, spec=spec)
 
 
 def workload(context: GatewayContext, image: str, config: Object) -> Object:
@@ -186,19 +166,15 @@ def workload(context: GatewayContext, image: str, config: Object) -> Object:
     container = {
         "command": ["python", "-m", "treeline_operator.envoy"],
         "args": arguments(context),
-        "ports": [
-            {"name": "gateway", "containerPort": LISTEN_PORT, "protocol": "TCP"},
-            {"name": "health", "containerPort": HEALTH_PORT, "protocol": "TCP"},
-        ],
+        "ports": [container_port("gateway", LISTEN_PORT), container_port("health", HEALTH_PORT)],
         "resources": _resources(context),
-        "readinessProbe": get_probe("/ready", "health", 2, 1),
+        "readinessProbe": probe(http_get("/ready", "health"), 2, 1),
         "volumeMounts": mounts,
     }
     pod = {"automountServiceAccountToken": False, "volumes": volumes}
     return deployment(
         context,
         "edge",
-        names.edge(context.gateway),
         replicas=settings.replicas,
         image=image,
         inputs=inputs(context),
@@ -222,11 +198,6 @@ def arguments(context: GatewayContext) -> list[str]:
     return words
 
 
-def budget(context: GatewayContext) -> Object:
-    """Envoy's PodDisruptionBudget."""
-    return disruption_budget(context, "edge", names.edge(context.gateway))
-
-
 def _resources(context: GatewayContext) -> Object:
     """Those asked for, and always a limit of memory: what Envoy may take in follows from it."""
     found = resources(context.shared.edge.resources, _REQUESTS)
@@ -236,12 +207,12 @@ def _resources(context: GatewayContext) -> Object:
 
 def _memory_limit(context: GatewayContext) -> int:
     """Bytes of the container's memory limit: the one given, else enough for some bodies at once."""
-    asked = context.shared.edge.resources
-    given = None if asked is None else quantity(asked.limits.get("memory"))
+    asked = context.shared.edge.resources or Resources()
+    given = quantity(asked.limits.get("memory"))
     if given is not None:
         return int(given)
-    requested = None if asked is None else quantity(asked.requests.get("memory"))
-    return max(_MEMORY_LIMIT, _BODIES * _body_limit(context), int(requested or 0))
+    requested = quantity(asked.requests.get("memory")) or 0
+    return max(_MEMORY_LIMIT, _BODIES * _body_limit(context), int(requested))
 
 
 def _heap_bytes(context: GatewayContext) -> int:
@@ -260,7 +231,6 @@ def _engines(context: GatewayContext) -> tuple[str, ...]:
 
 def _workers(settings: Standalone) -> int:
     """Envoy's threads: as many as its CPUs. It would take the node's number, not the container's."""
-    asked = settings.resources
-    cpus = None if asked is None else asked.limits.get("cpu") or asked.requests.get("cpu")
-    number = None if cpus is None else quantity(cpus)
+    asked = settings.resources or Resources()
+    number = quantity(asked.limits.get("cpu") or asked.requests.get("cpu"))
     return _WORKERS if number is None else max(1, math.ceil(number))

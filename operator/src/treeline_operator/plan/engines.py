@@ -11,8 +11,10 @@ from typing import Any, Final
 from treeline_wire import ports as wire
 
 from treeline_operator.api.engine import EngineType
+from treeline_operator.api.parts import Resources
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.download import Files
+from treeline_operator.plan.objects import http_get, probe
 from treeline_operator.plan.provision import gib
 from treeline_operator.quantity import quantity
 from treeline_operator.world import Images
@@ -67,6 +69,13 @@ FLAGS: Final[Mapping[EngineType, Mapping[str, str]]] = {
 }
 """Setting of `spec.engine` → the engine's flag. A setting that is not here has no meaning for the engine."""
 
+_EVENTS: Final = {
+    "publisher": "zmq",
+    "endpoint": f"tcp://*:{wire.EVENTS}",
+    "replay_endpoint": f"tcp://*:{wire.REPLAY}",
+}
+"""How SGLang and vLLM are told to publish what their caches hold."""
+
 BUILTIN_START_S: Final = 120
 DEFAULT_START_S: Final = 1800
 """Loading, and on GPUs compiling kernels and capturing graphs, which takes minutes whatever the model's size."""
@@ -89,11 +98,11 @@ class Launch:
     env: tuple[tuple[str, str], ...]
     ports: tuple[tuple[str, int], ...]
     probes: dict[str, dict[str, Any]]
-    drains: bool
-    keys: bool
+    drains: bool = True
+    keys: bool = False
     """Whether it reads the key pair that its KV sockets are secured with."""
-    shared_memory: bool
-    fixed_user: bool
+    shared_memory: bool = True
+    fixed_user: bool = True
     """Whether the image runs as any user that we name."""
 
 
@@ -175,20 +184,13 @@ def _treeline(pool: InferencePool, files: Files, images: Images) -> Launch:
             ("metrics", _beside(pool, wire.RUNTIME_METRICS)),
         ),
         probes=_probes(pool, _http("/ready"), _http("/live"), period=2),
-        drains=True,
         keys=True,
         shared_memory=False,
-        fixed_user=True,
     )
 
 
 def _sglang(pool: InferencePool, files: Files) -> Launch:
     spec = pool.spec
-    events = {
-        "publisher": "zmq",
-        "endpoint": f"tcp://*:{wire.EVENTS}",
-        "replay_endpoint": f"tcp://*:{wire.REPLAY}",
-    }
     args = [f"--model-path={files.model}", f"--served-model-name={spec.model.served_name}"]
     args += ["--host", "0.0.0.0", "--port", str(spec.engine.port)]
     args += [f"--tokenizer-path={files.tokenizer}"] if files.tokenizer else []
@@ -200,7 +202,7 @@ def _sglang(pool: InferencePool, files: Files) -> Launch:
     if files.adapters:
         args += ["--lora-paths", *(f"{name}={path}" for name, path in files.adapters.items())]
     args += ["--enable-metrics", *(["--enable-cache-report"] if tells_hits(pool) else [])]
-    args += ["--kv-events-config", _compact(events)]
+    args += ["--kv-events-config", _compact(_EVENTS)]
     args += ["--load-publish-endpoint", f"tcp://*:{wire.LOAD}"]
     return Launch(
         image=spec.engine.image or DEFAULT_IMAGES["sglang"],
@@ -210,21 +212,11 @@ def _sglang(pool: InferencePool, files: Files) -> Launch:
         ports=(*_kv_ports(spec.engine.port), ("load", wire.LOAD)),
         # Its health check may generate a token: not for every second.
         probes=_probes(pool, _http("/health"), _http("/health"), period=5, live_period=30),
-        drains=True,
-        keys=False,
-        shared_memory=True,
-        fixed_user=True,
     )
 
 
 def _vllm(pool: InferencePool, files: Files) -> Launch:
     spec = pool.spec
-    events = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"tcp://*:{wire.EVENTS}",
-        "replay_endpoint": f"tcp://*:{wire.REPLAY}",
-    }
     args = [files.model, f"--served-model-name={spec.model.served_name}"]
     args += ["--host", "0.0.0.0", "--port", str(spec.engine.port)]
     args += [f"--tokenizer={files.tokenizer}"] if files.tokenizer else []
@@ -233,7 +225,7 @@ def _vllm(pool: InferencePool, files: Files) -> Launch:
         args += ["--enable-lora", "--lora-modules"]
         args += [f"{name}={path}" for name, path in files.adapters.items()]
     args += ["--enable-prompt-tokens-details"] if tells_hits(pool) else []
-    args += ["--kv-events-config", _compact(events)]
+    args += ["--kv-events-config", _compact({"enable_kv_cache_events": True, **_EVENTS})]
     args += ["--shutdown-timeout", str(spec.drain.timeout_seconds)]
     return Launch(
         image=spec.engine.image or DEFAULT_IMAGES["vllm"],
@@ -243,10 +235,6 @@ def _vllm(pool: InferencePool, files: Files) -> Launch:
         env=(("HF_HUB_OFFLINE", "1"), ("PYTHONHASHSEED", "0"), ("VLLM_NO_USAGE_STATS", "1")),
         ports=_kv_ports(spec.engine.port),
         probes=_probes(pool, _http("/health"), _http("/health"), period=5),
-        drains=True,
-        keys=False,
-        shared_memory=True,
-        fixed_user=True,
     )
 
 
@@ -265,7 +253,6 @@ def _custom(pool: InferencePool, files: Files) -> Launch:
         ports=(("http", spec.engine.port),),
         probes=_probes(pool, tcp, tcp, period=5),
         drains=False,
-        keys=False,
         shared_memory=spec.accelerator.is_gpu,
         fixed_user=False,
     )
@@ -276,36 +263,25 @@ def _kv_ports(http: int) -> tuple[tuple[str, int], ...]:
 
 
 def _http(path: str) -> dict[str, Any]:
-    return {"httpGet": {"path": path, "port": "http"}}
+    return http_get(path, "http")
 
 
 def _probes(
     pool: InferencePool, ready: dict[str, Any], live: dict[str, Any], *, period: int, live_period: int = 10
 ) -> dict[str, dict[str, Any]]:
+    tries = math.ceil(start_seconds(pool) / period)
+    hung = {"terminationGracePeriodSeconds": HUNG_GRACE_S}
     return {
-        "startupProbe": {
-            **ready,
-            "periodSeconds": period,
-            "timeoutSeconds": 5,
-            "failureThreshold": math.ceil(start_seconds(pool) / period),
-            "terminationGracePeriodSeconds": HUNG_GRACE_S,
-        },
-        "readinessProbe": {**ready, "periodSeconds": period, "timeoutSeconds": 5, "failureThreshold": 2},
-        "livenessProbe": {
-            **live,
-            "periodSeconds": live_period,
-            "timeoutSeconds": 10,
-            "failureThreshold": 6,
-            "terminationGracePeriodSeconds": HUNG_GRACE_S,
-        },
+        "startupProbe": probe(ready, period, tries, timeout_s=5) | hung,
+        "readinessProbe": probe(ready, period, 2, timeout_s=5),
+        "livenessProbe": probe(live, live_period, 6, timeout_s=10) | hung,
     }
 
 
 def _cpu_limit(pool: InferencePool) -> int | None:
     """Whole cores that the pool limits a pod to: more threads than that only wait for each other."""
-    resources = pool.spec.engine.resources
-    limit = resources.limits.get("cpu") if resources else None
-    cores = quantity(limit) if limit is not None else None
+    asked = pool.spec.engine.resources or Resources()
+    cores = quantity(asked.limits.get("cpu"))
     return max(1, int(cores)) if cores is not None else None
 
 

@@ -14,15 +14,24 @@ from treeline_operator.plan.gateway_common import (
     LINGER_S,
     GatewayContext,
     deployment,
-    disruption_budget,
     resources,
     service_account,
 )
-from treeline_operator.plan.objects import Object, get_probe, manifest, mount, secret_volume
+from treeline_operator.plan.objects import (
+    Object,
+    container_port,
+    http_get,
+    manifest,
+    mount,
+    probe,
+    secret_volume,
+    service_port,
+)
 
 KEYS_DIR: Final = "/etc/treeline/kv-keys"
 TLS_DIR: Final = "/etc/treeline/tls"
 _REQUESTS: Final = {"cpu": "100m", "memory": "256Mi"}
+_SERVED: Final = (("ext-proc", ports.EXT_PROC), ("control", ports.EDS), ("metrics", ports.METRICS))
 _RBAC: Final = "rbac.authorization.k8s.io"
 
 
@@ -59,20 +68,14 @@ def inputs(context: GatewayContext) -> str:
 def identity(context: GatewayContext) -> list[Object]:
     """ServiceAccount, Role and RoleBinding: what a picker may see of the namespace, and nothing it may change."""
     name = names.epp(context.gateway)
-    role = {
-        "apiVersion": f"{_RBAC}/v1",
-        "kind": "Role",
-        "metadata": context.meta(name, "epp"),
-        "rules": [need.rule() for need in rbac.PICKER],
-    }
-    binding = {
-        "apiVersion": f"{_RBAC}/v1",
-        "kind": "RoleBinding",
-        "metadata": context.meta(name, "epp"),
-        "roleRef": {"apiGroup": _RBAC, "kind": "Role", "name": name},
-        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": context.namespace}],
-    }
-    return [service_account(context, "epp", name), role, binding]
+    rules = [need.rule() for need in rbac.PICKER]
+    role = {"apiGroup": _RBAC, "kind": "Role", "name": name}
+    subject = {"kind": "ServiceAccount", "name": name, "namespace": context.namespace}
+    return [
+        service_account(context, "epp"),
+        manifest(f"{_RBAC}/v1", "Role", context.meta_of("epp"), rules=rules),
+        manifest(f"{_RBAC}/v1", "RoleBinding", context.meta_of("epp"), roleRef=role, subjects=[subject]),
+    ]
 
 
 def service(context: GatewayContext) -> Object:
@@ -84,34 +87,26 @@ def service(context: GatewayContext) -> Object:
     endpoint is chosen that Envoy does not know yet only in the moment between two announcements, and then Envoy's
     fallback serves the request. Only what a picker learns from its own routing (engines without events) is its own.
     """
-    named = (("ext-proc", ports.EXT_PROC), ("control", ports.EDS), ("metrics", ports.METRICS))
     spec = {
         "type": "ClusterIP",
         "selector": context.pods("epp"),
-        "ports": [
-            {"name": name, "port": port, "targetPort": name, "protocol": "TCP"} for name, port in named
-        ],
+        "ports": [service_port(name, number, name) for name, number in _SERVED],
     }
-    return manifest("v1", "Service", context.meta(names.epp(context.gateway), "epp"), spec)
+    return manifest("v1", "Service", context.meta_of("epp"), spec=spec)
 
 
 def workload(context: GatewayContext, image: str) -> Object:
     """The picker's Deployment. Its pods alone of all that is made have a token of the API server."""
     gateway, picker = context.gateway, context.shared.picker
-    named = (
-        ("ext-proc", ports.EXT_PROC),
-        ("control", ports.EDS),
-        ("metrics", ports.METRICS),
-        (names.PICKER_ADMIN_PORT, ports.PICKER_ADMIN),
-    )
+    named = (*_SERVED, (names.PICKER_ADMIN_PORT, ports.PICKER_ADMIN))
     container: Object = {
         "command": ["treeline", "pick"],
         "args": arguments(context),
-        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in named],
+        "ports": [container_port(name, number) for name, number in named],
         "resources": resources(picker.resources, _REQUESTS),
-        "readinessProbe": get_probe("/ready", names.PICKER_ADMIN_PORT, 2, 1),
+        "readinessProbe": probe(http_get("/ready", names.PICKER_ADMIN_PORT), 2, 1),
         "livenessProbe": {
-            **get_probe("/live", names.PICKER_ADMIN_PORT, 10, 6),
+            **probe(http_get("/live", names.PICKER_ADMIN_PORT), 10, 6),
             "terminationGracePeriodSeconds": HUNG_GRACE_S,
         },
         # Envoy's connections are moved while the picker still answers.
@@ -128,7 +123,6 @@ def workload(context: GatewayContext, image: str) -> Object:
     return deployment(
         context,
         "epp",
-        names.epp(gateway),
         replicas=picker.replicas,
         image=image,
         inputs=inputs(context),
@@ -173,8 +167,3 @@ def _tls_secret(context: GatewayContext) -> str | None:
     """The Secret of mutual TLS with our own Envoy, where that is asked for."""
     tls = context.shared.edge.picker_tls if context.shared.mode == "standalone" else None
     return None if tls is None else tls.secret_ref.name
-
-
-def budget(context: GatewayContext) -> Object:
-    """The picker's PodDisruptionBudget."""
-    return disruption_budget(context, "epp", names.epp(context.gateway))

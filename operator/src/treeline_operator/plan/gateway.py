@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from treeline_operator import names
@@ -11,50 +10,38 @@ from treeline_operator.actions import Action, CreateKeys, Delete, Plan, Scale
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan import edge, epp
 from treeline_operator.plan.diff import applying, prune
-from treeline_operator.plan.gateway_common import GatewayContext, ImageDecision, decide_image
+from treeline_operator.plan.facts import annotation, find, is_observed, label
+from treeline_operator.plan.gateway_common import (
+    GatewayContext,
+    ImageDecision,
+    decide_image,
+    disruption_budget,
+    service_account,
+)
 from treeline_operator.plan.keys import STUCK_S, has_keys, keys, keys_again, longest_wait
 from treeline_operator.plan.network import gateway_policies
-from treeline_operator.plan.objects import find, ref_of
+from treeline_operator.plan.objects import manifest
 from treeline_operator.plan.sharing import Shared, share
 from treeline_operator.world import GatewayWorld, Observed, Ref
 
 _GOING_S: Final = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayChildren:
-    """The children of a gateway that its status is read from; None for what is not there."""
-
-    anchor: Observed | None
-    epp: Observed | None
-    """The picker's Deployment."""
-    edge: Observed | None
-    """Envoy's Deployment; with Gateway API there is none."""
-    service: Observed | None
-    """The Service behind the URL; with Gateway API there is none."""
-
-
-def gateway_children(world: GatewayWorld) -> GatewayChildren:
-    """What is there of a gateway."""
-    return GatewayChildren(
-        anchor=find(world.children, "ConfigMap", names.anchor(world.name)),
-        epp=find(world.children, "Deployment", names.epp(world.name)),
-        edge=find(world.children, "Deployment", names.edge(world.name)),
-        service=find(world.children, "Service", names.url_service(world.name)),
-    )
-
-
 def shared(world: GatewayWorld) -> Shared | None:
     """Who shares the gateway and whose settings hold; None when no pool names it."""
-    return share(world.pools).gateways.get(world.name)
+    return share(world.pools).get(world.name)
 
 
 def context_of(world: GatewayWorld) -> GatewayContext | None:
     """What the gateway's objects are built from; None before its anchor is there."""
-    found, observed = shared(world), gateway_children(world).anchor
-    return (
-        GatewayContext.of(world, found, observed.uid) if found is not None and observed is not None else None
-    )
+    found, observed = shared(world), _anchor(world)
+    if found is None or observed is None:
+        return None
+    return GatewayContext.of(world, found, observed.uid)
+
+
+def _anchor(world: GatewayWorld) -> Observed | None:
+    return find(world.children, "ConfigMap", names.anchor(world.name))
 
 
 def gateway_url(world: GatewayWorld, pool: InferencePool | None = None) -> str | None:
@@ -70,7 +57,7 @@ def gateway_url(world: GatewayWorld, pool: InferencePool | None = None) -> str |
         return _route_url((pool,) if pool is not None else found.members)
     settings = found.edge
     scheme, usual = ("https", 443) if settings.tls else ("http", 80)
-    service = gateway_children(world).service
+    service = find(world.children, "Service", names.url_service(world.name))
     host = f"{names.url_service(world.name)}.{world.namespace}.svc"
     if settings.service_type == "LoadBalancer" and service is not None:
         host = _balancer_host(service) or host
@@ -107,7 +94,7 @@ def plan_gateway(world: GatewayWorld) -> Plan:
     another gateway, the anchor is deleted.
     """
     found = shared(world)
-    observed = gateway_children(world).anchor
+    observed = _anchor(world)
     if found is None:
         return _abandoned(world, observed)
     if found.leaving:
@@ -153,29 +140,22 @@ def _is_left_over(child: Observed, anchor: Observed) -> bool:
 def anchor(world: GatewayWorld, found: Shared) -> dict[str, Any]:
     """The ConfigMap that everything else belongs to, and that belongs to all pools: it goes with the last of them,
     whether an operator runs or not."""
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {
-            "name": names.anchor(world.name),
-            "namespace": world.namespace,
-            "labels": {names.MANAGED_BY: names.MANAGER, names.GATEWAY: world.name},
-            "ownerReferences": [
-                *(pool.owner_reference(controller=False) for pool in found.members),
-                *(_reference(pool) for pool in sorted(world.unreadable, key=lambda pool: pool.ref.name)),
-            ],
-        },
-        "data": {"owner": found.owner.name, "pools": "".join(f"{pool.name}\n" for pool in found.members)},
+    meta = {
+        "name": names.anchor(world.name),
+        "namespace": world.namespace,
+        "labels": {names.MANAGED_BY: names.MANAGER, names.GATEWAY: world.name},
+        "ownerReferences": [
+            *(pool.owner_reference(controller=False) for pool in found.members),
+            *(_reference(pool) for pool in sorted(world.unreadable, key=lambda pool: pool.ref.name)),
+        ],
     }
+    data = {"owner": found.owner.name, "pools": "".join(f"{pool.name}\n" for pool in found.members)}
+    return manifest("v1", "ConfigMap", meta, data=data)
 
 
 def _reference(pool: Observed) -> dict[str, Any]:
-    return {
-        "apiVersion": pool.ref.api_version,
-        "kind": pool.ref.kind,
-        "name": pool.ref.name,
-        "uid": pool.uid,
-    }
+    ref = pool.ref
+    return {"apiVersion": ref.api_version, "kind": ref.kind, "name": ref.name, "uid": pool.uid}
 
 
 def _listed(found: Shared) -> str:
@@ -204,7 +184,7 @@ class _Planning:
         self._apply(epp.service(context), "the picker's address")
         self._picker()
         if context.shared.mode == "standalone":
-            self._apply(edge.identity(context), "an identity without rights for Envoy")
+            self._apply(service_account(context, "edge"), "an identity without rights for Envoy")
             self._apply(edge.service(context), "the URL")
             self._envoy()
         for pool, conflicts in sorted(context.shared.conflicts.items()):
@@ -215,7 +195,7 @@ class _Planning:
         return prune(self._world.children, self._wanted, self._context.owner_uid)
 
     def _apply(self, desired: dict[str, Any], why: str) -> None:
-        ref = ref_of(desired)
+        ref = Ref.of(desired)
         self._wanted.append(ref)
         action = applying(desired, find(self._world.children, ref.kind, ref.name), why)
         if action is not None:
@@ -239,16 +219,16 @@ class _Planning:
 
     def _picker(self) -> None:
         context = self._context
-        observed = gateway_children(self._world).epp
+        observed = find(self._world.children, "Deployment", names.epp(context.gateway))
         images, settings = context.platform.images, context.shared.picker
         decided = decide_image(context, observed, epp.inputs(context), settings.image, images.epp)
         if not self._kept(decided, settings.replicas, "the picker"):
             self._apply(epp.workload(context, decided.image), "the picker")
-        self._apply(epp.budget(context), "evictions of pickers one at a time")
+        self._apply(disruption_budget(context, "epp"), "evictions of pickers one at a time")
 
     def _envoy(self) -> None:
         context, children = self._context, self._world.children
-        observed = gateway_children(self._world).edge
+        observed = find(children, "Deployment", names.edge(context.gateway))
         images, settings = context.platform.images, context.shared.edge
         decided = decide_image(context, observed, edge.inputs(context), settings.image, images.edge)
         config_of_kept = decided.kept and _mounted(decided.kept)
@@ -259,7 +239,7 @@ class _Planning:
             config = edge.config_map(context)
             self._apply(config, "Envoy's configuration")
             self._apply(edge.workload(context, decided.image, config), "Envoy")
-        self._apply(edge.budget(context), "evictions of Envoys one at a time")
+        self._apply(disruption_budget(context, "edge"), "evictions of Envoys one at a time")
         self._keep_mounted(observed)
 
     def _kept(self, decided: ImageDecision, replicas: int, what: str) -> bool:
@@ -267,7 +247,7 @@ class _Planning:
         if decided.kept is None:
             return False
         kept, obj = decided.kept, decided.kept.object
-        version = obj["metadata"]["annotations"][names.TEMPLATE_VERSION]
+        version = annotation(obj, names.TEMPLATE_VERSION)
         self.notes.append(
             f"{what} stays as template version {version} made it; rollout.templateVersion: "
             f"{self._context.platform.template_version} of a pool rolls it"
@@ -281,11 +261,11 @@ class _Planning:
         """Configurations that pods may still start with stay until the rollout that ends them is over."""
         if deployment is None:
             return
-        used = {pod.object["metadata"].get("labels", {}).get(names.REVISION) for pod in self._world.pods}
+        used = {label(pod.object, names.REVISION) for pod in self._world.pods}
         rolled_out = _is_rolled_out(deployment.object)
         for child in self._world.children:
             if child.ref.kind == "ConfigMap":
-                revision = child.object["metadata"].get("labels", {}).get(names.REVISION)
+                revision = label(child.object, names.REVISION)
                 if revision and (
                     not rolled_out or revision in used or child.ref.name == _mounted(deployment)
                 ):
@@ -302,7 +282,7 @@ def _mounted(deployment: Observed) -> str:
 def _is_rolled_out(deployment: dict[str, Any]) -> bool:
     status, replicas = deployment.get("status", {}), deployment["spec"].get("replicas", 1)
     return bool(
-        status.get("observedGeneration", 0) >= deployment["metadata"].get("generation", 0)
+        is_observed(deployment)
         and status.get("updatedReplicas", 0) == status.get("replicas", 0) == replicas
         and not status.get("unavailableReplicas")
     )

@@ -11,6 +11,7 @@ from treeline_operator import names
 from treeline_operator.api.parts import Resources
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan import objects
+from treeline_operator.plan.facts import annotation, template_version
 from treeline_operator.plan.objects import Object
 from treeline_operator.plan.sharing import Shared
 from treeline_operator.world import GatewayWorld, Observed, Platform
@@ -73,6 +74,14 @@ class GatewayContext:
         }
         return meta | {"annotations": dict(annotations)} if annotations else meta
 
+    def name_of(self, component: Component) -> str:
+        """The name that the objects of a component have."""
+        return {"epp": names.epp, "edge": names.edge}[component](self.gateway)
+
+    def meta_of(self, component: Component, annotations: Mapping[str, str] | None = None) -> Object:
+        """Metadata of an object that has the component's own name."""
+        return self.meta(self.name_of(component), component, annotations)
+
     @property
     def drain_s(self) -> int:
         """How long open requests may take to end: the longest of the pools, in whole minutes, so that a pool which
@@ -112,20 +121,18 @@ def decide_image(
     fresh = own_image or default
     if observed is None:
         return ImageDecision(fresh)
-    annotations: Mapping[str, str] = observed.object["metadata"].get("annotations") or {}
-    text = annotations.get(names.TEMPLATE_VERSION, "")
-    version = int(text) if text.isdigit() else 0
-    if annotations.get(names.INPUTS) != inputs or not version or version < context.asked_version:
+    there = observed.object
+    version = template_version(there)
+    if annotation(there, names.INPUTS) != inputs or not version or version < context.asked_version:
         return ImageDecision(fresh)
     if version != context.platform.template_version:
         return ImageDecision(fresh, kept=observed)
-    return ImageDecision(own_image or annotations.get(IMAGE) or default)
+    return ImageDecision(own_image or annotation(there, IMAGE) or default)
 
 
 def deployment(
     context: GatewayContext,
     component: Component,
-    name: str,
     *,
     replicas: int,
     image: str,
@@ -143,13 +150,10 @@ def deployment(
     }
     spread = [{"weight": 100, "podAffinityTerm": others}]
     images = context.platform.images
+    pull_secrets = [{"name": secret} for secret in images.pull_secrets]
     spec = {
-        **(
-            {"imagePullSecrets": [{"name": one} for one in images.pull_secrets]}
-            if images.pull_secrets
-            else {}
-        ),
-        "serviceAccountName": name,
+        **({"imagePullSecrets": pull_secrets} if pull_secrets else {}),
+        "serviceAccountName": context.name_of(component),
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": context.grace_s,
         "securityContext": objects.pod_security(),
@@ -167,23 +171,20 @@ def deployment(
         ],
     }
     template = {"metadata": {"labels": {**context.labels(component), **(labels or {})}}, "spec": spec}
-    meta = context.meta(name, component, annotations)
+    meta = context.meta_of(component, annotations)
     return objects.deployment(meta, context.pods(component), template, replicas, revisionHistoryLimit=2)
 
 
-def disruption_budget(context: GatewayContext, component: Component, name: str) -> Object:
+def disruption_budget(context: GatewayContext, component: Component) -> Object:
     """One pod at a time may be evicted."""
-    return objects.disruption_budget(context.meta(name, component), context.pods(component))
+    return objects.disruption_budget(context.meta_of(component), context.pods(component))
 
 
-def service_account(context: GatewayContext, component: Component, name: str) -> Object:
-    """An identity whose token is mounted only where a pod says so itself."""
-    return {
-        "apiVersion": "v1",
-        "kind": "ServiceAccount",
-        "metadata": context.meta(name, component),
-        "automountServiceAccountToken": False,
-    }
+def service_account(context: GatewayContext, component: Component) -> Object:
+    """An identity of its own, without a token but where a pod says so itself, and without rights but those that a Role
+    gives it."""
+    meta = context.meta_of(component)
+    return objects.manifest("v1", "ServiceAccount", meta, automountServiceAccountToken=False)
 
 
 def resources(asked: Resources | None, default: Mapping[str, str]) -> Object:

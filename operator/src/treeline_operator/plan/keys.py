@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any, Final
 
 from treeline_operator import names
 from treeline_operator.actions import CreateKeys
+from treeline_operator.plan.facts import condition_of, find, since
 from treeline_operator.plan.gateway_common import GatewayContext
-from treeline_operator.plan.objects import condition_of, find
+from treeline_operator.plan.objects import manifest
 from treeline_operator.world import GatewayWorld, Observed
 
 STUCK_S: Final = 30.0
@@ -27,13 +28,8 @@ def has_keys(world: GatewayWorld) -> bool:
 
 def keys(context: GatewayContext) -> dict[str, Any]:
     """The Secret with the key pair, without its data."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": context.meta(names.kv_keys(context.gateway)),
-        "type": "Opaque",
-        "immutable": True,
-    }
+    meta = context.meta(names.kv_keys(context.gateway))
+    return manifest("v1", "Secret", meta, type="Opaque", immutable=True)
 
 
 def keys_again(context: GatewayContext) -> CreateKeys:
@@ -54,5 +50,4 @@ def volumes_awaited(pod: dict[str, Any], now: datetime) -> float | None:
     placed, begun = condition_of(pod, "PodScheduled"), condition_of(pod, "PodReadyToStartContainers")
     if placed.get("status") != "True" or begun.get("status") != "False":
         return None
-    since = datetime.fromisoformat(placed.get("lastTransitionTime") or pod["metadata"]["creationTimestamp"])
-    return max(0.0, (now - since) / timedelta(seconds=1))
+    return max(0.0, (now - (since(pod, "PodScheduled") or now)).total_seconds())

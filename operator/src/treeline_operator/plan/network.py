@@ -111,10 +111,7 @@ def _picker(context: GatewayContext) -> Object:
         ingress.append({"from": list(platform.metrics_from), "ports": [port(ports.METRICS)]})
     ranks = max(pool.spec.engine.data_parallel for pool in context.pools)
     egress = [
-        {
-            "to": [_pods(context.gateway, "runtime")],
-            "ports": _serving_ports(context) + _event_ports(ranks),
-        },
+        {"to": [_pods(context.gateway, "runtime")], "ports": _serving_ports(context) + _event_ports(ranks)},
         # The API server has no labels; which of its ports counts depends on whether its Service is resolved first.
         {"ports": [port(number) for number in platform.api_server_ports]},
         # To anywhere: a node's own DNS cache has an address that no selector covers.
@@ -128,7 +125,7 @@ def _policy(
     meta: Object, match: Object, *, types: Sequence[str] = ("Ingress", "Egress"), **rules: Any
 ) -> Object:
     spec = {"podSelector": match, "policyTypes": list(types), **rules}
-    return manifest("networking.k8s.io/v1", "NetworkPolicy", meta, spec)
+    return manifest("networking.k8s.io/v1", "NetworkPolicy", meta, spec=spec)
 
 
 def _serving_ports(context: GatewayContext) -> list[Object]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any, Final
-
-from treeline_operator.world import Observed, Ref
 
 Object = dict[str, Any]
 
@@ -15,30 +12,9 @@ SECRET_MODE: Final = 0o440
 """Readable by the group (fsGroup) and nobody else: what reads keys refuses those that are open to everyone."""
 
 
-def manifest(api_version: str, kind: str, meta: Object, spec: Object) -> Object:
-    """An object of metadata and spec."""
-    return {"apiVersion": api_version, "kind": kind, "metadata": meta, "spec": spec}
-
-
-def ref_of(obj: Object) -> Ref:
-    """The address of an object that is to be written."""
-    meta = obj["metadata"]
-    return Ref(obj["apiVersion"], obj["kind"], meta.get("namespace", ""), meta["name"])
-
-
-def find(children: Iterable[Observed], kind: str, name: str, group: str | None = None) -> Observed | None:
-    """A child by kind and name, and by API group where kinds of several have that name."""
-    for child in children:
-        ref = child.ref
-        if (ref.kind, ref.name) == (kind, name) and group in (None, ref.api_version.rpartition("/")[0]):
-            return child
-    return None
-
-
-def condition_of(obj: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """A condition of an object's status by its type; empty where it is not told."""
-    reported: Iterable[Mapping[str, Any]] = (obj.get("status") or {}).get("conditions") or ()
-    return next((one for one in reported if one["type"] == kind), {})
+def manifest(api_version: str, kind: str, meta: Object, **fields: Any) -> Object:
+    """An object; `fields` are what it has besides its metadata, mostly a `spec`."""
+    return {"apiVersion": api_version, "kind": kind, "metadata": meta, **fields}
 
 
 def deployment(meta: Object, match: dict[str, str], template: Object, replicas: int, **more: Any) -> Object:
@@ -50,7 +26,7 @@ def deployment(meta: Object, match: dict[str, str], template: Object, replicas: 
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
         "template": template,
     }
-    return manifest("apps/v1", "Deployment", meta, spec)
+    return manifest("apps/v1", "Deployment", meta, spec=spec)
 
 
 def disruption_budget(meta: Object, match: dict[str, str], max_unavailable: int | str = 1) -> Object:
@@ -63,7 +39,7 @@ def disruption_budget(meta: Object, match: dict[str, str], max_unavailable: int 
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": match},
     }
-    return manifest("policy/v1", "PodDisruptionBudget", meta, spec)
+    return manifest("policy/v1", "PodDisruptionBudget", meta, spec=spec)
 
 
 def pod_security(*, fixed_user: bool = True, **more: Any) -> Object:
@@ -98,11 +74,26 @@ def port(number: int, last: int | None = None) -> Object:
     return found if last is None or last == number else {**found, "endPort": last}
 
 
-def get_probe(path: str, port: str, period_s: int, failures: int, timeout_s: int = 2) -> Object:
-    """A probe by an HTTP GET."""
+def http_get(path: str, port: str) -> Object:
+    """What a probe does: an HTTP GET."""
+    return {"httpGet": {"path": path, "port": port}}
+
+
+def probe(handler: Object, period_s: int, failures: int, timeout_s: int = 2) -> Object:
+    """A probe, which has failed after so many failures in a row."""
     return {
-        "httpGet": {"path": path, "port": port},
+        **handler,
         "periodSeconds": period_s,
         "timeoutSeconds": timeout_s,
         "failureThreshold": failures,
     }
+
+
+def container_port(name: str, number: int) -> Object:
+    """A TCP port of a container."""
+    return {"name": name, "containerPort": number, "protocol": "TCP"}
+
+
+def service_port(name: str, number: int, target: str) -> Object:
+    """A TCP port of a Service, and the name of the port of the pods that it leads to."""
+    return {"name": name, "port": number, "targetPort": target, "protocol": "TCP"}

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from treeline_wire import labels
 
-from treeline_operator.plan.objects import condition_of
+from treeline_operator.plan.facts import condition_of, label
 
 IMAGE_REASONS: Final = frozenset(
     {
@@ -55,7 +55,7 @@ def is_available(pod: Mapping[str, Any]) -> bool:
 
 def is_draining(pod: dict[str, Any]) -> bool:
     """Whether it was taken out of the rotation: it finishes its requests and gets no more."""
-    return bool((pod["metadata"].get("labels") or {}).get(labels.SERVING) == "false")
+    return label(pod, labels.SERVING) == "false"
 
 
 def may_have_requests(pod: dict[str, Any]) -> bool:

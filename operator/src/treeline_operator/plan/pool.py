@@ -17,10 +17,11 @@ from treeline_operator.plan import claims, pod_state
 from treeline_operator.plan.diff import applying, differences, prune
 from treeline_operator.plan.download import files
 from treeline_operator.plan.drain import DrainPolicy, DrainStep, drain_step
+from treeline_operator.plan.facts import annotation, find
 from treeline_operator.plan.gateway import context_of
 from treeline_operator.plan.keys import STUCK_S, has_keys, keys_again, longest_wait
 from treeline_operator.plan.network import download_policy, pods_policy, scraped_port
-from treeline_operator.plan.objects import disruption_budget, find, manifest, ref_of
+from treeline_operator.plan.objects import disruption_budget, manifest, service_port
 from treeline_operator.plan.revision import (
     ExistingRevision,
     TargetRevision,
@@ -199,7 +200,7 @@ class _Planner:
         images = self.world.platform.images
         if target.existing is None:
             desired = deployment(self.pool, target, replicas, meta, images)
-            self.wanted.append(ref_of(desired))
+            self.wanted.append(Ref.of(desired))
             write = self._write(desired, f"revision {target.name} of the spec", ignore_paths=(_REPLICAS,))
             if write is not None:
                 yield write
@@ -232,7 +233,7 @@ class _Planner:
             write = applying(desired, there, f"revision {target.name}", ignore_paths=(_REPLICAS,))
             if write is None or write.drift:
                 return write
-        if not _marked(target.existing):
+        if not annotation(there.object, names.APPLIED):  # somebody removed that too
             differing = differences(desired, there.object)
             if not any(path.startswith("spec.template") for path in differing):
                 return write
@@ -284,12 +285,10 @@ class _Planner:
         service = {
             "clusterIP": "None",
             "selector": {**match, labels.SERVING: "true"},
-            "ports": [
-                {"name": "http", "port": pool.spec.engine.port, "targetPort": "http", "protocol": "TCP"}
-            ],
+            "ports": [service_port("http", pool.spec.engine.port, "http")],
         }
         meta = self._meta(f"{pool.name}-pods")
-        yield from self._apply(manifest("v1", "Service", meta, service), "names for the pods")
+        yield from self._apply(manifest("v1", "Service", meta, spec=service), "names for the pods")
         budget = disruption_budget(self._meta(pool.name), match, pool.spec.disruption_budget.max_unavailable)
         yield from self._apply(budget, "how many pods may be evicted at once")
         if POD_MONITOR not in self.world.platform.apis:
@@ -299,7 +298,7 @@ class _Planner:
                 "selector": {"matchLabels": match},
                 "podMetricsEndpoints": [{"port": scraped[0], "path": "/metrics"}],
             }
-            monitor = manifest("monitoring.coreos.com/v1", "PodMonitor", self._meta(pool.name), spec)
+            monitor = manifest("monitoring.coreos.com/v1", "PodMonitor", self._meta(pool.name), spec=spec)
             yield from self._apply(monitor, "metrics of the pods")
 
     def _routes(self) -> Iterator[Action]:
@@ -360,7 +359,7 @@ class _Planner:
         }
 
     def _apply(self, desired: dict[str, Any], why: str) -> Iterator[Apply]:
-        self.wanted.append(ref_of(desired))
+        self.wanted.append(Ref.of(desired))
         write = self._write(desired, why)
         if write is not None:
             yield write
@@ -371,7 +370,7 @@ class _Planner:
         self.wanted.extend(ref for ref in found if f"{ref.api_version}/{ref.kind}" in kinds)
 
     def _write(self, desired: dict[str, Any], why: str, ignore_paths: tuple[str, ...] = ()) -> Apply | None:
-        ref = ref_of(desired)
+        ref = Ref.of(desired)
         there = find(self.world.children, ref.kind, ref.name, ref.api_version.rpartition("/")[0])
         other = _other_controller(there, self.pool.metadata.uid)
         if other:
@@ -400,8 +399,3 @@ def _other_controller(there: Observed | None, uid: str) -> str:
         if owner.get("controller") and owner["uid"] != uid:
             return f"{owner['kind']} {owner['name']} ({owner['uid']})"
     return ""
-
-
-def _marked(there: ExistingRevision) -> bool:
-    """Whether the revision still says what was applied; where not, somebody removed that too."""
-    return names.APPLIED in (there.object["metadata"].get("annotations") or {})

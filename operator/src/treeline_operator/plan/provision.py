@@ -38,7 +38,7 @@ _CACHES_OF: Final[dict[str, tuple[tuple[str, str], ...]]] = {
 
 def gib(size: str | None) -> float:
     """A quantity of bytes in GiB; 0 where it is not known."""
-    return float(quantity(size) or 0) / 2**30 if size is not None else 0.0
+    return float(quantity(size) or 0) / 2**30
 
 
 def requests(pool: InferencePool) -> dict[str, str]:

@@ -13,7 +13,14 @@ from treeline_operator.plan import capacity, pod_state
 from treeline_operator.plan.canonical import canonical
 from treeline_operator.plan.diff import is_ours
 from treeline_operator.plan.engines import tells_hits
-from treeline_operator.plan.objects import condition_of
+from treeline_operator.plan.facts import (
+    annotation,
+    condition_of,
+    created,
+    is_observed,
+    label,
+    template_version,
+)
 from treeline_operator.plan.rollout import Revision
 from treeline_operator.world import Observed, PickerView, Platform, PoolWorld
 
@@ -63,30 +70,23 @@ class ExistingRevision:
     @property
     def inputs(self) -> str:
         """Empty where somebody removed the annotation."""
-        return str(self._annotations.get(names.INPUTS, ""))
+        return annotation(self.object, names.INPUTS)
 
     @property
     def template_version(self) -> int:
-        """Of the generator that made its pods; 0 where somebody removed the annotation."""
-        text = str(self._annotations.get(names.TEMPLATE_VERSION, ""))
-        return int(text) if text.isdigit() else 0
+        """Of the generator that made its pods; 0 where that is not known."""
+        return template_version(self.object)
 
     @property
     def replicas(self) -> int:
         return int(self.object["spec"].get("replicas", 1))
 
     @property
-    def created(self) -> datetime:
-        return datetime.fromisoformat(
-            self.object["metadata"].get("creationTimestamp", "1970-01-01T00:00:00Z")
-        )
-
-    @property
     def is_empty(self) -> bool:
         """Whether neither pods are there nor more will come."""
         status = self.object.get("status", {})
-        current = status.get("observedGeneration", 0) >= self.object["metadata"].get("generation", 0)
-        return self.replicas == 0 and current and not status.get("replicas") and not self.pods
+        told = is_observed(self.object) and not status.get("replicas")
+        return self.replicas == 0 and told and not self.pods
 
     @property
     def downloads(self) -> bool:
@@ -134,10 +134,6 @@ class ExistingRevision:
         refusal = condition_of(self.object, "ReplicaFailure")
         return refusal if refusal.get("status") == "True" else {}
 
-    @property
-    def _annotations(self) -> dict[str, Any]:
-        return dict(self.object["metadata"].get("annotations") or {})
-
 
 def existing_revisions(world: PoolWorld) -> tuple[ExistingRevision, ...]:
     """The revisions that are there, oldest first; those that are being deleted are not."""
@@ -145,7 +141,7 @@ def existing_revisions(world: PoolWorld) -> tuple[ExistingRevision, ...]:
     for observed in world.pods:
         pod = observed.object
         if not pod_state.is_leaving(pod):
-            by_revision.setdefault(pod["metadata"].get("labels", {}).get(names.REVISION, ""), []).append(pod)
+            by_revision.setdefault(label(pod, names.REVISION), []).append(pod)
     found = []
     for child in world.children:
         if child.ref.kind == "Deployment":
@@ -154,7 +150,7 @@ def existing_revisions(world: PoolWorld) -> tuple[ExistingRevision, ...]:
                 # The name is what nobody can change; labels and annotations are repaired from it.
                 revision = child.ref.name.removeprefix(f"{world.pool.name}-")
                 found.append(ExistingRevision(revision, child, obj, tuple(by_revision.get(revision, ()))))
-    return tuple(sorted(found, key=lambda one: (one.created, one.name)))
+    return tuple(sorted(found, key=lambda one: (created(one.object), one.name)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,8 @@ def _moving(
     useful = there - sum(old.useless for old in olds)
     keep = min(there, max(0, floor - settled), useful)
     replicas = _all(_allot(keep, olds), target, olds)
-    replicas[target.name] = _grown(target, desired, limit - keep)
+    # It never shrinks but to the desired number.
+    replicas[target.name] = min(desired, max(limit - keep, target.replicas))
     stuck = blocked and keep == there and not one_by_one
     again_s = max(0.0, left_s) if stuck and target.fits and left_s < math.inf else None
     return RolloutStep(replicas, _stuck(target, absent, again_s) if stuck else "", stuck, limit, again_s)
@@ -168,11 +169,6 @@ def _paused(desired: int, policy: RolloutPolicy, target: Revision, olds: Sequenc
         grows = max(everybody, key=lambda revision: (revision.serving, revision.name))
         replicas[grows.name] += desired - there
     return RolloutStep(replicas, "rollout.paused: old and new pods stay as they are")
-
-
-def _grown(target: Revision, desired: int, room: int) -> int:
-    """The target never shrinks but to the desired number."""
-    return min(desired, max(room, target.replicas))
 
 
 def _allot(keep: int, revisions: Sequence[Revision]) -> dict[str, int]:

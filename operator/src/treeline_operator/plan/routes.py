@@ -12,6 +12,7 @@ from treeline_wire.paths import INFERENCE, PathRule
 from treeline_operator import names
 from treeline_operator.api.gateway import ParentRef
 from treeline_operator.api.pool import InferencePool
+from treeline_operator.plan.objects import manifest
 from treeline_operator.world import Platform
 
 ROUTE: Final = "gateway.networking.k8s.io/v1/HTTPRoute"
@@ -41,22 +42,19 @@ def missing_apis(platform: Platform) -> tuple[str, ...]:
 
 def upstream_pool(pool: InferencePool, failure_mode: str, meta: dict[str, Any]) -> dict[str, Any]:
     """The Inference Extension's InferencePool of our pods, with our picker."""
-    return {
-        "apiVersion": "inference.networking.k8s.io/v1",
-        "kind": "InferencePool",
-        "metadata": meta,
-        "spec": {
-            "selector": {"matchLabels": {labels.POOL: pool.name, labels.SERVING: "true"}},
-            "targetPorts": [{"number": pool.spec.engine.port}],
-            "endpointPickerRef": {
-                "group": "",
-                "kind": "Service",
-                "name": names.epp(pool.spec.gateway.name),
-                "port": {"number": wire.EXT_PROC},
-                "failureMode": failure_mode,
-            },
-        },
+    picker = {
+        "group": "",
+        "kind": "Service",
+        "name": names.epp(pool.spec.gateway.name),
+        "port": {"number": wire.EXT_PROC},
+        "failureMode": failure_mode,
     }
+    spec = {
+        "selector": {"matchLabels": {labels.POOL: pool.name, labels.SERVING: "true"}},
+        "targetPorts": [{"number": pool.spec.engine.port}],
+        "endpointPickerRef": picker,
+    }
+    return manifest("inference.networking.k8s.io/v1", "InferencePool", meta, spec=spec)
 
 
 def http_route(
@@ -94,7 +92,7 @@ def http_route(
     }
     if hostnames:
         spec["hostnames"] = list(hostnames)
-    return {"apiVersion": "gateway.networking.k8s.io/v1", "kind": "HTTPRoute", "metadata": meta, "spec": spec}
+    return manifest("gateway.networking.k8s.io/v1", "HTTPRoute", meta, spec=spec)
 
 
 def _matches(rules: Sequence[PathRule], model: str | None) -> Iterator[dict[str, Any]]:

@@ -14,7 +14,14 @@ from treeline_operator.plan import objects
 from treeline_operator.plan.download import Files, files, init_container
 from treeline_operator.plan.engines import KEYS_DIR, Launch, launch, start_seconds
 from treeline_operator.plan.merge import TemplateInvalid, merged
-from treeline_operator.plan.objects import Object, container_security, mount, pod_security, secret_volume
+from treeline_operator.plan.objects import (
+    Object,
+    container_port,
+    container_security,
+    mount,
+    pod_security,
+    secret_volume,
+)
 from treeline_operator.plan.pod_state import CONTAINER, DOWNLOAD
 from treeline_operator.plan.provision import cache_env, mounts, requests, volumes
 from treeline_operator.plan.revision import ExistingRevision, TargetRevision
@@ -168,7 +175,7 @@ def _runtime(pool: InferencePool, found: Files, start: Launch, pull: str) -> Obj
         "imagePullPolicy": pull,
         "args": list(start.args),
         "env": [{"name": name, "value": value} for name, value in env],
-        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in start.ports],
+        "ports": [container_port(name, number) for name, number in start.ports],
         "resources": _resources(pool),
         **start.probes,
         "lifecycle": {"preStop": {"sleep": {"seconds": _pre_stop_seconds(pool, start)}}},
@@ -219,12 +226,7 @@ def _tolerations(pool: InferencePool) -> list[Object]:
 def _spread(pool: InferencePool, revision: str) -> list[Object]:
     match = {"matchLabels": {**selector(pool.name), names.REVISION: revision}}
     return [
-        {
-            "maxSkew": 1,
-            "topologyKey": key,
-            "whenUnsatisfiable": "ScheduleAnyway",
-            "labelSelector": match,
-        }
+        {"maxSkew": 1, "topologyKey": key, "whenUnsatisfiable": "ScheduleAnyway", "labelSelector": match}
         for key in ("topology.kubernetes.io/zone", "kubernetes.io/hostname")
     ]
 

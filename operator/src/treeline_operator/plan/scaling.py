@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from treeline_operator.api.parts import API_VERSION
 from treeline_operator.api.pool import KIND, InferencePool
+from treeline_operator.plan.objects import manifest
 from treeline_operator.world import Platform
 
 KEDA: Final = "keda.sh/v1alpha1/ScaledObject"
@@ -28,13 +29,7 @@ def autoscaler(
         }
         if scaling.hpa.behavior:
             spec["behavior"] = scaling.hpa.behavior
-        made = {
-            "apiVersion": "autoscaling/v2",
-            "kind": "HorizontalPodAutoscaler",
-            "metadata": meta,
-            "spec": spec,
-        }
-        return made, ""
+        return manifest("autoscaling/v2", "HorizontalPodAutoscaler", meta, spec=spec), ""
     if scaling.type == "KEDA" and scaling.keda is not None:
         if KEDA not in platform.apis:
             return None, "autoscaling.type is KEDA, but the cluster has no keda.sh/v1alpha1: install KEDA"
@@ -48,5 +43,5 @@ def autoscaler(
             spec["pollingInterval"] = scaling.keda.polling_interval
         if scaling.keda.cooldown_period is not None:
             spec["cooldownPeriod"] = scaling.keda.cooldown_period
-        return {"apiVersion": "keda.sh/v1alpha1", "kind": "ScaledObject", "metadata": meta, "spec": spec}, ""
+        return manifest("keda.sh/v1alpha1", "ScaledObject", meta, spec=spec), ""
     return None, ""

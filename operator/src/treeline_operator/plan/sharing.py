@@ -6,7 +6,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, Final, Literal
 
 import msgspec
@@ -15,11 +15,10 @@ from treeline_operator.api.gateway import EndpointPicker, Standalone
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.canonical import canonical
 
-_LAST: Final = datetime.max.replace(tzinfo=UTC)
 _UNSET: Final = object()
 _asked: dict[int, tuple[weakref.ref[InferencePool], Mapping[str, Any]]] = {}
 """What pools ask for, by their identity while they live: of hundreds that share a gateway one changes at a time."""
-_decided: OrderedDict[tuple[int, ...], tuple[tuple[InferencePool, ...], Sharing]] = OrderedDict()
+_decided: OrderedDict[tuple[int, ...], tuple[tuple[InferencePool, ...], Mapping[str, Shared]]] = OrderedDict()
 """The last decisions by the pools' identities; the pools are held, so that no identity is given out twice."""
 _REMEMBERED: Final = 16
 
@@ -30,7 +29,8 @@ class Shared:
 
     `members` are in the order in which their settings count: the oldest first, and those that are being deleted
     last, so that the next oldest is promoted as soon as the oldest goes. `conflicts` maps a pool's name to the
-    settings of it that do not hold, each a sentence; pools without conflicts are not in it.
+    settings of it that do not hold, each a sentence such as "endpointPicker.policy is round_robin here, treeline in
+    pool a (older)"; pools without conflicts are not in it.
     """
 
     name: str
@@ -83,24 +83,9 @@ class Shared:
         return self.owner.deleting
 
 
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """All gateways of a namespace, by name."""
-
-    gateways: Mapping[str, Shared]
-
-    def of(self, pool: InferencePool) -> Shared:
-        """The gateway that a pool shares."""
-        return self.gateways[pool.spec.gateway.name]
-
-    def conflicts(self, pool: InferencePool) -> tuple[str, ...]:
-        """The settings of a pool that do not hold, each a sentence such as "endpointPicker.policy is round_robin here,
-        treeline in pool a (older)"; empty when all hold."""
-        return self.of(pool).conflicts.get(pool.name, ())
-
-
-def share(pools: Iterable[InferencePool]) -> Sharing:
-    """Decide for the pools of one namespace; the order in which they are given does not matter.
+def share(pools: Iterable[InferencePool]) -> Mapping[str, Shared]:
+    """Decide for the pools of one namespace: their gateways by name. The order in which the pools are given does not
+    matter.
 
     The same pools in the same order (a plan and a status of each of hundreds ask) cost next to nothing.
     """
@@ -113,16 +98,15 @@ def share(pools: Iterable[InferencePool]) -> Sharing:
     return _decided[key][1]
 
 
-def _share(pools: Iterable[InferencePool]) -> Sharing:
+def _share(pools: Iterable[InferencePool]) -> Mapping[str, Shared]:
     by_gateway: dict[str, list[InferencePool]] = {}
     for pool in sorted(pools, key=_precedence):
         by_gateway.setdefault(pool.spec.gateway.name, []).append(pool)
-    return Sharing({name: _decide(name, by_gateway[name]) for name in sorted(by_gateway)})
+    return {name: _decide(name, by_gateway[name]) for name in sorted(by_gateway)}
 
 
 def _precedence(pool: InferencePool) -> tuple[bool, datetime, str]:
-    # A pool without a timestamp is one of a file that was never applied: younger than all that exist.
-    return pool.deleting, pool.metadata.creation_timestamp or _LAST, pool.name
+    return pool.deleting, pool.born, pool.name
 
 
 def _decide(name: str, members: list[InferencePool]) -> Shared:

@@ -8,38 +8,33 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from treeline_operator.api.conditions import Reason
-from treeline_operator.plan.objects import condition_of
+from treeline_operator.plan.facts import condition_of
 from treeline_operator.plan.pod_state import CONFIG_REASONS, DOWNLOAD, IMAGE_REASONS, is_ready
-from treeline_operator.status.conditions import with_fix
+from treeline_operator.status.conditions import few, with_fix
 
 Json = Mapping[str, Any]
 Progress = Mapping[str, tuple[int, int]]
 """Pod name → bytes of weights that are there, and bytes in all (0: unknown)."""
 
-_RANK: Final = {
-    reason: place
-    for place, reason in enumerate(
-        (
-            Reason.KEY_SECRET_MISSING,
-            Reason.CONFIG_ERROR,
-            Reason.WEIGHTS_MISSING,
-            Reason.MODEL_TOO_LARGE,
-            Reason.DOWNLOAD_FAILED,
-            Reason.IMAGE_PULL_FAILING,
-            Reason.OUT_OF_MEMORY,
-            Reason.CRASH_LOOPING,
-            Reason.TEMPLATE_INVALID,
-            Reason.POD_REJECTED,
-            Reason.QUOTA_EXCEEDED,
-            Reason.VOLUME_NOT_READY,
-            Reason.INSUFFICIENT_CAPACITY,
-            Reason.PROBE_FAILING,
-            Reason.WEIGHTS_DOWNLOADING,
-            Reason.MODEL_LOADING,
-            Reason.PODS_STARTING,
-        )
-    )
-}
+_RANK: Final = (
+    Reason.KEY_SECRET_MISSING,
+    Reason.CONFIG_ERROR,
+    Reason.WEIGHTS_MISSING,
+    Reason.MODEL_TOO_LARGE,
+    Reason.DOWNLOAD_FAILED,
+    Reason.IMAGE_PULL_FAILING,
+    Reason.OUT_OF_MEMORY,
+    Reason.CRASH_LOOPING,
+    Reason.TEMPLATE_INVALID,
+    Reason.POD_REJECTED,
+    Reason.QUOTA_EXCEEDED,
+    Reason.VOLUME_NOT_READY,
+    Reason.INSUFFICIENT_CAPACITY,
+    Reason.PROBE_FAILING,
+    Reason.WEIGHTS_DOWNLOADING,
+    Reason.MODEL_LOADING,
+    Reason.PODS_STARTING,
+)
 """What a correction fixes comes before what more room fixes, and both before what passes by itself."""
 
 _MODEL_REASONS: Final = {
@@ -92,7 +87,7 @@ def diagnose(
         if cause.reason not in seen:
             seen.add(cause.reason)
             causes.append(cause)
-    return sorted(causes, key=lambda cause: _RANK[cause.reason])
+    return sorted(causes, key=lambda cause: _RANK.index(cause.reason))
 
 
 def of_pod(pod: Json, events: _Events, progress: Progress) -> Cause | None:
@@ -107,7 +102,9 @@ def of_pod(pod: Json, events: _Events, progress: Progress) -> Cause | None:
             troubles.extend(_of_container(container, init, own, progress.get(meta["name"])))
         if not _has_begun(pod):
             troubles.extend(_of_volumes(own))
-    best = min(troubles, key=lambda trouble: _RANK[trouble[0]], default=(Reason.PODS_STARTING, "starts"))
+    best = min(
+        troubles, key=lambda trouble: _RANK.index(trouble[0]), default=(Reason.PODS_STARTING, "starts")
+    )
     return Cause(best[0], best[1], (meta["name"],))
 
 
@@ -215,7 +212,8 @@ def _of_container(
     if why in IMAGE_REASONS:
         yield Reason.IMAGE_PULL_FAILING, _pull_failure(container, waiting, events)
     elif why in CONFIG_REASONS:
-        yield _config_error(name, waiting.get("message", why))
+        message = waiting.get("message", why)
+        yield _absent(message) or Reason.CONFIG_ERROR, f"container {name}: {_line(message)}"
     ended = _ending(container)
     if ended is not None:
         yield _after(name, container, ended, events)
@@ -293,10 +291,6 @@ def _pull_failure(container: Json, waiting: Json, events: Sequence[tuple[str, st
     )
 
 
-def _config_error(name: str, message: str) -> tuple[Reason, str]:
-    return _absent(message) or Reason.CONFIG_ERROR, f"container {name}: {_line(message)}"
-
-
 def _of_volumes(events: Sequence[tuple[str, str]]) -> Iterator[tuple[Reason, str]]:
     for why, text in events:
         if why in _MOUNT_EVENTS:
@@ -330,8 +324,7 @@ def _together(causes: Sequence[Cause], total: int) -> Cause:
     most = Counter(cause.detail for cause in causes)
     detail = min(most, key=lambda text: (-most[text], text))
     pods = tuple(pod for cause in causes for pod in cause.pods)
-    named = ", ".join(pods[:3]) + (f" and {len(pods) - 3} more" if len(pods) > 3 else "")
-    return Cause(causes[0].reason, f"{len(pods)} of {total} pods ({named}): {detail}", pods)
+    return Cause(causes[0].reason, f"{len(pods)} of {total} pods ({few(pods, 3)}): {detail}", pods)
 
 
 def percent(done: int, total: int) -> int:

@@ -13,6 +13,10 @@ _ORDER: Final = {kind: place for place, kind in enumerate(ConditionType)}
 _MAX_MESSAGE: Final = 4096
 
 
+Judgement = tuple[Status, Reason, str]
+"""What holds of a condition, why, and that in words."""
+
+
 class Finding(NamedTuple):
     """A condition as it was found to be; times and generations are added by `build`.
 
@@ -24,11 +28,6 @@ class Finding(NamedTuple):
     reason: Reason
     detail: str
     complete: bool = False
-
-    @property
-    def well(self) -> bool:
-        """Whether the condition is as it is when all is well."""
-        return self.status == self.type.polarity
 
     @property
     def message(self) -> str:
@@ -61,6 +60,13 @@ def build(
         )
         for finding in sorted(findings, key=lambda finding: _ORDER[finding.type])
     ]
+
+
+def few(items: Iterable[str], most: int = 5) -> str:
+    """Some names, and how many more there are."""
+    everything = list(items)
+    more = f" and {len(everything) - most} more" if len(everything) > most else ""
+    return ", ".join(everything[:most]) + more
 
 
 def timestamp(moment: datetime) -> str:

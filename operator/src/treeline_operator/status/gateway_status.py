@@ -10,14 +10,14 @@ from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.api.gateway import ParentRef
 from treeline_operator.plan import revision as revisions
-from treeline_operator.plan.gateway import gateway_children, gateway_url
-from treeline_operator.plan.objects import condition_of, find
+from treeline_operator.plan.facts import condition_of, find, is_overdue, label, since
+from treeline_operator.plan.gateway import gateway_url
 from treeline_operator.plan.pod_state import is_available
 from treeline_operator.plan.routes import ROUTE, UPSTREAM
 from treeline_operator.plan.scaling import KEDA
 from treeline_operator.plan.sharing import Shared
 from treeline_operator.status.causes import diagnose
-from treeline_operator.status.conditions import Finding
+from treeline_operator.status.conditions import Judgement, few
 from treeline_operator.world import Observed, PoolWorld, Ref
 
 _ROUTE_APIS: Final = ((ROUTE, Reason.GATEWAY_API_MISSING), (UPSTREAM, Reason.INFERENCE_EXTENSION_MISSING))
@@ -34,47 +34,39 @@ _UNSUPPORTED: Final = frozenset(
 )
 
 
-def picker(world: PoolWorld, ready: Collection[str]) -> Finding:
+def picker(world: PoolWorld, ready: Collection[str]) -> Judgement:
     """Whether a picker is ready and would choose these pods, the ready ones of the current revision."""
-    kind = ConditionType.ENDPOINT_PICKER_READY
     deployment = names.epp(world.gateway.name)
-    trouble = _component(world, kind, deployment, "epp", Reason.PICKER_NOT_READY)
+    trouble = _component(world, deployment, "epp", Reason.PICKER_NOT_READY)
     if trouble is not None:
         return trouble
     if not world.platform.picker_probe:
-        return Finding(
-            kind, "True", Reason.PICKER_SYNCED, f"{deployment} is ready; its list of pods is not checked"
-        )
-    if world.picker is None and _was_well(world, kind):
-        return Finding(
-            kind, "True", Reason.PICKER_SYNCED, f"{deployment} is ready; its list of pods is asked for anew"
-        )
+        return "True", Reason.PICKER_SYNCED, f"{deployment} is ready; its list of pods is not checked"
+    if world.picker is None and _was_well(world):
+        return "True", Reason.PICKER_SYNCED, f"{deployment} is ready; its list of pods is asked for anew"
     if world.picker is None:
-        return Finding(
-            kind, "Unknown", Reason.PICKER_UNREACHABLE, f"no pod of {deployment} has told its list of pods"
-        )
+        return "Unknown", Reason.PICKER_UNREACHABLE, f"no pod of {deployment} has told its list of pods"
     if not world.picker.synced:
-        return Finding(kind, "False", Reason.PICKER_NOT_SYNCED, f"{deployment} has not read the cluster yet")
+        return "False", Reason.PICKER_NOT_SYNCED, f"{deployment} has not read the cluster yet"
     listed = revisions.routable(world.picker, world.pool.name) or frozenset()
     missing = sorted(set(ready) - listed)
     if missing:
         text = f"{deployment} would choose {len(ready) - len(missing)} of {len(ready)} ready pods, not {few(missing)}"
-        return Finding(kind, "False", Reason.ENDPOINTS_MISSING, text)
+        return "False", Reason.ENDPOINTS_MISSING, text
     text = f"{deployment} would choose every ready pod ({len(ready)})" if ready else f"{deployment} is ready"
-    return Finding(kind, "True", Reason.PICKER_SYNCED, text)
+    return "True", Reason.PICKER_SYNCED, text
 
 
-def _was_well(world: PoolWorld, kind: ConditionType) -> bool:
+def _was_well(world: PoolWorld) -> bool:
     """Whether the picker was well when it was heard last, and that is not long ago."""
-    reported = next((one for one in world.pool.status.get("conditions", ()) if one["type"] == kind), None)
-    since = world.picker_silent_since
-    lately = since is None or (world.now - since).total_seconds() < UNHEARD_S
-    return reported is not None and reported["status"] == "True" and lately
+    reported = condition_of({"status": world.pool.status}, ConditionType.ENDPOINT_PICKER_READY)
+    silent = world.picker_silent_since
+    lately = silent is None or (world.now - silent).total_seconds() < UNHEARD_S
+    return reported.get("status") == "True" and lately
 
 
-def gateway(world: PoolWorld, shared: Shared) -> Finding:
+def gateway(world: PoolWorld, shared: Shared) -> Judgement:
     """Whether the pool's gateway takes requests."""
-    kind = ConditionType.GATEWAY_READY
     trouble = _standalone(world, shared) if shared.mode == "standalone" else _gateway_api(world, shared)
     if trouble is not None:
         return trouble
@@ -83,14 +75,14 @@ def gateway(world: PoolWorld, shared: Shared) -> Finding:
         text = (
             f"the gateway serves, but with the settings of pool {shared.owner.name}: {'; '.join(conflicts)}"
         )
-        return Finding(kind, "True", Reason.GATEWAY_CONFLICT, text)
+        return "True", Reason.GATEWAY_CONFLICT, text
     if (caution := _caution(shared)) is not None:
-        return Finding(kind, "True", *caution)
+        return "True", *caution
     if shared.mode == "standalone":
         text = f"gateway {shared.name} is ready"
     else:
         text = f"{few(map(_parent_name, parents(world, shared)))} knows the route"
-    return Finding(kind, "True", Reason.GATEWAY_SERVING, text)
+    return "True", Reason.GATEWAY_SERVING, text
 
 
 def _caution(shared: Shared) -> tuple[Reason, str] | None:
@@ -108,67 +100,53 @@ def _caution(shared: Shared) -> tuple[Reason, str] | None:
     return None
 
 
-def route(world: PoolWorld, shared: Shared) -> Finding | None:
+def route(world: PoolWorld, shared: Shared) -> Judgement | None:
     """Whether every parent accepts the pool's HTTPRoute and its upstream pool; None without Gateway API."""
     if shared.mode == "standalone" or _missing_api(world) is not None:
         return None
-    kind = ConditionType.ROUTE_ACCEPTED
     found = list(_judgements(world, shared))
-    refused = [
-        (who, condition)
-        for who, condition in found
-        if condition is not None and condition["status"] == "False"
-    ]
-    if refused:
-        who, condition = refused[0]
-        unsupported = condition.get("reason") in _UNSUPPORTED
-        text = (
-            f"{who}: {condition['type']} is False, {condition.get('reason')}: {condition.get('message', '')}"
-        )
-        return Finding(
-            kind, "False", Reason.UNSUPPORTED_BY_PARENT if unsupported else Reason.ROUTE_NOT_ACCEPTED, text
-        )
+    for who, condition in found:
+        if condition is not None and condition["status"] == "False":
+            why = condition.get("reason")
+            reason = Reason.UNSUPPORTED_BY_PARENT if why in _UNSUPPORTED else Reason.ROUTE_NOT_ACCEPTED
+            return (
+                "False",
+                reason,
+                f"{who}: {condition['type']} is False, {why}: {condition.get('message', '')}",
+            )
     waiting = [who for who, condition in found if condition is None or condition["status"] != "True"]
     if waiting or not found:
         text = f"not judged yet: {few(waiting)}" if waiting else "the HTTPRoute is not there yet"
-        return Finding(kind, "Unknown", Reason.ROUTE_PENDING, text)
+        return "Unknown", Reason.ROUTE_PENDING, text
     accepted = few(map(_parent_name, parents(world, shared)))
-    return Finding(kind, "True", Reason.ROUTE_ACCEPTED, f"accepted by {accepted}")
+    return "True", Reason.ROUTE_ACCEPTED, f"accepted by {accepted}"
 
 
-def scaling(world: PoolWorld) -> Finding | None:
+def scaling(world: PoolWorld) -> Judgement | None:
     """Whether the autoscaler works; None where there is to be none."""
-    kind, auto = ConditionType.SCALING_ACTIVE, world.pool.spec.autoscaling
+    auto = world.pool.spec.autoscaling
     if auto.type == "None":
         return None
     if auto.type == "KEDA" and KEDA not in world.platform.apis:
-        return Finding(
-            kind, "False", Reason.KEDA_MISSING, "there is no ScaledObject of keda.sh/v1alpha1 in the cluster"
-        )
+        return "False", Reason.KEDA_MISSING, "there is no ScaledObject of keda.sh/v1alpha1 in the cluster"
     sought = "ScaledObject" if auto.type == "KEDA" else "HorizontalPodAutoscaler"
     scaler = next((child.object for child in world.children if child.ref.kind == sought), None)
     if scaler is None:
-        return Finding(kind, "Unknown", Reason.PENDING, f"the {sought} is not there yet")
+        return "Unknown", Reason.PENDING, f"the {sought} is not there yet"
     name = scaler["metadata"]["name"]
     reported = {one["type"]: one for one in (scaler.get("status") or {}).get("conditions") or ()}
     needed = ("Ready",) if auto.type == "KEDA" else ("AbleToScale", "ScalingActive")
     for condition in (reported[one] for one in needed if one in reported):
         if condition["status"] == "False" and condition.get("reason") == "ScalingDisabled":
-            return Finding(kind, "False", Reason.SCALED_TO_ZERO, f"{sought} {name} rests while replicas is 0")
+            return "False", Reason.SCALED_TO_ZERO, f"{sought} {name} rests while replicas is 0"
         if condition["status"] == "False":
             text = f"{sought} {name}: {condition.get('reason')}: {condition.get('message', '')}"
             absent = any(part in text for part in _ABSENT_METRICS)
-            return Finding(
-                kind, "False", Reason.METRICS_API_MISSING if absent else Reason.AUTOSCALER_NOT_READY, text
-            )
+            return "False", Reason.METRICS_API_MISSING if absent else Reason.AUTOSCALER_NOT_READY, text
     if not all(reported.get(one, {}).get("status") == "True" for one in needed):
-        return Finding(
-            kind, "Unknown", Reason.PENDING, f"{sought} {name} has not been looked at by its controller"
-        )
+        return "Unknown", Reason.PENDING, f"{sought} {name} has not been looked at by its controller"
     low, high = auto.min_replicas if auto.min_replicas is not None else 1, auto.max_replicas
-    return Finding(
-        kind, "True", Reason.AUTOSCALER_ACTIVE, f"{sought} {name} sets replicas between {low} and {high}"
-    )
+    return "True", Reason.AUTOSCALER_ACTIVE, f"{sought} {name} sets replicas between {low} and {high}"
 
 
 def url(world: PoolWorld, shared: Shared) -> str:
@@ -182,20 +160,11 @@ def parents(world: PoolWorld, shared: Shared) -> tuple[ParentRef, ...]:
     return world.pool.spec.gateway.parent_refs or shared.owner.spec.gateway.parent_refs
 
 
-def few(items: Iterable[str]) -> str:
-    """Some names, and how many more there are."""
-    everything = list(items)
-    more = f" and {len(everything) - 5} more" if len(everything) > 5 else ""
-    return ", ".join(everything[:5]) + more
-
-
-def _component(
-    world: PoolWorld, kind: ConditionType, name: str, component: str, not_ready: Reason
-) -> Finding | None:
+def _component(world: PoolWorld, name: str, component: str, not_ready: Reason) -> Judgement | None:
     """What keeps a Deployment of the gateway from having a ready pod; None if it has one."""
     found = find(world.gateway.children, "Deployment", name)
     if found is None:
-        return Finding(kind, "False", Reason.PENDING, f"Deployment {name} is not there yet")
+        return "False", Reason.PENDING, f"Deployment {name} is not there yet"
     deployment = found.object
     pods = _pods_of(world, component)
     serves = (deployment.get("status") or {}).get("readyReplicas")
@@ -205,36 +174,36 @@ def _component(
     if serves:
         name = f"{name} (pods with former settings serve meanwhile)"
     if not causes:
-        return Finding(kind, "False", Reason.PODS_STARTING, f"Deployment {name} has no pods yet")
+        return "False", Reason.PODS_STARTING, f"Deployment {name} has no pods yet"
     reason = causes[0].reason
     if reason is Reason.PROBE_FAILING:
         lasts = any(_unready_s(pod, world.now) >= NORMAL_START_S for pod in pods if not is_available(pod))
         reason = not_ready if lasts else Reason.PODS_STARTING
     elif reason is Reason.MODEL_LOADING:  # said of any container that has not passed its start-up probe
         reason = Reason.PODS_STARTING
-    return Finding(kind, "False", reason, f"Deployment {name}: {causes[0].detail}")
+    return "False", reason, f"Deployment {name}: {causes[0].detail}"
 
 
 def _unready_s(pod: Mapping[str, Any], now: datetime) -> float:
     """How long a pod has not been ready; for ever where it does not say."""
-    since = condition_of(pod, "Ready").get("lastTransitionTime") or pod["metadata"].get("creationTimestamp")
-    return (now - datetime.fromisoformat(since)).total_seconds() if since else float("inf")
+    begun = since(pod, "Ready")
+    return (now - begun).total_seconds() if begun is not None else float("inf")
 
 
 def former_envoys(world: PoolWorld) -> int:
     """How many Envoys with former settings there still are: those that are told to end finish what they have begun,
     and ask nobody for a key that is asked for only now."""
-    found = gateway_children(world.gateway).edge
+    found = find(world.gateway.children, "Deployment", names.edge(world.gateway.name))
     if found is None or (wanted := _configuration(found.object)) is None:
         return 0
     pods = _pods_of(world, "edge")
     running = (pod for pod in pods if (pod.get("status") or {}).get("phase") not in ("Succeeded", "Failed"))
-    return sum(_labels(pod).get(names.REVISION, wanted) != wanted for pod in running)
+    return sum(label(pod, names.REVISION) not in ("", wanted) for pod in running)
 
 
 def _pods_of(world: PoolWorld, component: str) -> list[Mapping[str, Any]]:
     """The gateway's pods of a component, those that end included."""
-    return [pod for pod in _objects(world.gateway.pods) if _labels(pod).get(names.COMPONENT) == component]
+    return [pod for pod in _objects(world.gateway.pods) if label(pod, names.COMPONENT) == component]
 
 
 def _configuration(deployment: Mapping[str, Any]) -> str | None:
@@ -248,41 +217,39 @@ def _is_of_now(deployment: Mapping[str, Any], pods: Iterable[Mapping[str, Any]])
     """Whether what serves is what is asked for. Pods carry the hash of the configuration, where they have one that
     clients see (Envoy's: TLS, API keys); of other changes it is enough that they come to their end."""
     wanted = _configuration(deployment)
-    ready = {_labels(pod).get(names.REVISION) for pod in pods if is_available(pod)}
-    reported = (deployment.get("status") or {}).get("conditions") or ()
-    overdue = any(one.get("reason") == "ProgressDeadlineExceeded" for one in reported)
-    return not overdue and (wanted is None or wanted in ready)
+    ready = {label(pod, names.REVISION) for pod in pods if is_available(pod)}
+    return not is_overdue(deployment) and (wanted is None or wanted in ready)
 
 
-def _standalone(world: PoolWorld, shared: Shared) -> Finding | None:
-    kind, service_name = ConditionType.GATEWAY_READY, names.url_service(shared.name)
-    trouble = _component(world, kind, names.edge(shared.name), "edge", Reason.GATEWAY_NOT_READY)
+def _standalone(world: PoolWorld, shared: Shared) -> Judgement | None:
+    service_name = names.url_service(shared.name)
+    trouble = _component(world, names.edge(shared.name), "edge", Reason.GATEWAY_NOT_READY)
     if trouble is not None:
         return trouble
-    service = gateway_children(world.gateway).service
+    service = find(world.gateway.children, "Service", service_name)
     if service is None:
-        return Finding(kind, "False", Reason.PENDING, f"Service {service_name} is not there yet")
+        return "False", Reason.PENDING, f"Service {service_name} is not there yet"
     balancer = (service.object.get("status") or {}).get("loadBalancer") or {}
     if shared.edge.service_type == "LoadBalancer" and not balancer.get("ingress"):
         inside = f"{service_name}.{world.pool.namespace}.svc"
         text = f"Service {service_name} waits for an address from outside; inside the cluster {inside} serves"
-        return Finding(kind, "False", Reason.ADDRESS_PENDING, text)
+        return "False", Reason.ADDRESS_PENDING, text
     return None
 
 
-def _gateway_api(world: PoolWorld, shared: Shared) -> Finding | None:
-    kind, missing = ConditionType.GATEWAY_READY, _missing_api(world)
+def _gateway_api(world: PoolWorld, shared: Shared) -> Judgement | None:
+    missing = _missing_api(world)
     if missing is not None:
-        return Finding(kind, "False", missing[1], f"the cluster does not have {missing[0]}")
+        return "False", missing[1], f"the cluster does not have {missing[0]}"
     silent = [who for who, condition in _judgements(world, shared) if condition is None]
     there = any(child.ref.kind == "HTTPRoute" for child in world.children)
     if silent or not there:
         text = f"not heard of yet: {few(silent)}" if silent else "the HTTPRoute is not there yet"
-        return Finding(kind, "Unknown", Reason.ROUTE_PENDING, text)
+        return "Unknown", Reason.ROUTE_PENDING, text
     return _unprogrammed(world, shared)
 
 
-def _unprogrammed(world: PoolWorld, shared: Shared) -> Finding | None:
+def _unprogrammed(world: PoolWorld, shared: Shared) -> Judgement | None:
     """What a Gateway that may be read says where its data plane does not listen (yet); None where all do.
 
     A route may be accepted long before: by the controller, which answers no request.
@@ -301,22 +268,16 @@ def _unprogrammed(world: PoolWorld, shared: Shared) -> Finding | None:
                 f"{condition.get('reason')}: {condition.get('message', '')}" if condition else "not told yet"
             )
             text = f"{_parent_name(ref)}: {whose} is not {_PROGRAMMED}: {reported}"
-            return Finding(ConditionType.GATEWAY_READY, "False", Reason.GATEWAY_NOT_PROGRAMMED, text)
+            return "False", Reason.GATEWAY_NOT_PROGRAMMED, text
     return None
 
 
 def _programmed(gateway: Mapping[str, Any], ref: ParentRef) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The condition of a Gateway, and of the listener that the pool is attached to; empty where it is not told."""
-    status = gateway.get("status") or {}
-    listeners = status.get("listeners") or ()
-    judged: list[tuple[str, Iterable[Mapping[str, Any]]]] = [("it", status.get("conditions") or ())]
-    judged += [
-        (f"listener {one['name']}", one.get("conditions") or ())
-        for one in listeners
-        if one["name"] == ref.section_name
-    ]
-    for whose, conditions in judged:
-        yield whose, next((one for one in conditions if one["type"] == _PROGRAMMED), {})
+    yield "it", condition_of(gateway, _PROGRAMMED)
+    for listener in (gateway.get("status") or {}).get("listeners") or ():
+        if listener["name"] == ref.section_name:
+            yield f"listener {listener['name']}", condition_of({"status": listener}, _PROGRAMMED)
 
 
 def gateway_refs(world: PoolWorld, shared: Shared) -> tuple[Ref, ...]:
@@ -386,8 +347,3 @@ def _parent_name(ref: ParentRef) -> str:
 
 def _objects(observed: Iterable[Observed]) -> list[dict[str, Any]]:
     return [one.object for one in observed]
-
-
-def _labels(obj: Mapping[str, Any]) -> Mapping[str, str]:
-    found: Mapping[str, str] = obj["metadata"].get("labels") or {}
-    return found

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import UTC, datetime
-from typing import Final
+from datetime import datetime
 
 from treeline_wire.models import ModelAcceptance, ModelRule, accept_models
 
@@ -12,8 +11,6 @@ from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.api.model import InferenceModel, ModelStatus
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.status.conditions import Finding, build, timestamp
-
-_LAST: Final = datetime.max.replace(tzinfo=UTC)
 
 
 def rule_of(model: InferenceModel) -> ModelRule:
@@ -26,8 +23,7 @@ def rule_of(model: InferenceModel) -> ModelRule:
         criticality=spec.criticality,
         targets=tuple((target.name, target.weight) for target in spec.target_models),
         fallback_pools=tuple(ref.name for ref in spec.fallback_pools),
-        # One without a timestamp is one of a file that was never applied: younger than all that exist.
-        created=timestamp(meta.creation_timestamp or _LAST),
+        created=timestamp(model.born),
         uid=meta.uid,
     )
 

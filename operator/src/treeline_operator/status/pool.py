@@ -16,13 +16,13 @@ from treeline_operator.api.pool import DownloadStatus, EndpointStatus, PoolStatu
 from treeline_operator.plan import claims, pod_state, runtime
 from treeline_operator.plan import revision as revisions
 from treeline_operator.plan.drain import DrainPolicy, deadline, requests
+from treeline_operator.plan.facts import find, is_observed, is_overdue, label
 from treeline_operator.plan.keys import has_keys
-from treeline_operator.plan.objects import condition_of
 from treeline_operator.plan.security import exceptions
 from treeline_operator.plan.sharing import Shared, share
 from treeline_operator.status import gateway_status
 from treeline_operator.status.causes import Cause, Json, Progress, diagnose, percent
-from treeline_operator.status.conditions import Finding, build, timestamp
+from treeline_operator.status.conditions import Finding, Judgement, build, few, timestamp
 from treeline_operator.world import PoolWorld, Ref
 
 MAX_ENDPOINTS: Final = 50
@@ -122,7 +122,7 @@ class _PoolView:
         there = next((member for member in members if member.name == pool.name), None)
         if there is None or (there.deleting, there.spec) != (pool.deleting, pool.spec):
             members = (*(member for member in members if member is not there), pool)
-        return share(members).of(pool)
+        return share(members)[pool.spec.gateway.name]
 
     @cached_property
     def existing(self) -> tuple[revisions.ExistingRevision, ...]:
@@ -143,12 +143,12 @@ class _PoolView:
     @cached_property
     def active(self) -> list[dict[str, Any]]:
         """Those that do not drain."""
-        return [pod for pod in self.live if _label(pod, labels.SERVING) == "true"]
+        return [pod for pod in self.live if label(pod, labels.SERVING) == "true"]
 
     @cached_property
     def current(self) -> list[dict[str, Any]]:
         """Those of the revision that is wanted."""
-        return [pod for pod in self.active if _label(pod, names.REVISION) == self.target.name]
+        return [pod for pod in self.active if label(pod, names.REVISION) == self.target.name]
 
     @cached_property
     def ready(self) -> list[dict[str, Any]]:
@@ -156,7 +156,7 @@ class _PoolView:
 
     @cached_property
     def old(self) -> list[dict[str, Any]]:
-        return [pod for pod in self.active if _label(pod, names.REVISION) != self.target.name]
+        return [pod for pod in self.active if label(pod, names.REVISION) != self.target.name]
 
     @cached_property
     def old_ready(self) -> int:
@@ -176,7 +176,7 @@ class _PoolView:
             pod
             for pod in self.active
             if pod_state.is_ready(pod)
-            and _label(pod, names.REVISION) in able
+            and label(pod, names.REVISION) in able
             and (listed is None or pod["metadata"]["name"] in listed)
         ]
 
@@ -185,7 +185,7 @@ class _PoolView:
         """Pods that finish their requests: taken out of rotation, or told to end."""
         ending = [pod.object for pod in self.world.pods]
         ending = [pod for pod in ending if "deletionTimestamp" in pod["metadata"]]
-        return [*ending, *(pod for pod in self.live if _label(pod, labels.SERVING) != "true")]
+        return [*ending, *(pod for pod in self.live if label(pod, labels.SERVING) != "true")]
 
     @property
     def desired(self) -> int:
@@ -194,12 +194,8 @@ class _PoolView:
     @cached_property
     def observed(self) -> bool:
         """Whether the current revision's Deployment is there and its controller has read it."""
-        if self.target.existing is None:
-            return False
-        obj = self.target.existing.object
-        read: int = (obj.get("status") or {}).get("observedGeneration", 0)
-        written: int = obj["metadata"].get("generation", 0)
-        return read >= written
+        there = self.target.existing
+        return there is not None and is_observed(there.object)
 
     @cached_property
     def causes(self) -> list[Cause]:
@@ -212,38 +208,52 @@ class _PoolView:
 
 def _findings(view: _PoolView) -> list[Finding]:
     world, shared = view.world, view.shared
-    ready_names = [str(pod["metadata"]["name"]) for pod in view.ready]
-    picker = gateway_status.picker(world, ready_names)
-    needed = [_workloads(view), _model(view), picker, gateway_status.gateway(world, shared)]
-    if (route := gateway_status.route(world, shared)) is not None:
-        needed.append(route)
-    found = [_ready(view, needed), _progressing(view, picker), *needed]
-    others = (gateway_status.scaling(world), _security(view), _warnings(view))
-    found.extend(finding for finding in others if finding is not None)
-    return found
+    ready = [str(pod["metadata"]["name"]) for pod in view.ready]
+    picker = gateway_status.picker(world, ready)
+    needed = _told(
+        {
+            ConditionType.WORKLOADS_READY: _workloads(view),
+            ConditionType.MODEL_READY: _model(view),
+            ConditionType.ENDPOINT_PICKER_READY: picker,
+            ConditionType.GATEWAY_READY: gateway_status.gateway(world, shared),
+            ConditionType.ROUTE_ACCEPTED: gateway_status.route(world, shared),
+        }
+    )
+    others = {
+        ConditionType.READY: _ready(view, needed),
+        ConditionType.PROGRESSING: _progressing(view, picker),
+        ConditionType.SCALING_ACTIVE: gateway_status.scaling(world),
+        ConditionType.SECURITY_EXCEPTIONS: _security(view),
+        ConditionType.WARNINGS: _warnings(view),
+    }
+    return [*needed, *_told(others)]
 
 
-def _ready(view: _PoolView, needed: list[Finding]) -> Finding:
-    kind, pool = ConditionType.READY, view.world.pool
+def _told(judged: Mapping[ConditionType, Judgement | None]) -> list[Finding]:
+    return [Finding(kind, *found) for kind, found in judged.items() if found is not None]
+
+
+def _ready(view: _PoolView, needed: list[Finding]) -> Judgement:
+    pool = view.world.pool
     if pool.deleting:
-        return Finding(kind, "False", Reason.DELETING, "the pool is being deleted")
+        return "False", Reason.DELETING, "the pool is being deleted"
     failing = [finding for finding in needed if finding.status != "True"]
     # What needs somebody comes before what passes, and both before what is not known.
     failing.sort(key=lambda finding: (finding.status == "Unknown", finding.reason.info.good is not False))
     broken = bool(failing) and failing[0].reason.info.good is False
     if view.desired == 0 and not broken:
         text = "replicas is 0: requests for the model are answered 503"
-        return Finding(kind, "False", Reason.SCALED_TO_ZERO, text)
+        return "False", Reason.SCALED_TO_ZERO, text
     if failing and not (view.serving and all(map(_lets_serve, failing))):
         status: Status = "False" if any(finding.status == "False" for finding in failing) else "Unknown"
-        return Finding(kind, status, failing[0].reason, failing[0].detail)
+        return status, failing[0].reason, failing[0].detail
     url = gateway_status.url(view.world, view.shared)
     where = f" at {url}" if url else ""
     notes = [finding.detail for finding in needed if not finding.reason.info.good]
     text = "; ".join(
         [f"{pool.spec.model.served_name} is served by {_pods(len(view.serving))}{where}", *notes]
     )
-    return Finding(kind, "True", failing[0].reason if broken else Reason.SERVING, text)
+    return "True", failing[0].reason if broken else Reason.SERVING, text
 
 
 def _lets_serve(finding: Finding) -> bool:
@@ -251,106 +261,86 @@ def _lets_serve(finding: Finding) -> bool:
     return finding.type is ConditionType.WORKLOADS_READY or finding.reason is Reason.ENDPOINTS_MISSING
 
 
-def _workloads(view: _PoolView) -> Finding:
-    kind, desired, ready = ConditionType.WORKLOADS_READY, view.desired, len(view.ready)
+def _workloads(view: _PoolView) -> Judgement:
+    desired, ready = view.desired, len(view.ready)
     if view.target.existing is None and view.refused is not None:
-        return Finding(kind, "False", view.refused.reason, view.refused.detail)
+        return "False", view.refused.reason, view.refused.detail
     if view.target.existing is None and (problem := runtime.template_problem(view.world.pool)):
-        return Finding(kind, "False", Reason.TEMPLATE_INVALID, problem + _meanwhile(view))
+        return "False", Reason.TEMPLATE_INVALID, problem + _meanwhile(view)
     if view.target.existing is None:
         name = names.deployment(view.world.pool.name, view.target.name)
         if runtime.needs_keys(view.world.pool) and not has_keys(view.world.gateway):
             text = f"Deployment {name} is made as soon as gateway {view.shared.name} has its keys"
-            return Finding(kind, "False", Reason.KEYS_PENDING, text + _meanwhile(view))
-        return Finding(kind, "False", Reason.PENDING, f"Deployment {name} is not there yet{_meanwhile(view)}")
+            return "False", Reason.KEYS_PENDING, text + _meanwhile(view)
+        return "False", Reason.PENDING, f"Deployment {name} is not there yet{_meanwhile(view)}"
     if desired == 0:
-        return Finding(kind, "True", Reason.SCALED_TO_ZERO, "no pods are asked for")
+        return "True", Reason.SCALED_TO_ZERO, "no pods are asked for"
     if ready >= desired and view.observed:
-        return Finding(kind, "True", Reason.PODS_READY, f"{ready} of {desired} pods are ready")
+        return "True", Reason.PODS_READY, f"{ready} of {desired} pods are ready"
     head = f"{ready} of {desired} pods are ready"
     if view.causes:
         first, *others = view.causes
         also = "".join(f"; also {one.reason} ({_pods(len(one.pods))})" for one in others if one.pods)
-        return Finding(kind, "False", first.reason, f"{head}; {first.detail}{also}{_meanwhile(view)}")
+        return "False", first.reason, f"{head}; {first.detail}{also}{_meanwhile(view)}"
     if view.world.pool.spec.rollout.paused and view.old:
-        return Finding(kind, "False", Reason.PAUSED, head + _meanwhile(view))
-    return Finding(
-        kind, "False", Reason.ROLLING_OUT if view.old else Reason.PODS_STARTING, head + _meanwhile(view)
-    )
+        return "False", Reason.PAUSED, head + _meanwhile(view)
+    return "False", Reason.ROLLING_OUT if view.old else Reason.PODS_STARTING, head + _meanwhile(view)
 
 
 def _meanwhile(view: _PoolView) -> str:
     return f"; meanwhile served by {_pods(view.old_ready)} of older revisions" if view.old_ready else ""
 
 
-def _model(view: _PoolView) -> Finding:
-    kind, model = ConditionType.MODEL_READY, view.world.pool.spec.model
-    name = model.served_name
-    if view.ready:
-        served = (
-            view.world.picker.models.get(view.world.pool.name, ()) if view.world.picker is not None else ()
-        )
-        if served and name not in served:
-            text = f"the pods serve {gateway_status.few(served)}, not {name}"
-            return Finding(kind, "False", Reason.MODEL_NOT_SERVED, text)
-        have = "has" if len(view.ready) == 1 else "have"
-        return Finding(
-            kind, "True", Reason.MODEL_LOADED, f"{_pods(len(view.ready))} {have} loaded the model {name}"
-        )
-    if view.serving:
-        have = "has" if len(view.serving) == 1 else "have"
-        text = f"{_pods(len(view.serving))} of older revisions {have} loaded the model {name}"
-        return Finding(kind, "True", Reason.MODEL_LOADED, text)
+def _model(view: _PoolView) -> Judgement:
+    pool, picker = view.world.pool, view.world.picker
+    model, name = pool.spec.model, pool.spec.model.served_name
+    served = picker.models.get(pool.name, ()) if picker is not None else ()
+    if view.ready and served and name not in served:
+        return "False", Reason.MODEL_NOT_SERVED, f"the pods serve {few(served)}, not {name}"
+    if loaded := view.ready or view.serving:
+        older = "" if view.ready else " of older revisions"
+        have = "has" if len(loaded) == 1 else "have"
+        return "True", Reason.MODEL_LOADED, f"{_pods(len(loaded))}{older} {have} loaded the model {name}"
     if view.desired == 0:
-        return Finding(kind, "Unknown", Reason.SCALED_TO_ZERO, "no pod loads the model")
+        return "Unknown", Reason.SCALED_TO_ZERO, "no pod loads the model"
     cause = next((cause for cause in view.causes if cause.reason in _ABOUT_THE_MODEL), None)
     if cause is None:
-        return Finding(kind, "Unknown", Reason.PODS_STARTING, f"no pod has begun to load {model.uri}")
+        return "Unknown", Reason.PODS_STARTING, f"no pod has begun to load {model.uri}"
     detail = cause.detail
     if cause.reason is Reason.WEIGHTS_DOWNLOADING and (download := _download(view)) is not None:
         detail = f"{download['percent']} % of {model.uri} are there, downloaded by {_pods(len(cause.pods))}"
-    return Finding(
-        kind, "False", cause.reason, f"{model.uri}: {detail}" if model.uri not in detail else detail
-    )
+    return "False", cause.reason, f"{model.uri}: {detail}" if model.uri not in detail else detail
 
 
-def _progressing(view: _PoolView, picker: Finding) -> Finding:
-    kind, desired, ready, revision = (
-        ConditionType.PROGRESSING,
-        view.desired,
-        len(view.ready),
-        view.target.name,
-    )
-    state = f"revision {revision}: {ready} of {desired} pods are ready"
+def _progressing(view: _PoolView, picker: Judgement) -> Judgement:
+    desired, ready = view.desired, len(view.ready)
+    state = f"revision {view.target.name}: {ready} of {desired} pods are ready"
     if view.world.pool.deleting:
-        return Finding(kind, "True", Reason.DELETING, f"left: {_pods(len(view.world.pods))}")
+        return "True", Reason.DELETING, f"left: {_pods(len(view.world.pods))}"
     if view.refused is not None:
-        return Finding(kind, "False", view.refused.reason, view.refused.detail)
+        return "False", view.refused.reason, view.refused.detail
     if view.old and view.world.pool.spec.rollout.paused:
-        return Finding(
-            kind, "False", Reason.PAUSED, f"{state}; kept of older revisions: {_pods(len(view.old))}"
-        )
+        return "False", Reason.PAUSED, f"{state}; kept of older revisions: {_pods(len(view.old))}"
     settled = view.observed and ready >= desired and len(view.current) == desired
-    if not settled and _overdue(view):
-        return Finding(kind, "False", Reason.ROLLOUT_STALLED, state)
+    if not settled and view.target.existing is not None and is_overdue(view.target.existing.object):
+        return "False", Reason.ROLLOUT_STALLED, state
     if view.old:
         text = f"{state}; left of older revisions: {_pods(len(view.old))}"
         drains = f"; {_draining(view)}" if view.draining else ""
-        return Finding(kind, "True", Reason.ROLLING_OUT, text + drains)
+        return "True", Reason.ROLLING_OUT, text + drains
     if not settled:
         moving = len(view.current) != desired
-        return Finding(kind, "True", Reason.SCALING if moving else Reason.PODS_STARTING, state)
+        return "True", Reason.SCALING if moving else Reason.PODS_STARTING, state
     if view.draining:
-        return Finding(kind, "True", Reason.DRAINING, _draining(view))
+        return "True", Reason.DRAINING, _draining(view)
     if former := gateway_status.former_envoys(view.world):
-        return Finding(
-            kind, "True", Reason.ROLLING_OUT, f"{state}; left of Envoys with former settings: {_pods(former)}"
-        )
+        return "True", Reason.ROLLING_OUT, f"{state}; left of Envoys with former settings: {_pods(former)}"
     if desired == 0:
-        return Finding(kind, "False", Reason.SCALED_TO_ZERO, "no pods are asked for")
-    if picker.reason is Reason.ENDPOINTS_MISSING:
-        return Finding(kind, "True", picker.reason, f"{state}; {picker.detail}")
-    return Finding(kind, "False", Reason.ROLLOUT_COMPLETE, state)
+        return "False", Reason.SCALED_TO_ZERO, "no pods are asked for"
+    _, reason, missing = picker
+    if reason is Reason.ENDPOINTS_MISSING:
+        return "True", reason, f"{state}; {missing}"
+    return "False", Reason.ROLLOUT_COMPLETE, state
 
 
 def _draining(view: _PoolView) -> str:
@@ -368,41 +358,31 @@ def _draining(view: _PoolView) -> str:
     return f"finishing their requests: {_pods(len(view.draining))}{left}{until}"
 
 
-def _security(view: _PoolView) -> Finding | None:
+def _security(view: _PoolView) -> Judgement | None:
     """Where the pods go beyond what the operator would make by itself; None where they do not."""
     if view.target.existing is None:
         return None
-    found = exceptions(
-        view.target.existing.object["spec"]["template"]["spec"], gpu=view.world.pool.spec.accelerator.is_gpu
-    )
+    pod = view.target.existing.object["spec"]["template"]["spec"]
+    found = exceptions(pod, gpu=view.world.pool.spec.accelerator.is_gpu)
     if not found:
         return None
-    text = f"spec.template makes pods less confined: {gateway_status.few(found)}"
-    return Finding(ConditionType.SECURITY_EXCEPTIONS, "True", Reason.POD_SECURITY_EXCEPTION, text)
+    return "True", Reason.POD_SECURITY_EXCEPTION, f"spec.template makes pods less confined: {few(found)}"
 
 
-def _warnings(view: _PoolView) -> Finding | None:
+def _warnings(view: _PoolView) -> Judgement | None:
     """What the spec asks for in vain, the first with its reason; None where there is nothing."""
     pool = view.world.pool
     found: list[tuple[Reason, str]] = []
-    there = {
-        child.ref.name: child for child in view.world.children if child.ref.kind == "PersistentVolumeClaim"
-    }
-    troubles = (claims.unshareable(pool, one, there.get(one.name)) for one in claims.wanted(pool))
-    found.extend((Reason.CLAIM_NOT_SHAREABLE, trouble) for trouble in troubles if trouble)
+    for asked in claims.wanted(pool):
+        there = find(view.world.children, "PersistentVolumeClaim", asked.name)
+        if trouble := claims.unshareable(pool, asked, there):
+            found.append((Reason.CLAIM_NOT_SHAREABLE, trouble))
     if (unused := pool.spec.unused_devices) > 0:
         text = f"accelerator.count is {pool.spec.accelerator.count}, and the engine uses {unused} fewer"
         found.append((Reason.DEVICES_UNUSED, text))
     if not found:
         return None
-    return Finding(ConditionType.WARNINGS, "True", found[0][0], "; ".join(text for _, text in found))
-
-
-def _overdue(view: _PoolView) -> bool:
-    """Whether the Deployment's controller has given up waiting for the current revision."""
-    there = view.target.existing
-    reported = condition_of(there.object, "Progressing") if there is not None else {}
-    return reported.get("reason") == "ProgressDeadlineExceeded"
+    return "True", found[0][0], "; ".join(text for _, text in found)
 
 
 def _endpoints(view: _PoolView) -> list[EndpointStatus]:
@@ -414,7 +394,7 @@ def _endpoints(view: _PoolView) -> list[EndpointStatus]:
         if not host:
             continue
         name, ready = str(pod["metadata"]["name"]), pod_state.is_ready(pod)
-        serving = ready and _label(pod, labels.SERVING) == "true" and (listed is None or name in listed)
+        serving = ready and label(pod, labels.SERVING) == "true" and (listed is None or name in listed)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         found.append(EndpointStatus(name=name, address=address, ready=ready, serving=serving))
     return found[:MAX_ENDPOINTS]
@@ -432,7 +412,3 @@ def _download(view: _PoolView) -> DownloadStatus | None:
 
 def _pods(count: int) -> str:
     return f"{count} pod{'' if count == 1 else 's'}"
-
-
-def _label(obj: Mapping[str, Any], name: str) -> str:
-    return str((obj["metadata"].get("labels") or {}).get(name, ""))
