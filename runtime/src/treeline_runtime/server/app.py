@@ -13,12 +13,10 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.routing import APIRoute
-from starlette.routing import Match
 from starlette.types import ASGIApp
 
 from treeline_runtime.server import schema
@@ -87,10 +85,11 @@ class App(FastAPI):
         if surface.documented:
             routes["GET", "/openapi.json"] = Route(self._openapi, open=True)
             routes["GET", "/docs"] = Route(_docs, open=True)
+        endpoints = [Endpoint(*named, route, self.answer) for named, route in routes.items()]
         super().__init__(
             title="Treeline",
             version=importlib.metadata.version("treeline-runtime"),
-            routes=[Endpoint(*named, route, self.answer) for named, route in routes.items()],
+            routes=[*endpoints],
             openapi_url=None,  # the document and its page are routes like all others
             redirect_slashes=False,
             telemetry={"tracing": False, "metrics": False, "logs": False},
@@ -98,10 +97,18 @@ class App(FastAPI):
         self.router.default = functools.partial(self.answer, self._unknown)
         self._surface = surface
         self._service = service
-        self._paths = {path for _, path in routes}
+        self._endpoints = {one.path: one for one in endpoints if not one.param_convertors}
         if surface.documented:
             described = [route.operation for route in routes.values() if route.operation is not None]
             self._document = encode_json(schema.document(self, described))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Looks up a path without parameters, where FastAPI's router asks one route after the other for the rest."""
+        endpoint = self._endpoints.get(scope["path"])
+        if endpoint is None:
+            await super().__call__(scope, receive, send)
+        else:
+            await endpoint.handle(scope, receive, send)
 
     def build_middleware_stack(self) -> ASGIApp:
         """None of FastAPI's: errors are answered below, bodies bounded where they are read."""
@@ -136,7 +143,7 @@ class App(FastAPI):
         if response is not None:
             status = response.status
             await response.send(send)
-        path = scope["path"] if scope["path"] in self._paths else "other"
+        path = scope["path"] if scope["path"] in self._endpoints else "other"
         self._service.metrics.http_requests.labels(path, status).inc()
 
     async def _answer(self, route: Route, request: Request) -> Response | None:
@@ -171,13 +178,6 @@ class Endpoint(APIRoute):
         self._method = method
         self._route = route
         self._answer = answer
-
-    def matches(self, scope: Scope) -> tuple[Match, Any]:
-        """Whatever the method. Paths without parameters are compared, which is cheaper than matching an expression."""
-        if self.param_convertors:
-            match, found = super().matches(scope)
-            return (Match.NONE if match is Match.NONE else Match.FULL), found
-        return (Match.FULL if scope["path"] == self.path else Match.NONE), {}
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._answer(self._choose, scope, receive, send)
