@@ -103,6 +103,12 @@ class ServerArgs(SchedulerConfig):
         help="let pages of this origin, e.g. https://chat.example.org, call the API from a browser; repeatable, "
         "'*' = any (default: none)",
     )
+    no_docs: bool = setting(
+        False,
+        group="serving",
+        help="serve neither /openapi.json nor /docs, which show the API to anybody, also with --api-key; the page "
+        "loads its scripts from cdn.jsdelivr.net",
+    )
     max_bytes_in_flight: int = setting(
         512 << 20,
         group="serving",

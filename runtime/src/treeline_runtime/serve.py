@@ -366,6 +366,7 @@ class Server:
             key=args.api_key,
             metrics_at=None if metrics is None else url(metrics),
             admin_at=None if admin is None else url(admin),
+            documented=not args.no_docs,
         )
         found = [(inference, listeners.http)]
         if metrics is not None:

@@ -1,15 +1,25 @@
-"""The ASGI application of one listener: its routes, who may use them, errors, and the bond between a request and its
+"""The FastAPI application of one listener: its routes, who may use them, errors, and the bond between a request and its
 connection. Which listener serves what is in `surfaces`.
+
+FastAPI finds the route and describes it; from there on a request is plain ASGI. FastAPI's own way to an endpoint would
+validate bodies in the event loop, which a large one then holds up for everybody, before anything bounds them.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+import re
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from urllib.parse import unquote
 
+from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.routing import APIRoute
+from starlette.types import ASGIApp
+
+from treeline_runtime.server import schema
 from treeline_runtime.server.errors import UnknownModel
 from treeline_runtime.server.http import (
     ApiError,
@@ -19,6 +29,7 @@ from treeline_runtime.server.http import (
     Response,
     Scope,
     Send,
+    encode_json,
     error_response,
     event,
     run_while_connected,
@@ -41,6 +52,8 @@ class Route:
     """Is waited for when the server drains."""
     max_body: int = MAX_CONTROL_BYTES
     """Bytes."""
+    operation: schema.Operation | None = None
+    """What the OpenAPI document says of it; None: nothing."""
 
 
 Guard = Callable[[Request, Route], None]
@@ -52,28 +65,61 @@ class Surface:
     """What one listener serves."""
 
     routes: Mapping[tuple[str, str], Route]
-    """By method and path."""
+    """By method and path. A path has one method."""
     guard: Guard
-    tails: Mapping[str, Route] = field(default_factory=dict)
-    """GET routes that end in a parameter, by what stands before it."""
     served_by_other: Mapping[str, str] = field(default_factory=dict)
     """Paths that another listener serves, and the words that say where."""
+    documented: bool = False
+    """Serves its OpenAPI document, and a page that shows it."""
 
 
-class App:
+Chooser = Callable[[Request], Route]
+"""The route of a request whose path is known. Raises ApiError where it has none."""
+
+
+class App(FastAPI):
     """`await app(scope, receive, send)`. Knows the paths of its surface; anything else is a 404 in OpenAI's shape."""
 
     def __init__(self, surface: Surface, service: Service) -> None:
+        routes = dict(surface.routes)
+        if surface.documented:
+            routes["GET", "/openapi.json"] = Route(self._openapi, open=True)
+            routes["GET", "/docs"] = Route(_docs, open=True)
+        endpoints = [Endpoint(*named, route, self.answer) for named, route in routes.items()]
+        super().__init__(
+            title="Treeline",
+            version=importlib.metadata.version("treeline-runtime"),
+            routes=[*endpoints],
+            openapi_url=None,  # the document and its page are routes like all others
+            redirect_slashes=False,
+            telemetry={"tracing": False, "metrics": False, "logs": False},
+        )
+        self.router.default = functools.partial(self.answer, self._unknown)
         self._surface = surface
         self._service = service
-        self._paths = {path for _, path in surface.routes}
+        self._endpoints = {one.path: one for one in endpoints if not one.param_convertors}
+        if surface.documented:
+            described = [route.operation for route in routes.values() if route.operation is not None]
+            self._document = encode_json(schema.document(self, described))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Looks up a path without parameters, where FastAPI's router asks one route after the other for the rest."""
+        endpoint = self._endpoints.get(scope["path"])
+        if endpoint is None:
+            await super().__call__(scope, receive, send)
+        else:
+            await endpoint.handle(scope, receive, send)
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """None of FastAPI's: errors are answered below, bodies bounded where they are read."""
+        return self.router
+
+    async def answer(self, choose: Chooser, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "the server is configured for HTTP alone"
         request = Request(scope, receive, send)
         status = 200
         try:
-            response = await self._answer(request)
+            response = await self._answer(choose(request), request)
         except ClientGone:
             return  # nobody is there to be answered
         except UnknownModel as error:
@@ -97,11 +143,10 @@ class App:
         if response is not None:
             status = response.status
             await response.send(send)
-        path = scope["path"] if scope["path"] in self._paths else "other"
+        path = scope["path"] if scope["path"] in self._endpoints else "other"
         self._service.metrics.http_requests.labels(path, status).inc()
 
-    async def _answer(self, request: Request) -> Response | None:
-        route = self._route(request)
+    async def _answer(self, route: Route, request: Request) -> Response | None:
         self._surface.guard(request, route)
         await request.read_body(route.max_body, Reservation(self._service.budget))
         answering = run_while_connected(request.receive, _call(route.handler, request))
@@ -110,24 +155,38 @@ class App:
         with self._service.generating():
             return await answering
 
-    def _route(self, request: Request) -> Route:
-        method, path = request.scope["method"], request.path
-        if method == "HEAD":  # as GET; the server leaves out the body
-            method = "GET"
-        route = self._surface.routes.get((method, path))
-        if route is not None:
-            return route
-        methods = [known for known, its in self._surface.routes if its == path]
-        for prefix, route in self._surface.tails.items():
-            if not methods and path.startswith(prefix):
-                if method == "GET":
-                    request.path_tail = unquote(path.removeprefix(prefix))
-                    return route
-                methods = ["GET"]
-        if not methods:
-            message = self._surface.served_by_other.get(path, f"There is no {method} {path}")
-            raise ApiError(404, message, code="not_found")
-        allowed = allow(methods)
+    def _unknown(self, request: Request) -> Route:
+        said = f"There is no {request.method} {request.path}"
+        raise ApiError(404, self._surface.served_by_other.get(request.path, said), code="not_found")
+
+    async def _openapi(self, _request: Request) -> Response:
+        return Response(self._document)
+
+
+class Endpoint(APIRoute):
+    """One path of a surface, and the method that it has; HEAD and OPTIONS come with it."""
+
+    def __init__(self, method: str, path: str, route: Route, answer: Callable[..., Awaitable[None]]) -> None:
+        super().__init__(
+            path,
+            _endpoint,
+            methods=[method],
+            operation_id="_".join(re.findall(r"\w+", path)),
+            include_in_schema=route.operation is not None,
+            openapi_extra=None if route.operation is None else route.operation.written(open=route.open),
+        )
+        self._method = method
+        self._route = route
+        self._answer = answer
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._answer(self._choose, scope, receive, send)
+
+    def _choose(self, request: Request) -> Route:
+        method = "GET" if request.method == "HEAD" else request.method  # the server leaves out the body
+        if method == self._method:
+            return self._route
+        allowed = allow(self._method)
         if method == "OPTIONS":
             return Route(functools.partial(options, allowed), open=True)
         raise ApiError(
@@ -135,10 +194,9 @@ class App:
         )
 
 
-def allow(methods: Iterable[str]) -> bytes:
-    """The value of `Allow` for a path that has these methods."""
-    known = {*methods, "OPTIONS"}
-    return ", ".join(sorted(known | ({"HEAD"} if "GET" in known else set()))).encode()
+def allow(method: str) -> bytes:
+    """The value of `Allow` for a path that has this method."""
+    return ", ".join(sorted({method, "OPTIONS"} | ({"HEAD"} if method == "GET" else set()))).encode()
 
 
 async def options(allowed: bytes, _request: Request) -> Response:
@@ -147,3 +205,12 @@ async def options(allowed: bytes, _request: Request) -> Response:
 
 async def _call(handler: Handler, request: Request) -> Response | None:
     return await handler(request)
+
+
+async def _endpoint() -> None:  # what FastAPI asks for; `Endpoint.handle` is in its place
+    raise NotImplementedError
+
+
+async def _docs(_request: Request) -> Response:
+    page = get_swagger_ui_html(openapi_url="openapi.json", title="Treeline")
+    return Response(bytes(page.body), content_type=b"text/html; charset=utf-8")

@@ -119,16 +119,24 @@ class Request:
     """Of the body in bytes."""
     reservation: Reservation | None = None
     """What the body holds of the server's budget; whoever takes the body takes this too."""
-    path_tail: str = ""
-    """What follows the route's prefix, decoded, for routes that end in a parameter."""
     query: dict[str, str] = field(default_factory=dict)
     streaming: bool = False
     """Response headers have been sent."""
 
     @property
+    def method(self) -> str:
+        method: str = self.scope["method"]
+        return method
+
+    @property
     def path(self) -> str:
         path: str = self.scope["path"]
         return path
+
+    def path_parameter(self, name: str) -> str:
+        """What stands in the path where the route has a parameter."""
+        value: str = self.scope["path_params"][name]
+        return value
 
     def header(self, name: bytes) -> bytes | None:
         found: bytes | None = next((value for key, value in self.scope["headers"] if key == name), None)

@@ -81,7 +81,7 @@ class Probes:
         return json_response({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        self._service.reader.check_model(request.path_tail)
+        self._service.reader.check_model(request.path_parameter("model"))
         return json_response(self._model())
 
     def _model(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable, Callable
 
-from treeline_runtime.server import native
+from treeline_runtime.server import native, operations
 from treeline_runtime.server.access import admin_key, api_key, read_only
 from treeline_runtime.server.app import Handler, Route, Surface
 from treeline_runtime.server.chat import chat_completions
@@ -13,50 +13,71 @@ from treeline_runtime.server.completions import completions
 from treeline_runtime.server.http import Request, Response
 from treeline_runtime.server.limits import MAX_BODY_BYTES
 from treeline_runtime.server.probes import Probes
+from treeline_runtime.server.schema import Operation
 from treeline_runtime.server.service import Service
 
+ServiceHandler = Callable[[Service, Request], Awaitable[Response | None]]
 METRICS_PATH = "/metrics"
 ADMIN_PATHS = ("/flush_cache", "/abort_request", "/debug/radix")
 
 
 def inference(
-    service: Service, probes: Probes, *, key: str | None, metrics_at: str | None, admin_at: str | None
+    service: Service,
+    probes: Probes,
+    *,
+    key: str | None,
+    metrics_at: str | None,
+    admin_at: str | None,
+    documented: bool,
 ) -> Surface:
-    """The API, the probes, and what pickers and routers read. `metrics_at` and `admin_at` are the URLs of the other
-    listeners, None where they are off; somebody who asks here for what they serve is told.
+    """The API, the probes, what pickers and routers read, and what all this is (`documented`). `metrics_at` and
+    `admin_at` are the URLs of the other listeners, None where they are off; somebody who asks here for what they serve
+    is told.
     """
-    bound = functools.partial(_bound, service)
-    model_info, server_info = Route(probes.model_info, open=True), Route(probes.server_info, open=True)
-    ready = Route(probes.ready, open=True)
-    tokenize = Route(bound(native.tokenize), max_body=MAX_BODY_BYTES)
-    detokenize = Route(bound(native.detokenize), max_body=MAX_BODY_BYTES)
+
+    def info(handler: Handler, operation: Operation) -> Route:
+        return Route(handler, open=True, operation=operation)
+
+    def generating(handler: ServiceHandler, operation: Operation) -> Route:
+        bound = functools.partial(handler, service)
+        return Route(bound, generates=True, max_body=MAX_BODY_BYTES, operation=operation)
+
+    def converting(handler: ServiceHandler, operation: Operation) -> Route:
+        return Route(functools.partial(handler, service), max_body=MAX_BODY_BYTES, operation=operation)
+
+    ready = info(probes.ready, operations.READY)
+    model_info = info(probes.model_info, operations.MODEL_INFO)
+    server_info = info(probes.server_info, operations.SERVER_INFO)
+    tokenize = converting(native.tokenize, operations.TOKENIZE)
+    detokenize = converting(native.detokenize, operations.DETOKENIZE)
     routes = {
-        ("POST", "/v1/chat/completions"): Route(
-            bound(chat_completions), generates=True, max_body=MAX_BODY_BYTES
-        ),
-        ("POST", "/v1/completions"): Route(bound(completions), generates=True, max_body=MAX_BODY_BYTES),
-        ("POST", "/generate"): Route(bound(native.generate), generates=True, max_body=MAX_BODY_BYTES),
-        ("GET", "/v1/models"): Route(probes.models),
-        ("GET", "/v1/loads"): Route(probes.loads),
+        ("POST", "/v1/chat/completions"): generating(chat_completions, operations.CHAT),
+        ("POST", "/v1/completions"): generating(completions, operations.COMPLETION),
+        ("POST", "/generate"): generating(native.generate, operations.GENERATE),
+        ("GET", "/v1/models"): Route(probes.models, operation=operations.MODELS),
+        ("GET", "/v1/models/{model:path}"): Route(probes.model, operation=operations.MODEL),
+        ("GET", "/v1/loads"): Route(probes.loads, operation=operations.LOADS),
         ("POST", "/tokenize"): tokenize,
         ("POST", "/detokenize"): detokenize,
         ("POST", "/v1/tokenize"): tokenize,
         ("POST", "/v1/detokenize"): detokenize,
-        ("GET", "/live"): Route(probes.live, open=True),
+        ("GET", "/live"): info(probes.live, operations.LIVE),
         ("GET", "/ready"): ready,
         ("GET", "/health"): ready,
-        ("GET", "/health_generate"): Route(probes.health_generate, generates=True),
+        ("GET", "/health_generate"): Route(
+            probes.health_generate, generates=True, operation=operations.WORKS
+        ),
         ("GET", "/model_info"): model_info,
         ("GET", "/get_model_info"): model_info,
         ("GET", "/server_info"): server_info,
         ("GET", "/get_server_info"): server_info,
-        ("GET", "/treeline/tokenizer"): Route(probes.tokenizer, open=True),
+        ("GET", "/treeline/tokenizer"): info(probes.tokenizer, operations.TOKENIZER),
     }
     served_by_other = {
         path: _served_by_other(path, "administration", "--admin-port", admin_at) for path in ADMIN_PATHS
     }
     served_by_other[METRICS_PATH] = _served_by_other(METRICS_PATH, "metrics", "--metrics-port", metrics_at)
-    return Surface(routes, api_key(key), {"/v1/models/": Route(probes.model)}, served_by_other)
+    return Surface(routes, api_key(key), served_by_other, documented)
 
 
 def metrics(probes: Probes) -> Surface:
@@ -68,17 +89,12 @@ def administration(service: Service, probes: Probes, *, key: str | None, loopbac
     """What changes the server for everybody, or shows what others have asked. Nothing that changes it is a GET: a link
     must not do that.
     """
-    bound = functools.partial(_bound, service)
     routes = {
-        ("POST", "/flush_cache"): Route(bound(native.flush_cache)),
-        ("POST", "/abort_request"): Route(bound(native.abort_request)),
+        ("POST", "/flush_cache"): Route(functools.partial(native.flush_cache, service)),
+        ("POST", "/abort_request"): Route(functools.partial(native.abort_request, service)),
         ("GET", "/debug/radix"): Route(probes.debug_radix),
     }
     return Surface(routes, admin_key(key, loopback=loopback))
-
-
-def _bound(service: Service, handler: Callable[[Service, Request], Awaitable[Response | None]]) -> Handler:
-    return functools.partial(handler, service)
 
 
 def _served_by_other(path: str, what: str, flag: str, url: str | None) -> str:

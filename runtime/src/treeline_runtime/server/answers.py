@@ -1,0 +1,185 @@
+"""The shapes of answers, as the OpenAPI document shows them. Nothing is made from these: answers are written in pieces
+(`pacing`), and a test holds real ones against them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+Maybe = UnsetType
+"""A member that is left out where it has nothing to say."""
+
+
+class ErrorDetail(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Struct):
+    """Every answer that is an error, and the last event of a stream that failed."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | Maybe = UNSET
+
+
+class TokenLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ContentLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[ContentLogprob]
+    refusal: None
+
+
+FinishReason = Literal["stop", "length", "abort"]
+Matched = int | str | None
+"""The stop token or string that ended the text."""
+
+
+class ChatMessage(Struct):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Struct):
+    index: int
+    message: ChatMessage
+    finish_reason: FinishReason
+    matched_stop: Matched
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletion(Struct):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(Struct):
+    role: Literal["assistant"] | Maybe = UNSET
+    content: str | Maybe = UNSET
+    refusal: Maybe | None = UNSET
+
+
+class ChatChunkChoice(Struct):
+    index: int
+    delta: ChatDelta
+    finish_reason: FinishReason | None
+    logprobs: ChatLogprobs | None
+    matched_stop: Matched | Maybe = UNSET
+
+
+class ChatChunk(Struct):
+    """An event of a stream. `usage` is there with `stream_options`; with `include_usage` a last one has no choices."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | Maybe | None = UNSET
+
+
+class CompletionLogprobs(Struct):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    text_offset: list[int]
+    top_logprobs: list[dict[str, float] | None] | None
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    finish_reason: FinishReason | None
+    matched_stop: Matched
+    logprobs: CompletionLogprobs | None
+
+
+class Completion(Struct):
+    """An answer, or an event of a stream. `usage` of an event is there with `stream_options`."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | Maybe | None = UNSET
+
+
+class MetaInfo(Struct):
+    id: str
+    finish_reason: dict[str, Any] | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    weight_version: str
+    num_retractions: int
+    e2e_latency: float
+    input_token_logprobs: list[Any] | Maybe = UNSET
+    output_token_logprobs: list[Any] | Maybe = UNSET
+    input_top_logprobs: list[Any] | Maybe = UNSET
+    output_top_logprobs: list[Any] | Maybe = UNSET
+
+
+class Generated(Struct):
+    """What there is so far: text and lists of an event are cumulative. `index` is there in streams of several."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: int | Maybe = UNSET
+
+
+class Tokens(Struct):
+    tokens: list[int | list[int]]
+    count: int | list[int]
+    max_model_len: int | None
+
+
+class Text(Struct):
+    text: str | list[str]
+
+
+class Model(Struct):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int | None
+
+
+class Models(Struct):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Status(Struct):
+    status: str
+    heartbeats: int | Maybe = UNSET
+    """Of `/live`: moves while the server does."""

@@ -1,0 +1,148 @@
+"""What `/openapi.json` says of each path of the inference listener."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from treeline_runtime.server import answers, openai
+from treeline_runtime.server import native_fields as native
+from treeline_runtime.server.fields import NATIVE_HARMLESS
+from treeline_runtime.server.schema import Body, Operation, Schema
+
+OPENAI, NATIVE, STATE = "OpenAI's API", "SGLang's API", "Probes and information"
+
+MESSAGES: Schema = {
+    "type": "array",
+    "minItems": 1,
+    "description": "For the model's chat template. Content in parts has parts of type `text`.",
+    "items": {
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": {"type": "string"},
+            "content": {"anyOf": [{"type": "string"}, {"type": "array"}, {"type": "null"}]},
+        },
+    },
+}
+IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+PROMPT: Schema = {
+    "description": "A text or its token ids, or several of them.",
+    "anyOf": [{"type": "string"}, IDS, {"type": "array", "items": {"anyOf": [{"type": "string"}, IDS]}}],
+}
+
+
+def _said(names: Iterable[str], description: str, **schema: Any) -> dict[str, Schema]:
+    """Fields that are alike; without a type, any value will do."""
+    return {name: {"description": description, **schema} for name in names}
+
+
+_SALT = _said(
+    openai.NAMESPACE_FIELDS,
+    "Requests that differ in this share no cached prefix.",
+    type=["string", "null"],
+    maxLength=openai.MAX_SALT_CHARS,
+)
+_FOR_TEMPLATE = "For the chat template."
+_TEMPLATE = {
+    **_said(["documents"], _FOR_TEMPLATE, type=["array", "null"]),
+    **_said(["add_generation_prompt", "continue_final_message"], _FOR_TEMPLATE, type=["boolean", "null"]),
+    **_said(["chat_template_kwargs"], _FOR_TEMPLATE, type=["object", "null"]),
+}
+_TOOLS = _said(
+    ["tools", "functions"],
+    "Not supported: an empty list, or `tools` with `tool_choice: none`.",
+    type=["array", "null"],
+)
+
+STREAM_OPTIONS = Body(
+    struct=openai.StreamOptions, description="What the chunks of a stream have besides.", harmless={}
+)
+CHAT_BODY = Body(
+    struct=openai.ChatBody,
+    description="A chat. Unset sampling values come from the checkpoint, `max_tokens` is the rest of the context.",
+    others={
+        **_SALT,
+        **_TEMPLATE,
+        **_TOOLS,
+        **_said(["reasoning_effort"], "For the chat template; only `none` where it does not read it."),
+        "messages": MESSAGES,
+        "stream_options": {"anyOf": [STREAM_OPTIONS.reference, {"type": "null"}]},
+    },
+    required=("messages",),
+    parts=(STREAM_OPTIONS,),
+)
+COMPLETION_BODY = Body(
+    struct=openai.CompletionBody,
+    description="Prompts to go on with. Unset sampling values come from the checkpoint, `max_tokens` is 16.",
+    others={
+        **_SALT,
+        **_TOOLS,
+        "prompt": PROMPT,
+        "logprobs": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 20}, {"enum": [None, False]}]},
+        "stream_options": {"anyOf": [STREAM_OPTIONS.reference, {"type": "null"}]},
+    },
+    required=("prompt",),
+    parts=(STREAM_OPTIONS,),
+)
+SAMPLING = Body(
+    struct=native.NativeSampling,
+    description="Unset values come from the checkpoint, `max_new_tokens` is 128.",
+)
+_OWN_SAMPLING: Schema = {"anyOf": [SAMPLING.reference, {"type": "null"}]}
+GENERATE_BODY = Body(
+    struct=native.GenerateBody,
+    description="Either `text` or `input_ids`, of one prompt or of several; what else is a list has a value for each.",
+    others={
+        **_SALT,
+        "sampling_params": {"anyOf": [*_OWN_SAMPLING["anyOf"], {"type": "array", "items": _OWN_SAMPLING}]},
+    },
+    harmless=NATIVE_HARMLESS,
+    parts=(SAMPLING,),
+)
+TOKENIZE_BODY = Body(
+    struct=native.TokenizeBody,
+    description="Either `prompt` or `messages`.",
+    others={**_TEMPLATE, "messages": {"anyOf": [MESSAGES, {"type": "null"}]}},
+)
+DETOKENIZE_BODY = Body(
+    struct=native.DetokenizeBody, description="Token ids: a list, or several.", others={"tokens": PROMPT}
+)
+
+CHAT = Operation(
+    tag=OPENAI,
+    summary="Answer a chat",
+    body=CHAT_BODY,
+    answer=answers.ChatCompletion,
+    event=answers.ChatChunk,
+)
+COMPLETION = Operation(
+    tag=OPENAI,
+    summary="Go on with prompts",
+    body=COMPLETION_BODY,
+    answer=answers.Completion,
+    event=answers.Completion,
+)
+MODELS = Operation(tag=OPENAI, summary="The model that is served, as a list", answer=answers.Models)
+MODEL = Operation(
+    tag=OPENAI,
+    summary="The model",
+    answer=answers.Model,
+    parameters={"model": "Its name, slashes as they are."},
+)
+GENERATE = Operation(
+    tag=NATIVE,
+    summary="Go on with prompts",
+    body=GENERATE_BODY,
+    answer=answers.Generated | list[answers.Generated],
+    event=answers.Generated,
+)
+TOKENIZE = Operation(tag=NATIVE, summary="Text → ids", body=TOKENIZE_BODY, answer=answers.Tokens)
+DETOKENIZE = Operation(tag=NATIVE, summary="Ids → text", body=DETOKENIZE_BODY, answer=answers.Text)
+LOADS = Operation(tag=STATE, summary="The scheduler's load, asked now")
+LIVE = Operation(tag=STATE, summary="503 when a restart would help", answer=answers.Status)
+READY = Operation(tag=STATE, summary="200 while new requests are taken", answer=answers.Status)
+WORKS = Operation(tag=STATE, summary="Generates a few tokens", answer=answers.Status)
+MODEL_INFO = Operation(tag=STATE, summary="About the model")
+SERVER_INFO = Operation(tag=STATE, summary="About the server: its arguments, without secrets, and its state")
+TOKENIZER = Operation(tag=STATE, summary="The tokenizer and chat template, for a router that renders prompts")

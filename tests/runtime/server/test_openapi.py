@@ -1,0 +1,306 @@
+"""The OpenAPI document and its page, held against the fields that are read and the answers that are given."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from support.runtime_server import ServerProcess, running, sse
+from treeline_runtime.server import native_fields as native
+from treeline_runtime.server import openai
+from treeline_runtime.server.fields import HARMLESS, NATIVE_HARMLESS, NEUTRAL
+
+Schema = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def document(http: httpx.Client) -> Schema:
+    answer = http.get("/openapi.json")
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
+    return dict(answer.json())
+
+
+class Judge:
+    """Validates values by a document's schemas, with objects closed: a member that is not told of is an error."""
+
+    def __init__(self, document: Schema, *, closed: bool = True) -> None:
+        self._components = copy.deepcopy(document["components"])
+        self._paths = document["paths"]
+        for found in self._components["schemas"].values() if closed else ():
+            found.setdefault("additionalProperties", False)
+
+    def body(self, path: str) -> Any:
+        return self._validator(self._paths[path]["post"]["requestBody"]["content"]["application/json"])
+
+    def answer(self, path: str, *, method: str = "post", kind: str = "application/json") -> Any:
+        responses = self._paths[path][method]["responses"]
+        return self._validator(responses["200"]["content"][kind])
+
+    def error(self) -> Any:
+        return self._validator({"schema": {"$ref": "#/components/schemas/Error"}})
+
+    def _validator(self, content: Schema) -> Any:
+        schema = {**content["schema"], "components": self._components}
+        jsonschema.Draft202012Validator.check_schema(schema)
+        return jsonschema.Draft202012Validator(schema)
+
+
+@pytest.fixture(scope="module")
+def judge(document: Schema) -> Judge:
+    return Judge(document)
+
+
+# ---- the document and what the readers read -------------------------------------------------------------------------
+
+BODIES: Mapping[str, tuple[frozenset[str], Mapping[str, str]]] = {
+    "ChatBody": (
+        frozenset(openai.ChatBody.__struct_fields__)
+        | openai.NAMESPACE_FIELDS
+        | openai.TEMPLATE_FIELDS
+        | {"reasoning_effort"},
+        HARMLESS,
+    ),
+    "CompletionBody": (
+        frozenset(openai.CompletionBody.__struct_fields__) | openai.NAMESPACE_FIELDS,
+        HARMLESS,
+    ),
+    "GenerateBody": (native.GENERATE_FIELDS, NATIVE_HARMLESS),
+    "NativeSampling": (native.SAMPLING_FIELDS, HARMLESS),
+    "TokenizeBody": (native.TOKENIZE_FIELDS, HARMLESS),
+    "DetokenizeBody": (native.DETOKENIZE_FIELDS, HARMLESS),
+    "StreamOptions": (frozenset(openai.StreamOptions.__struct_fields__), {}),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_has_the_fields_that_its_reader_knows(document: Schema, name: str) -> None:
+    known, harmless = BODIES[name]
+    assert not known & set(harmless), "a field is acted on, or harmless"
+    told = document["components"]["schemas"][name]["properties"]
+    assert set(told) == known | set(harmless) | set(NEUTRAL)
+    for field in set(harmless):
+        assert "type" not in told[field]
+        assert told[field]["description"].startswith("Changes nothing")
+    for field in set(NEUTRAL) - known:
+        assert told[field] == {"enum": [None, False, [], {}, *NEUTRAL[field]]}
+
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+HELLO: Schema = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+HI: Schema = {"prompt": "hi", "max_tokens": 1}
+TEXT: Schema = {"text": "hi", "sampling_params": {"max_new_tokens": 1}}
+SAID: list[tuple[str, Schema]] = [
+    (CHAT, HELLO),
+    (CHAT, HELLO | {"logprobs": True, "top_logprobs": 2, "seed": -1, "stop": ["a", "b"], "n": 2}),
+    (CHAT, HELLO | {"user": 7, "metadata": {"a": []}, "tool_choice": "auto", "tools": [], "unheard": None}),
+    (CHAT, HELLO | {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}),
+    (CHAT, HELLO | {"max_tokens": 0}),
+    (CHAT, HELLO | {"max_tokens": 1.0, "temperature": 1}),
+    (CHAT, HELLO | {"max_tokens": "1"}),
+    (CHAT, HELLO | {"messages": []}),
+    (CHAT, HELLO | {"messages": "hi"}),
+    (CHAT, HELLO | {"messages": [{"content": "hi"}]}),
+    (CHAT, {"max_tokens": 1}),
+    (CHAT, HELLO | {"tool_choice": "required"}),
+    (CHAT, HELLO | {"unheard": 1}),
+    (CHAT, HELLO | {"reasoning_effort": "none"}),
+    (CHAT, HELLO | {"cache_salt": 5}),
+    (CHAT, HELLO | {"cache_salt": "x" * 1025}),
+    (CHAT, HELLO | {"documents": [], "add_generation_prompt": False, "chat_template_kwargs": {}}),
+    (CHAT, HELLO | {"documents": {}}),
+    (CHAT, HELLO | {"continue_final_message": 1}),
+    (CHAT, HELLO | {"chat_template_kwargs": []}),
+    (CHAT, HELLO | {"tools": {}}),
+    (COMPLETION, HI),
+    (COMPLETION, HI | {"prompt": [1, 2, 3], "echo": True, "logprobs": 0, "logit_bias": {"1": -100}}),
+    (COMPLETION, HI | {"prompt": ["a", "b"], "logprobs": False, "best_of": 1, "suffix": ""}),
+    (COMPLETION, HI | {"prompt": [[1], [2]], "stream_options": None, "cache_salt": "mine"}),
+    (COMPLETION, HI | {"prompt": None}),
+    (COMPLETION, HI | {"prompt": {}}),
+    (COMPLETION, HI | {"prompt": [None]}),
+    (COMPLETION, HI | {"logprobs": True}),
+    (COMPLETION, HI | {"logprobs": 21}),
+    (COMPLETION, HI | {"best_of": 2}),
+    (COMPLETION, HI | {"suffix": "x"}),
+    (COMPLETION, HI | {"top_p": 0}),
+    (COMPLETION, HI | {"temperature": -1}),
+    (COMPLETION, HI | {"logit_bias": {"1": 101}}),
+    (COMPLETION, HI | {"stream": True, "stream_options": {"include_usage": True, "unheard": False}}),
+    (COMPLETION, HI | {"stream": True, "stream_options": {"include_usage": 1}}),
+    (COMPLETION, HI | {"stream": True, "stream_options": {"unheard": 1}}),
+    ("/generate", TEXT),
+    ("/generate", TEXT | {"text": ["a", "b"], "return_logprob": [True, False], "stream_options": 5}),
+    ("/generate", {"input_ids": [[1], [2]], "sampling_params": [{"max_new_tokens": 1}, None]}),
+    ("/generate", TEXT | {"sampling_params": {"max_new_tokens": 1, "top_k": 5, "regex": None}}),
+    ("/generate", TEXT | {"sampling_params": {"regex": "a+"}}),
+    ("/generate", TEXT | {"sampling_params": {"temperature": -1}}),
+    ("/generate", TEXT | {"sampling_params": 5}),
+    ("/generate", TEXT | {"rid": ""}),
+    ("/generate", TEXT | {"image_data": "x"}),
+    ("/tokenize", {"prompt": ["a", "b"], "add_special_tokens": False}),
+    ("/tokenize", {"messages": HELLO["messages"], "add_generation_prompt": True}),
+    ("/tokenize", {"prompt": 5}),
+    ("/detokenize", {"tokens": [1, 2], "skip_special_tokens": True}),
+    ("/detokenize", {"tokens": [[1], [2]]}),
+    ("/detokenize", {"tokens": ["a"]} | {"unheard": 1}),
+    ("/detokenize", {}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), SAID, ids=str)
+def test_the_document_and_the_reader_agree_on_a_body(
+    http: httpx.Client, document: Schema, path: str, body: Schema
+) -> None:
+    valid = Judge(document, closed=False).body(path).is_valid(body)
+    answer = http.post(path, json=body)
+    assert answer.status_code == (200 if valid else 400), answer.text
+
+
+# ---- the document and what is answered ------------------------------------------------------------------------------
+
+
+def test_every_path_is_there_with_its_method_and_no_other(http: httpx.Client, document: Schema) -> None:
+    assert {CHAT, COMPLETION, "/generate", "/v1/models", "/server_info", "/ready"} < set(document["paths"])
+    for path, operations in document["paths"].items():
+        (method,) = operations
+        where = path.format(model="random")
+        answer = http.request(method, where, json={} if method == "post" else None)
+        assert answer.status_code in (200, 400), (path, answer.text)
+        allowed = {"OPTIONS", method.upper()} | ({"HEAD"} if method == "get" else set())
+        assert set(http.options(where).headers["allow"].split(", ")) == allowed
+        refused = http.delete(where)
+        assert (refused.status_code, refused.headers["allow"]) == (405, ", ".join(sorted(allowed)))
+
+
+def test_operation_ids_are_names_and_each_is_another(document: Schema) -> None:
+    ids = [found["operationId"] for operations in document["paths"].values() for found in operations.values()]
+    assert all(id.isidentifier() for id in ids)
+    assert len(set(ids)) == len(ids)
+
+
+def test_every_reference_leads_somewhere(document: Schema) -> None:
+    """And what FastAPI says of bodies that it validates is not there."""
+    assert document["openapi"].startswith("3.1")
+
+    def references(value: Any) -> Iterator[str]:
+        for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            yield from references(item)
+        if isinstance(value, dict) and isinstance(value.get("$ref"), str):
+            yield value["$ref"]
+
+    schemas = document["components"]["schemas"]
+    named = set(references(document))
+    assert named == {f"#/components/schemas/{name}" for name in schemas}, "neither missing nor left over"
+    assert "HTTPValidationError" not in schemas
+
+
+MANY = {"n": 2, "max_tokens": 5}
+ASKED: list[tuple[str, Schema]] = [
+    (CHAT, HELLO),
+    (CHAT, HELLO | MANY | {"logprobs": True, "top_logprobs": 2}),
+    (COMPLETION, HI),
+    (COMPLETION, HI | MANY | {"prompt": ["a", "b"], "echo": True, "logprobs": 2}),
+    ("/generate", TEXT),
+    ("/generate", TEXT | {"text": ["a", "b"]}),
+    ("/generate", TEXT | {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0}),
+    ("/tokenize", {"prompt": "hi"}),
+    ("/tokenize", {"prompt": ["a", "b"]}),
+    ("/detokenize", {"tokens": [1]}),
+    ("/detokenize", {"tokens": [[1], [2]]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ASKED, ids=str)
+def test_answers_are_as_the_document_says(http: httpx.Client, judge: Judge, path: str, body: Schema) -> None:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    judge.answer(path).validate(answer.json())
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/{model}", "/live", "/ready", "/health_generate"])
+def test_what_the_server_says_of_itself_is_as_the_document_says(
+    http: httpx.Client, judge: Judge, path: str
+) -> None:
+    judge.answer(path, method="get").validate(http.get(path.format(model="random")).json())
+
+
+STREAMED = [(path, body) for path, body in ASKED if path in (CHAT, COMPLETION, "/generate")] + [
+    (path, body | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}})
+    for path, body in ((CHAT, HELLO), (COMPLETION, HI | MANY))
+]
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMED, ids=str)
+def test_events_are_as_the_document_says(http: httpx.Client, judge: Judge, path: str, body: Schema) -> None:
+    with http.stream("POST", path, json=body | {"stream": True}) as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        *events, done = sse(stream)
+    assert (done, bool(events)) == ("[DONE]", True)
+    for event in events:
+        judge.answer(path, kind="text/event-stream").validate(event)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/nothing"), ("PUT", CHAT), ("POST", CHAT), ("GET", "/v1/models/other"), ("GET", "/live/")],
+)
+def test_errors_are_as_the_document_says(http: httpx.Client, judge: Judge, method: str, path: str) -> None:
+    answer = http.request(method, path)
+    assert 400 <= answer.status_code < 500
+    judge.error().validate(answer.json())
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_shows_the_document(http: httpx.Client) -> None:
+    page = http.get("/docs")
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert "url: 'openapi.json'" in page.text
+    assert "swagger-ui" in page.text
+    assert http.head("/docs").status_code == 200
+    assert http.post("/docs").status_code == 405
+
+
+def test_the_other_listeners_have_neither(admin: httpx.Client, metrics: httpx.Client) -> None:
+    for client in (admin, metrics):
+        assert [client.get(path).status_code for path in ("/docs", "/openapi.json", "/redoc")] == [404] * 3
+
+
+def test_both_are_open_where_a_key_is_needed(model: Path) -> None:
+    with running(
+        model, "--no-events", fake=True, environment={"TREELINE_API_KEY": "correct-horse"}
+    ) as server:
+        told = httpx.get(f"{server.url}/openapi.json")
+        assert httpx.get(f"{server.url}/docs").status_code == 200
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        assert "correct-horse" not in told.text
+        for path, operations in told.json()["paths"].items():
+            for method, operation in operations.items():
+                where = server.url + path.format(model="random")
+                answer = httpx.request(method, where, json={} if method == "post" else None)
+                needs_key = answer.status_code == 401
+                assert needs_key == bool(operation["security"]), path
+
+
+def test_neither_is_served_with_no_docs(model: Path) -> None:
+    with running(model, "--no-events", "--no-docs", fake=True) as server:
+        for path in ("/docs", "/openapi.json"):
+            assert httpx.get(server.url + path).json()["error"]["code"] == "not_found"
+
+
+@pytest.fixture
+def counted(fake: ServerProcess) -> str:
+    for path in ("/docs", "/openapi.json"):
+        httpx.get(fake.url + path)
+    return httpx.get(f"{fake.metrics_url}/metrics").text
+
+
+@pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
+def test_they_are_counted_by_path(counted: str, path: str) -> None:
+    assert any(path in line and 'status="200"' in line for line in counted.splitlines())
