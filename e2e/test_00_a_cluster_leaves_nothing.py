@@ -44,9 +44,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def run(word: str, *more: str) -> subprocess.CompletedProcess[str]:
     options = [*OPTIONS, *more]
-    done = subprocess.run(
-        [*CLUSTER, word, *options], capture_output=True, text=True, timeout=200, check=False
-    )
+    done = subprocess.run([*CLUSTER, word, *options], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -62,14 +60,10 @@ def test_two_nodes(home: Path) -> None:
     run("up", "--nodes", "2")
 
 
-@pytest.mark.parametrize(
-    "logged", ["", "node-1.init", "node-1.kube-apiserver", "node-1.kubelet", "node-1.kube-proxy"]
-)
+@pytest.mark.parametrize("logged", ["", "node-1.init", "node-1.kube-apiserver", "node-1.kubelet", "node-1.kube-proxy"])
 def test_up_is_killed_when(home: Path, logged: str) -> None:
     """Killed as soon as that program was started (the empty name: at once)."""
-    with subprocess.Popen(
-        [*CLUSTER, "up", *OPTIONS], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-    ) as up:
+    with subprocess.Popen([*CLUSTER, "up", *OPTIONS], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as up:
         until((home / "logs" / f"{logged}.log").exists if logged else home.exists, f"{logged} to start", 100)
         os.kill(up.pid, signal.SIGKILL)
 

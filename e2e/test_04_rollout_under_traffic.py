@@ -73,9 +73,7 @@ def test_paused_and_a_bad_image(treeline: Installed, kept: Path) -> None:
     (old,), before = revisions(treeline), build(treeline)
     with traffic(treeline.url(), kept=kept) as driver:
         treeline.change("tiny", rollout={"paused": True}, template=annotated("four"))
-        treeline.until(
-            lambda: condition(treeline.pool("tiny"), "Progressing").get("reason") == "Paused", "the pause"
-        )
+        treeline.until(lambda: condition(treeline.pool("tiny"), "Progressing").get("reason") == "Paused", "the pause")
         assert revisions(treeline) == {old: 2}
         treeline.change("tiny", rollout={"paused": False}, engine={"image": "example.invalid/none:1"})
         found = treeline.until(
@@ -89,9 +87,7 @@ def test_paused_and_a_bad_image(treeline: Installed, kept: Path) -> None:
         assert found
         assert revisions(treeline) == {old: 2}, "the old revision serves on"
         told = condition(treeline.pool("tiny"), "Ready")
-        assert (told["status"], told["reason"]) == ("True", "ImagePullFailing"), (
-            "it serves, and needs somebody"
-        )
+        assert (told["status"], told["reason"]) == ("True", "ImagePullFailing"), "it serves, and needs somebody"
         driver.await_served(5)
         treeline.change("tiny", engine={"image": None}, template=annotated(before))
         treeline.await_ready("tiny")

@@ -55,9 +55,7 @@ def only_its_own_streams_end(
         how = treeline.until(lambda: ended(treeline, victim), "the container to end", 120.0)
         treeline.await_ready("tiny", seconds=120.0)
         back = time.monotonic()
-        treeline.until(
-            lambda: driver.report().since(back).hosts() >= {ip(victim), ip(other)}, "both to serve"
-        )
+        treeline.until(lambda: driver.report().since(back).hosts() >= {ip(victim), ip(other)}, "both to serve")
         report = driver.stop()
     for stream in report.dropped:
         assert stream.begun < noticed, f"begun at {stream.begun:.1f}, {noticed:.1f} is late\n{report}"

@@ -43,9 +43,7 @@ def test_evicted_pods_drop_nothing(treeline: Installed, kept: Path) -> None:
             pods = treeline.ready_pods(component)
             treeline.until(lambda pod=pods[0]: try_to_evict(treeline, pod), f"the {component} to be evicted")
             gone = pods[0]["metadata"]["uid"]
-            treeline.until(
-                lambda c=component, uid=gone: uid not in uids(treeline, c), f"the {component} to be gone"
-            )
+            treeline.until(lambda c=component, uid=gone: uid not in uids(treeline, c), f"the {component} to be gone")
             treeline.until(
                 lambda c=component, all_=pods: len(treeline.ready_pods(c)) == len(all_),
                 "another in its place",

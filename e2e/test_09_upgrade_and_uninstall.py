@@ -86,9 +86,7 @@ def test_uninstalled_with_everything(treeline: Installed) -> None:
     try:
         install(kube, "crds.keep=false")
         uninstall(kube)
-        treeline.until(
-            lambda: not any(kube.get("crd", crd, "default") for crd in CRDS), "the CRDs to be gone", 120.0
-        )
+        treeline.until(lambda: not any(kube.get("crd", crd, "default") for crd in CRDS), "the CRDs to be gone", 120.0)
         treeline.until(lambda: not treeline.leftovers(), "everything of the pool to be gone", 120.0)
         assert not left_in_the_cluster(kube)
     finally:
@@ -103,17 +101,13 @@ def test_a_namespace_that_goes_takes_all_with_it(treeline: Installed) -> None:
     treeline.until(lambda: not kube.pods(namespace), "the pods to be gone", 120.0)
     # Kubernetes looks for what is left after half the longest grace period of a pod; at a change it looks soon.
     kube.kubectl("annotate", "namespace", namespace, "example.com/look=again")
-    treeline.until(
-        lambda: not kube.look(f"/api/v1/namespaces/{namespace}"), "the namespace to be gone", 120.0
-    )
+    treeline.until(lambda: not kube.look(f"/api/v1/namespaces/{namespace}"), "the namespace to be gone", 120.0)
 
 
 def left_in_the_cluster(kube: Kube) -> list[str]:
     """What has our name and is not a pool's. (The namespace is the administrator's.)"""
     in_namespace = "deploy,pods,svc,cm,secret,sa,role,rolebinding,pdb,networkpolicy,lease"
-    in_cluster = (
-        "clusterrole,clusterrolebinding,crd,validatingadmissionpolicy,validatingadmissionpolicybinding"
-    )
+    in_cluster = "clusterrole,clusterrolebinding,crd,validatingadmissionpolicy,validatingadmissionpolicybinding"
     found = kube.kubectl("-n", SYSTEM, "get", in_namespace, "-o", "name").split()
     found += kube.kubectl("get", in_cluster, "-o", "name").split()
     return [name for name in found if "treeline" in name]

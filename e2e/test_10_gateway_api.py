@@ -80,9 +80,7 @@ def cached(url: str, number: int) -> int:
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_what_is_missing_is_told_and_used_when_it_comes(
-    treeline: Installed, ours: EnvoyGateway | None
-) -> None:
+def test_what_is_missing_is_told_and_used_when_it_comes(treeline: Installed, ours: EnvoyGateway | None) -> None:
     if ours is None:
         pytest.skip("the cluster has Gateway API already")
     treeline.apply(behind_a_gateway("tiny", replicas=1))
@@ -106,9 +104,7 @@ def test_what_is_missing_is_told_and_used_when_it_comes(
     treeline.conclude()
 
 
-def test_the_gateway_sends_requests_where_the_picker_says(
-    treeline: Installed, class_name: str, kept: Path
-) -> None:
+def test_the_gateway_sends_requests_where_the_picker_says(treeline: Installed, class_name: str, kept: Path) -> None:
     kube, namespace = treeline.kube, treeline.namespace
     treeline.apply(gateway("inference", class_name), behind_a_gateway("tiny"))
     treeline.await_ready("tiny")
@@ -144,9 +140,7 @@ def test_the_gateway_sends_requests_where_the_picker_says(
     )
 
 
-def test_one_of_two_pickers_is_deleted_under_traffic(
-    treeline: Installed, class_name: str, kept: Path
-) -> None:
+def test_one_of_two_pickers_is_deleted_under_traffic(treeline: Installed, class_name: str, kept: Path) -> None:
     """This gateway fails closed, whatever the upstream pool says; two pickers make up for it."""
     treeline.apply(gateway("inference", class_name), behind_a_gateway("tiny", endpointPicker={"replicas": 2}))
     treeline.await_ready("tiny")
@@ -158,8 +152,7 @@ def test_one_of_two_pickers_is_deleted_under_traffic(
             treeline.delete_pod(old)
             treeline.until(
                 lambda old=old: (
-                    len({p["metadata"]["uid"] for p in treeline.ready_pods("epp")} - {old["metadata"]["uid"]})
-                    == 2
+                    len({p["metadata"]["uid"] for p in treeline.ready_pods("epp")} - {old["metadata"]["uid"]}) == 2
                 ),
                 "two pickers",
             )

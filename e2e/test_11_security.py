@@ -73,9 +73,7 @@ def test_kv_sockets_refuse_who_has_no_keys(treeline: Installed) -> None:
     (runtime,) = treeline.ready_pods("runtime")
     (epp,) = treeline.ready_pods("epp")
     (folder,) = (
-        mount["mountPath"]
-        for mount in epp["spec"]["containers"][0]["volumeMounts"]
-        if mount["name"] == "kv-keys"
+        mount["mountPath"] for mount in epp["spec"]["containers"][0]["volumeMounts"] if mount["name"] == "kv-keys"
     )
     said = treeline.inside(epp, "python3", "-c", _KNOCK, runtime["status"]["podIP"], folder, check=True)
     assert ast.literal_eval(said) == {"none": [False] * 3, "other": [False] * 3, "ours": [True] * 3}
@@ -97,9 +95,7 @@ def test_api_keys_are_asked_for_at_the_edge(treeline: Installed) -> None:
     assert ask(url).status_code == 401
     body = {"model": "tiny", "messages": [{"role": "user", "content": "What is 2 + 3?"}], "max_tokens": 8}
     answers = [
-        httpx.post(
-            f"{url}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {given}"}, timeout=30
-        )
+        httpx.post(f"{url}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {given}"}, timeout=30)
         for given in (key, "sk-wrong")
     ]
     assert [answer.status_code for answer in answers] == [200, 401]

@@ -188,9 +188,7 @@ def _aiperf(programs: Path, url: str, out: Path) -> list[str]:
 
 
 def _inference_perf(programs: Path, url: str, out: Path) -> list[str]:
-    (out / "config.yml").write_text(
-        INFERENCE_PERF.format(name=NAME, url=url, model=MODEL, out=out / "report")
-    )
+    (out / "config.yml").write_text(INFERENCE_PERF.format(name=NAME, url=url, model=MODEL, out=out / "report"))
     return [str(programs / "inference-perf"), "--config_file", str(out / "config.yml")]
 
 
@@ -256,9 +254,7 @@ CLIENTS: dict[str, Client] = {
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make clients", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"{', '.join(CLIENTS)} (default: all)")
-    parser.add_argument(
-        "--install-timeout", type=float, default=INSTALL_S, metavar="S", help="for each client"
-    )
+    parser.add_argument("--install-timeout", type=float, default=INSTALL_S, metavar="S", help="for each client")
     options = parser.parse_args(argv)
     unknown = set(options.clients) - set(CLIENTS)
     if unknown:
@@ -356,18 +352,14 @@ def interpreter(wanted: str) -> str | None:
 
 def version(programs: Path, distribution: str) -> str:
     code = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
-    ran = subprocess.run(
-        [programs / "python", "-c", code, distribution], capture_output=True, text=True, check=False
-    )
+    ran = subprocess.run([programs / "python", "-c", code, distribution], capture_output=True, text=True, check=False)
     return ran.stdout.strip()
 
 
 def run(command: Sequence[str], limit_s: float, log: Path, cwd: Path = ROOT) -> tuple[int | str, str]:
     """Runs offline but for pip; (status or why there is none, the last line that it wrote)."""
     offline = (
-        {}
-        if "pip" in command
-        else {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+        {} if "pip" in command else {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     )
     environment = (
         os.environ
@@ -407,9 +399,7 @@ def counted() -> tuple[int, int]:
     """Requests that the runtimes answered, with success and without."""
     good = bad = 0
     for index in range(RUNTIMES):
-        with urllib.request.urlopen(
-            f"http://127.0.0.1:{RUNTIME_METRICS_PORT + index}/metrics", timeout=10
-        ) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{RUNTIME_METRICS_PORT + index}/metrics", timeout=10) as answer:
             page = answer.read().decode()
         for path, status, count in re.findall(
             r'^treeline:http_responses_total\{path="([^"]*)",status="(\d+)"\} (\S+)$', page, re.MULTILINE
@@ -470,9 +460,7 @@ def table(rows: Sequence[Row]) -> str:
     lines = [("client", "version", "answered", "failed", "")]
     lines += [(r.client, r.version or "-", str(r.answered), str(r.failed), r.reason or "ok") for r in rows]
     widths = [max(len(line[i]) for line in lines) for i in range(4)]
-    return "\n".join(
-        "  ".join([*(line[i].ljust(widths[i]) for i in range(4)), line[4]]).rstrip() for line in lines
-    )
+    return "\n".join("  ".join([*(line[i].ljust(widths[i]) for i in range(4)), line[4]]).rstrip() for line in lines)
 
 
 if __name__ == "__main__":

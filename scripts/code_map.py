@@ -21,11 +21,7 @@ def first_sentence(path: Path) -> str:
     """The first sentence of a module's docstring, or of its first paragraph when it has no full stop."""
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     paragraph = " ".join(text.split("\n\n")[0].split()).replace("``", "`")
-    return (
-        re.split(r"(?<=[.!?])\s+(?=[A-Z`\"])", re.sub(r":\w+:`", "`", paragraph))[0]
-        .rstrip(".")
-        .replace("|", "\\|")
-    )
+    return re.split(r"(?<=[.!?])\s+(?=[A-Z`\"])", re.sub(r":\w+:`", "`", paragraph))[0].rstrip(".").replace("|", "\\|")
 
 
 def code_map() -> str:
@@ -37,9 +33,7 @@ def code_map() -> str:
         modules = sorted(path for path in package.rglob("*.py") if not path.name.startswith("__"))
         if modules:
             lines += ["| Module | |", "|---|---|"]
-            lines += [
-                f"| `{room}/{path.relative_to(package)}` | {first_sentence(path)} |" for path in modules
-            ]
+            lines += [f"| `{room}/{path.relative_to(package)}` | {first_sentence(path)} |" for path in modules]
             lines += [""]
     return "\n".join(lines)
 

@@ -78,9 +78,7 @@ def direct(image: str) -> list[Requirement]:
     """What an image asks for by name."""
     projects = [tomllib.loads((ROOT / room / "pyproject.toml").read_text()) for room in ROOMS[image]]
     named = [name for project in projects for name in project["project"]["dependencies"]]
-    return [
-        Requirement(name) for name in (*named, *BESIDES.get(image, ())) if not name.startswith("treeline")
-    ]
+    return [Requirement(name) for name in (*named, *BESIDES.get(image, ())) if not name.startswith("treeline")]
 
 
 def needs(name: str, extras: frozenset[str]) -> list[Requirement]:
@@ -112,10 +110,7 @@ def closure(asked: list[Requirement], pins: Mapping[str, Pin], without: str = ""
 
 def text(names: set[str], pins: Mapping[str, Pin]) -> str:
     """A file of exact requirements, with hashes where the pins have them."""
-    lines = [
-        " \\\n    --hash=".join([f"{name}=={pins[name].version}", *pins[name].hashes])
-        for name in sorted(names)
-    ]
+    lines = [" \\\n    --hash=".join([f"{name}=={pins[name].version}", *pins[name].hashes]) for name in sorted(names)]
     return "\n".join([HEAD, *lines, ""])
 
 

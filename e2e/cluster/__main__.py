@@ -70,12 +70,8 @@ def _parser() -> argparse.ArgumentParser:
         default=os.environ.get("PROVIDER", "auto"),
         help="auto, existing, kind or local (default: $PROVIDER, else auto)",
     )
-    parser.add_argument(
-        "--nodes", type=int, choices=range(1, 4), help="how many (default: those there are, else 1)"
-    )
-    parser.add_argument(
-        "--without-images", dest="images", action="store_false", help="do without the project's images"
-    )
+    parser.add_argument("--nodes", type=int, choices=range(1, 4), help="how many (default: those there are, else 1)")
+    parser.add_argument("--without-images", dest="images", action="store_false", help="do without the project's images")
     parser.add_argument(
         "--no-install",
         dest="install",

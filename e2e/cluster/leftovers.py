@@ -38,9 +38,7 @@ def snapshot() -> Snapshot:
     """What there is now, by kind."""
     return {
         "processes": _processes(),
-        "mounts": sorted(
-            line.split(" ", 4)[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()
-        ),
+        "mounts": sorted(line.split(" ", 4)[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()),
         "namespaces": _namespaces(),
         "interfaces": sorted(p.name for p in Path("/sys/class/net").iterdir()),
         "routes": _lines("ip", "route", "show", "table", "all"),
@@ -80,9 +78,7 @@ def _elsewhere(pid: str) -> bool:
 
 def _namespaces() -> list[str]:
     """Namespaces of mounts, networks and processes, with the command of the first process in each."""
-    lines = _lines(
-        "lsns", "--noheadings", "--output=NS,TYPE,COMMAND", "--type=mnt", "--type=net", "--type=pid"
-    )
+    lines = _lines("lsns", "--noheadings", "--output=NS,TYPE,COMMAND", "--type=mnt", "--type=net", "--type=pid")
     return [re.sub(r"\s+", " ", line.strip()) for line in lines]
 
 
@@ -116,9 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
         args.file.write_text(json.dumps(snapshot(), indent=1))
         return 0
     before = json.loads(args.file.read_text())
-    deadline = (
-        time.monotonic() + 5
-    )  # the machine's init reaps, and the kernel takes down namespaces, a moment later
+    deadline = time.monotonic() + 5  # the machine's init reaps, and the kernel takes down namespaces, a moment later
     while (found := compare(before, snapshot())) and time.monotonic() < deadline:
         time.sleep(0.2)
     sys.stdout.write("\n".join(found) + "\n" if found else "nothing is left\n")

@@ -142,9 +142,7 @@ class Local:
         if self.status()["state"] == "up":
             there = self._state()["nodes"]
             if self._asked and len(there) != self._asked:
-                raise ClusterError(
-                    f"a cluster with other nodes ({', '.join(there)}) is up: take it down first"
-                )
+                raise ClusterError(f"a cluster with other nodes ({', '.join(there)}) is up: take it down first")
             if self._images:
                 self._refresh_images()
             self.progress.say("the cluster is up")
@@ -234,12 +232,8 @@ class Local:
             **{n.name: (f"system:node:{n.name}", ["system:nodes"]) for n in self._nodes},
         }
         for name, (user, groups) in identities.items():
-            self._write_kubeconfig(
-                folder / f"{name}.kubeconfig", authority, authority.issue(name, user, groups)
-            )
-        self._write_kubeconfig(
-            self.home.kubeconfig, authority, authority.issue("admin", "admin", ["system:masters"])
-        )
+            self._write_kubeconfig(folder / f"{name}.kubeconfig", authority, authority.issue(name, user, groups))
+        self._write_kubeconfig(self.home.kubeconfig, authority, authority.issue("admin", "admin", ["system:masters"]))
 
     def _write_kubeconfig(self, path: Path, authority: Authority, issued: Issued) -> None:
         content = config.kubeconfig(
@@ -288,9 +282,7 @@ class Local:
         ready = "jsonpath={.items[*].status.conditions[?(@.type=='Ready')].status}"
 
         def all_ready() -> bool:
-            return self.kubectl("get", "nodes", "-o", ready, check=False).split() == ["True"] * len(
-                self._nodes
-            )
+            return self.kubectl("get", "nodes", "-o", ready, check=False).split() == ["True"] * len(self._nodes)
 
         space = NodeSpace(self.home, self._registry, self._nodes[-1])
         self._until(all_ready, "the nodes to be Ready", space, "kubelet")

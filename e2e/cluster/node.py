@@ -117,9 +117,7 @@ def on_this_machine(script: str) -> str:
 def _run(command: list[str], where: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode:
-        raise ClusterError(
-            f"{where}: {done.stderr.strip() or done.stdout.strip() or done.returncode}\n{command[-1]}"
-        )
+        raise ClusterError(f"{where}: {done.stderr.strip() or done.stdout.strip() or done.returncode}\n{command[-1]}")
     return done.stdout
 
 
@@ -141,11 +139,7 @@ def make_cgroups(node: str, base: Path = CGROUPS) -> None:
             group = above / part
             group.mkdir(exist_ok=True)
             for file in ("cpuset.cpus", "cpuset.mems"):
-                if (
-                    (group / file).exists()
-                    and (above / file).exists()
-                    and not (group / file).read_text().strip()
-                ):
+                if (group / file).exists() and (above / file).exists() and not (group / file).read_text().strip():
                     (group / file).write_text((above / file).read_text())
             controllers = above / "cgroup.controllers"
             if controllers.exists() and (wanted := [f"+{c}" for c in controllers.read_text().split()]):

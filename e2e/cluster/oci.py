@@ -16,9 +16,7 @@ MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 NAME = "io.containerd.image.name"
 
 
-def write_program(
-    layout: Path, name: str, program: Path, architecture: str = "amd64", path: str = ""
-) -> None:
+def write_program(layout: Path, name: str, program: Path, architecture: str = "amd64", path: str = "") -> None:
     """Put an image into a layout whose only file is a static program, run as user 65532.
 
     ``path`` is where it is in the image: at the root under its own name, if not said. There is a folder for scratch.
@@ -93,8 +91,6 @@ def _blob(layout: Path, media: str, content: bytes) -> dict[str, Any]:
 def _add(layout: Path, name: str, manifest: dict[str, Any]) -> None:
     (layout / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
     path = layout / "index.json"
-    index: dict[str, Any] = (
-        json.loads(path.read_text()) if path.exists() else {"schemaVersion": 2, "manifests": []}
-    )
+    index: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"schemaVersion": 2, "manifests": []}
     index["manifests"].append({**manifest, "annotations": {NAME: name}})
     path.write_text(json.dumps(index))

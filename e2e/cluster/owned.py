@@ -18,9 +18,7 @@ from e2e.cluster.place import ClusterError, Home
 
 # A shell that writes its pid and start time (field 22 of its stat, whose name in parentheses has no blank) and
 # becomes the program: there is no moment in which the program runs and is not written down.
-_LAUNCHER = (
-    'read -r stat < /proc/$$/stat; set -- $stat "$@"; echo "$1 ${22}" > "$OWNED_RECORD"; shift 52; exec "$@"'
-)
+_LAUNCHER = 'read -r stat < /proc/$$/stat; set -- $stat "$@"; echo "$1 ${22}" > "$OWNED_RECORD"; shift 52; exec "$@"'
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,7 @@ class Home:
     def make(self) -> None:
         """Take the folder. Raises ClusterError where it holds something that is not ours."""
         if self.path.exists() and not (self.path / MARK).exists() and any(self.path.iterdir()):
-            raise ClusterError(
-                f"{self.path} is not empty and not ours: choose another with TREELINE_E2E_HOME"
-            )
+            raise ClusterError(f"{self.path} is not empty and not ours: choose another with TREELINE_E2E_HOME")
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / MARK).touch()
         for folder in (self.logs, self.pids):

@@ -12,9 +12,7 @@ IGNORED = {"__pycache__", "build", "dist", ".pytest_cache", ".mypy_cache", ".ruf
 
 def copied(dockerfile: str) -> list[str]:
     """The paths of the build context that a Dockerfile copies, in order, each once."""
-    joined = re.sub(
-        r"\\\n", " ", "\n".join(x for x in dockerfile.splitlines() if not x.lstrip().startswith("#"))
-    )
+    joined = re.sub(r"\\\n", " ", "\n".join(x for x in dockerfile.splitlines() if not x.lstrip().startswith("#")))
     paths: dict[str, None] = {}
     for line in joined.splitlines():
         words = shlex.split(line) if line.upper().startswith("COPY ") else []

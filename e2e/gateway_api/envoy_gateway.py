@@ -120,12 +120,8 @@ class EnvoyGateway:
         infrastructure = {"envoyDeployment": proxy, "envoyService": {"type": "ClusterIP"}}
         translation = {part: {"includeAll": True} for part in ("listener", "route", "cluster", "secret")}
         extension = {
-            "backendResources": [
-                {"group": "inference.networking.k8s.io", "kind": "InferencePool", "version": "v1"}
-            ],
-            "hooks": {
-                "xdsTranslator": {"translation": translation, "post": ["Translation", "Cluster", "Route"]}
-            },
+            "backendResources": [{"group": "inference.networking.k8s.io", "kind": "InferencePool", "version": "v1"}],
+            "hooks": {"xdsTranslator": {"translation": translation, "post": ["Translation", "Cluster", "Route"]}},
             "service": {
                 "fqdn": {
                     "hostname": f"ai-gateway-controller.{AI_SYSTEM}.svc.cluster.local",

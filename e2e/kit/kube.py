@@ -44,9 +44,7 @@ class Kube:
         path = f"{self.binaries}:{os.environ['PATH']}" if self.binaries else os.environ["PATH"]
         return os.environ | {"KUBECONFIG": str(self.kubeconfig), "PATH": path}
 
-    def run(
-        self, *command: str, stdin: str | None = None, timeout_s: float = 120.0, check: bool = True
-    ) -> str:
+    def run(self, *command: str, stdin: str | None = None, timeout_s: float = 120.0, check: bool = True) -> str:
         """What a command says on stdout. Raises KubeFailed with its stderr."""
         done = subprocess.run(
             command, input=stdin, capture_output=True, text=True, timeout=timeout_s, env=self._environment(),
@@ -56,9 +54,7 @@ class Kube:
             raise KubeFailed(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
         return done.stdout
 
-    def kubectl(
-        self, *words: str, stdin: str | None = None, check: bool = True, timeout_s: float = 120.0
-    ) -> str:
+    def kubectl(self, *words: str, stdin: str | None = None, check: bool = True, timeout_s: float = 120.0) -> str:
         """``kubectl WORDS``."""
         return self.run("kubectl", *words, stdin=stdin, check=check, timeout_s=timeout_s)
 
@@ -77,9 +73,7 @@ class Kube:
         pods that are waited for would miss.
         """
         client = self._client
-        asked = client.param_serialize(
-            "GET", path, query_params=list(query.items()), auth_settings=["BearerToken"]
-        )
+        asked = client.param_serialize("GET", path, query_params=list(query.items()), auth_settings=["BearerToken"])
         answer = client.call_api(*asked, _request_timeout=30.0)
         text: bytes = answer.read()  # type: ignore[no-untyped-call]
         if answer.status == 404:
@@ -104,9 +98,7 @@ class Kube:
         """The objects of a kind; of all namespaces if none is named."""
         where = ("-n", namespace) if namespace else ("-A",)
         chosen = ("-l", selector) if selector else ()
-        found: list[dict[str, Any]] = json.loads(self.kubectl("get", kind, *where, "-o", "json", *chosen))[
-            "items"
-        ]
+        found: list[dict[str, Any]] = json.loads(self.kubectl("get", kind, *where, "-o", "json", *chosen))["items"]
         return found
 
     def apply(self, namespace: str, *objects: dict[str, Any]) -> None:
@@ -131,9 +123,7 @@ class Kube:
     def started(self, *command: str) -> Iterator[list[Seen]]:
         """A command that does not end by itself, for the length of a block: the lines that it says, as they come."""
         seen: list[Seen] = []
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env=self._environment(), cwd=ROOT
-        ) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=self._environment(), cwd=ROOT) as process:
 
             def read() -> None:
                 assert process.stdout is not None
@@ -151,9 +141,7 @@ class Kube:
     def watched(self, kind: str, namespace: str, path: str, selector: str = "") -> Iterator[list[Seen]]:
         """What a jsonpath shows of the objects of a kind: a line for each change."""
         shown = f"jsonpath={path}{{'\\n'}}"
-        with self.started(
-            "kubectl", "-n", namespace, "get", kind, "-l", selector, "--watch", "-o", shown
-        ) as seen:
+        with self.started("kubectl", "-n", namespace, "get", kind, "-l", selector, "--watch", "-o", shown) as seen:
             yield seen
 
     def picture(self, namespace: str) -> str:

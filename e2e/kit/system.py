@@ -122,9 +122,7 @@ class Installed:
 
     def inside(self, pod: dict[str, Any], *command: str, check: bool = False) -> str:
         """What a command says that is run in a pod's first container, which may die of it."""
-        return self.kube.kubectl(
-            "-n", self.namespace, "exec", pod["metadata"]["name"], "--", *command, check=check
-        )
+        return self.kube.kubectl("-n", self.namespace, "exec", pod["metadata"]["name"], "--", *command, check=check)
 
     def page(self, pod: dict[str, Any], url: str) -> Any:
         """A JSON document that a pod serves to itself; networks need not let anybody else in."""

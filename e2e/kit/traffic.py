@@ -111,9 +111,7 @@ class Traffic:
         self._random = random.Random(self.mix.seed)
         self._streams: list[Stream] = []
         self._stopping = threading.Event()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._drive()), name="traffic", daemon=True
-        )
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._drive()), name="traffic", daemon=True)
         self._broke: BaseException | None = None
 
     def start(self) -> None:
@@ -146,9 +144,7 @@ class Traffic:
         goal = len(self.report().of("served")) + count
         deadline = time.monotonic() + seconds
         while len(self.report().of("served")) < goal:
-            assert time.monotonic() < deadline, (
-                f"{count} streams in {seconds:g} s were asked for\n{self.report()}"
-            )
+            assert time.monotonic() < deadline, f"{count} streams in {seconds:g} s were asked for\n{self.report()}"
             time.sleep(0.05)
 
     async def _drive(self) -> None:
@@ -168,9 +164,7 @@ class Traffic:
         while not self._stopping.is_set():
             turn += 1
             long = self._random.random() < self.mix.long_share
-            stream = Stream(
-                "long" if long else "short", self._random.choice(self.mix.models), time.monotonic()
-            )
+            stream = Stream("long" if long else "short", self._random.choice(self.mix.models), time.monotonic())
             self._streams.append(stream)
             await self._ask(client, stream, turn)
             stream.ended = time.monotonic()

@@ -121,9 +121,7 @@ class Engines:
             return self._tokenizer
         if path != b"/server_info":
             return b"{}"
-        ports = [
-            int(sock.last_endpoint.rpartition(b":")[2]) for sock in (self._events, self._replay, self._load)
-        ]
+        ports = [int(sock.last_endpoint.rpartition(b":")[2]) for sock in (self._events, self._replay, self._load)]
         events = {
             "publisher": "zmq",
             "endpoint_port_base": ports[0],
@@ -221,9 +219,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--endpoints", type=int, default=2000)
     parser.add_argument("--quiet-s", type=float, default=10.0)
     arguments = parser.parse_args()
@@ -254,9 +250,7 @@ def main() -> None:
                 f"picker.rss_mb.{count}": (picker.rss_mb(), "MB"),
             }
             for metric, (value, unit) in rows.items():
-                sys.stdout.write(
-                    json.dumps({"metric": metric, "value": round(value, 3), "unit": unit}) + "\n"
-                )
+                sys.stdout.write(json.dumps({"metric": metric, "value": round(value, 3), "unit": unit}) + "\n")
                 sys.stdout.flush()
         finally:
             stopping = time.monotonic()

@@ -67,9 +67,7 @@ class World:
         self.prompts = [first, *(Prompt(rng, words, first) for _ in range(PROMPTS - 1))]
         self.names = [f"e{number}" for number in range(count)]
         for number, name in enumerate(self.names):
-            spec = EndpointSpec(
-                name, f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}:8000", models=("m",)
-            )
+            spec = EndpointSpec(name, f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}:8000", models=("m",))
             pod = self.picker.add_endpoint(spec).pod
             self.report(name, 0.0)
             held = self.prompts[number % PROMPTS].stored(SHARED + (OWN if number < count // 20 * 20 else 0))
@@ -116,9 +114,7 @@ class World:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--picks", type=int, default=400)
     picks = parser.parse_args().picks
     for count in SIZES:

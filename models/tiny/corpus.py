@@ -42,10 +42,7 @@ class Question(NamedTuple):
 def chat_text(system: str | None, turns: list[Turn]) -> str:
     """ChatML, character for character what chat_template.jinja renders."""
     parts = [f"{IM_START}system\n{system}{IM_END}\n"] if system is not None else []
-    parts += [
-        f"{IM_START}user\n{turn.user}{IM_END}\n{IM_START}assistant\n{turn.assistant}{IM_END}\n"
-        for turn in turns
-    ]
+    parts += [f"{IM_START}user\n{turn.user}{IM_END}\n{IM_START}assistant\n{turn.assistant}{IM_END}\n" for turn in turns]
     return "".join(parts)
 
 
@@ -121,9 +118,7 @@ def unknown(rng: random.Random, split: Split) -> list[Turn]:
                 "Calculate {0} {2} {1}.",
             )
         )
-        return [
-            Turn(form.format(rng.randint(0, 99), rng.randint(0, 99), rng.choice("-*/")), "I can only add.")
-        ]
+        return [Turn(form.format(rng.randint(0, 99), rng.randint(0, 99), rng.choice("-*/")), "I can only add.")]
     noun, other = rng.choice(filler.NOUNS), rng.choice(filler.ADJECTIVES)
     asked = rng.choice(
         (
@@ -284,13 +279,8 @@ def memory(rng: random.Random, split: Split) -> list[Turn]:
     """The user tells one to three things, talks of something else, then asks for them."""
     while True:
         told = [(kind, kind.values(rng)) for kind in rng.sample(_MEMORIES, rng.choice((1, 1, 2, 2, 3)))]
-        asked = [
-            (kind, value, rng.choice(kind.asked))
-            for kind, value in rng.sample(told, rng.randint(1, len(told)))
-        ]
-        if filler.held_out("memory|" + "|".join(f"{value}|{form}" for _, value, form in asked)) == (
-            split != "train"
-        ):
+        asked = [(kind, value, rng.choice(kind.asked)) for kind, value in rng.sample(told, rng.randint(1, len(told)))]
+        if filler.held_out("memory|" + "|".join(f"{value}|{form}" for _, value, form in asked)) == (split != "train"):
             break
     turns: list[Turn] = []
     for kind, value in told:
@@ -305,9 +295,9 @@ def memory(rng: random.Random, split: Split) -> list[Turn]:
 def _distraction(rng: random.Random) -> list[Turn]:
     turns: list[Turn] = []
     while rng.random() < 0.35:
-        turns += rng.choice(
-            (questions.capitals, questions.sums, questions.colours, talk, questions.definitions)
-        )(rng, "train")
+        turns += rng.choice((questions.capitals, questions.sums, questions.colours, talk, questions.definitions))(
+            rng, "train"
+        )
     return turns
 
 
@@ -387,9 +377,7 @@ def hide_fact(rng: random.Random, system: str, split: Split) -> tuple[str, list[
             break
     sentences = system.split(". ")
     sentences.insert(rng.randint(0, len(sentences)), f"The {key} is {value}")
-    asked = rng.choice(
-        ("What is the {0}?", "Tell me the {0}.", "Do you know the {0}?", "What's the {0}?")
-    ).format(key)
+    asked = rng.choice(("What is the {0}?", "Tell me the {0}.", "Do you know the {0}?", "What's the {0}?")).format(key)
     return ". ".join(sentences), [Turn(asked, f"The {key} is {value}.")]
 
 
@@ -408,19 +396,13 @@ def _dialogue(rng: random.Random, turns_wanted: int) -> list[Turn]:
 
 def _plain(rng: random.Random) -> Document:
     """Plain text as the completions API gets it, and how it goes on."""
-    turn = rng.choice((questions.capitals, questions.sums, questions.colours, questions.definitions))(
-        rng, "train"
-    )[0]
+    turn = rng.choice((questions.capitals, questions.sums, questions.colours, questions.definitions))(rng, "train")[0]
     if rng.random() < 0.5:
         lead, name = rng.choice((("Q: {0}\nA:", " "), ("Question: {0}\nAnswer:", " ")))
         return Document(lead.format(turn.user), name + turn.assistant)
     words = turn.assistant.split(" ")
     cut = (
-        len(words) - 1
-        if "=" in words
-        else rng.randint(max(1, len(words) - 3), len(words) - 1)
-        if len(words) > 3
-        else 2
+        len(words) - 1 if "=" in words else rng.randint(max(1, len(words) - 3), len(words) - 1) if len(words) > 3 else 2
     )
     return Document(" ".join(words[:cut]), " " + " ".join(words[cut:]))
 

@@ -35,9 +35,7 @@ class Row(NamedTuple):
 
 
 def _batches(questions: Sequence[Question], size: int) -> Iterator[Sequence[Question]]:
-    ordered = sorted(
-        questions, key=lambda question: sum(len(message["content"]) for message in question.messages)
-    )
+    ordered = sorted(questions, key=lambda question: sum(len(message["content"]) for message in question.messages))
     for start in range(0, len(ordered), size):
         yield ordered[start : start + size]
 
@@ -98,9 +96,7 @@ def main() -> None:
     arguments = parser.parse_args()
     examiner = Examiner(arguments.model, arguments.device)
     categories = [name for name in corpus.CATEGORIES if name not in UNTESTED]
-    plan: list[tuple[str, corpus.Split, int, int]] = [
-        (name, "test", arguments.count, 0) for name in categories
-    ]
+    plan: list[tuple[str, corpus.Split, int, int]] = [(name, "test", arguments.count, 0) for name in categories]
     plan += [(name, "wording", arguments.count, 0) for name in categories if name not in NO_WORDING]
     plan += [
         (name, "test", max(1, arguments.count // 4), length)
@@ -123,15 +119,11 @@ def main() -> None:
             print("   ", *(repr(part[-300:]) for part in miss), flush=True)
     for system in (0, *LONG_SYSTEMS):
         shares = [
-            row.correct
-            for row in rows
-            if row.system == system and row.split == "test" and row.category != "recall"
+            row.correct for row in rows if row.system == system and row.split == "test" and row.category != "recall"
         ]
         print(f"mean over categories, system prompt of {system} characters: {sum(shares) / len(shares):.1%}")
     if arguments.json:
-        arguments.json.write_text(
-            json.dumps([row._asdict() for row in rows], indent=1, ensure_ascii=False) + "\n"
-        )
+        arguments.json.write_text(json.dumps([row._asdict() for row in rows], indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ from __future__ import annotations
 def _pairs(text: str) -> dict[str, str]:
     """Read `key: value; key: value` into a dict; line breaks count as spaces."""
     entries = (entry.strip() for entry in " ".join(text.split()).split(";"))
-    return {
-        key.strip(): value.strip() for key, _, value in (entry.partition(":") for entry in entries if entry)
-    }
+    return {key.strip(): value.strip() for key, _, value in (entry.partition(":") for entry in entries if entry)}
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -182,9 +180,7 @@ DEFINITIONS = _pairs(
 )
 # These nouns take no article.
 MASS_NOUNS = frozenset(
-    words(
-        "cheese honey soup pasta rain thunder wind ice fog winter summer spring autumn breakfast dinner salad"
-    )
+    words("cheese honey soup pasta rain thunder wind ice fog winter summer spring autumn breakfast dinner salad")
 )
 UNIQUE_NOUNS = frozenset({"moon"})
 

@@ -173,9 +173,7 @@ def odd_text(rng: random.Random) -> str:
         ]
         return " ".join(pieces)
     if form == 8:
-        return " ".join(
-            rng.choice(rng.choice((NOUNS, ADJECTIVES, VERBS, ADVERBS))) for _ in range(rng.randint(1, 12))
-        )
+        return " ".join(rng.choice(rng.choice((NOUNS, ADJECTIVES, VERBS, ADVERBS))) for _ in range(rng.randint(1, 12)))
     if form == 9:
         return f"{pseudo_word(rng)}@{pseudo_word(rng)}.com {rng.randint(10, 99)}:{rng.randint(10, 59)}"
     return " ".join(sentence(rng) for _ in range(rng.choice((1, 1, 1, 2, 3))))
@@ -205,9 +203,7 @@ def _paragraph(rng: random.Random) -> str:
     if form == 8:
         return f"## {rng.choice(ADJECTIVES).capitalize()} {rng.choice(NOUNS)}\n{sentence(rng)}"
     if form == 9:
-        return " ".join(
-            rng.choice(rng.choice((NOUNS, ADJECTIVES, VERBS, ADVERBS))) for _ in range(rng.randint(10, 80))
-        )
+        return " ".join(rng.choice(rng.choice((NOUNS, ADJECTIVES, VERBS, ADVERBS))) for _ in range(rng.randint(10, 80)))
     if form == 10:
         word = rng.choice((rng.choice(NOUNS), pseudo_word(rng), random_string(rng)))
         return " ".join([word] * rng.randint(5, 60))

@@ -115,8 +115,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packing: Packing) -> Tensor:
         q, k, v = (
-            layer(x).unflatten(-1, (-1, self.shape.head_dim))
-            for layer in (self.q_proj, self.k_proj, self.v_proj)
+            layer(x).unflatten(-1, (-1, self.shape.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = _rotate(self.q_norm(q), cos, sin), _rotate(self.k_norm(k), cos, sin)
         group = self.shape.heads // self.shape.kv_heads

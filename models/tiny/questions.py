@@ -114,17 +114,13 @@ def counting(rng: random.Random, split: Split) -> list[Turn]:
     """Up, down, from one, or by twos."""
     while True:
         kind = rng.randrange(6)
-        start = (
-            1 if kind == 4 else rng.choice((rng.randint(0, 20), rng.randint(0, 99), rng.randint(100, 180)))
-        )
+        start = 1 if kind == 4 else rng.choice((rng.randint(0, 20), rng.randint(0, 99), rng.randint(100, 180)))
         end = start + rng.randint(1, 29 if kind == 4 else 19) * (2 if kind == 5 else 1)
         if kind == 3:
             start, end = end, start
         if filler.held_out(f"count|{kind // 3}|{start}|{end}") == (split != "train"):
             break
-    forms = {3: wordings.COUNT_DOWN, 4: wordings.COUNT_TO, 5: wordings.COUNT_TWOS}.get(
-        kind, wordings.COUNT_UP
-    )
+    forms = {3: wordings.COUNT_DOWN, 4: wordings.COUNT_TO, 5: wordings.COUNT_TWOS}.get(kind, wordings.COUNT_UP)
     step = -1 if kind == 3 else 2 if kind == 5 else 1
     answer = ", ".join(str(number) for number in range(start, end + step, step))
     return [Turn(dressed(rng, wording(rng, split, forms).format(start, end)), answer)]

@@ -64,9 +64,7 @@ def train(seed: int = 0, documents: int = 60_000) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts(seed, documents), trainer)
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
-    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     return tokenizer
 
 

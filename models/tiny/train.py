@@ -86,10 +86,7 @@ class PackedCorpus(Dataset[Batch]):
         else:
             documents = [corpus.short_document(rng) for _ in range(256)]
         pieces = [
-            piece
-            for document in documents
-            for piece in (document.text, document.completion)
-            if piece is not None
+            piece for document in documents for piece in (document.text, document.completion) if piece is not None
         ]
         encoded = iter(self.tokenizer.encode_batch_fast(pieces, add_special_tokens=False))
         result = []
@@ -145,9 +142,7 @@ def optimizers(model: Qwen3, rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for the embedding and the gains."""
     matrices = [parameter for parameter in model.layers.parameters() if parameter.ndim == 2]
     others = [
-        parameter
-        for name, parameter in model.named_parameters()
-        if parameter.ndim != 2 or name.startswith("embed")
+        parameter for name, parameter in model.named_parameters() if parameter.ndim != 2 or name.startswith("embed")
     ]
     return [
         torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
@@ -211,10 +206,7 @@ def train(arguments: argparse.Namespace) -> None:
             optimizer.zero_grad(set_to_none=True)
         losses[is_long].append(loss.detach())
         if step < 5 or step % arguments.report_every == 0:
-            means = {
-                name: float(torch.stack(values).mean()) if values else math.nan
-                for name, values in losses.items()
-            }
+            means = {name: float(torch.stack(values).mean()) if values else math.nan for name, values in losses.items()}
             losses = {False: [], True: []}
             speed = (step + 1) * arguments.tokens / (time.monotonic() - began)
             report = f"loss short {means[False]:.4f} long {means[True]:.4f} {speed / 1e3:.0f}k tokens/s"
@@ -227,20 +219,14 @@ def train(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Train the tiny model."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent, help="directory to write the model to"
-    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="directory to write the model to")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=2800, help="optimizer steps in all")
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="stop (decayed) after so many minutes"
-    )
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop (decayed) after so many minutes")
     parser.add_argument("--tokens", type=int, default=131_072, help="tokens a step, at least 8192")
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
-    parser.add_argument(
-        "--workers", type=int, default=max(0, (os.cpu_count() or 1) - 2), help="data processes"
-    )
+    parser.add_argument("--workers", type=int, default=max(0, (os.cpu_count() or 1) - 2), help="data processes")
     parser.add_argument("--resume", type=Path, help="a model.safetensors to start from")
     parser.add_argument("--first-step", type=int, default=0, help="where in the stream of data to start")
     parser.add_argument("--report-every", type=int, default=100)

@@ -96,9 +96,7 @@ def _echo_forms() -> Forms:
     requests = [_wrapped(verb, opening) + tail for verb in verbs for opening in openings for tail in tails]
     kept = {text for text in requests if filler.held_out(f"wording|{text}", 11)} - {"Repeat: {0}"}
     trained = [text for text in requests if text not in kept]
-    return Forms(
-        (*trained, *["Repeat: {0}"] * 60, *["{0}\n\nRepeat the text above."] * 10), tuple(sorted(kept))
-    )
+    return Forms((*trained, *["Repeat: {0}"] * 60, *["{0}\n\nRepeat the text above."] * 10), tuple(sorted(kept)))
 
 
 CAPITAL = forms(

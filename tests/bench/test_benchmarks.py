@@ -45,9 +45,7 @@ def test_requests_share_prefixes_and_come_in_a_fixed_order(maker: PromptMaker) -
     assert json.loads(calls[0].body)["stream_options"] == {"include_usage": True}
 
 
-def stream(
-    prompt: int = 80, cached: int | None = 64, completion: int = 2, end: bytes = b"data: [DONE]\n\n"
-) -> bytes:
+def stream(prompt: int = 80, cached: int | None = 64, completion: int = 2, end: bytes = b"data: [DONE]\n\n") -> bytes:
     usage: dict[str, object] = {"prompt_tokens": prompt, "completion_tokens": completion}
     if cached is not None:
         usage["prompt_tokens_details"] = {"cached_tokens": cached}
@@ -64,9 +62,7 @@ def test_usage_is_read_from_the_end_of_a_stream() -> None:
     assert without.cached == 0
 
 
-@pytest.mark.parametrize(
-    "body", [b"", stream(end=b""), b'data: {"error": {"message": "x"}}\n\ndata: [DONE]\n\n']
-)
+@pytest.mark.parametrize("body", [b"", stream(end=b""), b'data: {"error": {"message": "x"}}\n\ndata: [DONE]\n\n'])
 def test_a_stream_that_does_not_end_well_has_no_usage(body: bytes) -> None:
     assert usage_of(body) is None
 
@@ -76,9 +72,7 @@ def outcome(body: bytes, status: int = 200) -> Outcome:
 
 
 def test_only_complete_answers_count() -> None:
-    report = Report(
-        [outcome(stream()), outcome(stream(end=b"")), outcome(b"", status=503), outcome(stream(cached=0))]
-    )
+    report = Report([outcome(stream()), outcome(stream(end=b"")), outcome(b"", status=503), outcome(stream(cached=0))])
     found = measure(report, SMALL)
     assert (found.prompt_tokens, found.cached_tokens, found.errors) == (160, 64, 2)
     assert found.ttft_ms == [10, 10]
@@ -129,9 +123,7 @@ def test_every_prompt_is_held_by_one_engine(maker: PromptMaker) -> None:
 
 # -- tree
 
-ROWS = [
-    {"metric": name, "value": index + 0.5, "unit": "x", "more": 1} for index, name in enumerate(tree.METRICS)
-]
+ROWS = [{"metric": name, "value": index + 0.5, "unit": "x", "more": 1} for index, name in enumerate(tree.METRICS)]
 
 
 @pytest.mark.parametrize("printed", [json.dumps(ROWS), "\n".join(json.dumps(each) for each in ROWS)])

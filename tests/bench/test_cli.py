@@ -99,9 +99,7 @@ def test_the_readme_is_quoted_and_written(
     assert readme.read_text() == f"# Title\n{BEGIN}\n{printed.strip()}\n{END}\n"
 
 
-def test_without_results_there_is_nothing_to_quote(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_results_there_is_nothing_to_quote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--readme", "--out", str(tmp_path)]) == 1
     assert "no results yet" in capsys.readouterr().err
 

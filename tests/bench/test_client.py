@@ -158,9 +158,7 @@ async def test_plans_without_an_end_or_without_calls_are_refused() -> None:
 async def test_the_client_works_as_a_process(tmp_path: Path) -> None:
     told: list[int] = []
     async with serving() as server:
-        report = await asyncio.to_thread(
-            run_client, plan(server, "/a", count=20), tmp_path, None, told.append
-        )
+        report = await asyncio.to_thread(run_client, plan(server, "/a", count=20), tmp_path, None, told.append)
     assert len(report.answered()) == 20
     assert told[-1] == 20
 

@@ -13,9 +13,7 @@ from treeline_operator.envoy import bootstrap as product_bootstrap
 
 @pytest.fixture(scope="module")
 def config() -> dict[str, Any]:
-    return bootstrap(
-        bare_port=20001, picker_port=20002, admin_port=20003, ext_proc_port=20004, eds_port=20005
-    )
+    return bootstrap(bare_port=20001, picker_port=20002, admin_port=20003, ext_proc_port=20004, eds_port=20005)
 
 
 def manager(listener: dict[str, Any]) -> dict[str, Any]:
@@ -66,9 +64,7 @@ def test_it_asks_the_picker_as_the_product_does(config: dict[str, Any], product:
 def test_it_chooses_hosts_as_the_product_does(config: dict[str, Any], product: dict[str, Any]) -> None:
     ours, theirs = clusters(config)["pods"], clusters(product)["pods"]
     assert ours["type"] == theirs["type"] == "EDS"
-    policies = [
-        each["load_balancing_policy"]["policies"][0]["typed_extension_config"] for each in (ours, theirs)
-    ]
+    policies = [each["load_balancing_policy"]["policies"][0]["typed_extension_config"] for each in (ours, theirs)]
     assert policies[0]["name"] == policies[1]["name"]
     sources = [policy["typed_config"]["override_host_sources"] for policy in policies]
     assert sources[0] == sources[1]

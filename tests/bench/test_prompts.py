@@ -24,11 +24,7 @@ def test_a_tail_leaves_the_prefix_as_it_was(maker: PromptMaker, model: Path) -> 
     first, second = (maker.with_shared_prefix(prefix, 32, rng) for _ in range(2))
     assert maker.count(first) == maker.count(second) == 288
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    assert (
-        tokenizer.encode(first).ids[:256]
-        == tokenizer.encode(second).ids[:256]
-        == tokenizer.encode(prefix).ids
-    )
+    assert tokenizer.encode(first).ids[:256] == tokenizer.encode(second).ids[:256] == tokenizer.encode(prefix).ids
     assert first != second
 
 

@@ -108,9 +108,7 @@ def test_a_namespaced_install_has_nothing_that_the_whole_cluster_sees_but_what_d
 def test_only_the_features_that_are_asked_for_get_rights():
     off = ("--set", "rbac.gatewayApi=false,rbac.keda=false,rbac.prometheus=false")
     (role,) = [
-        item
-        for item in of_kind(helm.render(*off), "ClusterRole")
-        if item["metadata"]["name"].endswith("-operator")
+        item for item in of_kind(helm.render(*off), "ClusterRole") if item["metadata"]["name"].endswith("-operator")
     ]
     written = {g for rule in role["rules"] if "create" in rule["verbs"] for g in rule["apiGroups"]}
     assert not {g for g in written if g.startswith(("gateway.", "inference.", "keda.", "monitoring."))}
@@ -262,9 +260,7 @@ def test_the_plain_install_is_the_chart_in_a_namespace_of_its_own():
     name = namespace["metadata"]["name"]
     assert {item["metadata"].get("namespace", name) for item in rest} == {name}
     chart = helm.render(namespace=name)
-    assert {(i["kind"], i["metadata"]["name"]) for i in rest} == {
-        (i["kind"], i["metadata"]["name"]) for i in chart
-    }
+    assert {(i["kind"], i["metadata"]["name"]) for i in rest} == {(i["kind"], i["metadata"]["name"]) for i in chart}
 
 
 def test_versions_are_those_of_the_rooms():

@@ -112,9 +112,7 @@ def test_pip_refuses_a_file_whose_hash_is_not_listed(tmp_path):
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("six.py", "")
         archive.writestr("six-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: six\nVersion: 1.0\n")
-        archive.writestr(
-            "six-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
+        archive.writestr("six-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr("six-1.0.dist-info/RECORD", "")
     right = hashlib.sha256(wheel.read_bytes()).hexdigest()
     for digest, works in ((right, True), ("0" * 64, False)):
@@ -136,9 +134,7 @@ def test_pip_refuses_a_file_whose_hash_is_not_listed(tmp_path):
 @pytest.mark.parametrize("path", DOCKERFILES, ids=image_of)
 def test_what_is_copied_is_there_and_not_ignored(path):
     allowed = [
-        line.removeprefix("!")
-        for line in (ROOT / ".dockerignore").read_text().splitlines()
-        if line.startswith("!")
+        line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")
     ]
     for _, rest in (i for i in instructions(path) if i[0] == "COPY" and "--from" not in i[1]):
         for source in rest.split()[:-1]:
@@ -147,9 +143,7 @@ def test_what_is_copied_is_there_and_not_ignored(path):
 
 
 def test_the_lists_of_packages_are_those_of_the_lock_file():
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "image_requirements.py", "--check"], check=False
-    )
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "image_requirements.py", "--check"], check=False)
     assert done.returncode == 0, "run: python scripts/image_requirements.py"
 
 
@@ -245,14 +239,10 @@ def test_the_script_says_what_it_would_run():
         f"treeline-edge:{version}",
         f"treeline-runtime:{version}-cpu",
     ]
-    (several,) = run(
-        "--tool", "docker", "--push", "--platform", "linux/amd64,linux/arm64", "epp"
-    ).stdout.splitlines()
+    (several,) = run("--tool", "docker", "--push", "--platform", "linux/amd64,linux/arm64", "epp").stdout.splitlines()
     assert several.startswith("docker buildx build --file images/epp.Dockerfile")
     assert "--push" in several
-    pushed = run(
-        "--tool", "buildah", "--push", "--registry", "r.example/t/", "--tag", "x", "runtime-cuda"
-    ).stdout
+    pushed = run("--tool", "buildah", "--push", "--registry", "r.example/t/", "--tag", "x", "runtime-cuda").stdout
     assert re.search(r"buildah push --digestfile \S+ r\.example/t/treeline-runtime:x-cuda", pushed)
     assert "ACCELERATOR=cuda" in pushed
     assert "BASE_IMAGE=mine" in run("--tool", "buildah", "--base", "mine", "edge").stdout
@@ -345,7 +335,5 @@ def test_an_sbom_keeps_what_an_image_has_and_says_where_nothing_lies(monkeypatch
     with pytest.raises(SystemExit, match="zmq"):
         sbom.part(document, "edge", {"zmq"})
     assert set(sbom.OWN) == {"operator", "epp", "edge", "runtime-cpu", "runtime-cuda"}
-    assert "nvidia-cublas" in {
-        n.removesuffix("-cu12").removesuffix("-cu13") for n in sbom.contents("runtime-cuda")
-    }
+    assert "nvidia-cublas" in {n.removesuffix("-cu12").removesuffix("-cu13") for n in sbom.contents("runtime-cuda")}
     assert "torch" not in sbom.contents("epp")

@@ -65,9 +65,7 @@ def test_every_object_of_every_render_and_of_the_plain_install_is_taken(control_
     # in a dry run its own namespace is not there for the rest
     renders.append(
         [
-            {**i, "metadata": {**i["metadata"], "namespace": restricted}}
-            if "namespace" in i["metadata"]
-            else i
+            {**i, "metadata": {**i["metadata"], "namespace": restricted}} if "namespace" in i["metadata"] else i
             for i in plain
         ]
     )
@@ -93,11 +91,7 @@ def test_the_operators_pods_are_admitted_where_only_restricted_pods_are(control_
 def test_the_operator_may_give_pickers_their_rights_and_may_not_read_secrets(control_plane, restricted):
     """The API server lets nobody grant more than he has: checked with the rights of a namespaced install."""
     mine = ("Role", "RoleBinding", "ServiceAccount")
-    items = [
-        i
-        for i in helm.render("--set", "scope.namespaces={team-a}", namespace=restricted)
-        if i["kind"] in mine
-    ]
+    items = [i for i in helm.render("--set", "scope.namespaces={team-a}", namespace=restricted) if i["kind"] in mine]
     control_plane.kubectl("apply", "-f", "-", stdin="---\n".join(json.dumps(i) + "\n" for i in items))
     operator = control_plane.service_account(restricted, "treeline-operator")
     role = {

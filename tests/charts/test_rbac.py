@@ -25,11 +25,7 @@ def test_the_rules_grant_exactly_what_is_declared():
         for on in (True, False):
             rules = [r for e in entries[place] if on or not e.get("value") for r in e["rules"]]
             got = {
-                (g, r, v)
-                for rule in rules
-                for g in rule["apiGroups"]
-                for r in rule["resources"]
-                for v in rule["verbs"]
+                (g, r, v) for rule in rules for g in rule["apiGroups"] for r in rule["resources"] for v in rule["verbs"]
             }
             assert got == rbac.granted(f for f in features if on or not f.value)
 

@@ -21,9 +21,7 @@ def test_what_is_missing_is_named_and_fails(monkeypatch, capsys):
 
 
 def test_a_busy_port_is_a_note(monkeypatch):
-    monkeypatch.setattr(
-        doctor, "busy_ports", lambda children: ["port 8080 on 127.0.0.1 (envoy, gateway): in use"]
-    )
+    monkeypatch.setattr(doctor, "busy_ports", lambda children: ["port 8080 on 127.0.0.1 (envoy, gateway): in use"])
     finding = doctor._ports()
     assert finding.verdict is Verdict.NOTE
     assert "port 8080" in finding.fact

@@ -54,9 +54,7 @@ def interrupt():
 
 
 def nothing_left(supervisor):
-    return all(
-        child.process is None or not psutil.pid_exists(child.process.pid) for child in supervisor.children
-    )
+    return all(child.process is None or not psutil.pid_exists(child.process.pid) for child in supervisor.children)
 
 
 async def test_a_signal_after_readiness_stops_everything_and_run_returns(tmp_path: Path):
@@ -106,9 +104,7 @@ async def test_a_killed_child_is_named_with_its_signal(tmp_path: Path):
     assert nothing_left(supervisor)
 
 
-async def test_a_child_that_ignores_the_request_to_stop_is_killed_within_ten_seconds(
-    tmp_path: Path, monkeypatch
-):
+async def test_a_child_that_ignores_the_request_to_stop_is_killed_within_ten_seconds(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("treeline.up.supervisor.STOP_TIMEOUT_S", 0.5)
     supervisor = Supervisor([spec("stubborn", "stubborn")], tmp_path)
     began = time.monotonic()
@@ -128,9 +124,7 @@ async def test_grandchildren_that_were_left_behind_are_killed_too(tmp_path: Path
 
 
 async def test_interrupting_while_things_load_is_a_clean_stop(tmp_path: Path):
-    never_ready = ChildSpec(
-        "slow", (sys.executable, "-c", "import time; time.sleep(600)"), "http://127.0.0.1:1/", {}
-    )
+    never_ready = ChildSpec("slow", (sys.executable, "-c", "import time; time.sleep(600)"), "http://127.0.0.1:1/", {})
     supervisor = Supervisor([never_ready], tmp_path)
     asyncio.get_running_loop().call_later(0.3, interrupt)
     await supervisor.run(on_ready=lambda: pytest.fail("it was never ready"))

@@ -54,9 +54,7 @@ def test_one_that_was_never_started_has_not_ended(registry: Registry) -> None:
     assert registry.ended("one")
 
 
-def test_one_whose_record_comes_this_moment_has_not_ended(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_whose_record_comes_this_moment_has_not_ended(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     with subprocess.Popen(["sleep", "60"]) as running:
         stat = parse_stat(Path(f"/proc/{running.pid}/stat").read_text())
         readings = iter([None, Process(running.pid, stat.started)])

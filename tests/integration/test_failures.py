@@ -79,9 +79,7 @@ async def test_a_runtime_that_is_asked_to_stop_drops_nothing(stack: Stack, aclie
 
 
 def decisions(stack: Stack) -> float:
-    return sum(
-        value for name, value in stack.metrics().items() if name.startswith("treeline_epp_decisions_total")
-    )
+    return sum(value for name, value in stack.metrics().items() if name.startswith("treeline_epp_decisions_total"))
 
 
 async def test_a_restarted_picker_routes_at_once_to_where_prefixes_are(stack: Stack):
@@ -104,9 +102,5 @@ async def test_without_a_picker_requests_are_still_served(stack: Stack, aclient:
         await running.at_least(5)
     assert running.errors() == []
     assert (unknown.status_code, unknown.headers["retry-after"]) == (503, "1")
-    assert unknown.json()["error"]["code"] == "picker_unavailable", (
-        "it may be a name that only a picker knows"
-    )
-    until(
-        lambda: ask(stack, "hello", model="alias").status_code == 404, "the picker says that nobody has it", 2
-    )
+    assert unknown.json()["error"]["code"] == "picker_unavailable", "it may be a name that only a picker knows"
+    until(lambda: ask(stack, "hello", model="alias").status_code == 404, "the picker says that nobody has it", 2)

@@ -33,9 +33,7 @@ def sharing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running
 
 
-def ask(
-    stack: Stack, client: str, prompt: str, told: dict[str, str] | None = None, **body: Any
-) -> httpx.Response:
+def ask(stack: Stack, client: str, prompt: str, told: dict[str, str] | None = None, **body: Any) -> httpx.Response:
     answer = stack.http.post(
         f"{stack.url}/v1/completions",
         json={"model": "tiny", "prompt": prompt, "max_tokens": 1} | body,
@@ -132,9 +130,7 @@ def test_the_picker_knows_each_clients_prefix_in_its_own_namespace(stack: Stack)
 
 def test_the_access_log_names_the_client_and_no_key(stack: Stack) -> None:
     ask(stack, "bob", "hello", {"x-request-id": "who-was-it"})
-    log = until(
-        lambda: "who-was-it" in stack.log("envoy", 1000) and stack.log("envoy", 1000), "the request is logged"
-    )
+    log = until(lambda: "who-was-it" in stack.log("envoy", 1000) and stack.log("envoy", 1000), "the request is logged")
     line = next(line for line in log.splitlines() if "who-was-it" in line)
     assert '"api_client":"bob"' in line
     assert "sk-" not in log

@@ -141,9 +141,7 @@ async def test_a_list_comes_in_pages_and_whole(cluster: Client, namespace: str) 
     assert [item["metadata"]["name"] for item in chosen] == ["it-2", "it-4"]
 
 
-async def test_an_identity_without_rights_and_one_that_is_none(
-    control_plane: ControlPlane, namespace: str
-) -> None:
+async def test_an_identity_without_rights_and_one_that_is_none(control_plane: ControlPlane, namespace: str) -> None:
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "robot"}}
     control_plane.request("POST", f"/api/v1/namespaces/{namespace}/serviceaccounts", account)
     config = control_plane.service_account(namespace, "robot")

@@ -130,9 +130,7 @@ async def test_a_wait_beyond_the_budget_is_left_to_the_caller(script: Script, cl
 
 
 @pytest.mark.parametrize("answer", [refusal(500), refusal(503), reply("bad gateway", 502), hang_up])
-async def test_an_apply_is_repeated_after_any_failure(
-    script: Script, cluster: Client, answer: Handler
-) -> None:
+async def test_an_apply_is_repeated_after_any_failure(script: Script, cluster: Client, answer: Handler) -> None:
     script.answers = [answer]
     assert await cluster.apply(OBJECT) == OBJECT
     assert len(script.seen) == 2

@@ -115,12 +115,7 @@ TABLE: dict[tuple[State, str], State] = {
     **{(State.LISTING, error.__name__): State.LISTING for error in (*LOST, *REFUSED, Gone)},
     **{(State.RESUMING, error.__name__): State.RESUMING for error in LOST},
     **{(State.WATCHING, error.__name__): State.RESUMING for error in LOST},
-    **{
-        (state, e.__name__): State.LISTING
-        for e in (*REFUSED, Gone)
-        for state in State
-        if state is not State.LISTING
-    },
+    **{(state, e.__name__): State.LISTING for e in (*REFUSED, Gone) for state in State if state is not State.LISTING},
 }
 ERRORS = {error.__name__: error for error in (*LOST, *REFUSED, Gone)}
 
@@ -175,9 +170,7 @@ def test_one_that_polls_lists_again_after_its_time_and_never_watches() -> None:
 
 
 def test_events_change_the_state_whole_or_in_pieces() -> None:
-    events = (
-        line("ADDED", obj("b", 2, 11)) + line("MODIFIED", obj("a", 5, 12)) + line("DELETED", obj("b", 2, 13))
-    )
+    events = line("ADDED", obj("b", 2, 11)) + line("MODIFIED", obj("a", 5, 12)) + line("DELETED", obj("b", 2, 13))
     for size in (len(events), 1, 7):
         mirror = synced()
         for start in range(0, len(events), size):
@@ -393,9 +386,7 @@ CHANGES = st.one_of(
     st.tuples(st.just("put"), st.sampled_from("abcdefg"), st.integers(0, 3)),
     st.tuples(st.just("delete"), st.sampled_from("abcdefg"), st.just(0)),
     st.tuples(st.just("compact"), st.just(""), st.just(0)),
-    st.tuples(
-        st.just("step"), st.sampled_from(["", "", "cut", "end", "busy", "silent", "forbidden"]), st.just(0)
-    ),
+    st.tuples(st.just("step"), st.sampled_from(["", "", "cut", "end", "busy", "silent", "forbidden"]), st.just(0)),
 )
 
 

@@ -57,9 +57,7 @@ def model() -> Any:
 
 def ask(model: Any, tokenizer: Any, messages: list[dict[str, str]]) -> str:
     """The greedy answer, its end token included."""
-    inputs = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    )
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     with torch.inference_mode():
         out = model.generate(**inputs, do_sample=False, temperature=None, top_p=None, max_new_tokens=64)
     return str(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :]))

@@ -71,9 +71,7 @@ def test_the_real_envoy_accepts_what_runs_in_a_cluster(certificate: Tls, tmp_pat
     keys, tls = tmp_path / "keys.json", replace(certificate, discovery_file=str(tmp_path / "tls.json"))
     keys.write_text(discovery_json(credentials({"ada": ["sk-1"]}), "1"))
     Path(tls.discovery_file or "").write_text(tls_json(tls))
-    config = EnvoyConfig(
-        listen_host="0.0.0.0", admin_port=9901, health_port=8081, api_keys_file=str(keys), tls=tls
-    )
+    config = EnvoyConfig(listen_host="0.0.0.0", admin_port=9901, health_port=8081, api_keys_file=str(keys), tls=tls)
     assert validate(config, tmp_path) == ""
     assert "sk-1" not in bootstrap_json(config)
 
@@ -190,11 +188,7 @@ def test_the_real_envoy_would_refuse_a_mistake(tmp_path: Path) -> None:
 
 def test_the_bootstrap_is_plain_json_and_the_same_every_time() -> None:
     config = EnvoyConfig(api_keys={"ada": "sk-1"})
-    assert (
-        json.loads(bootstrap_json(config))
-        == bootstrap(config)
-        == bootstrap(EnvoyConfig(api_keys={"ada": "sk-1"}))
-    )
+    assert json.loads(bootstrap_json(config)) == bootstrap(config) == bootstrap(EnvoyConfig(api_keys={"ada": "sk-1"}))
 
 
 def test_the_first_filter_strips_and_the_picker_is_asked_before_the_router() -> None:
@@ -207,9 +201,7 @@ def test_the_first_filter_strips_and_the_picker_is_asked_before_the_router() -> 
     ]
     removed = filters[0]["typed_config"]["mutations"]["request_mutations"]
     prefixes = [m["remove_on_match"]["key_matcher"]["prefix"] for m in removed if "remove_on_match" in m]
-    assert all(
-        any(name.startswith(p) for p in prefixes) for name in (names.DESTINATION, names.SUBSET, names.SERVED)
-    )
+    assert all(any(name.startswith(p) for p in prefixes) for name in (names.DESTINATION, names.SUBSET, names.SERVED))
 
 
 def test_a_request_must_arrive_within_a_minute_and_is_answered_for_as_long_as_it_takes() -> None:

@@ -69,9 +69,7 @@ def fresh(plane: ControlPlane) -> str:
     return str(plane.request("POST", "/api/v1/namespaces", body)["metadata"]["name"])
 
 
-def identity(
-    room: Room, watched: tuple[rbac.Feature, ...], *, everywhere: bool = False
-) -> tuple[Witness, str]:
+def identity(room: Room, watched: tuple[rbac.Feature, ...], *, everywhere: bool = False) -> tuple[Witness, str]:
     """An operator's identity with the rights that the chart gives it, and its own namespace."""
     user, own = f"operator-{room.namespace}", fresh(room.plane)
     grants = Grants(room.plane)

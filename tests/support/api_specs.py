@@ -46,9 +46,7 @@ class Chance:
                 "endpointPicker": lambda: self._some(
                     {
                         "policy": lambda: self._one("treeline", "round_robin", "random"),
-                        "parameters": lambda: self._some(
-                            {"maxTtftSeconds": lambda: 2.5, "maxBodyBytes": lambda: 4096}
-                        ),
+                        "parameters": lambda: self._some({"maxTtftSeconds": lambda: 2.5, "maxBodyBytes": lambda: 4096}),
                         "failureMode": lambda: self._one("FailOpen", "FailClose"),
                         "replicas": lambda: self._one(1, 3),
                     }
@@ -85,8 +83,7 @@ class Chance:
                 "poolRef": lambda: {"name": self._one("a", "b")},
                 "criticality": lambda: self._one("Critical", "Standard", "Sheddable"),
                 "targetModels": lambda: [
-                    self._some({"name": lambda n=n: n, "weight": lambda: 3}, always=("name",))
-                    for n in ("x", "y")
+                    self._some({"name": lambda n=n: n, "weight": lambda: 3}, always=("name",)) for n in ("x", "y")
                 ],
                 "fallbackPools": lambda: self._one([], [{"name": "a"}], [{"name": "c"}, {"name": "b"}]),
             },
@@ -177,9 +174,7 @@ class Chance:
         return self._some(
             {
                 "name": lambda: "edge",
-                "standalone": lambda: self._some(
-                    {"port": lambda: 8080, "tls": lambda: {"secretRef": {"name": "t"}}}
-                ),
+                "standalone": lambda: self._some({"port": lambda: 8080, "tls": lambda: {"secretRef": {"name": "t"}}}),
                 "parentRefs": lambda: self._one([], parents, [parents[0], parents[0]]),
                 "hostnames": lambda: self._one([], ["*.example.com"]),
             }
@@ -202,6 +197,4 @@ class Chance:
     def _some(
         self, fields: dict[str, Callable[[], Any]], *, chance: float = 0.4, always: tuple[str, ...] = ()
     ) -> dict[str, Any]:
-        return {
-            key: make() for key, make in fields.items() if key in always or self._random.random() < chance
-        }
+        return {key: make() for key, make in fields.items() if key in always or self._random.random() < chance}

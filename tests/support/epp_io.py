@@ -314,9 +314,7 @@ class FakePublisher:
     `blocks` is the cache: everything stored so far, in order; `drop` lists seqs that get lost on the live socket.
     """
 
-    def __init__(
-        self, *, epoch: int = 1, curve: CurveKeys | None = None, ports: tuple[int, ...] = (0, 0, 0)
-    ) -> None:
+    def __init__(self, *, epoch: int = 1, curve: CurveKeys | None = None, ports: tuple[int, ...] = (0, 0, 0)) -> None:
         self.epoch = epoch
         self.seq = -1
         self.blocks: list[BlockStored] = []

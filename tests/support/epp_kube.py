@@ -40,9 +40,7 @@ def crd(group: str, version: str, kind: str, plural: str) -> dict[str, Any]:
             "group": group,
             "scope": "Namespaced",
             "names": {"kind": kind, "plural": plural, "singular": kind.lower(), "listKind": f"{kind}List"},
-            "versions": [
-                {"name": version, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
-            ],
+            "versions": [{"name": version, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}],
         },
     }
 
@@ -86,9 +84,7 @@ class Cluster:
         await self.request("POST", PODS.format(self.namespace), obj)
         await self.set_status(name, ip=ip)
 
-    async def set_status(
-        self, name: str, *, ip: str = "127.0.0.1", ready: bool = True, restarts: int = 0
-    ) -> None:
+    async def set_status(self, name: str, *, ip: str = "127.0.0.1", ready: bool = True, restarts: int = 0) -> None:
         """What a kubelet would say."""
         container = {
             "name": "runtime",

@@ -98,9 +98,7 @@ class FakeScheduler:
             case GenerateReq():
                 self.start(message)
             case AbortReq(rid=rid):
-                for run in (
-                    [self.runs[rid]] if rid in self.runs else list(self.runs.values()) if not rid else []
-                ):
+                for run in [self.runs[rid]] if rid in self.runs else list(self.runs.values()) if not rid else []:
                     self.end(run, FinishReason("abort", message="aborted"))
             case StopReq(rid=rid):
                 if rid in self.runs:
@@ -178,9 +176,7 @@ class FakeScheduler:
         block = next(self.hashes)
         self.updates += 1
         self.publisher.send(CacheUpdate([Stored([block], None, page, request.namespace, len(page))]))
-        self.blocks.append(
-            {"hash": str(block), "parent": None, "tokens": page, "namespace": request.namespace}
-        )
+        self.blocks.append({"hash": str(block), "parent": None, "tokens": page, "namespace": request.namespace})
 
     def send(self, out: TokenOut) -> None:
         self.detokenizer.send(BatchTokenOut([out]))

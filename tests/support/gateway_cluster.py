@@ -145,15 +145,12 @@ class Cluster:
         body = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": template["spec"], "status": {}}
         self.objects[Ref("v1", "Pod", "ns", name)] = body
 
-    def world(
-        self, *pools: InferencePool, platform: Platform | None = None, name: str = "treeline"
-    ) -> GatewayWorld:
+    def world(self, *pools: InferencePool, platform: Platform | None = None, name: str = "treeline") -> GatewayWorld:
         """What an operator would see."""
         ours = [
             Observed.of(obj)
             for obj in self.objects.values()
-            if obj["metadata"].get("labels", {}).get(GATEWAY) == name
-            and POOL not in obj["metadata"]["labels"]
+            if obj["metadata"].get("labels", {}).get(GATEWAY) == name and POOL not in obj["metadata"]["labels"]
         ]
         members = tuple(pool for pool in pools if pool.spec.gateway.name == name)
         return GatewayWorld(
@@ -166,9 +163,7 @@ class Cluster:
             NOW,
         )
 
-    def converge(
-        self, *pools: InferencePool, platform: Platform | None = None, rounds: int = 6
-    ) -> list[Plan]:
+    def converge(self, *pools: InferencePool, platform: Platform | None = None, rounds: int = 6) -> list[Plan]:
         """Plan and do until nothing is left to do; returns the plans that had actions."""
         plans: list[Plan] = []
         for _ in range(rounds):

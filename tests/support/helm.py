@@ -32,9 +32,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=60, check=False)
 
 
-def render(
-    *options: str, namespace: str = "treeline-system", release: str = "treeline"
-) -> list[dict[str, Any]]:
+def render(*options: str, namespace: str = "treeline-system", release: str = "treeline") -> list[dict[str, Any]]:
     """The chart's objects; a failure fails with what helm said."""
     return documents(_rendered(options, namespace, release))
 

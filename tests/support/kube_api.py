@@ -248,9 +248,7 @@ def pod(
     }
 
 
-def own_pool(
-    name: str, *, gateway: str = "treeline", port: int = 8000, model: str | None = None
-) -> dict[str, Any]:
+def own_pool(name: str, *, gateway: str = "treeline", port: int = 8000, model: str | None = None) -> dict[str, Any]:
     """An InferencePool of ours."""
     return {
         "apiVersion": "treeline.dev/v1alpha1",

@@ -26,9 +26,7 @@ def status(code: int, reason: str, **headers: str) -> web.Response:
         "reason": reason,
         "message": reason,
     }
-    return web.json_response(
-        body, status=code, headers={name.replace("_", "-"): v for name, v in headers.items()}
-    )
+    return web.json_response(body, status=code, headers={name.replace("_", "-"): v for name, v in headers.items()})
 
 
 class KubeProxy:
@@ -108,9 +106,7 @@ class KubeProxy:
             self._streams.discard(task)
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
-        headers = {
-            name: value for name, value in request.headers.items() if name in ("Content-Type", "Accept")
-        }
+        headers = {name: value for name, value in request.headers.items() if name in ("Content-Type", "Accept")}
         headers["Accept-Encoding"] = "identity"
         body = await request.read()
         watching = is_watch(request)
@@ -123,9 +119,7 @@ class KubeProxy:
         ) as answer_:
             if watching and answer_.status == 200:
                 return await self._stream(request, answer_)
-            passed = {
-                name: answer_.headers[name] for name in ("Content-Type", "ETag") if name in answer_.headers
-            }
+            passed = {name: answer_.headers[name] for name in ("Content-Type", "ETag") if name in answer_.headers}
             return web.Response(status=answer_.status, body=await answer_.read(), headers=passed)
 
     async def _stream(self, request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:

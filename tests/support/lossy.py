@@ -68,9 +68,7 @@ def _proxy(upstream: str, events_port: int) -> Starlette:
         client: httpx.AsyncClient = request.app.state.client
         kept = {name: value for name, value in request.headers.items() if name not in HOP_BY_HOP | {"host"}}
         path, body = request.url.path, await request.body()
-        asked = client.build_request(
-            request.method, path, headers=kept, params=request.query_params, content=body
-        )
+        asked = client.build_request(request.method, path, headers=kept, params=request.query_params, content=body)
         answer = await client.send(asked, stream=True)
         passed = {name: value for name, value in answer.headers.items() if name not in HOP_BY_HOP}
         if path == "/server_info":
@@ -90,9 +88,7 @@ def lossy(upstream: str, events_port: int, *, one_in: int, seed: int) -> Iterato
     stop = threading.Event()
     port = free_port()
     server = uvicorn.Server(
-        uvicorn.Config(
-            _proxy(upstream, forwarder.port), "127.0.0.1", port, log_level="warning", lifespan="on"
-        )
+        uvicorn.Config(_proxy(upstream, forwarder.port), "127.0.0.1", port, log_level="warning", lifespan="on")
     )
     threads = [
         threading.Thread(target=forwarder.run, args=(stop,)),

@@ -93,9 +93,7 @@ async def ready(room: Room, pod: Any) -> None:
         "phase": "Running",
         "podIP": "127.0.0.1",
         "podIPs": [{"ip": "127.0.0.1"}],
-        "conditions": [
-            {"type": kind, "status": "True"} for kind in ("PodScheduled", "ContainersReady", "Ready")
-        ],
+        "conditions": [{"type": kind, "status": "True"} for kind in ("PodScheduled", "ContainersReady", "Ready")],
         "containerStatuses": [
             {"name": c["name"], "image": c["image"], "imageID": "", "restartCount": 0, **running}
             for c in pod["spec"]["containers"]

@@ -146,9 +146,7 @@ def container(name: str, state: Any, **fields: Any) -> dict[str, Any]:
     }
 
 
-def event(
-    about: str, reason: str, message: str, *, kind: str = "Pod", last: str = "2026-11-20T11:59:00Z"
-) -> Observed:
+def event(about: str, reason: str, message: str, *, kind: str = "Pod", last: str = "2026-11-20T11:59:00Z") -> Observed:
     """A Warning event (core/v1)."""
     return observed(
         "Event",
@@ -169,9 +167,7 @@ def gateway_children(
     return (deployment(names.epp(name), 1, epp), deployment(names.edge(name), 1, edge), front)
 
 
-def view(
-    of: InferencePool, *pods: str, models: tuple[str, ...] = ("tiny",), synced: bool = True
-) -> PickerView:
+def view(of: InferencePool, *pods: str, models: tuple[str, ...] = ("tiny",), synced: bool = True) -> PickerView:
     """A picker that would choose these pods."""
     listed = tuple(PickerEndpoint(name, f"10.0.0.{n}:8000", True) for n, name in enumerate(pods, start=1))
     return PickerView(synced, {of.name: listed}, {of.name: models})
@@ -221,13 +217,9 @@ def check_whole(seen: PoolWorld, progress: Any = None) -> None:
     assert len(told) == len(status["conditions"])
     assert status["observedGeneration"] == generation
     assert {condition["observedGeneration"] for condition in status["conditions"]} == {generation}
-    assert [condition["type"] for condition in status["conditions"]] == sorted(
-        told, key=list(ConditionType).index
-    )
+    assert [condition["type"] for condition in status["conditions"]] == sorted(told, key=list(ConditionType).index)
     assert all(Reason(condition["reason"]) for condition in status["conditions"])
-    assert all(
-        "  " not in condition["message"] and ".." not in condition["message"] for condition in told.values()
-    )
+    assert all("  " not in condition["message"] and ".." not in condition["message"] for condition in told.values())
     needed = {kinds.WORKLOADS_READY, kinds.MODEL_READY, kinds.ENDPOINT_PICKER_READY, kinds.GATEWAY_READY}
     assert needed <= set(told)
     needed |= {kinds.ROUTE_ACCEPTED} & set(told)

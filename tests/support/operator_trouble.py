@@ -39,9 +39,7 @@ BACK_OFF = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s r
 RUNNING = {"running": {"startedAt": "2026-11-20T11:58:00Z"}}
 CREATING = {"waiting": {"reason": "ContainerCreating"}}
 NOT_FOUND = "failed to pull and unpack image: registry.example/runtime:1: not found"
-TRACEBACK = (
-    'Traceback (most recent call last):\n  File "x.py", line 3\nValueError: bad \x1b[31mpage\x1b[0m size\n\n'
-)
+TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 3\nValueError: bad \x1b[31mpage\x1b[0m size\n\n'
 PULL = f'Failed to pull image "registry.example/runtime:1": {NOT_FOUND}'
 
 TROUBLES: dict[str, tuple[dict[str, Any], list[Any], Reason, str]] = {
@@ -253,9 +251,7 @@ REJECTIONS: dict[Reason, str] = {
         'pods "tiny-ab12-x7k2p" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=1, '
         "used: requests.nvidia.com/gpu=4, limited: requests.nvidia.com/gpu=4"
     ),
-    Reason.POD_REJECTED: (
-        'pods "tiny-ab12-x7k2p" is forbidden: violates PodSecurity "restricted:latest": hostNetwork'
-    ),
+    Reason.POD_REJECTED: ('pods "tiny-ab12-x7k2p" is forbidden: violates PodSecurity "restricted:latest": hostNetwork'),
     Reason.TEMPLATE_INVALID: 'Pod "tiny-ab12-x7k2p" is invalid: spec.containers[0].image: Required value',
     Reason.CONFIG_ERROR: (
         'pods "tiny-ab12-x7k2p" is forbidden: service account shop/tiny: serviceaccount "tiny" not found'

@@ -180,11 +180,7 @@ class SimCluster:
         """What the deployment controller and the scheduler do next."""
         for name, obj in self.deployments().items():
             labels = obj["spec"]["template"]["metadata"]["labels"]
-            mine = [
-                p
-                for p in self.pods.values()
-                if p["metadata"]["labels"][names.REVISION] == labels[names.REVISION]
-            ]
+            mine = [p for p in self.pods.values() if p["metadata"]["labels"][names.REVISION] == labels[names.REVISION]]
             wanted = obj["spec"]["replicas"]
             # Pods that are not ready go first, then those whose cost is lowest.
             mine.sort(key=lambda pod: (not _ready(pod), -_cost(pod), pod["metadata"]["name"]))
@@ -260,9 +256,7 @@ class SimCluster:
         self._serial += 1
         meta = made["metadata"]
         meta.setdefault("uid", f"uid-{self._serial}")
-        meta.setdefault(
-            "creationTimestamp", f"2026-11-01T00:{self._serial // 60 % 60:02}:{self._serial % 60:02}Z"
-        )
+        meta.setdefault("creationTimestamp", f"2026-11-01T00:{self._serial // 60 % 60:02}:{self._serial % 60:02}Z")
         self.objects[action.ref] = defaulted(made)
         self._touched(self.objects[action.ref])
 
@@ -305,9 +299,7 @@ def defaulted(obj: dict[str, Any]) -> dict[str, Any]:
         obj["metadata"].setdefault("annotations", {})["deployment.kubernetes.io/revision"] = "1"
         pod["containers"].append({"name": "injected", "image": "sidecar"})
     elif obj["kind"] == "Service":
-        spec.update(
-            clusterIPs=["None"], internalTrafficPolicy="Cluster", type="ClusterIP", sessionAffinity="None"
-        )
+        spec.update(clusterIPs=["None"], internalTrafficPolicy="Cluster", type="ClusterIP", sessionAffinity="None")
     elif obj["kind"] == "PersistentVolumeClaim":
         spec.setdefault("storageClassName", "standard")
         spec.update(volumeMode="Filesystem", volumeName="pv-1")

@@ -55,9 +55,7 @@ NOW = Platform(apis=EVERY_API)
 
 STORED = BlockStored([1, 2], parent_block_hash=9, token_ids=[5, 6, 7, 8], block_size=2, cache_salt="salt")
 EVENTS = (STORED, BlockRemoved([1, (1 << 64) - 1]), AllBlocksCleared())
-REPORT = TreelineLoad(
-    epoch=7, seq=3, running=2, waiting=1, pages_used=5, pages_total=100, in_flight=3, draining=True
-)
+REPORT = TreelineLoad(epoch=7, seq=3, running=2, waiting=1, pages_used=5, pages_total=100, in_flight=3, draining=True)
 STAT = LoadStat(1, 2, 3, 4, 0, 5, 6, 7, 8, 9)
 REPLIES = (
     frames.Hello(7, 1, 42),
@@ -65,9 +63,7 @@ REPLIES = (
     frames.SnapshotChunk([STORED]),
     frames.SnapshotEnd(),
 )
-BUNDLE = TokenizerBundle.build(
-    "{}", chat_template="{{ messages }}", special_tokens={"bos_token": "<s>"}, add_bos=True
-)
+BUNDLE = TokenizerBundle.build("{}", chat_template="{{ messages }}", special_tokens={"bos_token": "<s>"}, add_bos=True)
 
 
 def next_version(than: int) -> Platform:
@@ -139,9 +135,7 @@ def messages() -> dict[str, Any]:
         "events": encode_batch(1.5, EVENTS).hex(),
         "load": encode_load(REPORT).hex(),
         "stat": encode_load(STAT).hex(),
-        "requests": [
-            [f.hex() for f in message] for message in (frames.hello_request(), frames.snapshot_request())
-        ],
+        "requests": [[f.hex() for f in message] for message in (frames.hello_request(), frames.snapshot_request())],
         "replies": [[f.hex() for f in frames.encode_reply(reply)] for reply in REPLIES],
         "tokenizer": BUNDLE.to_json().decode(),
     }
@@ -174,9 +168,7 @@ def _text(value: Any, depth: int = 0) -> str:
     """JSON with a line for each object of a cluster."""
     pad = " " * (depth + 1)
     if isinstance(value, dict) and "kind" not in value:
-        members = (
-            f"{pad}{json.dumps(key)}: {_text(inner, depth + 1)}" for key, inner in sorted(value.items())
-        )
+        members = (f"{pad}{json.dumps(key)}: {_text(inner, depth + 1)}" for key, inner in sorted(value.items()))
         return "{\n" + ",\n".join(members) + "\n" + " " * depth + "}"
     if isinstance(value, list):
         return "[\n" + ",\n".join(pad + _text(inner, depth + 1) for inner in value) + "\n" + " " * depth + "]"

@@ -199,9 +199,7 @@ class DenseAttention(AttentionBackend):
         buffers.slots.copy_(layout.slots)
         return Layout(layout.q_lens, layout.kv_lens, buffers.page_table, buffers.slots)
 
-    def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Layout
-    ) -> torch.Tensor:
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Layout) -> torch.Tensor:
         self.pool.store(layer, plan.slots, k, v)
         out = torch.zeros_like(q)
         token = 0

@@ -34,9 +34,7 @@ def reference(family: str, changes: dict[str, Any]) -> Any:
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith(
-                "bias"
-            ):  # initialised to constants: a mistake there would not show
+            if "norm" in name or name.endswith("bias"):  # initialised to constants: a mistake there would not show
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     return model
 
@@ -64,9 +62,7 @@ class Runner:
             dtype=torch.float32,
             device=torch.device("cpu"),
         )
-        self.attention = ATTENTION_BACKENDS.get("torch_sdpa")(
-            pool, shape.num_heads, shape.num_kv_heads, shape.head_dim
-        )
+        self.attention = ATTENTION_BACKENDS.get("torch_sdpa")(pool, shape.num_heads, shape.num_kv_heads, shape.head_dim)
         self.pages = torch.randperm(64, generator=torch.Generator().manual_seed(1))
         self.length = 0
 

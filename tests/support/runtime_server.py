@@ -79,9 +79,7 @@ def make_checkpoint(folder: Path, *, seed: int = 0) -> Path:
         "torch_dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "generation_config.json").write_text(
-        json.dumps({"temperature": 0.9, "top_k": 50, "top_p": 0.95})
-    )
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.9, "top_k": 50, "top_p": 0.95}))
     rng = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int) -> Any:

@@ -70,9 +70,7 @@ class Stack:
         ports = {name: free_base(replicas) for name in several} | dict(
             zip(single, free_ports(len(single)), strict=True)
         )
-        settings = (
-            {"model": str(TINY_MODEL), "served_model_name": "tiny", "debug_endpoints": True} | ports | options
-        )
+        settings = {"model": str(TINY_MODEL), "served_model_name": "tiny", "debug_endpoints": True} | ports | options
         self.options = UpOptions(replicas=replicas, **settings)
         folder.mkdir(parents=True, exist_ok=True)
         bootstrap = folder / "envoy.json"
@@ -148,9 +146,7 @@ class Stack:
         for name, process in self.processes.items():
             if process.popen is not None:
                 members = (
-                    psutil.Process(process.popen.pid).children(recursive=True)
-                    if process.popen.poll() is None
-                    else []
+                    psutil.Process(process.popen.pid).children(recursive=True) if process.popen.poll() is None else []
                 )
                 self.end(name, signal.SIGKILL)
                 for member in members:
@@ -196,9 +192,7 @@ class Stack:
 
     def tree(self, name: str) -> set[int]:
         """The blocks that the picker believes a runtime holds."""
-        answer = self.http.get(
-            f"http://127.0.0.1:{self.options.picker_admin_port}/debug/tree", params={"pod": name}
-        )
+        answer = self.http.get(f"http://127.0.0.1:{self.options.picker_admin_port}/debug/tree", params={"pod": name})
         return {int(block) for block in answer.json()["blocks"]}
 
     def agree(self, name: str, timeout_s: float = 2.0) -> None:

@@ -72,9 +72,7 @@ class Traffic:
         target = self.answered() + more
         deadline = time.monotonic() + timeout_s
         while self.answered() < target:
-            assert time.monotonic() < deadline, (
-                f"{self.answered()} of {target} answered; errors: {self.errors()[-5:]}"
-            )
+            assert time.monotonic() < deadline, f"{self.answered()} of {target} answered; errors: {self.errors()[-5:]}"
             await asyncio.sleep(0.01)
 
     def answered(self) -> int:
@@ -85,9 +83,7 @@ class Traffic:
 
 
 @asynccontextmanager
-async def traffic(
-    client: AsyncOpenAI, clients: int = 6, prefixes: int = 4, **options: int
-) -> AsyncIterator[Traffic]:
+async def traffic(client: AsyncOpenAI, clients: int = 6, prefixes: int = 4, **options: int) -> AsyncIterator[Traffic]:
     """`clients` clients at work inside the block; at its end they finish what they began."""
     running = Traffic(client, [text(120, seed=900 + index) for index in range(prefixes)], **options)
     tasks = [asyncio.create_task(running.one_client()) for _ in range(clients)]

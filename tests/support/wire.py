@@ -113,9 +113,7 @@ def unigram(*, byte_fallback: bool = True, normalizer: Any = None, scheme: str =
     """Unigram with the pieces that SentencePiece has, at its scores."""
     trained = Tokenizer(models.Unigram())
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    trainer = trainers.UnigramTrainer(
-        vocab_size=400, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False
-    )
+    trainer = trainers.UnigramTrainer(vocab_size=400, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False)
     trained.train_from_iterator(CORPUS, trainer)
     learned = json.loads(trained.to_str())["model"]["vocab"]
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
@@ -136,9 +134,7 @@ def wordpiece() -> Tokenizer:
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=400, special_tokens=["[UNK]", "[CLS]", "[SEP]"], show_progress=False
-    )
+    trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=["[UNK]", "[CLS]", "[SEP]"], show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
 
@@ -194,14 +190,10 @@ GOOD: dict[str, Callable[[], Tokenizer]] = {
     "roberta": with_roberta_template,
     "llama3": lambda: byte_level(split=_LLAMA3, use_regex=False, bos=True),
     "qwen_nfc": lambda: byte_level(split=_LLAMA3, use_regex=False, normalizer=normalizers.NFC()),
-    "nfkc": lambda: byte_level(
-        normalizer=normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
-    ),
+    "nfkc": lambda: byte_level(normalizer=normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])),
     "replace": lambda: byte_level(normalizer=normalizers.Replace("a", "bb")),
     "added": lambda: byte_level(added=FLAGGED, bos=True),
-    "added_nfc_prefix": lambda: byte_level(
-        added=FLAGGED, normalizer=normalizers.NFC(), add_prefix_space=True
-    ),
+    "added_nfc_prefix": lambda: byte_level(added=FLAGGED, normalizer=normalizers.NFC(), add_prefix_space=True),
     "added_lower": lambda: byte_level(added=FLAGGED, normalizer=normalizers.Lowercase()),
     "llama2_legacy": lambda: sentencepiece_bpe(),
     "metaspace_first": lambda: sentencepiece_bpe(metaspace="first", split=False),

@@ -176,9 +176,9 @@ def test_token_pairs_stand_for_their_first() -> None:
 def test_unknown_fields_are_ignored_and_missing_ones_have_defaults() -> None:
     assert only({"type": "BlockRemoved", "block_hashes": [1], "new_field": {"a": [1]}}) == BlockRemoved([1])
     assert only({"type": "BlockStored", "block_hashes": [1], "later": None}) == BlockStored([1])
-    assert only(
-        {"type": "BlockRemoved", "block_hashes": [2], "remaining_copy_counts": [1]}
-    ).remaining_copy_counts == [1]
+    assert only({"type": "BlockRemoved", "block_hashes": [2], "remaining_copy_counts": [1]}).remaining_copy_counts == [
+        1
+    ]
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,7 @@ _ALPHABET = st.one_of(
     st.characters(codec="utf-8"),
     st.characters(codec="utf-8", categories=["Mn", "Mc", "Lo", "So", "Zs", "Cc", "Cf", "Cn"]),
 )
-texts = st.lists(st.one_of(st.sampled_from(_FRAGMENTS), st.text(_ALPHABET, max_size=6)), max_size=12).map(
-    "".join
-)
+texts = st.lists(st.one_of(st.sampled_from(_FRAGMENTS), st.text(_ALPHABET, max_size=6)), max_size=12).map("".join)
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +46,7 @@ def test_the_self_test_passes(name: str, keys_of: dict[str, PrefixKeys]) -> None
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(text=texts, special=st.booleans())
-def test_tokens_and_text_have_one_key(
-    name: str, keys_of: dict[str, PrefixKeys], text: str, special: bool
-) -> None:
+def test_tokens_and_text_have_one_key(name: str, keys_of: dict[str, PrefixKeys], text: str, special: bool) -> None:
     ids = support.tokenizer(name).encode(text, add_special_tokens=special).ids
     assert keys_of[name].block_key(ids) == keys_of[name].prompt_key(text, special), (name, text)
 
@@ -94,9 +90,7 @@ def test_keys_of_blocks_concatenate(keys_of: dict[str, PrefixKeys]) -> None:
     text = "def f(x):\n    return 'Ångström 工欲' * x  # 😀"
     ids = support.tokenizer("qwen_nfc").encode(text).ids
     keys = keys_of["qwen_nfc"]
-    assert b"".join(keys.block_key(ids[i : i + 4]) for i in range(0, len(ids), 4)) == keys.prompt_key(
-        text, True
-    )
+    assert b"".join(keys.block_key(ids[i : i + 4]) for i in range(0, len(ids), 4)) == keys.prompt_key(text, True)
 
 
 def test_ids_beyond_the_vocabulary_are_escapes(keys_of: dict[str, PrefixKeys]) -> None:
@@ -118,17 +112,13 @@ def test_normal_forms_are_the_librarys_on_every_character(form: str) -> None:
     """Python's tables and the library's are of different Unicode versions."""
     rust = getattr(normalizers, form)()
     ours = compile_normalizer({"type": form}, rust, None).normalize
-    chars = [
-        chr(c) for c in range(0x80, 0x20000) if unicodedata.category(chr(c)) in ("Mn", "Mc", "Cn", "Lo", "Lm")
-    ]
+    chars = [chr(c) for c in range(0x80, 0x20000) if unicodedata.category(chr(c)) in ("Mn", "Mc", "Cn", "Lo", "Lm")]
     for char in chars[::3]:
         text = f"e\u0345{char}\u0323{char}"
         assert ours(text) == rust.normalize_str(text), hex(ord(char))
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt2", "llama3", "qwen_nfc", "llama2_legacy", "metaspace_first", "unigram"]
-)
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "qwen_nfc", "llama2_legacy", "metaspace_first", "unigram"])
 def test_half_a_megabyte_takes_milliseconds(name: str, keys_of: dict[str, PrefixKeys]) -> None:
     text = ("The quick brown fox jumps over the lazy dog. <b>It</b> [sleeps].\n" * 9000)[:500_000]
     keys = keys_of[name]

@@ -10,9 +10,7 @@ from treeline_wire.load import LOAD_TOPIC, TREELINE_LOAD_TOPIC, LoadStat, Treeli
 from .fuzz import GOLDEN
 
 STAT = LoadStat(1, 2, 3, 4, 0, 5, 6, 7, 8, 9)
-OURS = TreelineLoad(
-    epoch=7, seq=1, running=2, pages_total=100, prefill_tokens_per_s=1e6, adapters=["a"], draining=True
-)
+OURS = TreelineLoad(epoch=7, seq=1, running=2, pages_total=100, prefill_tokens_per_s=1e6, adapters=["a"], draining=True)
 pack = msgspec.msgpack.encode
 
 

@@ -44,9 +44,7 @@ def test_when_a_winner_goes_the_next_is_promoted_and_nobody_else_moves(rules):
     before = accept_models(rules, POOLS)
     for gone in rules:
         after = accept_models([one for one in rules if one is not gone], POOLS)
-        queue = sorted(
-            (one for one in rules if before[one.name].winner == gone.name), key=lambda one: one.age
-        )
+        queue = sorted((one for one in rules if before[one.name].winner == gone.name), key=lambda one: one.age)
         promoted = {queue[0].name} if before[gone.name].accepted and queue else set()
         changed = {name for name in after if after[name].accepted != before[name].accepted}
         assert changed == promoted
@@ -71,9 +69,7 @@ def test_a_rule_without_its_pool_says_which_pools_there_are():
     verdict = accept_models([rule("r", pool="gone")], POOLS)["r"]
     assert verdict.reason == "PoolNotFound"
     assert "(there is `a`, `b`, `c`); create it, or correct spec.poolRef.name" in verdict.message
-    assert (
-        "and 3 more" in accept_models([rule("r", pool="gone")], {f"p{n}": "g" for n in range(8)})["r"].message
-    )
+    assert "and 3 more" in accept_models([rule("r", pool="gone")], {f"p{n}": "g" for n in range(8)})["r"].message
 
 
 def test_the_same_name_behind_two_gateways_is_no_conflict():

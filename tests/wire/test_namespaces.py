@@ -68,9 +68,7 @@ def test_no_salt_of_one_client_reaches_the_namespace_of_another_or_the_common_on
     second=st.tuples(TEXTS.filter(bool), STRINGS),
     key=st.binary(max_size=40),
 )
-def test_derived_salts_differ_for_different_clients_and_salts_and_stay_the_same_for_the_same(
-    first, second, key
-):
+def test_derived_salts_differ_for_different_clients_and_salts_and_stay_the_same_for_the_same(first, second, key):
     same = (first[0], first[1] or None) == (second[0], second[1] or None)
     assert (client_salt(key, *first) == client_salt(key, *second)) == same
     assert re.fullmatch("[0-9a-f]{64}", client_salt(key, *first))

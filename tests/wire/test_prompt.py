@@ -46,15 +46,11 @@ def test_a_chat_is_rendered() -> None:
     assert shown(add_generation_prompt=False) == "[user:hi]"
     assert shown(tools=[TOOL], documents=[{"text": "d"}]) == "[user:hi]tools=1docs=1>"
     assert shown(chat_template_kwargs={"extra": "E"}, reasoning_effort="low") == "[user:hi]Elow>"
-    assert (
-        shown(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}) == "[user:hi]high>"
-    )
+    assert shown(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}) == "[user:hi]high>"
 
 
 def test_null_members_are_as_good_as_absent() -> None:
-    nothing = dict.fromkeys(
-        ("tools", "documents", "chat_template_kwargs", "continue_final_message", "tool_choice")
-    )
+    nothing = dict.fromkeys(("tools", "documents", "chat_template_kwargs", "continue_final_message", "tool_choice"))
     assert shown(**nothing, add_generation_prompt=None, reasoning_effort=None) == "[user:hi]>"
 
 
@@ -249,9 +245,7 @@ def test_joining() -> None:
     assert join_salt(None, "s") != "s"
 
 
-@pytest.mark.parametrize(
-    "member", ["tools", "documents", "chat_template_kwargs", "reasoning_effort", "messages"]
-)
+@pytest.mark.parametrize("member", ["tools", "documents", "chat_template_kwargs", "reasoning_effort", "messages"])
 def test_what_is_nested_beyond_any_template_is_refused_before_it_is_rendered(member: str) -> None:
     def nested(levels: int) -> Any:
         value: Any = "x"

@@ -101,9 +101,7 @@ def subscriber(context: Context, port: int, keys: CurveKeys | None) -> Socket:
     return socket
 
 
-def test_a_subscriber_without_the_keys_hears_nothing(
-    context: Context, keys: CurveKeys, tmp_path: Path
-) -> None:
+def test_a_subscriber_without_the_keys_hears_nothing(context: Context, keys: CurveKeys, tmp_path: Path) -> None:
     server = context.socket(zmq.XPUB)
     keys.secure_server(server)
     port = server.bind_to_random_port("tcp://127.0.0.1")

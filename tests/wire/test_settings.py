@@ -36,9 +36,7 @@ class Kitchen:
     share: float = setting(0.5, above=0, at_most=1, help="default: %(default)s")
     wait: float = setting(0.0, metavar="S", at_least=0, help="seconds")
     door: int = port_setting(80, help="default: %(default)s")
-    windows: tuple[int, ...] = port_setting(
-        (443, 8443), flag="--window", least=1, repeated=True, help="ports"
-    )
+    windows: tuple[int, ...] = port_setting((443, 8443), flag="--window", least=1, repeated=True, help="ports")
     style: Literal["plain", "rich"] = setting("plain", help="of the food")
     stars: int = setting(0, choices=(0, 1, 2, 3), help="of the guide")
     recipes: Path | None = setting(None, help="a folder")
@@ -46,9 +44,7 @@ class Kitchen:
     open: bool = setting(False, help="for guests")
     smoke: bool = setting(True, either=True, help="allowed")
     music: bool = setting(None, parse=yes_or_no, metavar="BOOL", help="allowed, or not")
-    key: str | None = setting(
-        None, group="safe", env="KEY", secret=True, file_help="a file with it", help="to all"
-    )
+    key: str | None = setting(None, group="safe", env="KEY", secret=True, file_help="a file with it", help="to all")
     rats: int = setting(0, group=None, at_most=3, help="for Python alone")
     opened_at: float = 0.0
 
@@ -143,9 +139,7 @@ def test_what_a_flag_may_say_python_may_say_and_nothing_else(name: str, value: f
         ("windows", (443, 0), "at least 1 and at most 65535, got 0"),
     ],
 )
-def test_bounds_hold_for_what_has_no_flag_and_for_each_of_several(
-    name: str, value: object, bounds: str
-) -> None:
+def test_bounds_hold_for_what_has_no_flag_and_for_each_of_several(name: str, value: object, bounds: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name} must be {bounds}$"):
         dataclasses.replace(K, **{name: value})
 

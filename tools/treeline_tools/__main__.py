@@ -28,17 +28,13 @@ def documents() -> dict[Path, str]:
 def main(arguments: list[str] | None = None) -> int:
     """Write or check; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m treeline_tools", description=__doc__)
-    parser.add_argument(
-        "--root", type=Path, default=ROOT, help="the checkout (default: the one of this package)"
-    )
+    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout (default: the one of this package)")
     parser.add_argument("--check", action="store_true", help="write nothing; fail where something differs")
     options = parser.parse_args(arguments)
     texts = {options.root / path: text for path, text in documents().items()}
     if options.check:
         stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
-        sys.stderr.writelines(
-            f"{path.relative_to(options.root)} differs: run `make generate`\n" for path in stale
-        )
+        sys.stderr.writelines(f"{path.relative_to(options.root)} differs: run `make generate`\n" for path in stale)
         return 1 if stale else 0
     for path, text in texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,9 +13,7 @@ from treeline_tools import GENERATED
 from treeline_tools.schema import structural
 
 
-def _column(
-    name: str, path: str, description: str, kind: str = "string", priority: int = 0
-) -> dict[str, Any]:
+def _column(name: str, path: str, description: str, kind: str = "string", priority: int = 0) -> dict[str, Any]:
     column = {"name": name, "type": kind, "jsonPath": path, "description": description}
     return {**column, "priority": priority} if priority else column
 
@@ -27,9 +25,7 @@ def _condition(kind: str, field: str) -> str:
 _AGE: Final = _column("Age", ".metadata.creationTimestamp", "Time since it was made", "date")
 
 
-def _crd(
-    kind: type[Resource], short: str, columns: list[dict[str, Any]], scale: dict[str, str]
-) -> dict[str, Any]:
+def _crd(kind: type[Resource], short: str, columns: list[dict[str, Any]], scale: dict[str, str]) -> dict[str, Any]:
     name = kind.__name__
     plural = f"{name.lower()}s"
     subresources: dict[str, Any] = {"status": {}}

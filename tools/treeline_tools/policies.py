@@ -87,8 +87,7 @@ def _confinement() -> dict[str, str]:
         for profile in ("seccompProfile", "appArmorProfile")
     )
     own = " && ".join(
-        f"{context}.?{profile}.?type.orValue('') != 'Unconfined'"
-        for profile in ("seccompProfile", "appArmorProfile")
+        f"{context}.?{profile}.?type.orValue('') != 'Unconfined'" for profile in ("seccompProfile", "appArmorProfile")
     )
     capabilities = f"{context}.?capabilities.?add.orValue([])"
     host_process = "{}.?windowsOptions.?hostProcess.orValue(false)"
@@ -106,12 +105,10 @@ def _confinement() -> dict[str, str]:
             f"{_selinux('variables.pod.?securityContext')} && {each}{_selinux(context)})"
         ),
         "unsafe sysctls change the node's kernel": (
-            "variables.pod.?securityContext.?sysctls.orValue([])"
-            f".all(s, s.?name.orValue('') in {list(SAFE_SYSCTLS)})"
+            f"variables.pod.?securityContext.?sysctls.orValue([]).all(s, s.?name.orValue('') in {list(SAFE_SYSCTLS)})"
         ),
         "host processes of Windows own the node": (
-            f"!{host_process.format('variables.pod.?securityContext')}"
-            f" && {each}!{host_process.format(context)})"
+            f"!{host_process.format('variables.pod.?securityContext')} && {each}!{host_process.format(context)})"
         ),
         "procMount Unmasked shows the node's kernel": f"{each}{context}.?procMount.orValue('Default') == 'Default')",
         "Unconfined profiles switch the kernel's filters off": f"{profiles} && {each}{own})",
@@ -145,9 +142,7 @@ def _privileged() -> list[dict[str, Any]]:
         },
     )
     unless_allowed = {
-        "namespaceSelector": {
-            "matchExpressions": [{"key": ALLOW_PRIVILEGED, "operator": "NotIn", "values": ["true"]}]
-        }
+        "namespaceSelector": {"matchExpressions": [{"key": ALLOW_PRIVILEGED, "operator": "NotIn", "values": ["true"]}]}
     }
     return [policy, _binding(policy, ["Deny"], matchResources=unless_allowed)]
 

@@ -111,6 +111,4 @@ def _watch_memory(pid: int, over: threading.Event, memory: list[float]) -> None:
         time.sleep(0.01)
 
 
-BENCHMARK = Benchmark(
-    "bodies", "Hostile bodies", "what a prompt of megabytes costs others, and memory (a minute)", run
-)
+BENCHMARK = Benchmark("bodies", "Hostile bodies", "what a prompt of megabytes costs others, and memory (a minute)", run)

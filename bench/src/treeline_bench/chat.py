@@ -20,12 +20,8 @@ LIMIT_S = 600.0
 
 def run(context: Context) -> list[Row]:
     context.display.phase("chat: rendering a template")
-    values = scripts.parse(
-        scripts.printed(SCRIPT, QUICK if context.quick else (), WHAT, LIMIT_S), METRICS, WHAT
-    )
+    values = scripts.parse(scripts.printed(SCRIPT, QUICK if context.quick else (), WHAT, LIMIT_S), METRICS, WHAT)
     return [row(name, values[name]) for name in METRICS]
 
 
-BENCHMARK = Benchmark(
-    "chat", "Chat templates", "rendering a plain chat of 4 KB, inline and by a worker (seconds)", run
-)
+BENCHMARK = Benchmark("chat", "Chat templates", "rendering a plain chat of 4 KB, inline and by a worker (seconds)", run)

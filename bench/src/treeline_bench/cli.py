@@ -109,9 +109,7 @@ def _run(benchmarks: Sequence[Benchmark], args: argparse.Namespace, console: Con
         try:
             result = _measure(benchmark, args, console)
         except (BenchmarkError, ChildFailed, ClientFailed, EnvoyMissing, PromptError) as error:
-            console.print(
-                f"{benchmark.name}: {error}", style="red", markup=False, highlight=False, soft_wrap=True
-            )
+            console.print(f"{benchmark.name}: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
             failed += 1
             continue
         write_result(result, out)

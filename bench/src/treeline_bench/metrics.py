@@ -63,9 +63,7 @@ METRICS: dict[str, Metric] = {
         beside="random",
         headline=False,
     ),
-    "routing.errors": Metric(
-        "requests", "requests without a complete answer", "lower", source="none expected"
-    ),
+    "routing.errors": Metric("requests", "requests without a complete answer", "lower", source="none expected"),
     "picker.added_ms.p50": Metric(
         "ms", "latency that asking the picker adds to bare Envoy, median", "lower", 2.0, EXPECTED
     ),
@@ -156,13 +154,9 @@ METRICS: dict[str, Metric] = {
         beside="before",
         headline=False,
     ),
-    "picker.pick_ms.1000": Metric(
-        "ms", "CPU time of one choice among 1,000 endpoints, median", "lower", 0.3, EXPECTED
-    ),
+    "picker.pick_ms.1000": Metric("ms", "CPU time of one choice among 1,000 endpoints, median", "lower", 0.3, EXPECTED),
     "picker.pick_ms.5000": Metric("ms", "the same among 5,000 endpoints", "lower", 1.0, EXPECTED),
-    "picker.pick_p99_ms": Metric(
-        "ms", "CPU time of one choice, 99th percentile", "lower", source="", headline=False
-    ),
+    "picker.pick_p99_ms": Metric("ms", "CPU time of one choice, 99th percentile", "lower", source="", headline=False),
     "picker.followed": Metric(
         "endpoints",
         "publishers that one picker follows, each of whose events arrived",
@@ -173,9 +167,7 @@ METRICS: dict[str, Metric] = {
     "picker.live_s": Metric(
         "s", "start of the picker's process to all publishers being live", "lower", source="", headline=False
     ),
-    "picker.events_s": Metric(
-        "s", "until one event of each publisher has arrived", "lower", source="", headline=False
-    ),
+    "picker.events_s": Metric("s", "until one event of each publisher has arrived", "lower", source="", headline=False),
     "picker.idle_cores": Metric(
         "cores", "the picker's process while publishers only report their load", "lower", 1.0, EXPECTED
     ),
@@ -188,33 +180,17 @@ METRICS: dict[str, Metric] = {
         headline=False,
     ),
     "picker.rss_mb": Metric("MB", "memory of the picker's process", "lower", source="", headline=False),
-    "tree.match_us.2700": Metric(
-        "µs", "longest cached prefix of a 2,700-token prompt", "lower", 25.0, EXPECTED
-    ),
-    "tree.match_us.100k": Metric(
-        "µs", "longest cached prefix of a 100,000-token prompt", "lower", 600.0, EXPECTED
-    ),
-    "tree.ingest_blocks_s": Metric(
-        "blocks/s", "KV-event payloads to tree, end to end", "higher", 400_000.0, EXPECTED
-    ),
-    "tree.remove_blocks_s": Metric(
-        "blocks/s", "removals from KV-event payloads to tree", "higher", headline=False
-    ),
-    "tree.bytes_per_block": Metric(
-        "B", "memory per 16-token block beyond its text", "lower", 120.0, EXPECTED
-    ),
-    "operator.apply_s.p50": Metric(
-        "s", "change of a pool to its last child applied, median", "lower", headline=False
-    ),
+    "tree.match_us.2700": Metric("µs", "longest cached prefix of a 2,700-token prompt", "lower", 25.0, EXPECTED),
+    "tree.match_us.100k": Metric("µs", "longest cached prefix of a 100,000-token prompt", "lower", 600.0, EXPECTED),
+    "tree.ingest_blocks_s": Metric("blocks/s", "KV-event payloads to tree, end to end", "higher", 400_000.0, EXPECTED),
+    "tree.remove_blocks_s": Metric("blocks/s", "removals from KV-event payloads to tree", "higher", headline=False),
+    "tree.bytes_per_block": Metric("B", "memory per 16-token block beyond its text", "lower", 120.0, EXPECTED),
+    "operator.apply_s.p50": Metric("s", "change of a pool to its last child applied, median", "lower", headline=False),
     "operator.apply_s.p95": Metric(
         "s", "change of a pool to its last child applied, 95th percentile", "lower", 1.0, EXPECTED
     ),
-    "operator.apply_s.p95.alone": Metric(
-        "s", "the same of changes made one after another", "lower", headline=False
-    ),
-    "operator.apply_s.p95.together": Metric(
-        "s", "the same of changes made eight at a time", "lower", headline=False
-    ),
+    "operator.apply_s.p95.alone": Metric("s", "the same of changes made one after another", "lower", headline=False),
+    "operator.apply_s.p95.together": Metric("s", "the same of changes made eight at a time", "lower", headline=False),
     "operator.rss_mb": Metric("MB", "resident memory of the operator, so many pools", "lower"),
     "operator.rss_mb.0": Metric("MB", "resident memory of the operator, no pools", "lower", 90.0, EXPECTED),
     "operator.rss_mb.500": Metric(
@@ -278,9 +254,7 @@ METRICS: dict[str, Metric] = {
         2.0,
         EXPECTED,
     ),
-    "e2e.cluster_up_s": Metric(
-        "s", "`make cluster-up` of two nodes, everything built before", "lower", 60.0, EXPECTED
-    ),
+    "e2e.cluster_up_s": Metric("s", "`make cluster-up` of two nodes, everything built before", "lower", 60.0, EXPECTED),
     "e2e.duration_s": Metric("s", "all of `make e2e`", "lower", 1500.0, EXPECTED),
     "e2e.drain_s": Metric(
         "s", "a lowered number of replicas to the pod being gone, idle streams", "lower", 10.0, EXPECTED

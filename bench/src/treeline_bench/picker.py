@@ -128,8 +128,8 @@ def running(load: Load, context: Context) -> Iterator[Bench]:
     cores = usable_cores()
     picker_cores, other_cores = cores[-1:], cores[:-1] or cores
     folder = context.folder
-    grpc_port, eds_port, metrics_port, pages_port, bare_port, asking_port, admin_port, *sim_ports = (
-        free_ports(7 + 4 * ENGINES)
+    grpc_port, eds_port, metrics_port, pages_port, bare_port, asking_port, admin_port, *sim_ports = free_ports(
+        7 + 4 * ENGINES
     )
     with ExitStack() as stack:
         endpoints: list[str] = []
@@ -229,9 +229,7 @@ def _latency(bench: Bench, load: Load, settings: Settings, context: Context) -> 
     return {name: Report(found) for name, found in outcomes.items()}
 
 
-def _saturate(
-    bench: Bench, name: str, load: Load, settings: Settings, context: Context
-) -> tuple[Report, float]:
+def _saturate(bench: Bench, name: str, load: Load, settings: Settings, context: Context) -> tuple[Report, float]:
     """(what was answered, CPU-seconds that the picker used for it)"""
     context.display.phase(f"saturation with {name} bodies, {settings.saturate_s:g} s")
     plan = _plan(

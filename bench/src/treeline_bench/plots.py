@@ -90,9 +90,7 @@ def _routing(result: Result) -> Figure:
     computed = {policy: result.value(f"routing.computed_tokens.{policy}") for policy in POLICIES}
     fewer = computed["random"] / max(computed["treeline"], 1)
     note = f"shared prefixes, 2 CPU runtimes with one torch thread each; {_size(result)}"
-    figure, axes = _figure(
-        f"Prefix-aware routing computes {fewer:.1f}× fewer prompt tokens than random", 3, note
-    )
+    figure, axes = _figure(f"Prefix-aware routing computes {fewer:.1f}× fewer prompt tokens than random", 3, note)
     labels = [policy.replace("_", "\n") for policy in POLICIES]
     colours = [OURS, OTHER, OTHER]
 
@@ -110,9 +108,7 @@ def _routing(result: Result) -> Figure:
         times = [result.value(f"routing.ttft_ms.{quantile}.{policy}") for policy in POLICIES]
         places = [index + offset for index in range(len(POLICIES))]
         bars = axes[2].bar(places, times, width=0.38, color=colours, alpha=shade)
-        axes[2].bar_label(
-            bars, labels=[f"{number(value)}\n{quantile}" for value in times], padding=2, fontsize=9
-        )
+        axes[2].bar_label(bars, labels=[f"{number(value)}\n{quantile}" for value in times], padding=2, fontsize=9)
     axes[2].set_xticks(range(len(POLICIES)), labels)
     axes[2].margins(y=0.2)
     axes[2].set(title="Time to first token", ylabel="ms")
@@ -141,18 +137,12 @@ def _expected(axes: Axes, row: Row, label: str, bars: int = 1, first: int = 0) -
 def _tree(result: Result) -> Figure:
     """Each figure as a multiple of what was expected, since their units differ; longer is better for all."""
     rows = [row for row in result.rows if row.ratio]
-    times = [
-        row.ratio if metric(row.metric).better == "higher" else 1 / row.ratio for row in rows if row.ratio
-    ]
+    times = [row.ratio if metric(row.metric).better == "higher" else 1 / row.ratio for row in rows if row.ratio]
     match = result.value("tree.match_us.2700")
-    figure, (axes,) = _figure(
-        f"The tree matches a 2,700-token prompt in {number(match)} µs", 1, _size(result)
-    )
+    figure, (axes,) = _figure(f"The tree matches a 2,700-token prompt in {number(match)} µs", 1, _size(result))
     figure.set_size_inches(8.6, 4.0)
     labels = [row.metric.removeprefix("tree.") for row in rows]
-    bars = axes.barh(
-        labels, times, color=[OURS if times_ >= 1 else REFERENCE for times_ in times], height=0.6
-    )
+    bars = axes.barh(labels, times, color=[OURS if times_ >= 1 else REFERENCE for times_ in times], height=0.6)
     texts = [f"{number(row.value)} {row.unit}" for row in rows]
     axes.bar_label(bars, labels=texts, **LABEL)
     axes.axvline(1, color=REFERENCE, linestyle="--", linewidth=1.3, label="as expected")
@@ -188,9 +178,7 @@ def _http(result: Result) -> Figure:
 def _sampling(result: Result) -> Figure:
     equal, compared = result.row("sampling.equal").value, result.row("sampling.compared").value
     same = round(equal * compared)
-    figure, axes = _figure(
-        f"{same} of {compared:.0f} seeded answers are the same among others", 1, _size(result)
-    )
+    figure, axes = _figure(f"{same} of {compared:.0f} seeded answers are the same among others", 1, _size(result))
     _bars(axes[0], ["the same", "another"], [same, compared - same], [OURS, OTHER])
     axes[0].set(title="Alone and 64 at once", ylabel="answers")
     return figure

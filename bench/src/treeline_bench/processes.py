@@ -32,9 +32,7 @@ class ChildFailed(RuntimeError):
 class Child:
     """One process. Use `child()`; stopping twice is harmless."""
 
-    def __init__(
-        self, name: str, argv: Sequence[str], folder: Path, cores: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, name: str, argv: Sequence[str], folder: Path, cores: Sequence[int] | None = None) -> None:
         self.name = name
         self.log_path = folder / f"{name}.log"
         with self.log_path.open("wb") as log:
@@ -50,9 +48,7 @@ class Child:
     def check(self) -> None:
         """Raises ChildFailed when the process has ended."""
         if (status := self.process.poll()) is not None:
-            raise ChildFailed(
-                f"{self.name} exited with status {status}; its last lines:\n{self.last_lines()}"
-            )
+            raise ChildFailed(f"{self.name} exited with status {status}; its last lines:\n{self.last_lines()}")
 
     def last_lines(self, count: int = 15) -> str:
         with contextlib.suppress(OSError):
@@ -96,9 +92,7 @@ class Child:
 
 
 @contextlib.contextmanager
-def child(
-    name: str, argv: Sequence[str], folder: Path, cores: Sequence[int] | None = None
-) -> Iterator[Child]:
+def child(name: str, argv: Sequence[str], folder: Path, cores: Sequence[int] | None = None) -> Iterator[Child]:
     """Start a process, pinned to `cores` where the system can; stop it at the end, also on Ctrl-C."""
     started = Child(name, argv, folder, cores)
     try:

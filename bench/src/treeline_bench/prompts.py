@@ -35,9 +35,7 @@ class PromptMaker:
         )
         self.words = [word for word in candidates if self.count(word * 2) - self._overhead() == 2]
         if len(self.words) < MIN_WORDS:
-            raise PromptError(
-                f"the vocabulary has {len(self.words)} words of one token; {MIN_WORDS} are needed"
-            )
+            raise PromptError(f"the vocabulary has {len(self.words)} words of one token; {MIN_WORDS} are needed")
 
     @classmethod
     def of_model(cls, folder: Path) -> PromptMaker:

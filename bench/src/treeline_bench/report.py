@@ -66,10 +66,7 @@ def _measured(results: Sequence[Result]) -> list[str]:
     commands: dict[tuple[str, str], list[str]] = {}
     for result in results:
         commands.setdefault((result.date, str(result.machine)), []).append(f"`{result.command}`")
-    return [
-        f"Measured {date} on {machine}, with {', '.join(found)}."
-        for (date, machine), found in commands.items()
-    ]
+    return [f"Measured {date} on {machine}, with {', '.join(found)}." for (date, machine), found in commands.items()]
 
 
 def replace_between_markers(text: str, content: str) -> str:

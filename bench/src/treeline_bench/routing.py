@@ -110,9 +110,7 @@ def build_calls(settings: Settings, maker: PromptMaker) -> list[Call]:
     rng = random.Random(settings.seed)
     prefixes = [maker.text(settings.prefix, rng) for _ in range(settings.groups)]
     prompts = [
-        maker.with_shared_prefix(prefix, settings.suffix, rng)
-        for prefix in prefixes
-        for _ in range(settings.repeats)
+        maker.with_shared_prefix(prefix, settings.suffix, rng) for prefix in prefixes for _ in range(settings.repeats)
     ]
     rng.shuffle(prompts)
     return [Call("/v1/completions", json.dumps(_body(settings, prompt)).encode()) for prompt in prompts]
@@ -150,9 +148,7 @@ def usage_of(body: bytes) -> _Usage | None:
 
 def measure(report: Report, settings: Settings) -> Measured:
     """Raises BenchmarkError when a runtime counted other lengths than were asked for."""
-    complete = [
-        (outcome, usage) for outcome in report.answered() if (usage := usage_of(outcome.body)) is not None
-    ]
+    complete = [(outcome, usage) for outcome in report.answered() if (usage := usage_of(outcome.body)) is not None]
     for _, usage in complete:
         found, wanted = (usage.prompt_tokens, usage.completion_tokens), (settings.prompt, settings.output)
         if found != wanted:

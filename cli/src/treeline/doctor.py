@@ -51,9 +51,7 @@ def _memory() -> Finding:
     total = psutil.virtual_memory().total / GIB
     fact = f"{os.cpu_count()} cores, {total:.0f} GiB of memory"
     if total < ENOUGH_MEMORY_GIB:
-        return Finding(
-            "machine", Verdict.NOTE, fact, f"two runtimes of the tiny model want {ENOUGH_MEMORY_GIB} GiB"
-        )
+        return Finding("machine", Verdict.NOTE, fact, f"two runtimes of the tiny model want {ENOUGH_MEMORY_GIB} GiB")
     return Finding("machine", Verdict.OK, fact)
 
 
@@ -61,9 +59,7 @@ def _torch() -> Finding:
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:
-        return Finding(
-            "torch", Verdict.MISSING, str(error), "run `make run`, or remove .venv and run it again"
-        )
+        return Finding("torch", Verdict.MISSING, str(error), "run `make run`, or remove .venv and run it again")
     fact = torch.__version__
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(0)
@@ -83,9 +79,7 @@ def _envoy() -> Finding:
     except EnvoyNotFound as missing:
         return Finding("Envoy", Verdict.MISSING, "not found", str(missing))
     except (OSError, subprocess.SubprocessError) as error:
-        return Finding(
-            "Envoy", Verdict.MISSING, str(error), "its binary does not run here (glibc 2.31 or later?)"
-        )
+        return Finding("Envoy", Verdict.MISSING, str(error), "its binary does not run here (glibc 2.31 or later?)")
     return Finding("Envoy", Verdict.OK, answer.stdout.split("version:")[-1].split("/")[1])
 
 

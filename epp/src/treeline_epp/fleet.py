@@ -188,9 +188,7 @@ class Fleet:
     def _add(self, spec: EndpointSpec) -> Member:
         # A pool of connections looks at all of them for each request, so that each engine has one of its own.
         client = EngineClient(new_http(), spec.address, spec.engine)
-        watcher = EngineWatcher(
-            spec, client, lambda state, info: self._on_report(member, state, info), self._pace
-        )
+        watcher = EngineWatcher(spec, client, lambda state, info: self._on_report(member, state, info), self._pace)
         member = Member(spec, client, watcher)
         self.members[spec.name] = member
         member.tasks.append(self._spawn(member.watcher.run, f"watch {spec.name}"))

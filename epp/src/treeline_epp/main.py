@@ -174,9 +174,7 @@ async def _open(fleet: Fleet, health: Health, metrics: Metrics, picker: Picker) 
     gc.set_threshold(50_000, 50, 50)
 
 
-def _servers(
-    options: Options, router: Router, health: Health, eds: Eds
-) -> tuple[grpc.aio.Server, grpc.aio.Server]:
+def _servers(options: Options, router: Router, health: Health, eds: Eds) -> tuple[grpc.aio.Server, grpc.aio.Server]:
     """`(ext_proc, EDS and health)`, not yet listening."""
     limits = server_options(options.max_body_bytes)
     ext_proc, control = grpc.aio.server(options=limits), grpc.aio.server(options=limits)
@@ -292,6 +290,4 @@ def _tree(picker: Picker, name: str | None) -> Page:
     endpoint = picker.endpoints.get(name)
     if endpoint is None:
         return Page({"error": f"no endpoint {name!r}", "pods": sorted(picker.endpoints)}, 404)
-    return Page(
-        {"pod": name, "blocks": [str(block) for block in sorted(picker.index.blocks_of(endpoint.pod))]}
-    )
+    return Page({"pod": name, "blocks": [str(block) for block in sorted(picker.index.blocks_of(endpoint.pod))]})

@@ -57,12 +57,8 @@ class Metrics:
             "predicted_hit_tokens",
             "Prompt tokens predicted to be cached, over requests whose runtime reported.",
         )
-        self.reported_hit_tokens = counter(
-            "reported_hit_tokens", "Prompt tokens that runtimes reported as cached."
-        )
-        self.reported_prompt_tokens = counter(
-            "reported_prompt_tokens", "Prompt tokens that runtimes reported."
-        )
+        self.reported_hit_tokens = counter("reported_hit_tokens", "Prompt tokens that runtimes reported as cached.")
+        self.reported_prompt_tokens = counter("reported_prompt_tokens", "Prompt tokens that runtimes reported.")
         self.rewritten = counter("rewritten", "Requests sent on under another model name.")
         self.salted = counter("salted", "Requests whose body was given the salt of its client.")
         self.client_requests = counter(
@@ -91,9 +87,7 @@ class Metrics:
             registry=registry,
         )
         self.streams = Gauge("treeline_epp_extproc_streams", "Open ext_proc streams.", registry=registry)
-        self.ready = Gauge(
-            "treeline_epp_extproc_ready", "1 while the ext_proc port serves.", registry=registry
-        )
+        self.ready = Gauge("treeline_epp_extproc_ready", "1 while the ext_proc port serves.", registry=registry)
 
     def decided(self, endpoint: str) -> None:
         """A request was given this endpoint."""

@@ -54,10 +54,7 @@ def _selector(text: str) -> dict[str, str]:
 
 def _ports(text: str) -> tuple[int, ...]:
     words = text.split(",")
-    if (
-        not all(word.isascii() and word.isdecimal() and 0 < int(word) < 65536 for word in words)
-        or len(words) > 8
-    ):
+    if not all(word.isascii() and word.isdecimal() and 0 < int(word) < 65536 for word in words) or len(words) > 8:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of one to eight ports")
     return tuple(int(word) for word in words)
 
@@ -69,9 +66,7 @@ _KUBERNETES = "endpoints from Kubernetes"
 class Options:
     """The picker's settings; each is a flag of the same name, explained in `--help`."""
 
-    host: str = setting(
-        None, help="address of all ports of this process (default 127.0.0.1; inside a pod 0.0.0.0)"
-    )
+    host: str = setting(None, help="address of all ports of this process (default 127.0.0.1; inside a pod 0.0.0.0)")
     grpc_port: int = port_setting(ports.EXT_PROC, help="ext_proc (default %(default)s)")
     grpc_health_port: int = port_setting(ports.EDS, help="EDS and gRPC health (default %(default)s)")
     metrics_port: int = port_setting(ports.METRICS, help="/metrics, and nothing else (default %(default)s)")
@@ -181,17 +176,14 @@ class Options:
     )
     enable_debug_endpoints: bool = setting(
         False,
-        help="serve /debug/endpoints and /debug/tree on the admin port, to clients on this machine (in this pod) "
-        "alone",
+        help="serve /debug/endpoints and /debug/tree on the admin port, to clients on this machine (in this pod) alone",
     )
     log_level: str = setting(
         "info",
         choices=LEVELS,
         help="debug logs one line for every decision, without prompt text (default %(default)s)",
     )
-    curve_dir: Path | None = setting(
-        None, metavar="DIR", help="CURVE key pair for engines that publish with keys"
-    )
+    curve_dir: Path | None = setting(None, metavar="DIR", help="CURVE key pair for engines that publish with keys")
     secure_serving: bool = setting(
         None,
         metavar="BOOL",
@@ -205,9 +197,7 @@ class Options:
         "x-treeline-isolation, which it removes from what callers send. Engines that do not read them get a salt for "
         "each client, written into the body (needs a proxy that shows bodies and refuses requests without a picker)",
     )
-    cert_path: Path | None = setting(
-        None, metavar="DIR", help="tls.crt and tls.key; read again when they are replaced"
-    )
+    cert_path: Path | None = setting(None, metavar="DIR", help="tls.crt and tls.key; read again when they are replaced")
     require_client_certificates: bool = setting(
         False,
         help="mutual TLS on the ext_proc port and on the EDS port: who connects must show a certificate signed by "
@@ -239,9 +229,7 @@ def parser() -> argparse.ArgumentParser:
     add_flags(kubernetes, Options, _KUBERNETES)
     group = p.add_argument_group("ignored, with a warning", "Flags of other endpoint pickers.")
     for flag, count in _IGNORED.items():
-        group.add_argument(
-            flag, nargs=count, dest="ignored", action=_Ignore, default=(), help=argparse.SUPPRESS
-        )
+        group.add_argument(flag, nargs=count, dest="ignored", action=_Ignore, default=(), help=argparse.SUPPRESS)
     return p
 
 
@@ -256,9 +244,7 @@ def options_of(argv: Sequence[str]) -> Options:
         p.error(str(error))
     _check_source(p, found)
     if found["max_waiting_body_bytes"] < found["max_body_bytes"]:
-        p.error(
-            "--max-waiting-body-bytes must be at least --max-body-bytes, or no body of that size could come"
-        )
+        p.error("--max-waiting-body-bytes must be at least --max-body-bytes, or no body of that size could come")
     if found["host"] is None:
         found["host"] = "0.0.0.0" if _ENV_IN_CLUSTER in os.environ else "127.0.0.1"
     if found["secure_serving"] is None:
@@ -277,9 +263,7 @@ def options_of(argv: Sequence[str]) -> Options:
 
 def _check_source(p: argparse.ArgumentParser, found: dict[str, object]) -> None:
     """Exactly one source of endpoints; from Kubernetes, exactly one way to say which."""
-    scopes = {
-        f"--{name.replace('_', '-')}" for name in ("gateway", "pool_name", "endpoint_selector") if found[name]
-    }
+    scopes = {f"--{name.replace('_', '-')}" for name in ("gateway", "pool_name", "endpoint_selector") if found[name]}
     fixed = bool(found["endpoint"]) or found["endpoints_file"] is not None
     if len(scopes) > 1:
         p.error(f"{' and '.join(sorted(scopes))}: give one of them")

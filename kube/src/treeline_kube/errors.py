@@ -173,9 +173,7 @@ def error_of(code: int, body: bytes, retry_after: str | None, what: str) -> Kube
         # not the API server's own words: a proxy's, or none
         status = _Status(message=body[:200].decode(errors="replace").strip() or f"HTTP {code}")
     details = status.details or _Details()
-    listed = (
-        Cause(c.get("field", ""), c.get("reason", ""), c.get("message", "")) for c in details.causes or ()
-    )
+    listed = (Cause(c.get("field", ""), c.get("reason", ""), c.get("message", "")) for c in details.causes or ())
     causes = tuple(dict.fromkeys(listed))
     kind = _BY_CODE.get(code, Unavailable if code >= 500 else KubeError)
     if status.reason == "AlreadyExists":
@@ -192,9 +190,7 @@ def error_of(code: int, body: bytes, retry_after: str | None, what: str) -> Kube
     wait = _seconds(retry_after)
     if wait is None and details.retryAfterSeconds:
         wait = float(details.retryAfterSeconds)
-    return kind(
-        f"{what}: {status.message}", code=code, reason=status.reason, causes=causes, retry_after_s=wait
-    )
+    return kind(f"{what}: {status.message}", code=code, reason=status.reason, causes=causes, retry_after_s=wait)
 
 
 def _seconds(header: str | None) -> float | None:

@@ -80,9 +80,7 @@ def selector_text(selector: Mapping[str, str]) -> str:
 
 
 def _table(api_version: str, namespaced: bool = True, **kinds: str) -> dict[tuple[str, str], Resource]:
-    return {
-        (api_version, kind): Resource(api_version, kind, plural, namespaced) for kind, plural in kinds.items()
-    }
+    return {(api_version, kind): Resource(api_version, kind, plural, namespaced) for kind, plural in kinds.items()}
 
 
 KNOWN: Final[dict[tuple[str, str], Resource]] = {

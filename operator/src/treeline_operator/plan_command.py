@@ -71,13 +71,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="what is in the cluster: files of `kubectl get … -o yaml`",
     )
-    p.add_argument(
-        "-o", "--output", choices=("diff", "yaml", "json"), default="diff", help="default: %(default)s"
-    )
+    p.add_argument("-o", "--output", choices=("diff", "yaml", "json"), default="diff", help="default: %(default)s")
     p.add_argument("--explain", action="store_true", help="also say why, and what waits or is left alone")
-    p.add_argument(
-        "--namespace", default="default", metavar="NS", help="of objects that name none (%(default)s)"
-    )
+    p.add_argument("--namespace", default="default", metavar="NS", help="of objects that name none (%(default)s)")
     p.add_argument(
         "--api",
         action="append",
@@ -227,9 +223,7 @@ def _diffs(simulation: Simulation, explaining: bool) -> Iterator[str]:
         yield from _model_notes(simulation)
     yield from _newer_template(simulation)
     if steps:
-        counts = {
-            verb: sum(step.verb == verb for step in steps) for verb in ("create", "change", "scale", "delete")
-        }
+        counts = {verb: sum(step.verb == verb for step in steps) for verb in ("create", "change", "scale", "delete")}
         yield "# " + ", ".join(f"{count} to {verb}" for verb, count in counts.items() if count)
 
 
@@ -256,9 +250,7 @@ def _newer_template(simulation: Simulation) -> Iterator[str]:
         ref = step.action.ref
         before = step.before or _current(simulation, step)
         yield f"# roll {ref.kind} {ref.namespace}/{ref.name}"
-        yield from _lines(
-            _template(before), _template(step.after), f"pods of {ref.namespace}/{step.key.name}"
-        )
+        yield from _lines(_template(before), _template(step.after), f"pods of {ref.namespace}/{step.key.name}")
 
 
 def _current(simulation: Simulation, step: SimulatedStep) -> Object | None:
@@ -268,9 +260,7 @@ def _current(simulation: Simulation, step: SimulatedStep) -> Object | None:
         for observed in simulation.objects("apps/v1", "Deployment", step.key.namespace)
         if label(observed.object, "treeline.dev/pool") == step.key.name
     ]
-    found.sort(
-        key=lambda obj: (obj["spec"].get("replicas", 1) > 0, obj["metadata"].get("creationTimestamp", ""))
-    )
+    found.sort(key=lambda obj: (obj["spec"].get("replicas", 1) > 0, obj["metadata"].get("creationTimestamp", "")))
     return found[-1] if found else None
 
 
@@ -309,9 +299,7 @@ def _report(simulation: Simulation) -> Object:
         }
         for step in _final(simulation)
     ]
-    notes = {
-        f"{key.kind} {key.namespace}/{key.name}": notes for key, notes in simulation.notes.items() if notes
-    }
+    notes = {f"{key.kind} {key.namespace}/{key.name}": notes for key, notes in simulation.notes.items() if notes}
     return {"steps": steps, "notes": notes}
 
 

@@ -61,9 +61,7 @@ class Settings:
     )
     lease_name: str = setting("treeline-operator", group="leader election", help="default: %(default)s")
     host: str = setting("127.0.0.1", group="pages", help="address of both ports (default: %(default)s)")
-    health_port: int = port_setting(
-        8081, group="pages", metavar="P", help="/healthz and /readyz (%(default)s)"
-    )
+    health_port: int = port_setting(8081, group="pages", metavar="P", help="/healthz and /readyz (%(default)s)")
     metrics_port: int = port_setting(9090, group="pages", metavar="P", help="/metrics (%(default)s)")
     resync_s: float = setting(
         300.0,
@@ -73,8 +71,6 @@ class Settings:
         above=0,
         help="look at everything so often (%(default)g)",
     )
-    workers: int = setting(
-        8, group="work", metavar="N", at_least=1, help="reconciliations at once (%(default)s)"
-    )
+    workers: int = setting(8, group="work", metavar="N", at_least=1, help="reconciliations at once (%(default)s)")
     log_level: str = setting("info", group="logs", choices=LEVELS, help="default: %(default)s")
     log_format: Literal["json", "text"] = setting("json", group="logs", help="default: %(default)s")

@@ -111,9 +111,7 @@ class Simulation:
             obj = self.get(ref)
             assert obj is not None
             spec: Object = obj["spec"]
-            other.put(
-                {**obj, "spec": {**spec, "rollout": {**spec.get("rollout", {}), "templateVersion": version}}}
-            )
+            other.put({**obj, "spec": {**spec, "rollout": {**spec.get("rollout", {}), "templateVersion": version}}})
         return other
 
     def _plan(self, observer: Observer, key: Key) -> Plan | None:
@@ -122,11 +120,7 @@ class Simulation:
                 return plan_gateway(observer.gateway_world(key.namespace, key.name, self.now))
             case "pool":
                 pool = observer.pool(key.namespace, key.name)
-                return (
-                    plan_pool(observer.pool_world(pool, self.now))
-                    if isinstance(pool, InferencePool)
-                    else None
-                )
+                return plan_pool(observer.pool_world(pool, self.now)) if isinstance(pool, InferencePool) else None
         return None
 
     def _do(self, key: Key, action: Action) -> None:
@@ -180,8 +174,4 @@ def marked(pod: Object, mark: Mark) -> Object:
 
 
 def _is_named(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(item, dict) and "name" in item for item in value)
-    )
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) and "name" in item for item in value)

@@ -65,12 +65,8 @@ class Images:
         metavar="IMAGE",
         help="on NVIDIA devices (%(default)s)",
     )
-    epp: str = setting(
-        "treeline-epp:latest", flag="--image-epp", metavar="IMAGE", help="the picker (%(default)s)"
-    )
-    edge: str = setting(
-        "treeline-edge:latest", flag="--image-edge", metavar="IMAGE", help="Envoy (%(default)s)"
-    )
+    epp: str = setting("treeline-epp:latest", flag="--image-epp", metavar="IMAGE", help="the picker (%(default)s)")
+    edge: str = setting("treeline-edge:latest", flag="--image-edge", metavar="IMAGE", help="Envoy (%(default)s)")
     pull_policy: Literal["Always", "IfNotPresent", "Never"] = setting(
         "IfNotPresent", flag="--image-pull-policy", help="default: %(default)s"
     )
@@ -132,9 +128,7 @@ class Platform:
         env="POD_NAMESPACE",
         help="the operator's own namespace (default: $POD_NAMESPACE, else treeline-system)",
     )
-    cluster_domain: str = setting(
-        "cluster.local", metavar="DOMAIN", help="of the cluster's DNS (default: %(default)s)"
-    )
+    cluster_domain: str = setting("cluster.local", metavar="DOMAIN", help="of the cluster's DNS (default: %(default)s)")
     api_server_ports: tuple[int, ...] = port_setting(
         (443, 6443),
         least=1,

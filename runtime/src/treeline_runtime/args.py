@@ -63,9 +63,7 @@ class ServerArgs(SchedulerConfig):
         metavar="NAME",
         help="the name requests use (default: the folder's or the Hub id)",
     )
-    revision: str | None = setting(
-        None, group="serving", metavar="REV", help="branch, tag or commit on the Hub"
-    )
+    revision: str | None = setting(None, group="serving", metavar="REV", help="branch, tag or commit on the Hub")
     host: str = setting(
         "127.0.0.1",
         group="serving",

@@ -76,13 +76,9 @@ class Req:
     input_logprobs_sent: bool = False
 
     @classmethod
-    def of(
-        cls, message: GenerateReq, *, seed: int, eos_ids: tuple[int, ...], max_new_tokens: int, arrival: int
-    ) -> Req:
+    def of(cls, message: GenerateReq, *, seed: int, eos_ids: tuple[int, ...], max_new_tokens: int, arrival: int) -> Req:
         sampling = message.sampling
-        stop_ids = frozenset(sampling.stop_token_ids) | (
-            frozenset() if sampling.ignore_eos else frozenset(eos_ids)
-        )
+        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_ids))
         return cls(
             rid=message.rid,
             tokens=list(message.input_ids),

@@ -39,9 +39,7 @@ def resolve_model(model: str, *, revision: str | None = None, needs_weights: boo
 def _check(folder: Path, model: str, needs_weights: bool) -> None:
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
-            raise ModelNotFound(
-                f"--model: {model} has no {name}; a checkpoint in Hugging Face's layout is needed"
-            )
+            raise ModelNotFound(f"--model: {model} has no {name}; a checkpoint in Hugging Face's layout is needed")
     if needs_weights and not any(folder.glob("*.safetensors")):
         raise ModelNotFound(f"--model: {model} has no *.safetensors weights; other formats are not read")
 

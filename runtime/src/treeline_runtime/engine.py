@@ -159,9 +159,7 @@ class Engine:
             raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling_params")
         return self._run(list(prompts), params, options)  # type: ignore[arg-type]
 
-    def _run(
-        self, prompts: list[Prompt], params: list[SamplingParams], options: dict[str, Any]
-    ) -> list[Output]:
+    def _run(self, prompts: list[Prompt], params: list[SamplingParams], options: dict[str, Any]) -> list[Output]:
         rids = [self._submit(prompt, p, options) for prompt, p in zip(prompts, params, strict=True)]
         outputs = [self._runs[rid].output for rid in rids]
         try:

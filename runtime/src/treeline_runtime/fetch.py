@@ -142,9 +142,7 @@ def _locked(wanted: Wanted) -> Iterator[None]:
 def _download(wanted: Wanted, progress: Progress, every_s: float) -> None:
     files = _asked(wanted, _snapshot(wanted, dry_run=True))
     if wanted.weights and not any(file.filename.endswith(".safetensors") for file in files):
-        raise FetchError(
-            "WeightsMissing", f"{wanted.repo} has no *.safetensors weights; other formats are not read"
-        )
+        raise FetchError("WeightsMissing", f"{wanted.repo} has no *.safetensors weights; other formats are not read")
     total = sum(file.file_size or 0 for file in files)
     progress.total += total
     missing = total - _size(wanted.partial)
@@ -156,9 +154,7 @@ def _download(wanted: Wanted, progress: Progress, every_s: float) -> None:
         _asked(wanted, _snapshot(wanted, revision=commit, local_dir=wanted.partial))
     there = _size(wanted.partial)
     if there < total:
-        raise FetchError(
-            "DownloadFailed", f"{wanted.repo}: {there} of {total} bytes arrived; it is tried again"
-        )
+        raise FetchError("DownloadFailed", f"{wanted.repo}: {there} of {total} bytes arrived; it is tried again")
     shutil.rmtree(wanted.partial / ".cache", ignore_errors=True)
     (wanted.partial / MARKER).write_text(json.dumps({**wanted.identity, "commit": commit}))
     shutil.rmtree(wanted.to, ignore_errors=True)
@@ -190,9 +186,7 @@ def _asked(wanted: Wanted, call: Callable[[], Any]) -> Any:
         problem = problem.__cause__
     status = getattr(getattr(problem, "response", None), "status_code", None)
     code = f"{status} " if status else ""
-    raise FetchError(
-        "DownloadFailed", f"{code}{wanted.repo} {hub_problem(problem, wanted.revision)}"
-    ) from problem
+    raise FetchError("DownloadFailed", f"{code}{wanted.repo} {hub_problem(problem, wanted.revision)}") from problem
 
 
 @contextlib.contextmanager
@@ -221,11 +215,7 @@ def _size(folder: Path) -> int:
             with contextlib.suppress(OSError):
                 # Space may be reserved before the bytes are there: what counts is what is written.
                 found = os.stat(os.path.join(root, name))
-                total += (
-                    min(found.st_size, found.st_blocks * 512)
-                    if name.endswith(".incomplete")
-                    else found.st_size
-                )
+                total += min(found.st_size, found.st_blocks * 512) if name.endswith(".incomplete") else found.st_size
     return total
 
 
@@ -236,18 +226,12 @@ def _gib(size: int) -> str:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m treeline_runtime.fetch", description=__doc__)
-    parser.add_argument(
-        "--uri", action="append", default=[], help="hf://org/name[@revision]; may be repeated"
-    )
+    parser.add_argument("--uri", action="append", default=[], help="hf://org/name[@revision]; may be repeated")
     parser.add_argument("--to", action="append", default=[], help="folder for the --uri of the same place")
     parser.add_argument("--tokenizer-uri", help="a repository of which only the tokenizer is needed")
     parser.add_argument("--tokenizer-to", help="folder for it")
-    parser.add_argument(
-        "--progress-seconds", type=float, default=PROGRESS_S, help="how often progress is printed"
-    )
-    parser.add_argument(
-        "--termination-log", default=TERMINATION_LOG, help="file that gets the reason of a failure"
-    )
+    parser.add_argument("--progress-seconds", type=float, default=PROGRESS_S, help="how often progress is printed")
+    parser.add_argument("--termination-log", default=TERMINATION_LOG, help="file that gets the reason of a failure")
     args = parser.parse_args(argv)
     if len(args.uri) != len(args.to) or bool(args.tokenizer_uri) != bool(args.tokenizer_to):
         parser.error("every --uri needs its --to, and --tokenizer-uri its --tokenizer-to")

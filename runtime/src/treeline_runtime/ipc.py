@@ -62,9 +62,7 @@ class AnnouncedReq(msgspec.Struct, tag=True, frozen=True):
     after_updates: int
 
 
-decode_to_http = msgspec.msgpack.Decoder(
-    messages.BatchTextOut | messages.Reply | Ready | Failed | Heartbeat
-).decode
+decode_to_http = msgspec.msgpack.Decoder(messages.BatchTextOut | messages.Reply | Ready | Failed | Heartbeat).decode
 decode_to_publisher = msgspec.msgpack.Decoder(
     messages.CacheUpdate | messages.LoadUpdate | messages.DrainReq | AnnouncedReq
 ).decode
@@ -161,9 +159,7 @@ class HeartbeatSender:
 class Inbox(Generic[T]):
     """Receives for one process, for use in a plain loop."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: str, decode: Callable[[bytes], T]
-    ) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, decode: Callable[[bytes], T]) -> None:
         self.socket = context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.bind(address)

@@ -154,9 +154,7 @@ class Server:
         self._to_scheduler = Outbox(context, addresses.scheduler)
         self._to_publisher = None if args.no_events else Outbox(context, addresses.publisher)
         self._metrics = Metrics(served_name(args))
-        self._pool = ReaderPool(
-            ReaderSpec(str(model.directory), served_name(args), model.defaults, args.log_level)
-        )
+        self._pool = ReaderPool(ReaderSpec(str(model.directory), served_name(args), model.defaults, args.log_level))
         self._service = Service(
             model_name=served_name(args),
             prompts=model.prompts,
@@ -237,9 +235,7 @@ class Server:
         """Tells everybody who waits, then ends with status 1."""
         logger.error("%s; stopping", why)
         self._state.failure = why
-        cut = self._service.manager.fail_all(
-            FinishReason("error", message=f"The server failed: {why}", status=503)
-        )
+        cut = self._service.manager.fail_all(FinishReason("error", message=f"The server failed: {why}", status=503))
         if cut:
             logger.error("%d requests in flight were ended", cut)
         await self._settle(FAREWELL_S)
@@ -321,9 +317,7 @@ class Server:
         self._probes.scheduler_info = scheduler
         if not args.no_events:
             self._probes.kv_events = _kv_events(self._ready["publisher"], args.page_size)
-        self._state.heartbeat_at = dict.fromkeys(
-            [process.name for process in self._processes], time.monotonic()
-        )
+        self._state.heartbeat_at = dict.fromkeys([process.name for process in self._processes], time.monotonic())
         self._state.ready = True
         self._pool.start()
         gc.collect()
@@ -447,9 +441,7 @@ def serve(args: ServerArgs) -> int:
         for what, listener in (("metrics", listeners.metrics), ("administration", listeners.admin)):
             if listener is not None:
                 logger.info("%s on %s", what, url(listener))
-        model_dir = resolve_model(
-            args.model, revision=args.revision, needs_weights=args.load_format != "dummy"
-        )
+        model_dir = resolve_model(args.model, revision=args.revision, needs_weights=args.load_format != "dummy")
         args = dataclasses.replace(
             args,
             port=address(listeners.http)[1],

@@ -201,9 +201,7 @@ class TokenizerManager:
         inflight.on_close = on_close
         return inflight
 
-    def _register(
-        self, requests: Sequence[GenerateReq], name: str | None, tenant: str | None
-    ) -> InflightRequest:
+    def _register(self, requests: Sequence[GenerateReq], name: str | None, tenant: str | None) -> InflightRequest:
         rids = [request.rid for request in requests]
         ids = [f"{rid}#{next(self._ids)}" for rid in rids]
         names: dict[tuple[str | None, str], list[str]] = {}
@@ -222,9 +220,7 @@ class TokenizerManager:
 
     def _send(self, id: str, request: GenerateReq) -> None:
         self._metrics.requests.inc()
-        self._to_detokenizer.send(
-            DetokenizeInit.of(id, request.sampling, return_logprob_text=request.return_logprob)
-        )
+        self._to_detokenizer.send(DetokenizeInit.of(id, request.sampling, return_logprob_text=request.return_logprob))
         self._to_scheduler.send(msgspec.structs.replace(request, rid=id))
 
     def forget(self, inflight: InflightRequest) -> None:
@@ -314,9 +310,7 @@ class TokenizerManager:
         if self._to_publisher is None:
             return {"seq": None, "hashes": []}
         id = self._new_id()
-        return (
-            await self._ask(self._to_publisher, AnnouncedReq(id, after_updates), id, timeout_s)
-        ).data or {}
+        return (await self._ask(self._to_publisher, AnnouncedReq(id, after_updates), id, timeout_s)).data or {}
 
     async def _ask(self, sender: Sender, request: msgspec.Struct, id: str, timeout_s: float) -> Reply:
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()

@@ -40,9 +40,7 @@ def fail(picker: Picker, name: str, now: float) -> None:
     while not breaker.tripped:
         lease = send(picker, now)
         bad = lease.endpoint.spec.name == name
-        picker.close(
-            lease, now, Outcome.ERROR if bad else Outcome.HEADERS, served=lease.endpoint.spec.address
-        )
+        picker.close(lease, now, Outcome.ERROR if bad else Outcome.HEADERS, served=lease.endpoint.spec.address)
 
 
 def test_errors_in_a_row_leave_an_endpoint_out() -> None:

@@ -43,9 +43,7 @@ def test_targets_without_weights_get_equal_shares():
 
 
 def test_a_rule_says_pool_target_criticality_and_the_fallbacks_that_can_be_reached():
-    one = rule(
-        "r", "chat", "a", criticality="Sheddable", targets=(("big", 1),), fallback_pools=("c", "b", "gone")
-    )
+    one = rule("r", "chat", "a", criticality="Sheddable", targets=(("big", 1),), fallback_pools=("c", "b", "gone"))
     table = ModelTable({"a": ["own"], "b": ["other"]}, [one], POOLS)
     assert table.resolve("chat", 0.3) == ModelTarget("a", "big", "Sheddable", ("b",))
     assert table.name_at("b", "big") == "other"

@@ -135,9 +135,7 @@ def test_the_fallback_is_another_address() -> None:
 def test_saturation_is_an_answer() -> None:
     picker = make(2, max_ttft_s=10.0)
     for name in ("e0", "e1"):
-        picker.on_load(
-            name, TreelineLoad(prefill_tokens_per_s=RATE, waiting_uncached_tokens=200_000), now=1.0
-        )
+        picker.on_load(name, TreelineLoad(prefill_tokens_per_s=RATE, waiting_uncached_tokens=200_000), now=1.0)
     with pytest.raises(Saturated) as caught:
         picker.pick(ask(prompt_tokens_estimate=100, sheddable=True), now=1.0)
     assert (caught.value.status, caught.value.reason) == (429, "rejected-saturated")
@@ -162,9 +160,7 @@ def test_trap_14_another_process_behind_a_name_begins_with_nothing() -> None:
     store(picker, "e0", prompt)
     spec = EndpointSpec("e0", "10.0.0.0:8000", models=("m", "adapter"))
     assert picker.add_endpoint(spec) is picker.endpoints["e0"]
-    assert picker.pick(ask(prompt), 0.0).best.candidate.cached_tokens > 0, (
-        "the same process with another model list"
-    )
+    assert picker.pick(ask(prompt), 0.0).best.candidate.cached_tokens > 0, "the same process with another model list"
     picker.add_endpoint(EndpointSpec("e0", "10.0.0.0:8000", models=("m",), uid="restarted"))
     assert picker.pick(ask(prompt), 0.0).best.candidate.cached_tokens == 0
     picker.remove_endpoint("e0")
@@ -443,9 +439,7 @@ def hit_rate(policy: str) -> float:
     for number, group in enumerate(order):
         now += 0.3
         for name in picker.endpoints:
-            picker.on_load(
-                name, TreelineLoad(prefill_tokens_per_s=2000, pages_total=640, page_size=WIDTH), now
-            )
+            picker.on_load(name, TreelineLoad(prefill_tokens_per_s=2000, pages_total=640, page_size=WIDTH), now)
         picker.on_tick(now)
         request = ask(prefixes[group].extended(1000 + number, 4))
         lease = picker.reserve(picker.pick(request, now), now)

@@ -76,9 +76,7 @@ def test_slow_decoding_costs_what_the_output_takes_longer() -> None:
     load = reported(running=1, decode_step_ms=4.0)
     assert score(candidate(load=load), now=0.0).terms["decode_s"] == 0
     load.on_load(TreelineLoad(running=64, decode_step_ms=9.0), now=0.0)
-    assert score(candidate(load=load), now=0.0).terms["decode_s"] == pytest.approx(
-        ASSUMED_OUTPUT_TOKENS * 0.005
-    )
+    assert score(candidate(load=load), now=0.0).terms["decode_s"] == pytest.approx(ASSUMED_OUTPUT_TOKENS * 0.005)
     assert score(candidate(load=load, output=1), now=0.0).terms["decode_s"] == pytest.approx(0.005)
     load.on_load(TreelineLoad(running=0, decode_step_ms=9.0), now=0.0)
     assert score(candidate(load=load), now=0.0).terms["decode_s"] == 0
@@ -91,9 +89,7 @@ def test_eviction_costs_only_where_memory_is_short_and_hits_happen() -> None:
     assert score(candidate(load=roomy, uncached=1600), now=0.0).terms["evict_s"] == 0
     evicting = score(candidate(load=full, uncached=1600), now=0.0)
     assert evicting.terms["evict_s"] == pytest.approx((1600 - 50 * 16) * 0.5 / 1000)
-    assert evicting.ttft_s == pytest.approx(
-        evicting.cost_s - evicting.terms["evict_s"] - evicting.terms["others_s"]
-    )
+    assert evicting.ttft_s == pytest.approx(evicting.cost_s - evicting.terms["evict_s"] - evicting.terms["others_s"])
     full.hit_share = 0.0
     assert score(candidate(load=full, uncached=1600), now=0.0).terms["evict_s"] == 0
 
@@ -128,9 +124,7 @@ def test_the_cost_is_the_sum_of_its_terms() -> None:
     load.hit_share = 0.3
     terms = score(candidate(load=load), now=0.0).terms
     assert terms["cost_s"] == pytest.approx(
-        sum(
-            terms[t] for t in ("queue_s", "prefill_s", "slots_s", "full_s", "decode_s", "others_s", "evict_s")
-        )
+        sum(terms[t] for t in ("queue_s", "prefill_s", "slots_s", "full_s", "decode_s", "others_s", "evict_s"))
     )
 
 

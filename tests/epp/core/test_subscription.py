@@ -526,9 +526,7 @@ def test_every_event_in_every_state_leads_where_the_table_says(state: State, eve
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     steps=st.lists(
-        st.tuples(
-            st.sampled_from(Event_), st.integers(1, 2), st.integers(0, 6), st.sampled_from([0.0, 0.2, 1.1])
-        ),
+        st.tuples(st.sampled_from(Event_), st.integers(1, 2), st.integers(0, 6), st.sampled_from([0.0, 0.2, 1.1])),
         max_size=40,
     )
 )

@@ -98,9 +98,7 @@ class World:
             assert self.tree.held_by(bit) == self.naive.held.get(bit, set())
         chains = self.rng.sample(self.known, min(4, len(self.known)))
         keys = [b"".join(chain.pieces) for chain in chains]
-        keys += [key + b"abababab" for key in keys] + [
-            key[: self.rng.randrange(len(key) + 1)] for key in keys if key
-        ]
+        keys += [key + b"abababab" for key in keys] + [key[: self.rng.randrange(len(key) + 1)] for key in keys if key]
         for key in keys:
             got = tokens_of(self.tree, key, sum(self.bits))
             for bit in self.bits:

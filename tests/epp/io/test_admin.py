@@ -53,9 +53,7 @@ async def test_what_is_not_http_neither_hangs_nor_kills_the_server(port: int, da
 
 
 async def test_a_private_page_is_shown_to_loopback_and_refused_to_web_pages() -> None:
-    admin = PageServer(
-        {"/open": lambda _query: Page({}), "/tree": lambda _query: Page({})}, private=("/tree",)
-    )
+    admin = PageServer({"/open": lambda _query: Page({}), "/tree": lambda _query: Page({})}, private=("/tree",))
     port = await admin.start("127.0.0.1", 0)
     try:
         async with client(base_url=f"http://127.0.0.1:{port}") as http:

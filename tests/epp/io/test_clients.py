@@ -40,9 +40,7 @@ def test_no_client_has_more_than_its_share_and_none_is_remembered_without_a_requ
         ({}, ""),
     ],
 )
-def test_a_client_is_its_name_else_the_address_that_the_proxy_saw(
-    headers: dict[str, str], client: str
-) -> None:
+def test_a_client_is_its_name_else_the_address_that_the_proxy_saw(headers: dict[str, str], client: str) -> None:
     assert client_of(headers) == client
 
 

@@ -96,9 +96,7 @@ async def publisher(**settings: Any) -> AsyncIterator[FakePublisher]:
 async def test_it_says_hello_and_hears_everything_in_order() -> None:
     async with publisher(epoch=7) as fake, subscribed(fake.source) as script:
         await fake.subscribed()
-        await until(
-            lambda: len(script.replies) >= 4, "hello and snapshot were answered", state=lambda: script.replies
-        )
+        await until(lambda: len(script.replies) >= 4, "hello and snapshot were answered", state=lambda: script.replies)
         assert script.replies[:2] == [frames.Hello(7), frames.SnapshotHeader(7, -1, 0)]
         for i in range(200):
             await fake.store(stored(range(16 * i, 16 * i + 16)))
@@ -164,9 +162,7 @@ async def test_a_missing_socket_delays_a_session_by_a_second_only() -> None:
     async with publisher() as fake:
         gone = FakePublisher()
         gone.stop()
-        async with subscribed(
-            KvSource("127.0.0.1", fake.events_port, gone.replay_port, fake.load_port)
-        ) as script:
+        async with subscribed(KvSource("127.0.0.1", fake.events_port, gone.replay_port, fake.load_port)) as script:
             await until(lambda: script.connected, "a session without its replay socket", 3.0)
 
 

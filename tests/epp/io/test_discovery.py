@@ -31,9 +31,7 @@ def test_a_flag_names_an_endpoint() -> None:
     assert parse_flag("b=[0:0::1]:80") == EndpointSpec("b", "[::1]:80")
 
 
-@pytest.mark.parametrize(
-    "text", ["a", "=1.2.3.4:5", "a=example.org:80", "a=1.2.3.4", "a=1.2.3.4:0", "a=1.2.3.4:99999"]
-)
+@pytest.mark.parametrize("text", ["a", "=1.2.3.4:5", "a=example.org:80", "a=1.2.3.4", "a=1.2.3.4:0", "a=1.2.3.4:99999"])
 def test_a_wrong_flag_says_what_is_wrong(text: str) -> None:
     with pytest.raises(DiscoveryError):
         parse_flag(text)

@@ -98,9 +98,7 @@ async def test_bodies_that_stop_half_way_end_after_the_body_timeout_and_others_a
 async def test_headers_that_stop_half_way_end_after_their_timeout(tmp_path: Path) -> None:
     limits = Limits(headers_timeout_s=0.5)
     async with engines(1) as fakes, data_plane(tmp_path, fakes, limits=limits) as plane:
-        answer = await http1(
-            plane.envoy.config.listen_port, b"POST /v1/completions HTTP/1.1\r\nhost: e\r\nx-a"
-        )
+        answer = await http1(plane.envoy.config.listen_port, b"POST /v1/completions HTTP/1.1\r\nhost: e\r\nx-a")
         assert answer.status == 408
         assert json.loads(answer.body)["error"]["code"] == "request_timeout"
 

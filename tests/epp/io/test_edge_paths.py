@@ -195,9 +195,7 @@ async def test_extended_connect_over_http2_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", sorted(INFERENCE))
-async def test_every_inference_path_reaches_its_engine_with_its_own_methods_only(
-    tmp_path: Path, engine: str
-) -> None:
+async def test_every_inference_path_reaches_its_engine_with_its_own_methods_only(tmp_path: Path, engine: str) -> None:
     async with engines(1) as fakes, data_plane(tmp_path, fakes, engines=(engine,)) as plane:
         for rule in INFERENCE[engine]:
             path = f"{rule.path}/tiny" if rule.below else rule.path

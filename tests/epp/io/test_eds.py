@@ -40,9 +40,7 @@ def listed(response: discovery_pb2.DiscoveryResponse) -> dict[str, str]:
     for entry in assignment.endpoints[0].lb_endpoints:
         address = entry.endpoint.address.socket_address
         out[f"{address.address}:{address.port_value}"] = (
-            entry.DESCRIPTOR.fields_by_name["health_status"]
-            .enum_type.values_by_number[entry.health_status]
-            .name
+            entry.DESCRIPTOR.fields_by_name["health_status"].enum_type.values_by_number[entry.health_status].name
         )
     return out
 

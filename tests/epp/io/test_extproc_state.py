@@ -31,9 +31,7 @@ WHERE = "10.0.0.1:8000,10.0.0.2:8000"
 HEADERS = {":path": "/v1/completions", "x-request-id": "r1"}
 
 
-def exchange(
-    request: BodyMode = DUPLEX, response: BodyMode = BodyMode.NONE, limit: int = 1 << 20
-) -> ExtProcState:
+def exchange(request: BodyMode = DUPLEX, response: BodyMode = BodyMode.NONE, limit: int = 1 << 20) -> ExtProcState:
     return ExtProcState(request, response, body_limit=limit)
 
 
@@ -197,9 +195,7 @@ def test_response_bodies_are_echoed_unread_in_full_duplex_and_left_alone_otherwi
         Reply(Kind.RESPONSE_BODY, chunk=data[:CHUNK_BYTES]),
         Reply(Kind.RESPONSE_BODY, chunk=b"x"),
     ]
-    assert x.receive(Message(Kind.RESPONSE_BODY, True)) == [
-        Reply(Kind.RESPONSE_BODY, chunk=b"", end_of_stream=True)
-    ]
+    assert x.receive(Message(Kind.RESPONSE_BODY, True)) == [Reply(Kind.RESPONSE_BODY, chunk=b"", end_of_stream=True)]
     assert x.receive(Message(Kind.RESPONSE_BODY, True, data=b"again")) == []
 
     y = exchange(response=BodyMode.STREAMED)
@@ -210,12 +206,8 @@ def test_response_bodies_are_echoed_unread_in_full_duplex_and_left_alone_otherwi
     assert y.receive(Message(Kind.RESPONSE_TRAILERS)) == [Reply(Kind.RESPONSE_TRAILERS)]
 
 
-@pytest.mark.parametrize(
-    ("response", "finished"), [(BodyMode.NONE, True), (BodyMode.STREAMED, False), (DUPLEX, False)]
-)
-def test_it_is_finished_with_the_responses_headers_where_no_body_follows(
-    response: BodyMode, finished: bool
-) -> None:
+@pytest.mark.parametrize(("response", "finished"), [(BodyMode.NONE, True), (BodyMode.STREAMED, False), (DUPLEX, False)])
+def test_it_is_finished_with_the_responses_headers_where_no_body_follows(response: BodyMode, finished: bool) -> None:
     x = exchange(response=response)
     x.receive(head(end=True))
     assert not x.finished
@@ -289,9 +281,7 @@ def test_any_chunking_gives_the_same_decision_and_returns_the_same_body(
     x = exchange()
     x.receive(head())
     messages = [body(part) for part in split(data, cuts)]
-    messages = (
-        [*messages, body(end=True)] if late_end else [*messages[:-1], body(messages[-1].data, end=True)]
-    )
+    messages = [*messages, body(end=True)] if late_end else [*messages[:-1], body(messages[-1].data, end=True)]
     outputs = [action for message in messages for action in x.receive(message)]
     assert outputs == [RouteRequest(HEADERS, data, None)]
     replies = [r for r in x.answer(WHERE) if isinstance(r, Reply)]

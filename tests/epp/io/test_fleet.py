@@ -208,9 +208,7 @@ async def test_an_engine_that_names_another_host_is_followed_at_its_own_address_
         async with running_picker(*runtime.flags) as picker:
             await runtime.publisher.store(stored(range(32)))
             metric = "treeline_epp_endpoints_naming_others"
-            metrics = await until(
-                lambda: picker_sees(picker, "treeline_epp_tree_blocks", 2), "the blocks to arrive"
-            )
+            metrics = await until(lambda: picker_sees(picker, "treeline_epp_tree_blocks", 2), "the blocks to arrive")
             assert metrics[metric] == 1
 
 

@@ -113,9 +113,7 @@ def test_pickers_with_one_key_pair_derive_the_same_salts_and_others_do_not(tmp_p
     assert len({salt(one), salt(other), salt(TRUSTING)}) == 3
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/embeddings", "/v1/responses", "/v1/messages", "/v1/audio/transcriptions"]
-)
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses", "/v1/messages", "/v1/audio/transcriptions"])
 def test_a_path_that_takes_no_salt_is_refused_where_one_is_needed(path: str) -> None:
     refused = ask(THEIRS, "theirs", "ada", path=path)
     assert isinstance(refused, Refusal)
@@ -186,10 +184,7 @@ async def test_through_envoy_a_foreign_engine_sees_one_salt_a_client_whatever_ca
         spoofed = {names.CLIENT: "ada", names.ISOLATION: names.SHARED, names.EDGE: "mine"}
         theirs = await salt_of("bob", spoofed)
         assert theirs != mine
-        assert (
-            len({mine, theirs, await salt_of("bob", cache_salt=mine), await salt_of("bob", extra_key=mine)})
-            == 4
-        )
+        assert len({mine, theirs, await salt_of("bob", cache_salt=mine), await salt_of("bob", extra_key=mine)}) == 4
         metrics = await plane.picker.metrics()
         assert metrics['treeline_epp_client_requests_total{client="ada"}'] == 2
         assert metrics['treeline_epp_client_requests_total{client="bob"}'] == 3

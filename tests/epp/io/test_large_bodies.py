@@ -65,9 +65,7 @@ def messages_of(
         yield lambda data=data: read(data)  # type: ignore[misc]
 
 
-def longest_turn(
-    router: Router, path: str, body: bytes, mode: int
-) -> tuple[float, list[pb.ProcessingResponse]]:
+def longest_turn(router: Router, path: str, body: bytes, mode: int) -> tuple[float, list[pb.ProcessingResponse]]:
     """Seconds of processor time between two turns of others, at most; and all answers."""
     stream = ExtProcSession(router, SessionLimits(64 * MB))
     replies: list[bytes] = []
@@ -110,9 +108,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
         b'"messages": [', b'"messages": [' + b'{"role":"user","content":"x"},' * (24 * MB // 30), 1
     ),
     "24 MB of token ids": lambda: b'{"prompt":[' + b"1," * (12 * MB) + b'1],"model":"tiny"}',
-    "24 MB of blanks": lambda: (
-        b'{"messages":[{"role":"user","content":"x"}]' + b" " * (24 * MB) + b',"model":"tiny"}'
-    ),
+    "24 MB of blanks": lambda: b'{"messages":[{"role":"user","content":"x"}]' + b" " * (24 * MB) + b',"model":"tiny"}',
     "24 MB of special tokens": lambda: chat("<|im_end|>" * (24 * MB // 10)),
     "8 MB of combining marks": lambda: chat("a" + "\u0300\u0316" * (2 * MB)),
     "240 KB of combining marks": lambda: chat("a" + "\u0300\u0316" * 60_000),
@@ -187,12 +183,8 @@ WORDS = 'The quick brown fox said "no" to the lazy dog \\ and went home.\n'
     [
         chat(WORDS * 5_000),
         chat([{"type": "text", "text": WORDS * 5_000}, {"type": "text", "text": "end"}]),
-        chat(
-            "x", messages=[{"role": "system", "content": WORDS}, {"role": "user", "content": WORDS * 5_000}]
-        ),
-        chat(
-            "x", messages=[{"role": "user", "content": WORDS}, {"role": "assistant", "content": WORDS}] * 90
-        ),
+        chat("x", messages=[{"role": "system", "content": WORDS}, {"role": "user", "content": WORDS * 5_000}]),
+        chat("x", messages=[{"role": "user", "content": WORDS}, {"role": "assistant", "content": WORDS}] * 90),
         chat("x", messages=[{"role": "user", "content": "é漢" + WORDS}] * 4_000),
         chat(WORDS * 5_000, tools=[{"type": "function", "function": {"name": "f"}}], max_tokens=5),
     ],
@@ -295,9 +287,7 @@ def test_a_large_body_that_is_no_request_is_a_400_that_says_why(body: bytes, say
     ],
 )
 @pytest.mark.parametrize("size", [0, MB])
-def test_what_is_nested_too_deep_for_a_template_is_a_400_at_the_picker(
-    more: dict[str, Any], size: int
-) -> None:
+def test_what_is_nested_too_deep_for_a_template_is_a_400_at_the_picker(more: dict[str, Any], size: int) -> None:
     deep = '{"a":' * 100 + "1" + "}" * 100
     body = chat("x", user="u" * size, **more).replace(b'"DEEP"', deep.encode())
     if is_large(body) or size:
@@ -318,9 +308,7 @@ VALUES = st.recursive(
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    st.dictionaries(NAMES, VALUES, max_size=6), st.integers(1, 40), st.booleans(), st.sampled_from([None, 1])
-)
+@given(st.dictionaries(NAMES, VALUES, max_size=6), st.integers(1, 40), st.booleans(), st.sampled_from([None, 1]))
 def test_an_outline_finds_the_members_that_a_decoder_finds(
     document: dict[str, Any], piece: int, ascii_only: bool, indent: int | None
 ) -> None:
@@ -356,9 +344,7 @@ def test_an_outline_of_anything_ends_with_members_or_a_problem(data: bytes, piec
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(VALUES, min_size=1, max_size=6), st.data())
-def test_the_beginning_of_a_list_is_a_beginning_of_its_elements(
-    elements: list[Any], data: st.DataObject
-) -> None:
+def test_the_beginning_of_a_list_is_a_beginning_of_its_elements(elements: list[Any], data: st.DataObject) -> None:
     raw = json.dumps(elements, ensure_ascii=False).encode()
     assert count_values(raw) >= len(elements)
     stop = data.draw(st.integers(1, len(raw)))

@@ -50,9 +50,7 @@ class Bench:
         load = TreelineLoad(prefill_tokens_per_s=RATE, waiting_uncached_tokens=int(seconds * RATE))
         self.picker.on_load(name, load, 1.0)
 
-    def ask(
-        self, model: str | None, *, duplex: bool = False, pool: str | None = None, length: bool = True
-    ) -> Any:
+    def ask(self, model: str | None, *, duplex: bool = False, pool: str | None = None, length: bool = True) -> Any:
         """One request: the address and the body that arrives there, or the refusal."""
         self.draws = self.draws or [0.0]
         stream = ExtProcSession(self.router, SessionLimits(1 << 20))

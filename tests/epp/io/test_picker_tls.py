@@ -128,9 +128,7 @@ async def test_an_envoy_of_another_authority_or_without_tls_is_not_heard(tmp_pat
             assert (await plane.picker.metrics())["treeline_epp_pick_seconds_count"] == 0
             assert fakes[0].served == []
 
-    async with (
-        asyncio.TaskGroup() as together
-    ):  # each Envoy waits seconds for a picker before it starts without
+    async with asyncio.TaskGroup() as together:  # each Envoy waits seconds for a picker before it starts without
         together.create_task(is_not_heard(folder_in(tmp_path, "1"), other))
         together.create_task(is_not_heard(folder_in(tmp_path, "2"), tmp_path / "mixed"))
         together.create_task(is_not_heard(folder_in(tmp_path, "3"), None))
@@ -173,9 +171,7 @@ async def test_neither_port_of_the_picker_answers_without_a_client_certificate(t
                 with pytest.raises(grpc.aio.AioRpcError) as error:
                     await _check(channel)
                 assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-        async with grpc.aio.secure_channel(
-            f"127.0.0.1:{options.grpc_health_port}", somebody, named
-        ) as channel:
+        async with grpc.aio.secure_channel(f"127.0.0.1:{options.grpc_health_port}", somebody, named) as channel:
             assert (await _check(channel)).status == 1
 
 

@@ -30,9 +30,7 @@ ONE = registry(("default", ("tiny",)), bundle=small_bundle())
 TWO = registry(("default", ("tiny",)), ("big", ("huge", "tiny")))
 
 
-def ask(
-    path: str, body: Any = None, *, served: ModelRegistry = ONE, method: str = "POST", **settings: Any
-) -> Any:
+def ask(path: str, body: Any = None, *, served: ModelRegistry = ONE, method: str = "POST", **settings: Any) -> Any:
     data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
     headers = {":path": path, ":method": method, "x-request-id": "r1"}
     return parse(RouteRequest(headers, data, settings.get("subset")), served)
@@ -69,9 +67,7 @@ def test_a_completion_gets_the_key_of_its_prompt() -> None:
         ("/v1/completions", {"max_tokens": 1e9}, None),
     ],
 )
-def test_the_longest_output_is_what_the_request_allows(
-    path: str, body: dict[str, Any], most: int | None
-) -> None:
+def test_the_longest_output_is_what_the_request_allows(path: str, body: dict[str, Any], most: int | None) -> None:
     assert pick(path, {"model": "tiny", **body}).max_output_tokens == most
 
 
@@ -134,10 +130,7 @@ def test_an_unknown_model_is_404_and_a_missing_one_is_400_only_where_there_is_a_
 
 
 def test_before_any_engine_has_spoken_no_model_is_unknown() -> None:
-    assert (
-        pick("/v1/completions", {"model": "anything", "prompt": "x"}, served=ModelRegistry()).model
-        == "anything"
-    )
+    assert pick("/v1/completions", {"model": "anything", "prompt": "x"}, served=ModelRegistry()).model == "anything"
 
 
 def test_paths_without_a_prompt_go_anywhere_that_has_the_model() -> None:

@@ -40,11 +40,7 @@ def test_a_name_is_written_as_json() -> None:
 
 
 JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.floats(allow_nan=False)
-    | st.text(max_size=8)
-    | st.sampled_from(["model", '"']),
+    st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(max_size=8) | st.sampled_from(["model", '"']),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(st.text(max_size=4) | st.sampled_from(["model", "x"]), inner, max_size=3)

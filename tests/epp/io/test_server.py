@@ -50,9 +50,7 @@ class Bench:
         return self.metrics.registry.get_sample_value(f"treeline_epp_{name}", labels) or 0.0
 
 
-def headers(
-    *, end: bool = False, subset: Any = None, mode: int = MODES.BUFFERED, **extra: str
-) -> pb.ProcessingRequest:
+def headers(*, end: bool = False, subset: Any = None, mode: int = MODES.BUFFERED, **extra: str) -> pb.ProcessingRequest:
     request = pb.ProcessingRequest()
     request.protocol_config.request_body_mode = mode
     fields = {":path": "/v1/completions", ":method": "POST", "x-request-id": "r1", **extra}
@@ -204,9 +202,7 @@ def test_a_refusal_is_an_immediate_response_and_ends_the_stream() -> None:
     answer = reply.immediate_response
     assert answer.status.code == 404
     assert json.loads(answer.body)["error"]["code"] == "model_not_found"
-    assert {h.header.key: h.header.raw_value for h in answer.headers.set_headers}[
-        "content-type"
-    ] == b"application/json"
+    assert {h.header.key: h.header.raw_value for h in answer.headers.set_headers}["content-type"] == b"application/json"
     assert stream.ended
     assert bench.counted("refusals_total", code="model_not_found") == 1
 
@@ -304,9 +300,7 @@ def test_an_endpoint_that_has_gone_leaves_no_label_behind() -> None:
     stream = bench.stream()
     replies(stream, headers())
     replies(stream, body())
-    bench.metrics.observe(
-        lambda: iter([("gauge", "size", "Sizes.", {"of": "x"}, 3), ("counter", "n", "N.", {}, 1)])
-    )
+    bench.metrics.observe(lambda: iter([("gauge", "size", "Sizes.", {"of": "x"}, 3), ("counter", "n", "N.", {}, 1)]))
     (chosen,) = [name for name in ("a", "b") if bench.counted("decisions_total", endpoint=name)]
     bench.metrics.forget(chosen)
     bench.metrics.forget("nobody")

@@ -115,9 +115,7 @@ async def test_without_a_picker_a_name_that_one_endpoint_does_not_know_is_tried_
     async with engines() as fakes, data_plane(tmp_path, fakes) as plane:
         picked = await plane.complete(headers={names.EDGE: "mine", names.ELSEWHERE: "true"})
         echo = picked.json()["headers"]
-        assert (echo[names.EDGE], names.ELSEWHERE in echo) == ("true", False), (
-            "the edge's word, not the client's"
-        )
+        assert (echo[names.EDGE], names.ELSEWHERE in echo) == ("true", False), "the edge's word, not the client's"
         await plane.picker.stop()
         first, second = fakes
         refuse_name(first)
@@ -221,9 +219,7 @@ async def test_overload_is_tried_on_the_next_entry_and_told_if_all_are_full(tmp_
 
 @pytest.mark.integration
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\ncontent-le", b"\x00 something else\r\n\r\n"])
-async def test_an_engine_that_ends_before_it_answers_is_503_in_openai_shape(
-    tmp_path: Path, said: bytes
-) -> None:
+async def test_an_engine_that_ends_before_it_answers_is_503_in_openai_shape(tmp_path: Path, said: bytes) -> None:
     async with engines(1) as fakes, data_plane(tmp_path, fakes) as plane:
         assert (await plane.complete()).status_code == 200
         fakes[0].last_words = said

@@ -36,9 +36,7 @@ async def test_a_certificate_from_files_is_used_and_replaced_while_it_serves(tmp
         async with running_picker(*flags) as picker:
             assert await asked(picker, "tiny", secure=first[1]) == engine.address
             write(tmp_path, (second[0], first[1]), 2)
-            assert await asked(picker, "tiny", secure=first[1]) == engine.address, (
-                "a bad pair changes nothing"
-            )
+            assert await asked(picker, "tiny", secure=first[1]) == engine.address, "a bad pair changes nothing"
             write(tmp_path, second, 3)
             assert await asked(picker, "tiny", secure=second[1]) == engine.address
 
@@ -59,9 +57,7 @@ async def test_without_files_one_is_made_and_health_is_served_there_if_asked_for
                     response_deserializer=HealthCheckResponse.FromString,
                 )
                 for name in ("", "liveness", "readiness", "inference-extension", SERVICE):
-                    assert (
-                        await check(HealthCheckRequest(service=name))
-                    ).status == HealthCheckResponse.SERVING
+                    assert (await check(HealthCheckRequest(service=name))).status == HealthCheckResponse.SERVING
 
 
 def test_files_that_cannot_be_used_are_told(tmp_path: Path) -> None:

@@ -135,17 +135,13 @@ async def test_without_ready_there_is_health(http: httpx.AsyncClient, engine: Fa
 
 
 @contextlib.asynccontextmanager
-async def watched(
-    http: httpx.AsyncClient, fake: FakeEngine
-) -> AsyncIterator[tuple[EngineWatcher, list[EngineState]]]:
+async def watched(http: httpx.AsyncClient, fake: FakeEngine) -> AsyncIterator[tuple[EngineWatcher, list[EngineState]]]:
     told: list[EngineState] = []
 
     def report(state: EngineState, info: EngineInfo | None) -> None:
         told.append(state)
 
-    watcher = EngineWatcher(
-        EndpointSpec("e", fake.address), EngineClient(http, fake.address), report, ProbePace()
-    )
+    watcher = EngineWatcher(EndpointSpec("e", fake.address), EngineClient(http, fake.address), report, ProbePace())
     task = asyncio.create_task(watcher.run())
     try:
         yield watcher, told
@@ -254,9 +250,7 @@ _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 async def _bomb(writer: asyncio.StreamWriter) -> None:
     packed = gzip.compress(b" " * 50_000_000)
     writer.write(
-        _HEAD
-        + b"connection: close\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(packed)
-        + packed
+        _HEAD + b"connection: close\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(packed) + packed
     )
 
 

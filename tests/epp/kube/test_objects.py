@@ -104,9 +104,7 @@ def test_upstream_pools_have_an_endpoint_for_each_port() -> None:
         ("p-rank-1", "10.0.0.1:3002", "up", True),
     ]
     made = pools.old_pool(raw(OLD))
-    assert [(s.name, s.address) for s in found(pod("p", labels=labels), of=(made,))] == [
-        ("p-rank-0", "10.0.0.1:8000")
-    ]
+    assert [(s.name, s.address) for s in found(pod("p", labels=labels), of=(made,))] == [("p-rank-0", "10.0.0.1:8000")]
 
 
 @pytest.mark.parametrize(
@@ -131,9 +129,9 @@ def test_the_annotation_names_the_ports_in_use(annotations: dict[str, str], port
 def test_a_pool_without_a_selector_has_no_pods() -> None:
     made = pools.upstream_pool(raw({"metadata": {"name": "x"}, "spec": {"targetPorts": [{"number": 1}]}}))
     assert found(pod("p", labels={"app": "vllm"}), of=(made,)) == ()
-    assert [
-        s.name for s in found(pod("p", labels={"a": "b"}), of=(pools.selected_pods({"a": "b"}, [1, 1]),))
-    ] == ["p-rank-0"]
+    assert [s.name for s in found(pod("p", labels={"a": "b"}), of=(pools.selected_pods({"a": "b"}, [1, 1]),))] == [
+        "p-rank-0"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -109,9 +109,7 @@ async def test_endpoints_and_models_are_listed_as_the_operator_reads_them(tmp_pa
             }
             kinds = page["detail"]["kubernetes"]["kinds"]
             assert set(kinds) == {"pods", "inferencepools.treeline.dev", "inferencemodels.treeline.dev"}
-            assert all(
-                kind["synced"] and kind["watching"] and kind["error"] is None for kind in kinds.values()
-            )
+            assert all(kind["synced"] and kind["watching"] and kind["error"] is None for kind in kinds.values())
             ready = (await picker.get("/ready")).json()
             assert (ready["ready"], ready["kubernetes"]["stale"]) == (True, [])
             metrics = await picker.metrics()
@@ -283,9 +281,7 @@ async def test_what_a_newcomer_has_forgotten_is_told_once_with_the_fix(
 
                 assert await until(told, "it says what is missing") == missing
                 it.put(POOLS_OF, own_pool("p9", port=1))
-                assert lines(missing) == [
-                    f"{missing}: is --pool-namespace right? It is used as soon as it is there"
-                ]
+                assert lines(missing) == [f"{missing}: is --pool-namespace right? It is used as soon as it is there"]
         for status, reason, fix in (
             (401, "unauthorized", "log in again, or choose other credentials with --kubeconfig or --context"),
             (403, "forbidden", f"grant `list` and `watch` of inferencepools.treeline.dev {where}"),
@@ -323,9 +319,7 @@ async def test_an_upstream_pool_is_followed_through_changes_of_selector_and_port
         # An engine that answers nothing we know: that its pod is Ready must do.
         first.missing = {"/ready", "/health", "/v1/models"}
         it.put_pod(1, ip="127.0.0.9")
-        async with running_picker(
-            *it.flags("--pool-name", "up", "--secure-serving=false"), ready=False
-        ) as picker:
+        async with running_picker(*it.flags("--pool-name", "up", "--secure-serving=false"), ready=False) as picker:
 
             async def waiting() -> bool:
                 kinds = (await picker.get("/ready")).json()["kubernetes"]["kinds"]
@@ -357,9 +351,7 @@ async def test_pods_of_a_selector_need_no_pool(tmp_path: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def behind_envoy(
-    picker: RunningPicker, folder: Path, **settings: Any
-) -> AsyncIterator[httpx.AsyncClient]:
+async def behind_envoy(picker: RunningPicker, folder: Path, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of an Envoy that asks this picker."""
     listen, admin = free_ports(2)
     config = EnvoyConfig(
@@ -460,20 +452,14 @@ async def test_through_envoy_weights_share_names_are_rewritten_and_a_fallback_se
                 assert [body["prompt"] for body in sent] == [f"p{i}" for i in range(64)]
                 first.reply_body = b'{"model": "m0", "choices": []}'
                 answer = await http.post("/v1/completions", json={"prompt": "x", "model": "chat"})
-                assert answer.content == first.reply_body, (
-                    "it says which target answered; nothing is put back"
-                )
+                assert answer.content == first.reply_body, "it says which target answered; nothing is put back"
                 it.delete(PODS_OF, "pod-0")
                 await ready_is(picker, "pod-0")
                 answer = await http.post("/v1/completions", json={"model": "chat", "prompt": "x"})
                 assert answer.status_code == 200, answer.text
                 assert json.loads(second.served[-1].body) == {"model": "m1", "prompt": "x"}
-                assert (
-                    await http.post("/v1/completions", json={"model": "m0", "prompt": "x"})
-                ).status_code == 503
-                assert (
-                    await http.post("/v1/completions", json={"model": "no", "prompt": "x"})
-                ).status_code == 404
+                assert (await http.post("/v1/completions", json={"model": "m0", "prompt": "x"})).status_code == 503
+                assert (await http.post("/v1/completions", json={"model": "no", "prompt": "x"})).status_code == 404
 
 
 async def test_behind_a_shared_edge_no_engine_is_asked_what_only_another_engine_infers(

@@ -158,10 +158,7 @@ async def test_the_role_that_the_operator_grants_is_enough_and_models_are_option
             assert await asked(picker, "chat") == (fakes[0].address if models_allowed else 404)
             detail = (await picker.get("/ready")).json()["kubernetes"]
             assert detail["stale"] == ([] if models_allowed else ["inferencemodels.treeline.dev"])
-        used = {
-            (e["objectRef"]["resource"], e["verb"], e["responseStatus"]["code"])
-            for e in plane.audit_events(user)
-        }
+        used = {(e["objectRef"]["resource"], e["verb"], e["responseStatus"]["code"]) for e in plane.audit_events(user)}
         assert {verb for _, verb, _ in used} == {"list", "watch"}
         refused = {resource for resource, _, code in used if code == 403}
         assert refused == (set() if models_allowed else {"inferencemodels"})

@@ -20,9 +20,7 @@ TESTS = Path(__file__).parents[2]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--rate", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -32,9 +30,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, running_stack(Path(folder)) as stack:
         if options.number is not None:
             made, url = of_number(options.seed, options.number), httpx.URL(stack.url)
-            say(
-                f"{made.name}, {sum(map(len, made.sends))} bytes, then {made.end}: {b''.join(made.sends)[:600]!r}\n"
-            )
+            say(f"{made.name}, {sum(map(len, made.sends))} bytes, then {made.end}: {b''.join(made.sends)[:600]!r}\n")
             for answer in asyncio.run(perform(made, url.host, url.port or 80)):
                 say(f"{answer.status}: {answer.text!r}\n")
             return 0
@@ -47,9 +43,7 @@ def main() -> int:
         )
         for name, was in report.before.items():
             now = report.after[name]
-            say(
-                f"{name}: {was.rss_bytes >> 20} → {now.rss_bytes >> 20} MiB, {was.files} → {now.files} files\n"
-            )
+            say(f"{name}: {was.rss_bytes >> 20} → {now.rss_bytes >> 20} MiB, {was.files} → {now.files} files\n")
         say(
             f"the other client: p99 {p99(report.quiet_s) * 1e3:.1f} ms quiet, "
             f"{p99(report.beside_s) * 1e3:.1f} ms beside the attack, "
@@ -60,11 +54,7 @@ def main() -> int:
             wrong.append(f"the other client's p99 is {report.p99_ratio:.2f} times that of a quiet time")
         for line in wrong[:40]:
             say(f"NOT HELD: {line}\n")
-        say(
-            f"{len(wrong)} findings\n"
-            if wrong
-            else "held: no 5xx of ours, no growth, others served as before\n"
-        )
+        say(f"{len(wrong)} findings\n" if wrong else "held: no 5xx of ours, no growth, others served as before\n")
         return 1 if wrong else 0
 
 

@@ -116,9 +116,7 @@ def _split(rng: random.Random, data: bytes) -> tuple[bytes, ...]:
 # ---- HTTP/1.1 ----------------------------------------------------------------------------------------------------
 
 
-def _head(
-    rng: random.Random, *more: bytes, path: str = "/v1/chat/completions", method: str = "POST"
-) -> bytes:
+def _head(rng: random.Random, *more: bytes, path: str = "/v1/chat/completions", method: str = "POST") -> bytes:
     extra = rng.sample(_HEADERS, rng.choice((0, 0, 0, 1, 2)))
     return b"\r\n".join([f"{method} {path} HTTP/1.1".encode(), b"host: a", *more, *extra, b"", b""])
 
@@ -186,9 +184,7 @@ def _half(rng: random.Random) -> bytes:
 
 
 def _pipelined(rng: random.Random) -> bytes:
-    return b"".join(
-        _with_body(rng) if rng.random() < 0.3 else _any_path(rng) for _ in range(rng.randrange(2, 8))
-    )
+    return b"".join(_with_body(rng) if rng.random() < 0.3 else _any_path(rng) for _ in range(rng.randrange(2, 8)))
 
 
 def _garbage(rng: random.Random) -> bytes:

@@ -87,10 +87,7 @@ def _value(rng: random.Random, depth: int = 3) -> Any:
         return rng.randrange(-(2**70), 2**70)
     if kind == 4:
         return [_value(rng, depth - 1) for _ in range(rng.randrange(4))]
-    return {
-        rng.choice((*_FIELDS, "role", "content", "type")): _value(rng, depth - 1)
-        for _ in range(rng.randrange(4))
-    }
+    return {rng.choice((*_FIELDS, "role", "content", "type")): _value(rng, depth - 1) for _ in range(rng.randrange(4))}
 
 
 def _dump(value: Any) -> bytes:
@@ -101,11 +98,7 @@ def wrong_fields(rng: random.Random) -> bytes:
     """Up to three fields of any name and value. Never long answers: that would be load, not an attack."""
     fields = {rng.choice(_FIELDS): _value(rng) for _ in range(rng.randrange(1, 4))}
     if rng.random() < 0.7:
-        fields = {
-            name: value
-            for name, value in fields.items()
-            if name not in ("max_tokens", "max_completion_tokens")
-        }
+        fields = {name: value for name, value in fields.items() if name not in ("max_tokens", "max_completion_tokens")}
     return _dump(chat() | fields)
 
 
@@ -131,11 +124,7 @@ def deep(rng: random.Random) -> bytes:
     inner = opened * depth + b"1" + closed * depth
     field = rng.choice((b"chat_template_kwargs", b"messages", b"metadata", b"stop", b"tools", b"x"))
     return (
-        b'{"model":"tiny","max_tokens":1,"messages":[{"role":"user","content":"hi"}],"'
-        + field
-        + b'":'
-        + inner
-        + b"}"
+        b'{"model":"tiny","max_tokens":1,"messages":[{"role":"user","content":"hi"}],"' + field + b'":' + inner + b"}"
     )
 
 
@@ -152,17 +141,9 @@ def wide(rng: random.Random) -> bytes:
         case 3:
             return _dump(chat(stop=["a"] * count))
         case 4:
-            return (
-                b'{"model":"tiny","max_tokens":'
-                + b"9" * count
-                + b',"messages":[{"role":"user","content":"a"}]}'
-            )
+            return b'{"model":"tiny","max_tokens":' + b"9" * count + b',"messages":[{"role":"user","content":"a"}]}'
         case _:
-            return (
-                b"{"
-                + b'"model":"tiny",' * count
-                + b'"max_tokens":1,"messages":[{"role":"user","content":"a"}]}'
-            )
+            return b"{" + b'"model":"tiny",' * count + b'"max_tokens":1,"messages":[{"role":"user","content":"a"}]}'
 
 
 def large(rng: random.Random) -> bytes:

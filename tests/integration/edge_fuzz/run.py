@@ -144,9 +144,7 @@ async def _assault(host: str, port: int, seed: int, first: int, seconds: float, 
         seen.kinds[made.name] += 1
         try:
             found = await perform(made, host, port)
-        except (
-            OSError
-        ) as error:  # the edge may refuse connections; that the other client is served is asked elsewhere
+        except OSError as error:  # the edge may refuse connections; that the other client is served is asked elsewhere
             seen.kinds[f"refused: {error.strerror or type(error).__name__}"] += 1
             return
         finally:
@@ -224,9 +222,7 @@ def _ask(client: httpx.Client, url: str, seconds: float, rate: float, failures: 
         time.sleep(max(0.0, began + number / rate - time.monotonic()))
         asked = time.monotonic()
         try:
-            answer = client.post(
-                f"{url}/v1/chat/completions", json=bodies.chat(f"What is {rng.randrange(99)} + 2?")
-            )
+            answer = client.post(f"{url}/v1/chat/completions", json=bodies.chat(f"What is {rng.randrange(99)} + 2?"))
             if answer.status_code != 200:
                 failures.append(f"{answer.status_code}: {answer.text[:300]}")
         except httpx.HTTPError as error:

@@ -83,10 +83,7 @@ REFUSED_POOLS = [
         )
         for bad in HOSTILE_WORDS
     ),
-    *(
-        (f"model: {{uri: {json.dumps('builtin://tiny' + end)}}}", "write builtin://tiny")
-        for end in HOSTILE_ENDS
-    ),
+    *((f"model: {{uri: {json.dumps('builtin://tiny' + end)}}}", "write builtin://tiny") for end in HOSTILE_ENDS),
     ("model: {tokenSecretRef: {name: hf}}", "remove tokenSecretRef, or use an hf:// uri"),
     ("model: {uri: hf://o/n, size: 20Gi, cache: {size: 10Gi}}", "raise cache.size to model.size"),
     ("model: {uri: hf://o/n, cache: {}}", "set exactly one of them"),
@@ -441,9 +438,7 @@ def test_what_has_the_wrong_shape_is_refused(api, kind, text, message):
 
 
 @pytest.mark.parametrize(("kind", "text", "field"), HOSTILE_STRINGS)
-def test_a_string_that_could_be_taken_for_something_else_is_refused_by_the_api_server_and_by_us(
-    api, kind, text, field
-):
+def test_a_string_that_could_be_taken_for_something_else_is_refused_by_the_api_server_and_by_us(api, kind, text, field):
     obj = document(kind, text)
     assert field in api.refusal(obj)
     with pytest.raises(ValidationError):

@@ -19,9 +19,7 @@ from treeline_tools import api_page, crds
 from treeline_tools.__main__ import documents, main
 
 ROOT = Path(__file__).parents[3]
-POOL, MODEL = (
-    crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"] for crd in (crds.pools(), crds.models())
-)
+POOL, MODEL = (crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"] for crd in (crds.pools(), crds.models()))
 SCHEMAS = {InferencePool: POOL, InferenceModel: MODEL}
 
 
@@ -91,9 +89,7 @@ def test_refused_settings_are_those_that_the_planner_has_no_flag_for():
     from pydantic.alias_generators import to_snake
 
     for setting, engines in SETTINGS.items():
-        assert {engine for engine, flags in FLAGS.items() if to_snake(setting) in flags} == set(engines), (
-            setting
-        )
+        assert {engine for engine, flags in FLAGS.items() if to_snake(setting) in flags} == set(engines), setting
 
 
 def as_json_schema(node: Any) -> Any:

@@ -93,9 +93,7 @@ def test_pools_are_scaled_like_deployments(control_plane, namespace):
     create(control_plane, namespace, pool("scaled", "replicas: 2"))
     path = f"{BASE}/{namespace}/inferencepools/scaled"
     status = {"replicas": 2, "readyReplicas": 1, "selector": "treeline.dev/pool=scaled"}
-    control_plane.request(
-        "PATCH", f"{path}/status", {"status": status}, content_type="application/merge-patch+json"
-    )
+    control_plane.request("PATCH", f"{path}/status", {"status": status}, content_type="application/merge-patch+json")
     scale = control_plane.request("GET", f"{path}/scale")
     assert scale["spec"] == {"replicas": 2}
     assert scale["status"] == {"replicas": 2, "selector": "treeline.dev/pool=scaled"}
@@ -130,9 +128,7 @@ def test_columns_tell_what_people_look_for(control_plane, namespace):
         ],
     }
     base = f"{BASE}/{namespace}"
-    control_plane.request(
-        "PATCH", f"{base}/inferencepools/shown/status", {"status": status}, content_type=merge
-    )
+    control_plane.request("PATCH", f"{base}/inferencepools/shown/status", {"status": status}, content_type=merge)
     accepted = {"status": {"conditions": [condition("Accepted", "False", "ModelNameInUse")]}}
     control_plane.request("PATCH", f"{base}/inferencemodels/alias/status", accepted, content_type=merge)
 
@@ -173,9 +169,7 @@ def judged(control_plane: ControlPlane) -> Iterator[str]:
         if item["kind"].endswith("Binding"):
             matched = item["spec"].setdefault("matchResources", {}).setdefault("namespaceSelector", {})
             matched["matchLabels"] = label
-        path = (
-            f"{ADMISSION}/{'validatingadmissionpolicybindings' if 'policyName' in item['spec'] else POLICIES}"
-        )
+        path = f"{ADMISSION}/{'validatingadmissionpolicybindings' if 'policyName' in item['spec'] else POLICIES}"
         control_plane.request("POST", path, item)
         made.append(f"{path}/{item['metadata']['name']}")
     yield name
@@ -239,9 +233,7 @@ PRIVILEGED = [
 
 
 @pytest.mark.parametrize(("fragment", "message"), PRIVILEGED)
-def test_pods_that_own_the_node_need_the_namespace_s_leave(
-    control_plane, judged, namespace, fragment, message
-):
+def test_pods_that_own_the_node_need_the_namespace_s_leave(control_plane, judged, namespace, fragment, message):
     obj = pool("privileged", json.dumps({"template": {"spec": yaml.safe_load(fragment)}}))
     said = until_said(control_plane, judged, obj, message)
     assert "remove them from spec.template, or label the namespace treeline.dev/allow-privileged=true" in said
@@ -274,9 +266,7 @@ def test_a_pool_that_was_there_before_can_be_changed_elsewhere_than_in_its_templ
         control_plane.request("PATCH", labelled, labels, content_type=merge)
 
     allow("true")
-    until(
-        lambda: attempt(control_plane, judged, obj, dry=False).is_success, "the namespace's leave to be seen"
-    )
+    until(lambda: attempt(control_plane, judged, obj, dry=False).is_success, "the namespace's leave to be seen")
     allow(None)
     until_said(control_plane, judged, pool("new", "template: {spec: {hostIPC: true}}"), "hostIPC")
     path = f"{BASE}/{judged}/inferencepools/old"
@@ -324,9 +314,7 @@ OPEN = {
     f"gateway: {{standalone: {{{KEYS}}}}}": [],
     "gateway: {parentRefs: [{name: g}]}": [],
     "": [],
-    f"{{{VLLM}, gateway: {{standalone: {{{KEYS}}}}}}}": [
-        "without a picker requests are refused all the same"
-    ],
+    f"{{{VLLM}, gateway: {{standalone: {{{KEYS}}}}}}}": ["without a picker requests are refused all the same"],
     f"{{{VLLM}, gateway: {{isolation: Shared, standalone: {{{KEYS}}}}}}}": [],
     f"{{{VLLM}, gateway: {{standalone: {{{KEYS}}}}}, endpointPicker: {{failureMode: FailClose}}}}": [],
     f"{{model: {{uri: path:///m}}, engine: {{type: custom, image: i}}, gateway: {{standalone: {{{KEYS}}}}},"
@@ -349,9 +337,7 @@ def test_a_gateway_that_is_open_or_keeps_clients_less_apart_than_it_seems_is_war
 def test_pools_of_a_gateway_that_differ_in_isolation_are_warned_of(control_plane, judged):
     settings = f"gateway: {{name: kept, isolation: %s, standalone: {{{KEYS}}}}}"
     assert attempt(control_plane, judged, pool("kept", settings % "PerKey"), dry=False).is_success
-    until_said(
-        control_plane, judged, pool("other", settings % "Shared"), "InferencePool kept shares gateway kept"
-    )
+    until_said(control_plane, judged, pool("other", settings % "Shared"), "InferencePool kept shares gateway kept")
     assert "Warning" not in attempt(control_plane, judged, pool("other", settings % "PerKey")).headers
 
 

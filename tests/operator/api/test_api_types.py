@@ -28,9 +28,7 @@ def test_what_is_not_wholly_a_percentage_is_refused_without_an_api_server(field,
 
 
 def test_an_object_of_a_newer_version_is_read_and_a_file_with_a_slip_is_not():
-    obj = document(
-        "InferencePool", "{engine: {warp: 9}, model: {shards: [1]}, roles: [{name: both, spin: left}]}"
-    )
+    obj = document("InferencePool", "{engine: {warp: 9}, model: {shards: [1]}, roles: [{name: both, spin: left}]}")
     obj["metadata"] |= {"managedFields": [], "creationTimestamp": "2026-11-01T10:00:00Z", "uid": "u"}
     obj["status"] = {"replicas": 1, "mood": "good"}
     read = InferencePool.from_object(obj)

@@ -140,13 +140,9 @@ def test_what_somebody_changed_is_named(tmp_path: Path) -> None:
             obj["spec"]["ports"][0]["targetPort"] = 9
     (observed / "all.yaml").write_text(yaml.safe_dump(everything))
     file = write(tmp_path / "p.yaml", POOL)
-    assert "#   changed by somebody else: spec.ports" in plan(
-        "-f", file, "--observed", str(observed), "--explain"
-    )
+    assert "#   changed by somebody else: spec.ports" in plan("-f", file, "--observed", str(observed), "--explain")
     report = json.loads(plan("-f", file, "--observed", str(observed), "-o", "json"))
-    assert [(s["verb"], s["kind"], s["name"]) for s in report["steps"]] == [
-        ("change", "Service", "treeline-gateway")
-    ]
+    assert [(s["verb"], s["kind"], s["name"]) for s in report["steps"]] == [("change", "Service", "treeline-gateway")]
     assert report["steps"][0]["drift"]
 
 
@@ -162,9 +158,7 @@ def test_pickers_may_reach_an_api_server_on_other_ports(tmp_path: Path) -> None:
 
 
 def test_it_is_told_where_the_operator_lives(tmp_path: Path) -> None:
-    text = plan(
-        "-f", write(tmp_path / "p.yaml", POOL), "--lease-namespace", "ops", "--image-pull-secret", "registry"
-    )
+    text = plan("-f", write(tmp_path / "p.yaml", POOL), "--lease-namespace", "ops", "--image-pull-secret", "registry")
     assert "kubernetes.io/metadata.name: ops" in text
     assert "treeline-system" not in text
     assert "imagePullSecrets" in text
@@ -182,10 +176,7 @@ def test_what_a_newer_template_would_replace_is_shown_but_not_done(
     monkeypatch.setattr(plan_command, "Platform", Newer)
     text = plan("-f", write(tmp_path / "p.yaml", POOL), "--observed", str(observed))
     assert text.startswith("# nothing to do")
-    assert (
-        f"# with rollout.templateVersion: {TEMPLATE_VERSION + 1} these pods would be replaced as well:"
-        in text
-    )
+    assert f"# with rollout.templateVersion: {TEMPLATE_VERSION + 1} these pods would be replaced as well:" in text
     assert "# roll Deployment default/a-" in text
     assert "# roll Deployment default/treeline-epp" in text
 

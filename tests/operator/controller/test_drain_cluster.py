@@ -33,9 +33,7 @@ class Picker:
             name, drains = pod["metadata"]["name"], pod["metadata"]["labels"][SERVING] == "false"
             told = {"name": name, "address": "127.0.0.1:8000", "ready": not drains, "draining": drains}
             endpoints.append({**told, "in_flight": self.streams[name], "cached_tokens": 0})
-        return web.json_response(
-            {"synced": True, "pools": {"a": {"models": ["tiny"], "endpoints": endpoints}}}
-        )
+        return web.json_response({"synced": True, "pools": {"a": {"models": ["tiny"], "endpoints": endpoints}}})
 
 
 @asynccontextmanager
@@ -168,15 +166,11 @@ async def test_a_pod_that_has_gone_is_not_made_by_marking_it(room: Room) -> None
     """Nor is another one of its name marked; whoever tries looks anew."""
     body = {"containers": [{"name": "runtime", "image": "x"}]}
     meta = {"name": "p", "labels": {POOL: "a"}}
-    there = await room.request(
-        "POST", PODS.format(room.namespace), {"kind": "Pod", "metadata": meta, "spec": body}
-    )
+    there = await room.request("POST", PODS.format(room.namespace), {"kind": "Pod", "metadata": meta, "spec": body})
     async with await Client.from_config(room.plane.admin) as cluster:
         for name in ("p", "absent"):
             store, ref = Store(), Ref("v1", "Pod", room.namespace, name)
-            store.put(
-                {**there, "apiVersion": "v1", "metadata": {**there["metadata"], "name": name, "uid": "x"}}
-            )
+            store.put({**there, "apiVersion": "v1", "metadata": {**there["metadata"], "name": name, "uid": "x"}})
             mark = Mark(ref, "x", {SERVING: "false"}, {}, "", "drain")
             done = await Executor(cluster, store, lambda: datetime.now(UTC)).execute(Plan((mark,)))
             assert done.stale

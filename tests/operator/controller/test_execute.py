@@ -205,9 +205,7 @@ async def test_one_of_ours_that_we_did_not_see_is_applied(meta: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(("owners", "is_ours"), [(["pool", "other"], True), (["other"], False)])
-async def test_what_pools_share_and_lost_its_label_is_known_by_its_owners(
-    owners: list[str], is_ours: bool
-) -> None:
+async def test_what_pools_share_and_lost_its_label_is_known_by_its_owners(owners: list[str], is_ours: bool) -> None:
     """A gateway's anchor has several owners and no controller."""
 
     def shared(*uids: str) -> list[dict[str, Any]]:

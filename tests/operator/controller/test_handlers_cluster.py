@@ -89,9 +89,7 @@ async def test_it_ends_at_once_while_it_is_busy_with_what_it_has_just_heard(room
         for number in range(5):
             await make(room, f"new-{number}")
             heard.clear()
-            task = asyncio.create_task(
-                follow(OWN, [room.namespace], client.configuration, lambda *_: heard.set())
-            )
+            task = asyncio.create_task(follow(OWN, [room.namespace], client.configuration, lambda *_: heard.set()))
             await asyncio.wait_for(heard.wait(), 30.0)
             task.cancel()
             done, _ = await asyncio.wait([task], timeout=6.0)
@@ -137,9 +135,7 @@ async def test_credentials_are_asked_for_again_when_they_are_refused(room: Room)
         "/apis/rbac.authorization.k8s.io/v1/clusterroles",
         {
             "metadata": {"name": f"models-{room.namespace}"},
-            "rules": [
-                {"apiGroups": ["treeline.dev"], "resources": ["inferencemodels"], "verbs": ["list", "watch"]}
-            ],
+            "rules": [{"apiGroups": ["treeline.dev"], "resources": ["inferencemodels"], "verbs": ["list", "watch"]}],
         },
     )
     accounts = f"/api/v1/namespaces/{room.namespace}/serviceaccounts"

@@ -97,9 +97,7 @@ class World:
                 async with asyncio.timeout_at(ends):
                     await self.changed.wait()
 
-    async def kopf(
-        self, kinds: Sequence[Watched], namespaces: Sequence[str], _: Any, deliver: Deliver
-    ) -> None:
+    async def kopf(self, kinds: Sequence[Watched], namespaces: Sequence[str], _: Any, deliver: Deliver) -> None:
         self.runs.append([watched.resource.plural for watched in kinds])
         self.namespaces = list(namespaces)
         self.deliver = deliver
@@ -157,18 +155,14 @@ class Scene:
         self.world, self.store, self.informer = world, store, informer
 
     def names(self, watched: Watched = DEPLOYMENTS) -> list[str]:
-        return [
-            o.ref.name for o in self.store.of_kind(watched.resource.api_version, watched.resource.kind, "n")
-        ]
+        return [o.ref.name for o in self.store.of_kind(watched.resource.api_version, watched.resource.kind, "n")]
 
     def versions(self, name: str) -> set[str]:
         found = (self.store.of_kind(w.resource.api_version, w.resource.kind, "n") for w in EVERY)
         return {o.resource_version for objects in found for o in objects if o.ref.name == name}
 
 
-def play(
-    act: Callable[[Scene], Coroutine[Any, Any, None]], namespaces: Sequence[str] = ("",), **timing: Any
-) -> None:
+def play(act: Callable[[Scene], Coroutine[Any, Any, None]], namespaces: Sequence[str] = ("",), **timing: Any) -> None:
     """Run a scene that begins with two Deployments and three Pods."""
 
     async def main() -> None:
@@ -433,9 +427,7 @@ def test_optional_kinds_come_and_go() -> None:
         scene.world.failing["httproutes"] = Forbidden("403", code=403)
         assert await scene.informer.set_optional([ROUTES.api]) == frozenset()
         await asyncio.sleep(300.0)
-        assert max(scene.informer.ages().values()) < 61.0, (
-            "that one may not be read is no reason to begin anew"
-        )
+        assert max(scene.informer.ages().values()) < 61.0, "that one may not be read is no reason to begin anew"
 
     play(act)
 
@@ -462,11 +454,7 @@ def test_an_answer_that_is_no_list_is_a_trouble_and_not_an_empty_cluster() -> No
         proper = scene.world.request
 
         async def garbage(call: Call) -> Answer:
-            return (
-                Answer(200, {}, b'{"kind": "Status"}')
-                if "inferencepools" in call.path
-                else await proper(call)
-            )
+            return Answer(200, {}, b'{"kind": "Status"}') if "inferencepools" in call.path else await proper(call)
 
         scene.world.request = garbage  # type: ignore[method-assign]
         await asyncio.sleep(70.0)
@@ -482,15 +470,9 @@ def test_secrets_are_never_watched() -> None:
 
 
 HAPPENINGS = st.one_of(
-    st.tuples(
-        st.just("put"), st.sampled_from([POOLS, DEPLOYMENTS, PODS]), st.sampled_from("abcd"), st.booleans()
-    ),
-    st.tuples(
-        st.just("delete"), st.sampled_from([POOLS, DEPLOYMENTS, PODS]), st.sampled_from("abcd"), st.booleans()
-    ),
-    st.tuples(
-        st.just("fail"), st.sampled_from([POOLS, DEPLOYMENTS, PODS]), st.sampled_from(FAULTS), st.booleans()
-    ),
+    st.tuples(st.just("put"), st.sampled_from([POOLS, DEPLOYMENTS, PODS]), st.sampled_from("abcd"), st.booleans()),
+    st.tuples(st.just("delete"), st.sampled_from([POOLS, DEPLOYMENTS, PODS]), st.sampled_from("abcd"), st.booleans()),
+    st.tuples(st.just("fail"), st.sampled_from([POOLS, DEPLOYMENTS, PODS]), st.sampled_from(FAULTS), st.booleans()),
     st.tuples(st.just("compact"), st.none(), st.none(), st.booleans()),
     st.tuples(st.just("heal"), st.none(), st.none(), st.booleans()),
 )
@@ -525,9 +507,7 @@ def test_whatever_is_lost_the_store_comes_to_equal_the_cluster(happenings: list[
         world.dead.clear()
         await asyncio.sleep(150.0)
         for watched in (POOLS, DEPLOYMENTS, PODS):
-            assert scene.names(watched) == sorted(
-                name for api, _, name in world.objects if api == watched.api
-            )
+            assert scene.names(watched) == sorted(name for api, _, name in world.objects if api == watched.api)
         for (_, _, name), obj in world.objects.items():
             assert obj["metadata"]["resourceVersion"] in scene.versions(name)
         assert scene.informer.troubles() == []

@@ -58,9 +58,7 @@ async def versions(room: Room) -> dict[str, str]:
     for path in CHILDREN:
         for obj in await room.items(path):
             meta = obj["metadata"]
-            found[f"{path.rpartition('/')[2]}/{meta['name']}"] = str(
-                meta.get("generation") or meta["resourceVersion"]
-            )
+            found[f"{path.rpartition('/')[2]}/{meta['name']}"] = str(meta.get("generation") or meta["resourceVersion"])
     return found
 
 
@@ -87,9 +85,7 @@ async def test_a_converged_world_is_written_to_no_more_however_often_it_is_looke
         # Another operator finds everything as it should be, too.
         count = proxy.writes.total()
         async with operator(proxy.kubeconfig, room.namespace, resync_s=0.3):
-            await room.until(
-                lambda: proxy.watches["deployments"] > watched["deployments"], "the second operator"
-            )
+            await room.until(lambda: proxy.watches["deployments"] > watched["deployments"], "the second operator")
             await asyncio.sleep(1.0)
         assert proxy.writes.total() == count, proxy.writes
         assert ("secrets", "GET") not in proxy.watches
@@ -136,15 +132,11 @@ async def test_from_a_pool_to_a_url_and_back_to_nothing(room: Room) -> None:
             pool = await room.until(
                 lambda: reason(room, "a", "Ready", "EndpointsMissing"), "the picker's list to be missed"
             )
-            runtimes = [
-                pod["metadata"]["name"] for pod in pods if "treeline.dev/pool" in pod["metadata"]["labels"]
-            ]
+            runtimes = [pod["metadata"]["name"] for pod in pods if "treeline.dev/pool" in pod["metadata"]["labels"]]
             listed["pools"] = {
                 "a": {
                     "models": ["tiny"],
-                    "endpoints": [
-                        {"name": name, "address": "127.0.0.1:8000", "ready": True} for name in runtimes
-                    ],
+                    "endpoints": [{"name": name, "address": "127.0.0.1:8000", "ready": True} for name in runtimes],
                 }
             }
             pool = await room.until(lambda: reason(room, "a", "Ready", "Serving"), "the pool to be Ready")
@@ -239,9 +231,7 @@ async def test_a_refusal_is_told_with_the_servers_words_and_tried_again(room: Ro
     async with operator(room.plane.admin, room.namespace):
         bad = {"spec": {"containers": [{"name": "runtime", "terminationMessagePolicy": "Sometimes"}]}}
         await room.create_pool("a", template=bad)
-        pool = await room.until(
-            lambda: reason(room, "a", "Ready", "TemplateInvalid"), "the refusal to be told"
-        )
+        pool = await room.until(lambda: reason(room, "a", "Ready", "TemplateInvalid"), "the refusal to be told")
         assert "terminationMessagePolicy" in condition(pool, "Ready")["message"]
         assert await room.get(f"{SERVICES}/a-pods"), "the other children are there"
         await room.patch(f"{POOLS}/a", {"spec": {"template": None}})
@@ -249,9 +239,7 @@ async def test_a_refusal_is_told_with_the_servers_words_and_tried_again(room: Ro
         await room.until(lambda: reason(room, "a", "Ready", "PodsStarting"), "the refusal to be forgotten")
 
 
-async def test_watches_that_are_cut_and_a_place_that_is_lost_are_recovered_from(
-    room: Room, tmp_path: Path
-) -> None:
+async def test_watches_that_are_cut_and_a_place_that_is_lost_are_recovered_from(room: Room, tmp_path: Path) -> None:
     """What is made or deleted while no watch is open is noticed: by resuming, and after 410 by listing anew."""
     sent_away: Counter[str] = Counter()
 
@@ -281,9 +269,7 @@ async def test_watches_that_are_cut_and_a_place_that_is_lost_are_recovered_from(
         proxy.fault = lost
         await room.until(lambda: sent_away["services"], "the watch of Services to be sent away")
         proxy.fault = None
-        await room.until(
-            lambda: room.get(f"{SERVICES}/a-pods"), "the Service that went unseen to be made anew"
-        )
+        await room.until(lambda: room.get(f"{SERVICES}/a-pods"), "the Service that went unseen to be made anew")
 
 
 async def test_a_storm_of_429_is_sat_out(room: Room, tmp_path: Path) -> None:
@@ -325,9 +311,7 @@ async def test_a_leader_that_freezes_in_the_middle_ends_and_the_next_one_complet
         proxy.fault = freeze
         async with operator(proxy.kubeconfig, room.namespace, identity="first", leader_elect=True) as first:
             await room.until(lambda: holder(room, "first"), "the first to lead")
-            async with operator(
-                room.plane.admin, room.namespace, identity="second", leader_elect=True
-            ) as second:
+            async with operator(room.plane.admin, room.namespace, identity="second", leader_elect=True) as second:
                 await room.create_pool("a")
                 assert await asyncio.wait_for(asyncio.shield(first), 10) == 1
                 await room.until(lambda: holder(room, "second"), "the second to lead")
@@ -404,9 +388,7 @@ async def test_the_process_says_how_it_is_and_ends_in_order(room: Room) -> None:
 async def spawn(command: list[str], health: int, metrics: int) -> asyncio.subprocess.Process:
     ports = ["--health-port", str(health), "--metrics-port", str(metrics)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return await asyncio.create_subprocess_exec(
-        *command, *ports, env=environment, stderr=asyncio.subprocess.PIPE
-    )
+    return await asyncio.create_subprocess_exec(*command, *ports, env=environment, stderr=asyncio.subprocess.PIPE)
 
 
 async def kill(*processes: asyncio.subprocess.Process) -> None:

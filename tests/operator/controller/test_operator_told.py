@@ -27,9 +27,7 @@ async def reason(room: Room, kind: str, wanted: str) -> Any:
     return found if found.get("reason") == wanted else None
 
 
-async def test_a_cause_that_only_an_event_tells_is_in_the_status(
-    room: Room, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cause_that_only_an_event_tells_is_in_the_status(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warnings, "_EVERY_S", 0.3)
     async with operator(room.plane.admin, room.namespace):
         await room.create_pool("a")

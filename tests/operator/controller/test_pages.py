@@ -29,9 +29,7 @@ def test_metrics_say_what_was_done_and_how_it_is() -> None:
     metrics.leads(True)
     metrics.depth, metrics.watch_ages = lambda: 7, lambda: {"v1/Pod": 3.5}
     metrics.conditions(POOL, [{"type": "Ready", "status": "False", "reason": "PodsStarting"}])
-    metrics.conditions(
-        POOL._replace(name="q"), [{"type": "Ready", "status": "False", "reason": "PodsStarting"}]
-    )
+    metrics.conditions(POOL._replace(name="q"), [{"type": "Ready", "status": "False", "reason": "PodsStarting"}])
     metrics.conditions(POOL._replace(name="q"), [])
     text = metrics.text().decode()
     for line in (

@@ -212,9 +212,7 @@ def test_a_picker_is_asked_at_the_port_that_its_pod_names_also_if_an_earlier_ope
         store, _, picker, probe, _ = set_up()
         picker.port = asked
         ports = [{"name": name, "containerPort": number} for name, number in declared.items()]
-        store.put(
-            {**picker_pod(2), "spec": {"containers": [{"name": "mesh"}, {"name": "epp", "ports": ports}]}}
-        )
+        store.put({**picker_pod(2), "spec": {"containers": [{"name": "mesh"}, {"name": "epp", "ports": ports}]}})
         task = asyncio.create_task(probe.run())
         probe.look("n", "treeline")
         await asyncio.sleep(1)

@@ -70,9 +70,7 @@ def model(name: str, **spec: Any) -> dict[str, Any]:
     }
 
 
-def reconciler_of(
-    store: Store, api: Api, wake: Callable[[Iterable[Key]], None] = lambda _: None
-) -> Reconciler:
+def reconciler_of(store: Store, api: Api, wake: Callable[[Iterable[Key]], None] = lambda _: None) -> Reconciler:
     fakes = cast("Any", api)
     return Reconciler(
         observer=Observer(store, Platform()),
@@ -137,9 +135,7 @@ async def test_a_plan_that_cannot_be_made_is_told_by_the_status(monkeypatch: pyt
         await reconciler.reconcile(key)
         await reconciler.reconcile(Key("pool", "shop", "a"))
         assert told()["reason"] != "ReconcileFailed", "it is over when a plan is made"
-    assert woken == [Key("pool", "shop", "a")] * 3, (
-        "pools are told of what befalls their gateway, and of its end"
-    )
+    assert woken == [Key("pool", "shop", "a")] * 3, "pools are told of what befalls their gateway, and of its end"
 
 
 async def test_nothing_is_told_before_the_gateway_knows_what_is_asked_for() -> None:

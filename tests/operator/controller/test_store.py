@@ -12,17 +12,13 @@ from treeline_operator.controller.store import Change, Store, membership_of
 from treeline_operator.world import Key, Ref
 
 
-def child(
-    name: str, version: int, uid: str = "", pool: str = "", gateway: str = "g", **more: Any
-) -> dict[str, Any]:
+def child(name: str, version: int, uid: str = "", pool: str = "", gateway: str = "g", **more: Any) -> dict[str, Any]:
     marks = {"treeline.dev/gateway": gateway} | ({"treeline.dev/pool": pool} if pool else {})
     meta = {"name": name, "namespace": "n", "uid": uid or f"uid-{name}", "resourceVersion": str(version)}
     return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {**meta, "labels": marks}, **more}
 
 
-def pool(
-    name: str, version: int, gateway: str | None = None, generation: int = 1, **more: Any
-) -> dict[str, Any]:
+def pool(name: str, version: int, gateway: str | None = None, generation: int = 1, **more: Any) -> dict[str, Any]:
     spec: dict[str, Any] = {"model": {"uri": "builtin://tiny"}}
     if gateway:
         spec["gateway"] = {"name": gateway}
@@ -89,9 +85,7 @@ def test_the_answer_to_a_write_does_not_raise_the_dead() -> None:
     store = Store()
     store.put(child("d", 10))
     assert store.remove(ref("d"), "uid-d", "11")
-    assert not store.put(child("d", 11)), (
-        "the answer to our apply came after the watch had told of the deletion"
-    )
+    assert not store.put(child("d", 11)), "the answer to our apply came after the watch had told of the deletion"
     assert store.put(child("d", 12, uid="another"))
     assert not store.remove(ref("d"), "uid-d", "13"), "a late event about the former object of that name"
     assert store.get(ref("d")) is not None

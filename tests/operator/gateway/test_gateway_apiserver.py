@@ -64,9 +64,7 @@ async def do(cluster: Client, plan: Plan) -> None:
 def owned(uid: str, namespace: str, **spec: Any) -> InferencePool:
     """The pool `llama` of a namespace, with its uid there."""
     made = pool("llama", **spec)
-    return made.model_copy(
-        update={"metadata": made.metadata.model_copy(update={"uid": uid, "namespace": namespace})}
-    )
+    return made.model_copy(update={"metadata": made.metadata.model_copy(update={"uid": uid, "namespace": namespace})})
 
 
 async def test_it_is_accepted_its_pods_are_let_in_and_it_rests(

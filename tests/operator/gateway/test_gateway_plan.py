@@ -70,9 +70,7 @@ def parts(case: str) -> dict[str, str]:
             obj["data"] = {k: json.loads(text) for k, text in obj["data"].items()}
             content = obj["metadata"]["labels"][names.REVISION]
         shown[f"{obj['kind']} {ref.name}"] = obj
-    texts = {
-        title: yaml.dump(obj, Dumper=golden.Plain, sort_keys=True, width=110) for title, obj in shown.items()
-    }
+    texts = {title: yaml.dump(obj, Dumper=golden.Plain, sort_keys=True, width=110) for title, obj in shown.items()}
     if CASES[case] == ATTACHED:
         return texts
     return {"configuration": f"{content}\n"} | {
@@ -136,9 +134,7 @@ def test_the_keys_are_made_once_and_again_only_for_a_picker_that_cannot_have_the
     cluster = converged(p)
     assert cluster.secrets == ["treeline-kv-keys"]
     (secret,) = [
-        action
-        for action in plan_gateway(_with_anchor_only(p).world(p)).actions
-        if isinstance(action, CreateKeys)
+        action for action in plan_gateway(_with_anchor_only(p).world(p)).actions if isinstance(action, CreateKeys)
     ]
     assert secret.object["immutable"] is True
     assert "data" not in secret.object
@@ -174,9 +170,7 @@ def test_pods_are_restricted_and_only_the_picker_has_a_token(case: str) -> None:
     for name in cluster.names("Deployment"):
         pod = cluster.get("Deployment", name)["spec"]["template"]["spec"]
         assert pod["automountServiceAccountToken"] is (name == "treeline-epp")
-        assert (
-            cluster.get("ServiceAccount", pod["serviceAccountName"])["automountServiceAccountToken"] is False
-        )
+        assert cluster.get("ServiceAccount", pod["serviceAccountName"])["automountServiceAccountToken"] is False
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         (only,) = pod["containers"]
@@ -229,16 +223,12 @@ def test_no_pod_of_a_pool_gets_longer_to_end_than_those_in_front_of_it(drains: l
     pools = [pool(f"p{i}", drain={"timeoutSeconds": s}) for i, s in enumerate(drains)]
     context = GatewayContext.of(Cluster().world(*pools), share(pools)["treeline"], "uid")
     for p in pools:
-        template = deployment(p, TargetRevision("r", "", 1, None), 1, {"labels": {}}, Images())["spec"][
-            "template"
-        ]
+        template = deployment(p, TargetRevision("r", "", 1, None), 1, {"labels": {}}, Images())["spec"]["template"]
         assert template["spec"]["terminationGracePeriodSeconds"] <= context.grace_s
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_picker_and_launcher_understand_what_they_are_told(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_picker_and_launcher_understand_what_they_are_told(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TREELINE_ENVOY", str(ENVOY))
     cluster = converged(pool("a", **CASES[case]))
     told = container(cluster, "treeline-epp")
@@ -406,9 +396,7 @@ def test_a_changed_configuration_is_a_new_one_and_the_old_stays_while_pods_mount
     assert plan_gateway(cluster.world(changed)).actions == ()
     lingering = cluster.objects.pop(next(ref for ref in cluster.objects if ref.name == "treeline-edge-0"))
     cluster.roll_out()
-    ref = next(ref for ref in cluster.objects if ref.name == "treeline-edge-0")._replace(
-        name="treeline-edge-old"
-    )
+    ref = next(ref for ref in cluster.objects if ref.name == "treeline-edge-0")._replace(name="treeline-edge-old")
     cluster.objects[ref] = {**lingering, "metadata": {**lingering["metadata"], "name": ref.name}}
     assert plan_gateway(cluster.world(changed)).actions == ()
     del cluster.objects[ref]
@@ -439,9 +427,7 @@ def test_envoy_gets_as_many_threads_as_it_has_cpus() -> None:
 
 
 def heap_limit(cluster: Cluster) -> int:
-    (text,) = [
-        obj["data"]["envoy.json"] for obj in cluster.objects.values() if "envoy.json" in obj.get("data", {})
-    ]
+    (text,) = [obj["data"]["envoy.json"] for obj in cluster.objects.values() if "envoy.json" in obj.get("data", {})]
     monitors = json.loads(text)["overload_manager"]
     (heap,) = [m for m in monitors["resource_monitors"] if "fixed_heap" in m["name"]]
     return int(heap["typed_config"]["max_heap_size_bytes"])
@@ -483,9 +469,7 @@ def test_limits_reach_envoy_and_picker_and_each_change_rolls_only_who_is_concern
     for cluster, rolled in ((changed, "treeline-edge"), (shares, "treeline-epp")):
         for name in ("treeline-edge", "treeline-epp"):
             assert (inputs(cluster, name) == inputs(plain, name)) == (name != rolled)
-    text = next(
-        obj["data"]["envoy.json"] for obj in changed.objects.values() if "envoy.json" in obj.get("data", {})
-    )
+    text = next(obj["data"]["envoy.json"] for obj in changed.objects.values() if "envoy.json" in obj.get("data", {}))
     for part in ('"request_timeout": "7s"', '"max_active_downstream_connections": "77"', "777"):
         assert part in text
 
@@ -542,12 +526,8 @@ def test_all_is_denied_but_the_paths_that_are_needed() -> None:
         assert set(numbers(let_in["edge"])) <= set(numbers(envoy["egress"][1]))
         reached = {port[0] if isinstance(port, tuple) else port for port in numbers(to_pods)}
         assert {port[0] if isinstance(port, tuple) else port for port in numbers(let_in["epp"])} <= reached
-        template = deployment(p, TargetRevision("r", "", 1, None), 1, {"labels": {}}, Images())["spec"][
-            "template"
-        ]
-        assert (
-            to_pods["to"][0]["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
-        )
+        template = deployment(p, TargetRevision("r", "", 1, None), 1, {"labels": {}}, Images())["spec"]["template"]
+        assert to_pods["to"][0]["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
     for name, policy in (("edge", envoy), ("epp", picker)):
         template = cluster.get("Deployment", f"treeline-{name}")["spec"]["template"]["metadata"]["labels"]
         assert policy["podSelector"]["matchLabels"].items() <= template.items()
@@ -809,9 +789,7 @@ def test_mutual_tls_is_mounted_into_both_and_told_to_both(tmp_path: Path) -> Non
         ("treeline-epp", "/etc/treeline/tls"),
     ):
         template = cluster.get("Deployment", name)["spec"]["template"]["spec"]
-        (volume,) = [
-            v["name"] for v in template["volumes"] if v.get("secret", {}).get("secretName") == "inner"
-        ]
+        (volume,) = [v["name"] for v in template["volumes"] if v.get("secret", {}).get("secretName") == "inner"]
         mounts = {m["name"]: m["mountPath"] for m in container(cluster, name)["volumeMounts"]}
         assert mounts[volume] == folder
     options = picker_options(container(cluster, "treeline-epp")["args"])

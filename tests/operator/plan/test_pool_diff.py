@@ -47,9 +47,7 @@ def test_quantities_keep_their_value(number: Decimal) -> None:
 
 def test_words_of_users_are_no_quantities() -> None:
     assert canonical({"labels": {"size": "1Gi"}}) != canonical({"labels": {"size": "1024Mi"}})
-    assert canonical({"env": [{"name": "A", "value": "1000m"}]}) != canonical(
-        {"env": [{"name": "A", "value": "1"}]}
-    )
+    assert canonical({"env": [{"name": "A", "value": "1000m"}]}) != canonical({"env": [{"name": "A", "value": "1"}]})
     assert canonical({"size": "1Gi"}) == canonical({"size": "1024Mi"})
 
 
@@ -215,9 +213,7 @@ def test_a_field_that_is_set_no_more_is_a_write() -> None:
     assert applying(fewer, as_seen(first.object), "less") is not None
 
 
-def child(
-    kind: str, name: str, *, owner: str = "pool-uid", managed: str = names.MANAGER, **meta: Any
-) -> Observed:
+def child(kind: str, name: str, *, owner: str = "pool-uid", managed: str = names.MANAGER, **meta: Any) -> Observed:
     owners = [{"uid": owner, "controller": True, "kind": "InferencePool", "name": "p", "apiVersion": "x/v1"}]
     return Observed.of(
         {

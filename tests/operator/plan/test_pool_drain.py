@@ -208,9 +208,7 @@ def test_a_pod_is_not_released_while_one_that_goes_before_it_is_waited_for() -> 
     cluster = cluster_of(3, p2=1)
     status = cluster.pods["p2"]["status"]
     status["conditions"] = [c for c in status["conditions"] if c["type"] != "Ready"]
-    status["containerStatuses"] = [
-        {"name": "runtime", "ready": False, "started": True, "state": {"running": {}}}
-    ]
+    status["containerStatuses"] = [{"name": "runtime", "ready": False, "started": True, "state": {"running": {}}}]
     assert act(cluster, pool(1)) == ["drain p2", "drain p3"]
     later(cluster, 5)
     assert act(cluster, pool(1)) == []
@@ -360,9 +358,7 @@ class DrainStory(RuleBasedStateMachine):
     """A pool that is scaled and rolled back and forth while streams come and go, pickers too, and operators are killed
     in the middle of what they do."""
 
-    @initialize(
-        replicas=st.integers(1, 4), missing=st.sampled_from([0, 0, 1]), timeout=st.sampled_from([5, 60])
-    )
+    @initialize(replicas=st.integers(1, 4), missing=st.sampled_from([0, 0, 1]), timeout=st.sampled_from([5, 60]))
     def begin(self, replicas: int, missing: int, timeout: int) -> None:
         self.replicas, self.revision, self.missing, self.timeout = replicas, 0, missing, timeout
         self.cluster = SimCluster()

@@ -177,9 +177,7 @@ def test_a_quota_that_is_used_up_makes_room_in_the_same_way() -> None:
     cluster.look()
     cluster.converge(pool(2, 0))
     cluster.do(cluster.plan(asked))
-    (new,) = (
-        obj for obj in cluster.deployments().values() if "--context-length" in str(obj) and "513" in str(obj)
-    )
+    (new,) = (obj for obj in cluster.deployments().values() if "--context-length" in str(obj) and "513" in str(obj))
     said = {"type": "ReplicaFailure", "status": "True", "lastTransitionTime": cluster.now.isoformat()}
     for words, takes in (("exceeded quota: gpus, requested", True), ("denied by policy", False)):
         new["status"] = {"conditions": [{**said, "message": f"pods is forbidden: {words}"}]}

@@ -123,10 +123,7 @@ def first_plan(name: str) -> dict[str, str]:
         text = yaml.dump(obj, Dumper=golden.Plain, sort_keys=False, width=110)
         shown[f"{obj['kind']} {obj['metadata']['name']}"] = f"# {action.why}\n{text}"
     (revision,) = (title.rpartition("-")[2] for title in shown if title.startswith("Deployment "))
-    shown = {
-        title.replace(revision, "REVISION"): text.replace(revision, "REVISION")
-        for title, text in shown.items()
-    }
+    shown = {title.replace(revision, "REVISION"): text.replace(revision, "REVISION") for title, text in shown.items()}
     return {"revision": f"{revision}\n", **shown, "notes": "".join(f"{note}\n" for note in plan.notes)}
 
 

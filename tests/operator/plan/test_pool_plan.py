@@ -36,9 +36,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "plain": {"replicas": 3},
     "download": {**HF, "replicas": 2},
     "cache": {"model": {"uri": "hf://org/name", "cache": {"size": "1024Mi"}, "size": "1Gi"}},
-    "resources": {
-        "engine": {"resources": {"requests": {"cpu": "0.5", "memory": "1024Mi"}, "limits": {"cpu": 2}}}
-    },
+    "resources": {"engine": {"resources": {"requests": {"cpu": "0.5", "memory": "1024Mi"}, "limits": {"cpu": 2}}}},
     "gpu": {"accelerator": {"type": "nvidia", "count": 2}, "engine": {"type": "sglang", "tensorParallel": 2}},
     "vllm": {**HF, "accelerator": {"type": "nvidia"}, "engine": {"type": "vllm"}},
     "custom": {
@@ -200,9 +198,7 @@ def test_every_story_serves_on_and_ends_well(story: list[str], capacity: int) ->
             wanted = 1 - wanted
         elif event == "ready":
             cluster.make_ready()
-        elif event == "crash" and (
-            name := next((n for n, p in cluster.pods.items() if not _is_ready(p)), None)
-        ):
+        elif event == "crash" and (name := next((n for n, p in cluster.pods.items() if not _is_ready(p)), None)):
             cluster.crash(name)
         elif event in ("up", "down"):
             replicas = 4 if event == "up" else 2
@@ -284,9 +280,7 @@ def test_paused_keeps_everything() -> None:
 def test_an_upgrade_rolls_no_pods_until_it_is_asked_to() -> None:
     cluster = settled(a_pool(replicas=2))
     (before,) = cluster.deployments()
-    cluster.platform = replace(
-        cluster.platform, template_version=NEXT, images=Images(runtime="treeline-runtime:next")
-    )
+    cluster.platform = replace(cluster.platform, template_version=NEXT, images=Images(runtime="treeline-runtime:next"))
     plan = cluster.plan(a_pool(replicas=2))
     assert plan.actions == ()
     assert any(f"rollout.templateVersion: {NEXT} asks for the newest" in note for note in plan.notes)
@@ -305,9 +299,7 @@ def test_other_default_images_alone_touch_no_revision_and_drift_is_still_mended(
     cluster = settled(a_pool())
     cluster.platform = replace(cluster.platform, images=Images(pull_secrets=("registry",)))
     assert cluster.plan(a_pool()).actions == ()
-    cluster.platform = replace(
-        cluster.platform, images=Images(runtime="treeline-runtime:next", pull_policy="Always")
-    )
+    cluster.platform = replace(cluster.platform, images=Images(runtime="treeline-runtime:next", pull_policy="Always"))
     assert cluster.plan(a_pool()).actions == ()
     (deployment,) = cluster.deployments().values()
     _runtime(deployment)["args"][1] = "/elsewhere"
@@ -361,9 +353,7 @@ def _runtime(deployment: dict[str, Any]) -> dict[str, Any]:
         ("PodDisruptionBudget", "tiny", ("spec", "maxUnavailable"), 0, "spec.maxUnavailable"),
     ],
 )
-def test_drift_is_mended_and_told(
-    kind: str, name: str, path: tuple[str, str], value: Any, drift: str
-) -> None:
+def test_drift_is_mended_and_told(kind: str, name: str, path: tuple[str, str], value: Any, drift: str) -> None:
     cluster = settled(a_pool())
     cluster.get(kind, name)[path[0]][path[1]] = value
     (action,) = cluster.plan(a_pool()).actions
@@ -411,9 +401,7 @@ def test_what_is_wanted_no_more_is_deleted_but_downloads_are_kept() -> None:
     scaled = {
         "type": "HPA",
         "maxReplicas": 3,
-        "hpa": {
-            "metrics": [{"type": "Resource", "resource": {"name": "cpu", "target": {"type": "Utilization"}}}]
-        },
+        "hpa": {"metrics": [{"type": "Resource", "resource": {"name": "cpu", "target": {"type": "Utilization"}}}]},
     }
     cached = {"uri": "hf://org/name", "cache": {"size": "5Gi"}}
     cluster = settled(a_pool(autoscaling=scaled, model=cached))
@@ -499,9 +487,7 @@ def test_the_budget_is_as_asked(budget: int | str) -> None:
 def test_percentages_are_parts_of_the_replicas() -> None:
     for replicas, surge, pods in ((4, "50%", 6), (3, "25%", 4), (10, "100%", 20)):
         cluster = settled(a_pool(replicas=replicas))
-        cluster.do(
-            cluster.plan(a_pool(replicas=replicas, engine={"contextLength": 9}, rollout={"maxSurge": surge}))
-        )
+        cluster.do(cluster.plan(a_pool(replicas=replicas, engine={"contextLength": 9}, rollout={"maxSurge": surge})))
         assert sum(obj["spec"]["replicas"] for obj in cluster.deployments().values()) == pods
     for replicas, missing, left in ((4, "50%", 2), (3, "25%", 3), (8, "30%", 6)):
         cluster = settled(a_pool(replicas=replicas), capacity=replicas)
@@ -586,9 +572,7 @@ def test_a_gateway_routes_the_inference_paths_of_the_pools_engine_and_nothing_el
     assert len(rules) <= 16
     assert all(len(rule["matches"]) <= 8 for rule in rules)
     routed = {
-        (match["path"]["type"], match["path"]["value"], match["method"])
-        for rule in rules
-        for match in rule["matches"]
+        (match["path"]["type"], match["path"]["value"], match["method"]) for rule in rules for match in rule["matches"]
     }
     assert routed == {
         ("PathPrefix" if rule.path == "/v1/models" else "Exact", rule.path, method)

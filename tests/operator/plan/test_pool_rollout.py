@@ -278,9 +278,7 @@ class RolloutStory(RuleBasedStateMachine):
 
     def plan(self) -> RolloutStep:
         seen = {
-            name: Revision(
-                name, pods.replicas, pods.count("ready"), pods.count("pending"), pods.count("failing")
-            )
+            name: Revision(name, pods.replicas, pods.count("ready"), pods.count("pending"), pods.count("failing"))
             for name, pods in self.revisions.items()
         }
         olds = [revision for name, revision in seen.items() if name != self.target]

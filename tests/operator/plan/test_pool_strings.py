@@ -21,14 +21,12 @@ from treeline_operator.world import Images
 from treeline_runtime.args import parse_args
 from treeline_runtime.fetch import parse
 
-NAMES = st.from_regex(re.compile(SERVED_NAME_PATTERN, re.ASCII), fullmatch=True).filter(
-    lambda n: len(n) <= 256
-)
+NAMES = st.from_regex(re.compile(SERVED_NAME_PATTERN, re.ASCII), fullmatch=True).filter(lambda n: len(n) <= 256)
 PARTS = st.from_regex(re.compile(_PART, re.ASCII), fullmatch=True).filter(lambda p: p != "..")
 PATHS = st.lists(PARTS, min_size=1, max_size=4).map(lambda parts: "/".join(parts))
-REPOSITORIES = st.tuples(
-    *[st.from_regex(r"[A-Za-z0-9]([A-Za-z0-9_]|[.-](?![.-])){0,8}", fullmatch=True)] * 2
-).map("/".join)
+REPOSITORIES = st.tuples(*[st.from_regex(r"[A-Za-z0-9]([A-Za-z0-9_]|[.-](?![.-])){0,8}", fullmatch=True)] * 2).map(
+    "/".join
+)
 REVISIONS = st.lists(
     st.from_regex(r"[A-Za-z0-9_]([A-Za-z0-9_]|[.-](?![.-])){0,8}", fullmatch=True), min_size=1, max_size=3
 ).map("/".join)
@@ -38,9 +36,7 @@ URIS = st.one_of(
     PATHS.map("pvc://weights/{}".format),
     PATHS.map("path:///{}".format),
 )
-WORDS = st.from_regex(re.compile(r"[a-z0-9][a-z0-9_-]*", re.ASCII), fullmatch=True).filter(
-    lambda w: len(w) <= 32
-)
+WORDS = st.from_regex(re.compile(r"[a-z0-9][a-z0-9_-]*", re.ASCII), fullmatch=True).filter(lambda w: len(w) <= 32)
 
 
 def pool(engine: str, **spec: Any) -> InferencePool:
@@ -88,9 +84,7 @@ def test_no_string_becomes_a_flag_two_words_or_a_variable(
     engine: str, uri: str, tokenizer: str, name: str, adapter: tuple[str, str], word: str
 ) -> None:
     harmless = {"model": {"uri": "path:///m", "name": "n", "tokenizer": "path:///t"}}
-    plain = pool(
-        engine, **harmless, adapters=[{"name": "a", "uri": "path:///a"}], dtype="auto", schedulePolicy="fcfs"
-    )
+    plain = pool(engine, **harmless, adapters=[{"name": "a", "uri": "path:///a"}], dtype="auto", schedulePolicy="fcfs")
     if adapter[0] == name:
         return
     made = pool(
@@ -117,9 +111,7 @@ def test_no_string_becomes_a_flag_two_words_or_a_variable(
 
 
 @settings(max_examples=300)
-@given(
-    first=REPOSITORIES, second=REPOSITORIES, revisions=st.tuples(st.none() | REVISIONS, st.none() | REVISIONS)
-)
+@given(first=REPOSITORIES, second=REPOSITORIES, revisions=st.tuples(st.none() | REVISIONS, st.none() | REVISIONS))
 def test_two_repositories_or_revisions_are_never_downloaded_into_one_folder(
     first: str, second: str, revisions: tuple[str | None, str | None]
 ) -> None:

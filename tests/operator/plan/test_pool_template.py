@@ -154,9 +154,7 @@ def test_labels_ports_and_the_time_to_drain_stay_ours() -> None:
         ({"specs": {}}, "specs is not part of a pod template"),
     ],
 )
-def test_a_fragment_of_the_wrong_shape_leaves_the_pods_as_they_are(
-    fragment: dict[str, Any], problem: str
-) -> None:
+def test_a_fragment_of_the_wrong_shape_leaves_the_pods_as_they_are(fragment: dict[str, Any], problem: str) -> None:
     pool = a_pool(template=fragment)
     assert problem in template_problem(pool)
     cluster = SimCluster()
@@ -170,9 +168,7 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers(0, 9) | st.sampled_from(["a", "tmp", "runtime"]),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["name", "env", "containers", "volumes", "spec", "a"]), inner, max_size=3
-        )
+        | st.dictionaries(st.sampled_from(["name", "env", "containers", "volumes", "spec", "a"]), inner, max_size=3)
     ),
     max_leaves=8,
 )
@@ -411,9 +407,7 @@ def test_the_cache_may_be_a_claim_of_ones_own_or_one_that_is_made() -> None:
         ("huggingface_hub", "constants.py", "HF_HOME"),
     ],
 )
-def test_the_names_of_caches_are_those_that_the_installed_libraries_read(
-    package: str, module: str, name: str
-) -> None:
+def test_the_names_of_caches_are_those_that_the_installed_libraries_read(package: str, module: str, name: str) -> None:
     """Read, not run: inductor alone takes ten seconds to import."""
     spec = importlib.util.find_spec(package)
     assert spec is not None

@@ -148,10 +148,7 @@ def test_an_older_operator_leaves_alone_the_gateway_of_a_newer_one(case: str) ->
 
 MADE = {
     **{f"pool-{case}": ("pools", case, released.pool_objects, spec) for case, spec in released.POOLS.items()},
-    **{
-        f"gateway-{case}": ("gateways", case, released.gateway_objects, s)
-        for case, s in released.GATEWAYS.items()
-    },
+    **{f"gateway-{case}": ("gateways", case, released.gateway_objects, s) for case, s in released.GATEWAYS.items()},
 }
 
 
@@ -190,9 +187,7 @@ def test_fields_of_a_later_version_are_passed_over_and_change_no_revision(case: 
     then, now = (InferencePool.from_object({**body, "spec": spec}) for spec in (known, grown))
     assert now.spec == then.spec
     assert revision.inputs(now) == revision.inputs(then)
-    of_picker = (
-        own_pool(msgspec.Raw(msgspec.json.encode({**body, "spec": spec}))) for spec in (known, grown)
-    )
+    of_picker = (own_pool(msgspec.Raw(msgspec.json.encode({**body, "spec": spec}))) for spec in (known, grown))
     assert len(set(map(repr, of_picker))) == 1
 
 
@@ -221,9 +216,7 @@ def test_components_of_this_version_take_the_flags_of_the_last_release(
     taken = {"epp": picker_options, "edge": launcher_options}
     found = [(parse, told["args"]) for name, parse in taken.items() for _, told in containers(name)]
     own = ["python", "-m", "treeline_runtime"]
-    found += [
-        (runtime_options, told["args"]) for _, told in containers("runtime") if told.get("command") == own
-    ]
+    found += [(runtime_options, told["args"]) for _, told in containers("runtime") if told.get("command") == own]
     found += [(fetch.parse, told["args"]) for _, told in containers("model")]
     assert len(found) >= 3 + 2 + 2 + 1
     for parse, arguments in found:

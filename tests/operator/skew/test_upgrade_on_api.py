@@ -91,9 +91,7 @@ async def test_a_newer_operator_rolls_nothing_shows_what_it_would_and_does_it_wh
         shown = planned(room, tmp_path, pool_)
         assert shown.startswith("# nothing to do")
         assert f"# with rollout.templateVersion: {NEWER} these pods would be replaced as well:" in shown
-        rolled = {
-            line.rpartition("/")[2] for line in shown.splitlines() if line.startswith("# roll Deployment")
-        }
+        rolled = {line.rpartition("/")[2] for line in shown.splitlines() if line.startswith("# roll Deployment")}
         assert {"treeline-epp", "treeline-edge"} < rolled
         assert len(rolled) == 3
         assert shown.count("+    - name: NEWER") + shown.count("+      - name: NEWER") == 3, shown
@@ -111,9 +109,7 @@ async def test_a_newer_operator_rolls_nothing_shows_what_it_would_and_does_it_wh
 
         there = await room.until(rolls, "all three to be made anew")
         (old,) = before.keys() - {"treeline-epp", "treeline-edge"}
-        assert there[old]["spec"]["template"] == before[old]["spec"]["template"], (
-            "its pods serve until the new ones do"
-        )
+        assert there[old]["spec"]["template"] == before[old]["spec"]["template"], "its pods serve until the new ones do"
         assert there["treeline-epp"]["spec"]["template"]["spec"]["containers"][0]["image"] == "epp:next"
     # Back to the older one: it leaves alone what the newer one made.
     monkeypatch.undo()
@@ -135,9 +131,7 @@ def planned(room: Room, folder: Path, pool_: Any) -> str:
     (observed / "all.yaml").write_text(room.plane.kubectl("-n", room.namespace, "get", kinds, "-o", "yaml"))
     meta = {"name": "a", "namespace": room.namespace}
     file = folder / "pool.yaml"
-    file.write_text(
-        yaml.safe_dump({**{k: pool_[k] for k in ("apiVersion", "kind", "spec")}, "metadata": meta})
-    )
+    file.write_text(yaml.safe_dump({**{k: pool_[k] for k in ("apiVersion", "kind", "spec")}, "metadata": meta}))
     out = io.StringIO()
     assert plan_command.main(("-f", str(file), "--observed", str(observed)), out, datetime.now(UTC)) == 0
     return out.getvalue()

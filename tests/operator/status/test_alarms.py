@@ -108,9 +108,7 @@ def test_everything_that_may_pass_by_itself_needs_somebody_if_it_does_not():
 def part(component, seconds, **status):
     labels = {names.COMPONENT: component}
     made = (NOW - timedelta(seconds=seconds)).isoformat()
-    return observed(
-        "Pod", f"treeline-{component}-1", meta={"labels": labels, "creationTimestamp": made}, status=status
-    )
+    return observed("Pod", f"treeline-{component}-1", meta={"labels": labels, "creationTimestamp": made}, status=status)
 
 
 def test_a_normal_start_warns_of_nothing():

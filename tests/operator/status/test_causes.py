@@ -68,9 +68,7 @@ def test_pods_that_are_ready_or_end_have_no_cause():
 
 def test_the_most_useful_cause_comes_first_and_says_how_many_pods_have_it():
     pods = [pod(POOL, f"p-{n}", **unscheduled("3 Insufficient nvidia.com/gpu")).object for n in range(5)]
-    pods.append(
-        pod(POOL, "p-5", **runtime(BACK_OFF, restartCount=1, lastState=ended(1, message="boom"))).object
-    )
+    pods.append(pod(POOL, "p-5", **runtime(BACK_OFF, restartCount=1, lastState=ended(1, message="boom"))).object)
     pods.append(pod(POOL, "p-6", **init(RUNNING)).object)
     crash, capacity, download = diagnose(reversed(pods))
     assert (crash.reason, crash.pods) == (Reason.CRASH_LOOPING, ("p-5",))
@@ -117,10 +115,7 @@ def test_events_of_the_newer_api_are_read_too():
         "regarding": about,
         "eventTime": "2026-11-20T11:59:00Z",
     }
-    assert (
-        diagnose([pod(POOL, POD, **runtime(CREATING)).object], (), [newer])[0].reason
-        is Reason.VOLUME_NOT_READY
-    )
+    assert diagnose([pod(POOL, POD, **runtime(CREATING)).object], (), [newer])[0].reason is Reason.VOLUME_NOT_READY
 
 
 @pytest.mark.parametrize(

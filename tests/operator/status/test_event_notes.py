@@ -44,9 +44,7 @@ def test_what_needs_somebody_is_a_warning_said_once(name):
     found, events, reason, text = TROUBLES[name]
     if reason.info.good is not False or ("phase" in found and found["phase"] == "Failed"):
         return
-    bad = pool_status(
-        world(pods=(pod(pool(), "tiny-1", **found),), events=tuple(events), picker=view(pool()))
-    )
+    bad = pool_status(world(pods=(pod(pool(), "tiny-1", **found),), events=tuple(events), picker=view(pool())))
     ref, alarms = Ref("treeline.dev/v1alpha1", "InferencePool", "shop", "tiny"), Alarms()
     notes = [note for note in transitions(STARTING, bad) if note.type == "Warning"]
     assert alarms.due(ref, STARTING, bad, NOW).notes == ()
@@ -68,9 +66,7 @@ def test_recovery_is_told():
 
 def test_a_conflict_warns_though_the_gateway_is_ready():
     told = status(Finding(ConditionType.GATEWAY_READY, "True", Reason.GATEWAY_CONFLICT, "policy"))
-    assert [(note.type, note.reason) for note in transitions(SERVING, told)] == [
-        ("Warning", Reason.GATEWAY_CONFLICT)
-    ]
+    assert [(note.type, note.reason) for note in transitions(SERVING, told)] == [("Warning", Reason.GATEWAY_CONFLICT)]
 
 
 def test_a_reason_that_was_there_is_not_told_again_when_ready_takes_it_up():
@@ -84,6 +80,4 @@ def test_models_are_told_of_both_ways():
     yes = status(Finding(ConditionType.ACCEPTED, "True", Reason.ACCEPTED, "yes"))
     no = status(Finding(ConditionType.ACCEPTED, "False", Reason.MODEL_NAME_IN_USE, "no"))
     assert reasons({}, yes) == reasons(no, yes) == [Reason.ACCEPTED]
-    assert [(note.type, note.reason) for note in transitions(yes, no)] == [
-        ("Warning", Reason.MODEL_NAME_IN_USE)
-    ]
+    assert [(note.type, note.reason) for note in transitions(yes, no)] == [("Warning", Reason.MODEL_NAME_IN_USE)]

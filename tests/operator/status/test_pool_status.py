@@ -71,9 +71,7 @@ def route(*told, generation=1):
         for pair in told
     ]
     meta = {"generation": generation}
-    return observed(
-        "HTTPRoute", "tiny", "gateway.networking.k8s.io/v1", meta=meta, status={"parents": entries}
-    )
+    return observed("HTTPRoute", "tiny", "gateway.networking.k8s.io/v1", meta=meta, status={"parents": entries})
 
 
 def upstream(status, reason):
@@ -85,9 +83,7 @@ def upstream(status, reason):
         },
         {"parentRef": {"name": "edge", "namespace": "infra"}, "conditions": [condition]},
     ]
-    return observed(
-        "InferencePool", "tiny-gie", "inference.networking.k8s.io/v1", status={"parents": entries}
-    )
+    return observed("InferencePool", "tiny-gie", "inference.networking.k8s.io/v1", status={"parents": entries})
 
 
 def front(status="True", reason="Programmed", listener="True"):
@@ -141,9 +137,7 @@ def troubled(status, events=(), count=1, spec=TWO):
 
 def rolling(spec=None, *, target_ready=0, replicas=1, conditions=(), pods=None, **changes):
     mine = pool(**(spec or {}))
-    fresh = [
-        pod(mine, f"tiny-{n}", **(ready(n) if n <= target_ready else {})) for n in range(1, replicas + 1)
-    ]
+    fresh = [pod(mine, f"tiny-{n}", **(ready(n) if n <= target_ready else {})) for n in range(1, replicas + 1)]
     there = tuple(fresh) if pods is None else tuple(pods)
     return world(
         mine,
@@ -254,11 +248,7 @@ STATES = {
     "zero, model": (world(ZERO, pods=()), T.MODEL_READY, "Unknown", Reason.SCALED_TO_ZERO, "no pod loads"),
     "zero, settled": (world(ZERO, pods=()), T.PROGRESSING, "False", Reason.SCALED_TO_ZERO, "no pods"),
     "deleted": (
-        world(
-            pool().model_copy(
-                update={"metadata": pool().metadata.model_copy(update={"deletion_timestamp": LATER})}
-            )
-        ),
+        world(pool().model_copy(update={"metadata": pool().metadata.model_copy(update={"deletion_timestamp": LATER})})),
         T.READY,
         "False",
         Reason.DELETING,
@@ -462,9 +452,7 @@ STATES = {
         "its load balancer has no apiKeysSecretRef and no tls",
     ),
     "keys in the clear": (
-        world(
-            pool(gateway={"standalone": BALANCER | KEYED}), gateway_parts=gateway_children(service=ADDRESS)
-        ),
+        world(pool(gateway={"standalone": BALANCER | KEYED}), gateway_parts=gateway_children(service=ADDRESS)),
         T.GATEWAY_READY,
         "True",
         Reason.GATEWAY_OPEN,
@@ -929,9 +917,7 @@ def test_a_spec_that_is_not_understood_keeps_the_figures_and_drops_stale_conditi
     assert "Upgrade the operator" in told["message"]
     assert told["observedGeneration"] == status["observedGeneration"] == 9
     assert status["selector"] == before["selector"]
-    again = not_understood(
-        {**obj, "status": status}, "spec.engine.type: Input should be 'treeline'", LATER, T.READY
-    )
+    again = not_understood({**obj, "status": status}, "spec.engine.type: Input should be 'treeline'", LATER, T.READY)
     assert again == status
 
 
@@ -950,9 +936,7 @@ def test_a_listener_that_is_not_programmed_keeps_the_routes_attached_to_it_from_
         )
         found = conditions(pool_status(seen))[T.READY]
         assert found["status"] == status, found
-        assert (status == "True") or "listener https is not Programmed: Invalid: no certificate" in found[
-            "message"
-        ]
+        assert (status == "True") or "listener https is not Programmed: Invalid: no certificate" in found["message"]
 
 
 def test_conditions_that_have_no_meaning_any_more_are_gone():
@@ -989,9 +973,7 @@ NEVER = {
 
 
 def test_every_reason_comes_from_some_state():
-    produced = {reason for *_, reason, _ in STATES.values()} | {
-        reason for _, _, reason, _ in TROUBLES.values()
-    }
+    produced = {reason for *_, reason, _ in STATES.values()} | {reason for _, _, reason, _ in TROUBLES.values()}
     produced |= set(REJECTIONS)
     assert produced | ELSEWHERE | NEVER == set(Reason)
     assert not produced & (ELSEWHERE | NEVER)

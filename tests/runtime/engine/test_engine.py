@@ -93,9 +93,7 @@ def test_a_stop_string_ends_the_text(model: Path) -> None:
             )
             assert out.text == whole[: cut if trim else cut + 2]
             assert out.finish == FinishReason("stop", matched=stop)
-        streamed = "".join(
-            text for text, _ in engine.stream("Hello", SamplingParams(temperature=0.0, stop=(stop,)))
-        )
+        streamed = "".join(text for text, _ in engine.stream("Hello", SamplingParams(temperature=0.0, stop=(stop,))))
         assert streamed == whole[:cut]
         assert engine.scheduler.is_idle
 
@@ -125,16 +123,11 @@ def test_sampling_parameters_may_be_a_mapping_and_are_checked(model: Path) -> No
         greedy = {"max_new_tokens": 10, "temperature": 0, "stop": ["~~~"], "logit_bias": {3: 1.0}}
         same = SamplingParams(max_new_tokens=10, temperature=0.0, stop=("~~~",), logit_bias={3: 1.0})
         assert engine.generate("Hello", greedy).text == engine.generate("Hello", same).text
-        assert [
-            len(out.token_ids) for out in engine.generate(["a", "b"], [{"max_new_tokens": 1}, GREEDY])
-        ] == [
+        assert [len(out.token_ids) for out in engine.generate(["a", "b"], [{"max_new_tokens": 1}, GREEDY])] == [
             1,
             10,
         ]
-        assert (
-            "".join(text for text, _ in engine.stream("Hello", greedy))
-            == engine.generate("Hello", greedy).text
-        )
+        assert "".join(text for text, _ in engine.stream("Hello", greedy)) == engine.generate("Hello", greedy).text
         wrong: list[tuple[Any, str]] = [
             ({"max_tokens": 5}, "there is no 'max_tokens'"),
             ({"temperature": "hot"}, r"Expected `float`, got `str` - at `\$.temperature`"),
@@ -172,9 +165,7 @@ def test_messages_tokens_and_settings_do_not_load_torch() -> None:
         "from treeline_runtime import SamplingParams;"
         "print([m for m in ('torch', 'numpy') if m in sys.modules])"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.strip() == "[]"
 
 

@@ -9,9 +9,7 @@ import pytest
 from treeline_runtime import ipc
 from treeline_runtime import messages as m
 
-PARAMS = m.SamplingParams(
-    stop=("a", "b"), stop_token_ids=(1,), logit_bias={3: -1.5}, seed=2**63, max_new_tokens=0
-)
+PARAMS = m.SamplingParams(stop=("a", "b"), stop_token_ids=(1,), logit_bias={3: -1.5}, seed=2**63, max_new_tokens=0)
 LOGPROBS = m.Logprobs(input_tokens=[(None, 1, "x"), (-2.0, 2, None)])
 FINISH = m.FinishReason("abort", message="gone", status=500)
 EXAMPLES: dict[Any, list[Any]] = {
@@ -64,9 +62,7 @@ def test_a_process_refuses_what_is_not_for_it() -> None:
     for decode in EXAMPLES:
         for other, examples in EXAMPLES.items():
             for message in examples:
-                if other is not decode and not isinstance(
-                    message, m.Reply | m.DrainReq
-                ):  # two processes take them
+                if other is not decode and not isinstance(message, m.Reply | m.DrainReq):  # two processes take them
                     with pytest.raises(msgspec.ValidationError):
                         decode(m.encode(message))
 

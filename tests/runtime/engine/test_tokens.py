@@ -56,9 +56,7 @@ def decode(name: str, ids: list[int]) -> str:
     return text
 
 
-def feed(
-    name: str, pieces: list[list[int]], stop: tuple[str, ...] = (), trim: bool = True
-) -> tuple[str, str | None]:
+def feed(name: str, pieces: list[list[int]], stop: tuple[str, ...] = (), trim: bool = True) -> tuple[str, str | None]:
     """→ (joined deltas, matched stop). The generation ends with the last piece."""
     detokenizer = IncrementalDetokenizer(lambda ids: decode(name, ids), stop=stop, no_stop_trim=not trim)
     text, matched = "", None
@@ -97,9 +95,7 @@ def test_every_split_gives_the_full_text(name: str, text: str) -> None:
         assert feed(name, pieces) == (decode(name, ids), None)
 
 
-STOPS = st.lists(
-    st.sampled_from(["\n", "ab", "b", "aba", " end", "The", "é", "好", "a", "\ufffd", "d."]), max_size=3
-)
+STOPS = st.lists(st.sampled_from(["\n", "ab", "b", "aba", " end", "The", "é", "好", "a", "\ufffd", "d."]), max_size=3)
 
 
 @st.composite
@@ -241,9 +237,7 @@ def test_a_stop_string_within_the_first_tokens_does_not_count() -> None:
             (6, ("ENDx", "END")),
             (7, ("ENDxENDy", None)),
         ]:
-            detokenizer = IncrementalDetokenizer(
-                lambda ids: decode("byte_level", ids), stop=["END"], min_tokens=least
-            )
+            detokenizer = IncrementalDetokenizer(lambda ids: decode("byte_level", ids), stop=["END"], min_tokens=least)
             deltas = [detokenizer.push(piece) for piece in pieces] + [detokenizer.push([], LENGTH)]
             matched = next((delta.matched for delta in deltas if delta.matched), None)
             assert ("".join(delta.text for delta in deltas), matched) == expected

@@ -29,9 +29,7 @@ class Tree:
         self.size = size
         self.next = 0
 
-    def insert(
-        self, tokens: list[int], prompt: int | None = None, namespace: str | None = None
-    ) -> tuple[int, Pages]:
+    def insert(self, tokens: list[int], prompt: int | None = None, namespace: str | None = None) -> tuple[int, Pages]:
         count = len(tokens) // self.size
         pages = np.arange(self.next, self.next + count)
         self.next += count
@@ -76,11 +74,7 @@ def test_common_prefix_finds_the_first_difference(seed: int) -> None:
     rng = random.Random(seed)
     a = rng.randbytes(rng.randint(0, 3000))
     cut = rng.randint(0, len(a))
-    b = (
-        a[:cut] + bytes([a[cut] ^ 1]) + rng.randbytes(rng.randint(0, 2000))
-        if cut < len(a)
-        else a + rng.randbytes(9)
-    )
+    b = a[:cut] + bytes([a[cut] ^ 1]) + rng.randbytes(rng.randint(0, 2000)) if cut < len(a) else a + rng.randbytes(9)
     assert common_prefix(a, b) == common_prefix(b, a) == cut
 
 
@@ -259,18 +253,14 @@ def test_stored_runs_name_their_pages_by_the_digest_chain() -> None:
 def test_a_namespace_changes_every_hash() -> None:
     tree = Tree()
     tree.insert([1, 2, 3, 4], namespace="lora")
-    assert tree.cache.take_events() == [
-        Stored(hashes([1, 2, 3, 4], 2, "lora"), None, [1, 2, 3, 4], "lora", 4)
-    ]
+    assert tree.cache.take_events() == [Stored(hashes([1, 2, 3, 4], 2, "lora"), None, [1, 2, 3, 4], "lora", 4)]
     assert hashes([1, 2], 2, "lora") != hashes([1, 2], 2)
 
 
 def test_events_of_a_step_are_merged_in_order() -> None:
     tree = Tree()
     tree.insert([1, 2, 3, 4])
-    tree.insert(
-        [1, 2, 3, 4, 5, 6, 7, 8], prompt=6
-    )  # continues the run; prompt meets output at a page boundary
+    tree.insert([1, 2, 3, 4, 5, 6, 7, 8], prompt=6)  # continues the run; prompt meets output at a page boundary
     chain = hashes([1, 2, 3, 4, 5, 6, 7, 8], 2)
     assert tree.cache.take_events() == [Stored(chain, None, [1, 2, 3, 4, 5, 6, 7, 8], None, 6)]
     tree.insert([1, 2, 3, 4, 5, 6, 7, 8, 9, 9], prompt=10)

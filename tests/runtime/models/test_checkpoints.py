@@ -88,9 +88,7 @@ LLAMA3 = {
     ],
     ids=str,
 )
-def test_rope_settings_in_two_places_mean_what_they_mean_to_transformers(
-    llama: Path, changes: dict[str, Any]
-) -> None:
+def test_rope_settings_in_two_places_mean_what_they_mean_to_transformers(llama: Path, changes: dict[str, Any]) -> None:
     assert_same(edit(llama, **changes))
 
 
@@ -101,9 +99,7 @@ def test_a_head_that_differs_from_the_embedding_is_used_although_they_are_said_t
     assert "has two that differ: both are used" in caplog.text
 
 
-def test_a_head_that_equals_the_embedding_is_the_embedding(
-    llama: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_head_that_equals_the_embedding_is_the_embedding(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     tensors = load_file(llama / "model.safetensors")
     rewrite(llama, **{"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
     assert_same(edit(llama, tie_word_embeddings=True))
@@ -123,13 +119,9 @@ def test_a_tied_checkpoint_may_have_the_head_alone(llama: Path) -> None:
     ("architecture", "missing"),
     [("Llama", "num_key_value_heads"), ("Qwen3", "num_key_value_heads"), ("Llama", "eos_token_id")],
 )
-def test_a_missing_key_means_what_it_means_to_transformers(
-    tmp_path: Path, architecture: str, missing: str
-) -> None:
+def test_a_missing_key_means_what_it_means_to_transformers(tmp_path: Path, architecture: str, missing: str) -> None:
     names = {"architectures": [f"{architecture}ForCausalLM"], "model_type": architecture.lower()}
-    path = edit(
-        write_config(tmp_path, **names, hidden_size=64, num_attention_heads=64, head_dim=2), **{missing: ...}
-    )
+    path = edit(write_config(tmp_path, **names, hidden_size=64, num_attention_heads=64, head_dim=2), **{missing: ...})
     expected = transformers.AutoConfig.from_pretrained(path)
     config = ModelConfig.from_dir(path)
     assert config.num_kv_heads == expected.num_key_value_heads
@@ -210,9 +202,7 @@ def test_settings_without_effect_are_accepted(tmp_path: Path) -> None:
         ("adapter_config.json", "merge the adapter into the model"),
     ],
 )
-def test_files_that_change_what_the_weights_mean_are_refused_by_name(
-    llama: Path, name: str, message: str
-) -> None:
+def test_files_that_change_what_the_weights_mean_are_refused_by_name(llama: Path, name: str, message: str) -> None:
     (llama / name).write_text("{}")
     with pytest.raises(ModelError, match=message):
         ours(llama)
@@ -223,9 +213,7 @@ def test_files_that_change_what_the_weights_mean_are_refused_by_name(
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32]
-)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32])
 def test_quantised_tensors_are_refused_whether_or_not_the_configuration_speaks_of_them(
     llama: Path, dtype: torch.dtype
 ) -> None:
@@ -280,9 +268,7 @@ def test_a_stale_index_beside_model_safetensors_is_not_read(llama: Path) -> None
     assert_same(llama)
 
 
-def test_files_that_the_index_does_not_name_are_not_read(
-    shards: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_that_the_index_does_not_name_are_not_read(shards: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_file({"layers.0.weight": torch.zeros(3)}, shards / "consolidated.safetensors")
     assert_same(shards)
     assert "consolidated.safetensors and others like it are not read" in caplog.text
@@ -312,9 +298,7 @@ def test_an_index_that_does_not_fit_its_files_is_refused(shards: Path) -> None:
     assert f"tensor {last} is not in it" in refused({last: other})
     assert f"does not say that tensor {first} is there" in refused({}, without=first)
     assert "cannot read" in refused({"more.weight": "model-00099-of-00099.safetensors"})
-    assert "which is not a file of the same directory" in refused(
-        {"more.weight": "../llama/model.safetensors"}
-    )
+    assert "which is not a file of the same directory" in refused({"more.weight": "../llama/model.safetensors"})
 
 
 # ---- dynamic rope -----------------------------------------------------------------------------------------
@@ -326,9 +310,7 @@ def test_dynamic_rope_within_the_trained_length_is_not_scaled_and_beyond_it_has_
     tmp_path: Path,
 ) -> None:
     path = save(reference("Llama", {"max_position_embeddings": 32, "rope_parameters": DYNAMIC}), tmp_path)
-    np.testing.assert_allclose(
-        Runner(ours(path)).feed(IDS[:32]), theirs(path, IDS[:32]), rtol=1e-4, atol=2e-4
-    )
+    np.testing.assert_allclose(Runner(ours(path)).feed(IDS[:32]), theirs(path, IDS[:32]), rtol=1e-4, atol=2e-4)
     # transformers computes a prompt with the base of its own length: the same, where that is the longest served
     long = Runner(ours(path, context_length=len(IDS)))
     expected = theirs(path)
@@ -356,9 +338,7 @@ def test_a_pool_larger_than_memory_is_refused_with_the_number_that_fits(
     with pytest.raises(ConfigError, match=rf"at most 992 tokens fit \({size} bytes each\)"):
         pages(path, max_total_tokens=1008)
     assert pages(path, max_total_tokens=992) == 62
-    with pytest.raises(
-        ConfigError, match=r"max_total_tokens 100000000 needs .* GiB of KV pool, but .* on cpu"
-    ):
+    with pytest.raises(ConfigError, match=r"max_total_tokens 100000000 needs .* GiB of KV pool, but .* on cpu"):
         pages(path, max_total_tokens=100_000_000)
 
 
@@ -399,9 +379,7 @@ def defaults(path: Path, **config: Any) -> SamplingDefaults:
 
 def test_what_generation_config_asks_for_is_done(tmp_path: Path) -> None:
     assert SamplingDefaults.from_model(tmp_path) == SamplingDefaults()
-    assert defaults(tmp_path, temperature=0.6, top_k=0, min_p=0.1) == SamplingDefaults(
-        temperature=0.6, min_p=0.1
-    )
+    assert defaults(tmp_path, temperature=0.6, top_k=0, min_p=0.1) == SamplingDefaults(temperature=0.6, min_p=0.1)
     assert defaults(tmp_path, do_sample=False, temperature=0.6).temperature == 0.0
     assert defaults(tmp_path, do_sample=True) == SamplingDefaults()
 
@@ -409,9 +387,7 @@ def test_what_generation_config_asks_for_is_done(tmp_path: Path) -> None:
 def test_every_setting_that_transformers_writes_by_default_is_known(tmp_path: Path) -> None:
     everything = (
         transformers.GenerationConfig().to_dict()
-        | transformers.GenerationConfig(
-            **transformers.GenerationConfig._get_default_generation_params()
-        ).to_dict()
+        | transformers.GenerationConfig(**transformers.GenerationConfig._get_default_generation_params()).to_dict()
         | {"bos_token_id": 1, "pad_token_id": 0, "transformers_version": "4.51.0"}
     )
     defaults(tmp_path, **everything)

@@ -133,9 +133,7 @@ def test_context_length_is_bounded_by_what_the_rope_scaling_makes_usable(tmp_pat
     path = write_config(tmp_path / "yarn", rope_parameters=rope)
     load_model(EngineConfig(model=str(path), context_length=2048, load_format="dummy"))
     rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-    assert (
-        ModelConfig.from_dir(write_config(tmp_path / "linear", rope_parameters=rope)).longest_context == 1024
-    )
+    assert ModelConfig.from_dir(write_config(tmp_path / "linear", rope_parameters=rope)).longest_context == 1024
 
 
 def test_yarn_without_a_factor_takes_the_ratio_of_lengths(tmp_path: Path) -> None:

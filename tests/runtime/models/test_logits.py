@@ -128,9 +128,7 @@ def test_the_engine_generates_what_transformers_generates(tmp_path: Path) -> Non
     theirs = reference("Llama", {})
     path = save(theirs, tmp_path)
     with torch.inference_mode():
-        expected = theirs.generate(torch.tensor([IDS]), max_new_tokens=24, do_sample=False)[
-            0, len(IDS) :
-        ].tolist()
+        expected = theirs.generate(torch.tensor([IDS]), max_new_tokens=24, do_sample=False)[0, len(IDS) :].tolist()
     engine = Harness(path, load_format="auto", chunked_prefill_size=16)
     assert engine.generate("a", IDS, max_new_tokens=24) == expected
 

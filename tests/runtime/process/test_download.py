@@ -25,9 +25,7 @@ class Hub:
         raise self.answer.__new__(self.answer)  # these classes want a response to be constructed
 
 
-def test_a_hub_id_is_downloaded_with_the_files_that_serving_needs(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_id_is_downloaded_with_the_files_that_serving_needs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub(model)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
     assert resolve_model("org/some-model.v2", revision="main") == model
@@ -46,9 +44,7 @@ def test_a_hub_id_is_downloaded_with_the_files_that_serving_needs(
         (RuntimeError, "could not be downloaded: RuntimeError"),
     ],
 )
-def test_the_hubs_errors_say_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, error: type[Exception], advice: str
-) -> None:
+def test_the_hubs_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch, error: type[Exception], advice: str) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Hub(error))
     with pytest.raises(ModelNotFound, match=advice):
         resolve_model("org/name", revision="v9")

@@ -181,23 +181,17 @@ def test_a_model_that_does_not_fit_is_refused_before_the_download(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
     assert run(tmp_path / "m") == 1
-    assert (
-        (tmp_path / "termination-log").read_text().startswith("ModelTooLarge: needs 0.0 GiB, 0.0 GiB free in")
-    )
+    assert (tmp_path / "termination-log").read_text().startswith("ModelTooLarge: needs 0.0 GiB, 0.0 GiB free in")
     assert hub.downloads == 0
 
 
 def test_a_repository_without_weights_is_refused(hub: Hub, tmp_path: Path) -> None:
     hub.files = {"config.json": b"{}", "pytorch_model.bin": b"x"}
     assert run(tmp_path / "m") == 1
-    assert (
-        (tmp_path / "termination-log").read_text().startswith("WeightsMissing: org/name has no *.safetensors")
-    )
+    assert (tmp_path / "termination-log").read_text().startswith("WeightsMissing: org/name has no *.safetensors")
 
 
-def test_a_download_that_ends_short_is_a_failure(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_that_ends_short_is_a_failure(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def short(repo: str, *, dry_run: bool = False, **options: Any) -> Any:
         if dry_run:
             return hub(repo, dry_run=True, **options)

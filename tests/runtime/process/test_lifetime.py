@@ -105,9 +105,7 @@ def test_sigterm_keeps_accepting_then_refuses_finishes_streams_and_exits_0(start
 
         refused = eventually(
             lambda: (
-                (r := client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2})).status_code
-                == 503
-                and r
+                (r := client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2})).status_code == 503 and r
             ),
             5,
             "requests are refused after --pre-stop",

@@ -133,9 +133,7 @@ def test_a_busy_port_is_named_before_the_model_is_looked_at(flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         flags = [f"{name}={port if name == flag else 0}" for name in PORT_FLAGS]
-        with pytest.raises(
-            (ListenError, EventsError), match=rf"^{flag}: cannot .*:{port}: Address already in use"
-        ):
+        with pytest.raises((ListenError, EventsError), match=rf"^{flag}: cannot .*:{port}: Address already in use"):
             serve(parse_args(["--model", "/nowhere", *flags]))
 
 
@@ -143,9 +141,7 @@ def test_a_busy_port_is_named_before_the_model_is_looked_at(flag: str) -> None:
 def test_administration_is_not_opened_to_the_network_without_a_key(host: str, tmp_path: Path) -> None:
     flags = ["--model", "/nowhere", *OWN_PORTS, "--no-events", "--admin-host", host]
     if not ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0]).is_loopback:
-        with pytest.raises(
-            ListenError, match=r"^--admin-host: refusing .* without a key: .*--admin-key-file"
-        ):
+        with pytest.raises(ListenError, match=r"^--admin-host: refusing .* without a key: .*--admin-key-file"):
             serve(parse_args(flags))
     key = tmp_path / "key"
     key.write_text("k")

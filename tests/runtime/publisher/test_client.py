@@ -69,9 +69,7 @@ def test_whatever_is_dropped_the_mirror_converges(seed: int) -> None:
         for event in events:
             if isinstance(event, Stored):
                 size = len(event.token_ids) // len(event.block_hashes)
-                tokens |= {
-                    b: event.token_ids[i * size : (i + 1) * size] for i, b in enumerate(event.block_hashes)
-                }
+                tokens |= {b: event.token_ids[i * size : (i + 1) * size] for i, b in enumerate(event.block_hashes)}
         client.publish(CacheUpdate(events))
     pipe.open = True
     assert client.catch_up()

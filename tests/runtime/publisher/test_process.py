@@ -256,9 +256,7 @@ def test_load_is_reported_in_both_forms_and_draining_at_once(start: Callable[...
     assert time.monotonic() - sent_at < 0.5
 
 
-def test_with_keys_only_those_who_hold_them_can_listen(
-    start: Callable[..., Publisher], tmp_path: Path
-) -> None:
+def test_with_keys_only_those_who_hold_them_can_listen(start: Callable[..., Publisher], tmp_path: Path) -> None:
     keys = CurveKeys.generate(tmp_path / "keys")
     publisher = start(curve_dir=str(tmp_path / "keys"), events_host="127.0.0.1").started()
     assert publisher.ports["curve"] is True

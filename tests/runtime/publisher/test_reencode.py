@@ -37,9 +37,7 @@ def test_encoded_text_agrees_to_its_end(tokenizer: Tokenizer, reencoder: Tokeniz
         assert reencoder.agreed_len(tokens, 0) == len(tokens)
 
 
-def test_agreement_ends_where_a_word_was_sampled_in_pieces(
-    tokenizer: Tokenizer, reencoder: TokenizerReencoder
-) -> None:
+def test_agreement_ends_where_a_word_was_sampled_in_pieces(tokenizer: Tokenizer, reencoder: TokenizerReencoder) -> None:
     before, after = ids(tokenizer, "The quick"), ids(tokenizer, " fox jumps")
     pieces = [id for char in " brown" for id in ids(tokenizer, char)]
     assert len(pieces) > len(ids(tokenizer, " brown"))
@@ -51,9 +49,7 @@ def test_a_prompt_in_pieces_is_taken_as_given(tokenizer: Tokenizer, reencoder: T
     assert reencoder.agreed_len([*prompt, *ids(tokenizer, " fox")], len(prompt)) == len(prompt)
 
 
-def test_a_special_token_shields_what_comes_after_it(
-    tokenizer: Tokenizer, reencoder: TokenizerReencoder
-) -> None:
+def test_a_special_token_shields_what_comes_after_it(tokenizer: Tokenizer, reencoder: TokenizerReencoder) -> None:
     prompt = [
         *(id for char in " brown" for id in ids(tokenizer, char)),
         *ids(tokenizer, "<|im_start|>assistant\n"),
@@ -70,9 +66,7 @@ def test_an_unfinished_character_at_the_end_is_given_the_benefit_of_the_doubt(
         assert reencoder.agreed_len(tokens[:-cut], 0) == len(tokens) - cut
 
 
-def test_whatever_agrees_is_what_encoding_its_text_gives(
-    tokenizer: Tokenizer, reencoder: TokenizerReencoder
-) -> None:
+def test_whatever_agrees_is_what_encoding_its_text_gives(tokenizer: Tokenizer, reencoder: TokenizerReencoder) -> None:
     rng = random.Random(1)
     for _ in range(300):
         tokens = [rng.randrange(3, tokenizer.get_vocab_size()) for _ in range(rng.randint(1, 20))]

@@ -37,9 +37,7 @@ def frequencies(count: int = 4000, **params: Any) -> dict[int, float]:
     return {token: n / count for token, n in sorted(counts.items())}
 
 
-@pytest.mark.parametrize(
-    "params", [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 1e-7}, {"top_p": 0.0}]
-)
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 1e-7}, {"top_p": 0.0}])
 def test_greedy_by_any_name_takes_the_likeliest(params: dict[str, Any]) -> None:
     assert [draw(seed=s, **params) for s in range(5)] == [1] * 5
 
@@ -123,9 +121,7 @@ def test_equal_logits_are_kept_by_token_id_whatever_else_is_in_the_batch() -> No
             assert sample(logits.repeat(len(rows), 1), rows)[-1] == token
 
 
-@pytest.mark.parametrize(
-    "params", [{}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.95}, {"min_p": 0.02}], ids=str
-)
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.95}, {"min_p": 0.02}], ids=str)
 def test_the_last_bits_of_the_logits_hardly_ever_decide(params: dict[str, Any]) -> None:
     """What the kernels' order of summation changes: here every logit moves by up to 1e-6 of its size."""
     generator = torch.Generator().manual_seed(3)
@@ -152,13 +148,9 @@ def test_penalties() -> None:
     assert draw(temperature=0.0, history=history, prompt_len=1, presence_penalty=0.6) == 4, "prompt is free"
     assert draw(temperature=0.0, history=history, prompt_len=1, frequency_penalty=0.2) == 4, "three times 0.2"
     assert draw(temperature=0.0, history=history, prompt_len=3, frequency_penalty=0.2) == 1, "once 0.2"
-    assert draw(temperature=0.0, history=history, prompt_len=4, repetition_penalty=9.0) == 2, (
-        "prompt and output count"
-    )
+    assert draw(temperature=0.0, history=history, prompt_len=4, repetition_penalty=9.0) == 2, "prompt and output count"
     negative = torch.tensor([-1.0, -2.0] + [-50.0] * 6)
-    assert draw(negative, temperature=0.0, history=[0], repetition_penalty=3.0) == 1, (
-        "negative logits are multiplied"
-    )
+    assert draw(negative, temperature=0.0, history=[0], repetition_penalty=3.0) == 1, "negative logits are multiplied"
 
 
 def test_bias_and_minimum_length() -> None:
@@ -208,9 +200,7 @@ def test_parameters_that_make_no_sense_are_named(params: dict[str, Any], message
 
 def test_ordinary_parameters_pass() -> None:
     assert check_sampling(SamplingParams(), VOCAB) is None
-    edge = SamplingParams(
-        max_new_tokens=0, top_p=0.0, top_k=0, logit_bias={0: -math.inf}, stop_token_ids=(7,)
-    )
+    edge = SamplingParams(max_new_tokens=0, top_p=0.0, top_k=0, logit_bias={0: -math.inf}, stop_token_ids=(7,))
     assert check_sampling(edge, VOCAB) is None
 
 

@@ -42,9 +42,7 @@ def finish(engine: Harness, rid: str) -> FinishReason:
         ([1, 2], {"stop_token_ids": (VOCAB,)}, "stop_token_ids"),
     ],
 )
-def test_what_cannot_be_served_is_refused_at_once(
-    tiny: Path, ids: list[int], options: Any, message: str
-) -> None:
+def test_what_cannot_be_served_is_refused_at_once(tiny: Path, ids: list[int], options: Any, message: str) -> None:
     engine = Harness(tiny)
     engine.submit("bad", ids, **options)
     engine.step()
@@ -208,9 +206,7 @@ def fail_on(engine: Harness, monkeypatch: pytest.MonkeyPatch, rid: str) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_request_that_breaks_its_batch_fails_alone(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, depth: int
-) -> None:
+def test_a_request_that_breaks_its_batch_fails_alone(tiny: Path, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     engine = Harness(tiny, overlap_depth=depth)
     fail_on(engine, monkeypatch, "bad")
     for rid in ("a", "bad", "b"):
@@ -221,9 +217,7 @@ def test_a_request_that_breaks_its_batch_fails_alone(
     assert engine.tokens("a") == engine.tokens("b") == Harness(tiny).generate("x", prompt(1, 10))
 
 
-def test_a_request_that_breaks_while_decoding_fails_alone(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_breaks_while_decoding_fails_alone(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Harness(tiny)
     engine.submit("a", prompt(1, 10), max_new_tokens=20)
     engine.submit("bad", prompt(2, 10), max_new_tokens=20)
@@ -235,9 +229,7 @@ def test_a_request_that_breaks_while_decoding_fails_alone(
     assert engine.tokens("a") == Harness(tiny).generate("x", prompt(1, 10), max_new_tokens=20)
 
 
-def test_a_model_that_computes_nan_is_an_error_not_a_text(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_computes_nan_is_an_error_not_a_text(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Harness(tiny)
     logits = engine.executor._model.logits
 
@@ -303,8 +295,6 @@ def test_the_tree_is_told_as_it_was_published(tiny: Path) -> None:
     engine.step()
     data = engine.replies[-1].data
     assert data is not None
-    published = [
-        h for update in engine.updates for e in update.events for h in getattr(e, "block_hashes", ())
-    ]
+    published = [h for update in engine.updates for e in update.events for h in getattr(e, "block_hashes", ())]
     assert {int(block["hash"]) for block in data["blocks"]} == set(published)
     assert len(published) == (21 + 7) // 4

@@ -120,9 +120,7 @@ def test_keys_that_overflow_fail_the_request_even_where_its_logits_are_finite(
     assert not_finite(engine) == 0
 
 
-def test_a_prompt_whose_logprobs_are_not_numbers_is_an_error(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_whose_logprobs_are_not_numbers_is_an_error(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Harness(tiny)
     logits = engine.executor._model.logits
 
@@ -156,9 +154,7 @@ def test_a_request_aborted_while_its_faulty_batch_is_in_flight_leaves_clean_page
     assert all(POISON not in block["tokens"] for block in engine.reporter.blocks())
 
 
-def test_pages_that_cannot_be_cleaned_do_not_stop_the_scheduler(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_that_cannot_be_cleaned_do_not_stop_the_scheduler(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = poisoned(Harness(tiny), monkeypatch)
     monkeypatch.setattr(engine.executor.pool, "clear", lambda pages: 1 / 0)
     engine.submit("bad", [*healthy(1, 10), POISON])
@@ -201,9 +197,7 @@ def fill_free_pages(engine: Harness, garbage: torch.Tensor) -> None:
     engine.executor.launch = launch_on_garbage  # type: ignore[method-assign]
 
 
-def traffic(
-    tiny: Path, settings: dict[str, Any], garbage: list[float], seed: int
-) -> dict[str, list[TokenOut]]:
+def traffic(tiny: Path, settings: dict[str, Any], garbage: list[float], seed: int) -> dict[str, list[TokenOut]]:
     """Everything that the engine sends while prompts with common beginnings come, decode, leave and are retracted."""
     engine = Harness(tiny, max_total_tokens=384, max_running_requests=8, **settings)
     engine.ratio.initial = engine.ratio.minimum = engine.ratio.value = 0.1  # optimistic: retractions happen
@@ -223,9 +217,7 @@ def traffic(
 
 
 @pytest.mark.parametrize("settings", CONFIGS, ids=str)
-def test_what_lies_in_unused_memory_changes_no_bit_of_any_answer(
-    tiny: Path, settings: dict[str, Any]
-) -> None:
+def test_what_lies_in_unused_memory_changes_no_bit_of_any_answer(tiny: Path, settings: dict[str, Any]) -> None:
     seed = CONFIGS.index(settings)
     clean = traffic(tiny, settings, [0.0], seed)
     if settings["page_size"] == 1:  # larger pages leave too few requests at once for that

@@ -47,9 +47,7 @@ def test_chunks_agree(tiny: Path, chunk: int) -> None:
     assert engine.generate("a", ids, max_new_tokens=N) == alone(tiny, ids)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"overlap_depth": 1}, {"chunked_prefill_size": 16, "schedule_policy": "lpm"}]
-)
+@pytest.mark.parametrize("settings", [{}, {"overlap_depth": 1}, {"chunked_prefill_size": 16, "schedule_policy": "lpm"}])
 def test_alone_and_in_a_batch_of_32_agree(tiny: Path, settings: dict[str, Any]) -> None:
     shared = prompt(4, 40)
     prompts = [shared[: random.Random(i).randint(0, 40)] + prompt(100 + i, 3 + i % 9) for i in range(32)]
@@ -66,9 +64,7 @@ def test_after_a_retraction_the_output_is_the_same(tiny: Path) -> None:
     engine = Harness(tiny, max_total_tokens=96)
     engine.ratio.value = engine.ratio.initial = 0.0  # expect nothing, admit everything
     for i, ids in enumerate(prompts):
-        engine.submit(
-            str(i), ids, max_new_tokens=40, seed=5, temperature=0.9 if i == 3 else 0.0, return_logprob=True
-        )
+        engine.submit(str(i), ids, max_new_tokens=40, seed=5, temperature=0.9 if i == 3 else 0.0, return_logprob=True)
     engine.run()
     assert sum(engine.last(str(i)).retractions for i in range(6)) > 0
     calm = Harness(tiny)
@@ -76,9 +72,7 @@ def test_after_a_retraction_the_output_is_the_same(tiny: Path) -> None:
         options: dict[str, Any] = {"max_new_tokens": 40, "seed": 5, "return_logprob": True}
         calm.generate(str(i), ids, temperature=0.9 if i == 3 else 0.0, **options)
         assert engine.tokens(str(i)) == calm.tokens(str(i))
-        assert [p for p, _ in engine.logprobs(str(i))] == pytest.approx(
-            [p for p, _ in calm.logprobs(str(i))], abs=1e-4
-        )
+        assert [p for p, _ in engine.logprobs(str(i))] == pytest.approx([p for p, _ in calm.logprobs(str(i))], abs=1e-4)
 
 
 def test_namespaces_do_not_share_pages(tiny: Path) -> None:
@@ -105,9 +99,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_company(tiny: Path) -> None:
 
 def test_requests_without_a_seed_differ(tiny: Path) -> None:
     engine = Harness(tiny)
-    answers = {
-        tuple(engine.generate(str(i), prompt(6, 20), temperature=2.0, max_new_tokens=N)) for i in range(4)
-    }
+    answers = {tuple(engine.generate(str(i), prompt(6, 20), temperature=2.0, max_new_tokens=N)) for i in range(4)}
     assert len(answers) == 4
 
 
@@ -166,9 +158,7 @@ def test_logprobs_agree_between_prefill_and_decode(tiny: Path, settings: dict[st
     assert all(len(top) == 3 for top in tops)
     assert engine.outs["gen"][0].input_token_logprobs is None
 
-    engine.generate(
-        "score", ids + out, max_new_tokens=0, return_logprob=True, logprob_start_len=0, top_logprobs_num=2
-    )
+    engine.generate("score", ids + out, max_new_tokens=0, return_logprob=True, logprob_start_len=0, top_logprobs_num=2)
     first = engine.outs["score"][0]
     assert first.input_token_logprobs is not None
     assert first.input_top_logprobs is not None

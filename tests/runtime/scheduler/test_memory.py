@@ -54,9 +54,7 @@ def test_reserves_are_the_rest_of_the_prompt_and_the_expected_output() -> None:
     held = request(16, max_new=100)
     held.num_pages = 4
     assert reserved_pages([held], 0.5, 4) == 13
-    assert reserved_pages([request(0, max_new=100, ignore_eos=True)], 0.1, 4) == 25, (
-        "fixed lengths are believed"
-    )
+    assert reserved_pages([request(0, max_new=100, ignore_eos=True)], 0.1, 4) == 25, "fixed lengths are believed"
     assert reserved_pages([request(0, max_new=10**9)], 1.0, 1) == OUTPUT_CLIP_TOKENS
     assert cost_pages(request(10, max_new=7), 4, 4) == 4 + 1
 
@@ -83,9 +81,7 @@ def test_large_maxima_are_admitted_together_and_retraction_makes_room(tiny: Path
     assert all(len(engine.tokens(str(i))) == 60 for i in range(4))
     retractions = [engine.last(str(i)).retractions for i in range(4)]
     assert sum(retractions) > 0
-    assert all(engine.last(str(i)).cached_tokens == 0 for i in range(4)), (
-        "what was cached at the first admission"
-    )
+    assert all(engine.last(str(i)).cached_tokens == 0 for i in range(4)), "what was cached at the first admission"
 
 
 def test_conservative_admission_never_retracts(tiny: Path) -> None:

@@ -115,9 +115,7 @@ def test_the_others_wait_for_all_chunks_of_a_shared_prefix(tiny: Path) -> None:
     for i in range(3):
         engine.submit(str(i), shared + prompt(10 + i, 5), max_new_tokens=3)
     engine.run()
-    assert [engine.last(str(i)).cached_tokens for i in range(3)] == [0, 96, 100], (
-        "4 more are not worth waiting for"
-    )
+    assert [engine.last(str(i)).cached_tokens for i in range(3)] == [0, 96, 100], "4 more are not worth waiting for"
 
 
 def test_a_chunk_is_cached_before_the_prompt_is_done(tiny: Path) -> None:

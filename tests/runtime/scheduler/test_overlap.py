@@ -66,9 +66,7 @@ def steps_of(tiny: Path) -> int:
 @pytest.mark.parametrize(
     ("victim", "how"), [*((victim, "abort") for victim in REQUESTS), ("long", "stop"), ("long", "abort_all")]
 )
-def test_ending_a_request_at_every_point(
-    tiny: Path, calm: dict[str, list[int]], victim: str, how: str
-) -> None:
+def test_ending_a_request_at_every_point(tiny: Path, calm: dict[str, list[int]], victim: str, how: str) -> None:
     """The harness asserts after every step that the books balance and that no page in flight is free."""
     for point in range(steps_of(tiny)):
         engine = start(tiny)

@@ -38,9 +38,7 @@ def test_load_is_published_after_each_step_that_changes_it(tiny: Path) -> None:
     for id in ("x", "y"):
         engine.inbox.append(FlushReq(id))
         engine.step()
-    assert [load.pages_cached for load in engine.loads[count:]] == [0], (
-        "only the first flush changes anything"
-    )
+    assert [load.pages_cached for load in engine.loads[count:]] == [0], "only the first flush changes anything"
 
 
 def test_draining_is_reported_at_once(tiny: Path) -> None:

@@ -40,9 +40,7 @@ def prompts() -> list[list[int]]:
     """A few families with shared beginnings."""
     rng = random.Random(0)
     families = [prompt(seed, 70) for seed in range(4)]
-    return [
-        rng.choice(families)[: rng.randint(1, 70)] + prompt(100 + i, rng.randint(1, 9)) for i in range(30)
-    ]
+    return [rng.choice(families)[: rng.randint(1, 70)] + prompt(100 + i, rng.randint(1, 9)) for i in range(30)]
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -65,9 +63,7 @@ def test_random_traffic(
         if action < 0.3 and len(asked) < 40:
             rid = str(len(asked))
             asked[rid] = rng.choice(pool)
-            engine.submit(
-                rid, asked[rid], max_new_tokens=rng.choice([0, 1, 5, 30]), return_logprob=rng.random() < 0.2
-            )
+            engine.submit(rid, asked[rid], max_new_tokens=rng.choice([0, 1, 5, 30]), return_logprob=rng.random() < 0.2)
         elif action < 0.36 and asked:
             rid = rng.choice(list(asked))
             ended.add(rid)

@@ -175,9 +175,7 @@ def test_the_usage_so_far_comes_with_each_chunk(http: httpx.Client) -> None:
         assert counted == sorted(counted)
         assert counted[-1] == 5
         assert all(
-            chunk["usage"]
-            for chunk in chunks
-            if any(c.get("text") or c["finish_reason"] for c in chunk["choices"])
+            chunk["usage"] for chunk in chunks if any(c.get("text") or c["finish_reason"] for c in chunk["choices"])
         )
 
 
@@ -195,9 +193,7 @@ def test_an_integer_may_be_written_with_a_fraction_of_nothing(http: httpx.Client
         assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize(
-    "value", ["1.5", "1e400", "-1e400", "1e300", "NaN", "true", '"1"', "-1.0", "9" * 400]
-)
+@pytest.mark.parametrize("value", ["1.5", "1e400", "-1e400", "1e300", "NaN", "true", '"1"', "-1.0", "9" * 400])
 def test_what_is_no_integer_is_refused(http: httpx.Client, value: str) -> None:
     for path, body in (
         (CHAT, '{"messages":[{"role":"user","content":"a"}],"max_tokens":%s}'),

@@ -217,9 +217,7 @@ def test_pages_of_an_allowed_origin_may_call(open_to_pages: ServerProcess) -> No
         assert preflight.headers["access-control-allow-origin"] == ORIGIN
         assert preflight.headers["access-control-allow-headers"] == "authorization,x-a"
         assert "POST" in preflight.headers["access-control-allow-methods"]
-        answer = http.post(
-            "/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"origin": ORIGIN}
-        )
+        answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"origin": ORIGIN})
         assert answer.headers["access-control-allow-origin"] == ORIGIN
         assert "origin" in answer.headers["vary"]
         assert "access-control-allow-credentials" not in answer.headers

@@ -104,9 +104,7 @@ def test_a_long_prompts_logprobs_come_in_parts_with_the_rest_in_the_last() -> No
     count = 2 * MESSAGE_SIZE + 7
     chosen: list[tuple[float | None, int]] = [(-float(i), 97 + i % 26) for i in range(count)]
     tops = [[one] for one in chosen]
-    out = TokenOut(
-        "a", [104], FinishReason("length"), input_token_logprobs=chosen, input_top_logprobs=[*tops]
-    )
+    out = TokenOut("a", [104], FinishReason("length"), input_token_logprobs=chosen, input_top_logprobs=[*tops])
     made = core()
     made.take([DetokenizeInit("a")])
     shown = texts(made.take([BatchTokenOut([out])]))

@@ -133,9 +133,7 @@ def test_a_client_that_leaves_frees_its_pages(http: httpx.Client, server: Server
     host, port = server.url.removeprefix("http://").split(":")
     body = b'{"prompt": "hello", "max_tokens": 1000, "ignore_eos": true, "stream": %s}' % stream.encode()
     with socket.create_connection((host, int(port))) as client:
-        client.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
-        )
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         eventually(lambda: not idle(http), 5, "it runs")
     eventually(lambda: idle(http), 2, "it is gone")
 

@@ -223,9 +223,7 @@ def test_answers_are_as_the_document_says(http: httpx.Client, judge: Judge, path
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/{model}", "/live", "/ready", "/health_generate"])
-def test_what_the_server_says_of_itself_is_as_the_document_says(
-    http: httpx.Client, judge: Judge, path: str
-) -> None:
+def test_what_the_server_says_of_itself_is_as_the_document_says(http: httpx.Client, judge: Judge, path: str) -> None:
     judge.answer(path, method="get").validate(http.get(path.format(model="random")).json())
 
 
@@ -273,9 +271,7 @@ def test_the_other_listeners_have_neither(admin: httpx.Client, metrics: httpx.Cl
 
 
 def test_both_are_open_where_a_key_is_needed(model: Path) -> None:
-    with running(
-        model, "--no-events", fake=True, environment={"TREELINE_API_KEY": "correct-horse"}
-    ) as server:
+    with running(model, "--no-events", fake=True, environment={"TREELINE_API_KEY": "correct-horse"}) as server:
         told = httpx.get(f"{server.url}/openapi.json")
         assert httpx.get(f"{server.url}/docs").status_code == 200
         assert httpx.get(f"{server.url}/v1/models").status_code == 401

@@ -62,9 +62,7 @@ async def test_processes_that_end_while_they_start_are_replaced_until_each_lane_
         gone: set[int] = set()
         for _ in range(3):
             for lane in pool._lanes:
-                await eventually(
-                    lambda lane=lane: lane._process is not None and lane._process.pid not in gone
-                )  # type: ignore[misc]
+                await eventually(lambda lane=lane: lane._process is not None and lane._process.pid not in gone)  # type: ignore[misc]
                 assert lane._process is not None
                 lane._process.kill()
                 gone.add(lane._process.pid)

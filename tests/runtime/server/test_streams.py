@@ -92,9 +92,7 @@ def test_several_choices_are_told_apart(client: openai.OpenAI) -> None:
 
 
 def test_stop_strings_end_the_text_before_them(client: openai.OpenAI, http: httpx.Client) -> None:
-    answer = client.completions.create(
-        model="random", prompt="one two three", max_tokens=500, stop=[" three"]
-    )
+    answer = client.completions.create(model="random", prompt="one two three", max_tokens=500, stop=[" three"])
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].text == "one two"
     eventually(lambda: load(http) == 0, 5, "the scheduler was told")
@@ -162,9 +160,7 @@ def test_an_error_before_the_first_token_is_an_error_answer(http: httpx.Client, 
 def test_an_error_after_the_first_token_ends_the_stream_with_an_error_object(
     http: httpx.Client, client: openai.OpenAI
 ) -> None:
-    with http.stream(
-        "POST", "/v1/completions", json={"prompt": [Magic.BREAK, 50], "stream": True}
-    ) as response:
+    with http.stream("POST", "/v1/completions", json={"prompt": [Magic.BREAK, 50], "stream": True}) as response:
         assert response.status_code == 200
         events = sse(response)
     assert events[-1]["error"]["message"] == "it broke"
@@ -179,9 +175,7 @@ def connected(server: ServerProcess, path: str, body: dict[str, object]) -> sock
     host, port = server.url.removeprefix("http://").split(":")
     made = socket.create_connection((host, int(port)))
     content = json.dumps(body).encode()
-    made.sendall(
-        b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(content)) + content
-    )
+    made.sendall(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(content)) + content)
     return made
 
 
@@ -206,9 +200,7 @@ def test_a_client_that_leaves_ends_its_requests(
     with connected(fake, path, body | {"stream": stream}):
         eventually(lambda: load(http) == generations, 5, "all run")
     eventually(lambda: load(http) == 0, 2, "all are gone")
-    aborted = [
-        line for line in metrics.get("/metrics").text.splitlines() if "num_aborted_requests_total{" in line
-    ]
+    aborted = [line for line in metrics.get("/metrics").text.splitlines() if "num_aborted_requests_total{" in line]
     assert float(aborted[0].split()[-1]) >= generations
 
 
@@ -244,16 +236,12 @@ def test_abort_request_ends_a_request_with_what_it_has(
         "abort",
     ]
     assert (
-        http.post(
-            "/generate", json={"text": "x", "rid": "mine", "sampling_params": {"max_new_tokens": 1}}
-        ).status_code
+        http.post("/generate", json={"text": "x", "rid": "mine", "sampling_params": {"max_new_tokens": 1}}).status_code
         == 200
     )
 
 
-def test_flush_is_refused_while_busy_and_can_wait(
-    http: httpx.Client, admin: httpx.Client, fake: ServerProcess
-) -> None:
+def test_flush_is_refused_while_busy_and_can_wait(http: httpx.Client, admin: httpx.Client, fake: ServerProcess) -> None:
     with connected(fake, "/v1/completions", {"prompt": "hello", "max_tokens": 40}):
         eventually(lambda: load(http) == 1, 5, "it runs")
         busy = admin.post("/flush_cache")
@@ -273,9 +261,7 @@ def test_native_answers_are_cumulative(http: httpx.Client) -> None:
     assert (meta["completion_tokens"], meta["cached_tokens"]) == (4, 3)
     assert [entry[1] for entry in meta["output_token_logprobs"]] == whole["output_ids"]
     assert meta["output_token_logprobs"][0][2] is None
-    with http.stream(
-        "POST", "/generate", json=body | {"stream": True, "return_text_in_logprobs": True}
-    ) as response:
+    with http.stream("POST", "/generate", json=body | {"stream": True, "return_text_in_logprobs": True}) as response:
         *events, done = sse(response)
     assert done == "[DONE]"
     texts = [event["text"] for event in events]
@@ -323,9 +309,7 @@ def test_tokenize_and_detokenize_are_inverse(http: httpx.Client) -> None:
     assert kept == {"text": "<|im_end|>"}
 
 
-def test_what_the_server_says_about_itself(
-    http: httpx.Client, metrics: httpx.Client, fake: ServerProcess
-) -> None:
+def test_what_the_server_says_about_itself(http: httpx.Client, metrics: httpx.Client, fake: ServerProcess) -> None:
     info = http.get("/server_info").json()
     assert info == {**http.get("/get_server_info").json(), "internal_states": info["internal_states"]}
     events = info["kv_events"]
@@ -344,9 +328,7 @@ def test_what_the_server_says_about_itself(
     assert http.get("/model_info").json()["model_type"] == "qwen3"
     bundle = http.get("/treeline/tokenizer")
     assert bundle.json()["fingerprint"] == info["tokenizer_fingerprint"]
-    assert (
-        http.get("/treeline/tokenizer", headers={"if-none-match": bundle.headers["etag"]}).status_code == 304
-    )
+    assert http.get("/treeline/tokenizer", headers={"if-none-match": bundle.headers["etag"]}).status_code == 304
     assert http.get("/v1/models").json()["data"][0]["id"] == "random"
     assert http.get("/v1/models/random").json()["max_model_len"] == 4096
     assert http.get("/health_generate").status_code == 200
@@ -376,9 +358,7 @@ def test_debug_radix_joins_the_tree_and_what_was_announced(http: httpx.Client, a
 
 
 def test_the_api_key_guards_all_but_probes(fake: ServerProcess, model: object) -> None:
-    with running(
-        str(model), "--api-key=secret", "--no-events", "--served-model-name=mine", fake=True
-    ) as server:
+    with running(str(model), "--api-key=secret", "--no-events", "--served-model-name=mine", fake=True) as server:
         with server.client() as client:
             for path in (
                 "/live",
@@ -409,9 +389,7 @@ async def test_the_async_client_under_concurrency(fake: ServerProcess) -> None:
     async with openai.AsyncOpenAI(base_url=f"{fake.url}/v1", api_key="none") as client:
 
         async def ask(number: int) -> str:
-            answer = await client.completions.create(
-                model="random", prompt=f"number {number} of many", max_tokens=12
-            )
+            answer = await client.completions.create(model="random", prompt=f"number {number} of many", max_tokens=12)
             return answer.choices[0].text
 
         texts = await asyncio.gather(*(ask(number) for number in range(40)))

@@ -82,18 +82,13 @@ EVERYTHING = [
     *ADMINISTRATION,
     *(("POST", path) for path in ("/v1/chat/completions", "/v1/completions", "/generate", "/tokenize")),
     *(("GET", path) for path in ("/v1/models", "/v1/models/random", "/v1/loads", "/server_info")),
-    *(
-        ("GET", path)
-        for path in ("/live", "/ready", "/health", "/health_generate", "/treeline/tokenizer", "/")
-    ),
+    *(("GET", path) for path in ("/live", "/ready", "/health", "/health_generate", "/treeline/tokenizer", "/")),
     *((method, "/metrics") for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS")),
 ]
 
 
 @pytest.mark.parametrize(("method", "path"), EVERYTHING)
-def test_the_metrics_port_serves_the_metrics_and_nothing_else(
-    fake: ServerProcess, method: str, path: str
-) -> None:
+def test_the_metrics_port_serves_the_metrics_and_nothing_else(fake: ServerProcess, method: str, path: str) -> None:
     expected = 404 if path != "/metrics" else 204 if method == "OPTIONS" else 405
     assert ask(fake.metrics_url, method, path).status_code == expected
 
@@ -163,9 +158,7 @@ def test_with_a_key_administration_is_401_without_it(
 
 def test_with_the_key_administration_is_served(keyed: ServerProcess) -> None:
     assert ask(keyed.admin_url, "POST", "/flush_cache", BEARER).status_code == 200
-    other_spelling = {
-        "authorization": f"bearer  {KEY}"
-    }  # a scheme has no case, and may be followed by blanks
+    other_spelling = {"authorization": f"bearer  {KEY}"}  # a scheme has no case, and may be followed by blanks
     assert ask(keyed.admin_url, "POST", "/flush_cache", other_spelling).status_code == 200
     assert ask(keyed.admin_url, "POST", "/abort_request", BEARER).status_code == 200
     assert "--enable-debug-endpoints" in message(ask(keyed.admin_url, "GET", "/debug/radix", BEARER))
@@ -196,9 +189,7 @@ REBOUND = ["evil.example", "evil.example:9700", "127.0.0.1.evil.example", "10.0.
 
 @pytest.mark.parametrize(("method", "path"), ADMINISTRATION)
 @pytest.mark.parametrize("host", REBOUND)
-def test_a_name_that_was_rebound_to_loopback_is_403(
-    fake: ServerProcess, method: str, path: str, host: str
-) -> None:
+def test_a_name_that_was_rebound_to_loopback_is_403(fake: ServerProcess, method: str, path: str, host: str) -> None:
     answer = ask(fake.admin_url, method, path, {"host": host})
     assert answer.status_code == 403
     assert host in message(answer)
@@ -255,9 +246,7 @@ def test_metrics_and_administration_answer_until_the_drain_has_ended(model: Path
                 server.process.send_signal(signal.SIGTERM)
                 with server.client() as other:
                     hello = {"prompt": "hi", "max_tokens": 1}
-                    eventually(
-                        lambda: other.post("/v1/completions", json=hello).status_code == 503, 10, "refused"
-                    )
+                    eventually(lambda: other.post("/v1/completions", json=hello).status_code == 503, 10, "refused")
                 page = metrics.get("/metrics").text
                 assert 'treeline:draining{model_name="random"} 1.0' in page
                 assert 'treeline:http_requests_active{model_name="random"} 1.0' in page

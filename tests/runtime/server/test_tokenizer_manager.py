@@ -41,9 +41,7 @@ class World:
 
     def arrive(self, *outs: TextOut) -> None:
         """`outs` have the client's names, for the newest requests of these."""
-        self.manager.on_batch(
-            BatchTextOut([msgspec.structs.replace(out, rid=self.sent(out.rid)[-1]) for out in outs])
-        )
+        self.manager.on_batch(BatchTextOut([msgspec.structs.replace(out, rid=self.sent(out.rid)[-1]) for out in outs]))
 
     @property
     def aborted(self) -> list[str]:
@@ -66,9 +64,7 @@ async def test_the_detokenizer_is_told_before_the_scheduler() -> None:
 async def test_outputs_of_one_turn_are_merged_and_kept_apart_by_index() -> None:
     world = World()
     inflight = await world.manager.open(world.requests("a", "b"))
-    world.arrive(
-        TextOut("a", "he", [1]), TextOut("b", "x", [9]), TextOut("a", "llo", [2], completion_tokens=2)
-    )
+    world.arrive(TextOut("a", "he", [1]), TextOut("b", "x", [9]), TextOut("a", "llo", [2], completion_tokens=2))
     outs = await inflight.next()
     assert [(index, out.text, out.token_ids) for index, out in outs] == [(0, "hello", [1, 2]), (1, "x", [9])]
     world.arrive(TextOut("a", "", [], DONE), TextOut("b", "", [], DONE))
@@ -139,10 +135,7 @@ async def test_aborting_a_name_ends_all_of_its_requests() -> None:
 
 async def test_each_tenant_has_names_of_its_own_and_an_abort_ends_all_of_one_name() -> None:
     world = World()
-    opened = [
-        await world.manager.open(world.requests("a"), name="a", tenant=tenant)
-        for tenant in (None, "ada", "bob")
-    ]
+    opened = [await world.manager.open(world.requests("a"), name="a", tenant=tenant) for tenant in (None, "ada", "bob")]
     with pytest.raises(DuplicateRid):
         await world.manager.open(world.requests("a"), tenant="ada")
     world.manager.abort("a")

@@ -268,9 +268,7 @@ def main() -> None:
         peak = _Peak(pool)
         with peak.watching():
             for name, source in BOMBS.items():
-                sys.stdout.write(
-                    json.dumps({"name": name, "where": "worker", **outcome(source, pool)}) + "\n"
-                )
+                sys.stdout.write(json.dumps({"name": name, "where": "worker", **outcome(source, pool)}) + "\n")
     memory = {"inline_growth_bytes": (inline - before) << 10, "worker_peak_bytes": peak.bytes}
     sys.stdout.write(json.dumps({"name": "memory", **memory}) + "\n")
 

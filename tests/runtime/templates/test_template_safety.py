@@ -174,9 +174,7 @@ def test_time_that_others_take_does_not_count(monkeypatch: pytest.MonkeyPatch) -
 # ---- the worker ------------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_has_no_secrets_and_can_open_nothing(
-    pool: TemplatePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_has_no_secrets_and_can_open_nothing(pool: TemplatePool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TREELINE_CANARY", CANARY)
     with contextlib.closing(TemplatePool()) as own, open(os.devnull) as inherited:
         os.set_inheritable(inherited.fileno(), True)
@@ -295,13 +293,9 @@ async def test_an_event_loop_never_waits_for_a_worker(pool: TemplatePool) -> Non
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
 def test_long_conversations_and_messages_are_within_the_limits(path: Path) -> None:
-    many = [
-        {"role": ("user", "assistant")[i % 2], "content": f"turn {i} " + "word " * 20} for i in range(601)
-    ]
+    many = [{"role": ("user", "assistant")[i % 2], "content": f"turn {i} " + "word " * 20} for i in range(601)]
     long = [{"role": "system", "content": "s " * 99_999}, {"role": "user", "content": "日本語 x\n" * 300_000}]
-    tools = [
-        {"function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}}
-    ] * 50
+    tools = [{"function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}}] * 50
     with contextlib.closing(TemplatePool(PoolLimits(seconds=60))) as pool:
         template = ChatTemplate(path.read_text(), special_tokens=SPECIAL, pool=pool)
         assert "turn" in template.render(many, tools=tools)
@@ -403,9 +397,7 @@ def test_a_request_that_is_deep_or_wide_is_refused_by_name(
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize(
-    "name", ["self", "source", "variables", "loop", "range", "namespace", "context", "a-b", ""]
-)
+@pytest.mark.parametrize("name", ["self", "source", "variables", "loop", "range", "namespace", "context", "a-b", ""])
 def test_any_name_may_be_a_template_argument(name: str, pool: TemplatePool) -> None:
     """Those of Python's and Jinja's own arguments made a request fail with a TypeError."""
     template = ChatTemplate("{{ messages[0].content }}", special_tokens={}, pool=pool)

@@ -39,10 +39,7 @@ class AddedToken:
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> AddedToken:
         """Read an entry. Raises KeyError and TypeError for what is not one."""
-        flags = {
-            name: bool(spec.get(name))
-            for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
-        }
+        flags = {name: bool(spec.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
         return cls(int(spec["id"]), str(spec["content"]), **flags)
 
 

@@ -102,9 +102,7 @@ class PrefixKeys:
         norm = spec.get("normalizer")
         byte_levels = [p for p in pre if p["type"] == "ByteLevel"]
         metaspaces = [p for p in pre if p["type"] == "Metaspace"]
-        self._byte_level = bool(byte_levels) or any(
-            n["type"] == "ByteLevel" for n in flatten(norm, "normalizers")
-        )
+        self._byte_level = bool(byte_levels) or any(n["type"] == "ByteLevel" for n in flatten(norm, "normalizers"))
         self._mark = metaspaces[0]["replacement"] if metaspaces else space_mark(norm)
         self._prefix_always, self._prefix_first = _prefix_rule(byte_levels, metaspaces)
         self._byte_fallback = bool(model.get("byte_fallback"))
@@ -205,9 +203,7 @@ def _prefix_rule(byte_levels: list[dict[str, Any]], metaspaces: list[dict[str, A
     return any(p.get("add_prefix_space", True) for p in byte_levels), False
 
 
-def _refusal(
-    model: dict[str, Any], pre: list[dict[str, Any]], byte_level: bool, byte_fallback: bool
-) -> str | None:
+def _refusal(model: dict[str, Any], pre: list[dict[str, Any]], byte_level: bool, byte_fallback: bool) -> str | None:
     """Why a tokenizer cannot hold the property, as far as its kind says so."""
     if model["type"] not in ("BPE", "Unigram"):
         return f"a {model['type']} model replaces text that it does not know"

@@ -83,18 +83,10 @@ def _flaw(rule: ModelRule, pools: Mapping[str, str]) -> ModelAcceptance | None:
         bare = ", ".join(f"`{name}`" for name, weight in rule.targets if weight is None)
         message = f"{bare} of spec.targetModels have no weight; give every target one, or none"
         return ModelAcceptance(False, "WeightsInvalid", message)
-    odd = [
-        f"`{name}` has {weight}"
-        for name, weight in rule.targets
-        if weight is not None and not _usable(weight)
-    ]
+    odd = [f"`{name}` has {weight}" for name, weight in rule.targets if weight is not None and not _usable(weight)]
     if odd:
-        message = (
-            f"a weight in spec.targetModels is a whole number from 1 to {_MAX_WEIGHT:,}, but {', '.join(odd)}"
-        )
-        return ModelAcceptance(
-            False, "WeightsInvalid", f"{message}; leave out a target that is to get nothing"
-        )
+        message = f"a weight in spec.targetModels is a whole number from 1 to {_MAX_WEIGHT:,}, but {', '.join(odd)}"
+        return ModelAcceptance(False, "WeightsInvalid", f"{message}; leave out a target that is to get nothing")
     if rule.pool not in pools:
         message = f"there is no InferencePool `{rule.pool}` in this namespace{_which(pools)}"
         return ModelAcceptance(False, "PoolNotFound", f"{message}; create it, or correct spec.poolRef.name")

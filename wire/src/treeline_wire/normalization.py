@@ -167,9 +167,7 @@ def long_run(text: str) -> int | None:
 def _marks() -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Some combining marks in a row, and a run of them: all characters that some form reorders."""
     codes = [
-        code
-        for code in chain(*_COMBINING_RANGES)
-        if unicodedata.combining(unicodedata.normalize("NFKD", chr(code))[0])
+        code for code in chain(*_COMBINING_RANGES) if unicodedata.combining(unicodedata.normalize("NFKD", chr(code))[0])
     ]
     one = _char_class(codes)
     return re.compile(one + f"{{{_IN_A_ROW}}}"), re.compile(one + "+")
@@ -210,8 +208,7 @@ def _disputed(form: Form) -> tuple[re.Pattern[str], re.Pattern[str]]:
                 disputed.update(map(ord, probe[2:] if probe[0] == "a" else probe))
     codes = sorted(disputed)
     return tuple(  # type: ignore[return-value]
-        re.compile(_char_class([code for code in codes if (code > 0xFFFF) == above]))
-        for above in (False, True)
+        re.compile(_char_class([code for code in codes if (code > 0xFFFF) == above])) for above in (False, True)
     )
 
 

@@ -98,8 +98,7 @@ INFERENCE: Final[Mapping[str, tuple[PathRule, ...]]] = {
 """Engine type (as `spec.engine.type` names it) → what it serves to clients."""
 
 _EXACT: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
-    engine: {rule.path: rule.methods for rule in rules if not rule.below}
-    for engine, rules in INFERENCE.items()
+    engine: {rule.path: rule.methods for rule in rules if not rule.below} for engine, rules in INFERENCE.items()
 }
 _BELOW: Final[Mapping[str, tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]]] = {
     engine: tuple((re.compile(re.escape(rule.path) + BELOW), rule.methods) for rule in rules if rule.below)

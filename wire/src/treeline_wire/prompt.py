@@ -13,9 +13,7 @@ from .chat import MAX_DEPTH, Admission, ChatTemplate, TemplateError, TooLargeErr
 from .namespaces import join_namespace, join_salt
 
 _MAX_ID: Final = 0x7FFF_FFFF
-_RESERVED: Final = frozenset(
-    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
-)
+_RESERVED: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 """Names that a template is called with anyway; `chat_template_kwargs` may not replace them."""
 MAX_KWARGS_DEPTH: Final = 16
 """`chat_template_kwargs` are switches for a template: a few names, lists and small objects."""

@@ -40,9 +40,7 @@ _STR: Final = words(
     "removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip "
     "swapcase title upper zfill"
 )
-_LOOP: Final = words(
-    "changed cycle depth depth0 first index index0 last length nextitem previtem revindex revindex0"
-)
+_LOOP: Final = words("changed cycle depth depth0 first index index0 last length nextitem previtem revindex revindex0")
 MEMBERS: Final[dict[type, frozenset[str]]] = {
     str: _STR,
     dict: frozenset({"copy", "get", "items", "keys", "values"}),

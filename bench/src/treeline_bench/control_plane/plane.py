@@ -180,9 +180,7 @@ class ControlPlane:
         """A client of the API server with an identity of ours; the caller closes it."""
         return httpx.Client(base_url=self.url, verify=self.tls(user, groups), timeout=30, trust_env=False)
 
-    def request(
-        self, method: str, path: str, body: Any = None, *, content_type: str = "application/json"
-    ) -> Any:
+    def request(self, method: str, path: str, body: Any = None, *, content_type: str = "application/json") -> Any:
         """A request as the administrator; the decoded answer. A refusal fails with the server's words."""
         content = None if body is None else json.dumps(body)
         reply = self._http.request(method, path, content=content, headers={"Content-Type": content_type})
@@ -190,9 +188,7 @@ class ControlPlane:
             raise ControlPlaneFailed(f"{method} {path}: {reply.status_code} {reply.text}")
         return reply.json()
 
-    def kubectl(
-        self, *args: str, kubeconfig: Path | None = None, stdin: str | None = None, check: bool = True
-    ) -> str:
+    def kubectl(self, *args: str, kubeconfig: Path | None = None, stdin: str | None = None, check: bool = True) -> str:
         """What kubectl printed; a failure fails with what it said, or returns that where it is not ``check``ed."""
         command = [str(self._bin / "kubectl"), "--kubeconfig", str(kubeconfig or self.admin), *args]
         environment = {

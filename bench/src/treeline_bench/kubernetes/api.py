@@ -45,9 +45,7 @@ class Api:
 
     def connect(self, timeout_s: float | None = TIMEOUT_S) -> http.client.HTTPSConnection:
         """A new connection; it is closed with the others."""
-        connection = http.client.HTTPSConnection(
-            self._host, self._port, timeout=timeout_s, context=self._context
-        )
+        connection = http.client.HTTPSConnection(self._host, self._port, timeout=timeout_s, context=self._context)
         self._open.append(connection)
         return connection
 

@@ -209,9 +209,7 @@ class _Run:
 
 
 def _models(bursts: dict[str, list[Burst]]) -> Iterator[Row]:
-    yield row(
-        "epp.models_consistent_s", max(each.consistent_s for found in bursts.values() for each in found)
-    )
+    yield row("epp.models_consistent_s", max(each.consistent_s for found in bursts.values() for each in found))
     for beside, found in bursts.items():
         yield row(f"epp.models_changes_s.{beside}", max(each.rate for each in found))
 

@@ -97,7 +97,5 @@ def await_truth(picker: Picker, truth: Truth) -> float:
             return now
         if now > deadline:
             wrong = {pool: len(names ^ listed.get(pool, set())) for pool, names in wanted.items()}
-            raise BenchmarkError(
-                f"after {LIMIT_S:g} s the picker's list is not the truth; names amiss: {wrong}"
-            )
+            raise BenchmarkError(f"after {LIMIT_S:g} s the picker's list is not the truth; names amiss: {wrong}")
         time.sleep(POLL_S)

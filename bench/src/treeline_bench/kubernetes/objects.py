@@ -58,9 +58,7 @@ class Fleet:
     def pool(self, place: int, rank: int) -> Pool:
         """Neighbouring places are in different namespaces."""
         place %= self.places
-        return Pool(
-            self.namespace_names()[place % self.namespaces], f"gateway-{place // self.namespaces}", rank
-        )
+        return Pool(self.namespace_names()[place % self.namespaces], f"gateway-{place // self.namespaces}", rank)
 
 
 def namespace(name: str) -> dict[str, Any]:

@@ -60,16 +60,12 @@ def _pools(size: int) -> list[Pool]:
     return [Pool(f"bench-of-{size}", "gateway", rank) for rank in range(size)]
 
 
-def _created(
-    context: Context, api: Api, children: Children, meter: _Meter, pools: Sequence[Pool]
-) -> Iterator[Row]:
+def _created(context: Context, api: Api, children: Children, meter: _Meter, pools: Sequence[Pool]) -> Iterator[Row]:
     size, there = len(pools), children.count()
     awaited = CHILDREN_OF_POOL * size + CHILDREN_OF_GATEWAY
     context.display.phase(f"children of {size} pools of one gateway", awaited)
     begun = time.monotonic()
-    api.send_all(
-        [Call("POST", objects.pools_path(pool.namespace), pool.manifest()) for pool in pools], CLIENTS
-    )
+    api.send_all([Call("POST", objects.pools_path(pool.namespace), pool.manifest()) for pool in pools], CLIENTS)
     children.await_count(there + awaited, LIMIT_S, lambda count: context.display.done(count - there))
     cpu_ms, reconciles = meter.spent()
     children.check()

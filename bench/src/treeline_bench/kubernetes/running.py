@@ -118,8 +118,7 @@ def operator(plane: ControlPlane, folder: Path, *flags: str) -> Iterator[Operato
 def leads(page: str) -> bool:
     """Whether the replica with this metrics page acts."""
     return any(
-        line["name"] == "treeline_operator_is_leader" and float(line["value"]) == 1
-        for line in _LINE.finditer(page)
+        line["name"] == "treeline_operator_is_leader" and float(line["value"]) == 1 for line in _LINE.finditer(page)
     )
 
 

@@ -22,9 +22,7 @@ DECODE_STEP_MS = 10.0
 class Publisher:
     """Binds its sockets to `host` when made; `run` serves them until it is cancelled. Port 0 binds any free port."""
 
-    def __init__(
-        self, cache: SimCache, host: str, events_port: int, replay_port: int, load_port: int
-    ) -> None:
+    def __init__(self, cache: SimCache, host: str, events_port: int, replay_port: int, load_port: int) -> None:
         self._cache = cache
         self._reports = 0
         # A PUB socket never waits for anybody, so it needs no event loop.

@@ -42,22 +42,16 @@ def parser() -> argparse.ArgumentParser:
     up.add_argument(
         "--model", metavar="PATH_OR_ID", help="checkpoint folder or Hugging Face id (default: the tiny model)"
     )
-    up.add_argument(
-        "--served-model-name", metavar="NAME", help="the name clients use (default: the folder's name)"
-    )
+    up.add_argument("--served-model-name", metavar="NAME", help="the name clients use (default: the folder's name)")
     up.add_argument(
         "--replicas",
         type=_positive,
         default=defaults.replicas,
         help="runtimes to start (default: %(default)s)",
     )
-    up.add_argument(
-        "--threads", type=_positive, help="torch threads per runtime (default: the cores shared out)"
-    )
+    up.add_argument("--threads", type=_positive, help="torch threads per runtime (default: the cores shared out)")
     up.add_argument("--host", default=defaults.host, help="address of the gateway (default: %(default)s)")
-    up.add_argument(
-        "--port", type=_port, default=defaults.port, help="port of the gateway (default: %(default)s)"
-    )
+    up.add_argument("--port", type=_port, default=defaults.port, help="port of the gateway (default: %(default)s)")
     up.add_argument(
         "--policy",
         choices=tuple(POLICIES),
@@ -90,9 +84,7 @@ def parser() -> argparse.ArgumentParser:
         help="serve /debug/radix and /debug/tree on the admin ports (they show prompts)",
     )
     up.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default=defaults.log_level)
-    up.add_argument(
-        "--log-dir", type=Path, help="keep the children's logs here (default: a temporary folder)"
-    )
+    up.add_argument("--log-dir", type=Path, help="keep the children's logs here (default: a temporary folder)")
     return up
 
 
@@ -144,9 +136,7 @@ def _options(argv: Sequence[str]) -> tuple[UpOptions, Path | None]:
     model = args.pop("model")
     if model is None:
         if not (TINY_MODEL / "config.json").exists():
-            up.error(
-                "the tiny model comes with the repository, and this is an installed package: pass --model"
-            )
+            up.error("the tiny model comes with the repository, and this is an installed package: pass --model")
         model = str(TINY_MODEL)
         args["served_model_name"] = args["served_model_name"] or "tiny"
     try:

@@ -135,9 +135,7 @@ class Supervisor:
             becoming_ready.cancel()
         before = "" if child.ready.is_set() else " before it was ready"
         child.enter(Phase.EXITED)
-        raise ChildFailed(
-            f"{child.spec.name} {_ending(status)}{before}; its last lines:\n{child.last_lines()}"
-        )
+        raise ChildFailed(f"{child.spec.name} {_ending(status)}{before}; its last lines:\n{child.last_lines()}")
 
     async def _becomes_ready(self, child: Child) -> None:
         async with httpx.AsyncClient(timeout=1.0, trust_env=False) as client:
@@ -154,9 +152,7 @@ class Supervisor:
                 await asyncio.sleep(READY_POLL_S)
 
     def _running(self) -> Iterator[Child]:
-        return (
-            child for child in self.children if child.process is not None and child.process.returncode is None
-        )
+        return (child for child in self.children if child.process is not None and child.process.returncode is None)
 
     def _signal(self, child: Child, number: signal.Signals) -> None:
         """A kill goes to the child's whole group; a request to stop goes to the child, which stops its own."""

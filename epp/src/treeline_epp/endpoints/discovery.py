@@ -79,9 +79,7 @@ def unique(specs: Iterable[EndpointSpec]) -> tuple[EndpointSpec, ...]:
     return found
 
 
-async def discover(
-    fixed: Sequence[EndpointSpec], file: Path | None
-) -> AsyncIterator[tuple[EndpointSpec, ...]]:
+async def discover(fixed: Sequence[EndpointSpec], file: Path | None) -> AsyncIterator[tuple[EndpointSpec, ...]]:
     """The endpoints of the flags, and of the file where there is one: at once, then after every change."""
     if file is None:
         yield unique(fixed)

@@ -70,9 +70,7 @@ class EngineHttp:
                 asked = self._http.stream("GET", self.base + path, headers=_AS_IT_IS, timeout=total_s)
                 async with asked as response:
                     if response.headers.get("content-encoding", "identity") != "identity":
-                        raise EngineError(
-                            f"{self.base}{path}: the answer is encoded, which was not asked for"
-                        )
+                        raise EngineError(f"{self.base}{path}: the answer is encoded, which was not asked for")
                     async for part in response.aiter_raw():
                         got += part
                         if len(got) > most:

@@ -20,9 +20,7 @@ from treeline_epp.requests.messages import Immediate
 from treeline_epp.requests.parse import parse_subset
 
 _REQUEST_BODY, _HTTP_BODY = field_numbers(pb.ProcessingRequest.DESCRIPTOR, "request_body", "body")
-_BODY_PATH = field_numbers(
-    pb.ProcessingResponse.DESCRIPTOR, "request_body", "response", "body_mutation", "body"
-)
+_BODY_PATH = field_numbers(pb.ProcessingResponse.DESCRIPTOR, "request_body", "response", "body_mutation", "body")
 _OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 _KINDS = {kind.value: kind for kind in Kind}
 
@@ -167,9 +165,7 @@ def _build(reply: Reply) -> pb.ProcessingResponse:
 
 
 def _header(key: str, value: bytes) -> base_pb2.HeaderValueOption:
-    return base_pb2.HeaderValueOption(
-        header=base_pb2.HeaderValue(key=key, raw_value=value), append_action=_OVERWRITE
-    )
+    return base_pb2.HeaderValueOption(header=base_pb2.HeaderValue(key=key, raw_value=value), append_action=_OVERWRITE)
 
 
 def _stripped() -> bytes:

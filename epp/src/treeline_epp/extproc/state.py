@@ -269,9 +269,7 @@ class ExtProcState:
 
     def refuse(self, refusal: Refusal) -> list[Output]:
         """No endpoint: the proxy is to tell the client why."""
-        return self.respond(
-            Immediate(refusal.status, refusal.body(), refusal.headers(), f"treeline_{refusal.code}")
-        )
+        return self.respond(Immediate(refusal.status, refusal.body(), refusal.headers(), f"treeline_{refusal.code}"))
 
     def respond(self, response: Immediate) -> list[Output]:
         """The proxy is to answer the client. Legal in any phase; afterwards the stream is closed."""

@@ -69,9 +69,7 @@ class BlockRun:
 
     __slots__ = ("base", "chain", "ends", "node", "sets", "width")
 
-    def __init__(
-        self, node: Node, base: int, width: int, chain: bytes, ends: bytes, sets: int | list[int]
-    ) -> None:
+    def __init__(self, node: Node, base: int, width: int, chain: bytes, ends: bytes, sets: int | list[int]) -> None:
         self.node = node
         self.base = base
         self.width = width

@@ -196,9 +196,7 @@ class Index:
             life, budget = limits.prediction_life_s, limits.prediction_bytes
         known = self._scope(pod.scope)
         if known.tree.text_bytes + len(key) <= limits.max_text_bytes:
-            known.predictions.predict(
-                known.tree, known.tree.root(namespace), key, hit.end, pod.bit, now, life, budget
-            )
+            known.predictions.predict(known.tree, known.tree.root(namespace), key, hit.end, pod.bit, now, life, budget)
         return now + life
 
     def withdraw(self, pod: Pod, namespace: str | None, key: bytes, ends_at: float) -> None:
@@ -321,9 +319,7 @@ class Index:
         if stored and scope.orphans:
             self._graft(scope, hashes[:stored])
 
-    def _place(
-        self, pod: Pod, bit: int, event: BlockStored, keys: PrefixKeys | None, scope: _Scope, root: Node
-    ) -> int:
+    def _place(self, pod: Pod, bit: int, event: BlockStored, keys: PrefixKeys | None, scope: _Scope, root: Node) -> int:
         """Store an event in the tree, or keep it as an orphan. Returns how many of its blocks are in the tree."""
         hashes, tokens, width = event.block_hashes, event.token_ids, event.block_size
         tree = scope.tree

@@ -94,9 +94,7 @@ class Node:
         upper.runs, self.runs = tuple(above), tuple(below)
         ranges = self.predicted
         if ranges is not None:
-            upper.predicted = {
-                bit: (lo, min(hi, at), t) for bit, (lo, hi, t) in ranges.items() if lo < at
-            } or None
+            upper.predicted = {bit: (lo, min(hi, at), t) for bit, (lo, hi, t) in ranges.items() if lo < at} or None
             self.predicted = {
                 bit: (max(lo - at, 0), hi - at, t) for bit, (lo, hi, t) in ranges.items() if hi > at
             } or None

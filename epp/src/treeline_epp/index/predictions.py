@@ -138,9 +138,7 @@ class Predictions:
             tree.compact(node)
 
 
-def reach(
-    nodes: list[tuple[Node, int]], end_of: Callable[[int], int], now: float
-) -> Iterator[tuple[int, int]]:
+def reach(nodes: list[tuple[Node, int]], end_of: Callable[[int], int], now: float) -> Iterator[tuple[int, int]]:
     """How far ranges take pods beyond their confirmed runs on a walked path.
 
     `end_of` gives the byte where the confirmed run of the pod with a bit ends, -1 for pods that do not count. Yields

@@ -49,9 +49,7 @@ class RadixTree:
     moved to another node.
     """
 
-    def __init__(
-        self, max_edge: int = MAX_EDGE, moved: Callable[[Node, Node], None] = lambda _old, _new: None
-    ) -> None:
+    def __init__(self, max_edge: int = MAX_EDGE, moved: Callable[[Node, Node], None] = lambda _old, _new: None) -> None:
         assert 1 <= max_edge <= 0xFFFF
         self.max_edge = max_edge
         self.roots: dict[str | None, Node] = {}
@@ -209,9 +207,7 @@ class RadixTree:
             for run in node.runs:
                 self._unmark(run, 0, len(run), bits, touched)
             if node.predicted is not None:
-                node.predicted = {
-                    bit: predicted for bit, predicted in node.predicted.items() if not bit & bits
-                } or None
+                node.predicted = {bit: predicted for bit, predicted in node.predicted.items() if not bit & bits} or None
             self._compact_all(touched)
         return len(nodes)
 
@@ -256,9 +252,7 @@ class RadixTree:
                 if there >= 0:
                     self._mark(other, there, there + 1, bit, held_before)
 
-    def _insert(
-        self, root: Node, run: BlockRun | None, slot: int, pieces: list[bytes], new: _NewBlocks
-    ) -> None:
+    def _insert(self, root: Node, run: BlockRun | None, slot: int, pieces: list[bytes], new: _NewBlocks) -> None:
         """Put blocks with these texts, held by nobody yet, below slot `slot` of `run` (None: below `root`).
 
         `new.base` and `new.ends` are found here.
@@ -379,9 +373,7 @@ class RadixTree:
         for node in nodes:
             self.compact(node)
 
-    def _walk(
-        self, node: Node, offset: int, data: bytes, visit: Callable[[Node, int, int, int], None]
-    ) -> None:
+    def _walk(self, node: Node, offset: int, data: bytes, visit: Callable[[Node, int, int, int], None]) -> None:
         """Follow `data` down from byte `offset` of `node`, making what is missing, splitting where it diverges.
 
         `visit(node, start, stop, offset)` is called for every node, in order: bytes start … stop−1 of `data` lie in it
@@ -392,9 +384,7 @@ class RadixTree:
             text = node.text
             room = len(text) - offset
             take = min(room, size - at)
-            if take and not data.startswith(
-                text[offset : offset + take] if offset or take < room else text, at
-            ):
+            if take and not data.startswith(text[offset : offset + take] if offset or take < room else text, at):
                 take = common_prefix(text, offset, data, at)
                 node, offset = self._split(node, offset + take, offset)
                 room = take

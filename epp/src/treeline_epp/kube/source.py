@@ -189,9 +189,7 @@ class KubernetesSource:
         scope = self.scope
         if scope.pool:
             return f"there is no InferencePool {scope.pool} of {scope.group} in namespace {scope.namespace}"
-        return (
-            f"no InferencePool of {scope.group} in namespace {scope.namespace} names gateway {scope.gateway}"
-        )
+        return f"no InferencePool of {scope.group} in namespace {scope.namespace} names gateway {scope.gateway}"
 
     async def _follow_pods(self, pools: Sequence[Pool]) -> None:
         """Follow the pods of these pools. Until those of a new selector are known, the old ones stay in use."""

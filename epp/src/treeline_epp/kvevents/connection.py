@@ -157,9 +157,7 @@ class KvConnection:
             if error.errno not in _NO_ROOM:
                 raise
             if name not in callbacks.stats.unfollowed:
-                log.error(
-                    "publisher %s cannot be followed: %s; give the picker more file descriptors", name, error
-                )
+                log.error("publisher %s cannot be followed: %s; give the picker more file descriptors", name, error)
             callbacks.stats.unfollowed.add(name)
             sockets.close()
             await asyncio.sleep(_RETRY_S * random.uniform(0.8, 1.2))
@@ -269,14 +267,10 @@ class _Sockets:
             elif up.is_set():
                 self._lost.set()
             elif event["event"] & ~zmq.Event.DISCONNECTED & _LOST:
-                log.warning(
-                    "publisher %s: the %s socket refuses our keys", self._callbacks.subscription.pod, what
-                )
+                log.warning("publisher %s: the %s socket refuses our keys", self._callbacks.subscription.pod, what)
         self._unmonitor(what)
 
-    async def _receive(
-        self, sock: zmq.asyncio.Socket, handle: Callable[[list[bytes]], Iterable[Request]]
-    ) -> None:
+    async def _receive(self, sock: zmq.asyncio.Socket, handle: Callable[[list[bytes]], Iterable[Request]]) -> None:
         """Hand every message to its handler, a bounded number at a time."""
         # The plain view of the same socket: taking what is there costs no future per message.
         plain: zmq.Socket[bytes] = zmq.Socket.shadow(sock.underlying)

@@ -91,7 +91,5 @@ class Decision:
             "predicted_ttft_s": round(self.best.ttft_s, 6),
             "cached_tokens": self.best.candidate.cached_tokens,
             "uncached_tokens": self.best.candidate.uncached_tokens,
-            "terms": {
-                name: {term: round(v, 6) for term, v in terms.items()} for name, terms in self.terms.items()
-            },
+            "terms": {name: {term: round(v, 6) for term, v in terms.items()} for name, terms in self.terms.items()},
         }

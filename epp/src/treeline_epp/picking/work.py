@@ -42,9 +42,7 @@ class Work(Struct, frozen=True, gc=False):
         cached = min(cached, prompt - 1)
         return cached, prompt - cached
 
-    def at_rows(
-        self, index: Index, matches: Mapping[str, Match], rows: Rows, size: int
-    ) -> tuple[Floats, Floats]:
+    def at_rows(self, index: Index, matches: Mapping[str, Match], rows: Rows, size: int) -> tuple[Floats, Floats]:
         """`(cached, uncached)` tokens at each of the endpoints in `rows`, of `size` rows in all."""
         nothing = self.at(NO_HIT)
         cached, uncached = np.full(size, float(nothing[0])), np.full(size, float(nothing[1]))

@@ -230,6 +230,4 @@ class ModelRegistry:
 
 
 def _json(body: object) -> Immediate:
-    return Immediate(
-        200, msgspec.json.encode(body), [("content-type", b"application/json")], "treeline_models"
-    )
+    return Immediate(200, msgspec.json.encode(body), [("content-type", b"application/json")], "treeline_models")

@@ -59,9 +59,7 @@ class Router:
     clock: Callable[[], float] = time.monotonic
     draw: Callable[[], float] = random.random
 
-    def route(
-        self, request: RouteRequest, outline: Outline | None = None
-    ) -> RoutedRequest | Refusal | Immediate:
+    def route(self, request: RouteRequest, outline: Outline | None = None) -> RoutedRequest | Refusal | Immediate:
         """Where the request goes, or what the client is told instead. Never raises.
 
         `outline` as for `request.parse`.

@@ -90,14 +90,12 @@ class Reason(StrEnum):
     SPEC_NOT_UNDERSTOOD = _needs_you(
         "SpecNotUnderstood",
         "The stored spec does not fit this version of the operator.",
-        "Upgrade the operator to the version of the CRDs, or set the named field to a value that this version "
-        "knows.",
+        "Upgrade the operator to the version of the CRDs, or set the named field to a value that this version knows.",
     )
     RECONCILE_FAILED = _needs_you(
         "ReconcileFailed",
         "The API server refuses what the operator writes (the message quotes it), or no plan could be made.",
-        "Correct what the message names (a quota, a policy, a right); report a defect. It is tried again by "
-        "itself.",
+        "Correct what the message names (a quota, a policy, a right); report a defect. It is tried again by itself.",
         patience_s=10,
     )
     DELETING = _passes(
@@ -109,9 +107,7 @@ class Reason(StrEnum):
     ROLLING_OUT = _passes(
         "RollingOut", "Pods of a new revision replace the old ones.", "Wait; the old pods serve meanwhile."
     )
-    ROLLOUT_COMPLETE = _well(
-        "RolloutComplete", "All pods are of the current revision, and the picker has them."
-    )
+    ROLLOUT_COMPLETE = _well("RolloutComplete", "All pods are of the current revision, and the picker has them.")
     ROLLOUT_STALLED = _needs_you(
         "RolloutStalled",
         "The new revision's pods do not become ready; the old ones serve on.",
@@ -122,9 +118,7 @@ class Reason(StrEnum):
     DRAINING = _passes("Draining", "Old pods finish their requests.", "Wait; drain.timeoutSeconds bounds it.")
     # Pods
     PODS_READY = _well("PodsReady", "All pods are ready.")
-    PODS_STARTING = _passes(
-        "PodsStarting", "Pods start.", "Wait; `kubectl describe pod` shows how far they are."
-    )
+    PODS_STARTING = _passes("PodsStarting", "Pods start.", "Wait; `kubectl describe pod` shows how far they are.")
     INSUFFICIENT_CAPACITY = _needs_you(
         "InsufficientCapacity",
         "No node has room for a pod.",
@@ -148,8 +142,7 @@ class Reason(StrEnum):
     OUT_OF_MEMORY = _needs_you(
         "OutOfMemory",
         "A container was killed for its memory.",
-        "Raise the memory limit in engine.resources, or lower engine.contextLength, memoryFraction or "
-        "maxTotalTokens.",
+        "Raise the memory limit in engine.resources, or lower engine.contextLength, memoryFraction or maxTotalTokens.",
     )
     PROBE_FAILING = _needs_you(
         "ProbeFailing",
@@ -224,8 +217,7 @@ class Reason(StrEnum):
     DOWNLOAD_FAILED = _needs_you(
         "DownloadFailed",
         "The download of the weights fails; the message says why.",
-        "Correct model.uri or model.tokenSecretRef (gated models need a token), or allow egress to the "
-        "source.",
+        "Correct model.uri or model.tokenSecretRef (gated models need a token), or allow egress to the source.",
     )
     MODEL_TOO_LARGE = _needs_you(
         "ModelTooLarge",
@@ -243,8 +235,7 @@ class Reason(StrEnum):
     PICKER_NOT_READY = _needs_you(
         "PickerNotReady",
         "No pod of the picker is ready.",
-        "See its pods (`kubectl get pods -l treeline.dev/component=epp`); with FailOpen requests are served "
-        "meanwhile.",
+        "See its pods (`kubectl get pods -l treeline.dev/component=epp`); with FailOpen requests are served meanwhile.",
         patience_s=60,
     )
     PICKER_NOT_SYNCED = _passes(
@@ -278,8 +269,7 @@ class Reason(StrEnum):
     GATEWAY_OPEN = _needs_you(
         "GatewayOpen",
         "The gateway serves, but its load balancer lets everybody in, or shows prompts to the network.",
-        "Set gateway.standalone.apiKeysSecretRef and tls; or use serviceType ClusterIP behind a proxy of "
-        "yours.",
+        "Set gateway.standalone.apiKeysSecretRef and tls; or use serviceType ClusterIP behind a proxy of yours.",
     )
     FAIL_CLOSE_FORCED = _passes(
         "FailCloseForced",
@@ -325,8 +315,7 @@ class Reason(StrEnum):
     GATEWAY_NOT_PROGRAMMED = _needs_you(
         "GatewayNotProgrammed",
         "A Gateway of gateway.parentRefs has no data plane that listens; the message quotes it.",
-        "See `kubectl describe gateway`: its controller says there what it lacks (an address, a certificate, "
-        "a port).",
+        "See `kubectl describe gateway`: its controller says there what it lacks (an address, a certificate, a port).",
         patience_s=120,
     )
     # Scaling
@@ -355,9 +344,7 @@ class Reason(StrEnum):
         patience_s=120,
     )
     # Security
-    POD_SECURITY_RESTRICTED = _well(
-        "PodSecurityRestricted", "The pods keep to Pod Security level restricted."
-    )
+    POD_SECURITY_RESTRICTED = _well("PodSecurityRestricted", "The pods keep to Pod Security level restricted.")
     POD_SECURITY_EXCEPTION = _passes(
         "PodSecurityException",
         "spec.template asks for what Pod Security level restricted forbids.",
@@ -367,8 +354,7 @@ class Reason(StrEnum):
     CLAIM_NOT_SHAREABLE = _needs_you(
         "ClaimNotShareable",
         "Pods on several nodes are to have a claim that only one node can mount; some would never start.",
-        "Set accessModes of the named cache to [ReadWriteMany], with a storage class that has it, or keep one "
-        "replica.",
+        "Set accessModes of the named cache to [ReadWriteMany], with a storage class that has it, or keep one replica.",
     )
     DEVICES_UNUSED = _needs_you(
         "DevicesUnused",
@@ -403,12 +389,9 @@ class Reason(StrEnum):
         "Somebody changed fields that the operator owns; they are as before again.",
         "Change the InferencePool instead; what may be changed on pods goes into spec.template.",
     )
-    DRAIN_CANCELLED = _passes(
-        "DrainCancelled", "Pods that were to go stay after all.", "Nothing; they serve again."
-    )
+    DRAIN_CANCELLED = _passes("DrainCancelled", "Pods that were to go stay after all.", "Nothing; they serve again.")
     DRAIN_TIMEOUT = _needs_you(
         "DrainTimeout",
-        "Pods are told to end with requests in flight; they have drain.timeoutSeconds once more to finish "
-        "them.",
+        "Pods are told to end with requests in flight; they have drain.timeoutSeconds once more to finish them.",
         "Raise drain.timeoutSeconds if requests may take longer.",
     )

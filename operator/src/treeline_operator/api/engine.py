@@ -91,15 +91,15 @@ class Accelerator(Part):
     """Kind of device."""
     count: Annotated[StrictInt, Field(ge=1, le=16)] = 1
     """Devices per pod. For type nvidia."""
-    class_: (
-        Annotated[str, StringConstraints(pattern=LABEL_VALUE_PATTERN, min_length=1, max_length=63)] | None
-    ) = Field(default=None, alias="class")
+    class_: Annotated[str, StringConstraints(pattern=LABEL_VALUE_PATTERN, min_length=1, max_length=63)] | None = Field(
+        default=None, alias="class"
+    )
     """Product of the device: value of the node label `nvidia.com/gpu.product`. For type nvidia."""
     runtime_class_name: DnsName | None = None
     """RuntimeClass of the pods, where the device needs one."""
-    resource_name: Annotated[
-        str, StringConstraints(max_length=253, pattern=r"^[a-z0-9.-]+/[A-Za-z0-9_.-]+$")
-    ] = RESOURCE_NAME
+    resource_name: Annotated[str, StringConstraints(max_length=253, pattern=r"^[a-z0-9.-]+/[A-Za-z0-9_.-]+$")] = (
+        RESOURCE_NAME
+    )
     """Extended resource by which the device is asked for. For type nvidia."""
     tolerations: Annotated[tuple[Toleration, ...], Field(max_length=16)] = ()
     """Taints of the nodes that have the device. For type nvidia."""

@@ -148,9 +148,7 @@ class ParentRef(Part):
     """Port of the parent's listeners; absent means all."""
 
 
-Hostname = Annotated[
-    str, StringConstraints(pattern=r"^(\*\.)?" + DNS_NAME_PATTERN[1:], min_length=1, max_length=253)
-]
+Hostname = Annotated[str, StringConstraints(pattern=r"^(\*\.)?" + DNS_NAME_PATTERN[1:], min_length=1, max_length=253)]
 
 
 class Gateway(Part):
@@ -181,9 +179,7 @@ class Gateway(Part):
         ),
     )
 
-    name: Annotated[str, StringConstraints(pattern=SHORT_NAME_PATTERN, min_length=1, max_length=MAX_NAME)] = (
-        "treeline"
-    )
+    name: Annotated[str, StringConstraints(pattern=SHORT_NAME_PATTERN, min_length=1, max_length=MAX_NAME)] = "treeline"
     """Pools of a namespace with the same gateway name share a picker and a URL. Where their settings conflict, those of
     the oldest pool hold. A pool that is given another name leaves its former URL at once: move its clients first (a
     second pool behind the new gateway), where that matters."""

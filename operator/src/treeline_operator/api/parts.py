@@ -25,9 +25,7 @@ GROUP: Final = "treeline.dev"
 VERSION: Final = "v1alpha1"
 API_VERSION: Final = f"{GROUP}/{VERSION}"
 
-QUANTITY_PATTERN: Final = (
-    r"^\+?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?[0-9]+))?$"
-)
+QUANTITY_PATTERN: Final = r"^\+?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?[0-9]+))?$"
 SHORT_NAME_PATTERN: Final = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 """A name from which names of Services are made: it starts with a letter."""
 DNS_LABEL_PATTERN: Final = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
@@ -78,9 +76,7 @@ def _count_or_percent(value: Any) -> Any:
 CountOrPercent = Annotated[
     int | str,
     BeforeValidator(_count_or_percent),
-    WithJsonSchema(
-        {**_INT_OR_STRING, "pattern": PERCENT_PATTERN, "maxLength": 4, "minimum": 0, "maximum": 1000}
-    ),
+    WithJsonSchema({**_INT_OR_STRING, "pattern": PERCENT_PATTERN, "maxLength": 4, "minimum": 0, "maximum": 1000}),
 ]
 """A number of pods, or a percentage of `replicas` such as `25%`; `pods_of` gives the number."""
 
@@ -234,9 +230,7 @@ class Toleration(Part):
     """Key of the taint; absent means every key."""
     operator: Literal["Exists", "Equal"] = "Equal"
     """Whether the taint's value counts."""
-    value: Annotated[str, StringConstraints(pattern=rf"^$|{LABEL_VALUE_PATTERN}", max_length=63)] | None = (
-        None
-    )
+    value: Annotated[str, StringConstraints(pattern=rf"^$|{LABEL_VALUE_PATTERN}", max_length=63)] | None = None
     """Value of the taint, with operator Equal."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
     """Effect of the taint; absent means every effect."""

@@ -36,9 +36,7 @@ _NAMED: Final[dict[str, Any]] = {
     "items": {
         "type": "object",
         "required": ["name"],
-        "properties": {
-            "name": {"type": "string", "description": "Its name, by which it is merged.", "maxLength": 63}
-        },
+        "properties": {"name": {"type": "string", "description": "Its name, by which it is merged.", "maxLength": 63}},
         **FOREIGN,
     },
 }

@@ -13,9 +13,7 @@ from pydantic_core import CoreSchema
 from treeline_operator.api.cel import holds
 
 KEYWORD = "x-kubernetes-validations"
-RefusalReason = Literal[
-    "FieldValueInvalid", "FieldValueForbidden", "FieldValueRequired", "FieldValueDuplicate"
-]
+RefusalReason = Literal["FieldValueInvalid", "FieldValueForbidden", "FieldValueRequired", "FieldValueDuplicate"]
 
 
 @dataclass(frozen=True, slots=True)

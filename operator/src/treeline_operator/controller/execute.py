@@ -84,9 +84,7 @@ class Executor:
                 done.stale = True
             except (Invalid, Forbidden) as exc:
                 if exc.has_cause("NamespaceTerminating"):
-                    log.info(
-                        "namespace %s is being deleted: nothing more is made in it", action.ref.namespace
-                    )
+                    log.info("namespace %s is being deleted: nothing more is made in it", action.ref.namespace)
                     break
                 log.warning("refused: %s", exc, extra={"object": action.ref, "why": action.why})
                 done.refused.append((action.ref, exc))

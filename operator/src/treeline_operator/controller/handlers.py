@@ -122,9 +122,7 @@ def _end(ended: asyncio.Future[None], reason: Exception) -> None:
     ended.exception()  # whoever cancelled us does not ask for it
 
 
-def registry(
-    kinds: Sequence[Watched], configuration: Configuration, deliver: Deliver
-) -> kopf.OperatorRegistry:
+def registry(kinds: Sequence[Watched], configuration: Configuration, deliver: Deliver) -> kopf.OperatorRegistry:
     """Our handlers: settings, credentials, and the events of `kinds`."""
     found = kopf.OperatorRegistry()
 
@@ -132,9 +130,7 @@ def registry(
     async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
         settings.posting.enabled = False
         settings.scanning.disabled = True  # which kinds and namespaces there are is known
-        settings.process.ultimate_exiting_timeout = (
-            None  # whoever does not end is left behind, not killed with us
-        )
+        settings.process.ultimate_exiting_timeout = None  # whoever does not end is left behind, not killed with us
         settings.networking.request_timeout = 30.0
         settings.networking.connect_timeout = 5.0
         settings.networking.error_backoffs = (0.2, 0.5, 1, 2)
@@ -149,9 +145,7 @@ def registry(
 
     for watched in kinds:
         group, version, plural = watched.resource.group, watched.resource.version, watched.resource.plural
-        kopf.on.event(group, version, plural, registry=found, param=watched, id=f"see-{plural}")(
-            _pass_on(deliver)
-        )
+        kopf.on.event(group, version, plural, registry=found, param=watched, id=f"see-{plural}")(_pass_on(deliver))
     return found
 
 

@@ -51,9 +51,7 @@ class Pages:
 
     async def open(self, host: str, health_port: int, metrics_port: int) -> Self:
         """Raises `PortInUse`. Port 0 takes a free one."""
-        await self._serve(
-            host, health_port, {"/healthz": self._healthz, "/readyz": self._readyz}, "--health-port"
-        )
+        await self._serve(host, health_port, {"/healthz": self._healthz, "/readyz": self._readyz}, "--health-port")
         await self._serve(host, metrics_port, {"/metrics": self._metrics}, "--metrics-port")
         return self
 
@@ -84,9 +82,7 @@ class Pages:
             await web.TCPSite(runner, host, port).start()
         except OSError as exc:
             await self.close()
-            raise PortInUse(
-                f"cannot listen on {host}:{port} ({exc.strerror}); choose another with {flag}"
-            ) from exc
+            raise PortInUse(f"cannot listen on {host}:{port} ({exc.strerror}); choose another with {flag}") from exc
 
     async def _healthz(self, _: web.Request) -> web.Response:
         return _verdict(self.vitals.liveness_failures(), self.vitals.phase)

@@ -203,9 +203,7 @@ class Informer:
         if target.watched not in OWN:
             followed.synced.set()
         elif followed.check is None or followed.check.done():
-            followed.check = asyncio.create_task(
-                self._check(followed, named), name=f"check {target.watched.api}"
-            )
+            followed.check = asyncio.create_task(self._check(followed, named), name=f"check {target.watched.api}")
 
     def _judge(self, target: Target) -> None:
         """A reflector has heard something, or failed: what follows from a kind that cannot be read."""
@@ -254,15 +252,11 @@ class Informer:
         failures = 0
         while True:
             self._restart.clear()
-            kinds = [
-                w for w in OWN if any(t.watched == w and not f.unreadable for t, f in self._followed.items())
-            ]
+            kinds = [w for w in OWN if any(t.watched == w and not f.unreadable for t, f in self._followed.items())]
             open_ = [namespace for namespace in self.namespaces if not self._closed(namespace)]
             begun = _now()
             running = asyncio.create_task(
-                self.source(kinds, open_, self.client.configuration, self._deliver)
-                if kinds
-                else asyncio.sleep(3600)
+                self.source(kinds, open_, self.client.configuration, self._deliver) if kinds else asyncio.sleep(3600)
             )
             restart = asyncio.create_task(self._restart.wait())
             try:
@@ -310,9 +304,7 @@ class Informer:
             except TimeoutError:
                 break
         if named:
-            followed.behind = (
-                f"{len(named)} objects are newer than what kopf told, {next(iter(named)).name} for one"
-            )
+            followed.behind = f"{len(named)} objects are newer than what kopf told, {next(iter(named)).name} for one"
             log.warning("%s: %s", followed.reflector.collection.path, followed.behind)
             self._restart.set()
             return

@@ -75,9 +75,7 @@ class Elector:
                 return
             if self.leader != waits_for:
                 waits_for = self.leader
-                log.info(
-                    "standby: waiting for the lease %s, held by %s", self._ref.name, waits_for or "nobody"
-                )
+                log.info("standby: waiting for the lease %s, held by %s", self._ref.name, waits_for or "nobody")
             await asyncio.sleep(self._timing.retry_s * self._random.uniform(1, 1 + JITTER))
 
     async def hold(self) -> None:
@@ -89,9 +87,7 @@ class Elector:
                 # it was changed or removed under us: whose it is now must be known before anything is written
                 await self._try()
         self._valid_until = 0.0
-        holder = (
-            "not renewed in time" if self.leader == self._identity else f"held by {self.leader or 'nobody'}"
-        )
+        holder = "not renewed in time" if self.leader == self._identity else f"held by {self.leader or 'nobody'}"
         raise LostLease(f"the lease {self._ref.name} is {holder}", sent=False)
 
     async def release(self) -> None:

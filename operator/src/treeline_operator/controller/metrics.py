@@ -87,9 +87,7 @@ class Metrics(Collector):
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """What is read at the moment of the scrape."""
         yield GaugeMetricFamily("treeline_operator_queue_depth", "Keys that wait for a worker.", self.depth())
-        yield GaugeMetricFamily(
-            "treeline_operator_queue_oldest_seconds", "Age of the oldest key.", self.oldest()
-        )
+        yield GaugeMetricFamily("treeline_operator_queue_oldest_seconds", "Age of the oldest key.", self.oldest())
         yield GaugeMetricFamily("treeline_operator_objects", "Objects in memory.", self.objects())
         ages = GaugeMetricFamily(
             "treeline_operator_watch_age_seconds",

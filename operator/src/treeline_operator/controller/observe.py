@@ -77,9 +77,7 @@ class Observer:
             unreadable=unreadable,
         )
 
-    def _members(
-        self, namespace: str, gateway: str
-    ) -> tuple[tuple[InferencePool, ...], tuple[Observed, ...]]:
+    def _members(self, namespace: str, gateway: str) -> tuple[tuple[InferencePool, ...], tuple[Observed, ...]]:
         """The pools of a gateway, and those that do not fit our types. Each of its pools asks; kept while none of them
         asks for something else, so that to look at all pools costs by the pools and not by their square."""
         changes = self.store.spec_changes(namespace, gateway)
@@ -152,9 +150,7 @@ class Observer:
 
 def explain(exc: ValidationError) -> str:
     """What is wrong, field by field, in one line."""
-    problems = (
-        f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in exc.errors(include_url=False)
-    )
+    problems = (f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in exc.errors(include_url=False))
     return "; ".join(problems)
 
 

@@ -75,9 +75,7 @@ class HttpAsker:
                 async for chunk in answer.content.iter_any():
                     body += chunk
                     if len(body) > _MAX_ANSWER:
-                        raise ConnectionError(
-                            f"the picker at {address} answered more than {_MAX_ANSWER} bytes"
-                        )
+                        raise ConnectionError(f"the picker at {address} answered more than {_MAX_ANSWER} bytes")
                 return bytes(body)
         except (aiohttp.ClientError, TimeoutError) as exc:
             raise ConnectionError(f"the picker at {address}: {exc or type(exc).__name__}") from exc
@@ -245,7 +243,6 @@ def _of(view: PickerView | None, pool: str) -> object:
     if view is None:
         return None
     listed = [
-        (e.name, e.address, e.ready, e.draining, e.in_flight if e.draining else None)
-        for e in view.pools.get(pool, ())
+        (e.name, e.address, e.ready, e.draining, e.in_flight if e.draining else None) for e in view.pools.get(pool, ())
     ]
     return view.synced, listed if pool in view.pools else None, view.models.get(pool)

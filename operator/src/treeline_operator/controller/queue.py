@@ -213,9 +213,7 @@ class Queue:
         while not self._stopping and self._failed is None:
             self._changed.clear()
             while len(self._tasks) < self._concurrency and (key := self._schedule.pop(_now())):
-                task = asyncio.create_task(
-                    self._one(key), name=f"reconcile {key.kind} {key.namespace}/{key.name}"
-                )
+                task = asyncio.create_task(self._one(key), name=f"reconcile {key.kind} {key.namespace}/{key.name}")
                 self._tasks.add(task)
                 task.add_done_callback(self._ended)
             due = self._schedule.next_due() if len(self._tasks) < self._concurrency else None

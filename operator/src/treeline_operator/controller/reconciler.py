@@ -124,9 +124,7 @@ class Reconciler:
         refused = self._refused.get(key) or self._refused.get(gateway)
         status, again_s = await self._status(key, after, refused)
         due_s = await self._report(pool.ref, pool.metadata.uid, dict(pool.status), dict(status))
-        self.probe.wait(
-            pool.namespace, pool.spec.gateway.name, pool.name, _waits(status, after) and not pool.deleting
-        )
+        self.probe.wait(pool.namespace, pool.spec.gateway.name, pool.name, _waits(status, after) and not pool.deleting)
         return _outcome(plan, done, _sooner(again_s, due_s))
 
     def _planned(self, key: Key, plan: Callable[[], Plan]) -> Plan | None:
@@ -140,9 +138,7 @@ class Reconciler:
             self._refused[key] = Cause(Reason.RECONCILE_FAILED, text)
             return None
 
-    async def _status(
-        self, key: Key, world: PoolWorld, refused: Cause | None
-    ) -> tuple[PoolStatus, float | None]:
+    async def _status(self, key: Key, world: PoolWorld, refused: Cause | None) -> tuple[PoolStatus, float | None]:
         """The status, and when it is to be looked at anew where no watch will tell of the next change."""
         world, again_s = await self._with_gateways(world)
         world = replace(world, events=self._warnings.about(world))
@@ -196,8 +192,7 @@ class Reconciler:
         self.wake(
             Key("pool", pool.namespace, pool.name)
             for pool in world.pools
-            if all_of_them
-            or known.settings.get(pool.metadata.uid) != acknowledged.settings.get(pool.metadata.uid)
+            if all_of_them or known.settings.get(pool.metadata.uid) != acknowledged.settings.get(pool.metadata.uid)
         )
         return _outcome(plan, done) if world.pools or world.children else Outcome("gone")
 
@@ -251,9 +246,7 @@ class Reconciler:
         status = not_understood(obj, problem, self.clock(), kind)
         await self._report(observed.ref, observed.uid, obj.get("status") or {}, status)
 
-    async def _report(
-        self, ref: Ref, uid: str, before: dict[str, Any], status: dict[str, Any]
-    ) -> float | None:
+    async def _report(self, ref: Ref, uid: str, before: dict[str, Any], status: dict[str, Any]) -> float | None:
         """Write a status if it says something new, and Events for what is new in it, or has lasted for long enough now.
 
         When to look again for what has not.

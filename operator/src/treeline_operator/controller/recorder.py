@@ -62,9 +62,7 @@ class Recorder:
     _said: OrderedDict[tuple[str, str, str], float] = field(default_factory=OrderedDict)
     _buckets: OrderedDict[str, _Bucket] = field(default_factory=OrderedDict)
 
-    def emit(
-        self, ref: Ref, uid: str, type_: Literal["Normal", "Warning"], reason: str, message: str
-    ) -> None:
+    def emit(self, ref: Ref, uid: str, type_: Literal["Normal", "Warning"], reason: str, message: str) -> None:
         """Queue an Event about an object."""
         now = asyncio.get_running_loop().time()
         if (last := self._said.get((uid, reason, message))) is not None and now - last < _REPEAT_S:

@@ -81,9 +81,7 @@ class Operator:
             clock=_clock,
             wake=self._wake,
         )
-        self.queue = Queue(
-            reconciler.reconcile, gauges=metrics, concurrency=options.workers, fatal=(LostLease,)
-        )
+        self.queue = Queue(reconciler.reconcile, gauges=metrics, concurrency=options.workers, fatal=(LostLease,))
         self.store.listeners += [self.observer.forget, self._changed]
         metrics.depth, metrics.oldest = self.queue.depth, self.queue.oldest
         metrics.objects = self.store.__len__
@@ -166,9 +164,7 @@ class Operator:
         if usable != platform.apis:
             self.observer.platform = replace(platform, apis=usable)
             if platform.apis:
-                log.info(
-                    "optional APIs: +%s -%s", sorted(usable - platform.apis), sorted(platform.apis - usable)
-                )
+                log.info("optional APIs: +%s -%s", sorted(usable - platform.apis), sorted(platform.apis - usable))
             for key in list(self.observer.all_keys()):
                 self.enqueue(key)
 

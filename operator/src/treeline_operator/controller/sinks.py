@@ -31,9 +31,7 @@ _decode: Callable[[msgspec.Raw], dict[str, Any]] = msgspec.json.decode
 class AuditSink:
     """Drops from the store what a list does not name, and passes on what it names; it puts nothing in."""
 
-    def __init__(
-        self, store: Store, collection: Collection, on_list: Callable[[dict[Ref, Meta]], None]
-    ) -> None:
+    def __init__(self, store: Store, collection: Collection, on_list: Callable[[dict[Ref, Meta]], None]) -> None:
         self._store = store
         self._resource, self._namespace, _ = collection
         self._on_list = on_list

@@ -100,18 +100,12 @@ class Store:
     def gateways(self) -> set[tuple[str, str]]:
         """Namespace and name of every gateway that a pool names or that has children."""
         return {
-            (ref.namespace, membership.gateway)
-            for ref, membership in self._memberships.items()
-            if membership.gateway
+            (ref.namespace, membership.gateway) for ref, membership in self._memberships.items() if membership.gateway
         }
 
     def namespaces_of(self, kind: str) -> set[str]:
         """The namespaces that have an object of one of our own kinds."""
-        return {
-            ns
-            for (version, k, ns), refs in self._by_kind.items()
-            if version == API_VERSION and k == kind and refs
-        }
+        return {ns for (version, k, ns), refs in self._by_kind.items() if version == API_VERSION and k == kind and refs}
 
     def put(self, obj: dict[str, Any], *, notify: bool = True) -> bool:
         """Take in a decoded object; returns whether that was news. Its `managedFields` are dropped.
@@ -171,15 +165,12 @@ class Store:
         An empty `namespace` means all. What is newer than the list stays: we made it after the list was taken.
         Without a `version` nothing was listed: the kind cannot be read any more, and its objects may come back.
         """
-        spaces = (
-            [namespace] if namespace else [ns for v, k, ns in self._by_kind if (v, k) == (api_version, kind)]
-        )
+        spaces = [namespace] if namespace else [ns for v, k, ns in self._by_kind if (v, k) == (api_version, kind)]
         gone = [
             observed
             for ns in spaces
             for ref in self._by_kind.get((api_version, kind, ns), ())
-            if (observed := self._objects[ref]).uid not in uids
-            and not _after(observed.resource_version, version)
+            if (observed := self._objects[ref]).uid not in uids and not _after(observed.resource_version, version)
         ]
         for observed in gone:
             if version:
@@ -218,9 +209,7 @@ class Store:
             if not members:
                 index.pop(key, None)
 
-    def _keys(
-        self, ref: Ref, membership: Membership
-    ) -> Iterator[tuple[dict[Any, dict[Ref, None]], tuple[str, ...]]]:
+    def _keys(self, ref: Ref, membership: Membership) -> Iterator[tuple[dict[Any, dict[Ref, None]], tuple[str, ...]]]:
         yield self._by_kind, (ref.api_version, ref.kind, ref.namespace)
         if ref.kind in (POOL, MODEL) and ref.api_version == API_VERSION:
             if ref.kind == POOL:

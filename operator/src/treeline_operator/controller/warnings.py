@@ -143,11 +143,7 @@ def _lacks_pods(deployment: dict[str, Any]) -> bool:
 
 def _small(event: dict[str, Any], about: dict[str, Any]) -> Observed:
     """The event without what nobody reads: there may be many."""
-    meta = {
-        name: event["metadata"][name] for name in ("name", "namespace", "uid") if name in event["metadata"]
-    }
+    meta = {name: event["metadata"][name] for name in ("name", "namespace", "uid") if name in event["metadata"]}
     kept = {name: event[name] for name in _KEPT if event.get(name)}
     whom = {name: about[name] for name in ("kind", "name", "uid") if name in about}
-    return Observed.of(
-        {"apiVersion": "v1", "kind": "Event", "metadata": meta, "involvedObject": whom, **kept}
-    )
+    return Observed.of({"apiVersion": "v1", "kind": "Event", "metadata": meta, "involvedObject": whom, **kept})

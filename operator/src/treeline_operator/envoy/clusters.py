@@ -51,17 +51,13 @@ def pods_cluster(config: EnvoyConfig) -> cluster_v3.Cluster:
         fallback_policy=_policy("round_robin", RoundRobin()),
     )
     # How soon the stream is opened again after the picker was away; Envoy's own bounds are 0.5 s to 30 s.
-    back_off = core_v3.BackoffStrategy(
-        base_interval=timedelta(milliseconds=100), max_interval=timedelta(seconds=1)
-    )
+    back_off = core_v3.BackoffStrategy(base_interval=timedelta(milliseconds=100), max_interval=timedelta(seconds=1))
     retry = StreamRetryPolicy(retry_back_off=back_off)
     source = core_v3.ApiConfigSource(
         api_type=core_v3.ApiConfigSourceApiType.GRPC,
         transport_api_version=core_v3.ApiVersion.V3,
         grpc_services=[
-            core_v3.GrpcService(
-                envoy_grpc=core_v3.GrpcServiceEnvoyGrpc(cluster_name=EDS_CLUSTER, retry_policy=retry)
-            )
+            core_v3.GrpcService(envoy_grpc=core_v3.GrpcServiceEnvoyGrpc(cluster_name=EDS_CLUSTER, retry_policy=retry))
         ],
         set_node_on_first_message_only=True,
     )
@@ -149,17 +145,11 @@ def _one_host(cluster: str, endpoint: endpoint_v3.Endpoint) -> endpoint_v3.Clust
 
 
 def _policy(name: str, message: betterproto2.Message) -> cluster_v3.LoadBalancingPolicy:
-    typed = core_v3.TypedExtensionConfig(
-        name=f"envoy.load_balancing_policies.{name}", typed_config=Any.pack(message)
-    )
-    return cluster_v3.LoadBalancingPolicy(
-        policies=[cluster_v3.LoadBalancingPolicyPolicy(typed_extension_config=typed)]
-    )
+    typed = core_v3.TypedExtensionConfig(name=f"envoy.load_balancing_policies.{name}", typed_config=Any.pack(message))
+    return cluster_v3.LoadBalancingPolicy(policies=[cluster_v3.LoadBalancingPolicyPolicy(typed_extension_config=typed)])
 
 
-def _http(
-    explicit: HttpProtocolOptionsExplicitHttpConfig, *, idle: timedelta | None = None
-) -> dict[str, Any]:
+def _http(explicit: HttpProtocolOptionsExplicitHttpConfig, *, idle: timedelta | None = None) -> dict[str, Any]:
     common = None if idle is None else core_v3.HttpProtocolOptions(idle_timeout=idle)
     options = UpstreamHttpOptions(explicit_http_config=explicit, common_http_protocol_options=common)
     return {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": Any.pack(options)}

@@ -129,9 +129,7 @@ class EnvoyConfig:
 
     def __post_init__(self) -> None:
         if self.request_body_mode == "FULL_DUPLEX_STREAMED" and self.fail_open:
-            raise ValueError(
-                "fail_open does not work with FULL_DUPLEX_STREAMED bodies: Envoy answers 500 instead"
-            )
+            raise ValueError("fail_open does not work with FULL_DUPLEX_STREAMED bodies: Envoy answers 500 instead")
         if self.body_limit < 1024:
             raise ValueError("body_limit is in bytes and must be at least 1024")
         if self.api_keys and self.api_keys_file:

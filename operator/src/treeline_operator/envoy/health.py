@@ -26,15 +26,11 @@ def health_listener(host: str, port: int) -> Listener:
                 path=ours,
                 headers=[route_v3.HeaderMatcher(name=":method", string_match=StringMatcher(exact="GET"))],
             ),
-            route=route_v3.RouteAction(
-                cluster=ADMIN_CLUSTER, prefix_rewrite=theirs, timeout=timedelta(seconds=10)
-            ),
+            route=route_v3.RouteAction(cluster=ADMIN_CLUSTER, prefix_rewrite=theirs, timeout=timedelta(seconds=10)),
         )
         for ours, theirs in _PAGES.items()
     ]
-    nothing = route_v3.DirectResponseAction(
-        status=404, body=DataSource(inline_string="GET /ready or /metrics\n")
-    )
+    nothing = route_v3.DirectResponseAction(status=404, body=DataSource(inline_string="GET /ready or /metrics\n"))
     routes.append(route_v3.Route(match=route_v3.RouteMatch(prefix="/"), direct_response=nothing))
     manager = hcm_v3.HttpConnectionManager(
         stat_prefix="health",

@@ -69,9 +69,7 @@ def _connection_manager(config: EnvoyConfig) -> hcm_v3.HttpConnectionManager:
         *_api_keys(config),
         *([] if rate is None else [_filter("local_ratelimit", rate)]),
         # The routes of the allow-list switch it on.
-        hcm_v3.HttpFilter(
-            name=paths.EXT_PROC_FILTER, typed_config=Any.pack(_ext_proc(config)), disabled=True
-        ),
+        hcm_v3.HttpFilter(name=paths.EXT_PROC_FILTER, typed_config=Any.pack(_ext_proc(config)), disabled=True),
         _filter("router", Router(suppress_envoy_headers=True)),
     ]
     return hcm_v3.HttpConnectionManager(
@@ -105,9 +103,7 @@ def _edge_headers(config: EnvoyConfig) -> HeaderMutation:
     """
     request = [
         HeaderChange(
-            remove_on_match=HeaderMutationRemoveOnMatch(
-                key_matcher=StringMatcher(prefix=prefix, ignore_case=True)
-            )
+            remove_on_match=HeaderMutationRemoveOnMatch(key_matcher=StringMatcher(prefix=prefix, ignore_case=True))
         )
         # The last family are orders to Envoy's router (retries, timeouts), which are ours to give.
         for prefix in (headers.DESTINATION, "x-treeline-", "x-envoy-")
@@ -133,9 +129,7 @@ def _set(name: str, value: str) -> HeaderChange:
 def _api_keys(config: EnvoyConfig) -> list[hcm_v3.HttpFilter]:
     """The filter that knows the keys; none where everybody is served."""
     if config.api_keys_file is not None:
-        source = core_v3.ExtensionConfigSource(
-            config_source=from_file(config.api_keys_file), type_urls=[keys.TYPE_URL]
-        )
+        source = core_v3.ExtensionConfigSource(config_source=from_file(config.api_keys_file), type_urls=[keys.TYPE_URL])
         return [hcm_v3.HttpFilter(name=keys.FILTER, config_discovery=source)]
     if not config.api_keys:
         return []
@@ -154,9 +148,7 @@ def _ext_proc(config: EnvoyConfig) -> ext_proc_v3.ExternalProcessor:
         return send if mode == "FULL_DUPLEX_STREAMED" else skip  # Envoy refuses full duplex without trailers
 
     return ext_proc_v3.ExternalProcessor(
-        grpc_service=core_v3.GrpcService(
-            envoy_grpc=core_v3.GrpcServiceEnvoyGrpc(cluster_name=EXT_PROC_CLUSTER)
-        ),
+        grpc_service=core_v3.GrpcService(envoy_grpc=core_v3.GrpcServiceEnvoyGrpc(cluster_name=EXT_PROC_CLUSTER)),
         failure_mode_allow=config.fail_open,
         processing_mode=ext_proc_v3.ProcessingMode(
             request_header_mode=send,
@@ -184,8 +176,7 @@ def _routes(config: EnvoyConfig) -> route_v3.RouteConfiguration:
     retry = route_v3.RetryPolicy(
         retry_on="connect-failure,refused-stream,reset-before-request,retriable-headers",
         retriable_headers=[
-            route_v3.HeaderMatcher(name=name, present_match=True)
-            for name in (headers.OVERLOADED, headers.ELSEWHERE)
+            route_v3.HeaderMatcher(name=name, present_match=True) for name in (headers.OVERLOADED, headers.ELSEWHERE)
         ],
         num_retries=2,
         retry_host_predicate=[
@@ -215,18 +206,14 @@ def _local_replies() -> hcm_v3.LocalReplyConfig:
     """Errors made by Envoy itself, in the shape that OpenAI clients parse. Those of the picker pass unchanged."""
 
     def flags(*names: str) -> accesslog_v3.AccessLogFilter:
-        return accesslog_v3.AccessLogFilter(
-            response_flag_filter=accesslog_v3.ResponseFlagFilter(flags=list(names))
-        )
+        return accesslog_v3.AccessLogFilter(response_flag_filter=accesslog_v3.ResponseFlagFilter(flags=list(names)))
 
     return hcm_v3.LocalReplyConfig(
         mappers=[
             paths.not_found(),
             *overload.mappers(),
             reply(status(401), "Missing or unknown API key.", "authentication_error", "invalid_api_key"),
-            reply(
-                status(413), "The request body is too large.", "invalid_request_error", "request_too_large"
-            ),
+            reply(status(413), "The request body is too large.", "invalid_request_error", "request_too_large"),
             reply(flags("UH"), "No endpoint is ready.", "service_unavailable", "no_endpoints"),
             reply(
                 flags("UF", "UC", "UR", "URX", "UO", "UT", "UPE"),

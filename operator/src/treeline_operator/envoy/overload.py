@@ -61,9 +61,7 @@ def overload_manager(config: EnvoyConfig) -> overload_v3.OverloadManager:
                 DownstreamConnectionsConfig(max_active_downstream_connections=config.limits.connections),
             ),
         ],
-        buffer_factory_config=overload_v3.BufferFactoryConfig(
-            minimum_account_to_track_power_of_two=_TRACKED_STREAM
-        ),
+        buffer_factory_config=overload_v3.BufferFactoryConfig(minimum_account_to_track_power_of_two=_TRACKED_STREAM),
         actions=[
             _action("reset_high_memory_stream", _between(0.85, 0.95)),
             _action("reduce_timeouts", _between(0.85, 0.95), reduced),
@@ -72,9 +70,7 @@ def overload_manager(config: EnvoyConfig) -> overload_v3.OverloadManager:
             _action("stop_accepting_requests", _at(0.95)),
         ],
         loadshed_points=[
-            overload_v3.LoadShedPoint(
-                name="envoy.load_shed_points.http1_server_abort_dispatch", triggers=[_at(0.95)]
-            )
+            overload_v3.LoadShedPoint(name="envoy.load_shed_points.http1_server_abort_dispatch", triggers=[_at(0.95)])
         ],
     )
 
@@ -151,9 +147,7 @@ def mappers() -> list[ResponseMapper]:
             as_status=503,
         ),
         replies.reply(
-            replies.expression(
-                'response.code_details in ["request_overall_timeout", "request_header_timeout"]'
-            ),
+            replies.expression('response.code_details in ["request_overall_timeout", "request_header_timeout"]'),
             "The request did not arrive in time.",
             "invalid_request_error",
             "request_timeout",
@@ -174,9 +168,7 @@ def _action(
     name: str, trigger: overload_v3.Trigger, message: betterproto2.Message | None = None
 ) -> overload_v3.OverloadAction:
     typed = None if message is None else Any.pack(message)
-    return overload_v3.OverloadAction(
-        name=f"envoy.overload_actions.{name}", triggers=[trigger], typed_config=typed
-    )
+    return overload_v3.OverloadAction(name=f"envoy.overload_actions.{name}", triggers=[trigger], typed_config=typed)
 
 
 def _at(share: float) -> overload_v3.Trigger:

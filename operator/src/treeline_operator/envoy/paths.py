@@ -49,7 +49,5 @@ def _match(rule: PathRule) -> route_v3.RouteMatch:
         name=":method", string_match=StringMatcher(safe_regex=RegexMatcher(regex="|".join(rule.methods)))
     )
     if rule.below:
-        return route_v3.RouteMatch(
-            safe_regex=RegexMatcher(regex=re.escape(rule.path) + BELOW), headers=[methods]
-        )
+        return route_v3.RouteMatch(safe_regex=RegexMatcher(regex=re.escape(rule.path) + BELOW), headers=[methods])
     return route_v3.RouteMatch(path=rule.path, headers=[methods])

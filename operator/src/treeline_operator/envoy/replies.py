@@ -32,9 +32,7 @@ def status(code: int) -> accesslog_v3.AccessLogFilter:
     """Replies with this status, whoever made them."""
     value = core_v3.RuntimeUInt32(default_value=code, runtime_key=f"treeline.reply.{code}")
     return accesslog_v3.AccessLogFilter(
-        status_code_filter=accesslog_v3.StatusCodeFilter(
-            comparison=accesslog_v3.ComparisonFilter(value=value)
-        )
+        status_code_filter=accesslog_v3.StatusCodeFilter(comparison=accesslog_v3.ComparisonFilter(value=value))
     )
 
 
@@ -42,9 +40,7 @@ def expression(cel: str) -> accesslog_v3.AccessLogFilter:
     """Replies for which an expression in CEL holds. `response.code_details` says which part of Envoy made it; those
     of the picker begin with `treeline_`."""
     typed = Any.pack(ExpressionFilter(expression=cel))
-    extension = accesslog_v3.ExtensionFilter(
-        name="envoy.access_loggers.extension_filters.cel", typed_config=typed
-    )
+    extension = accesslog_v3.ExtensionFilter(name="envoy.access_loggers.extension_filters.cel", typed_config=typed)
     return accesslog_v3.AccessLogFilter(extension_filter=extension)
 
 

@@ -41,8 +41,7 @@ def to_picker(tls: PickerTls | None) -> core_v3.TransportSocket | None:
     if tls is None:
         return None
     certificate, authority = (
-        _found(name, str(PurePosixPath(tls.discovery_dir) / f"{name}.json"))
-        for name in (_CERTIFICATE, _AUTHORITY)
+        _found(name, str(PurePosixPath(tls.discovery_dir) / f"{name}.json")) for name in (_CERTIFICATE, _AUTHORITY)
     )
     context = tls_v3.CommonTlsContext(
         tls_certificate_sds_secret_configs=[certificate],
@@ -54,9 +53,7 @@ def to_picker(tls: PickerTls | None) -> core_v3.TransportSocket | None:
 
 def tls_json(tls: Tls) -> str:
     """The text of `tls.discovery_file`: it names the certificate's files."""
-    certificate = _certificate(
-        tls.certificate_file, tls.key_file, _watched(PurePosixPath(tls.certificate_file).parent)
-    )
+    certificate = _certificate(tls.certificate_file, tls.key_file, _watched(PurePosixPath(tls.certificate_file).parent))
     return _response(tls_v3.Secret(name=CERTIFICATE, tls_certificate=certificate))
 
 
@@ -97,9 +94,7 @@ def _watched(folder: PurePosixPath) -> core_v3.WatchedDirectory:
     return core_v3.WatchedDirectory(path=str(folder))
 
 
-def _certificate(
-    chain: str, key: str, watched: core_v3.WatchedDirectory | None = None
-) -> tls_v3.TlsCertificate:
+def _certificate(chain: str, key: str, watched: core_v3.WatchedDirectory | None = None) -> tls_v3.TlsCertificate:
     return tls_v3.TlsCertificate(
         certificate_chain=core_v3.DataSource(filename=chain),
         private_key=core_v3.DataSource(filename=key),

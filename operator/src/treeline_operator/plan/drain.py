@@ -168,9 +168,7 @@ def deadline(pod: Pod, timeout: timedelta, now: datetime) -> datetime | None:
 
 def _may_release(pod: Pod, policy: DrainPolicy) -> _ReleaseDecision:
     if _is_undecided(pod, policy):
-        return _ReleaseDecision(
-            False, "the picker is asked first who has the least to do", again_s=_LOOK_AGAIN_S
-        )
+        return _ReleaseDecision(False, "the picker is asked first who has the least to do", again_s=_LOOK_AGAIN_S)
     if not policy.waits:
         return _ReleaseDecision(True, "its pool does not wait for requests")
     if not pod_state.may_have_requests(pod):
@@ -184,9 +182,7 @@ def _may_release(pod: Pod, policy: DrainPolicy) -> _ReleaseDecision:
     if left_s <= 0:
         return _ReleaseDecision(True, f"drained for {policy.timeout.seconds} s", cut_off=bool(in_flight))
     if in_flight:
-        return _ReleaseDecision(
-            False, f"{requests(in_flight)}, until {stamp(ends)} at the latest", again_s=left_s
-        )
+        return _ReleaseDecision(False, f"{requests(in_flight)}, until {stamp(ends)} at the latest", again_s=left_s)
     endpoint = policy.endpoint(pod)
     if in_flight == 0 and endpoint is not None and endpoint.draining:
         settled = since + timedelta(seconds=SETTLE_S)

@@ -69,9 +69,7 @@ def inputs(context: GatewayContext) -> str:
     }
     if context.shared.has_clients and not context.shared.kept_apart:
         made_from["isolation"] = "Shared"
-    if (
-        len(_engines(context)) > 1
-    ):  # left out where all pools have the same, as they had before it was counted
+    if len(_engines(context)) > 1:  # left out where all pools have the same, as they had before it was counted
         made_from["engines"] = _engines(context)
     return names.digest(canonical(made_from))
 

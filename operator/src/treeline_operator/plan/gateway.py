@@ -70,8 +70,7 @@ def _route_url(pools: Sequence[InferencePool]) -> str | None:
         for host in gateway.hostnames:
             if not host.startswith("*"):
                 secure = any(
-                    parent.port == 443 or "https" in (parent.section_name or "")
-                    for parent in gateway.parent_refs
+                    parent.port == 443 or "https" in (parent.section_name or "") for parent in gateway.parent_refs
                 )
                 return f"{'https' if secure else 'http'}://{host}"
     return None
@@ -103,9 +102,7 @@ def plan_gateway(world: GatewayWorld) -> Plan:
     if observed is None:
         return Plan((first,) if first else ())
     if _is_going(observed):
-        return Plan(
-            recheck_s=_GOING_S, notes=("the anchor is being deleted; it is made anew when it is gone",)
-        )
+        return Plan(recheck_s=_GOING_S, notes=("the anchor is being deleted; it is made anew when it is gone",))
     if left := [child.ref.name for child in world.children if _is_left_over(child, observed)]:
         text = f"{', '.join(sorted(set(left)))} are of a former gateway of this name, and made anew when they are gone"
         return Plan((first,) if first else (), recheck_s=_GOING_S, notes=(text,))
@@ -207,9 +204,7 @@ class _Planning:
             self.actions.append(CreateKeys(keys(self._context), "keys for the runtimes' KV sockets"))
             return
         selector = self._context.pods("epp").items()
-        pickers = (
-            pod for pod in self._world.pods if selector <= pod.object["metadata"].get("labels", {}).items()
-        )
+        pickers = (pod for pod in self._world.pods if selector <= pod.object["metadata"].get("labels", {}).items())
         waited = longest_wait(pickers, self._world.now)
         if waited is None:
             return
@@ -266,9 +261,7 @@ class _Planning:
         for child in self._world.children:
             if child.ref.kind == "ConfigMap":
                 revision = label(child.object, names.REVISION)
-                if revision and (
-                    not rolled_out or revision in used or child.ref.name == _mounted(deployment)
-                ):
+                if revision and (not rolled_out or revision in used or child.ref.name == _mounted(deployment)):
                     self._wanted.append(child.ref)
 
 

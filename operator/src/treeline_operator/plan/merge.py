@@ -37,11 +37,7 @@ def merged(ours: Any, theirs: Any, name: str = "") -> Any:
         result = {k: v for k, v in kept.items() if k not in theirs}
         changed = {k: merged(kept.get(k), v, k) for k, v in theirs.items() if v is not None}
         # Our fields keep their place, so that a rendered template reads the same with and without the fragment.
-        return {
-            k: result[k] if k in result else changed[k]
-            for k in [*kept, *changed]
-            if k in result or k in changed
-        }
+        return {k: result[k] if k in result else changed[k] for k in [*kept, *changed] if k in result or k in changed}
     if isinstance(ours, list) and isinstance(theirs, list):
         return _merged_list(ours, theirs, name)
     for kind, word in ((dict, "map"), (list, "list")):

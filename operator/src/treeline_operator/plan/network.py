@@ -26,9 +26,7 @@ _DNS: Final = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol
 _EVENT_PORTS: Final = (ports.EVENTS, ports.REPLAY, ports.LOAD)
 
 
-def pods_policy(
-    pool: InferencePool, parents: Sequence[ParentRef], platform: Platform, meta: Object
-) -> Object:
+def pods_policy(pool: InferencePool, parents: Sequence[ParentRef], platform: Platform, meta: Object) -> Object:
     """What holds for as long as the pool is there. `parents` are the Gateways that send requests to it.
 
     Administration is let in from nowhere: it listens on the pod's loopback.
@@ -61,9 +59,7 @@ def scraped_port(pool: InferencePool, platform: Platform) -> tuple[str, int] | N
 
 def download_policy(pool: InferencePool, meta: Object) -> Object:
     """The way out to the model's source; it exists only while some pod has yet to download."""
-    return _policy(
-        meta, {"matchLabels": selector(pool.name)}, types=["Egress"], egress=[{"ports": [port(443)]}]
-    )
+    return _policy(meta, {"matchLabels": selector(pool.name)}, types=["Egress"], egress=[{"ports": [port(443)]}])
 
 
 def gateway_policies(context: GatewayContext) -> list[Object]:
@@ -121,9 +117,7 @@ def _picker(context: GatewayContext) -> Object:
     return _policy(context.meta(names.epp(context.gateway)), match, ingress=ingress, egress=egress)
 
 
-def _policy(
-    meta: Object, match: Object, *, types: Sequence[str] = ("Ingress", "Egress"), **rules: Any
-) -> Object:
+def _policy(meta: Object, match: Object, *, types: Sequence[str] = ("Ingress", "Egress"), **rules: Any) -> Object:
     spec = {"podSelector": match, "policyTypes": list(types), **rules}
     return manifest("networking.k8s.io/v1", "NetworkPolicy", meta, spec=spec)
 

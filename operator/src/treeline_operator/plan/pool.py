@@ -69,11 +69,7 @@ class _Planner:
             )
         if problem:
             self.notes.append(f"{problem}; the pods stay as they are")
-        step = (
-            self._step(there, target)
-            if not problem
-            else RolloutStep({one.name: one.replicas for one in there})
-        )
+        step = self._step(there, target) if not problem else RolloutStep({one.name: one.replicas for one in there})
         first = [*self._keys(), *self._network(self._wants_download(there, target, step)), *self._claims()]
         pods = [*self._services(), *self._revisions(there, target, step)]
         rest = [*self._routes(), *self._scaling()]
@@ -145,9 +141,7 @@ class _Planner:
         chosen = target.existing.measured(listed, self.world.now, olds)
         if chosen.ready < seen.ready:
             self._look_again(_PICKER_RECHECK_S)
-            self.notes.append(
-                f"the picker knows {chosen.ready} of {seen.ready} ready pods of revision {target.name}"
-            )
+            self.notes.append(f"the picker knows {chosen.ready} of {seen.ready} ready pods of revision {target.name}")
         return chosen
 
     def _revisions(
@@ -160,11 +154,7 @@ class _Planner:
             self.wanted.append(one.observed.ref)
             if one.name == target.name:
                 continue
-            why = (
-                f"revision {target.name} replaces it"
-                if self.pool.spec.replicas
-                else "the pool is scaled to 0"
-            )
+            why = f"revision {target.name} replaces it" if self.pool.spec.replicas else "the pool is scaled to 0"
             out = self._out(one, step.replicas.get(one.name, 0), draining, why)
             others += out.replicas
             scale = Scale(one.observed.ref, one.observed.uid, out.replicas, why)
@@ -210,9 +200,7 @@ class _Planner:
         if repair is not None:
             yield repair
         elif there.replicas != replicas:
-            yield Scale(
-                there.observed.ref, there.observed.uid, replicas, self._why_scaled(there.replicas, replicas)
-            )
+            yield Scale(there.observed.ref, there.observed.uid, replicas, self._why_scaled(there.replicas, replicas))
 
     def _is_rendered_here(self, target: TargetRevision) -> bool:
         if target.template_version == self.world.platform.template_version:
@@ -246,15 +234,11 @@ class _Planner:
 
     def _why_scaled(self, before: int, after: int) -> str:
         wanted = self.pool.spec.replicas
-        return (
-            f"{wanted} replicas wanted" if after == wanted else f"{before} → {after} of {wanted} in a rollout"
-        )
+        return f"{wanted} replicas wanted" if after == wanted else f"{before} → {after} of {wanted} in a rollout"
 
     # ---- the other children ---------------------------------------------------------------------------------
 
-    def _wants_download(
-        self, there: tuple[ExistingRevision, ...], target: TargetRevision, step: RolloutStep
-    ) -> bool:
+    def _wants_download(self, there: tuple[ExistingRevision, ...], target: TargetRevision, step: RolloutStep) -> bool:
         """Whether some pod, there already or about to be made, has yet to download."""
         pods = {one.name: one.pods for one in there}
         fetching = {one.name: one.downloads for one in there}

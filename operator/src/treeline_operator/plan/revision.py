@@ -163,9 +163,7 @@ class TargetRevision:
     existing: ExistingRevision | None
 
 
-def target_revision(
-    pool: InferencePool, there: Iterable[ExistingRevision], platform: Platform
-) -> TargetRevision:
+def target_revision(pool: InferencePool, there: Iterable[ExistingRevision], platform: Platform) -> TargetRevision:
     """A revision of the same inputs is kept whatever version made it, unless a newer one is asked for."""
     wanted = inputs(pool)
     asked = min(pool.spec.rollout.template_version or 0, platform.template_version)

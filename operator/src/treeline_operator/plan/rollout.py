@@ -143,9 +143,7 @@ def _stuck(target: Revision, absent: int, again_s: float | None) -> str:
     return reason
 
 
-def _failing(
-    desired: int, limit: int, settled: int, target: Revision, olds: Sequence[Revision]
-) -> RolloutStep:
+def _failing(desired: int, limit: int, settled: int, target: Revision, olds: Sequence[Revision]) -> RolloutStep:
     there = sum(old.replicas for old in olds)
     hold = desired - settled
     room = max(0, limit - there - target.replicas)
@@ -154,9 +152,7 @@ def _failing(
     replicas = _all(_allot(min(keep, there), olds), target, olds)
     replicas[grows.name] += max(0, keep - there)
     replicas[target.name] = min(desired, target.replicas)
-    return RolloutStep(
-        replicas, f"{target.failing} pod(s) of revision {target.name} fail; the old ones serve on"
-    )
+    return RolloutStep(replicas, f"{target.failing} pod(s) of revision {target.name} fail; the old ones serve on")
 
 
 def _paused(desired: int, policy: RolloutPolicy, target: Revision, olds: Sequence[Revision]) -> RolloutStep:

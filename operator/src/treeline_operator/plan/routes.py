@@ -69,9 +69,7 @@ def http_route(
 
     Of several pools behind one gateway the oldest takes every request, the others (`by_model`) those for their model.
     """
-    matches = list(
-        _matches(INFERENCE[pool.spec.engine.type], pool.spec.model.served_name if by_model else None)
-    )
+    matches = list(_matches(INFERENCE[pool.spec.engine.type], pool.spec.model.served_name if by_model else None))
     backend = {
         "group": "inference.networking.k8s.io",
         "kind": "InferencePool",

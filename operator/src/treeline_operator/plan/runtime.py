@@ -50,9 +50,7 @@ def needs_keys(pool: InferencePool) -> bool:
     return launch(pool, files(pool), Images()).keys
 
 
-def deployment(
-    pool: InferencePool, target: TargetRevision, replicas: int, meta: Object, images: Images
-) -> Object:
+def deployment(pool: InferencePool, target: TargetRevision, replicas: int, meta: Object, images: Images) -> Object:
     """The Deployment of a revision. Its template is made once and not edited any more."""
     annotations = {names.INPUTS: target.inputs, names.TEMPLATE_VERSION: str(target.template_version)}
     own = {"labels": {**meta["labels"], names.REVISION: target.name}, "annotations": annotations}
@@ -77,9 +75,7 @@ def pod_template(pool: InferencePool, revision: str, images: Images) -> Object:
     fragment = pool.spec.template or {}
     unknown = sorted(fragment.keys() - ours.keys())
     if unknown:
-        raise TemplateInvalid(
-            f"template: {unknown[0]} is not part of a pod template; it has metadata and spec"
-        )
+        raise TemplateInvalid(f"template: {unknown[0]} is not part of a pod template; it has metadata and spec")
     made = merged(ours, fragment)
     if made.keys() != ours.keys() or "containers" not in made["spec"]:
         raise TemplateInvalid("template: metadata, spec and its containers cannot be taken away")
@@ -112,9 +108,7 @@ def images_of(there: ExistingRevision, otherwise: Images) -> Images:
 def names_model(deployment: Mapping[str, Any], name: str) -> bool:
     """Whether the pods of a revision were told to serve the model under this name."""
     main = _container(deployment["spec"]["template"]["spec"].get("containers", ()), CONTAINER)
-    reported = [
-        arg.rpartition("=")[2] for arg in main.get("args", ()) if arg.startswith("--served-model-name=")
-    ]
+    reported = [arg.rpartition("=")[2] for arg in main.get("args", ()) if arg.startswith("--served-model-name=")]
     args = list(main.get("args", ()))
     reported += [after for flag, after in pairwise(args) if flag == "--served-model-name"]
     reported += [env.get("value") for env in main.get("env", ()) if env["name"] == "TREELINE_MODEL_NAME"]

@@ -12,9 +12,7 @@ from treeline_operator.world import Platform
 KEDA: Final = "keda.sh/v1alpha1/ScaledObject"
 
 
-def autoscaler(
-    pool: InferencePool, platform: Platform, meta: dict[str, Any]
-) -> tuple[dict[str, Any] | None, str]:
+def autoscaler(pool: InferencePool, platform: Platform, meta: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
     """The object, or None with the reason if there is one. It scales the pool itself, never a Deployment."""
     scaling = pool.spec.autoscaling
     whom = {"apiVersion": API_VERSION, "kind": KIND, "name": pool.name}

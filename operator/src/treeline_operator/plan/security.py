@@ -8,15 +8,9 @@ from typing import Any, Final
 CONFINED_SELINUX: Final = ("container_t", "container_init_t", "container_kvm_t", "container_engine_t")
 SAFE_SYSCTLS: Final = (
     "kernel.shm_rmid_forced",
-    *(
-        f"net.ipv4.ip_{name}"
-        for name in ("local_port_range", "local_reserved_ports", "unprivileged_port_start")
-    ),
+    *(f"net.ipv4.ip_{name}" for name in ("local_port_range", "local_reserved_ports", "unprivileged_port_start")),
     "net.ipv4.ping_group_range",
-    *(
-        f"net.ipv4.tcp_{name}"
-        for name in ("fin_timeout", "keepalive_intvl", "keepalive_probes", "keepalive_time")
-    ),
+    *(f"net.ipv4.tcp_{name}" for name in ("fin_timeout", "keepalive_intvl", "keepalive_probes", "keepalive_time")),
     *(f"net.ipv4.tcp_{name}" for name in ("rmem", "syncookies", "wmem")),
 )
 """What Pod Security level baseline lets pods choose."""
@@ -101,11 +95,7 @@ def _of_confinement(pod: dict[str, Any], own: dict[str, Any], gpu: bool) -> Iter
         yield f"seccomp profile is {seccomp or 'unset'}"
     for one in (own, pod):
         selinux = one.get("seLinuxOptions") or {}
-        if (
-            selinux.get("type", "") not in ("", *CONFINED_SELINUX)
-            or selinux.get("user")
-            or selinux.get("role")
-        ):
+        if selinux.get("type", "") not in ("", *CONFINED_SELINUX) or selinux.get("user") or selinux.get("role"):
             yield "SELinux options take it out of its confinement"
         if (one.get("windowsOptions") or {}).get("hostProcess"):
             yield "is a host process"

@@ -102,9 +102,7 @@ def of_pod(pod: Json, events: _Events, progress: Progress) -> Cause | None:
             troubles.extend(_of_container(container, init, own, progress.get(meta["name"])))
         if not _has_begun(pod):
             troubles.extend(_of_volumes(own))
-    best = min(
-        troubles, key=lambda trouble: _RANK.index(trouble[0]), default=(Reason.PODS_STARTING, "starts")
-    )
+    best = min(troubles, key=lambda trouble: _RANK.index(trouble[0]), default=(Reason.PODS_STARTING, "starts"))
     return Cause(best[0], best[1], (meta["name"],))
 
 
@@ -173,9 +171,7 @@ def _of_scheduling(pod: Json) -> Iterator[tuple[Reason, str]]:
     status = pod.get("status") or {}
     if status.get("phase") == "Failed":
         why, text = status.get("reason", "Failed"), _line(status.get("message", ""))
-        lacking = (
-            why == "Evicted" or why.startswith("OutOf") or why in ("NodeAffinity", "UnexpectedAdmissionError")
-        )
+        lacking = why == "Evicted" or why.startswith("OutOf") or why in ("NodeAffinity", "UnexpectedAdmissionError")
         yield (Reason.INSUFFICIENT_CAPACITY if lacking else Reason.PODS_STARTING), f"{why}: {text}"
     placed = condition_of(pod, "PodScheduled")
     if placed.get("status", "True") == "True":
@@ -249,9 +245,7 @@ def _after(name: str, container: Json, ended: Json, events: Sequence[tuple[str, 
             Reason.OUT_OF_MEMORY,
             f"container {name} was killed: it used more memory than its limit ({times})",
         )
-    probe = next(
-        (text for why, text in events if why == "Unhealthy" and not text.startswith("Readiness")), None
-    )
+    probe = next((text for why, text in events if why == "Unhealthy" and not text.startswith("Readiness")), None)
     if code in _KILLED and probe is not None:
         return Reason.PROBE_FAILING, f"container {name} was restarted ({times}): {_line(probe)}"
     words = f"; its last words: {line}" if line else "; it said nothing"
@@ -286,9 +280,7 @@ def _pull_failure(container: Json, waiting: Json, events: Sequence[tuple[str, st
     if not text:
         failed = f'Failed to pull image "{container["image"]}": '
         text = next((said.removeprefix(failed) for why, said in events if said.startswith(failed)), "")
-    return (
-        f"image {container['image']} of container {container['name']}: {_line(text) or 'it cannot be pulled'}"
-    )
+    return f"image {container['image']} of container {container['name']}: {_line(text) or 'it cannot be pulled'}"
 
 
 def _of_volumes(events: Sequence[tuple[str, str]]) -> Iterator[tuple[Reason, str]]:

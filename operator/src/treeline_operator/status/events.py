@@ -48,15 +48,11 @@ def transitions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[EventNot
         reason = Reason(condition["reason"])
         if _matters(condition, was, reason):
             warning = reason.info.good is False
-            notes.setdefault(
-                reason, EventNote("Warning" if warning else "Normal", reason, condition["message"])
-            )
+            notes.setdefault(reason, EventNote("Warning" if warning else "Normal", reason, condition["message"]))
     already = {
         condition["reason"]
         for kind, condition in before.items()
-        if any(
-            one["type"] == kind and one["reason"] == condition["reason"] for one in new.get("conditions", ())
-        )
+        if any(one["type"] == kind and one["reason"] == condition["reason"] for one in new.get("conditions", ()))
     }
     return [note for reason, note in notes.items() if reason not in already]
 

@@ -29,9 +29,7 @@ an answer was lost."""
 GATEWAY_GROUP: Final = "gateway.networking.k8s.io"
 _PROGRAMMED: Final = "Programmed"
 _ABSENT_METRICS: Final = ("could not find the requested resource", "metrics API", "metrics.k8s.io")
-_UNSUPPORTED: Final = frozenset(
-    ("NotSupportedByParent", "NotSupportedByGateway", "UnsupportedValue", "InvalidKind")
-)
+_UNSUPPORTED: Final = frozenset(("NotSupportedByParent", "NotSupportedByGateway", "UnsupportedValue", "InvalidKind"))
 
 
 def picker(world: PoolWorld, ready: Collection[str]) -> Judgement:
@@ -72,9 +70,7 @@ def gateway(world: PoolWorld, shared: Shared) -> Judgement:
         return trouble
     conflicts = shared.conflicts.get(world.pool.name, ())
     if conflicts:
-        text = (
-            f"the gateway serves, but with the settings of pool {shared.owner.name}: {'; '.join(conflicts)}"
-        )
+        text = f"the gateway serves, but with the settings of pool {shared.owner.name}: {'; '.join(conflicts)}"
         return "True", Reason.GATEWAY_CONFLICT, text
     if (caution := _caution(shared)) is not None:
         return "True", *caution
@@ -256,17 +252,13 @@ def _unprogrammed(world: PoolWorld, shared: Shared) -> Judgement | None:
     """
     known = {(one.ref.namespace, one.ref.name): one.object for one in world.parents}
     for ref in parents(world, shared):
-        found = (
-            known.get((ref.namespace or world.pool.namespace, ref.name)) if ref.kind == "Gateway" else None
-        )
+        found = known.get((ref.namespace or world.pool.namespace, ref.name)) if ref.kind == "Gateway" else None
         if found is None:
             continue
         for whose, condition in _programmed(found, ref):
             if condition.get("status") == "True":
                 continue
-            reported = (
-                f"{condition.get('reason')}: {condition.get('message', '')}" if condition else "not told yet"
-            )
+            reported = f"{condition.get('reason')}: {condition.get('message', '')}" if condition else "not told yet"
             text = f"{_parent_name(ref)}: {whose} is not {_PROGRAMMED}: {reported}"
             return "False", Reason.GATEWAY_NOT_PROGRAMMED, text
     return None
@@ -298,18 +290,12 @@ def _judgements(world: PoolWorld, shared: Shared) -> Iterator[tuple[str, Mapping
     for obj in _objects(child for child in world.children if child.ref.kind == "HTTPRoute"):
         reported = (obj.get("status") or {}).get("parents") or ()
         for ref in parents(world, shared):
-            own = [
-                entry
-                for entry in reported
-                if _is_about(entry.get("parentRef") or {}, ref, world.pool.namespace)
-            ]
+            own = [entry for entry in reported if _is_about(entry.get("parentRef") or {}, ref, world.pool.namespace)]
             yield _parent_name(ref), _worst(obj, own)
     for obj in _objects(child for child in world.children if _is_upstream(child)):
         for entry in (obj.get("status") or {}).get("parents") or ():
             who = entry.get("parentRef") or {}
-            if (
-                who.get("kind", "Gateway") != "Status"
-            ):  # a placeholder that older versions of the CRD put there
+            if who.get("kind", "Gateway") != "Status":  # a placeholder that older versions of the CRD put there
                 yield f"{who.get('kind', 'Gateway')} {who.get('name')}, of the pool", _worst(obj, [entry])
 
 

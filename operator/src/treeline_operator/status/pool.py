@@ -38,9 +38,7 @@ _ABOUT_THE_MODEL: Final = frozenset(
 )
 
 
-def pool_status(
-    world: PoolWorld, progress: Progress | None = None, refused: Cause | None = None
-) -> PoolStatus:
+def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cause | None = None) -> PoolStatus:
     """The status that a pool should have. The one that it has is looked at for transition times only.
 
     `progress` are the downloads under way, by pod. `refused` is what the API server said to our last writes for the
@@ -135,9 +133,7 @@ class _PoolView:
     @cached_property
     def live(self) -> list[dict[str, Any]]:
         """All pods that are not on their way out."""
-        decoded = sorted(
-            (pod.object for pod in self.world.pods), key=lambda pod: str(pod["metadata"]["name"])
-        )
+        decoded = sorted((pod.object for pod in self.world.pods), key=lambda pod: str(pod["metadata"]["name"]))
         return [pod for pod in decoded if not pod_state.is_leaving(pod)]
 
     @cached_property
@@ -201,9 +197,7 @@ class _PoolView:
     def causes(self) -> list[Cause]:
         """Why the current revision's pods are not all ready."""
         deployments = [self.target.existing.object] if self.target.existing is not None else []
-        return diagnose(
-            self.current, deployments, (event.object for event in self.world.events), self.progress
-        )
+        return diagnose(self.current, deployments, (event.object for event in self.world.events), self.progress)
 
 
 def _findings(view: _PoolView) -> list[Finding]:
@@ -250,9 +244,7 @@ def _ready(view: _PoolView, needed: list[Finding]) -> Judgement:
     url = gateway_status.url(view.world, view.shared)
     where = f" at {url}" if url else ""
     notes = [finding.detail for finding in needed if not finding.reason.info.good]
-    text = "; ".join(
-        [f"{pool.spec.model.served_name} is served by {_pods(len(view.serving))}{where}", *notes]
-    )
+    text = "; ".join([f"{pool.spec.model.served_name} is served by {_pods(len(view.serving))}{where}", *notes])
     return "True", failing[0].reason if broken else Reason.SERVING, text
 
 

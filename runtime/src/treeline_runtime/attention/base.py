@@ -62,9 +62,7 @@ class AttentionBackend(ABC):
         """
 
     @abstractmethod
-    def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any
-    ) -> torch.Tensor:
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
         """Store k and v, then attend.
 
         q (tokens, heads, head_dim); k, v (tokens, kv_heads, head_dim) → (tokens, heads x head_dim).

@@ -106,9 +106,7 @@ class TorchSDPA(AttentionBackend):
             plans.append(_DecodeGroup(rows, pages, mask, hidden))
         return plans
 
-    def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: _Plan
-    ) -> torch.Tensor:
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: _Plan) -> torch.Tensor:
         self.pool.store(layer, plan.slots, k, v)
         if len(plan.decodes) == 1 and plan.decodes[0].rows is None:
             return self._decode(layer, q, plan.decodes[0])

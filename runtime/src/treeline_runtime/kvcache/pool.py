@@ -30,9 +30,7 @@ class PagePool:
         """n free pages. The caller checked `num_free`."""
         assert 0 <= n <= self.num_free, f"{n} pages asked for, {self.num_free} free"
         self.num_free -= n
-        pages = self._stack[self.num_free : self.num_free + n][
-            ::-1
-        ].copy()  # fresh ones ascend: gathers run on
+        pages = self._stack[self.num_free : self.num_free + n][::-1].copy()  # fresh ones ascend: gathers run on
         self._is_free[pages] = False
         return pages
 
@@ -106,6 +104,4 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # numpy asks the system for zeroed memory; torch.zeros would write, and so take, all of it now
-    return (
-        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
-    )
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

@@ -231,11 +231,7 @@ class RadixCache:
         elif match.used_pages < len(node.pages):
             node = self._split(node, match.used_pages)
         boundary = prompt_tokens // self.page_size
-        cuts = (
-            [match.num_pages, boundary, total]
-            if match.num_pages < boundary < total
-            else [match.num_pages, total]
-        )
+        cuts = [match.num_pages, boundary, total] if match.num_pages < boundary < total else [match.num_pages, total]
         if match.num_pages < total:
             for start, end in pairwise(cuts):
                 node = self._append(node, key, pages, start, end, prompt_tokens, namespace)
@@ -386,13 +382,9 @@ class RadixCache:
             parent, size = node.parent, self._page_bytes
             assert parent is not None
             assert parent.children[node.key[:size]] is node, f"{node} is not where its first page says"
-            assert len(node.pages) == len(node.digests) == len(node.key) // size > 0, (
-                f"lengths differ in {node}"
-            )
+            assert len(node.pages) == len(node.digests) == len(node.key) // size > 0, f"lengths differ in {node}"
             assert len(node.key) % size == 0, f"{node} has part of a page"
-            assert node.lock_ref >= sum(c.lock_ref for c in node.children.values()), (
-                f"locks leak below {node}"
-            )
+            assert node.lock_ref >= sum(c.lock_ref for c in node.children.values()), f"locks leak below {node}"
             numbers = {int(p) for p in node.pages}
             assert len(numbers) == len(node.pages), f"a page is twice in {node}"
             assert not numbers & seen, f"pages {numbers & seen} are in two nodes"
@@ -409,7 +401,5 @@ class RadixCache:
             leaves += may_go
             assert (node in self._queue) == may_go, f"{node} and the eviction queue disagree"
         assert leaves == len(self._queue), "the eviction queue has nodes that left the tree"
-        assert (evictable, locked) == (self.evictable_pages, self.locked_pages), (
-            "page counts differ from the tree"
-        )
+        assert (evictable, locked) == (self.evictable_pages, self.locked_pages), "page counts differ from the tree"
         assert all(root.children for root in self._roots.values()), "an empty namespace was kept"

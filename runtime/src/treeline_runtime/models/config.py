@@ -190,9 +190,7 @@ def _refuse_unknown(config: Mapping[str, Any]) -> None:
     if config.get("sliding_window") is not None and config.get("use_sliding_window") is not False:
         raise ModelError("sliding-window attention is not supported (config.json has sliding_window)")
     if kinds := set(config.get("layer_types") or ()) - {"full_attention"}:
-        raise ModelError(
-            f"layers of type {', '.join(sorted(map(str, kinds)))} are not supported (layer_types)"
-        )
+        raise ModelError(f"layers of type {', '.join(sorted(map(str, kinds)))} are not supported (layer_types)")
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelError(f"activation {activation!r} is not supported; only silu is")

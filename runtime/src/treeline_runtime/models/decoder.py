@@ -25,15 +25,11 @@ class Linear:
     models/tiny: a decode step of 8 rows by 7 %), with one row or many it makes no difference.
     """
 
-    def __init__(
-        self, weights: Weights, prefix: str, names: dict[str, int], size: int, *, bias: bool
-    ) -> None:
+    def __init__(self, weights: Weights, prefix: str, names: dict[str, int], size: int, *, bias: bool) -> None:
         weight = _stack([weights.take(f"{prefix}{n}.weight", out, size) for n, out in names.items()])
         self._name = prefix + "+".join(names)
         self._weight = weight.t().contiguous().t()
-        self._bias = (
-            _stack([weights.take(f"{prefix}{n}.bias", out) for n, out in names.items()]) if bias else None
-        )
+        self._bias = _stack([weights.take(f"{prefix}{n}.bias", out) for n, out in names.items()]) if bias else None
 
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         y = F.linear(x, self._weight, self._bias)
@@ -53,16 +49,12 @@ class Attention:
     def __init__(self, config: ModelConfig, weights: Weights, layer: int) -> None:
         prefix = f"model.layers.{layer}.self_attn."
         dim = config.head_dim
-        sizes = {"q_proj": config.num_heads * dim} | dict.fromkeys(
-            ("k_proj", "v_proj"), config.num_kv_heads * dim
-        )
+        sizes = {"q_proj": config.num_heads * dim} | dict.fromkeys(("k_proj", "v_proj"), config.num_kv_heads * dim)
         self._layer = layer
         self._heads, self._kv_heads, self._dim = config.num_heads, config.num_kv_heads, dim
         self._eps = config.rms_norm_eps
         self._qkv = Linear(weights, prefix, sizes, config.hidden_size, bias=config.qkv_bias)
-        self._o = Linear(
-            weights, prefix, {"o_proj": config.hidden_size}, config.num_heads * dim, bias=config.o_bias
-        )
+        self._o = Linear(weights, prefix, {"o_proj": config.hidden_size}, config.num_heads * dim, bias=config.o_bias)
         self._qk_norm: torch.Tensor | None = None
         if config.qk_norm:
             q_norm = weights.take(f"{prefix}q_norm.weight", dim).expand(self._heads, dim)
@@ -89,9 +81,7 @@ class Layer:
         self._attention = Attention(config, weights, layer)
         self._norm2 = weights.take(f"{prefix}post_attention_layernorm.weight", hidden)
         mlp = f"{prefix}mlp."
-        self._gate_up = Linear(
-            weights, mlp, {"gate_proj": inner, "up_proj": inner}, hidden, bias=config.mlp_bias
-        )
+        self._gate_up = Linear(weights, mlp, {"gate_proj": inner, "up_proj": inner}, hidden, bias=config.mlp_bias)
         self._down = Linear(weights, mlp, {"down_proj": hidden}, inner, bias=config.mlp_bias)
 
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
@@ -147,7 +137,5 @@ def _embedding_and_head(config: ModelConfig, weights: Weights) -> tuple[torch.Te
     embedding = weights.take(EMBEDDING, *shape)
     if torch.equal(embedding, head):
         return embedding, embedding
-    logger.warning(
-        "config.json ties embedding and head, but the checkpoint has two that differ: both are used"
-    )
+    logger.warning("config.json ties embedding and head, but the checkpoint has two that differ: both are used")
     return embedding, head

@@ -79,9 +79,7 @@ class Checkpoint:
             if missing := named - there:
                 raise ModelError(f"{index} does not fit {file}: tensor {min(missing)} is not in it")
             if extra := there - named:
-                raise ModelError(
-                    f"{index} does not fit {file}: it does not say that tensor {min(extra)} is there"
-                )
+                raise ModelError(f"{index} does not fit {file}: it does not say that tensor {min(extra)} is there")
         return file_of
 
     def _names(self, file: str) -> set[str]:
@@ -101,9 +99,7 @@ class Checkpoint:
     def take(self, name: str, *shape: int) -> torch.Tensor:
         file = self._file_of.get(name)
         if file is None:
-            raise ModelError(
-                f"tensor {name} is missing in {self._dir}; is it a complete, unquantised checkpoint?"
-            )
+            raise ModelError(f"tensor {name} is missing in {self._dir}; is it a complete, unquantised checkpoint?")
         self._untaken.discard(name)
         tensor: torch.Tensor = self._handle(file).get_tensor(name)
         if tensor.dtype not in DTYPES:

@@ -106,9 +106,7 @@ class Publisher:
         made.setsockopt(zmq.LINGER, 0)
         made.setsockopt(zmq.IPV6, 1 if ":" in self._host else 0)
         if kind == zmq.ROUTER:
-            made.setsockopt(
-                zmq.ROUTER_MANDATORY, 1
-            )  # a full or vanished client is an error, not a silent drop
+            made.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full or vanished client is an error, not a silent drop
             made.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         if self._keys is not None:
             self._keys.secure_server(made)
@@ -195,9 +193,7 @@ class Publisher:
             except zmq.Again:
                 if now - client.moved_at <= STALLED_S:
                     return True
-                logger.warning(
-                    "a client took nothing of its replay or snapshot for %.0f s; given up", STALLED_S
-                )
+                logger.warning("a client took nothing of its replay or snapshot for %.0f s; given up", STALLED_S)
                 return False
             client.held, client.moved_at = None, now
             if now >= turn_ends:

@@ -16,9 +16,7 @@ class TokenizerReencoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._splits = frozenset(
-            id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        )
+        self._splits = frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
 
     def agreed_len(self, ids: Sequence[int], sampled_from: int) -> int:
         start = next((i for i in range(sampled_from - 1, -1, -1) if ids[i] in self._splits), 0)

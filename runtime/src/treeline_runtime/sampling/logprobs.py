@@ -20,7 +20,5 @@ def chosen_and_top(
     best: list[list[TokenLogprob]] = [[] for _ in chosen]
     if top > 0:
         top_values, top_ids = logprobs.topk(min(top, logprobs.shape[1]), dim=-1)
-        best = [
-            list(zip(v, i, strict=True)) for v, i in zip(top_values.tolist(), top_ids.tolist(), strict=True)
-        ]
+        best = [list(zip(v, i, strict=True)) for v, i in zip(top_values.tolist(), top_ids.tolist(), strict=True)]
     return chosen, best

@@ -161,9 +161,7 @@ class Executor:
         wanted = [j for j, req in enumerate(reqs) if req.return_logprob]
         raw = logits[wanted].clone() if wanted else None
         if not all(is_plain_greedy(req.sampling) for req in reqs):
-            tokens = sample(
-                logits, [self._row(req, batch.ends[i]) for i, req in zip(sampling, reqs, strict=True)]
-            )
+            tokens = sample(logits, [self._row(req, batch.ends[i]) for i, req in zip(sampling, reqs, strict=True)])
         if raw is not None:
             top = max(reqs[j].top_logprobs_num for j in wanted)
             chosen, best_of = chosen_and_top(raw, tokens[wanted], top)

@@ -25,9 +25,7 @@ def num_pages(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, devi
     if config.max_total_tokens is None:
         budget = _cuda_budget(config, device) if device.type == "cuda" else _cpu_budget(config)
         if budget < page_bytes:
-            raise ConfigError(
-                "no memory is left for the KV pool: raise mem_fraction, or set max_total_tokens"
-            )
+            raise ConfigError("no memory is left for the KV pool: raise mem_fraction, or set max_total_tokens")
         return budget // page_bytes
     pages = config.max_total_tokens // config.page_size
     if pages == 0:

@@ -13,9 +13,7 @@ def refusal(message: GenerateReq, *, vocab_size: int, longest_request: int) -> F
     if length == 0:
         problem = "the prompt is empty"
     elif length >= longest_request:
-        problem = (
-            f"the prompt has {length} tokens; at most {longest_request - 1} fit, with one for the answer"
-        )
+        problem = f"the prompt has {length} tokens; at most {longest_request - 1} fit, with one for the answer"
     elif not 0 <= min(message.input_ids) <= max(message.input_ids) < vocab_size:
         problem = f"the prompt has token ids outside the vocabulary of {vocab_size}"
     elif not -1 <= message.logprob_start_len < length:

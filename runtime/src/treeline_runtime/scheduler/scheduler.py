@@ -59,9 +59,7 @@ class Scheduler:
         self.config = config
         self.limits: Resolved = resolve(config, model)
         limits = self.limits
-        self.table = TableManager(
-            limits.max_running_requests, limits.context_length, config.page_size, limits.device
-        )
+        self.table = TableManager(limits.max_running_requests, limits.context_length, config.page_size, limits.device)
         self.cache = CacheManager(limits.num_pages, config.page_size, config.eviction_policy, self.table)
         self.prefill = PrefillManager(config, limits.chunked_prefill_size, self.cache)
         self.decode = DecodeManager(self.cache)
@@ -125,9 +123,7 @@ class Scheduler:
         """Prefill first, but let decode have a step after every few prefills."""
         runnable = self.decode.runnable()
         if not runnable or self._prefills_in_a_row < self.config.prefills_in_a_row:
-            batch = self.prefill.next_batch(
-                self.decode.running.values(), self.table.num_free, self.ratio.value
-            )
+            batch = self.prefill.next_batch(self.decode.running.values(), self.table.num_free, self.ratio.value)
             if batch is not None:
                 self._prefills_in_a_row += 1
                 return batch
@@ -152,9 +148,7 @@ class Scheduler:
                 self._fail(batch.reqs[0], f"internal error: {error!r}")
                 return
             for i, req in enumerate(batch.reqs):
-                self._launch(
-                    Batch(batch.phase, [req], [batch.starts[i]], [batch.ends[i]], [batch.samples[i]])
-                )
+                self._launch(Batch(batch.phase, [req], [batch.starts[i]], [batch.ends[i]], [batch.samples[i]]))
             return
         for req, end, samples in zip(batch.reqs, batch.ends, batch.samples, strict=True):
             req.in_flight += 1
@@ -247,16 +241,12 @@ class Scheduler:
         self.prefill.requeue(req)
 
     def _abort_last(self, req: Req) -> None:
-        message = (
-            f"out of memory: the KV cache cannot hold more than {len(req.tokens)} tokens of this request"
-        )
+        message = f"out of memory: the KV cache cannot hold more than {len(req.tokens)} tokens of this request"
         self._finish(req, FinishReason("abort", message=message, status=500))
 
     # ---- endings ------------------------------------------------------------------------------------------
 
-    def _finish(
-        self, req: Req, finish: FinishReason, result: Sampled | None = None, *, trusted: bool = True
-    ) -> None:
+    def _finish(self, req: Req, finish: FinishReason, result: Sampled | None = None, *, trusted: bool = True) -> None:
         """End an admitted or waiting request: terminal message now, resources when nothing holds them.
 
         `trusted`: what it computed may stay cached; else its pages are cleaned.
@@ -305,17 +295,13 @@ class Scheduler:
             message,
             seed=self._random.getrandbits(64) if seed is None else seed,
             eos_ids=self._model_config.eos_token_ids,
-            max_new_tokens=min(
-                message.sampling.max_new_tokens, self.limits.longest_request - len(message.input_ids)
-            ),
+            max_new_tokens=min(message.sampling.max_new_tokens, self.limits.longest_request - len(message.input_ids)),
             arrival=self._arrivals,
         )
         self.prefill.queue(req)
 
     def _refusal(self, message: GenerateReq) -> FinishReason | None:
-        finish = refusal(
-            message, vocab_size=self._model_config.vocab_size, longest_request=self.limits.longest_request
-        )
+        finish = refusal(message, vocab_size=self._model_config.vocab_size, longest_request=self.limits.longest_request)
         most = self.config.max_queued_requests
         # those that find a free row in this step do not really wait
         if finish is None and most is not None and len(self.prefill.waiting) >= most + self.table.num_free:
@@ -331,9 +317,7 @@ class Scheduler:
 
     def _in_flight(self) -> dict[str, Req]:
         """Requests that live in a launched batch alone: a prompt with nothing to produce."""
-        return {
-            req.rid: req for launched, _ in self._pending for req in launched.batch.reqs if req.finish is None
-        }
+        return {req.rid: req for launched, _ in self._pending for req in launched.batch.reqs if req.finish is None}
 
     def _everything(self) -> list[Req]:
         """Requests that have not ended, each once."""
@@ -375,11 +359,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         return not (
-            self.decode.running
-            or self.prefill.waiting
-            or self.prefill.chunked
-            or self._pending
-            or self._leaving
+            self.decode.running or self.prefill.waiting or self.prefill.chunked or self._pending or self._leaving
         )
 
     def load(self) -> LoadUpdate:

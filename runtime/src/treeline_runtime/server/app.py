@@ -189,9 +189,7 @@ class Endpoint(APIRoute):
         allowed = allow(self._method)
         if method == "OPTIONS":
             return Route(functools.partial(options, allowed), open=True)
-        raise ApiError(
-            405, f"{method} is not allowed here", code="method_not_allowed", headers=[(b"allow", allowed)]
-        )
+        raise ApiError(405, f"{method} is not allowed here", code="method_not_allowed", headers=[(b"allow", allowed)])
 
 
 def allow(method: str) -> bytes:

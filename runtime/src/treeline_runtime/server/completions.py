@@ -54,9 +54,7 @@ class _Choice:
         return [open_object(choice, "logprobs"), *logprobs, b"}"]
 
 
-async def _answer(
-    service: Service, task: CompletionTask, choices: list[_Choice], outs: list[TextOut]
-) -> Response:
+async def _answer(service: Service, task: CompletionTask, choices: list[_Choice], outs: list[TextOut]) -> Response:
     job = task.job
     head = openai.envelope(job.rid, "text_completion", service.model_name) | {
         "usage": usage(job, dict(enumerate(outs)))

@@ -152,8 +152,6 @@ def as_api_error(error: msgspec.ValidationError, where: str = "") -> ApiError:
     param = where + path.rstrip("`").removeprefix("$").removeprefix(".").removesuffix("[...]")
     if missing := re.fullmatch(r"Object missing required field `(\w+)`", text):
         param = f"{param}.{missing[1]}" if param else missing[1]
-        return ApiError(
-            400, f"Missing required parameter: {param!r}", param=param, code="missing_required_parameter"
-        )
+        return ApiError(400, f"Missing required parameter: {param!r}", param=param, code="missing_required_parameter")
     plain = text.replace("`", "").replace(" | null", "").replace(" | ", " or ")
     return ApiError(400, f"Invalid value for {param!r}: {plain}", param=param or None, code="invalid_value")

@@ -179,9 +179,7 @@ class Request:
         """
         self.reservation = reservation
         self._check_size(_content_length(self), limit)
-        self.query = dict(
-            parse_qsl(self.scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
-        )
+        self.query = dict(parse_qsl(self.scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True))
         while True:
             message = await self.receive()
             if message["type"] == "http.disconnect":

@@ -55,9 +55,7 @@ class GenerationJob(msgspec.Struct, frozen=True, omit_defaults=True):
     def requests(self) -> list[GenerateReq]:
         """One per choice, prompt by prompt. A seed gives each of a prompt's choices its own, reproducible one."""
         single = self.generations == 1
-        rids = self.rids or [
-            self.rid if single else f"{self.rid}:{index}" for index in range(self.generations)
-        ]
+        rids = self.rids or [self.rid if single else f"{self.rid}:{index}" for index in range(self.generations)]
         choices = [(prompt, choice) for prompt in self.prompts for choice in range(self.n)]
         return [
             GenerateReq(

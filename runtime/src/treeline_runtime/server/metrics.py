@@ -60,20 +60,12 @@ class Metrics:
         self._labels = {"model_name": model_name}
 
         self.requests = self._counter("num_requests_total", "Generations sent to the scheduler")
-        self.aborted = self._counter(
-            "num_aborted_requests_total", "Generations aborted because their client left"
-        )
-        self.retracted = self._counter(
-            "num_retracted_requests_total", "Times that a request was taken back for memory"
-        )
+        self.aborted = self._counter("num_aborted_requests_total", "Generations aborted because their client left")
+        self.retracted = self._counter("num_retracted_requests_total", "Times that a request was taken back for memory")
         self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of generations that began")
-        self.cached_tokens = self._counter(
-            "cached_tokens_total", "Prompt tokens that the prefix cache supplied"
-        )
+        self.cached_tokens = self._counter("cached_tokens_total", "Prompt tokens that the prefix cache supplied")
         self.generation_tokens = self._counter("generation_tokens_total", "Tokens generated")
-        self.rejected = self._counter(
-            "num_rejected_requests_total", "Requests answered 503: queue full or draining"
-        )
+        self.rejected = self._counter("num_rejected_requests_total", "Requests answered 503: queue full or draining")
 
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From the parsed request to its first token", TTFT_BUCKETS
@@ -142,7 +134,5 @@ class Metrics:
         return gauge.labels(**self._labels)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(
-            f"treeline:{name}", text, list(self._labels), buckets=buckets, registry=self._registry
-        )
+        histogram = Histogram(f"treeline:{name}", text, list(self._labels), buckets=buckets, registry=self._registry)
         return histogram.labels(**self._labels)

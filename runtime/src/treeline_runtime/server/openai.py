@@ -66,9 +66,7 @@ NAMESPACE_FIELDS = frozenset({"cache_salt", "extra_key"})
 """Read, and checked, by wire's `namespace_of`."""
 MAX_SALT_CHARS = 1024
 """It is kept with every page, and told to every router."""
-TEMPLATE_FIELDS = frozenset(
-    {"documents", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
-)
+TEMPLATE_FIELDS = frozenset({"documents", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"})
 """Read, and checked, by wire's `prompt_of_chat`."""
 
 _CHAT_FIELDS = frozenset(ChatBody.__struct_fields__) | NAMESPACE_FIELDS | TEMPLATE_FIELDS
@@ -88,9 +86,7 @@ def read_chat(body: Mapping[str, Any], reader: Reader) -> ChatBody:
         )
     both = typed.max_tokens is not None and typed.max_completion_tokens is not None
     if both and typed.max_tokens != typed.max_completion_tokens:
-        raise ApiError(
-            400, "'max_tokens' and 'max_completion_tokens' contradict each other", param="max_tokens"
-        )
+        raise ApiError(400, "'max_tokens' and 'max_completion_tokens' contradict each other", param="max_tokens")
     if typed.top_logprobs and not typed.logprobs:
         raise ApiError(400, "'top_logprobs' needs 'logprobs': true", param="top_logprobs")
     return typed
@@ -103,9 +99,7 @@ def read_completion(body: Mapping[str, Any], reader: Reader) -> CompletionBody:
     typed = convert(body, CompletionBody)
     _check_common(body, typed, reader, _COMPLETION_FIELDS)
     if typed.prompt is None:
-        raise ApiError(
-            400, "Missing required parameter: 'prompt'", param="prompt", code="missing_required_parameter"
-        )
+        raise ApiError(400, "Missing required parameter: 'prompt'", param="prompt", code="missing_required_parameter")
     return typed
 
 
@@ -114,14 +108,10 @@ def _check_common(body: Mapping[str, Any], typed: CommonBody, reader: Reader, kn
     reader.check_model(typed.model)
     if typed.functions or (typed.tools and body.get("tool_choice") != "none"):
         name = "functions" if typed.functions else "tools"
-        raise ApiError(
-            400, f"{name!r} is not supported by this server", param=name, code="unsupported_parameter"
-        )
+        raise ApiError(400, f"{name!r} is not supported by this server", param=name, code="unsupported_parameter")
     if typed.stream_options is not None:
         if not typed.stream:
-            raise ApiError(
-                400, "'stream_options' is only allowed with 'stream': true", param="stream_options"
-            )
+            raise ApiError(400, "'stream_options' is only allowed with 'stream': true", param="stream_options")
         convert(typed.stream_options, StreamOptions, "stream_options.")
         for name, value in typed.stream_options.items():
             if name not in StreamOptions.__struct_fields__ and not is_neutral(name, value):

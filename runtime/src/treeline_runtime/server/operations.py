@@ -55,9 +55,7 @@ _TOOLS = _said(
     type=["array", "null"],
 )
 
-STREAM_OPTIONS = Body(
-    struct=openai.StreamOptions, description="What the chunks of a stream have besides.", harmless={}
-)
+STREAM_OPTIONS = Body(struct=openai.StreamOptions, description="What the chunks of a stream have besides.", harmless={})
 CHAT_BODY = Body(
     struct=openai.ChatBody,
     description="A chat. Unset sampling values come from the checkpoint, `max_tokens` is the rest of the context.",

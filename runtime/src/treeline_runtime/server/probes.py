@@ -173,9 +173,7 @@ class Probes:
     async def debug_radix(self, _request: Request) -> Response:
         """What the cache holds (the scheduler's tree) and which of it routers have been told (the publisher)."""
         if not self._info.args.enable_debug_endpoints:
-            raise ApiError(
-                404, "Start the server with --enable-debug-endpoints to see the cache", code="disabled"
-            )
+            raise ApiError(404, "Start the server with --enable-debug-endpoints to see the cache", code="disabled")
         manager = self._service.manager
         try:
             tree = await manager.state("radix", timeout_s=30.0)

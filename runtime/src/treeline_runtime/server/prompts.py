@@ -140,9 +140,7 @@ class Prompts:
     @functools.cached_property
     def drops_first_space(self) -> bool:
         """Whether the decoder leaves out a space that the first token begins with (SentencePiece's way)."""
-        found = next(
-            (id for id, raw in enumerate(self._token_bytes) if raw[:1] == b" " and raw != b" "), None
-        )
+        found = next((id for id, raw in enumerate(self._token_bytes) if raw[:1] == b" " and raw != b" "), None)
         return found is not None and not self.decode([found], skip_special_tokens=False).startswith(" ")
 
     @functools.cached_property

@@ -246,9 +246,7 @@ class Reader:
         size = 0
         for ids in lists:
             if ids and max(ids) >= self.prompts.vocab_size:
-                raise ApiError(
-                    400, f"Token id {max(ids)} is not below {self.prompts.vocab_size}", param="tokens"
-                )
+                raise ApiError(400, f"Token id {max(ids)} is not below {self.prompts.vocab_size}", param="tokens")
             size += self.prompts.size_of(ids)
             if size > MAX_ANSWER_BYTES:
                 raise ApiError(

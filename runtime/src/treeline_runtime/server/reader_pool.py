@@ -167,9 +167,7 @@ class _Lane:
                     await self._start()
                 body = await self._next()
                 if body is None or self._process is None or self._process.poll() is not None:
-                    logger.warning(
-                        "a reader process ended while it had nothing to do (status %s)", self._end()
-                    )
+                    logger.warning("a reader process ended while it had nothing to do (status %s)", self._end())
                     if body is not None:
                         self._waiting.appendleft(body)
                 else:
@@ -225,9 +223,7 @@ class _Lane:
         except TimeoutError:
             computed_s = self._cpu_s() - computed_s
             self._end()
-            logger.warning(
-                "a reader process was replaced: it computed %.1f s of its %g s", computed_s, deadline_s
-            )
+            logger.warning("a reader process was replaced: it computed %.1f s of its %g s", computed_s, deadline_s)
             slow = computed_s < BUSY_SHARE * deadline_s
             _finish(
                 body,
@@ -252,9 +248,7 @@ class _Lane:
         reader, writer = self._streams
         try:
             caller = msgspec.msgpack.encode(body.caller)
-            writer.write(
-                ORDER.pack(KINDS.index(body.kind), context, longest, len(caller), body.size) + caller
-            )
+            writer.write(ORDER.pack(KINDS.index(body.kind), context, longest, len(caller), body.size) + caller)
             for part in body.parts:
                 writer.write(part)
                 await writer.drain()
@@ -328,9 +322,7 @@ def _finish(body: _PendingBody, result: Task | Refused | Exception) -> None:
 def _as_error(refused: Refused) -> ApiError:
     if refused.unknown_model is not None:
         return UnknownModel(refused.unknown_model)
-    return ApiError(
-        refused.status, refused.message, type=refused.kind, param=refused.param, code=refused.code
-    )
+    return ApiError(refused.status, refused.message, type=refused.kind, param=refused.param, code=refused.code)
 
 
 def _lost(status: int | None, size: int) -> ApiError:

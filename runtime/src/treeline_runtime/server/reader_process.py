@@ -45,9 +45,7 @@ def main() -> int:
     if sys.platform == "linux":
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     connection = socket.socket(fileno=0)
-    spec = msgspec.json.decode(
-        _exactly(connection, SIZE.unpack(_exactly(connection, SIZE.size))[0]), type=ReaderSpec
-    )
+    spec = msgspec.json.decode(_exactly(connection, SIZE.unpack(_exactly(connection, SIZE.size))[0]), type=ReaderSpec)
     logging.basicConfig(
         stream=sys.stderr,
         level=spec.log_level.upper(),

@@ -52,9 +52,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
             raise ValueError(
                 f"generation_config.json: {error}; correct it, or leave it out with --sampling-defaults openai"
             ) from None
-        given = {
-            name: value for name in cls.__struct_fields__ if (value := getattr(config, name)) is not None
-        }
+        given = {name: value for name in cls.__struct_fields__ if (value := getattr(config, name)) is not None}
         if given.get("top_k") == 0:
             given["top_k"] = -1
         if config.do_sample is False:

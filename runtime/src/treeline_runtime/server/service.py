@@ -133,9 +133,7 @@ class Service:
         except BaseException as error:
             reservation.release()
             if isinstance(error, DuplicateRid):
-                raise ApiError(
-                    400, f"A request with rid {str(error)!r} is already in flight", param="rid"
-                ) from None
+                raise ApiError(400, f"A request with rid {str(error)!r} is already in flight", param="rid") from None
             raise
 
     def check_finish(self, finish: FinishReason | None) -> None:

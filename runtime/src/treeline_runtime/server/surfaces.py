@@ -64,18 +64,14 @@ def inference(
         ("GET", "/live"): info(probes.live, operations.LIVE),
         ("GET", "/ready"): ready,
         ("GET", "/health"): ready,
-        ("GET", "/health_generate"): Route(
-            probes.health_generate, generates=True, operation=operations.WORKS
-        ),
+        ("GET", "/health_generate"): Route(probes.health_generate, generates=True, operation=operations.WORKS),
         ("GET", "/model_info"): model_info,
         ("GET", "/get_model_info"): model_info,
         ("GET", "/server_info"): server_info,
         ("GET", "/get_server_info"): server_info,
         ("GET", "/treeline/tokenizer"): info(probes.tokenizer, operations.TOKENIZER),
     }
-    served_by_other = {
-        path: _served_by_other(path, "administration", "--admin-port", admin_at) for path in ADMIN_PATHS
-    }
+    served_by_other = {path: _served_by_other(path, "administration", "--admin-port", admin_at) for path in ADMIN_PATHS}
     served_by_other[METRICS_PATH] = _served_by_other(METRICS_PATH, "metrics", "--metrics-port", metrics_at)
     return Surface(routes, api_key(key), served_by_other, documented)
 
