@@ -9,8 +9,11 @@ from support.control_plane import control_plane, namespace
 
 __all__ = ["control_plane", "namespace"]
 
+# The same examples in each run: what is red here is red everywhere. To look for new ones: --hypothesis-profile explore.
 # How long an example takes says how loaded the machine is; pytest has a time limit of its own.
-settings.register_profile("treeline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+usual = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("explore", usual)
+settings.register_profile("treeline", usual)
 settings.load_profile("treeline")
 
 

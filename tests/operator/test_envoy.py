@@ -167,7 +167,7 @@ def test_a_binary_file_is_told_in_one_line(tmp_path: Path, caplog: pytest.LogCap
     assert "line 1, 2, 3, 4, 5, ...: refused" in record.getMessage()
 
 
-@settings(deadline=None, derandomize=True, database=None)
+@settings(deadline=None)
 @given(st.one_of(st.binary(max_size=200), st.lists(st.binary(min_size=1, max_size=12)).map(b"\n".join)))
 @example(b"\x85" * 8)
 @example("k\u2028".encode() * 8)

@@ -42,7 +42,6 @@ def test_the_self_test_passes(name: str, keys_of: dict[str, PrefixKeys]) -> None
 @settings(
     max_examples=150,
     deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(text=texts, special=st.booleans())

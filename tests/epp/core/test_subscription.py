@@ -523,7 +523,7 @@ def test_every_event_in_every_state_leads_where_the_table_says(state: State, eve
         assert not bench.pod.staging, "no snapshot is left open"
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None)
 @given(
     steps=st.lists(
         st.tuples(st.sampled_from(Event_), st.integers(1, 2), st.integers(0, 6), st.sampled_from([0.0, 0.2, 1.1])),
@@ -638,6 +638,5 @@ TestSubscriptionMachine.settings = settings(
     max_examples=60,
     stateful_step_count=30,
     deadline=None,
-    derandomize=True,
     suppress_health_check=list(HealthCheck),
 )

@@ -110,7 +110,7 @@ def as_json_schema(node: Any) -> Any:
     return schema
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(list(SCHEMAS)))
 def test_what_our_types_take_fits_the_schema(seed, kind):
     chance = Chance(seed)
@@ -129,7 +129,7 @@ def test_what_our_types_take_fits_the_schema(seed, kind):
     assert kind.from_object({**obj, "spec": written}).spec == typed.spec
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), data=st.data())
 def test_what_the_schema_refuses_our_types_refuse(seed, data):
     spec = Chance(seed).pool()

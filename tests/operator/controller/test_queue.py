@@ -104,7 +104,6 @@ TestSchedule.settings = settings(
     max_examples=40,
     stateful_step_count=40,
     deadline=None,
-    derandomize=True,
     # All time in the machine is its own. The one look at the clock is Hypothesis's at its own speed, and that is the
     # machine's load: the first examples are drawn while it reads the sources of every module that is loaded.
     suppress_health_check=[HealthCheck.too_slow],

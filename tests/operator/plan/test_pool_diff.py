@@ -38,7 +38,7 @@ def test_what_is_no_quantity_is_left_as_it_is(text: object) -> None:
     assert canonical({"requests": {"cpu": text or "x"}}) == {"requests": {"cpu": text or "x"}}
 
 
-@settings(deadline=None, derandomize=True, database=None)
+@settings(deadline=None)
 @given(st.decimals(min_value=0, max_value=10**12, places=3))
 def test_quantities_keep_their_value(number: Decimal) -> None:
     shown = canonical({"limits": {"memory": str(number)}})["limits"]["memory"]

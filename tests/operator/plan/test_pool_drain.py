@@ -492,6 +492,4 @@ def is_ready(pod: dict[str, Any]) -> bool:
 
 
 TestDrainStory = DrainStory.TestCase
-TestDrainStory.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None, derandomize=True, database=None
-)
+TestDrainStory.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

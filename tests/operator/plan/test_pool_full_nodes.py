@@ -103,7 +103,7 @@ class Full:
         return [obj for obj in self.cluster.deployments().values() if obj["spec"]["replicas"]]
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@settings(max_examples=25, deadline=None)
 @given(
     replicas=st.integers(1, 4),
     start_s=st.sampled_from([5, 40, 200]),

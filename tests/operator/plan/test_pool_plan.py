@@ -183,7 +183,7 @@ def test_history_is_bounded() -> None:
     assert len(cluster.deployments()) == 2
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@settings(max_examples=25, deadline=None)
 @given(
     story=st.lists(st.sampled_from(["flip", "ready", "ready", "crash", "up", "down"]), max_size=14),
     capacity=st.integers(3, 6),

@@ -312,6 +312,4 @@ class RolloutStory(RuleBasedStateMachine):
 
 
 TestRolloutStory = RolloutStory.TestCase
-TestRolloutStory.settings = settings(
-    max_examples=150, stateful_step_count=25, deadline=None, derandomize=True, database=None
-)
+TestRolloutStory.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)

@@ -98,7 +98,7 @@ def test_no_string_becomes_a_flag_two_words_or_a_variable(
     assert flags(words) == flags(command_line(plain)), "the same flags, whatever the values"
     assert len(words) == len(command_line(plain))
     found = files(made)
-    (named,) = [word for word in words if word.partition("=")[0] == adapter[0] and "--" not in word[:2]]
+    (named,) = [word for word in words if word.startswith(f"{adapter[0]}=")]
     assert named.split("=", 1)[1] == found.adapters[adapter[0]], "an adapter is split at its first ="
     for text in (*words, *found.fetches, *(mount["mountPath"] for mount in found.mounts)):
         assert "$(" not in text

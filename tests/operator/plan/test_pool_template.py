@@ -174,7 +174,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150, deadline=None)
 @given(JSON)
 def test_any_fragment_is_merged_or_refused(fragment: Any) -> None:
     ours = pod_template(a_pool(), "abc", Images())["spec"]

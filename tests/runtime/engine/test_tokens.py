@@ -116,7 +116,7 @@ def id_lists(draw: st.DrawFn) -> tuple[str, list[int]]:
     return name, ids
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None)
 @given(named=id_lists(), data=st.data(), stop=STOPS.map(tuple), trim=st.booleans())
 def test_any_ids_any_split_any_stops(
     named: tuple[str, list[int]], data: st.DataObject, stop: tuple[str, ...], trim: bool
@@ -134,7 +134,7 @@ def test_an_invalid_run_of_bytes_does_not_take_back_what_was_said() -> None:
     assert feed("metaspace", [[i] for i in ids]) == ("A\ufffdb", None)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None)
 @given(
     text=st.text(alphabet="ab\n é好T", max_size=20),
     stop=STOPS.map(tuple),
@@ -188,7 +188,7 @@ def test_a_stop_token_is_not_text_unless_asked_for() -> None:
     assert by_text.push([x, y], FinishReason("stop", matched="z")).text == "xy"
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None)
 @given(
     tail=st.lists(st.integers(0, 255), max_size=12),
     run=st.lists(st.sampled_from([0x80, 0xBF, 0xE4, 0xB8, 0xF0, 0xFF, 0xC3]), min_size=60, max_size=120),
@@ -243,7 +243,7 @@ def test_a_stop_string_within_the_first_tokens_does_not_count() -> None:
             assert ("".join(delta.text for delta in deltas), matched) == expected
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None)
 @given(
     text=st.text(alphabet="ab", max_size=60),
     stop=st.lists(st.text(alphabet="ab", min_size=1, max_size=8), min_size=1, max_size=4).map(tuple),

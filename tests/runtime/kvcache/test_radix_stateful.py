@@ -151,6 +151,5 @@ TestTree.settings = settings(
     max_examples=60,
     stateful_step_count=40,
     deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
