@@ -28,7 +28,7 @@ from treeline_operator.plan.gateway_common import GatewayContext
 from treeline_operator.plan.network import pods_policy
 from treeline_operator.plan.revision import TargetRevision
 from treeline_operator.plan.runtime import deployment
-from treeline_operator.plan.sharing import share
+from treeline_operator.plan.shared_gateway import share
 from treeline_operator.world import PROMETHEUS, TEMPLATE_VERSION, Images, Observed, Platform
 from treeline_wire import headers
 

@@ -31,7 +31,7 @@ from treeline_operator.plan.facts import condition_of
 from treeline_operator.plan.gateway import plan_gateway
 from treeline_operator.plan.pod_state import is_draining
 from treeline_operator.plan.pool import plan_pool
-from treeline_operator.plan.sharing import Shared, share
+from treeline_operator.plan.shared_gateway import SharedGateway, share
 from treeline_operator.status.alarms import Alarms
 from treeline_operator.status.causes import Cause
 from treeline_operator.status.conditions import few, same_status
@@ -305,7 +305,7 @@ class _Acknowledged:
 _NOTHING_ACKNOWLEDGED: Final = _Acknowledged({})
 
 
-def _acknowledge(shared: Shared | None) -> _Acknowledged:
+def _acknowledge(shared: SharedGateway | None) -> _Acknowledged:
     if shared is None:
         return _NOTHING_ACKNOWLEDGED
     owner = shared.owner

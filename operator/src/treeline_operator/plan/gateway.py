@@ -21,13 +21,13 @@ from treeline_operator.plan.gateway_common import (
 from treeline_operator.plan.keys import STUCK_S, has_keys, keys, keys_again, longest_wait
 from treeline_operator.plan.network import gateway_policies
 from treeline_operator.plan.objects import manifest
-from treeline_operator.plan.sharing import Shared, share
+from treeline_operator.plan.shared_gateway import SharedGateway, share
 from treeline_operator.world import GatewayWorld, Observed, Ref
 
 _GOING_S: Final = 2.0
 
 
-def shared(world: GatewayWorld) -> Shared | None:
+def shared(world: GatewayWorld) -> SharedGateway | None:
     """Who shares the gateway and whose settings hold; None when no pool names it."""
     return share(world.pools).get(world.name)
 
@@ -134,7 +134,7 @@ def _is_left_over(child: Observed, anchor: Observed) -> bool:
     return any(former <= owner.items() and owner["uid"] != anchor.uid for owner in owners)
 
 
-def anchor(world: GatewayWorld, found: Shared) -> dict[str, Any]:
+def anchor(world: GatewayWorld, found: SharedGateway) -> dict[str, Any]:
     """The ConfigMap that everything else belongs to, and that belongs to all pools: it goes with the last of them,
     whether an operator runs or not."""
     meta = {
@@ -155,7 +155,7 @@ def _reference(pool: Observed) -> dict[str, Any]:
     return {"apiVersion": ref.api_version, "kind": ref.kind, "name": ref.name, "uid": pool.uid}
 
 
-def _listed(found: Shared) -> str:
+def _listed(found: SharedGateway) -> str:
     return ", ".join(pool.name for pool in found.members)
 
 

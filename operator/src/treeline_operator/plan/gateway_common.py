@@ -13,7 +13,7 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan import objects
 from treeline_operator.plan.facts import annotation, template_version
 from treeline_operator.plan.objects import Object
-from treeline_operator.plan.sharing import Shared
+from treeline_operator.plan.shared_gateway import SharedGateway
 from treeline_operator.world import GatewayWorld, Observed, Platform
 
 Component = Literal["epp", "edge"]
@@ -34,13 +34,13 @@ class GatewayContext:
     namespace: str
     gateway: str
     pools: tuple[InferencePool, ...]
-    shared: Shared
+    shared: SharedGateway
     platform: Platform
     owner_uid: str
     """The anchor's."""
 
     @classmethod
-    def of(cls, world: GatewayWorld, shared: Shared, owner_uid: str) -> GatewayContext:
+    def of(cls, world: GatewayWorld, shared: SharedGateway, owner_uid: str) -> GatewayContext:
         return cls(world.namespace, world.name, world.pools, shared, world.platform, owner_uid)
 
     def labels(self, component: Component | None = None) -> dict[str, str]:

@@ -15,7 +15,7 @@ from treeline_operator.plan.gateway import gateway_url
 from treeline_operator.plan.pod_state import is_available
 from treeline_operator.plan.routes import ROUTE, UPSTREAM
 from treeline_operator.plan.scaling import KEDA
-from treeline_operator.plan.sharing import Shared
+from treeline_operator.plan.shared_gateway import SharedGateway
 from treeline_operator.status.causes import diagnose
 from treeline_operator.status.conditions import Judgement, few
 from treeline_operator.world import Observed, PoolWorld, Ref
@@ -63,7 +63,7 @@ def _was_well(world: PoolWorld) -> bool:
     return reported.get("status") == "True" and lately
 
 
-def gateway(world: PoolWorld, shared: Shared) -> Judgement:
+def gateway(world: PoolWorld, shared: SharedGateway) -> Judgement:
     """Whether the pool's gateway takes requests."""
     trouble = _standalone(world, shared) if shared.mode == "standalone" else _gateway_api(world, shared)
     if trouble is not None:
@@ -81,7 +81,7 @@ def gateway(world: PoolWorld, shared: Shared) -> Judgement:
     return "True", Reason.GATEWAY_SERVING, text
 
 
-def _caution(shared: Shared) -> tuple[Reason, str] | None:
+def _caution(shared: SharedGateway) -> tuple[Reason, str] | None:
     """What somebody should know of a gateway that serves."""
     if shared.mode != "standalone":
         return None
@@ -96,7 +96,7 @@ def _caution(shared: Shared) -> tuple[Reason, str] | None:
     return None
 
 
-def route(world: PoolWorld, shared: Shared) -> Judgement | None:
+def route(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
     """Whether every parent accepts the pool's HTTPRoute and its upstream pool; None without Gateway API."""
     if shared.mode == "standalone" or _missing_api(world) is not None:
         return None
@@ -145,13 +145,13 @@ def scaling(world: PoolWorld) -> Judgement | None:
     return "True", Reason.AUTOSCALER_ACTIVE, f"{sought} {name} sets replicas between {low} and {high}"
 
 
-def url(world: PoolWorld, shared: Shared) -> str:
+def url(world: PoolWorld, shared: SharedGateway) -> str:
     """Where clients ask for the pool's model; empty where it cannot be known."""
     own = world.pool if shared.mode == "standalone" or world.pool.spec.gateway.hostnames else None
     return gateway_url(world.gateway, own) or ""
 
 
-def parents(world: PoolWorld, shared: Shared) -> tuple[ParentRef, ...]:
+def parents(world: PoolWorld, shared: SharedGateway) -> tuple[ParentRef, ...]:
     """The Gateways that the pool is attached to."""
     return world.pool.spec.gateway.parent_refs or shared.owner.spec.gateway.parent_refs
 
@@ -217,7 +217,7 @@ def _is_of_now(deployment: Mapping[str, Any], pods: Iterable[Mapping[str, Any]])
     return not is_overdue(deployment) and (wanted is None or wanted in ready)
 
 
-def _standalone(world: PoolWorld, shared: Shared) -> Judgement | None:
+def _standalone(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
     service_name = names.url_service(shared.name)
     trouble = _component(world, names.edge(shared.name), "edge", Reason.GATEWAY_NOT_READY)
     if trouble is not None:
@@ -233,7 +233,7 @@ def _standalone(world: PoolWorld, shared: Shared) -> Judgement | None:
     return None
 
 
-def _gateway_api(world: PoolWorld, shared: Shared) -> Judgement | None:
+def _gateway_api(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
     missing = _missing_api(world)
     if missing is not None:
         return "False", missing[1], f"the cluster does not have {missing[0]}"
@@ -245,7 +245,7 @@ def _gateway_api(world: PoolWorld, shared: Shared) -> Judgement | None:
     return _unprogrammed(world, shared)
 
 
-def _unprogrammed(world: PoolWorld, shared: Shared) -> Judgement | None:
+def _unprogrammed(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
     """What a Gateway that may be read says where its data plane does not listen (yet); None where all do.
 
     A route may be accepted long before: by the controller, which answers no request.
@@ -272,7 +272,7 @@ def _programmed(gateway: Mapping[str, Any], ref: ParentRef) -> Iterator[tuple[st
             yield f"listener {listener['name']}", condition_of({"status": listener}, _PROGRAMMED)
 
 
-def gateway_refs(world: PoolWorld, shared: Shared) -> tuple[Ref, ...]:
+def gateway_refs(world: PoolWorld, shared: SharedGateway) -> tuple[Ref, ...]:
     """The Gateways among the pool's parents."""
     if shared.mode == "standalone" or _missing_api(world) is not None:
         return ()
@@ -285,7 +285,7 @@ def _missing_api(world: PoolWorld) -> tuple[str, Reason] | None:
     return next(((api, reason) for api, reason in _ROUTE_APIS if api not in world.platform.apis), None)
 
 
-def _judgements(world: PoolWorld, shared: Shared) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
+def _judgements(world: PoolWorld, shared: SharedGateway) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
     """What each parent says: of the HTTPRoute, one condition or None by parent; of the upstream pool where it does."""
     for obj in _objects(child for child in world.children if child.ref.kind == "HTTPRoute"):
         reported = (obj.get("status") or {}).get("parents") or ()

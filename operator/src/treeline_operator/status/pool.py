@@ -19,7 +19,7 @@ from treeline_operator.plan.drain import DrainPolicy, deadline, requests
 from treeline_operator.plan.facts import find, is_observed, is_overdue, label
 from treeline_operator.plan.keys import has_keys
 from treeline_operator.plan.security import exceptions
-from treeline_operator.plan.sharing import Shared, share
+from treeline_operator.plan.shared_gateway import SharedGateway, share
 from treeline_operator.status import gateway_status
 from treeline_operator.status.causes import Cause, Json, Progress, diagnose, percent
 from treeline_operator.status.conditions import Finding, Judgement, build, few, timestamp
@@ -115,7 +115,7 @@ class _PoolView:
     refused: Cause | None
 
     @cached_property
-    def shared(self) -> Shared:
+    def shared(self) -> SharedGateway:
         pool, members = self.world.pool, self.world.gateway.pools
         there = next((member for member in members if member.name == pool.name), None)
         if there is None or (there.deleting, there.spec) != (pool.deleting, pool.spec):

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.gateway_cluster import pool
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.plan import sharing as module
-from treeline_operator.plan.sharing import Shared, share
+from treeline_operator.plan import shared_gateway as module
+from treeline_operator.plan.shared_gateway import SharedGateway, share
 
 
 def picker(**settings: Any) -> dict[str, Any]:
@@ -23,11 +23,11 @@ def edge(**settings: Any) -> dict[str, Any]:
     return {"gateway": {"standalone": settings}}
 
 
-def of(sharing: Mapping[str, Shared], pool: InferencePool) -> Shared:
+def of(sharing: Mapping[str, SharedGateway], pool: InferencePool) -> SharedGateway:
     return sharing[pool.spec.gateway.name]
 
 
-def conflicts(sharing: Mapping[str, Shared], pool: InferencePool) -> tuple[str, ...]:
+def conflicts(sharing: Mapping[str, SharedGateway], pool: InferencePool) -> tuple[str, ...]:
     return of(sharing, pool).conflicts.get(pool.name, ())
 
 

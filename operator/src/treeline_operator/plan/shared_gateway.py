@@ -18,13 +18,13 @@ from treeline_operator.plan.canonical import canonical
 _UNSET: Final = object()
 _asked: dict[int, tuple[weakref.ref[InferencePool], Mapping[str, Any]]] = {}
 """What pools ask for, by their identity while they live: of hundreds that share a gateway one changes at a time."""
-_decided: OrderedDict[tuple[int, ...], tuple[tuple[InferencePool, ...], Mapping[str, Shared]]] = OrderedDict()
+_decided: OrderedDict[tuple[int, ...], tuple[tuple[InferencePool, ...], Mapping[str, SharedGateway]]] = OrderedDict()
 """The last decisions by the pools' identities; the pools are held, so that no identity is given out twice."""
 _REMEMBERED: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedGateway:
     """The pools that share one gateway, and what was decided for them.
 
     `members` are in the order in which their settings count: the oldest first, and those that are being deleted
@@ -83,7 +83,7 @@ class Shared:
         return self.owner.deleting
 
 
-def share(pools: Iterable[InferencePool]) -> Mapping[str, Shared]:
+def share(pools: Iterable[InferencePool]) -> Mapping[str, SharedGateway]:
     """Decide for the pools of one namespace: their gateways by name. The order in which the pools are given does not
     matter.
 
@@ -98,7 +98,7 @@ def share(pools: Iterable[InferencePool]) -> Mapping[str, Shared]:
     return _decided[key][1]
 
 
-def _share(pools: Iterable[InferencePool]) -> Mapping[str, Shared]:
+def _share(pools: Iterable[InferencePool]) -> Mapping[str, SharedGateway]:
     by_gateway: dict[str, list[InferencePool]] = {}
     for pool in sorted(pools, key=_precedence):
         by_gateway.setdefault(pool.spec.gateway.name, []).append(pool)
@@ -109,11 +109,11 @@ def _precedence(pool: InferencePool) -> tuple[bool, datetime, str]:
     return pool.deleting, pool.born, pool.name
 
 
-def _decide(name: str, members: list[InferencePool]) -> Shared:
+def _decide(name: str, members: list[InferencePool]) -> SharedGateway:
     owner, *others = members
     held = _settings(owner)
     conflicts = {pool.name: tuple(_conflicts(pool, held, owner)) for pool in others}
-    return Shared(name, tuple(members), {pool: found for pool, found in conflicts.items() if found})
+    return SharedGateway(name, tuple(members), {pool: found for pool, found in conflicts.items() if found})
 
 
 def _settings(pool: InferencePool) -> Mapping[str, Any]:
