@@ -1,4 +1,4 @@
-"""Naive models and a simulated engine for the picker's core."""
+"""Naive models and a simulated engine for the picker's core; an index, and a publisher whose answers a test gives."""
 
 import random
 from collections import deque
@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from treeline_epp.index.index import Index
+from treeline_epp.index.index import Index, IndexLimits
 from treeline_epp.index.matching import GUARD_BYTES
-from treeline_epp.index.pods import Pod
-from treeline_epp.kvevents.states import SubscriptionConfig
+from treeline_epp.index.pods import Hit, Pod
+from treeline_epp.kvevents.states import Peer, SubscriptionConfig
+from treeline_epp.kvevents.states import SubscriptionState as State
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_wire.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     Event,
+    EventBatch,
     block_hash,
     decode_batch,
     encode_batch,
@@ -352,3 +354,75 @@ class Prompt:
     def end(self, blocks: int) -> int:
         """Bytes of the first `blocks` blocks."""
         return len(b"".join(KEYS.token_bytes[token] for token in self.tokens[: blocks * WIDTH]))
+
+
+SCOPE = "model"
+
+
+def make_index(pods: int = 2, **limits: object) -> tuple[Index, list[Pod]]:
+    index = Index(IndexLimits(**limits))  # type: ignore[arg-type]
+    return index, [index.add_pod(f"pod-{i}", SCOPE) for i in range(pods)]
+
+
+def hit(index: Index, pod: Pod, prompt: Prompt, now: float = 0.0) -> Hit:
+    return index.match(SCOPE, prompt.namespace, prompt.key, now).hit(pod)
+
+
+def blocks(index: Index, pod: Pod, prompt: Prompt, now: float = 0.0) -> int:
+    tokens = hit(index, pod, prompt, now).tokens
+    assert tokens % WIDTH == 0
+    return tokens // WIDTH
+
+
+def batch(ts: float, *events: Event) -> EventBatch:
+    return EventBatch(ts, list(events))
+
+
+def item(seq: int, of: EventBatch) -> ReplayItem:
+    return ReplayItem(b"", seq, encode_batch(of.ts, of.events))
+
+
+class Bench:
+    """One publisher without an engine: the test says what it answers."""
+
+    def __init__(self) -> None:
+        self.index = Index()
+        self.pod = self.index.add_pod("pod", "model")
+        self.subscription = KvSubscription(self.index, self.pod, KEYS)
+        self.prompts = [Prompt.random(seed, 3) for seed in range(20)]
+
+    def batch(self, number: int) -> EventBatch:
+        """The batch that stores prompt `number`."""
+        return batch(100.0 + number, self.prompts[number].stored())
+
+    def holds(self, *numbers: int) -> bool:
+        wanted = {block for number in numbers for block in self.prompts[number].hashes}
+        return self.index.blocks_of(self.pod) == wanted
+
+    def ours(self, now: float = 0.0, newest: int | None = None) -> None:
+        """Connected, LIVE at epoch 1 with batches up to `newest`."""
+        assert self.subscription.on_connected(now) == [HelloRequest()]
+        if newest is None:
+            assert self.subscription.on_reply(Hello(1), now) == []
+        else:
+            assert self.subscription.on_reply(Hello(1, 0, newest), now) == [SnapshotRequest()]
+            self.snapshot(1, newest, range(newest + 1), now)
+        assert self.subscription.state is State.LIVE
+
+    def snapshot(self, epoch: int, seq: int, numbers: Sequence[int], now: float) -> None:
+        subscription = self.subscription
+        assert subscription.on_reply(SnapshotHeader(epoch, seq, 3 * len(numbers)), now) == []
+        for number in numbers:
+            assert subscription.on_reply(SnapshotChunk([self.prompts[number].stored()]), now) == []
+        assert subscription.on_reply(SnapshotEnd(), now) == []
+
+    def foreign(self, now: float = 0.0, replayed: int = 0) -> None:
+        """Connected, no answer to hello, `replayed` batches replayed."""
+        assert self.subscription.on_connected(now) == [HelloRequest()]
+        assert self.subscription.on_tick(now + 0.9) == []
+        assert self.subscription.on_tick(now + 1.0) == [ReplayRequest(0)]
+        for number in range(replayed):
+            self.subscription.on_reply(item(number, self.batch(number)), now + 1.1)
+        assert self.subscription.on_reply(ReplayEnd(), now + 1.1) == []
+        assert self.subscription.state is State.LIVE
+        assert self.subscription.peer is Peer.FOREIGN

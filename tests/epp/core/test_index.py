@@ -4,33 +4,15 @@ import random
 from itertools import pairwise
 
 import pytest
-from support.epp_core import KEYS, WIDTH, Prompt
+from support.epp_core import KEYS, SCOPE, WIDTH, Prompt, blocks, hit, make_index
 from treeline_epp.index.event_filter import Skip, block_texts
-from treeline_epp.index.index import Index, IndexLimits
-from treeline_epp.index.pods import NO_HIT, Hit, Pod
+from treeline_epp.index.pods import NO_HIT, Hit
 from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 from treeline_wire.keys import escape
 
-SCOPE = "model"
-
-
-def make(pods: int = 2, **limits: object) -> tuple[Index, list[Pod]]:
-    index = Index(IndexLimits(**limits))  # type: ignore[arg-type]
-    return index, [index.add_pod(f"pod-{i}", SCOPE) for i in range(pods)]
-
-
-def hit(index: Index, pod: Pod, prompt: Prompt, now: float = 0.0) -> Hit:
-    return index.match(SCOPE, prompt.namespace, prompt.key, now).hit(pod)
-
-
-def blocks(index: Index, pod: Pod, prompt: Prompt, now: float = 0.0) -> int:
-    tokens = hit(index, pod, prompt, now).tokens
-    assert tokens % WIDTH == 0
-    return tokens // WIDTH
-
 
 def test_a_hit_is_the_run_of_blocks_with_eight_more_bytes() -> None:
-    index, (pod, other) = make()
+    index, (pod, other) = make_index()
     prompt = Prompt.random(1, 20)
     index.apply(pod, prompt.stored(), KEYS)
     longer = prompt.extended(2, 3)
@@ -42,7 +24,7 @@ def test_a_hit_is_the_run_of_blocks_with_eight_more_bytes() -> None:
 
 
 def test_pods_of_one_scope_share_blocks_and_texts() -> None:
-    index, (first, second) = make()
+    index, (first, second) = make_index()
     prompt = Prompt.random(1, 20)
     index.apply(first, prompt.stored(), KEYS)
     size = index.totals()
@@ -57,7 +39,7 @@ def test_pods_of_one_scope_share_blocks_and_texts() -> None:
 
 
 def test_scopes_and_namespaces_share_nothing() -> None:
-    index, (pod,) = make(1)
+    index, (pod,) = make_index(1)
     other = index.add_pod("other", "other model")
     plain, salted = Prompt.random(1, 9), Prompt.random(1, 9, namespace="salt")
     index.apply(pod, plain.stored(), KEYS)
@@ -72,7 +54,7 @@ def test_scopes_and_namespaces_share_nothing() -> None:
 
 
 def test_a_block_without_namespace_goes_where_its_parent_is() -> None:
-    index, (pod,) = make(1)
+    index, (pod,) = make_index(1)
     prompt = Prompt.random(1, 9, namespace="salt")
     index.apply(pod, prompt.stored(0, 4), KEYS)
     index.apply(pod, prompt.stored(4, cache_salt=None), KEYS)
@@ -85,7 +67,7 @@ def test_a_block_without_namespace_goes_where_its_parent_is() -> None:
 
 
 def test_trap_2_a_hash_stored_twice_survives_the_first_removal() -> None:
-    index, (pod,) = make(1)
+    index, (pod,) = make_index(1)
     prompt = Prompt.random(1, 9)
     index.apply(pod, prompt.stored(), KEYS)
     index.apply(pod, prompt.stored(), KEYS)
@@ -98,7 +80,7 @@ def test_trap_2_a_hash_stored_twice_survives_the_first_removal() -> None:
 
 
 def test_trap_2_remaining_copy_counts_are_trusted() -> None:
-    index, (pod,) = make(1)
+    index, (pod,) = make_index(1)
     prompt = Prompt.random(1, 3)
     index.apply(pod, prompt.stored(), KEYS)
     index.apply(pod, BlockRemoved(prompt.hashes, remaining_copy_counts=[0, 1, 0]), KEYS)
@@ -106,7 +88,7 @@ def test_trap_2_remaining_copy_counts_are_trusted() -> None:
 
 
 def test_trap_3_a_snapshot_counts_no_copies() -> None:
-    index, (pod,) = make(1)
+    index, (pod,) = make_index(1)
     prompt = Prompt.random(1, 9)
     index.apply(pod, prompt.stored(), KEYS)
     index.begin_snapshot(pod)
@@ -118,7 +100,7 @@ def test_trap_3_a_snapshot_counts_no_copies() -> None:
 
 
 def test_trap_4_tokens_that_do_not_fit_the_blocks_are_not_sliced() -> None:
-    index, (pod, other) = make()
+    index, (pod, other) = make_index()
     prompt = Prompt.random(1, 9)
     masked = BlockStored(prompt.hashes[:4], None, prompt.tokens, WIDTH)
     index.apply(pod, masked, KEYS)
@@ -131,7 +113,7 @@ def test_trap_4_tokens_that_do_not_fit_the_blocks_are_not_sliced() -> None:
 
 
 def test_trap_5_only_the_first_full_attention_group_decides() -> None:
-    index, (pod,) = make(1)
+    index, (pod,) = make_index(1)
     prompt = Prompt.random(1, 9)
     index.apply(pod, prompt.stored(group_idx=1, kv_cache_spec_kind="sliding_window"), KEYS)
     assert index.blocks_of(pod) == set()
@@ -145,7 +127,7 @@ def test_trap_5_only_the_first_full_attention_group_decides() -> None:
 
 
 def test_traps_6_and_13_lower_tiers_are_told_from_the_device_in_any_spelling() -> None:
-    index, (pod,) = make(1)
+    index, (pod,) = make_index(1)
     prompt = Prompt.random(1, 9)
     for medium in ("CPU", "cpu", "CPU_PINNED", "DISK", "STORAGE", "EXTERNAL"):
         index.apply(pod, BlockStored(prompt.hashes, None, [], 0, medium=medium), KEYS)
@@ -158,7 +140,7 @@ def test_traps_6_and_13_lower_tiers_are_told_from_the_device_in_any_spelling() -
 
 
 def test_trap_9_descendants_stay_when_an_ancestor_goes_and_count_again_when_it_returns() -> None:
-    index, (pod,) = make(1)
+    index, (pod,) = make_index(1)
     prompt = Prompt.random(1, 9)
     index.apply(pod, prompt.stored(), KEYS)
     index.apply(pod, BlockRemoved([prompt.hashes[3]]), KEYS)
@@ -171,7 +153,7 @@ def test_trap_9_descendants_stay_when_an_ancestor_goes_and_count_again_when_it_r
 @pytest.mark.parametrize("seed", range(20))
 def test_trap_10_order_of_arrival_does_not_matter(seed: int) -> None:
     rng = random.Random(seed)
-    index, (pod,) = make(1, max_edge=7)
+    index, (pod,) = make_index(1, max_edge=7)
     prompt = Prompt.random(seed, 12)
     cuts = [0, *sorted(rng.sample(range(1, 12), 4)), 12]
     pieces = [prompt.stored(a, b) for a, b in pairwise(cuts)]
@@ -192,7 +174,7 @@ def test_trap_10_order_of_arrival_does_not_matter(seed: int) -> None:
 
 
 def test_trap_10_an_orphan_removed_before_its_graft_still_carries_its_descendants() -> None:
-    index, (pod,) = make(1)
+    index, (pod,) = make_index(1)
     prompt = Prompt.random(1, 12)
     index.apply(pod, prompt.stored(4, 8), KEYS)
     index.apply(pod, prompt.stored(8), KEYS)
@@ -207,7 +189,7 @@ def test_trap_10_an_orphan_removed_before_its_graft_still_carries_its_descendant
 
 
 def test_trap_10_orphans_are_bounded() -> None:
-    index, (pod,) = make(1, max_orphan_blocks=20)
+    index, (pod,) = make_index(1, max_orphan_blocks=20)
     for seed in range(10):
         index.apply(pod, Prompt.random(seed, 9).stored(4), KEYS)
     assert index.totals()["orphan_blocks"] == 20
@@ -216,7 +198,7 @@ def test_trap_10_orphans_are_bounded() -> None:
 
 
 def test_trap_10_orphans_go_on_waiting_for_a_parent_that_was_announced_but_not_stored() -> None:
-    index, (pod, other) = make()
+    index, (pod, other) = make_index()
     prompt = Prompt.random(1, 12)
     index.apply(pod, prompt.stored(0, 4), KEYS)
     index.apply(pod, prompt.stored(8), KEYS)
@@ -231,7 +213,7 @@ def test_trap_10_orphans_go_on_waiting_for_a_parent_that_was_announced_but_not_s
 
 
 def test_orphans_are_forgotten_with_their_pod() -> None:
-    index, (pod, other) = make()
+    index, (pod, other) = make_index()
     prompt = Prompt.random(1, 9)
     index.apply(pod, prompt.stored(4), KEYS)
     index.apply(pod, AllBlocksCleared(), KEYS)
@@ -242,7 +224,7 @@ def test_orphans_are_forgotten_with_their_pod() -> None:
 
 
 def test_trap_12_pods_with_hash_seeds_of_their_own_still_match() -> None:
-    index, pods = make(5)
+    index, pods = make_index(5)
     base = Prompt.random(1, 40)
     for number, pod in enumerate(pods):
         seeded = Prompt(base.tokens, seed=b"%d" % number)
@@ -253,7 +235,7 @@ def test_trap_12_pods_with_hash_seeds_of_their_own_still_match() -> None:
 
 
 def test_multimodal_blocks_are_not_taken_for_their_text() -> None:
-    index, (pod,) = make(1)
+    index, (pod,) = make_index(1)
     prompt = Prompt.random(1, 4)
     index.apply(pod, prompt.stored(extra_keys=[None, [("image", 3)], None, None]), KEYS)
     assert index.blocks_of(pod) == set()
@@ -262,7 +244,7 @@ def test_multimodal_blocks_are_not_taken_for_their_text() -> None:
 
 
 def test_vllms_salt_is_the_first_extra_key() -> None:
-    index, (pod,) = make(1)
+    index, (pod,) = make_index(1)
     salted = Prompt.random(1, 9, namespace="salt")
     index.apply(pod, salted.stored(0, 4, cache_salt=None, extra_keys=[["salt"], None, None, None]), KEYS)
     index.apply(pod, salted.stored(4, 9, cache_salt=None), KEYS)
@@ -271,7 +253,7 @@ def test_vllms_salt_is_the_first_extra_key() -> None:
 
 
 def test_without_a_tokenizer_only_history_counts() -> None:
-    index, (pod,) = make(1)
+    index, (pod,) = make_index(1)
     prompt = Prompt.random(1, 9)
     index.apply(pod, prompt.stored(), None)
     assert index.blocks_of(pod) == set()
@@ -283,7 +265,7 @@ def test_without_a_tokenizer_only_history_counts() -> None:
 
 @pytest.mark.parametrize("hashes", [[1, 2, 1], [1, 2, 3]], ids=["a hash twice", "its own parent"])
 def test_impossible_chains_are_refused(hashes: list[int]) -> None:
-    index, (pod,) = make(1)
+    index, (pod,) = make_index(1)
     event = BlockStored(hashes, 3, list(range(3 * WIDTH)), WIDTH)
     index.apply(pod, event, KEYS)
     assert pod.skipped[Skip.HASHES] == 3
@@ -295,7 +277,7 @@ def test_impossible_chains_are_refused(hashes: list[int]) -> None:
 
 
 def test_one_hash_in_two_namespaces_is_refused() -> None:
-    index, (pod,) = make(1)
+    index, (pod,) = make_index(1)
     prompt = Prompt.random(1, 3)
     index.apply(pod, prompt.stored(), KEYS)
     index.apply(pod, prompt.stored(cache_salt="other"), KEYS)
@@ -309,7 +291,7 @@ def test_token_ids_beyond_the_vocabulary_are_escapes() -> None:
 
 
 def test_the_index_is_bounded() -> None:
-    index, (pod,) = make(1, max_blocks=20)
+    index, (pod,) = make_index(1, max_blocks=20)
     for seed in range(10):
         index.apply(pod, Prompt.random(seed, 9).stored(), KEYS)
     assert index.totals()["blocks"] == 27
@@ -320,7 +302,7 @@ def test_the_index_is_bounded() -> None:
 
 
 def test_an_unknown_removal_is_counted() -> None:
-    index, (pod,) = make(1)
+    index, (pod,) = make_index(1)
     index.apply(pod, BlockRemoved([1, 2]), KEYS)
     assert pod.skipped[Skip.UNKNOWN_REMOVAL] == 2
     assert pod.blocks == 0
@@ -330,7 +312,7 @@ def test_an_unknown_removal_is_counted() -> None:
 
 
 def test_a_cleared_pod_is_forgotten_at_once_and_its_bit_used_again_after_the_sweep() -> None:
-    index, (pod, other) = make()
+    index, (pod, other) = make_index()
     prompt = Prompt.random(1, 30)
     for each in (pod, other):
         index.apply(each, prompt.stored(), KEYS)
@@ -349,7 +331,7 @@ def test_a_cleared_pod_is_forgotten_at_once_and_its_bit_used_again_after_the_swe
 
 
 def test_bits_stay_few_however_often_pods_come_and_go() -> None:
-    index, pods = make(3, max_edge=11)
+    index, pods = make_index(3, max_edge=11)
     rng = random.Random(0)
     for step in range(300):
         pod = rng.choice(pods)
@@ -362,7 +344,7 @@ def test_bits_stay_few_however_often_pods_come_and_go() -> None:
 
 
 def test_a_snapshot_replaces_everything_when_it_is_complete_and_not_before() -> None:
-    index, (pod,) = make(1)
+    index, (pod,) = make_index(1)
     old, new = Prompt.random(1, 9), Prompt.random(2, 9)
     index.apply(pod, old.stored(), KEYS)
     index.begin_snapshot(pod)
@@ -379,7 +361,7 @@ def test_a_snapshot_replaces_everything_when_it_is_complete_and_not_before() -> 
 
 
 def test_a_dropped_snapshot_leaves_no_trace() -> None:
-    index, (pod,) = make(1)
+    index, (pod,) = make_index(1)
     old, new = Prompt.random(1, 9), Prompt.random(2, 9)
     index.apply(pod, old.stored(), KEYS)
     index.begin_snapshot(pod)
@@ -393,7 +375,7 @@ def test_a_dropped_snapshot_leaves_no_trace() -> None:
 
 
 def test_aged_blocks_count_and_take_removals_until_they_end() -> None:
-    index, (pod,) = make(1, aged_life_s=100.0)
+    index, (pod,) = make_index(1, aged_life_s=100.0)
     prompt, kept = Prompt.random(1, 20), Prompt.random(2, 9)
     index.apply(pod, prompt.stored(), KEYS)
     index.apply(pod, kept.stored(), KEYS)
@@ -409,103 +391,3 @@ def test_aged_blocks_count_and_take_removals_until_they_end() -> None:
     assert blocks(index, pod, longer) == 0
     assert index.blocks_of(pod) == set(kept.hashes)
     index.check()
-
-
-# Predictions and hit_caps
-
-
-def test_a_routed_prompt_is_predicted_then_confirmed() -> None:
-    index, (pod, other) = make()
-    known, prompt = Prompt.random(1, 9), Prompt.random(1, 9).extended(2, 9)
-    index.apply(pod, known.stored(), KEYS)
-    first = hit(index, pod, prompt)
-    index.predict(pod, None, prompt.key, first, now=0.0)
-    predicted = hit(index, pod, prompt)
-    assert predicted.tokens >= first.tokens, "its text may confirm one more block's end"
-    assert predicted.reach == len(prompt.key) - 8
-    assert hit(index, other, prompt) == Hit()
-    index.apply(pod, prompt.stored(9), KEYS)
-    confirmed = hit(index, pod, prompt)
-    assert confirmed.tokens >= 16 * WIDTH
-    assert confirmed.reach >= confirmed.end
-    index.apply(pod, BlockRemoved(prompt.hashes[9:]), KEYS)
-    assert hit(index, pod, prompt).reach <= known.end(9), "what was confirmed is not predicted any more"
-    index.check()
-
-
-def test_predictions_end_with_time_or_with_failure() -> None:
-    index, (pod,) = make(1, eventless_life_s=10.0)
-    prompt, failed = Prompt.random(1, 9), Prompt.random(2, 9)
-    index.predict(pod, None, prompt.key, Hit(), now=0.0)
-    ends_at = index.predict(pod, None, failed.key, Hit(), now=0.0)
-    index.withdraw(pod, None, failed.key, ends_at)
-    assert hit(index, pod, failed).reach == 0
-    assert hit(index, pod, prompt, now=9.9).reach > 0
-    assert hit(index, pod, prompt, now=10.0).reach == 0, "also before the next tick"
-    index.tick(10.0)
-    assert index.totals()["text_bytes"] == 0
-    index.check()
-
-
-def test_a_prediction_beyond_evicted_blocks_does_not_count() -> None:
-    index, (pod,) = make(1)
-    known, prompt = Prompt.random(1, 9), Prompt.random(1, 9).extended(2, 9)
-    index.apply(pod, known.stored(), KEYS)
-    index.predict(pod, None, prompt.key, hit(index, pod, prompt), now=0.0)
-    index.apply(pod, BlockRemoved(known.hashes[4:]), KEYS)
-    found = hit(index, pod, prompt)
-    assert (found.tokens, found.reach) == (4 * WIDTH, known.end(4))
-
-
-def test_predictions_keep_to_their_budget_oldest_first() -> None:
-    index, (pod,) = make(1, eventless_bytes=1000)
-    prompts = [Prompt.random(seed, 40) for seed in range(6)]
-    for now, prompt in enumerate(prompts):
-        index.predict(pod, None, prompt.key, Hit(), now=float(now))
-    assert index.totals()["text_bytes"] <= 1000
-    assert hit(index, pod, prompts[-1], now=6.0).reach > 0
-    assert hit(index, pod, prompts[0], now=6.0).reach == 0
-    index.check()
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_predictions_survive_splits_and_merges(seed: int) -> None:
-    rng = random.Random(seed)
-    index, pods = make(3, max_edge=rng.choice([5, 9, 40]), eventless_life_s=20.0, prediction_life_s=5.0)
-    base = Prompt.random(seed, 6)
-    prompts = [base.extended(seed + i, rng.randrange(1, 6)) for i in range(6)]
-    for step in range(150):
-        now = step * 0.3
-        pod, prompt = rng.choice(pods), rng.choice(prompts)
-        action = rng.randrange(4)
-        if action == 0:
-            index.predict(pod, None, prompt.key[: rng.randrange(len(prompt.key))], Hit(), now)
-            assert hit(index, pod, prompt, now).reach >= 0
-        elif action == 1:
-            index.apply(pod, prompt.stored(), KEYS)
-        elif action == 2:
-            index.apply(pod, BlockRemoved(prompt.hashes[rng.randrange(len(prompt.hashes)) :]), KEYS)
-        else:
-            index.withdraw(pod, None, prompt.key, index.predict(pod, None, prompt.key, Hit(), now))
-        index.tick(now, max_nodes=5)
-        index.check()
-    for pod in pods:
-        index.clear(pod)
-    for _ in range(50):
-        index.tick(1e6)
-    assert index.totals()["text_bytes"] == index.totals()["blocks"] == 0
-
-
-def test_a_doubt_caps_what_passes_its_node_and_ends() -> None:
-    index, (pod, other) = make(hit_cap_life_s=30.0)
-    prompt = Prompt.random(1, 20)
-    sibling = Prompt([*prompt.tokens[: 5 * WIDTH], *Prompt.random(7, 15).tokens])
-    for each in (pod, other):
-        index.apply(each, prompt.stored(), KEYS)
-        index.apply(each, sibling.stored(), KEYS)
-    index.cap_hit(pod, None, prompt.key, 6 * WIDTH, now=0.0)
-    assert blocks(index, pod, prompt) == 6
-    assert blocks(index, pod, sibling) >= 18
-    assert blocks(index, other, prompt) >= 18
-    index.tick(31.0)
-    assert blocks(index, pod, prompt, now=31.0) >= 18
