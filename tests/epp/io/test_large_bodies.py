@@ -13,19 +13,16 @@ from typing import Any
 import msgspec
 import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.extproc.convert import read, to_message, to_response
 from treeline_epp.extproc.session import ExtProcSession, SessionLimits
 from treeline_epp.extproc.state import Kind, Reply
 from treeline_epp.metrics import Metrics
 from treeline_epp.picking.picker import Picker
-from treeline_epp.requests import rewrite
-from treeline_epp.requests.body import CHUNK_BYTES, Body, BodyBudget, Edit
+from treeline_epp.requests.body import CHUNK_BYTES, Body, BodyBudget
 from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.outline import MAX_MEMBERS, Outline, beginning, count_values
+from treeline_epp.requests.outline import MAX_MEMBERS, Outline
 from treeline_epp.requests.parse import ParsedRequest, is_large, parse
 from treeline_epp.requests.router import Router
 from treeline_runtime.templates.pool import TemplatePool
@@ -299,91 +296,6 @@ def test_what_is_nested_too_deep_for_a_template_is_a_400_at_the_picker(more: dic
     assert refused.param
 
 
-NAMES = st.sampled_from(["model", "messages", "a", "é", 'q"', "back\\slash", ""]) | st.text(max_size=8)
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 9) | st.text('ab"\\{}[],:é漢 \n', max_size=12),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES, inner, max_size=4),
-    max_leaves=20,
-)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.dictionaries(NAMES, VALUES, max_size=6), st.integers(1, 40), st.booleans(), st.sampled_from([None, 1]))
-def test_an_outline_finds_the_members_that_a_decoder_finds(
-    document: dict[str, Any], piece: int, ascii_only: bool, indent: int | None
-) -> None:
-    data = json.dumps(document, ensure_ascii=ascii_only, indent=indent).encode(errors="surrogatepass")
-    body = Body([data[start : start + piece] for start in range(0, len(data), piece)])
-    outline = Outline()
-    for part in body.pieces():
-        outline.feed(part)
-    outline.finish(body)
-    assert outline.problem is None
-    found = {name: msgspec.json.decode(body.slice(*places[-1])) for name, places in outline.spans.items()}
-    assert found == document
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.binary(max_size=60), st.integers(1, 20))
-def test_an_outline_of_anything_ends_with_members_or_a_problem(data: bytes, piece: int) -> None:
-    body = Body([data[start : start + piece] for start in range(0, len(data), piece)])
-    outline = Outline()
-    for part in body.pieces():
-        outline.feed(part)
-    outline.finish(body)
-    try:
-        document = msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return
-    if isinstance(document, dict):
-        assert outline.problem is None
-        assert set(outline.spans) == set(document)
-    else:
-        assert outline.problem is not None
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(VALUES, min_size=1, max_size=6), st.data())
-def test_the_beginning_of_a_list_is_a_beginning_of_its_elements(elements: list[Any], data: st.DataObject) -> None:
-    raw = json.dumps(elements, ensure_ascii=False).encode()
-    assert count_values(raw) >= len(elements)
-    stop = data.draw(st.integers(1, len(raw)))
-    most = data.draw(st.integers(1, 50))
-    found = beginning(raw[:stop], whole=stop == len(raw), max_values=most)
-    if not found.cut:
-        assert found.value == elements
-        return
-    if isinstance(found.value, list):
-        assert found.value[:-1] == elements[: max(0, len(found.value) - 1)]
-        assert found.complete == elements[: len(found.complete)]
-        assert len(found.value) - len(found.complete) in (0, 1)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.binary(min_size=1, max_size=9), min_size=1, max_size=9), st.data())
-def test_a_body_is_sliced_and_edited_like_its_bytes(parts: list[bytes], data: st.DataObject) -> None:
-    body, plain = Body(parts), b"".join(parts)
-    start = data.draw(st.integers(0, len(plain)))
-    stop = data.draw(st.integers(start, len(plain)))
-    assert body.slice(start, stop) == plain[start:stop]
-    edited = body.edited([Edit(start, stop, b"new")])
-    assert edited.joined() == plain[:start] + b"new" + plain[stop:]
-    assert body.joined() == plain
-
-
-def test_pieces_are_chunks_that_a_proxy_takes_however_they_came() -> None:
-    body = Body()
-    for size in (1, 3 * CHUNK_BYTES + 5, 2, 2, CHUNK_BYTES - 1, 7):
-        body.add(b"x" * size)
-    sizes = [len(piece) for piece in body.pieces()]
-    assert sum(sizes) == len(body) == 4 * CHUNK_BYTES + 16
-    assert max(sizes) <= CHUNK_BYTES + 7
-    tiny = Body()
-    for _ in range(2 * CHUNK_BYTES):
-        tiny.add(b"y")
-    assert [len(piece) for piece in tiny.pieces()] == [CHUNK_BYTES, CHUNK_BYTES]
-
-
 @pytest.mark.parametrize("mode", [BUFFERED, DUPLEX], ids=["buffered", "duplex"])
 def test_a_large_body_is_sent_on_as_it_came_or_with_another_model(mode: int) -> None:
     registry = ModelRegistry()
@@ -454,60 +366,3 @@ def test_an_answered_body_is_kept_no_longer() -> None:
         list(stream.steps(*message()))
     assert waiting.bytes == 0
     stream.close()
-
-
-def test_renaming_replaces_every_member_of_that_name() -> None:
-    data = b'{"model" : "a", "x": {"model": "a"}, "mod\\u0065l":"b"}'
-    body, outline = Body([data]), Outline()
-    outline.feed(data)
-    outline.finish(body)
-    assert rewrite.edited(body, outline, "new", {}).joined() == (
-        b'{"model" : "new", "x": {"model": "a"}, "mod\\u0065l":"new"}'
-    )
-
-
-PIECES = st.sampled_from(
-    [
-        *(b"{", b"}", b"[", b"]", b",", b":", b" ", b'"', b"\\"),
-        *(b'"cache_salt":"mine"', b'"cache\\u005fsalt":1', b'"a":[1,{"b":"}"}]'),
-    ]
-)
-
-
-@settings(max_examples=400)
-@given(st.lists(PIECES, max_size=14))
-def test_whoever_can_read_an_edited_body_reads_what_it_was_made_to_say(pieces: list[bytes]) -> None:
-    """Whatever the body was, and whichever of two members a decoder takes: it is ours."""
-    plain = b"".join(pieces)
-    for text in (plain, b"{" + plain + b"}", b"{," + plain + b"}"):
-        body, outline = Body([text]), Outline()
-        for piece in body.pieces():
-            outline.feed(piece)
-        outline.finish(body)
-        if outline.problem is not None:
-            continue
-        edited = rewrite.edited(body, outline, None, {"cache_salt": "ours", "extra_key": None}).joined()
-        pairs: list[tuple[str, Any]] = []
-
-        def keep(found: list[tuple[str, Any]], pairs: list[tuple[str, Any]] = pairs) -> dict[str, Any]:
-            pairs[:] = found  # the outermost object comes last
-            return dict(found)
-
-        try:
-            json.loads(edited, object_pairs_hook=keep)
-        except ValueError:
-            continue  # whoever gets it refuses it
-        assert {value for name, value in pairs if name == "cache_salt"} == {"ours"}
-        assert {value for name, value in pairs if name == "extra_key"} <= {None}
-
-
-@pytest.mark.parametrize("start", [b"{,", b"{ ,", b"{,,"])
-def test_a_body_that_begins_with_a_comma_is_no_json(start: bytes) -> None:
-    body, outline = (
-        Body([start + b'"cache_salt":"mine","model":"m","prompt":"' + b"x" * 300_000 + b'"}']),
-        Outline(),
-    )
-    for piece in body.pieces():
-        outline.feed(piece)
-    outline.finish(body)
-    assert outline.problem == "The request body is not JSON."
