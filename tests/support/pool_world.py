@@ -11,9 +11,11 @@ from treeline_operator.actions import Apply, Delete, Mark, Plan, Scale
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
 from treeline_operator.plan.pool import plan_pool
+from treeline_operator.plan.runtime import pod_template
 from treeline_operator.simulation import marked
 from treeline_operator.world import (
     GatewayWorld,
+    Images,
     Observed,
     PickerEndpoint,
     PickerView,
@@ -32,6 +34,7 @@ EVERY_API = frozenset(
         "keda.sh/v1alpha1/ScaledObject",
     }
 )
+HF = {"model": {"uri": "hf://org/name"}}
 
 
 def a_pool(
@@ -332,3 +335,23 @@ def _cost(pod: dict[str, Any]) -> int:
 
 def _placed(pod: dict[str, Any]) -> bool:
     return any(c["type"] == "PodScheduled" and c["status"] == "True" for c in pod["status"]["conditions"])
+
+
+def template(**spec: Any) -> dict[str, Any]:
+    return pod_template(a_pool(**spec), "abc", Images())
+
+
+def runtime(**spec: Any) -> dict[str, Any]:
+    containers = template(**spec)["spec"]["containers"]
+    found: dict[str, Any] = next(c for c in containers if c["name"] == "runtime")
+    return found
+
+
+def kinds(plan: Plan) -> list[str]:
+    return [f"{type(action).__name__} {action.ref.kind} {action.ref.name}" for action in plan.actions]
+
+
+def settled(pool: InferencePool, **options: Any) -> SimCluster:
+    cluster = SimCluster(**options)
+    cluster.converge(pool)
+    return cluster

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.pool_world import EVERY_API, NOW, SimCluster, a_pool
+from support.pool_world import EVERY_API, HF, NOW, SimCluster, a_pool, kinds, settled
 from treeline_operator import names
-from treeline_operator.actions import Apply, CreateKeys, Delete, Mark, Plan, Scale
+from treeline_operator.actions import Apply, CreateKeys, Mark, Scale
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.world import TEMPLATE_VERSION, Images, PickerEndpoint, PickerView, Platform
+from treeline_operator.world import PickerEndpoint, PickerView, Platform
 from treeline_wire.labels import SERVING
-from treeline_wire.paths import INFERENCE
-
-NEXT = TEMPLATE_VERSION + 1
-HF = {"model": {"uri": "hf://org/name"}}
-
-
-def kinds(plan: Plan) -> list[str]:
-    return [f"{type(action).__name__} {action.ref.kind} {action.ref.name}" for action in plan.actions]
-
-
-def settled(pool: InferencePool, **options: Any) -> SimCluster:
-    cluster = SimCluster(**options)
-    cluster.converge(pool)
-    return cluster
-
 
 SPECS: dict[str, dict[str, Any]] = {
     "plain": {"replicas": 3},
@@ -274,72 +258,26 @@ def test_paused_keeps_everything() -> None:
     assert any("rollout.paused" in note for note in plan.notes)
 
 
-# ---- upgrades of the operator -------------------------------------------------------------------------------
+@pytest.mark.parametrize("budget", [1, 3, "25%"])
+def test_the_budget_is_as_asked(budget: int | str) -> None:
+    cluster = settled(a_pool(replicas=4, disruptionBudget={"maxUnavailable": budget}))
+    assert cluster.get("PodDisruptionBudget", "tiny")["spec"]["maxUnavailable"] == budget
 
 
-def test_an_upgrade_rolls_no_pods_until_it_is_asked_to() -> None:
-    cluster = settled(a_pool(replicas=2))
-    (before,) = cluster.deployments()
-    cluster.platform = replace(cluster.platform, template_version=NEXT, images=Images(runtime="treeline-runtime:next"))
-    plan = cluster.plan(a_pool(replicas=2))
-    assert plan.actions == ()
-    assert any(f"rollout.templateVersion: {NEXT} asks for the newest" in note for note in plan.notes)
-    assert [type(a) for a in cluster.plan(a_pool(replicas=3)).actions] == [Scale]
-
-    asked = a_pool(replicas=2, rollout={"templateVersion": NEXT})
-    cluster.converge(asked)
-    (serving,) = [obj for obj in cluster.deployments().values() if obj["spec"]["replicas"]]
-    assert serving["metadata"]["name"] != before
-    assert serving["metadata"]["annotations"][names.TEMPLATE_VERSION] == str(NEXT)
-    # Asked no more: what is there stays.
-    assert cluster.plan(a_pool(replicas=2)).actions == ()
-
-
-def test_other_default_images_alone_touch_no_revision_and_drift_is_still_mended() -> None:
-    cluster = settled(a_pool())
-    cluster.platform = replace(cluster.platform, images=Images(pull_secrets=("registry",)))
-    assert cluster.plan(a_pool()).actions == ()
-    cluster.platform = replace(cluster.platform, images=Images(runtime="treeline-runtime:next", pull_policy="Always"))
-    assert cluster.plan(a_pool()).actions == ()
-    (deployment,) = cluster.deployments().values()
-    _runtime(deployment)["args"][1] = "/elsewhere"
-    (action,) = cluster.plan(a_pool()).actions
-    assert isinstance(action, Apply)
-    assert action.drift == ("spec.template.spec.containers[runtime].args[1]",)
-    assert _runtime(action.object)["image"] == "treeline-runtime:cpu"
-
-
-def test_more_than_this_operator_has_is_told() -> None:
-    plan = SimCluster().plan(a_pool(rollout={"templateVersion": 7}))
-    assert any(f"asks for 7, this operator has {TEMPLATE_VERSION}" in note for note in plan.notes)
-
-
-def test_lost_annotations_start_no_rollout() -> None:
-    cluster = settled(a_pool(replicas=2))
-    (deployment,) = cluster.deployments().values()
-    deployment["metadata"]["annotations"] = {}
-    deployment["metadata"]["labels"].pop(names.REVISION)
-    plan = cluster.plan(a_pool(replicas=2))
-    assert kinds(plan) == [f"Apply Deployment {deployment['metadata']['name']}"]
-    cluster.do(plan)
-    assert cluster.plan(a_pool(replicas=2)).actions == ()
-
-    deployment = next(iter(cluster.deployments().values()))
-    deployment["metadata"]["annotations"] = {}
-    _runtime(deployment)["image"] = "of-a-former-operator"
-    (action,) = cluster.plan(a_pool(replicas=2)).actions
-    assert isinstance(action, Apply)
-    assert _runtime(action.object)["image"] == "of-a-former-operator"
-    _runtime(deployment)["args"] = ["of-a-former-operator"]
-    plan = cluster.plan(a_pool(replicas=2))
-    assert plan.actions == ()
-    assert any("left as it was made" in note for note in plan.notes)
-
-
-def _runtime(deployment: dict[str, Any]) -> dict[str, Any]:
-    containers = deployment["spec"]["template"]["spec"]["containers"]
-    found: dict[str, Any] = next(c for c in containers if c["name"] == "runtime")
-    return found
+def test_percentages_are_parts_of_the_replicas() -> None:
+    for replicas, surge, pods in ((4, "50%", 6), (3, "25%", 4), (10, "100%", 20)):
+        cluster = settled(a_pool(replicas=replicas))
+        cluster.do(cluster.plan(a_pool(replicas=replicas, engine={"contextLength": 9}, rollout={"maxSurge": surge})))
+        assert sum(obj["spec"]["replicas"] for obj in cluster.deployments().values()) == pods
+    for replicas, missing, left in ((4, "50%", 2), (3, "25%", 3), (8, "30%", 6)):
+        cluster = settled(a_pool(replicas=replicas), capacity=replicas)
+        rollout = {"maxUnavailable": missing}
+        changed = a_pool(replicas=replicas, engine={"contextLength": 9}, rollout=rollout)
+        for _ in range(3):
+            cluster.do(cluster.plan(changed))
+            cluster.controllers()
+        serving = [pod for pod in cluster.pods.values() if pod["metadata"]["labels"][SERVING] == "true"]
+        assert sum(any(c["type"] == "Ready" for c in pod["status"]["conditions"]) for pod in serving) == left
 
 
 # ---- drift, other owners, deletion --------------------------------------------------------------------------
@@ -409,187 +347,3 @@ def test_what_is_wanted_no_more_is_deleted_but_downloads_are_kept() -> None:
     assert [k for k in kinds(plan) if "Delete" in k] == ["Delete HorizontalPodAutoscaler tiny"]
     cluster.converge(a_pool())
     assert cluster.get("PersistentVolumeClaim", "tiny-models")
-
-
-# ---- downloads ----------------------------------------------------------------------------------------------
-
-
-def test_the_way_out_is_open_only_while_something_is_downloaded() -> None:
-    pool = a_pool(**HF, replicas=2)
-    cluster = SimCluster()
-
-    def is_open() -> bool:
-        return any(ref.name == "tiny-download" for ref in cluster.objects)
-
-    cluster.do(cluster.plan(pool))
-    cluster.controllers()
-    assert is_open()
-    cluster.make_ready(next(iter(cluster.pods)))
-    cluster.do(cluster.plan(pool))
-    assert is_open()
-    cluster.make_ready()
-    plan = cluster.plan(pool)
-    assert kinds(plan) == ["Delete NetworkPolicy tiny-download"]
-    cluster.do(plan)
-    plan = cluster.plan(a_pool(**HF, replicas=3))
-    assert kinds(plan)[0] == "Apply NetworkPolicy tiny-download"
-
-
-def test_a_claim_only_grows_and_keeps_what_cannot_change() -> None:
-    def of(**cache: Any) -> InferencePool:
-        return a_pool(model={"uri": "hf://org/name", "cache": cache})
-
-    cluster = settled(of(size="5Gi"))
-    (grown,) = cluster.plan(of(size="10Gi")).actions
-    assert isinstance(grown, Apply)
-    assert grown.object["spec"]["resources"]["requests"]["storage"] == "10Gi"
-    smaller = cluster.plan(of(size="1Gi", accessModes=["ReadWriteMany"], storageClassName="fast"))
-    assert all(not isinstance(a, Delete) for a in smaller.actions)
-    for action in smaller.actions:
-        assert isinstance(action, Apply)
-        assert action.object["spec"]["accessModes"] == ["ReadWriteOnce"]
-        assert action.object["spec"]["resources"]["requests"]["storage"] == "5Gi"
-    assert {note.split(" keeps its ")[1].split()[0] for note in smaller.notes if "keeps" in note} == {
-        "access",
-        "class",
-        "size",
-    }
-
-
-def test_a_claim_of_one_node_for_many_pods_is_told() -> None:
-    plan = SimCluster().plan(a_pool(replicas=2, model={"uri": "hf://org/name", "cache": {"size": "5Gi"}}))
-    assert any("claim tiny-models is ReadWriteOnce: all 2 pods must be on one node" in n for n in plan.notes)
-    shared = {"size": "5Gi", "accessModes": ["ReadWriteMany"]}
-    plan = SimCluster().plan(a_pool(replicas=2, model={"uri": "hf://org/name", "cache": shared}))
-    assert plan.notes == ()
-
-
-def test_the_claim_of_a_compile_cache_is_made_grows_and_outlives_a_change_of_mind() -> None:
-    small, large = ({"engine": {"cache": {"size": size}}} for size in ("5Gi", "20Gi"))
-    cluster = settled(a_pool(**small))
-    made = cluster.get("PersistentVolumeClaim", "tiny-cache")
-    assert made["spec"]["resources"]["requests"]["storage"] == "5Gi"
-    before = set(cluster.deployments())
-    cluster.converge(a_pool(**large))
-    claim = cluster.get("PersistentVolumeClaim", "tiny-cache")
-    assert claim["spec"]["resources"]["requests"]["storage"] == "20Gi"
-    assert set(cluster.deployments()) == before, "the claim's size is no matter of the pods"
-    cluster.converge(a_pool())
-    assert cluster.get("PersistentVolumeClaim", "tiny-cache") == claim
-
-
-@pytest.mark.parametrize("budget", [1, 3, "25%"])
-def test_the_budget_is_as_asked(budget: int | str) -> None:
-    cluster = settled(a_pool(replicas=4, disruptionBudget={"maxUnavailable": budget}))
-    assert cluster.get("PodDisruptionBudget", "tiny")["spec"]["maxUnavailable"] == budget
-
-
-def test_percentages_are_parts_of_the_replicas() -> None:
-    for replicas, surge, pods in ((4, "50%", 6), (3, "25%", 4), (10, "100%", 20)):
-        cluster = settled(a_pool(replicas=replicas))
-        cluster.do(cluster.plan(a_pool(replicas=replicas, engine={"contextLength": 9}, rollout={"maxSurge": surge})))
-        assert sum(obj["spec"]["replicas"] for obj in cluster.deployments().values()) == pods
-    for replicas, missing, left in ((4, "50%", 2), (3, "25%", 3), (8, "30%", 6)):
-        cluster = settled(a_pool(replicas=replicas), capacity=replicas)
-        rollout = {"maxUnavailable": missing}
-        changed = a_pool(replicas=replicas, engine={"contextLength": 9}, rollout=rollout)
-        for _ in range(3):
-            cluster.do(cluster.plan(changed))
-            cluster.controllers()
-        serving = [pod for pod in cluster.pods.values() if pod["metadata"]["labels"][SERVING] == "true"]
-        assert sum(any(c["type"] == "Ready" for c in pod["status"]["conditions"]) for pod in serving) == left
-
-
-def test_a_claim_that_exists_is_used_and_never_made() -> None:
-    plan = SimCluster().plan(a_pool(model={"uri": "hf://org/name", "cache": {"claimName": "theirs"}}))
-    assert not any("PersistentVolumeClaim" in kind for kind in kinds(plan))
-    pod = plan.actions[-1].object["spec"]["template"]["spec"]  # type: ignore[union-attr]
-    assert {"name": "models", "persistentVolumeClaim": {"claimName": "theirs"}} in pod["volumes"]
-
-
-# ---- optional APIs ------------------------------------------------------------------------------------------
-
-
-def test_absent_apis_are_told_and_used_when_they_appear() -> None:
-    pool = a_pool(
-        gateway={"parentRefs": [{"name": "front"}]},
-        autoscaling={"type": "KEDA", "maxReplicas": 3, "keda": {"triggers": [{"type": "cpu"}]}},
-    )
-    cluster = SimCluster()
-    plan = cluster.plan(pool)
-    assert any("no Gateway API" in note for note in plan.notes)
-    assert any("Inference Extension" in note for note in plan.notes)
-    assert any("install KEDA" in note for note in plan.notes)
-    cluster.do(plan)
-    cluster.platform = Platform(apis=EVERY_API)
-    assert {action.ref.kind for action in cluster.plan(pool).actions} == {
-        "PodMonitor",
-        "InferencePool",
-        "HTTPRoute",
-        "ScaledObject",
-    }
-
-
-def test_an_api_that_discovery_misses_for_a_moment_takes_nothing_away() -> None:
-    pool = a_pool(
-        gateway={"parentRefs": [{"name": "front"}]},
-        autoscaling={"type": "KEDA", "maxReplicas": 3, "keda": {"triggers": [{"type": "cpu"}]}},
-    )
-    cluster = SimCluster(Platform(apis=EVERY_API))
-    cluster.converge(pool)
-    for missed in EVERY_API:
-        cluster.platform = Platform(apis=EVERY_API - {missed})
-        assert cluster.plan(pool).actions == (), missed
-    cluster.platform = Platform()
-    gone = {action.ref.kind for action in cluster.plan(a_pool()).actions if isinstance(action, Delete)}
-    assert gone == {"HTTPRoute", "InferencePool", "ScaledObject"}, "what is not asked for any more goes"
-
-
-def test_of_several_pools_behind_a_gateway_the_oldest_takes_what_names_no_other() -> None:
-    gateway = {"parentRefs": [{"name": "front"}], "hostnames": ["llm.example.com"]}
-    older = a_pool("older", uid="older-uid", gateway=gateway, endpointPicker={"failureMode": "FailClose"})
-    young = {"creationTimestamp": "2026-11-02T00:00:00Z"}
-    younger = a_pool("younger", metadata=young, gateway={"parentRefs": [{"name": "front"}]})
-    cluster = SimCluster(Platform(apis=EVERY_API))
-    cluster.others = (older,)
-    cluster.do(cluster.plan(younger))
-    route = cluster.get("HTTPRoute", "younger")["spec"]
-    for match in (match for rule in route["rules"] for match in rule["matches"]):
-        assert match["headers"] == [{"type": "Exact", "name": "X-Gateway-Model-Name", "value": "tiny"}]
-    assert route["hostnames"] == ["llm.example.com"]
-    mirror = cluster.get("InferencePool", "younger-gie")["spec"]
-    assert mirror["endpointPickerRef"]["failureMode"] == "FailClose"
-
-
-@pytest.mark.parametrize("engine", sorted(INFERENCE))
-def test_a_gateway_routes_the_inference_paths_of_the_pools_engine_and_nothing_else(engine: str) -> None:
-    gateway = {"parentRefs": [{"name": "front"}]}
-    custom = {"image": "example.com/engine:1"} if engine == "custom" else {}
-    pool = a_pool("tiny", gateway=gateway, engine={"type": engine, **custom})
-    cluster = SimCluster(Platform(apis=EVERY_API))
-    cluster.do(cluster.plan(pool))
-    rules = cluster.get("HTTPRoute", "tiny")["spec"]["rules"]
-    assert len(rules) <= 16
-    assert all(len(rule["matches"]) <= 8 for rule in rules)
-    routed = {
-        (match["path"]["type"], match["path"]["value"], match["method"]) for rule in rules for match in rule["matches"]
-    }
-    assert routed == {
-        ("PathPrefix" if rule.path == "/v1/models" else "Exact", rule.path, method)
-        for rule in INFERENCE[engine]
-        for method in rule.methods
-    }
-    assert sum(len(rule["matches"]) for rule in rules) == len(routed)
-    assert not any(kind == "PathPrefix" and path != "/v1/models" for kind, path, _ in routed)
-
-
-def test_a_pool_that_disagrees_on_the_kind_of_gateway_follows_the_oldest() -> None:
-    older = a_pool("older", uid="older-uid")
-    younger = a_pool(
-        "younger",
-        metadata={"creationTimestamp": "2026-11-02T00:00:00Z"},
-        gateway={"parentRefs": [{"name": "front"}]},
-    )
-    cluster = SimCluster(Platform(apis=EVERY_API))
-    cluster.others = (older,)
-    assert not any("HTTPRoute" in kind for kind in kinds(cluster.plan(younger)))

@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic.alias_generators import to_snake
-from support.pool_world import SimCluster, a_pool
+from support.pool_world import SimCluster, a_pool, runtime, template
 from treeline_operator.api.engine import SETTINGS
-from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.download import files
-from treeline_operator.plan.engines import FLAGS, start_seconds
+from treeline_operator.plan.engines import FLAGS
 from treeline_operator.plan.merge import TemplateInvalid, merged
 from treeline_operator.plan.revision import inputs
 from treeline_operator.plan.runtime import pod_template, template_problem
@@ -24,16 +23,6 @@ from treeline_operator.plan.security import exceptions
 from treeline_operator.world import Images
 from treeline_runtime import fetch
 from treeline_runtime.args import parse_args
-
-
-def template(**spec: Any) -> dict[str, Any]:
-    return pod_template(a_pool(**spec), "abc", Images())
-
-
-def runtime(**spec: Any) -> dict[str, Any]:
-    containers = template(**spec)["spec"]["containers"]
-    found: dict[str, Any] = next(c for c in containers if c["name"] == "runtime")
-    return found
 
 
 def patched(**container: Any) -> dict[str, Any]:
@@ -261,50 +250,6 @@ def test_registry_credentials_reach_the_pods_and_the_fragment_may_add_some() -> 
     assert {secret["name"] for secret in made} == {"one", "two", "three"}
 
 
-# ---- how long things take -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seconds", [1, 4, 60, 3600])
-@pytest.mark.parametrize("engine", ["treeline", "sglang", "vllm", "custom"])
-def test_the_grace_period_holds_everything_that_happens_in_it(seconds: int, engine: str) -> None:
-    spec: dict[str, Any] = {"type": engine, "image": "x"}
-    made = template(accelerator={"type": "nvidia"}, engine=spec, drain={"timeoutSeconds": seconds})["spec"]
-    (container,) = made["containers"]
-    notice = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    after = 0 if engine == "custom" else seconds
-    assert notice >= (seconds if engine == "custom" else 1)
-    assert made["terminationGracePeriodSeconds"] >= notice + after + 5
-
-
-def test_a_pod_without_requests_is_gone_in_seconds() -> None:
-    (container,) = template(drain={"timeoutSeconds": 600})["spec"]["containers"]
-    assert container["lifecycle"]["preStop"]["sleep"]["seconds"] == 5
-    assert container["args"][container["args"].index("--pre-stop") + 1] == "0"
-
-
-def _sized(size: str | None, uri: str = "hf://org/name") -> InferencePool:
-    return a_pool(model={"uri": uri} | ({"size": size} if size else {}))
-
-
-def test_a_start_may_take_as_long_as_the_weights_need_and_never_less_than_without_a_size() -> None:
-    for size, seconds in (("1Gi", 1800), ("8Gi", 1800), ("90Gi", 1800), ("140Gi", 2800), (None, 1800)):
-        assert start_seconds(_sized(size)) == seconds
-    assert start_seconds(_sized(None, "builtin://tiny")) == 120
-    assert start_seconds(_sized("1Gi", "builtin://tiny")) == 120
-    assert start_seconds(_sized("10Gi", "builtin://tiny")) == 200
-    probe = pod_template(_sized("140Gi"), "abc", Images())["spec"]["containers"][0]["startupProbe"]
-    assert probe["periodSeconds"] * probe["failureThreshold"] == 2800
-
-
-@pytest.mark.parametrize("seconds", [1, 60, 3600])
-@pytest.mark.parametrize("engine", ["treeline", "sglang", "vllm", "custom"])
-def test_what_hangs_is_killed_long_before_a_drain_would_be_over(seconds: int, engine: str) -> None:
-    made = runtime(engine={"type": engine, "image": "x"}, drain={"timeoutSeconds": seconds})
-    assert made["livenessProbe"]["terminationGracePeriodSeconds"] == 15
-    assert made["startupProbe"]["terminationGracePeriodSeconds"] == 15
-    assert "terminationGracePeriodSeconds" not in made["readinessProbe"], "the API server refuses it there"
-
-
 # ---- what a pod is provided with ----------------------------------------------------------------------------
 
 GPU = {"accelerator": {"type": "nvidia"}}
@@ -455,62 +400,3 @@ def test_a_pool_that_begins_to_say_how_it_is_split_keeps_its_pods() -> None:
     assert inputs(a_pool(**devices, engine={"type": "vllm"})) == inputs(said)
     one = a_pool(**devices, engine={"type": "vllm", "tensorParallel": 1})
     assert inputs(one) != inputs(said)
-
-
-# ---- security -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("spec", "found"),
-    [
-        ({"hostNetwork": True}, "hostNetwork is on"),
-        ({"hostIPC": True}, "hostIPC is on"),
-        ({"automountServiceAccountToken": True}, "the service account's token is mounted"),
-        (
-            {"securityContext": {"sysctls": [{"name": "kernel.msgmax", "value": "1"}]}},
-            "sysctl kernel.msgmax is set",
-        ),
-        (
-            {"volumes": [{"name": "t", "projected": {"sources": [{"serviceAccountToken": {"path": "t"}}]}}]},
-            "volume t has the service account's token",
-        ),
-        (
-            {"securityContext": {"seLinuxOptions": {"type": "spc_t"}}},
-            "container runtime: SELinux options take it out of its confinement",
-        ),
-        ({"volumes": [{"name": "ib", "hostPath": {"path": "/dev"}}]}, "volume ib is a hostPath"),
-        ({"securityContext": {"runAsNonRoot": False}}, "container runtime: may run as root"),
-        ({"securityContext": {"seccompProfile": None}}, "container runtime: seccomp profile is unset"),
-        (
-            {"securityContext": {"appArmorProfile": {"type": "Unconfined"}}},
-            "container runtime: AppArmor is off",
-        ),
-    ],
-)
-def test_an_exception_of_the_pod_is_found(spec: dict[str, Any], found: str) -> None:
-    assert found in exceptions(template(template={"spec": spec})["spec"])
-
-
-@pytest.mark.parametrize(
-    ("security", "found"),
-    [
-        ({"privileged": True}, "privileged"),
-        ({"runAsUser": 0}, "runs as root"),
-        ({"allowPrivilegeEscalation": True}, "may gain privileges"),
-        ({"readOnlyRootFilesystem": False}, "root filesystem is writable"),
-        ({"capabilities": {"drop": []}}, "keeps the default capabilities"),
-        ({"capabilities": {"add": ["IPC_LOCK", "NET_BIND_SERVICE"]}}, "adds the capabilities IPC_LOCK"),
-        ({"procMount": "Unmasked"}, "procMount is Unmasked"),
-        ({"seLinuxOptions": {"user": "system_u"}}, "SELinux options take it out of its confinement"),
-        ({"windowsOptions": {"hostProcess": True}}, "is a host process"),
-    ],
-)
-def test_an_exception_of_a_container_is_found(security: dict[str, Any], found: str) -> None:
-    fragment = {"spec": {"containers": [{"name": "runtime", "securityContext": security}]}}
-    assert exceptions(template(template=fragment)["spec"]) == (f"container runtime: {found}",)
-
-
-def test_a_host_port_is_an_exception() -> None:
-    ports = [{"name": "debug", "containerPort": 9, "hostPort": 9}]
-    fragment = {"spec": {"containers": [{"name": "runtime", "ports": ports}]}}
-    assert exceptions(template(template=fragment)["spec"]) == ("container runtime: host port 9",)

@@ -1,0 +1,94 @@
+"""What a pool's plan makes of APIs that a cluster may have: routes, the upstream pool, monitors, autoscalers."""
+
+from __future__ import annotations
+
+import pytest
+from support.pool_world import EVERY_API, SimCluster, a_pool, kinds
+from treeline_operator.actions import Delete
+from treeline_operator.world import Platform
+from treeline_wire.paths import INFERENCE
+
+
+def test_absent_apis_are_told_and_used_when_they_appear() -> None:
+    pool = a_pool(
+        gateway={"parentRefs": [{"name": "front"}]},
+        autoscaling={"type": "KEDA", "maxReplicas": 3, "keda": {"triggers": [{"type": "cpu"}]}},
+    )
+    cluster = SimCluster()
+    plan = cluster.plan(pool)
+    assert any("no Gateway API" in note for note in plan.notes)
+    assert any("Inference Extension" in note for note in plan.notes)
+    assert any("install KEDA" in note for note in plan.notes)
+    cluster.do(plan)
+    cluster.platform = Platform(apis=EVERY_API)
+    assert {action.ref.kind for action in cluster.plan(pool).actions} == {
+        "PodMonitor",
+        "InferencePool",
+        "HTTPRoute",
+        "ScaledObject",
+    }
+
+
+def test_an_api_that_discovery_misses_for_a_moment_takes_nothing_away() -> None:
+    pool = a_pool(
+        gateway={"parentRefs": [{"name": "front"}]},
+        autoscaling={"type": "KEDA", "maxReplicas": 3, "keda": {"triggers": [{"type": "cpu"}]}},
+    )
+    cluster = SimCluster(Platform(apis=EVERY_API))
+    cluster.converge(pool)
+    for missed in EVERY_API:
+        cluster.platform = Platform(apis=EVERY_API - {missed})
+        assert cluster.plan(pool).actions == (), missed
+    cluster.platform = Platform()
+    gone = {action.ref.kind for action in cluster.plan(a_pool()).actions if isinstance(action, Delete)}
+    assert gone == {"HTTPRoute", "InferencePool", "ScaledObject"}, "what is not asked for any more goes"
+
+
+def test_of_several_pools_behind_a_gateway_the_oldest_takes_what_names_no_other() -> None:
+    gateway = {"parentRefs": [{"name": "front"}], "hostnames": ["llm.example.com"]}
+    older = a_pool("older", uid="older-uid", gateway=gateway, endpointPicker={"failureMode": "FailClose"})
+    young = {"creationTimestamp": "2026-11-02T00:00:00Z"}
+    younger = a_pool("younger", metadata=young, gateway={"parentRefs": [{"name": "front"}]})
+    cluster = SimCluster(Platform(apis=EVERY_API))
+    cluster.others = (older,)
+    cluster.do(cluster.plan(younger))
+    route = cluster.get("HTTPRoute", "younger")["spec"]
+    for match in (match for rule in route["rules"] for match in rule["matches"]):
+        assert match["headers"] == [{"type": "Exact", "name": "X-Gateway-Model-Name", "value": "tiny"}]
+    assert route["hostnames"] == ["llm.example.com"]
+    mirror = cluster.get("InferencePool", "younger-gie")["spec"]
+    assert mirror["endpointPickerRef"]["failureMode"] == "FailClose"
+
+
+@pytest.mark.parametrize("engine", sorted(INFERENCE))
+def test_a_gateway_routes_the_inference_paths_of_the_pools_engine_and_nothing_else(engine: str) -> None:
+    gateway = {"parentRefs": [{"name": "front"}]}
+    custom = {"image": "example.com/engine:1"} if engine == "custom" else {}
+    pool = a_pool("tiny", gateway=gateway, engine={"type": engine, **custom})
+    cluster = SimCluster(Platform(apis=EVERY_API))
+    cluster.do(cluster.plan(pool))
+    rules = cluster.get("HTTPRoute", "tiny")["spec"]["rules"]
+    assert len(rules) <= 16
+    assert all(len(rule["matches"]) <= 8 for rule in rules)
+    routed = {
+        (match["path"]["type"], match["path"]["value"], match["method"]) for rule in rules for match in rule["matches"]
+    }
+    assert routed == {
+        ("PathPrefix" if rule.path == "/v1/models" else "Exact", rule.path, method)
+        for rule in INFERENCE[engine]
+        for method in rule.methods
+    }
+    assert sum(len(rule["matches"]) for rule in rules) == len(routed)
+    assert not any(kind == "PathPrefix" and path != "/v1/models" for kind, path, _ in routed)
+
+
+def test_a_pool_that_disagrees_on_the_kind_of_gateway_follows_the_oldest() -> None:
+    older = a_pool("older", uid="older-uid")
+    younger = a_pool(
+        "younger",
+        metadata={"creationTimestamp": "2026-11-02T00:00:00Z"},
+        gateway={"parentRefs": [{"name": "front"}]},
+    )
+    cluster = SimCluster(Platform(apis=EVERY_API))
+    cluster.others = (older,)
+    assert not any("HTTPRoute" in kind for kind in kinds(cluster.plan(younger)))
