@@ -194,3 +194,14 @@ def _without(there: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, dict) and isinstance(ours[key], dict):
             kept[key] = _without(value, ours[key])
     return kept
+
+
+def converged(*pools: InferencePool) -> Cluster:
+    cluster = Cluster()
+    cluster.converge(*pools)
+    return cluster
+
+
+def container(cluster: Cluster, deployment: str) -> dict[str, Any]:
+    (found,) = cluster.get("Deployment", deployment)["spec"]["template"]["spec"]["containers"]
+    return found  # type: ignore[no-any-return]

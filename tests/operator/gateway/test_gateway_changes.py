@@ -1,0 +1,184 @@
+"""The gateway's plan while things change: who shares it, what is left, set back, made anew, and when pods roll."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from support.gateway_cluster import ATTACHED, Cluster, container, converged, pool
+from treeline_operator import names
+from treeline_operator.actions import Apply, Delete, Scale
+from treeline_operator.plan.gateway import plan_gateway
+from treeline_operator.world import TEMPLATE_VERSION, Images, Observed, Platform
+
+
+def test_going_to_a_gateway_that_exists_takes_envoy_away_and_back() -> None:
+    cluster, standalone, attached = converged(pool("a")), pool("a"), pool("a", **ATTACHED)
+    before = sorted(ref for ref in cluster.objects if ref.kind != "Pod")
+    cluster.converge(attached)
+    assert not [ref for ref in cluster.objects if "edge" in ref.name]
+    assert cluster.names("Service") == ["treeline-epp"]
+    cluster.converge(standalone)
+    assert sorted(ref for ref in cluster.objects if ref.kind != "Pod") == before
+
+
+def test_pools_join_and_leave_without_rolling_anything_and_the_last_takes_all() -> None:
+    a, b = pool("a"), pool("b", created=1)
+    cluster = converged(a)
+    (plan,) = cluster.converge(a, b)
+    assert [action.ref.name for action in plan.actions] == ["treeline-gateway"]
+    # The oldest goes: the next one owns, the gateway stays.
+    (plan,) = cluster.converge(b)
+    assert [action.ref.name for action in plan.actions] == ["treeline-gateway"]
+    anchor = cluster.get("ConfigMap", "treeline-gateway")
+    assert [owner["uid"] for owner in anchor["metadata"]["ownerReferences"]] == ["uid-b"]
+    # Being deleted, the last one changes nothing, whatever else it says.
+    going = pool("b", created=1, deleting=True, endpointPicker={"policy": "random"})
+    assert plan_gateway(cluster.world(going)).actions == ()
+    cluster.roll_out()
+    cluster.collect(living=set())
+    assert {ref.kind for ref in cluster.objects} <= {"Pod"}
+    assert plan_gateway(cluster.world()).actions == ()
+
+
+def test_a_gateway_that_the_last_pool_left_for_another_is_taken_down() -> None:
+    cluster, moved = converged(pool("a")), pool("a", gateway={"name": "other"})
+    (gone,) = plan_gateway(cluster.world(moved)).actions
+    assert isinstance(gone, Delete)
+    assert gone.ref.name == "treeline-gateway"
+    cluster.do((gone,))
+    cluster.collect({"uid-a"})
+    assert {ref.kind for ref in cluster.objects} <= {"Pod"}
+
+
+def test_a_pool_that_cannot_be_read_holds_the_gateway() -> None:
+    cluster, p = converged(pool("a")), pool("a")
+    meta = {"name": "strange", "namespace": "ns", "uid": "uid-strange"}
+    strange = Observed.of({"apiVersion": "treeline.dev/v1alpha1", "kind": "InferencePool", "metadata": meta})
+    held = dataclasses.replace(cluster.world(), unreadable=(strange,))
+    assert plan_gateway(held).actions == ()
+    assert plan_gateway(held).notes == ("pool strange cannot be read; the gateway stays as it is",)
+    shared = dataclasses.replace(cluster.world(p), unreadable=(strange,))
+    (anchor,) = plan_gateway(shared).actions
+    assert isinstance(anchor, Apply)
+    assert [o["uid"] for o in anchor.object["metadata"]["ownerReferences"]] == ["uid-a", "uid-strange"]
+    cluster.do((anchor,))
+    assert plan_gateway(dataclasses.replace(cluster.world(p), unreadable=(strange,))).actions == ()
+
+
+def test_the_oldest_pool_decides_and_the_plan_says_whom_it_overrules() -> None:
+    a, b = pool("a"), pool("b", created=1, endpointPicker={"policy": "random", "replicas": 2})
+    cluster = Cluster()
+    cluster.converge(b, a)
+    assert "--policy=treeline" in container(cluster, "treeline-epp")["args"]
+    assert plan_gateway(cluster.world(a, b)).notes == (
+        "pool b: endpointPicker.policy is random here, treeline in pool a (older)",
+        "pool b: endpointPicker.replicas is 2 here, 1 in pool a (older)",
+    )
+    cluster.converge(b)
+    assert "--policy=random" in container(cluster, "treeline-epp")["args"]
+    assert cluster.get("Deployment", "treeline-epp")["spec"]["replicas"] == 2
+
+
+def test_a_deleted_anchor_is_waited_for_and_made_anew() -> None:
+    cluster, p = converged(pool("a")), pool("a")
+    anchor = cluster.get("ConfigMap", "treeline-gateway")
+    anchor["metadata"]["deletionTimestamp"] = "2026-11-28T12:00:00Z"
+    plan = plan_gateway(cluster.world(p))
+    assert plan.actions == ()
+    assert plan.recheck_s
+    cluster.objects = {ref: obj for ref, obj in cluster.objects.items() if obj is not anchor}
+    cluster.collect({"uid-a"})
+    cluster.converge(p)
+    assert cluster.names("Deployment") == ["treeline-edge", "treeline-epp"]
+
+
+def test_what_a_former_gateway_of_the_name_left_is_not_taken_over_but_waited_for() -> None:
+    """A pool that is deleted and made anew at once meets the children of its former gateway before they are collected.
+    Its picker has keys that go too, and that nobody sees."""
+    cluster, p = converged(pool("a")), pool("a")
+    cluster.get("ConfigMap", "treeline-gateway")["metadata"]["uid"] = "uid-of-the-next"
+    plan = plan_gateway(cluster.world(p))
+    assert plan.actions == ()
+    assert plan.recheck_s
+    assert "treeline-epp" in plan.notes[0]
+    cluster.collect({"uid-a"})
+    assert cluster.names("Deployment") == []
+    cluster.secrets.clear()
+    cluster.converge(p)
+    assert cluster.names("Deployment") == ["treeline-edge", "treeline-epp"]
+    assert cluster.secrets == ["treeline-kv-keys"]
+
+
+def test_what_somebody_changed_is_set_back_and_what_is_not_ours_stays() -> None:
+    cluster, p = converged(pool("a")), pool("a")
+    service = cluster.get("Service", "treeline-gateway")
+    service["spec"]["clusterIP"] = "10.0.0.1"
+    service["metadata"]["annotations"]["theirs"] = "1"
+    assert plan_gateway(cluster.world(p)).actions == ()
+    service["spec"]["ports"][0]["port"] = 81
+    container(cluster, "treeline-epp")["image"] = "example.com/other"
+    drifts = {a.ref.name: a.drift for a in plan_gateway(cluster.world(p)).actions if isinstance(a, Apply)}
+    assert drifts == {
+        "treeline-gateway": ("spec.ports[80,TCP]",),
+        "treeline-epp": ("spec.template.spec.containers[epp].image",),
+    }
+    cluster.converge(p)
+    assert service["metadata"]["annotations"]["theirs"] == "1"
+    assert cluster.get("Service", "treeline-gateway")["spec"]["clusterIP"] == "10.0.0.1"
+
+
+NEXT = TEMPLATE_VERSION + 1
+NEWER = Platform(images=Images(epp="epp:2", edge="edge:2"), template_version=NEXT)
+
+
+@pytest.mark.parametrize("platform", [NEWER, dataclasses.replace(NEWER, template_version=TEMPLATE_VERSION)])
+def test_an_operator_upgrade_rolls_nothing(platform: Platform) -> None:
+    p, cluster = pool("a"), converged(pool("a"))
+    before = {name: cluster.get("Deployment", name)["spec"] for name in cluster.names("Deployment")}
+    plan = plan_gateway(cluster.world(p, platform=platform))
+    assert plan.actions == ()
+    left_alone = [note for note in plan.notes if f"template version {TEMPLATE_VERSION}" in note]
+    assert len(left_alone) == (2 if platform.template_version == NEXT else 0)
+    # Its number of pods is not the template's.
+    more = pool("a", endpointPicker={"replicas": 2}, gateway={"standalone": {"replicas": 4}})
+    plans = cluster.converge(more, platform=platform)
+    kinds = {type(a) for plan in plans for a in plan.actions if a.ref.kind == "Deployment"}
+    assert kinds == ({Scale} if platform.template_version == NEXT else {Apply})
+    for name, spec in before.items():
+        now = cluster.get("Deployment", name)["spec"]
+        assert now["template"] == spec["template"]
+        assert now["replicas"] == {"treeline-epp": 2, "treeline-edge": 4}[name]
+
+
+def test_any_pool_may_ask_for_the_newer_version() -> None:
+    cluster = converged(pool("a"), pool("b", created=1))
+    asking = [pool("a"), pool("b", created=1, rollout={"templateVersion": NEXT})]
+    cluster.converge(*asking, platform=NEWER)
+    for name in ("treeline-epp", "treeline-edge"):
+        deployment = cluster.get("Deployment", name)
+        assert deployment["metadata"]["annotations"][names.TEMPLATE_VERSION] == str(NEXT)
+        assert container(cluster, name)["image"] == f"{name.removeprefix('treeline-')}:2"
+    # More than this operator has is as much as it has.
+    eager = [pool("a", rollout={"templateVersion": 9}), asking[1]]
+    assert plan_gateway(cluster.world(*eager, platform=NEWER)).actions == ()
+    # An older operator, put back, leaves alone what the newer one made.
+    assert plan_gateway(cluster.world(pool("a"), asking[1], platform=Platform())).actions == ()
+
+
+def test_a_change_of_the_spec_is_made_by_the_newest_generator() -> None:
+    cluster = converged(pool("a"))
+    cluster.converge(pool("a", endpointPicker={"policy": "random"}), platform=NEWER)
+    assert container(cluster, "treeline-epp")["image"] == "epp:2"
+    # Envoy was not asked to be anything else.
+    assert container(cluster, "treeline-edge")["image"] == "treeline-edge:latest"
+
+
+def test_an_old_envoy_whose_configuration_was_deleted_is_made_anew() -> None:
+    cluster, p = converged(pool("a")), pool("a")
+    ref = next(ref for ref in cluster.objects if re.fullmatch("treeline-edge-[0-9a-f]{10}", ref.name))
+    del cluster.objects[ref]
+    cluster.converge(p, platform=NEWER)
+    assert container(cluster, "treeline-edge")["image"] == "edge:2"
+    assert container(cluster, "treeline-epp")["image"] == "treeline-epp:latest"
