@@ -239,6 +239,12 @@ def check_whole(seen: PoolWorld, progress: Any = None) -> None:
     assert same_status(again, status)
 
 
+def conditions_of(seen: PoolWorld, progress: Any = None) -> dict[str, Any]:
+    """The conditions of the pool's status by type, after a look at the whole of it."""
+    check_whole(seen, progress)
+    return conditions(pool_status(seen, progress))
+
+
 def with_status(seen: PoolWorld, status: Any, now: datetime = LATER) -> PoolWorld:
     """The same world, later, with a status."""
     mine = seen.pool.model_copy(update={"status": status})

@@ -6,20 +6,9 @@ from typing import Any, NamedTuple
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.operator_status import (
-    check_whole,
-    conditions,
-    gateway_children,
-    pod,
-    pool,
-    ready,
-    revision,
-    view,
-    world,
-)
+from support.operator_status import conditions_of, gateway_children, pod, pool, ready, revision, view, world
 from support.operator_trouble import TROUBLES
 from treeline_operator.api.conditions import ConditionType
-from treeline_operator.status.pool import pool_status
 from treeline_operator.world import PoolWorld
 
 
@@ -90,6 +79,5 @@ def cases(draw: Any) -> Case:
 @settings(max_examples=120, deadline=None)
 @given(cases())
 def test_ready_exactly_when_a_request_would_succeed(case):
-    told = conditions(pool_status(case.world))[ConditionType.READY]
+    told = conditions_of(case.world)[ConditionType.READY]
     assert (told["status"] == "True") == case.ready, told
-    check_whole(case.world)

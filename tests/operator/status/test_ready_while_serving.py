@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 from support.operator_status import (
     NOW,
-    check_whole,
     conditions,
+    conditions_of,
     gateway_children,
     pod,
     pool,
@@ -27,12 +27,8 @@ from treeline_operator.world import PickerView, Platform
 T = ConditionType
 
 
-def told(seen):
-    check_whole(seen)
-    return conditions(pool_status(seen))
-
-
 def ready_of(seen):
+    """Ready alone, of what changes with time."""
     return conditions(pool_status(seen))[T.READY]
 
 
@@ -51,7 +47,7 @@ def scaled_to(count, there):
 
 
 def test_a_scale_up_keeps_the_pool_ready_and_is_progress():
-    found = told(scaled_to(3, 2))
+    found = conditions_of(scaled_to(3, 2))
     assert (found[T.READY]["status"], found[T.READY]["reason"]) == ("True", Reason.SERVING)
     assert "tiny is served by 2 pods" in found[T.READY]["message"]
     assert found[T.PROGRESSING]["status"] == "True"
@@ -61,13 +57,13 @@ def test_a_scale_up_keeps_the_pool_ready_and_is_progress():
 
 def test_a_scale_up_whose_pods_do_not_exist_yet_keeps_the_pool_ready():
     seen = scaled_to(3, 2)
-    found = told(dataclasses.replace(seen, pods=seen.pods[:2]))
+    found = conditions_of(dataclasses.replace(seen, pods=seen.pods[:2]))
     assert found[T.READY]["status"] == "True"
     assert (found[T.PROGRESSING]["status"], found[T.PROGRESSING]["reason"]) == ("True", Reason.SCALING)
 
 
 def test_the_first_pod_of_a_pool_is_waited_for():
-    assert told(scaled_to(2, 0))[T.READY]["status"] == "False"
+    assert conditions_of(scaled_to(2, 0))[T.READY]["status"] == "False"
 
 
 def rolling(old_spec, new_spec, **changes):
@@ -80,7 +76,7 @@ def rolling(old_spec, new_spec, **changes):
 
 
 def test_a_rollout_keeps_the_pool_ready_while_the_old_pods_serve_its_model():
-    found = told(rolling({}, {"engine": {"contextLength": 512}}))
+    found = conditions_of(rolling({}, {"engine": {"contextLength": 512}}))
     assert (found[T.READY]["status"], found[T.READY]["reason"]) == ("True", Reason.SERVING)
     assert "meanwhile served by 1 pod of older revisions" in found[T.READY]["message"]
     assert (found[T.PROGRESSING]["status"], found[T.PROGRESSING]["reason"]) == ("True", Reason.ROLLING_OUT)
@@ -94,10 +90,10 @@ def test_a_rollout_to_another_model_name_is_not_ready_before_a_pod_serves_that_n
     of = {"engine": {"type": engine, **image}}
     uri = "builtin://tiny" if engine == "treeline" else "path:///weights"
     before = {**of, "model": {"uri": uri, "name": "old-name"}}
-    found = told(rolling(before, {**of, "model": {"uri": uri, "name": "new-name"}}))
+    found = conditions_of(rolling(before, {**of, "model": {"uri": uri, "name": "new-name"}}))
     assert found[T.READY]["status"] == "False", "nobody answers to new-name yet"
     same = {**before, "drain": {"timeoutSeconds": 90}}
-    assert told(rolling(before, same))[T.READY]["status"] == "True"
+    assert conditions_of(rolling(before, same))[T.READY]["status"] == "True"
 
 
 def test_a_pool_that_serves_with_fewer_pods_says_for_want_of_what():
@@ -110,7 +106,7 @@ def test_a_pool_that_serves_with_fewer_pods_says_for_want_of_what():
         pods=(pod(mine, "tiny-1", **ready(1)), crashed),
         picker=view(mine, "tiny-1"),
     )
-    found = told(seen)
+    found = conditions_of(seen)
     assert (found[T.READY]["status"], found[T.READY]["reason"]) == ("True", Reason.CRASH_LOOPING)
     assert found[T.READY]["message"].startswith("tiny is served by 1 pod at")
     assert Reason.CRASH_LOOPING.fix in found[T.READY]["message"]
@@ -118,7 +114,7 @@ def test_a_pool_that_serves_with_fewer_pods_says_for_want_of_what():
 
 def test_a_new_pod_that_the_picker_does_not_list_yet_keeps_the_pool_ready():
     mine = pool(replicas=2)
-    found = told(world(mine, picker=view(mine, "tiny-1")))
+    found = conditions_of(world(mine, picker=view(mine, "tiny-1")))
     assert (found[T.READY]["status"], found[T.READY]["reason"]) == ("True", Reason.SERVING)
     assert (found[T.PROGRESSING]["status"], found[T.PROGRESSING]["reason"]) == (
         "True",
@@ -128,13 +124,13 @@ def test_a_new_pod_that_the_picker_does_not_list_yet_keeps_the_pool_ready():
 
 @pytest.mark.parametrize("picker", [view(pool()), PickerView(True, {})])
 def test_a_pool_whose_ready_pods_the_picker_does_not_list_at_all_is_not_ready(picker):
-    found = told(world(picker=picker))
+    found = conditions_of(world(picker=picker))
     assert (found[T.READY]["status"], found[T.READY]["reason"]) == ("False", Reason.ENDPOINTS_MISSING)
 
 
 @pytest.mark.parametrize("parts", [{"epp": 0}, {"edge": 0}])
 def test_a_pool_without_a_way_in_is_not_ready_however_many_pods_there_are(parts):
-    assert told(world(gateway_parts=gateway_children(**parts)))[T.READY]["status"] == "False"
+    assert conditions_of(world(gateway_parts=gateway_children(**parts)))[T.READY]["status"] == "False"
 
 
 def test_an_operator_that_has_not_heard_of_the_picker_yet_keeps_what_is_known_for_half_a_minute():
@@ -147,4 +143,4 @@ def test_an_operator_that_has_not_heard_of_the_picker_yet_keeps_what_is_known_fo
     longer = dataclasses.replace(started, picker_silent_since=NOW - timedelta(seconds=30))
     assert (ready_of(longer)["status"], ready_of(longer)["reason"]) == ("Unknown", Reason.PICKER_UNREACHABLE)
     first = dataclasses.replace(well, picker=None)
-    assert told(first)[T.READY]["status"] == "Unknown", "nobody has ever heard that it is well"
+    assert conditions_of(first)[T.READY]["status"] == "Unknown", "nobody has ever heard that it is well"

@@ -1,0 +1,158 @@
+"""The status of what is in front of a pool: picker, gateway and routes."""
+
+from __future__ import annotations
+
+import pytest
+from support.operator_gateway_states import (
+    BALANCED,
+    BOTH_APIS,
+    FINE,
+    GATEWAY_STATES,
+    LATE,
+    UNHEALTHY,
+    front,
+    part_event,
+    part_pod,
+    route,
+    unready,
+    upstream,
+)
+from support.operator_pool_states import PROGRESS
+from support.operator_status import (
+    conditions,
+    conditions_of,
+    container,
+    deployment,
+    event,
+    gateway_children,
+    observed,
+    pool,
+    ready,
+    revision,
+    view,
+    world,
+)
+from treeline_operator import names
+from treeline_operator.api.conditions import ConditionType, Reason
+from treeline_operator.status.pool import pool_status
+from treeline_operator.world import Observed
+
+T = ConditionType
+
+
+@pytest.mark.parametrize(("seen", "kind", "status", "reason", "text"), GATEWAY_STATES.values(), ids=GATEWAY_STATES)
+def test_a_state_has_its_name(seen, kind, status, reason, text):
+    condition = conditions_of(seen, PROGRESS)[kind]
+    assert (condition["status"], condition["reason"]) == (status, reason), condition["message"]
+    assert text in condition["message"]
+    assert condition["message"].endswith(reason.fix)
+
+
+def test_the_load_balancers_address_is_the_url_once_it_is_known():
+    address = {"loadBalancer": {"ingress": [{"ip": "192.0.2.7"}]}}
+    seen = world(BALANCED, gateway_parts=gateway_children(service=address))
+    status = pool_status(seen)
+    assert status["url"] == "http://192.0.2.7:8080"
+    assert conditions(status)[T.GATEWAY_READY]["status"] == "True"
+
+
+def test_a_conflict_is_told_without_denying_that_requests_succeed():
+    seen = world(LATE, others=(pool("older"),), picker=view(LATE, "late-1"))
+    told = conditions_of(seen)[T.READY]
+    assert told["status"] == "True"
+    assert "endpointPicker.policy is random here" in told["message"]
+    assert pool_status(seen)["gateway"]["owner"] == "older"
+
+
+def front_parts(revision, *, overdue=False):
+    """A gateway whose Envoy is to have a configuration, and has one ready pod, of whichever."""
+    late = [{"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}]
+    picker, _, service = gateway_children()
+    made = deployment("treeline-edge", 1, 1, conditions=late if overdue else ()).object
+    made["spec"]["template"] = {"metadata": {"labels": {names.REVISION: revision}}}
+    return picker, Observed.of(made), service
+
+
+def envoy_pod(name, revision, **status):
+    marks = {names.COMPONENT: "edge", names.REVISION: revision}
+    return observed("Pod", name, meta={"labels": marks, "uid": f"uid-{name}"}, status=status)
+
+
+def test_envoys_with_former_settings_are_not_what_was_asked_for():
+    """With TLS or API keys switched on, status.url or the keys would not be those of who answers."""
+    old = envoy_pod("treeline-edge-old", "before", **ready())
+    new = envoy_pod(
+        "treeline-edge-new", "now", phase="Pending", conditions=[{"type": "PodScheduled", "status": "True"}]
+    )
+    told = 'MountVolume.SetUp failed for volume "tls" : secret "certificate" not found'
+    seen = world(
+        gateway_parts=front_parts("now"),
+        gateway_pods=(old, new),
+        events=(event("treeline-edge-new", "FailedMount", told),),
+    )
+    found = conditions_of(seen)[T.READY]
+    assert (found["status"], found["reason"]) == ("False", Reason.CONFIG_ERROR)
+    assert "treeline-edge (pods with former settings serve meanwhile)" in found["message"]
+    assert 'secret "certificate" not found' in found["message"]
+    served = world(
+        gateway_parts=front_parts("now"),
+        gateway_pods=(old, envoy_pod("treeline-edge-new", "now", **ready(2))),
+    )
+    assert conditions_of(served)[T.READY]["status"] == "True"
+    left = conditions_of(served)[T.PROGRESSING]
+    assert (left["status"], left["reason"]) == ("True", Reason.ROLLING_OUT)
+    assert "left of Envoys with former settings: 1 pod" in left["message"]
+    gone = envoy_pod("treeline-edge-old", "before", phase="Succeeded")
+    over = world(
+        gateway_parts=front_parts("now"),
+        gateway_pods=(gone, envoy_pod("treeline-edge-new", "now", **ready(2))),
+    )
+    assert conditions_of(over)[T.PROGRESSING]["reason"] == Reason.ROLLOUT_COMPLETE
+
+
+def test_envoys_that_never_come_to_their_settings_are_told_of():
+    stuck = {"containerStatuses": [container("envoy", {"waiting": {"reason": "InvalidImageName"}})]}
+    old, new = envoy_pod("edge-old", "now", **ready()), envoy_pod("edge-new", "now", **stuck)
+    rolling = world(gateway_parts=front_parts("now"), gateway_pods=(old, new))
+    assert conditions_of(rolling)[T.READY]["status"] == "True", "they are the same to clients"
+    late = world(gateway_parts=front_parts("now", overdue=True), gateway_pods=(old, new))
+    found = conditions_of(late)[T.GATEWAY_READY]
+    assert (found["status"], found["reason"]) == ("False", Reason.IMAGE_PULL_FAILING)
+
+
+@pytest.mark.parametrize(
+    ("component", "kind", "sick"),
+    [
+        ("epp", T.ENDPOINT_PICKER_READY, Reason.PICKER_NOT_READY),
+        ("edge", T.GATEWAY_READY, Reason.GATEWAY_NOT_READY),
+    ],
+)
+def test_a_probe_that_fails_is_part_of_a_start_for_the_first_minute(component, kind, sick):
+    for seconds, reason in ((1, Reason.PODS_STARTING), (59, Reason.PODS_STARTING), (60, sick)):
+        starting = part_pod(component, {**UNHEALTHY, "conditions": [unready(seconds)]})
+        seen = world(
+            gateway_parts=gateway_children(**{component: 0}),
+            gateway_pods=(starting,),
+            events=(part_event(component),),
+        )
+        found = conditions(pool_status(seen))[kind]
+        assert (found["status"], found["reason"]) == ("False", reason), seconds
+        assert "Readiness probe failed" in found["message"]
+
+
+def test_a_listener_that_is_not_programmed_keeps_the_routes_attached_to_it_from_being_ready():
+    for section, status in ((None, "True"), ("https", "False"), ("http", "True")):
+        ref = {"name": "edge", "namespace": "infra", **({"sectionName": section} if section else {})}
+        mine = pool(gateway={"parentRefs": [ref]})
+        told = route(FINE).object
+        told["status"]["parents"][0]["parentRef"] = ref
+        seen = world(
+            mine,
+            children=(revision(mine, 1, 1), Observed.of(told), upstream("True", "Accepted")),
+            platform=BOTH_APIS,
+            gateway_parts=(deployment("treeline-epp", 1, 1),),
+            parents=(front(listener="False"),),
+        )
+        found = conditions_of(seen)[T.READY]
+        assert found["status"] == status, found
+        assert (status == "True") or "listener https is not Programmed: Invalid: no certificate" in found["message"]

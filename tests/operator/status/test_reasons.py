@@ -1,0 +1,39 @@
+"""Every reason that a status can give comes from some state."""
+
+from __future__ import annotations
+
+from support.operator_gateway_states import GATEWAY_STATES
+from support.operator_pool_states import POOL_STATES
+from support.operator_trouble import REJECTIONS, TROUBLES
+from treeline_operator.api.conditions import Reason
+
+ELSEWHERE = {
+    # tested by name in the files beside this one
+    Reason.SPEC_NOT_UNDERSTOOD,
+    Reason.RECONCILE_FAILED,
+    Reason.ACCEPTED,
+    Reason.POOL_NOT_FOUND,
+    Reason.MODEL_NAME_IN_USE,
+    Reason.WEIGHTS_INVALID,
+    # Events of the operator's own deeds
+    Reason.CREATED,
+    Reason.APPLIED,
+    Reason.SCALED,
+    Reason.DELETED,
+    Reason.DRIFT_CORRECTED,
+    Reason.DRAIN_CANCELLED,
+    Reason.DRAIN_TIMEOUT,
+}
+NEVER = {
+    # said by the absence of ScalingActive and SecurityExceptions
+    Reason.NOT_AUTOSCALED,
+    Reason.POD_SECURITY_RESTRICTED,
+}
+
+
+def test_every_reason_comes_from_some_state():
+    states = POOL_STATES | GATEWAY_STATES
+    produced = {reason for *_, reason, _ in states.values()} | {reason for _, _, reason, _ in TROUBLES.values()}
+    produced |= set(REJECTIONS)
+    assert produced | ELSEWHERE | NEVER == set(Reason)
+    assert not produced & (ELSEWHERE | NEVER)

@@ -1,0 +1,337 @@
+"""States of what is in front of a pool, its picker, gateway and routes, and what each is called in the status."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from treeline_operator import names
+from treeline_operator.api.conditions import ConditionType, Reason
+from treeline_operator.plan.routes import ROUTE, UPSTREAM
+from treeline_operator.world import Platform
+
+from support.operator_status import (
+    NOW,
+    container,
+    deployment,
+    event,
+    gateway_children,
+    observed,
+    pool,
+    revision,
+    view,
+    world,
+)
+from support.operator_trouble import CREATING, RUNNING
+
+T = ConditionType
+
+GATED = pool(gateway={"parentRefs": [{"name": "edge", "namespace": "infra"}], "hostnames": ["llm.example"]})
+BOTH_APIS = Platform(apis=frozenset((ROUTE, UPSTREAM)))
+
+
+def route(*told, generation=1):
+    """An HTTPRoute of which parents tell (status, reason) pairs of conditions Accepted and ResolvedRefs."""
+    entries = [
+        {
+            "parentRef": {"group": "gateway.networking.k8s.io", "name": "edge", "namespace": "infra"},
+            "controllerName": "example.com/controller",
+            "conditions": [
+                {
+                    "type": kind,
+                    "status": status,
+                    "reason": reason,
+                    "message": "so it is",
+                    "observedGeneration": 1,
+                }
+                for kind, (status, reason) in zip(("Accepted", "ResolvedRefs"), pair, strict=True)
+            ],
+        }
+        for pair in told
+    ]
+    meta = {"generation": generation}
+    return observed("HTTPRoute", "tiny", "gateway.networking.k8s.io/v1", meta=meta, status={"parents": entries})
+
+
+def upstream(status, reason):
+    condition = {"type": "Accepted", "status": status, "reason": reason, "message": "no pools here"}
+    entries = [
+        {
+            "parentRef": {"kind": "Status", "name": "default"},
+            "conditions": [{**condition, "status": "Unknown"}],
+        },
+        {"parentRef": {"name": "edge", "namespace": "infra"}, "conditions": [condition]},
+    ]
+    return observed("InferencePool", "tiny-gie", "inference.networking.k8s.io/v1", status={"parents": entries})
+
+
+def front(status="True", reason="Programmed", listener="True"):
+    """The Gateway that the pool is attached to, and whether it listens."""
+    told = {"type": "Programmed", "status": status, "reason": reason, "message": "told by its controller"}
+    said = {"type": "Programmed", "status": listener, "reason": "Invalid", "message": "no certificate"}
+    conditions = [] if status is None else [told]
+    listeners = [{"name": "https", "conditions": [said]}]
+    fields = {"meta": {"namespace": "infra"}, "status": {"conditions": conditions, "listeners": listeners}}
+    return observed("Gateway", "edge", "gateway.networking.k8s.io/v1", **fields)
+
+
+FINE = (("True", "Accepted"), ("True", "ResolvedRefs"))
+
+
+def gated(*children, **changes):
+    gateway_parts = (deployment("treeline-epp", 1, 1),)
+    changes = {"platform": BOTH_APIS, "gateway_parts": gateway_parts, **changes}
+    return world(GATED, children=(revision(GATED, 1, 1), *children), **changes)
+
+
+KEYS = 'MountVolume.SetUp failed for volume "keys" : secret "treeline-kv-keys" not found'
+BALANCER = {"serviceType": "LoadBalancer"}
+KEYED = {"apiKeysSecretRef": {"name": "keys"}}
+ADDRESS = {"loadBalancer": {"ingress": [{"ip": "192.0.2.7"}]}}
+SALTED = pool(model={"uri": "hf://o/n"}, engine={"type": "vllm"}, gateway={"standalone": KEYED})
+BALANCED = pool(gateway={"standalone": {"serviceType": "LoadBalancer", "port": 8080}})
+LATE = pool("late", created="2026-11-02T00:00:00Z", endpointPicker={"policy": "random"})
+UNHEALTHY = {"phase": "Running", "containerStatuses": [container("c", RUNNING, started=True)]}
+
+
+CREATING_ONE = {"phase": "Pending", "containerStatuses": [container("c", CREATING)]}
+
+
+def part_pod(component, status=UNHEALTHY):
+    meta = {"labels": {names.COMPONENT: component}}
+    return observed("Pod", f"treeline-{component}-1", meta=meta, status=status)
+
+
+def unready(seconds):
+    """The condition of a pod that has not been ready for so long."""
+    since = (NOW - timedelta(seconds=seconds)).isoformat().replace("+00:00", "Z")
+    return {"type": "Ready", "status": "False", "lastTransitionTime": since}
+
+
+def part_event(component):
+    return event(f"treeline-{component}-1", "Unhealthy", "Readiness probe failed: 503")
+
+
+def gone_from(*kinds):
+    return tuple(child for child in gateway_children() if child.ref.kind not in kinds)
+
+
+# name: (world, condition, status, reason, part of the message)
+GATEWAY_STATES = {
+    "picker": (world(), T.ENDPOINT_PICKER_READY, "True", Reason.PICKER_SYNCED, "every ready pod (1)"),
+    "gateway": (world(), T.GATEWAY_READY, "True", Reason.GATEWAY_SERVING, "gateway treeline is ready"),
+    "no picker yet": (
+        world(gateway_parts=()),
+        T.ENDPOINT_PICKER_READY,
+        "False",
+        Reason.PENDING,
+        "Deployment treeline-epp is not there yet",
+    ),
+    "picker starts": (
+        world(gateway_parts=gateway_children(epp=0)),
+        T.ENDPOINT_PICKER_READY,
+        "False",
+        Reason.PODS_STARTING,
+        "has no pods yet",
+    ),
+    "picker is sick": (
+        world(
+            gateway_parts=gateway_children(epp=0),
+            gateway_pods=(part_pod("epp"),),
+            events=(part_event("epp"),),
+        ),
+        T.ENDPOINT_PICKER_READY,
+        "False",
+        Reason.PICKER_NOT_READY,
+        "Deployment treeline-epp: 1 of 1 pods (treeline-epp-1): container c runs, but: Readiness probe failed",
+    ),
+    "picker has no keys": (
+        world(
+            gateway_parts=gateway_children(epp=0),
+            gateway_pods=(part_pod("epp", CREATING_ONE),),
+            events=(event("treeline-epp-1", "FailedMount", KEYS),),
+        ),
+        T.READY,
+        "False",
+        Reason.KEY_SECRET_MISSING,
+        "treeline-kv-keys",
+    ),
+    "picker not synced": (
+        world(picker=view(pool(), "tiny-1", synced=False)),
+        T.READY,
+        "False",
+        Reason.PICKER_NOT_SYNCED,
+        "has not read the cluster",
+    ),
+    "picker is silent": (world(picker=None), T.READY, "Unknown", Reason.PICKER_UNREACHABLE, "treeline-epp"),
+    "picker is not asked": (
+        world(picker=None, platform=Platform(picker_probe=False)),
+        T.ENDPOINT_PICKER_READY,
+        "True",
+        Reason.PICKER_SYNCED,
+        "its list of pods is not checked",
+    ),
+    "picker lacks one": (
+        world(pool(replicas=2), picker=view(pool(), "tiny-2")),
+        T.ENDPOINT_PICKER_READY,
+        "False",
+        Reason.ENDPOINTS_MISSING,
+        "would choose 1 of 2 ready pods, not tiny-1",
+    ),
+    "picker lacks one, progress": (
+        world(pool(replicas=2), picker=view(pool(), "tiny-2")),
+        T.PROGRESSING,
+        "True",
+        Reason.ENDPOINTS_MISSING,
+        "not tiny-1",
+    ),
+    "gateway is sick": (
+        world(
+            gateway_parts=gateway_children(edge=0),
+            gateway_pods=(part_pod("edge"),),
+            events=(part_event("edge"),),
+        ),
+        T.READY,
+        "False",
+        Reason.GATEWAY_NOT_READY,
+        "Deployment treeline-edge: ",
+    ),
+    "no service yet": (
+        world(gateway_parts=gone_from("Service")),
+        T.GATEWAY_READY,
+        "False",
+        Reason.PENDING,
+        "Service treeline-gateway is not there yet",
+    ),
+    "no address": (
+        world(BALANCED),
+        T.GATEWAY_READY,
+        "False",
+        Reason.ADDRESS_PENDING,
+        "inside the cluster treeline-gateway.shop.svc serves",
+    ),
+    "conflict": (
+        world(LATE, others=(pool("older"),)),
+        T.GATEWAY_READY,
+        "True",
+        Reason.GATEWAY_CONFLICT,
+        "with the settings of pool older: endpointPicker.policy is random here, treeline in pool older (older)",
+    ),
+    "open to the world": (
+        world(BALANCED, gateway_parts=gateway_children(service=ADDRESS)),
+        T.GATEWAY_READY,
+        "True",
+        Reason.GATEWAY_OPEN,
+        "its load balancer has no apiKeysSecretRef and no tls",
+    ),
+    "keys in the clear": (
+        world(pool(gateway={"standalone": BALANCER | KEYED}), gateway_parts=gateway_children(service=ADDRESS)),
+        T.GATEWAY_READY,
+        "True",
+        Reason.GATEWAY_OPEN,
+        "its load balancer has no tls",
+    ),
+    "keys and certificate": (
+        world(
+            pool(gateway={"standalone": BALANCER | KEYED | {"tls": {"secretRef": {"name": "cert"}}}}),
+            gateway_parts=gateway_children(service=ADDRESS),
+        ),
+        T.GATEWAY_READY,
+        "True",
+        Reason.GATEWAY_SERVING,
+        "is ready",
+    ),
+    "clients kept apart by the picker alone": (
+        world(SALTED),
+        T.GATEWAY_READY,
+        "True",
+        Reason.FAIL_CLOSE_FORCED,
+        "it refuses requests while no picker answers",
+    ),
+    "no Gateway API": (
+        gated(platform=Platform()),
+        T.READY,
+        "False",
+        Reason.GATEWAY_API_MISSING,
+        "gateway.networking.k8s.io/v1/HTTPRoute",
+    ),
+    "no Inference Extension": (
+        gated(platform=Platform(apis=frozenset((ROUTE,)))),
+        T.GATEWAY_READY,
+        "False",
+        Reason.INFERENCE_EXTENSION_MISSING,
+        "inference.networking.k8s.io/v1/InferencePool",
+    ),
+    "no route yet": (gated(), T.ROUTE_ACCEPTED, "Unknown", Reason.ROUTE_PENDING, "is not there yet"),
+    "route unjudged": (gated(route()), T.READY, "Unknown", Reason.ROUTE_PENDING, "Gateway infra/edge"),
+    "route judged before": (
+        gated(route(FINE, generation=2)),
+        T.READY,
+        "Unknown",
+        Reason.ROUTE_PENDING,
+        "infra/edge",
+    ),
+    "route half judged": (
+        gated(route((("True", "Accepted"), ("Unknown", "Pending")))),
+        T.ROUTE_ACCEPTED,
+        "Unknown",
+        Reason.ROUTE_PENDING,
+        "not judged yet: Gateway infra/edge",
+    ),
+    "route accepted": (
+        gated(route(FINE)),
+        T.ROUTE_ACCEPTED,
+        "True",
+        Reason.ROUTE_ACCEPTED,
+        "Gateway infra/edge",
+    ),
+    "route serves": (gated(route(FINE)), T.READY, "True", Reason.SERVING, "at http://llm.example"),
+    "route refused": (
+        gated(route((("False", "NotAllowedByListeners"), ("True", "ResolvedRefs")))),
+        T.READY,
+        "False",
+        Reason.ROUTE_NOT_ACCEPTED,
+        "Gateway infra/edge: Accepted is False, NotAllowedByListeners: so it is",
+    ),
+    "pools unsupported": (
+        gated(route((("True", "Accepted"), ("False", "InvalidKind")))),
+        T.ROUTE_ACCEPTED,
+        "False",
+        Reason.UNSUPPORTED_BY_PARENT,
+        "ResolvedRefs is False, InvalidKind",
+    ),
+    "pool refused": (
+        gated(route(FINE), upstream("False", "NotSupportedByParent")),
+        T.ROUTE_ACCEPTED,
+        "False",
+        Reason.UNSUPPORTED_BY_PARENT,
+        "Gateway edge, of the pool: Accepted is False",
+    ),
+    "pool accepted": (
+        gated(route(FINE), upstream("True", "Accepted")),
+        T.ROUTE_ACCEPTED,
+        "True",
+        Reason.ROUTE_ACCEPTED,
+        "accepted by Gateway infra/edge",
+    ),
+    "Gateway listens": (
+        gated(route(FINE), upstream("True", "Accepted"), parents=(front(),)),
+        T.READY,
+        "True",
+        Reason.SERVING,
+        "served by 1 pod",
+    ),
+    "Gateway does not listen": (
+        gated(route(FINE), upstream("True", "Accepted"), parents=(front("False", "AddressNotAssigned"),)),
+        T.READY,
+        "False",
+        Reason.GATEWAY_NOT_PROGRAMMED,
+        "Gateway infra/edge: it is not Programmed: AddressNotAssigned: told by its controller",
+    ),
+    "Gateway says nothing yet": (
+        gated(route(FINE), upstream("True", "Accepted"), parents=(front(None),)),
+        T.GATEWAY_READY,
+        "False",
+        Reason.GATEWAY_NOT_PROGRAMMED,
+        "not told yet",
+    ),
+}
