@@ -360,15 +360,18 @@ SCOPE = "model"
 
 
 def make_index(pods: int = 2, **limits: object) -> tuple[Index, list[Pod]]:
+    """An index and pods of one scope in it."""
     index = Index(IndexLimits(**limits))  # type: ignore[arg-type]
     return index, [index.add_pod(f"pod-{i}", SCOPE) for i in range(pods)]
 
 
 def hit(index: Index, pod: Pod, prompt: Prompt, now: float = 0.0) -> Hit:
+    """What the pod has of the prompt."""
     return index.match(SCOPE, prompt.namespace, prompt.key, now).hit(pod)
 
 
 def blocks(index: Index, pod: Pod, prompt: Prompt, now: float = 0.0) -> int:
+    """How many blocks of the prompt the pod has."""
     tokens = hit(index, pod, prompt, now).tokens
     assert tokens % WIDTH == 0
     return tokens // WIDTH
@@ -379,6 +382,7 @@ def batch(ts: float, *events: Event) -> EventBatch:
 
 
 def item(seq: int, of: EventBatch) -> ReplayItem:
+    """A batch as it is replayed."""
     return ReplayItem(b"", seq, encode_batch(of.ts, of.events))
 
 

@@ -197,11 +197,13 @@ def _without(there: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
 
 
 def converged(*pools: InferencePool) -> Cluster:
+    """A cluster in which the gateway of these pools has come to rest."""
     cluster = Cluster()
     cluster.converge(*pools)
     return cluster
 
 
 def container(cluster: Cluster, deployment: str) -> dict[str, Any]:
+    """The one container of a Deployment's template."""
     (found,) = cluster.get("Deployment", deployment)["spec"]["template"]["spec"]["containers"]
     return found  # type: ignore[no-any-return]

@@ -146,6 +146,8 @@ class World:
 
 
 class Scene:
+    """The world, the informer that follows it, and the store that the informer fills."""
+
     def __init__(self, world: World, store: Store, informer: Informer) -> None:
         self.world, self.store, self.informer = world, store, informer
 

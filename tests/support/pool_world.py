@@ -34,7 +34,7 @@ EVERY_API = frozenset(
         "keda.sh/v1alpha1/ScaledObject",
     }
 )
-HF = {"model": {"uri": "hf://org/name"}}
+HF: dict[str, Any] = {"model": {"uri": "hf://org/name"}}
 
 
 def a_pool(
@@ -338,20 +338,24 @@ def _placed(pod: dict[str, Any]) -> bool:
 
 
 def template(**spec: Any) -> dict[str, Any]:
+    """The template of the pods of a pool with this spec."""
     return pod_template(a_pool(**spec), "abc", Images())
 
 
 def runtime(**spec: Any) -> dict[str, Any]:
+    """The container with the engine, of a pool with this spec."""
     containers = template(**spec)["spec"]["containers"]
     found: dict[str, Any] = next(c for c in containers if c["name"] == "runtime")
     return found
 
 
 def kinds(plan: Plan) -> list[str]:
+    """What a plan does: of each action its type, and the kind and the name of its object."""
     return [f"{type(action).__name__} {action.ref.kind} {action.ref.name}" for action in plan.actions]
 
 
 def settled(pool: InferencePool, **options: Any) -> SimCluster:
+    """A cluster in which the pool has come to rest."""
     cluster = SimCluster(**options)
     cluster.converge(pool)
     return cluster
