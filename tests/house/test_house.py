@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,7 +114,31 @@ def test_no_tracked_file_is_large():
     assert large == []
 
 
-def test_modules_stay_readable():
-    """A module rarely passes 500 lines; none passes 700."""
-    sources = [ROOT / name for name in TRACKED if re.match(r"[a-z]+/src/.*\.py$", name) and (ROOT / name).exists()]
-    assert [source.name for source in sources if len(source.read_text().splitlines()) > 700] == []
+MODULES = [ROOT / name for name in TRACKED if name.endswith(".py") and (ROOT / name).exists()]
+
+
+def test_no_module_is_longer_than_500_lines():
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in MODULES}
+    assert {name: count for name, count in lines.items() if count > 500} == {}
+
+
+def test_no_function_is_longer_than_60_lines():
+    long = []
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > 60:
+                    long.append(f"{path.relative_to(ROOT)}: {node.name} has {lines} lines")
+    assert long == []
+
+
+@pytest.mark.parametrize("package", ["wire", "kube", "runtime", "epp", "operator", "bench"])
+def test_no_modules_of_a_room_import_each_other_in_a_circle(package: str):
+    graph = grimp.build_graph(f"treeline_{package}", exclude_type_checking_imports=True, cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    # Whoever imports nothing that is left is in no circle; what remains in the end is.
+    while free := [module for module, others in imports.items() if not others & imports.keys()]:
+        for module in free:
+            del imports[module]
+    assert set(imports) == set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from treeline_epp.endpoints.load import prefill_rate
+from treeline_epp.endpoints.load import prefill_rate, trust
 from treeline_epp.endpoints.spec import split_address
 from treeline_epp.index.pods import NO_HIT
 from treeline_epp.picking.decision import NoEndpoints
@@ -43,7 +43,7 @@ def candidates(picker: Picker, request: PickRequest, now: float) -> list[Candida
     most = request.max_output_tokens
     found = []
     for endpoint in endpoints:
-        pod = endpoint.pod
+        pod, load = endpoint.pod, endpoint.load
         hit = NO_HIT
         if request.key:
             hit = picker.index.match(pod.scope, request.namespace, request.key, now).hit(pod)
@@ -53,8 +53,8 @@ def candidates(picker: Picker, request: PickRequest, now: float) -> list[Candida
         found.append(
             Candidate(
                 spec=endpoint.spec,
-                load=endpoint.load,
-                rate=prefill_rate(endpoint.load.own_rate(), fastest),
+                load=load,
+                rate=prefill_rate(load.own_rate(), trust(load.rate_samples, load.measured_at, now), fastest),
                 hit=hit,
                 cached_tokens=cached,
                 uncached_tokens=prompt - cached,

@@ -7,6 +7,7 @@ from treeline_epp.endpoints.load import (
     STALE_AFTER_S,
     EndpointLoad,
     prefill_rate,
+    trust,
 )
 from treeline_wire.load import LoadStat, TreelineLoad
 
@@ -59,7 +60,7 @@ def test_in_flight_is_what_is_reported_and_what_was_picked_since() -> None:
 
 def test_our_report_names_the_rate() -> None:
     load = EndpointLoad()
-    load.train(1000, 0, 1.0)
+    load.train(1000, 0, 1.0, now=0.0)
     assert load.own_rate() == 1000
     load.on_load(ours(rate=5000.0), now=1.0)
     assert load.own_rate() == 5000
@@ -88,18 +89,35 @@ def test_a_restart_of_the_totals_is_not_a_rate() -> None:
 
 def test_times_to_first_token_train_unless_the_work_was_too_little() -> None:
     load = EndpointLoad()
-    load.train(50, 0, 1.0)
+    load.train(50, 0, 1.0, now=0.0)
     assert load.own_rate() == 0
-    load.train(500, 500, 0.5)
+    load.train(500, 500, 0.5, now=1.0)
     assert load.own_rate() == 2000
-    load.train(1000, 0, 0.25)
+    load.train(1000, 0, 0.25, now=2.0)
     assert 2000 < load.own_rate() < 4000
 
 
-def test_the_rate_falls_back_to_the_fastest_peer_then_to_a_default() -> None:
-    assert prefill_rate(100.0, 200.0) == 100
-    assert prefill_rate(0.0, 200.0) == 200
-    assert prefill_rate(0.0, 0.0) == DEFAULT_PREFILL_RATE
+def test_the_rate_is_that_of_the_fastest_peer_or_a_default_where_nothing_was_measured() -> None:
+    assert prefill_rate(0.0, trust(0.0, 0.0, 9.0), 200.0) == 200
+    assert prefill_rate(0.0, trust(0.0, 0.0, 9.0), 0.0) == DEFAULT_PREFILL_RATE
+
+
+def test_a_rate_counts_as_far_as_it_is_measured_often_and_of_late() -> None:
+    load = EndpointLoad()
+    planned = list[float]()
+    for number in range(200):
+        load.on_load(ours(rate=100.0 + number % 2), now=number / 10)
+        planned.append(prefill_rate(100.0, trust(load.rate_samples, load.measured_at, number / 10), 1000.0))
+    assert planned[0] > 750, "one slow measurement may be a stall"
+    assert planned == sorted(planned, reverse=True)
+    assert planned[-1] < 210, "under load it is believed"
+    later = [prefill_rate(100.0, trust(load.rate_samples, load.measured_at, now), 1000.0) for now in (20, 30, 80, 620)]
+    assert later == sorted(later)
+    assert later[-1] > 850, "what is old says little"
+    load.on_load(ours(rate=99.0), now=620.0)
+    assert prefill_rate(99.0, trust(load.rate_samples, load.measured_at, 620.0), 1000.0) > 650, "nor with one beside it"
+    load.on_load(ours(rate=99.0), now=700.0)
+    assert load.measured_at == 620, "the same figure in a heartbeat is no measurement"
 
 
 def test_hit_share_is_an_average_of_reported_hits() -> None:

@@ -350,6 +350,22 @@ def test_an_endpoint_that_nobody_has_measured_is_tried_beside_an_idle_fast_one()
     assert {name_of(picker.pick(ask(prompt_tokens_estimate=1000), 0.0)) for _ in range(20)} == {"e0"}
 
 
+def test_an_endpoint_that_looked_slow_once_is_asked_again() -> None:
+    """A stall of its machine was in its first measurement; nothing would ever correct it, if all went to the other."""
+    picker = make(2)
+    picker.on_load("e1", TreelineLoad(prefill_tokens_per_s=RATE / 20), now=0.0)
+    picker.on_load("e0", TreelineLoad(prefill_tokens_per_s=RATE, running=3, waiting_uncached_tokens=500), now=0.0)
+    assert name_of(picker.pick(ask(prompt_tokens_estimate=200), 0.0)) == "e1"
+
+
+def test_an_endpoint_that_is_slow_under_load_gets_less() -> None:
+    picker = make(2)
+    for number in range(100):
+        picker.on_load("e1", TreelineLoad(prefill_tokens_per_s=RATE / 20 + number), now=number / 10)
+    picker.on_load("e0", TreelineLoad(prefill_tokens_per_s=RATE, waiting_uncached_tokens=500), now=10.0)
+    assert name_of(picker.pick(ask(prompt_tokens_estimate=200), 10.0)) == "e0"
+
+
 # Events and audits
 
 

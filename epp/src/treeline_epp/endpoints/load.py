@@ -5,17 +5,25 @@ Theory of operation. A report made at time t knows everything that reached the e
     queued tokens now = uncached tokens waiting at t + reservations opened after t.
 
 Without a fresh report (an engine that cannot push, or one that fell silent) the queue is the open reservations alone.
-Prefill speed comes, in order of trust, from our own report, from the deltas of SGLang's two running totals, from
-times to first token of our streaming responses, or from the fastest of the endpoint's pool; see `prefill_rate`.
+Prefill speed comes, in order of trust, from our own report, from the deltas of SGLang's two running totals, or from
+times to first token of our streaming responses. Measurements of an endpoint that does little are few and old, and one
+stall of its machine is in all of them: planned is with the fastest of the peers as far as they are not to be trusted
+(`trust`, `prefill_rate`). So an endpoint that looked slow is asked again, and measured again, while one that is slow
+under load is known as such.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from treeline_wire.load import LoadStat, TreelineLoad
 
 from treeline_epp.endpoints.reservations import Reservations
+
+Number = TypeVar("Number", float, npt.NDArray[np.float64])
 
 STALE_AFTER_S = 3.0
 """A report older than this is stale: three heartbeats."""
@@ -25,6 +33,12 @@ DEFAULT_PREFILL_RATE = 4000.0
 """Used while nothing was measured anywhere, in tokens per second."""
 _ALPHA = 0.2
 """Weight of a new sample in moving averages."""
+TRUSTED_SAMPLES = 4.0
+"""As many new measurements weigh as much as what the peers say."""
+MOST_SAMPLES = 32.0
+"""More measurements than these add nothing."""
+TRUST_HALVES_S = 10.0
+"""Measurements of this age count half, of twice this age a third."""
 _MIN_TRAINING_TOKENS = 128
 """Times to first token teach nothing below this much uncached work: overhead dominates."""
 OVERLOADED_FOR_S = 1.0
@@ -85,6 +99,9 @@ class EndpointLoad:
     reported_rate: float = 0.0
     """Measured by the engine, and learned from our own responses; 0 while unknown."""
     learned_rate: float = 0.0
+    rate_samples: float = 0.0
+    """Measurements of its rate, as they counted at `measured_at`."""
+    measured_at: float = 0.0
     hit_share: float = 0.0
     """Share of prompt tokens that were cache hits, a moving average over answered requests."""
     fastest_step_s: float = float("inf")
@@ -100,8 +117,9 @@ class EndpointLoad:
         self.overloaded_until = float("-inf")
         if isinstance(load, TreelineLoad):
             self.beats = True
-            if load.prefill_tokens_per_s > 0:
+            if load.prefill_tokens_per_s > 0 and load.prefill_tokens_per_s != self.reported_rate:
                 self.reported_rate = load.prefill_tokens_per_s
+                self._on_measured(now)
             if load.decode_step_ms > 0:
                 self.fastest_step_s = min(self.fastest_step_s, self.report.decode_step_s)
             return
@@ -115,17 +133,20 @@ class EndpointLoad:
                 return  # keep the old totals, so that small steps add up to a sample
             sample = tokens * 1e6 / busy_us
             self.reported_rate = _average(self.reported_rate, sample)
+            self._on_measured(now)
         self._totals = totals
 
     def on_overloaded(self, now: float) -> None:
         """It refused a request for want of room: it is full until its next report says otherwise."""
         self.overloaded_until = now + OVERLOADED_FOR_S
 
-    def train(self, uncached_tokens: int, queued_tokens: float, ttft_s: float) -> None:
+    def train(self, uncached_tokens: int, queued_tokens: float, ttft_s: float, now: float) -> None:
         """Learn from a streaming response of ours: `ttft_s` after the pick, with that much work before it."""
         work = uncached_tokens + queued_tokens
         if ttft_s > 0 and work >= _MIN_TRAINING_TOKENS:
             self.learned_rate = _average(self.learned_rate, work / ttft_s)
+            if not self.reported_rate:
+                self._on_measured(now)
 
     def train_hits(self, cached_tokens: int, prompt_tokens: int) -> None:
         """Learn how much of a prompt is usually cached here."""
@@ -159,18 +180,26 @@ class EndpointLoad:
         _, newer = self.reservations.newer_than(self.report.at - TRANSIT_S)
         return max(self.report.in_flight + newer, len(self.reservations))
 
+    def _on_measured(self, now: float) -> None:
+        old = self.rate_samples / (1.0 + (now - self.measured_at) / TRUST_HALVES_S)
+        self.rate_samples, self.measured_at = min(MOST_SAMPLES, old + 1.0), now
+
     def own_rate(self) -> float:
         """Measured prefill tokens per second, 0 while nothing was measured."""
         return self.reported_rate or self.learned_rate
 
 
-def prefill_rate(own: float, fastest: float) -> float:
-    """The rate to plan with: an endpoint's own, else that of the fastest of its peers, else the default; 0 is unknown.
+def trust(samples: Number, measured_at: Number, now: float) -> Number:
+    """How far a rate of so many measurements is believed: 0 (there are none) to nearly 1. Elementwise for arrays."""
+    return samples / (samples + TRUSTED_SAMPLES * (1.0 + (now - measured_at) / TRUST_HALVES_S))
 
-    No less than the fastest, or an endpoint that is new beside an idle fast one would never be asked, and so never be
-    measured.
+
+def prefill_rate(own: Number, trust: Number, fastest: float) -> Number:
+    """The rate to plan with: an endpoint's own as far as it is to be trusted, for the rest that of the fastest of its
+    peers; `fastest` is 0 where nothing was measured. Elementwise for arrays.
     """
-    return own or fastest or DEFAULT_PREFILL_RATE
+    expected = fastest or DEFAULT_PREFILL_RATE
+    return expected + (own - expected) * trust
 
 
 def _average(old: float, sample: float) -> float:

@@ -11,10 +11,9 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from treeline_wire.load import LoadStat, TreelineLoad
 
-from treeline_epp.endpoints.load import prefill_rate
+from treeline_epp.endpoints.load import prefill_rate, trust
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.index import Index
 from treeline_epp.index.pods import NO_HIT, Match
@@ -26,7 +25,7 @@ from treeline_epp.picking.lease import Lease
 from treeline_epp.picking.policies import Candidates, create_policy
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.picking.score import Candidate, Scored, score, waits_and_costs
-from treeline_epp.picking.table import ELIGIBLE, OWN_RATE, Table
+from treeline_epp.picking.table import ELIGIBLE, MEASURED_AT, OWN_RATE, RATE_SAMPLES, Table
 from treeline_epp.picking.work import Work
 
 CAPACITY_SLACK = 1.1
@@ -144,7 +143,7 @@ class Picker:
         matches, work = self._match(request, now), Work.of(request)
         cached, uncached = work.at_rows(self.index, matches, rows, self._table.size)
         fastest = float(columns[OWN_RATE].max())
-        rates = np.where(columns[OWN_RATE] > 0.0, columns[OWN_RATE], prefill_rate(0.0, fastest))
+        rates = prefill_rate(columns[OWN_RATE], trust(columns[RATE_SAMPLES], columns[MEASURED_AT], now), fastest)
         wait_s, cost_s = waits_and_costs(columns, rates, uncached, work.output_tokens, now)
         limit, soonest = self.config.max_ttft_s, float(wait_s.min())
         if request.sheddable and soonest > limit:
@@ -231,7 +230,7 @@ class Picker:
             if cached_tokens is not None and prompt_tokens is not None:
                 load.train_hits(cached_tokens, prompt_tokens)
                 if ttft_s is not None:
-                    load.train(max(0, prompt_tokens - cached_tokens), lease.queued_tokens, ttft_s)
+                    load.train(max(0, prompt_tokens - cached_tokens), lease.queued_tokens, ttft_s, now)
                 self._audit(lease, cached_tokens, now)
         return True
 

@@ -35,12 +35,14 @@ Mask = npt.NDArray[np.bool_]
     HIT_SHARE,
     FULL_UNTIL,
     OWN_RATE,
+    RATE_SAMPLES,
+    MEASURED_AT,
     SILENT_AFTER,
     CLOSED_UNTIL,
     ELIGIBLE,
-) = range(16)
+) = range(18)
 """The columns. Tokens and requests before a new one, if the report counts (FRESH) and if it does not (STALE)."""
-_COLUMNS = 16
+_COLUMNS = 18
 _NEVER = float("-inf")
 
 
@@ -190,6 +192,8 @@ def _values(endpoint: Endpoint) -> tuple[float, ...]:
         load.hit_share,
         load.overloaded_until,
         load.own_rate(),
+        load.rate_samples,
+        load.measured_at,
         STALE_AFTER_S if load.beats else float("inf"),
         endpoint.breaker.closed_until,
         endpoint.eligible,
