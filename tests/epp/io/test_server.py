@@ -109,6 +109,44 @@ def test_a_request_reserves_until_its_response_begins() -> None:
     assert bench.troubles == []
 
 
+def test_a_proxy_that_asks_again_for_the_same_request_gets_the_same_answer_and_it_counts_once() -> None:
+    bench = Bench()
+    streams = [bench.stream() for _ in range(4)]
+    replies(streams[0], headers())
+    (reply,) = replies(streams[0], body())
+    first = destination(reply)
+    for again in streams[1:]:
+        replies(again, headers(**{names.DESTINATION: first}))
+        (reply,) = replies(again, body())
+        assert destination(reply) == first, "round robin would go on"
+    assert bench.reserved() == 1
+    for stream in reversed(streams):
+        replies(stream, response(**{names.CACHED_TOKENS: "16", names.PROMPT_TOKENS: "40"}))
+        stream.close()
+    assert bench.reserved() == 0
+    assert bench.counted("outcomes_total", outcome="headers") == 1
+    assert bench.counted("reported_prompt_tokens_total") == 40
+
+
+def test_a_destination_that_a_client_made_up_and_an_id_that_is_over_change_nothing() -> None:
+    bench = Bench()
+    first, other = bench.stream(), bench.stream()
+    replies(first, headers())
+    (reply,) = replies(first, body())
+    chosen = destination(reply)
+    replies(other, headers(**{names.DESTINATION: "10.9.9.9:1"}))
+    (reply,) = replies(other, body())
+    assert destination(reply) != chosen
+    assert bench.reserved() == 2
+    for stream in (first, other):
+        replies(stream, response())
+        stream.close()
+    late = bench.stream()
+    replies(late, headers(**{names.DESTINATION: chosen}))
+    replies(late, body())
+    assert bench.reserved() == 1, "a request of its own"
+
+
 def test_a_stream_that_ends_early_gives_its_reservation_back() -> None:
     bench = Bench()
     stream = bench.stream()

@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from treeline_wire import headers as names
 from treeline_wire.paths import INFERENCE, is_inference
@@ -48,7 +48,12 @@ class RoutedRequest:
 @dataclass(eq=False)
 class Router:
     """Takes requests to the picker, and its feedback. `on_trouble(name)` is called when an endpoint seems to have
-    failed one; `draw()` in [0, 1) chooses among weighted targets."""
+    failed one; `draw()` in [0, 1) chooses among weighted targets.
+
+    A proxy may ask more than once for one request: Envoy AI Gateway 1.0 puts a filter of ours into the chain for each
+    match of a pool's routes. Who asks again with the destination that it was just given gets that one again, and the
+    request counts once.
+    """
 
     picker: Picker
     registry: ModelRegistry
@@ -58,12 +63,17 @@ class Router:
     isolation: Isolation = NO_ISOLATION
     clock: Callable[[], float] = time.monotonic
     draw: Callable[[], float] = random.random
+    _routed: dict[str, RoutedRequest] = field(default_factory=dict)
+    """Requests whose response has not begun, by their id."""
 
     def route(self, request: RouteRequest, outline: Outline | None = None) -> RoutedRequest | Refusal | Immediate:
         """Where the request goes, or what the client is told instead. Never raises.
 
         `outline` as for `request.parse`.
         """
+        known = self._routed.get(request.id)
+        if known is not None and request.headers.get(names.DESTINATION) == known.destination:
+            return replace(known, body=None)
         started = time.perf_counter()
         try:
             result = self._route(request, outline)
@@ -81,6 +91,7 @@ class Router:
     def complete(self, routed: RoutedRequest, headers: Mapping[str, str], served: str | None) -> None:
         """The response begins: its headers (lower-case names) and, if the proxy tells, who served it."""
         now, lease = self.clock(), routed.lease
+        self._forget(lease)
         decision, metrics = lease.decision, self.metrics
         outcome = _outcome(headers)
         cached, prompt = _count(headers, names.CACHED_TOKENS), _count(headers, names.PROMPT_TOKENS)
@@ -112,8 +123,14 @@ class Router:
 
     def release(self, routed: RoutedRequest) -> None:
         """The stream has ended. Without a response before it the client went away, or the proxy gave up."""
+        self._forget(routed.lease)
         if self.picker.close(routed.lease, self.clock(), Outcome.CANCELLED):
             self.metrics.ended(Outcome.CANCELLED)
+
+    def _forget(self, lease: Lease) -> None:
+        id = lease.decision.request.request_id
+        if (known := self._routed.get(id)) is not None and known.lease is lease:
+            del self._routed[id]
 
     def _route(self, request: RouteRequest, outline: Outline | None) -> RoutedRequest | Refusal | Immediate:
         client = self.isolation.client(request.headers)
@@ -138,7 +155,10 @@ class Router:
             log.debug("decision", extra={"fields": decision.explain()})
         if parsed.pick.key_tokens_estimate is not None:
             self.metrics.bounded_prompts.inc()
-        return RoutedRequest(lease, parsed.keyer, self._rewritten(request.body, parsed), client)
+        routed = RoutedRequest(lease, parsed.keyer, self._rewritten(request.body, parsed), client)
+        if request.id:
+            self._routed[request.id] = routed
+        return routed
 
     def _rewritten(self, body: bytes | Body | None, parsed: ParsedRequest) -> bytes | Body | None:
         """The body to send instead of the client's; `None` if that one may go as it is."""
