@@ -1,7 +1,7 @@
 """`python -m tests.integration.edge_fuzz`: attack Envoy, the picker and two runtimes of the tiny model on this machine.
 
 --seconds 60     how long the attack takes, and the quiet time that it is compared with
---rate 20        connections a second
+--rate 8         connections a second; more of them and the models that compute on the same cores are what is measured
 --seed 0         another seed, other attacks
 --number N       make one attack alone, by the number that a finding named, and print what came back
 """
@@ -22,7 +22,7 @@ TESTS = Path(__file__).parents[2]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--rate", type=float, default=20.0)
+    parser.add_argument("--rate", type=float, default=8.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--number", type=int)
     options = parser.parse_args()
