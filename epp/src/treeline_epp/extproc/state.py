@@ -1,4 +1,4 @@
-"""One ext_proc stream as a state machine: messages of the proxy in, replies out. No socket, no protobuf, no clock.
+"""One ext_proc stream as a state machine, and the bound of its body: messages of the proxy in, replies out, no I/O.
 
 Two rules. All transitions live in the two tables below. This module never decides where a request goes: when it knows
 enough it hands out a `RouteRequest` and waits for `ExtProcState.answer` or `ExtProcState.refuse`.

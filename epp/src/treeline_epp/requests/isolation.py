@@ -1,4 +1,4 @@
-"""Whose cache a request may use: the client whom our edge names, and the salt that says so to engines of others.
+"""Whose namespace a request is in: the one of the client whom our edge names; and the salt for engines of others.
 
 A Treeline runtime reads the edge's headers itself. Other engines (vLLM, SGLang) know salts alone, so the picker writes
 one into the body; since it replaces what the caller wrote there, no caller can choose another client's.

@@ -1,4 +1,4 @@
-"""Whether a pod that finds no node would find one in the place of another, and for how long it has found none."""
+"""What a rollout is told of nodes: would a pod that finds none find one in the place of another, and since when."""
 
 from __future__ import annotations
 

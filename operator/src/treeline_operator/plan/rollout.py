@@ -1,4 +1,4 @@
-"""How many pods each revision of a pool has next: a pure function of what is wanted and of what serves now.
+"""How many pods each revision has next, with a surge or one by one: a pure function of what is wanted and what serves.
 
 Theory. Every revision is a Deployment; a rollout moves replicas from the old ones to the target. Each call looks at the
 numbers as they are and says what they should be now, so that a restart, a lost answer or a change of mind half-way

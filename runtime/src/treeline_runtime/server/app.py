@@ -1,5 +1,5 @@
-"""The FastAPI application of one listener: its routes, who may use them, errors, and the bond between a request and its
-connection. Which listener serves what is in `surfaces`.
+"""The FastAPI application of one listener: its routes, who may use them, and errors. Which listener serves what is in
+`surfaces`.
 
 FastAPI finds the route and describes it; from there on a request is plain ASGI. FastAPI's own way to an endpoint would
 validate bodies in the event loop, which a large one then holds up for everybody, before anything bounds them.

@@ -1,4 +1,4 @@
-"""HTTP as the handlers see it: a request with its body, an answer or a stream, errors in OpenAI's shape. Plain ASGI.
+"""HTTP as the handlers see it: requests that end when their client goes, answers, streams, errors in OpenAI's shape.
 
 One rule about lifetimes lives here: `run_while_connected` cancels a handler when its client goes away, streaming or
 not.

@@ -1,4 +1,4 @@
-"""Worker processes that render chat templates, and the limits that they are held to.
+"""Worker processes that render chat templates, and the limits of time and memory that they are held to.
 
 A worker is started when it is first needed, renders one request at a time, and is killed and forgotten when it passes
 its deadline, dies, or answers nonsense; the next request starts another. Waiting requests are bounded in number and
