@@ -1,4 +1,4 @@
-"""How a namespace is spelled: prefixes are shared only inside one. A namespace is one string, or None for the common one.
+"""How a namespace is spelled: prefixes are shared only inside one. It is one string, or None for the common one.
 
 It is made from the client whom the edge has recognised by its key, the salt that the caller chose and the LoRA adapter.
 A salt alone is its own namespace string, so that it equals the `cache_salt` of SGLang's events. Every other namespace
