@@ -154,15 +154,12 @@ async def _assault(host: str, port: int, seed: int, first: int, seconds: float, 
             if answer.is_defect:
                 seen.defects.append(f"attack {number} ({made.name}): {answer.text[:700]!r}")
 
-    deadline = time.monotonic() + seconds
+    seen.attacks = round(seconds * rate)  # all of them, however long they take on a busy machine
     async with asyncio.TaskGroup() as group:
-        number = first
-        while time.monotonic() < deadline:
+        for number in range(first, first + seen.attacks):
             await room.acquire()
             group.create_task(one(number))
-            number += 1
             await asyncio.sleep(1 / rate)
-    seen.attacks = number - first
     return seen
 
 
