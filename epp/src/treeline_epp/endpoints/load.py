@@ -181,7 +181,7 @@ class EndpointLoad:
         return max(self.report.in_flight + newer, len(self.reservations))
 
     def _on_measured(self, now: float) -> None:
-        old = self.rate_samples / (1.0 + (now - self.measured_at) / TRUST_HALVES_S)
+        old = _faded(self.rate_samples, self.measured_at, now)
         self.rate_samples, self.measured_at = min(MOST_SAMPLES, old + 1.0), now
 
     def own_rate(self) -> float:
@@ -191,7 +191,8 @@ class EndpointLoad:
 
 def trust(samples: Number, measured_at: Number, now: float) -> Number:
     """How far a rate of so many measurements is believed: 0 (there are none) to nearly 1. Elementwise for arrays."""
-    return samples / (samples + TRUSTED_SAMPLES * (1.0 + (now - measured_at) / TRUST_HALVES_S))
+    faded = _faded(samples, measured_at, now)
+    return faded / (faded + TRUSTED_SAMPLES)
 
 
 def prefill_rate(own: Number, trust: Number, fastest: float) -> Number:
@@ -200,6 +201,11 @@ def prefill_rate(own: Number, trust: Number, fastest: float) -> Number:
     """
     expected = fastest or DEFAULT_PREFILL_RATE
     return expected + (own - expected) * trust
+
+
+def _faded(samples: Number, measured_at: Number, now: float) -> Number:
+    """What measurements that counted so much at `measured_at` count now."""
+    return samples / (1.0 + (now - measured_at) / TRUST_HALVES_S)
 
 
 def _average(old: float, sample: float) -> float:
