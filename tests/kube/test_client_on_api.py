@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from support.control_plane import ControlPlane
+from support.kube_api import crd
 from treeline_kube.client import Client
 from treeline_kube.discovery import Discovery
 from treeline_kube.errors import (
@@ -159,24 +160,6 @@ async def test_an_identity_without_rights_and_one_that_is_none(control_plane: Co
     assert asked == [("patch", "configmaps")]
     with pytest.raises(Unavailable, match="no file"):
         await Client.from_config(config.with_name("missing.yaml"))
-
-
-def crd(group: str, version: str, kind: str, plural: str) -> dict[str, Any]:
-    schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
-    metadata: dict[str, Any] = {"name": f"{plural}.{group}"}
-    if group.endswith("k8s.io"):
-        metadata["annotations"] = {"api-approved.kubernetes.io": "https://example.test"}
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": metadata,
-        "spec": {
-            "group": group,
-            "names": {"kind": kind, "plural": plural, "singular": kind.lower(), "listKind": f"{kind}List"},
-            "scope": "Namespaced",
-            "versions": [{"name": version, "served": True, "storage": True, "schema": schema}],
-        },
-    }
 
 
 async def test_an_optional_api_that_appears_is_discovered_and_used(

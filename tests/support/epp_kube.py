@@ -24,27 +24,6 @@ RBAC = "/apis/rbac.authorization.k8s.io/v1"
 APPLY = "application/merge-patch+json"
 
 
-def crd(group: str, version: str, kind: str, plural: str) -> dict[str, Any]:
-    """A CustomResourceDefinition that takes whatever it is given."""
-    anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-    schema = {"type": "object", "properties": {"spec": anything, "status": anything}}
-    metadata = {
-        "name": f"{plural}.{group}",
-        "annotations": {"api-approved.kubernetes.io": "unapproved, for tests"},
-    }
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": metadata,
-        "spec": {
-            "group": group,
-            "scope": "Namespaced",
-            "names": {"kind": kind, "plural": plural, "singular": kind.lower(), "listKind": f"{kind}List"},
-            "versions": [{"name": version, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}],
-        },
-    }
-
-
 @dataclass
 class Cluster:
     """A namespace of a real API server. All requests are made in threads: the picker runs in the test's loop."""

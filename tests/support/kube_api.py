@@ -275,3 +275,24 @@ def own_model(name: str, pool: str, *, model: str | None = None, **spec: Any) ->
 PODS = "/api/v1/namespaces/{}/pods"
 POOLS = "/apis/treeline.dev/v1alpha1/namespaces/{}/inferencepools"
 MODELS = "/apis/treeline.dev/v1alpha1/namespaces/{}/inferencemodels"
+
+
+def crd(group: str, version: str, kind: str, plural: str) -> dict[str, Any]:
+    """A CustomResourceDefinition that takes whatever it is given."""
+    anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    schema = {"type": "object", "properties": {"spec": anything, "status": anything}}
+    metadata = {
+        "name": f"{plural}.{group}",
+        "annotations": {"api-approved.kubernetes.io": "unapproved, for tests"},
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": metadata,
+        "spec": {
+            "group": group,
+            "scope": "Namespaced",
+            "names": {"kind": kind, "plural": plural, "singular": kind.lower(), "listKind": f"{kind}List"},
+            "versions": [{"name": version, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}],
+        },
+    }

@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 from support.control_plane import ControlPlane
 from support.epp_io import FakeEngine, engines, running_picker, until
-from support.epp_kube import Cluster, asked, burst_of_models, crd, listed, listed_so, models
-from support.kube_api import MODELS, PODS, POOLS
+from support.epp_kube import Cluster, asked, burst_of_models, listed, listed_so, models
+from support.kube_api import MODELS, PODS, POOLS, crd
 from treeline_kube import reflector
 from treeline_operator.rbac import PICKER
 
