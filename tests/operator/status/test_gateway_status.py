@@ -7,7 +7,6 @@ from support.operator_gateway_states import (
     BALANCED,
     BOTH_APIS,
     FINE,
-    GATEWAY_STATES,
     LATE,
     UNHEALTHY,
     front,
@@ -17,7 +16,6 @@ from support.operator_gateway_states import (
     unready,
     upstream,
 )
-from support.operator_pool_states import PROGRESS
 from support.operator_status import (
     conditions,
     conditions_of,
@@ -38,14 +36,6 @@ from treeline_operator.status.pool import pool_status
 from treeline_operator.world import Observed
 
 T = ConditionType
-
-
-@pytest.mark.parametrize(("seen", "kind", "status", "reason", "text"), GATEWAY_STATES.values(), ids=GATEWAY_STATES)
-def test_a_state_has_its_name(seen, kind, status, reason, text):
-    condition = conditions_of(seen, PROGRESS)[kind]
-    assert (condition["status"], condition["reason"]) == (status, reason), condition["message"]
-    assert text in condition["message"]
-    assert condition["message"].endswith(reason.fix)
 
 
 def test_the_load_balancers_address_is_the_url_once_it_is_known():

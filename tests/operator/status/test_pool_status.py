@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from support.operator_pool_states import HPA, POOL_STATES, PROGRESS, rolling, said, scaled, troubled
+from support.operator_pool_states import HPA, PROGRESS, rolling, said, scaled, troubled
 from support.operator_status import (
     LATER,
     check_whole,
@@ -31,14 +31,6 @@ from treeline_operator.status.pool import MAX_ENDPOINTS, not_understood, pool_st
 from treeline_operator.world import TEMPLATE_VERSION, Observed, PickerEndpoint, PickerView
 
 T = ConditionType
-
-
-@pytest.mark.parametrize(("seen", "kind", "status", "reason", "text"), POOL_STATES.values(), ids=POOL_STATES)
-def test_a_state_has_its_name(seen, kind, status, reason, text):
-    condition = conditions_of(seen, PROGRESS)[kind]
-    assert (condition["status"], condition["reason"]) == (status, reason), condition["message"]
-    assert text in condition["message"]
-    assert condition["message"].endswith(reason.fix)
 
 
 @pytest.mark.parametrize("name", TROUBLES)

@@ -1,9 +1,11 @@
-"""Every reason that a status can give comes from some state."""
+"""Each state of a pool and its gateway has its reason, and every reason comes from some state."""
 
 from __future__ import annotations
 
+import pytest
 from support.operator_gateway_states import GATEWAY_STATES
-from support.operator_pool_states import POOL_STATES
+from support.operator_pool_states import POOL_STATES, PROGRESS
+from support.operator_status import conditions_of
 from support.operator_trouble import REJECTIONS, TROUBLES
 from treeline_operator.api.conditions import Reason
 
@@ -31,9 +33,19 @@ NEVER = {
 }
 
 
+STATES = POOL_STATES | GATEWAY_STATES
+
+
+@pytest.mark.parametrize(("seen", "kind", "status", "reason", "text"), STATES.values(), ids=STATES)
+def test_a_state_has_its_name(seen, kind, status, reason, text):
+    condition = conditions_of(seen, PROGRESS)[kind]
+    assert (condition["status"], condition["reason"]) == (status, reason), condition["message"]
+    assert text in condition["message"]
+    assert condition["message"].endswith(reason.fix)
+
+
 def test_every_reason_comes_from_some_state():
-    states = POOL_STATES | GATEWAY_STATES
-    produced = {reason for *_, reason, _ in states.values()} | {reason for _, _, reason, _ in TROUBLES.values()}
+    produced = {reason for *_, reason, _ in STATES.values()} | {reason for _, _, reason, _ in TROUBLES.values()}
     produced |= set(REJECTIONS)
     assert produced | ELSEWHERE | NEVER == set(Reason)
     assert not produced & (ELSEWHERE | NEVER)
