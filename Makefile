@@ -18,7 +18,7 @@ run: setup ## Serve the tiny model: Envoy, the endpoint picker and two runtimes 
 test: setup ## The test suite (ARGS="-k radix" for a part of it)
 	@scripts/test.sh $(ARGS)
 
-check: setup ## Lint, format, types, import rule, dead code
+check: setup ## Lint, format, types, import rule, dead code, tests that cannot be imported
 	@scripts/check.sh
 
 format: setup ## Let ruff format and mend what it can

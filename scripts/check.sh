@@ -11,11 +11,17 @@ check() { # NAME COMMAND…
   "$@" || failed+=("$name")
 }
 
+collected() { # a list of all tests is worth printing only when one of them has an error
+  local list
+  list=$($bin/python -m pytest --collect-only -qq tests e2e 2>&1) || { tail -n 40 <<<"$list"; return 1; }
+}
+
 check "ruff: lint" $bin/ruff check .
 check "ruff: format" $bin/ruff format --check .
 check "mypy: types" $bin/mypy wire/src kube/src runtime/src epp/src operator/src lang/src bench/src cli/src tools e2e
 check "import-linter: the rooms" $bin/lint-imports
 check "vulture: dead code" $bin/vulture
+check "pytest: every test can be imported" collected
 
 if [ ${#failed[@]} -gt 0 ]; then
   printf 'check: failed: %s\n' "$(IFS=,; echo "${failed[*]}")" >&2

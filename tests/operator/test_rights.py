@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.control_plane import ControlPlane, control_plane_or_skip
 from support.epp_io import running_picker
-from support.epp_kube import crd
+from support.kube_api import crd
 from support.operator_run import DEPLOYMENTS, MODELS, POOLS, Room, condition, operator
 from support.rbac_audit import Grants, Right, Witness, refused, rules_of, used
 from treeline_kube.discovery import AGGREGATED
