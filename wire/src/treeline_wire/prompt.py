@@ -1,4 +1,7 @@
-"""From an OpenAI request body to the prompt that it stands for: the one function that runtime and picker agree on."""
+"""From an OpenAI request body to the prompt that it stands for and the namespace it is cached in.
+
+The functions that runtime and picker agree on.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A template comes with a model, from strangers. It sees values of JSON and a few 
 only the members named here: whatever is not named does not exist, so there is no list of dangers to keep complete.
 There is no `Markup` (its `format` is no builtin method), no `str.format`, and no access to underscored names.
 
-What a template may *cost* is not bounded here: see `template_inline` and `template_worker`.
+What a template may *cost* is not bounded here: see `template_inline`, and the runtime's `templates.worker`.
 """
 
 from __future__ import annotations
