@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import yaml
+from treeline_operator.api.engine import EngineType
 
 API_VERSION = "treeline.dev/v1alpha1"
 _POOL = {"model": {"uri": "builtin://tiny"}}
@@ -144,7 +145,7 @@ class Chance:
         adapters = [{"name": "lora", "uri": self._one("hf://o/l", "pvc://c/l")}]
         return self._some(
             {
-                "type": lambda: self._one("treeline", "sglang", "vllm", "custom"),
+                "type": lambda: self._one(*get_args(EngineType)),
                 "image": lambda: "image:1",
                 "args": lambda: self._one([], ["--enable-dp-attention"]),
                 "port": lambda: self._one(8000, 5557),

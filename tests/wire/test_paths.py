@@ -72,7 +72,7 @@ def test_the_union_has_each_path_once_and_does_not_depend_on_the_order() -> None
 
 def test_an_engine_without_a_list_is_an_error() -> None:
     with pytest.raises(KeyError):
-        inference_paths(["tgi"])
+        inference_paths(["unheard-of"])
     with pytest.raises(KeyError):
         is_inference("", "GET", "/v1/models")
 

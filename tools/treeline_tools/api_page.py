@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from treeline_operator.api.conditions import ConditionType
-from treeline_operator.api.engine import SETTINGS
+from treeline_operator.api.engine import SETTINGS, EngineType
 from treeline_operator.api.parts import API_VERSION, PERCENT_PATTERN
 from treeline_operator.api.rules import KEYWORD
 
@@ -144,15 +144,15 @@ def _messages(schema: Schema, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _engines() -> str:
-    engines = ("treeline", "sglang", "vllm", "custom")
-    others = {"tensorParallel": engines[1:3], "dataParallel": engines[1:3], "adapters": engines[1:3]}
+    engines = get_args(EngineType)
+    others = dict.fromkeys(("tensorParallel", "dataParallel", "adapters"), ("sglang", "vllm"))
     lines = [
         "## Which engine has which setting",
         "",
         "A setting that an engine does not have is refused. Its own flags go into `engine.args`.",
         "",
         f"| `spec.engine` | {' | '.join(engines)} |",
-        "|---|---|---|---|---|",
+        f"|---|{'---|' * len(engines)}",
         *(
             f"| `{setting}` | {' | '.join('yes' if engine in having else '' for engine in engines)} |"
             for setting, having in {**SETTINGS, **others}.items()

@@ -245,7 +245,7 @@ REFUSED_BY_SHAPE = [
     ("InferencePool", "model: {uri: ''}", "spec.model.uri"),
     ("InferencePool", "model: {size: -1}", "spec.model.size"),
     ("InferencePool", "model: {size: big}", "spec.model.size"),
-    ("InferencePool", "engine: {type: tgi}", "spec.engine.type"),
+    ("InferencePool", "engine: {type: unheard-of}", "spec.engine.type"),
     ("InferencePool", "engine: {memoryFraction: 1.0}", "spec.engine.memoryFraction"),
     ("InferencePool", "endpointPicker: {parameters: {maxTtftSeconds: 0}}", "maxTtftSeconds"),
     ("InferencePool", "endpointPicker: {policy: best}", "spec.endpointPicker.policy"),

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.api_specs import Chance
-from treeline_operator.api.engine import SETTINGS
+from treeline_epp.endpoints.adapters.registry import ADAPTERS
+from treeline_operator.api.engine import SETTINGS, EngineType
 from treeline_operator.api.model import InferenceModel
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.engines import FLAGS
 from treeline_tools import api_page, crds
 from treeline_tools.__main__ import documents, main
+from treeline_wire.paths import INFERENCE
 
 ROOT = Path(__file__).parents[3]
 POOL, MODEL = (crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"] for crd in (crds.pools(), crds.models()))
@@ -90,6 +92,13 @@ def test_refused_settings_are_those_that_the_planner_has_no_flag_for():
 
     for setting, engines in SETTINGS.items():
         assert {engine for engine, flags in FLAGS.items() if to_snake(setting) in flags} == set(engines), setting
+
+
+def test_an_engine_type_is_known_to_all_who_ask_for_it():
+    """Whom the picker has no adapter for, as custom, is asked for all there might be."""
+    types = set(get_args(EngineType))
+    assert set(FLAGS) == set(INFERENCE) == types
+    assert set(ADAPTERS) - {"openai"} == types - {"custom"}
 
 
 def as_json_schema(node: Any) -> Any:

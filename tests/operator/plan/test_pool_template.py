@@ -12,8 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic.alias_generators import to_snake
+from support.api_specs import document
 from support.pool_world import SimCluster, a_pool, runtime, template
 from treeline_operator.api.engine import SETTINGS
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.api.rules import violations
 from treeline_operator.plan.download import files
 from treeline_operator.plan.engines import FLAGS
 from treeline_operator.plan.merge import TemplateInvalid, merged
@@ -216,6 +219,18 @@ def test_every_setting_that_the_api_takes_reaches_the_engine() -> None:
             assert (engine in engines) == (to_snake(setting) in flags), (setting, engine)
 
 
+@pytest.mark.parametrize(
+    "asked", [{"tensorParallel": 2}, {"dataParallel": 2}, {"adapters": [{"name": "a", "uri": "hf://org/adapter"}]}]
+)
+@pytest.mark.parametrize("engine", FLAGS)
+def test_what_an_engine_cannot_do_is_refused_and_never_left_out(engine: str, asked: dict[str, Any]) -> None:
+    spec = {"model": {"uri": "hf://org/name"}, "engine": {"type": engine, "image": "x"}}
+    count = 1 if "adapters" in asked else 2
+    more = {**spec, "accelerator": {"type": "nvidia", "count": count}, "engine": {**spec["engine"], **asked}}
+    pool = InferencePool.from_object(document("InferencePool", json.dumps(more)))
+    assert list(violations(pool)) or runtime(**more)["args"] != runtime(**spec, accelerator={"type": "nvidia"})["args"]
+
+
 def test_events_are_configured_as_each_engine_wants_them() -> None:
     for engine in ("sglang", "vllm"):
         args = runtime(accelerator={"type": "nvidia"}, engine={"type": engine})["args"]
@@ -255,7 +270,7 @@ def test_registry_credentials_reach_the_pods_and_the_fragment_may_add_some() -> 
 GPU = {"accelerator": {"type": "nvidia"}}
 
 
-@pytest.mark.parametrize("engine", ["treeline", "sglang", "vllm", "custom"])
+@pytest.mark.parametrize("engine", FLAGS)
 def test_the_root_filesystem_is_writable_on_gpus_alone(engine: str) -> None:
     spec = {"model": {"uri": "hf://org/name"}, "engine": {"type": engine, "image": "x"}}
     for more, read_only in ((GPU, False), ({}, True)):
