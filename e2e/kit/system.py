@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import httpx
+from treeline_operator.controller.kinds import CHILDREN
 
 from e2e.kit.kube import Kube, condition, is_ready
 
@@ -136,7 +137,7 @@ class Installed:
 
     def leftovers(self) -> list[str]:
         """What the operator made and is still there."""
-        kinds = "deploy,rs,pods,svc,cm,secret,sa,role,rolebinding,pdb,networkpolicy,pvc,hpa"
+        kinds = ",".join(("replicasets.apps", "secrets", *(watched.resource.label for watched in CHILDREN)))
         selector = "app.kubernetes.io/managed-by=treeline"
         return self.kube.kubectl("-n", self.namespace, "get", kinds, "-l", selector, "-o", "name").split()
 

@@ -18,18 +18,11 @@ from support.kube_api import expired
 from support.kube_proxy import KubeProxy, collection, is_watch, status
 from support.operator_run import DEPLOYMENTS, MODELS, PODS, POOLS, Room, condition, operator, ready
 from support.ports import free_ports
+from treeline_operator.controller.kinds import CHILDREN
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
 SERVICES = "/api/v1/namespaces/{}/services"
-CHILDREN = (
-    DEPLOYMENTS,
-    SERVICES,
-    "/api/v1/namespaces/{}/configmaps",
-    "/api/v1/namespaces/{}/serviceaccounts",
-    "/apis/policy/v1/namespaces/{}/poddisruptionbudgets",
-    "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",
-    "/apis/rbac.authorization.k8s.io/v1/namespaces/{}/roles",
-)
+RESOURCES = [watched.resource for watched in CHILDREN]
 
 
 async def runtime(room: Room, pool: str = "a") -> Any:
@@ -55,10 +48,12 @@ async def settled(room: Room, pool: str = "a") -> Any:
 async def versions(room: Room) -> dict[str, str]:
     """Generation of every child that has one; its resourceVersion else."""
     found = {}
-    for path in CHILDREN:
-        for obj in await room.items(path):
+    for resource in RESOURCES:
+        if resource.kind == "Pod":  # controllers make them
+            continue
+        for obj in await room.items(resource.path(room.namespace)):
             meta = obj["metadata"]
-            found[f"{path.rpartition('/')[2]}/{meta['name']}"] = str(meta.get("generation") or meta["resourceVersion"])
+            found[f"{resource.plural}/{meta['name']}"] = str(meta.get("generation") or meta["resourceVersion"])
     return found
 
 
@@ -162,7 +157,8 @@ async def reason(room: Room, pool: str, kind: str, wanted: str) -> Any:
 
 async def nothing_left(room: Room) -> bool:
     ours = {"treeline.dev/gateway", "treeline.dev/pool"}
-    for path in (*CHILDREN, PODS, "/api/v1/namespaces/{}/secrets"):
+    children = (resource.path(room.namespace) for resource in RESOURCES)
+    for path in (*children, "/api/v1/namespaces/{}/secrets"):
         if any(ours & set(obj["metadata"].get("labels", {})) for obj in await room.items(path)):
             return False
     return True

@@ -8,17 +8,11 @@ import pytest
 from support.control_plane import ControlPlane
 from support.pool_world import SimCluster, a_pool
 from treeline_operator.actions import Apply
+from treeline_operator.controller.kinds import CHILDREN
 
 pytestmark = pytest.mark.integration
 
-PLURALS = {
-    "Deployment": "deployments",
-    "Service": "services",
-    "NetworkPolicy": "networkpolicies",
-    "PodDisruptionBudget": "poddisruptionbudgets",
-    "PersistentVolumeClaim": "persistentvolumeclaims",
-    "HorizontalPodAutoscaler": "horizontalpodautoscalers",
-}
+RESOURCES = {watched.resource.kind: watched.resource for watched in CHILDREN}
 USERS: dict[str, Any] = {
     "metadata": {"annotations": {"empty": ""}},
     "spec": {
@@ -79,8 +73,7 @@ def test_the_api_server_takes_every_object_and_its_defaults_are_no_difference(
 
 def _dry_run(plane: ControlPlane, obj: dict[str, Any]) -> dict[str, Any]:
     version, meta = obj["apiVersion"], obj["metadata"]
-    root = f"/apis/{version}" if "/" in version else f"/api/{version}"
-    path = f"{root}/namespaces/{meta['namespace']}/{PLURALS[obj['kind']]}/{meta['name']}"
+    path = RESOURCES[obj["kind"]].path(meta["namespace"], meta["name"])
     query = "fieldManager=treeline-operator&force=true&dryRun=All&fieldValidation=Strict"
     made = plane.request("PATCH", f"{path}?{query}", obj, content_type="application/apply-patch+yaml")
     return {**made, "apiVersion": version, "kind": obj["kind"]}

@@ -14,6 +14,7 @@ import yaml
 from support.control_plane import ControlPlane
 from support.operator_run import DEPLOYMENTS, POOLS, Room, condition, operator
 from treeline_operator import names, plan_command
+from treeline_operator.controller.kinds import CHILDREN
 from treeline_operator.plan import edge, epp, pool
 from treeline_operator.world import TEMPLATE_VERSION, Images, Platform
 
@@ -125,7 +126,7 @@ async def test_a_newer_operator_rolls_nothing_shows_what_it_would_and_does_it_wh
 
 def planned(room: Room, folder: Path, pool_: Any) -> str:
     """What `treeline operate plan` says of the namespace as kubectl writes it."""
-    kinds = "tlpool,deploy,svc,cm,sa,pdb,networkpolicy,role,rolebinding,pods"
+    kinds = ",".join(("tlpool", *(watched.resource.label for watched in CHILDREN)))
     observed = folder / "observed"
     observed.mkdir()
     (observed / "all.yaml").write_text(room.plane.kubectl("-n", room.namespace, "get", kinds, "-o", "yaml"))

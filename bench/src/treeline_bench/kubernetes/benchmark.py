@@ -126,11 +126,12 @@ class _Run:
 
     def _converge(self, running: Operator) -> Iterator[Row]:
         size = len(self.pools)
-        self.display.phase(f"children of {size} pools", 8 * size)
+        awaited = size * objects.CHILDREN_OF_POOL + size // objects.POOLS_PER_GATEWAY * objects.CHILDREN_OF_GATEWAY
+        self.display.phase(f"children of {size} pools", awaited)
         calls = [Call("POST", objects.pools_path(pool.namespace), pool.manifest()) for pool in self.pools]
         begun = time.monotonic()
         self.api.send_all(calls, CLIENTS)
-        self.children.await_count(8 * size, self.settings.converge_limit_s, self.display.done)
+        self.children.await_count(awaited, self.settings.converge_limit_s, self.display.done)
         running.await_quiet(self.settings.quiet_s, self.settings.converge_limit_s)
         self.children.check()
         own = self.children.count_by_pool()

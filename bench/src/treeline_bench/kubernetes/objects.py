@@ -8,7 +8,8 @@ from typing import Any
 
 API_VERSION = "treeline.dev/v1alpha1"
 POOLS_PER_GATEWAY = 4
-"""A pool has 4 children of its own, a gateway 16: with 4 pools behind each gateway that makes 8 a pool."""
+CHILDREN_OF_POOL, CHILDREN_OF_GATEWAY = 4, 16
+"""What the operator makes of one; with 4 pools behind each gateway that is 8 a pool."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from treeline_bench.context import Benchmark, Context
 from treeline_bench.kubernetes import objects
 from treeline_bench.kubernetes.api import MERGE, Api, Call
 from treeline_bench.kubernetes.children import Children
-from treeline_bench.kubernetes.objects import Pool
+from treeline_bench.kubernetes.objects import CHILDREN_OF_GATEWAY, CHILDREN_OF_POOL, Pool
 from treeline_bench.kubernetes.running import OWN_NAMESPACE, Operator, cluster, operator
 from treeline_bench.metrics import row
 from treeline_bench.results import Row
@@ -32,7 +32,6 @@ from treeline_bench.results import Row
 FULL: Sequence[int] = (125, 1000)
 QUICK: Sequence[int] = (4, 8)
 CLIENTS = 8
-CHILDREN_OF_POOL, CHILDREN_OF_GATEWAY = 4, 16
 QUIET_S = 5.0
 LIMIT_S = 900.0
 
