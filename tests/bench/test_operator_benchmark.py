@@ -18,7 +18,7 @@ from treeline_bench.kubernetes.api import Call
 from treeline_bench.kubernetes.changes import KINDS, change
 from treeline_bench.kubernetes.children import POOL_LABEL, Children, Want
 from treeline_bench.kubernetes.models import Truth
-from treeline_bench.kubernetes.objects import Fleet, numbers
+from treeline_bench.kubernetes.objects import CHILDREN_OF_GATEWAY, CHILDREN_OF_POOL, Fleet, numbers
 from treeline_bench.kubernetes.running import leads, read_vitals
 
 Object = dict[str, Any]
@@ -161,7 +161,7 @@ def test_four_pools_on_a_real_api_server(tmp_path: Path) -> None:
     display = Remembered()
     settings = dataclasses.replace(benchmark.QUICK, idle_s=1.0, resync_s=0.5, quiet_s=0.5)
     rows = {row.metric: row.value for row in benchmark.measure(settings, Context(display, tmp_path))}
-    assert rows["operator.children.4"] == 32
+    assert rows["operator.children.4"] == 4 * CHILDREN_OF_POOL + CHILDREN_OF_GATEWAY
     assert rows["operator.idle_writes"] >= 0
     assert rows["operator.idle_reconciles"] > 0
     assert 0 < rows["operator.apply_s.p50"] <= rows["operator.apply_s.p95"]
