@@ -15,6 +15,7 @@ from treeline_operator.settings import LeaseTiming
 from treeline_operator.world import Platform
 
 from support.control_plane import ControlPlane
+from support.kube_proxy import KubeProxy
 
 QUICK = Timing(audit_s=3.0, grace_s=2.0, absent_s=1.0, backoff_s=(0.05, 0.5))
 SHORT = LeaseTiming(2.0, 1.4, 0.25)
@@ -23,6 +24,16 @@ POOLS = "/apis/treeline.dev/v1alpha1/namespaces/{}/inferencepools"
 MODELS = "/apis/treeline.dev/v1alpha1/namespaces/{}/inferencemodels"
 PODS = "/api/v1/namespaces/{}/pods"
 DEPLOYMENTS = "/apis/apps/v1/namespaces/{}/deployments"
+SERVICES = "/api/v1/namespaces/{}/services"
+CHILDREN = (
+    DEPLOYMENTS,
+    SERVICES,
+    "/api/v1/namespaces/{}/configmaps",
+    "/api/v1/namespaces/{}/serviceaccounts",
+    "/apis/policy/v1/namespaces/{}/poddisruptionbudgets",
+    "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",
+    "/apis/rbac.authorization.k8s.io/v1/namespaces/{}/roles",
+)
 
 
 class Room:
@@ -130,3 +141,42 @@ async def operator(kubeconfig: Path, namespace: str, **options: Any) -> AsyncIte
             stop.set()
             await asyncio.wait([task], timeout=10)
             task.cancel()
+
+
+async def runtime(room: Room, pool: str = "a") -> Any:
+    """The Deployment of a pool's revision."""
+    for deployment in await room.items(DEPLOYMENTS):
+        if deployment["metadata"]["labels"].get("treeline.dev/pool") == pool:
+            return deployment
+    return None
+
+
+async def settled(room: Room, pool: str = "a") -> Any:
+    """Wait until the children are there and the status says so."""
+
+    async def look() -> Any:
+        found, deployment = await room.pool(pool), await runtime(room, pool)
+        edge = await room.get(f"{DEPLOYMENTS}/treeline-edge")
+        told = condition(found, "Ready").get("observedGeneration") == found["metadata"]["generation"]
+        return found if deployment and edge and told else None
+
+    return await room.until(look, f"the children of pool {pool}")
+
+
+async def versions(room: Room) -> dict[str, str]:
+    """Generation of every child that has one; its resourceVersion else."""
+    found = {}
+    for path in CHILDREN:
+        for obj in await room.items(path):
+            meta = obj["metadata"]
+            found[f"{path.rpartition('/')[2]}/{meta['name']}"] = str(meta.get("generation") or meta["resourceVersion"])
+    return found
+
+
+async def quiet(proxy: KubeProxy) -> None:
+    """Wait until nothing was written for half a second."""
+    last, since = -1, time.monotonic()
+    while time.monotonic() - since < 0.5:
+        if proxy.writes.total() != last:
+            last, since = proxy.writes.total(), time.monotonic()
+        await asyncio.sleep(0.05)
