@@ -1,5 +1,7 @@
 """Fixtures that tests of several rooms take, and what holds for all properties."""
 
+import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +10,10 @@ from hypothesis import HealthCheck, settings
 from support.control_plane import control_plane, namespace
 
 __all__ = ["control_plane", "namespace"]
+
+# Tests start hundreds of processes: none of them shall compile again what another one has compiled.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # The same examples in each run: what is red here is red everywhere. To look for new ones: --hypothesis-profile explore.
 # How long an example takes says how loaded the machine is; pytest has a time limit of its own.

@@ -32,7 +32,7 @@ from treeline_runtime.messages import (
     decode_to_scheduler,
 )
 
-TOKEN_S = 0.01
+TOKEN_S = float(os.environ.get("FAKE_TOKEN_S", "0.01"))
 CONTEXT = 4096
 
 

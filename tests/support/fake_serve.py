@@ -1,6 +1,7 @@
 """`treeline serve` with the fake scheduler: `python -m support.fake_serve --model …`.
 
-With LOOP_WATCH=FILE it notes there how long its event loop was held (support.loop_watch).
+With LOOP_WATCH=FILE it notes there how long its event loop was held (support.loop_watch). STOP_S=SECONDS is what
+children get to end by themselves.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ class WatchedServer(serve.Server):
 
 if __name__ == "__main__":
     launch.MODULES["scheduler"] = "support.fake_scheduler"
+    launch.STOP_S = float(os.environ.get("STOP_S", launch.STOP_S))
     if "LOOP_WATCH" in os.environ:
         serve.Server = WatchedServer  # type: ignore[misc]
     sys.exit(serve.main())

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from treeline_operator.controller.informer import Timing
+from treeline_operator.controller.kinds import CHILDREN
 from treeline_operator.controller.run import Options, operate
 from treeline_operator.settings import LeaseTiming
 from treeline_operator.world import Platform
 
 from support.control_plane import ControlPlane
+from support.kube_proxy import KubeProxy
 
 QUICK = Timing(audit_s=3.0, grace_s=2.0, absent_s=1.0, backoff_s=(0.05, 0.5))
 SHORT = LeaseTiming(2.0, 1.4, 0.25)
@@ -23,6 +25,8 @@ POOLS = "/apis/treeline.dev/v1alpha1/namespaces/{}/inferencepools"
 MODELS = "/apis/treeline.dev/v1alpha1/namespaces/{}/inferencemodels"
 PODS = "/api/v1/namespaces/{}/pods"
 DEPLOYMENTS = "/apis/apps/v1/namespaces/{}/deployments"
+SERVICES = "/api/v1/namespaces/{}/services"
+RESOURCES = [watched.resource for watched in CHILDREN]
 
 
 class Room:
@@ -130,3 +134,44 @@ async def operator(kubeconfig: Path, namespace: str, **options: Any) -> AsyncIte
             stop.set()
             await asyncio.wait([task], timeout=10)
             task.cancel()
+
+
+async def runtime(room: Room, pool: str = "a") -> Any:
+    """The Deployment of a pool's revision."""
+    for deployment in await room.items(DEPLOYMENTS):
+        if deployment["metadata"]["labels"].get("treeline.dev/pool") == pool:
+            return deployment
+    return None
+
+
+async def settled(room: Room, pool: str = "a") -> Any:
+    """Wait until the children are there and the status says so."""
+
+    async def look() -> Any:
+        found, deployment = await room.pool(pool), await runtime(room, pool)
+        edge = await room.get(f"{DEPLOYMENTS}/treeline-edge")
+        told = condition(found, "Ready").get("observedGeneration") == found["metadata"]["generation"]
+        return found if deployment and edge and told else None
+
+    return await room.until(look, f"the children of pool {pool}")
+
+
+async def versions(room: Room) -> dict[str, str]:
+    """Generation of every child that has one; its resourceVersion else."""
+    found = {}
+    for resource in RESOURCES:
+        if resource.kind == "Pod":  # controllers make them
+            continue
+        for obj in await room.items(resource.path(room.namespace)):
+            meta = obj["metadata"]
+            found[f"{resource.plural}/{meta['name']}"] = str(meta.get("generation") or meta["resourceVersion"])
+    return found
+
+
+async def quiet(proxy: KubeProxy) -> None:
+    """Wait until nothing was written for half a second."""
+    last, since = -1, time.monotonic()
+    while time.monotonic() - since < 0.5:
+        if proxy.writes.total() != last:
+            last, since = proxy.writes.total(), time.monotonic()
+        await asyncio.sleep(0.05)

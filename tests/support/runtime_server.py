@@ -257,3 +257,38 @@ def sse(response: httpx.Response) -> list[Any]:
         payload = frame.removeprefix("data: ")
         events.append(payload if payload == "[DONE]" else json.loads(payload))
     return events
+
+
+class Stream(threading.Thread):
+    """A streaming request in the background: its events, and how it ended."""
+
+    def __init__(self, server: ServerProcess, tokens: int, **body: Any) -> None:
+        super().__init__(daemon=True)
+        self.events: list[str] = []
+        self.status: int | None = None
+        self.began = threading.Event()
+        self._url = server.url
+        self._body = {"prompt": "hello world", "max_tokens": tokens, "stream": True, **body}
+        self.start()
+
+    def run(self) -> None:
+        with (
+            httpx.Client(base_url=self._url, timeout=30) as client,
+            client.stream("POST", "/v1/completions", json=self._body) as response,
+        ):
+            self.status = response.status_code
+            with contextlib.suppress(httpx.HTTPError):
+                for line in response.iter_lines():
+                    if line:
+                        self.events.append(line.removeprefix("data: "))
+                        self.began.set()
+        self.began.set()
+
+    def underway(self) -> Stream:
+        assert self.began.wait(10)
+        return self
+
+    def ended(self) -> list[str]:
+        self.join(20)
+        assert not self.is_alive(), "the stream hangs"
+        return self.events

@@ -68,7 +68,7 @@ async def many(count: int, port: int, *, pause_s: float = 0.0) -> AsyncIterator[
 async def test_bodies_that_stop_half_way_end_after_the_body_timeout_and_others_are_served_meanwhile(
     tmp_path: Path,
 ) -> None:
-    limits = Limits(body_timeout_s=5.0)
+    limits = Limits(body_timeout_s=3.0)
     async with engines(1) as fakes, data_plane(tmp_path, fakes, limits=limits) as plane:
         before = await allocated(plane)
         started = time.monotonic()
@@ -77,7 +77,7 @@ async def test_bodies_that_stop_half_way_end_after_the_body_timeout_and_others_a
             async def pinned() -> bool:
                 return await allocated(plane) > before + 10 * SIZE * 0.9
 
-            await until(pinned, "Envoy holds all of them", 4.5)
+            await until(pinned, "Envoy holds all of them", 2.5)
             assert (await plane.complete()).status_code == 200
             assert not any(task.done() for task in tasks)
             answers = await asyncio.wait_for(asyncio.gather(*tasks), 15)

@@ -9,6 +9,7 @@ import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -88,6 +89,13 @@ def discovered(tls: PickerTls) -> PickerTls:
     return tls
 
 
+def impatient(bootstrap: dict[str, Any]) -> None:
+    """Start without a picker after half a second: most of these are not heard."""
+    for cluster in bootstrap["static_resources"]["clusters"]:
+        if "eds_cluster_config" in cluster:
+            cluster["eds_cluster_config"]["eds_config"]["initial_fetch_timeout"] = "0.5s"
+
+
 @contextlib.asynccontextmanager
 async def plane_with(
     folder: Path, fakes: list[FakeEngine], picker: Path, envoy: Path | None, *, name: str = NAME
@@ -95,7 +103,7 @@ async def plane_with(
     """A picker with the files of one folder and an Envoy with those of another; None for an Envoy without TLS."""
     tls = None if envoy is None else discovered(PickerTls(str(envoy), name, str(folder)))
     flags = ["--secure-serving", "--cert-path", str(picker), "--require-client-certificates"]
-    async with data_plane(folder, fakes, *flags, picker_tls=tls, fail_open=False) as plane:
+    async with data_plane(folder, fakes, *flags, picker_tls=tls, fail_open=False, patch=impatient) as plane:
         yield plane
 
 
@@ -128,7 +136,7 @@ async def test_an_envoy_of_another_authority_or_without_tls_is_not_heard(tmp_pat
             assert (await plane.picker.metrics())["treeline_epp_pick_seconds_count"] == 0
             assert fakes[0].served == []
 
-    async with asyncio.TaskGroup() as together:  # each Envoy waits seconds for a picker before it starts without
+    async with asyncio.TaskGroup() as together:
         together.create_task(is_not_heard(folder_in(tmp_path, "1"), other))
         together.create_task(is_not_heard(folder_in(tmp_path, "2"), tmp_path / "mixed"))
         together.create_task(is_not_heard(folder_in(tmp_path, "3"), None))

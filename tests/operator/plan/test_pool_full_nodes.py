@@ -165,7 +165,7 @@ def test_a_pod_that_would_not_fit_in_the_place_of_an_old_one_takes_none_away(
         world, asked = Full(replicas), pool(replicas, 1, **change)
         world.cluster.lacking = lacking
         notes: tuple[str, ...] = ()
-        while world.elapsed < 5 * SURGE_S:
+        while world.elapsed < 3 * SURGE_S:
             notes = world.second(asked)
         assert world.least == replicas
         assert any("the new ones would not fit in their place" in note for note in notes)

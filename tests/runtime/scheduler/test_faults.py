@@ -35,10 +35,10 @@ def poisoned(engine: Harness, monkeypatch: pytest.MonkeyPatch, value: float = to
 def not_finite(engine: Harness) -> int:
     """Pages of the pool that hold NaN or infinity anywhere."""
     pool = engine.executor.pool
-    return sum(
-        not all(bool(part[page].isfinite().all()) for part in (*pool.keys, *pool.values))
-        for page in range(pool.num_pages)
-    )
+    finite = torch.ones(pool.num_pages, dtype=torch.bool)
+    for part in (*pool.keys, *pool.values):
+        finite &= part[: pool.num_pages].isfinite().flatten(1).all(1)
+    return int((~finite).sum())
 
 
 # ---- a poisonous prompt -----------------------------------------------------------------------------------

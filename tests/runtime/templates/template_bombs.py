@@ -20,7 +20,10 @@ from treeline_wire.chat import ChatTemplate, NeedsWorkerError, TemplateError
 from treeline_wire.template_inline import MAX_INPUT_CHARS
 
 #: The address space of a worker beyond what it starts with, and the time for one rendering there.
-LIMITS = PoolLimits(seconds=0.05, memory_bytes=64 << 20, workers=1)
+LIMITS = PoolLimits(seconds=0.02, memory_bytes=64 << 20, workers=1)
+
+HELD_S = 0.02
+"""Seconds of the processor after which a rendering holds an event loop up."""
 
 BOMBS: dict[str, str] = {
     # loops
@@ -209,8 +212,8 @@ def outcome(source: str, pool: TemplatePool | None) -> dict[str, object]:
         template = ChatTemplate(source, special_tokens={}, pool=pool)
         # too large to be rendered inline, where there is a pool
         padding = {} if pool is None else {"padding": "x" * MAX_INPUT_CHARS}
-        spent = [thread_seconds(template, _MESSAGES, padding) for _ in range(3 if pool is None else 1)]
-        result, render_cpu_s = min(spent, key=lambda each: each[1])
+        tries = 3 if pool is None else 1
+        result, render_cpu_s = least_seconds(template, _MESSAGES, padding, tries=tries)
     except TemplateError:
         result = "does not compile"
     return {"result": result, "wall_s": time.perf_counter() - began, "render_cpu_s": render_cpu_s}
@@ -231,6 +234,19 @@ def thread_seconds(
     except TemplateError as error:
         result = f"refused: {error}"
     return result, time.thread_time() - worked
+
+
+def least_seconds(
+    template: ChatTemplate, messages: list[dict[str, Any]], arguments: dict[str, Any] | None = None, *, tries: int = 3
+) -> tuple[str, float]:
+    """`thread_seconds` of the rendering that took the least; one that holds nobody up is not repeated."""
+    result, least_s = thread_seconds(template, messages, arguments)
+    for _ in range(tries - 1):
+        if least_s < HELD_S:
+            break
+        result, seconds = thread_seconds(template, messages, arguments)
+        least_s = min(least_s, seconds)
+    return result, least_s
 
 
 class _Peak:

@@ -22,7 +22,7 @@ from treeline_wire.chat import ChatTemplate, NeedsWorkerError, TemplateBusyError
 from treeline_wire.prompt import MAX_KWARGS_DEPTH, PromptError, prompt_of_chat
 from treeline_wire.template_inline import MAX_INPUT_CHARS
 
-from .template_bombs import BOMBS, LIMITS, thread_seconds
+from .template_bombs import BOMBS, HELD_S, LIMITS, least_seconds, thread_seconds
 from .template_escapes import ESCAPES
 
 TEMPLATES = sorted((Path(__file__).parents[2] / "wire" / "templates").glob("*.jinja"))
@@ -122,7 +122,7 @@ def test_a_bomb_is_stopped_in_time_inline_and_in_a_worker(
 ) -> None:
     inline, worker = outcomes[name, "inline"], outcomes[name, "worker"]
     assert not inline["result"].startswith("rendered"), inline
-    assert inline["render_cpu_s"] < 0.02, "an event loop waits for it"
+    assert inline["render_cpu_s"] < HELD_S, "an event loop waits for it"
     assert worker["wall_s"] < LIMITS.seconds + 20, "a new worker's start is in this, on a busy machine"
 
 
@@ -160,7 +160,7 @@ def test_no_single_operation_holds_an_event_loop(operation: str, content: Any) -
         {"role": "user", "content": text, "x": content},
         {"role": "user", "content": "", "x": content},
     ]
-    assert min(thread_seconds(template, messages)[1] for _ in range(3)) < 0.02
+    assert least_seconds(template, messages)[1] < HELD_S
 
 
 def test_time_that_others_take_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ def test_no_worker_outlives_a_process_that_is_killed(source: str) -> None:
 import threading
 from treeline_wire.chat import ChatTemplate
 from treeline_runtime.templates.pool import PoolLimits, TemplatePool
-pool = TemplatePool(PoolLimits(seconds=3))
+pool = TemplatePool(PoolLimits(seconds=1))
 template = ChatTemplate({source!r}, special_tokens={{}}, pool=pool)
 arguments = {{"padding": "x" * {MAX_INPUT_CHARS}}}
 messages = [{{"role": "user", "content": ""}}]
@@ -279,13 +279,14 @@ threading.Event().wait()
     wait_until_gone(pid)
 
 
-async def test_an_event_loop_never_waits_for_a_worker(pool: TemplatePool) -> None:
-    template = ChatTemplate(ENDLESS, special_tokens={}, pool=pool)
-    outcomes = [thread_seconds(template, HELLO) for _ in range(3)]
-    assert {result for result, _ in outcomes} == {"stopped"}
-    assert min(seconds for _, seconds in outcomes) < 0.02
-    with pytest.raises(TemplateError, match="needs more than"):
-        await asyncio.to_thread(template.render, HELLO)
+async def test_an_event_loop_never_waits_for_a_worker() -> None:
+    with contextlib.closing(TemplatePool(PoolLimits(seconds=0.2))) as pool:
+        template = ChatTemplate(ENDLESS, special_tokens={}, pool=pool)
+        outcomes = [thread_seconds(template, HELLO) for _ in range(3)]
+        assert {result for result, _ in outcomes} == {"stopped"}
+        assert min(seconds for _, seconds in outcomes) < HELD_S
+        with pytest.raises(TemplateError, match="needs more than"):
+            await asyncio.to_thread(template.render, HELLO)
 
 
 # ---- honest templates, and errors ------------------------------------------------------------------------------------
