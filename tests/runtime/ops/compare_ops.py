@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -126,6 +127,6 @@ if __name__ == "__main__":
         run: Callable[[torch.dtype], None] = compare
         for dtype in (torch.float32, torch.bfloat16):
             run(dtype)
-        print(compare.__name__)
+        sys.stdout.write(f"{compare.__name__}\n")
     pages()
-    print("pages")
+    sys.stdout.write("pages\n")

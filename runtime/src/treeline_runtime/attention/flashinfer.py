@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 WORKSPACE_BYTES = 384 << 20
 """For partial results of long sequences that several processors share."""
-HEAD_DIMS = (64, 128, 256)
 TENSOR_CORE_GROUP = 4
 """Query heads of a KV head from which the tensor-core kernel is faster in decode."""
 _PAGES_AT_ONCE = 1024
