@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,22 +190,20 @@ def prompt(seed: int, length: int) -> list[int]:
 class DenseAttention(AttentionBackend):
     """Attention as the textbook has it, one sequence, one head, one token at a time: slow and plainly right."""
 
-    def capture_buffers(self, layout: Layout) -> Layout:
-        return Layout(layout.q_lens, layout.kv_lens, layout.page_table.clone(), layout.slots.clone())
+    def capture_buffers(self, sequences: int, max_pages: int) -> torch.Tensor:
+        return torch.zeros(sequences, dtype=torch.int64)
 
-    def plan(self, layout: Layout, buffers: Layout | None = None) -> Layout:
+    def plan(self, layout: Layout, buffers: torch.Tensor | None = None) -> Layout:
         if buffers is None:
             return layout
-        buffers.page_table[:, : layout.page_table.shape[1]].copy_(layout.page_table)
-        buffers.slots.copy_(layout.slots)
-        return Layout(layout.q_lens, layout.kv_lens, buffers.page_table, buffers.slots)
+        buffers.copy_(layout.rows)
+        return replace(layout, rows=buffers)
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Layout) -> torch.Tensor:
-        self.pool.store(layer, plan.slots, k, v)
         out = torch.zeros_like(q)
         token = 0
         for i, (q_len, kv_len) in enumerate(zip(plan.q_lens, plan.kv_lens, strict=True)):
-            pages = plan.page_table[i, : -(-kv_len // self.pool.page_size)]
+            pages = plan.page_table[plan.rows[i], : -(-kv_len // self.pool.page_size)]
             keys = self.pool.keys[layer][pages].flatten(0, 1)[:kv_len]
             values = self.pool.values[layer][pages].flatten(0, 1)[:kv_len]
             for position in range(kv_len - q_len, kv_len):

@@ -71,9 +71,9 @@ class Runner:
         positions = torch.arange(self.length, self.length + len(ids))
         self.length += len(ids)
         slots = self.pages[positions // self.page_size] * self.page_size + positions % self.page_size
-        layout = Layout([len(ids)], [self.length], self.pages[None], slots)
+        layout = Layout([len(ids)], [self.length], self.pages[None], torch.zeros(1, dtype=torch.int64))
         cos, sin = self.model.rope(positions)
-        context = Context(self.attention, self.attention.plan(layout), cos, sin)
+        context = Context(self.attention, self.attention.plan(layout), slots, cos, sin)
         return self.model.logits(self.model.forward(torch.tensor(ids), context))
 
 

@@ -38,7 +38,20 @@ class EngineConfig:
     threads: int | None = setting(
         None, group="engine", metavar="N", at_least=1, help="CPU threads of the model (default: all cores)"
     )
-    attention_backend: str = setting("auto", group=None, help="the name of one in `attention`")
+    attention_backend: str = setting(
+        "auto",
+        group="engine",
+        metavar="NAME",
+        help="flashinfer or torch_sdpa (default: auto: flashinfer on CUDA where it has the kernels)",
+    )
+    max_graph_batch: int | None = setting(
+        None,
+        group="engine",
+        metavar="N",
+        at_least=0,
+        help="decode batches up to this size are captured as CUDA graphs; 0 = none (default: max_running_requests, at "
+        "most 256)",
+    )
     context_length: int | None = setting(
         None,
         group="engine",
@@ -120,10 +133,11 @@ class SchedulerConfig(EngineConfig):
         at_least=1,
         help="prefill steps that may follow each other while requests wait to decode: bounds a decode stall",
     )
-    overlap_depth: int = setting(
-        0,
+    overlap_depth: int | None = setting(
+        None,
         group=None,
         at_least=0,
         at_most=1,
-        help="launched batches whose results are not processed yet when the next one is launched",
+        help="launched batches whose results are not processed yet when the next one is launched (None: 1 on CUDA, "
+        "0 on a CPU, where a launch computes)",
     )

@@ -158,7 +158,11 @@ class Context:
     attention: AttentionBackend
     plan: Any
     """The backend's own, for this step."""
+    slots: torch.Tensor
+    """(tokens,) int64: where each token's keys and values go."""
     cos: torch.Tensor
     """(tokens, 1, head_dim)"""
     sin: torch.Tensor
+    unfinite: torch.Tensor | None = None
+    """(tokens,) int32, zeros; fused operations write 1 where a token's keys or values are not finite."""
     adapters: Adapters | None = None

@@ -42,10 +42,7 @@ class World:
 
     def capture(self, sequences: int, max_pages: int) -> bool:
         """From now on steps are planned into buffers, if the backend has some."""
-        pages = torch.zeros(sequences, max_pages, dtype=torch.int64)
-        ones = [1] * sequences
-        layout = Layout(ones, ones, pages, torch.zeros(sequences, dtype=torch.int64))
-        self.buffers = self.backend.capture_buffers(layout)
+        self.buffers = self.backend.capture_buffers(sequences, max_pages)
         return self.buffers is not None
 
     def noise(self, *shape: int) -> torch.Tensor:
@@ -80,10 +77,12 @@ class World:
             q_lens=[new for _, new in lens],
             kv_lens=[cached + new for cached, new in lens],
             page_table=torch.tensor([t + [0] * (longest - len(t)) for t in tables]),
-            slots=torch.cat(slots),
+            rows=torch.arange(len(lens)),
         )
+        k, v = torch.cat(ks), torch.cat(vs)
+        self.pool.store(layer, torch.cat(slots), k, v)
         plan = self.backend.plan(layout, self.buffers)
-        out = self.backend.forward(layer, torch.cat(qs), torch.cat(ks), torch.cat(vs), plan)
+        out = self.backend.forward(layer, torch.cat(qs), k, v, plan)
         return out, torch.cat(expected)
 
     def truth(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -187,6 +186,6 @@ def test_layers_do_not_share_memory(backend: str) -> None:
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"unknown attention backend 'fast'; known: dense, torch_sdpa"):
+    with pytest.raises(ConfigError, match=r"unknown attention backend 'fast'; known: dense, flashinfer, torch_sdpa"):
         ATTENTION_BACKENDS.get("fast")
     assert ATTENTION_BACKENDS.get("dense") is DenseAttention

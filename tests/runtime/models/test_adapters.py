@@ -22,7 +22,7 @@ class LowRank:
 
 def context(adapters: LowRank | None) -> Context:
     nothing = torch.empty(0)
-    return Context(None, None, nothing, nothing, adapters)  # type: ignore[arg-type]
+    return Context(None, None, nothing, nothing, nothing, adapters=adapters)  # type: ignore[arg-type]
 
 
 def test_an_adapter_gives_what_its_merged_weights_give() -> None:

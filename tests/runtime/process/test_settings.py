@@ -36,7 +36,7 @@ def test_the_same_bounds_hold_for_flags_and_for_python(capsys: pytest.CaptureFix
 def test_the_servers_arguments_are_the_schedulers_settings():
     args = parse_args(["--model", "m", "--page-size", "4", "--schedule-policy", "lpm"])
     assert isinstance(args, SchedulerConfig)
-    assert (args.page_size, args.schedule_policy, args.overlap_depth) == (4, "lpm", 0)
+    assert (args.page_size, args.schedule_policy, args.overlap_depth) == (4, "lpm", None)
     assert dataclasses.replace(args, model="/models/m").model == "/models/m"
 
 

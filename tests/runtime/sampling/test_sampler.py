@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from treeline_runtime.messages import SamplingParams
-from treeline_runtime.sampling import Row, check_sampling, is_plain_greedy, sample
-from treeline_runtime.sampling.logprobs import chosen_and_top
+from treeline_runtime.sampling import Row, check_sampling, needs_more, sample
+from treeline_runtime.sampling.logprobs import Logprobs
 
 VOCAB = 8
 LOGITS = torch.tensor([0.0, 3.0, 1.0, -2.0, 2.5, -1.0, 0.5, -9.0])
@@ -167,12 +167,14 @@ def test_a_distribution_with_one_candidate_left() -> None:
         assert {draw(logits, seed=s, **params) for s in range(50)} == {5}
 
 
-def test_what_is_plain() -> None:
-    assert is_plain_greedy(SamplingParams(temperature=0.0))
-    assert not is_plain_greedy(SamplingParams())
-    assert not is_plain_greedy(SamplingParams(temperature=0.0, presence_penalty=0.1))
-    assert not is_plain_greedy(SamplingParams(temperature=0.0, logit_bias={1: 1.0}))
-    assert not is_plain_greedy(SamplingParams(temperature=0.0, min_new_tokens=1))
+def test_what_a_temperature_is_enough_for() -> None:
+    assert not needs_more(SamplingParams(temperature=0.0))
+    assert not needs_more(SamplingParams(temperature=0.0, top_p=0.5))
+    assert not needs_more(SamplingParams(temperature=0.7))
+    assert needs_more(SamplingParams(top_p=0.5))
+    assert needs_more(SamplingParams(temperature=0.0, presence_penalty=0.1))
+    assert needs_more(SamplingParams(temperature=0.0, logit_bias={1: 1.0}))
+    assert needs_more(SamplingParams(temperature=0.0, min_new_tokens=1))
 
 
 @pytest.mark.parametrize(
@@ -206,10 +208,10 @@ def test_ordinary_parameters_pass() -> None:
 
 def test_logprobs_of_the_chosen_and_the_likeliest() -> None:
     expected = LOGITS.log_softmax(-1)
-    chosen, top = chosen_and_top(LOGITS[None], torch.tensor([2]), 3)
+    chosen, top = Logprobs(LOGITS[None], torch.tensor([2]), 3).get()
     assert chosen[0][1] == 2
     assert chosen[0][0] == pytest.approx(float(expected[2]))
     assert [token for _, token in top[0]] == [1, 4, 2]
     assert top[0][0][0] == pytest.approx(float(expected[1]))
-    assert chosen_and_top(LOGITS[None], torch.tensor([2]), 0)[1] == [[]]
-    assert len(chosen_and_top(LOGITS[None], torch.tensor([2]), 99)[1][0]) == VOCAB
+    assert Logprobs(LOGITS[None], torch.tensor([2]), 0).get()[1] == [[]]
+    assert len(Logprobs(LOGITS[None], torch.tensor([2]), 99).get()[1][0]) == VOCAB

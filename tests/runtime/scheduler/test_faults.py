@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.runtime_engine import VOCAB, Harness, prompt
@@ -183,7 +184,7 @@ def fill_free_pages(engine: Harness, garbage: torch.Tensor) -> None:
 
     def launch_on_garbage(batch: Batch) -> Launched:
         pool = engine.executor.pool
-        free = torch.from_numpy(engine.cache.pool._is_free)
+        free = torch.from_numpy(np.append(engine.cache.pool._is_free, True))  # and the page that is nobody's
         for part in (*pool.keys, *pool.values):
             part[free] = garbage[torch.arange(part[free].numel()) % len(garbage)].view_as(part[free])
             slots = part.view(-1, *part.shape[2:])

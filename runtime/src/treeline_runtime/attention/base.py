@@ -2,8 +2,8 @@
 
 A step is a ragged batch: the new tokens of all sequences one after another. Each sequence's earlier tokens are in the
 KV pool, found through its page table. A backend is given the step's `Layout` once (`plan`) and is then called for every
-layer (`forward`), which first stores the new keys and values, then attends: token i of a sequence with `kv_len` tokens
-after the step and `q_len` new ones sees the first kv_len - q_len + i + 1 of them.
+layer (`forward`), when the new keys and values are stored: token i of a sequence with `kv_len` tokens after the step
+and `q_len` new ones sees the first kv_len - q_len + i + 1 of them.
 
 What a token does not see must not matter: slots past a sequence's end and pages behind padding hold what
 others left there, which may be NaN. A mask alone is not enough, since 0 x NaN is NaN: hidden values are zeroed or not
@@ -13,6 +13,7 @@ read.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +32,9 @@ class Layout:
     kv_lens: list[int]
     """Tokens of each sequence after the step; kv_lens[i] >= q_lens[i]."""
     page_table: torch.Tensor
-    """(sequences, >= pages of the longest) int64: pages in order; entries past a sequence's end are any valid page."""
-    slots: torch.Tensor
-    """(new tokens,) int64: where each new token's KV goes."""
+    """(rows, >= pages of the longest) int64: pages in order; entries past a sequence's end are any valid page."""
+    rows: torch.Tensor
+    """(sequences,) int64: each sequence's row of the page table."""
 
 
 class AttentionBackend(ABC):
@@ -47,26 +48,26 @@ class AttentionBackend(ABC):
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
 
-    def capture_buffers(self, layout: Layout) -> Any | None:
-        """Device memory for the plans of steps that are laid out like this one (as many sequences, one new token each,
-        pages for the longest that may come), so that kernels captured in a graph find each step's plan where they
-        look. None: steps of this backend cannot be captured."""
+    def capture_buffers(self, sequences: int, max_pages: int) -> Any | None:
+        """Device memory for the plans of steps of that many sequences with one new token each, and at most `max_pages`
+        pages in all, so that kernels captured in a graph find each step's plan where they look. None: steps of this
+        backend cannot be captured."""
         return None
 
     @abstractmethod
     def plan(self, layout: Layout, buffers: Any | None = None) -> Any:
         """Prepare for a step; the result is handed back to `forward` for every layer.
 
-        `buffers`: of `capture_buffers`, for a step that replays a graph: the plan is written there, and neither it nor
-        the call allocates device memory or waits for the device.
+        `buffers`: of `capture_buffers`, for a step that replays a graph: the plan is written there. In no case does the
+        call wait for the device.
         """
 
     @abstractmethod
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
-        """Store k and v, then attend.
+        """q (tokens, heads, head_dim) → (tokens, heads x head_dim).
 
-        q (tokens, heads, head_dim); k, v (tokens, kv_heads, head_dim) → (tokens, heads x head_dim).
+        k, v (tokens, kv_heads, head_dim): what the step has stored, for kernels that need not look it up.
         """
 
 
-ATTENTION_BACKENDS: Registry[type[AttentionBackend]] = Registry("attention backend")
+ATTENTION_BACKENDS: Registry[Callable[[KVPool, int, int, int], AttentionBackend]] = Registry("attention backend")

@@ -47,7 +47,6 @@ class _Extend:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    slots: torch.Tensor
     decodes: list[_DecodeGroup]
     extends: list[_Extend]
 
@@ -68,9 +67,9 @@ class TorchSDPA(AttentionBackend):
             elif q_len == 1:
                 decodes.append((num_pages, i, token))
             else:
-                extends.append(_Extend(token, token + q_len, kv_len, layout.page_table[i, :num_pages]))
+                extends.append(_Extend(token, token + q_len, kv_len, layout.page_table[layout.rows[i], :num_pages]))
             token += q_len
-        return _Plan(layout.slots, self._group(decodes, layout, token), extends)
+        return _Plan(self._group(decodes, layout, token), extends)
 
     def _group(self, decodes: list[tuple[int, int, int]], layout: Layout, tokens: int) -> list[_DecodeGroup]:
         """Split into groups whose padding at most doubles the work, and whose keys and values stay in the cache."""
@@ -95,7 +94,7 @@ class TorchSDPA(AttentionBackend):
             num_pages = max(item[0] for item in group)
             lens = [layout.kv_lens[item[1]] for item in group]
             sequences = torch.tensor([item[1] for item in group], device=device)
-            pages = layout.page_table[sequences, :num_pages].reshape(-1)
+            pages = layout.page_table[layout.rows[sequences], :num_pages].reshape(-1)
             num_keys = num_pages * self.pool.page_size
             mask = hidden = None
             if min(lens) < num_keys:
@@ -107,7 +106,6 @@ class TorchSDPA(AttentionBackend):
         return plans
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: _Plan) -> torch.Tensor:
-        self.pool.store(layer, plan.slots, k, v)
         if len(plan.decodes) == 1 and plan.decodes[0].rows is None:
             return self._decode(layer, q, plan.decodes[0])
         out = torch.empty(q.shape[0], self.num_heads * self.head_dim, dtype=q.dtype, device=q.device)

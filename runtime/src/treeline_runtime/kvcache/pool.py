@@ -55,7 +55,8 @@ class KVPool:
     """Keys and values of every layer: each a tensor (pages, page_size, kv_heads, head_dim).
 
     A token's slot is page x page_size + offset. Slots that no token of a request was stored in may hold anything, NaN
-    included: backends never let them matter. On a CPU memory costs nothing until it is written.
+    included: backends never let them matter. Page `num_pages` is nobody's: what pads a batch is stored there. On a CPU
+    memory costs nothing until it is written.
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class KVPool:
         self.page_size = page_size
         self.num_pages = num_pages
         # one tensor, so that what concerns a token in all layers is one operation
-        self._all = _zeros((num_layers, 2, num_pages, page_size, num_kv_heads, head_dim), dtype, device)
-        self._slots = self._all.view(num_layers, 2, num_pages * page_size, num_kv_heads, head_dim)
+        self._all = _zeros((num_layers, 2, num_pages + 1, page_size, num_kv_heads, head_dim), dtype, device)
+        self._slots = self._all.view(num_layers, 2, (num_pages + 1) * page_size, num_kv_heads, head_dim)
         self.keys = [layer[0] for layer in self._all]
         self.values = [layer[1] for layer in self._all]
         self._flat = [(layer[0], layer[1]) for layer in self._slots]

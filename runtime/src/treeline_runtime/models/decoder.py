@@ -12,8 +12,9 @@ import torch.nn.functional as F
 
 from treeline_runtime.core import Context
 from treeline_runtime.models.config import ModelConfig
-from treeline_runtime.models.rope import rope_tables, rotate
+from treeline_runtime.models.rope import rope_tables
 from treeline_runtime.models.weights import EMBEDDING, HEAD, Weights
+from treeline_runtime.ops import Heads, Ops, ops_for
 
 logger = logging.getLogger(__name__)
 
@@ -21,14 +22,14 @@ logger = logging.getLogger(__name__)
 class Linear:
     """Several projections of one input, stacked. `names` → their output sizes.
 
-    The weight lies in memory as (inputs, outputs): with 2 to 16 rows a CPU's kernels are faster on it (measured with
-    models/tiny: a decode step of 8 rows by 7 %), with one row or many it makes no difference.
+    On a CPU the weight lies in memory as (inputs, outputs): with 2 to 16 rows its kernels are faster on it (measured
+    with models/tiny: a decode step of 8 rows by 7 %), with one row or many it makes no difference.
     """
 
     def __init__(self, weights: Weights, prefix: str, names: dict[str, int], size: int, *, bias: bool) -> None:
         weight = _stack([weights.take(f"{prefix}{n}.weight", out, size) for n, out in names.items()])
         self._name = prefix + "+".join(names)
-        self._weight = weight.t().contiguous().t()
+        self._weight = weight.t().contiguous().t() if weight.device.type == "cpu" else weight
         self._bias = _stack([weights.take(f"{prefix}{n}.bias", out) for n, out in names.items()]) if bias else None
 
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
@@ -46,48 +47,50 @@ def _stack(parts: list[torch.Tensor]) -> torch.Tensor:
 class Attention:
     """Self-attention of one layer: projections, optional query/key norm, rope, the backend, output projection."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, layer: int) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, layer: int) -> None:
         prefix = f"model.layers.{layer}.self_attn."
-        dim = config.head_dim
-        sizes = {"q_proj": config.num_heads * dim} | dict.fromkeys(("k_proj", "v_proj"), config.num_kv_heads * dim)
-        self._layer = layer
-        self._heads, self._kv_heads, self._dim = config.num_heads, config.num_kv_heads, dim
-        self._eps = config.rms_norm_eps
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        sizes = {"q_proj": heads * dim} | dict.fromkeys(("k_proj", "v_proj"), kv_heads * dim)
+        self._ops, self._layer = ops, layer
         self._qkv = Linear(weights, prefix, sizes, config.hidden_size, bias=config.qkv_bias)
-        self._o = Linear(weights, prefix, {"o_proj": config.hidden_size}, config.num_heads * dim, bias=config.o_bias)
-        self._qk_norm: torch.Tensor | None = None
+        self._o = Linear(weights, prefix, {"o_proj": config.hidden_size}, heads * dim, bias=config.o_bias)
+        norm: torch.Tensor | None = None
         if config.qk_norm:
-            q_norm = weights.take(f"{prefix}q_norm.weight", dim).expand(self._heads, dim)
-            k_norm = weights.take(f"{prefix}k_norm.weight", dim).expand(self._kv_heads, dim)
-            self._qk_norm = torch.cat((q_norm, k_norm))
+            q_norm = weights.take(f"{prefix}q_norm.weight", dim).expand(heads, dim)
+            k_norm = weights.take(f"{prefix}k_norm.weight", dim).expand(kv_heads, dim)
+            norm = torch.cat((q_norm, k_norm))
+        self._heads = Heads(heads, kv_heads, dim, norm, config.rms_norm_eps)
 
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        qkv = self._qkv(x, context).view(-1, self._heads + 2 * self._kv_heads, self._dim)
-        qk, v = qkv.split((self._heads + self._kv_heads, self._kv_heads), dim=1)
-        if self._qk_norm is not None:
-            qk = F.rms_norm(qk, (self._dim,), eps=self._eps) * self._qk_norm
-        q, k = rotate(qk, context.cos, context.sin).split((self._heads, self._kv_heads), dim=1)
+        q, k, v = self._ops.rotate_and_store(self._qkv(x, context), self._heads, self._layer, context)
         return self._o(context.attention.forward(self._layer, q, k, v, context.plan), context)
 
 
 class Layer:
     """Norm, attention, norm, gated feed-forward, each added to the residual."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, layer: int) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, layer: int) -> None:
         prefix = f"model.layers.{layer}."
         hidden, inner = config.hidden_size, config.intermediate_size
-        self._shape, self._eps = (hidden,), config.rms_norm_eps
+        self._ops, self._eps = ops, config.rms_norm_eps
         self._norm1 = weights.take(f"{prefix}input_layernorm.weight", hidden)
-        self._attention = Attention(config, weights, layer)
+        self._attention = Attention(config, weights, ops, layer)
         self._norm2 = weights.take(f"{prefix}post_attention_layernorm.weight", hidden)
         mlp = f"{prefix}mlp."
         self._gate_up = Linear(weights, mlp, {"gate_proj": inner, "up_proj": inner}, hidden, bias=config.mlp_bias)
         self._down = Linear(weights, mlp, {"down_proj": hidden}, inner, bias=config.mlp_bias)
 
-    def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        x = x + self._attention(F.rms_norm(x, self._shape, self._norm1, self._eps), context)
-        gate, up = self._gate_up(F.rms_norm(x, self._shape, self._norm2, self._eps), context).chunk(2, dim=-1)
-        return x + self._down(F.silu(gate) * up, context)
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, context: Context
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x` is what the layer before adds to `residual` (None: x is all there is). → the same of this layer."""
+        if residual is None:
+            x, residual = self._ops.norm(x, self._norm1, self._eps), x
+        else:
+            x, residual = self._ops.add_norm(x, residual, self._norm1, self._eps)
+        x = self._attention(x, context)
+        x, residual = self._ops.add_norm(x, residual, self._norm2, self._eps)
+        return self._down(self._ops.gate(self._gate_up(x, context)), context), residual
 
 
 class Decoder:
@@ -96,7 +99,8 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: Weights, context_length: int) -> None:
         self.config = config
         self._embedding, self._head = _embedding_and_head(config, weights)
-        self._layers = [Layer(config, weights, i) for i in range(config.num_layers)]
+        self.ops = ops_for(self._embedding.device)
+        self._layers = [Layer(config, weights, self.ops, i) for i in range(config.num_layers)]
         self._norm = weights.take("model.norm.weight", config.hidden_size)
         self._cos, self._sin = rope_tables(
             config.rope,
@@ -114,13 +118,15 @@ class Decoder:
     def forward(self, input_ids: torch.Tensor, context: Context) -> torch.Tensor:
         """input_ids (tokens,) → normalised hidden states (tokens, hidden)."""
         x = F.embedding(input_ids, self._embedding)
+        residual: torch.Tensor | None = None
         for layer in self._layers:
-            x = layer(x, context)
-        return F.rms_norm(x, (self.config.hidden_size,), self._norm, self.config.rms_norm_eps)
+            x, residual = layer(x, residual, context)
+        assert residual is not None
+        return self.ops.add_norm(x, residual, self._norm, self.config.rms_norm_eps)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(rows, hidden) → (rows, vocabulary), float32."""
-        return F.linear(hidden, self._head).float()
+        """(rows, hidden) → (rows, vocabulary)"""
+        return F.linear(hidden, self._head)
 
 
 def _embedding_and_head(config: ModelConfig, weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:

@@ -122,7 +122,7 @@ class RandomWeights:
     """Seeded noise, scaled so that activations neither vanish nor explode; norms are ones."""
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator(device).manual_seed(seed)
         self._dtype = dtype
         self._device = device
 
@@ -131,7 +131,6 @@ class RandomWeights:
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         if "norm" in name:
-            tensor = torch.ones(shape)
-        else:
-            tensor = torch.randn(shape, generator=self._generator) * shape[-1] ** -0.5
-        return tensor.to(device=self._device, dtype=self._dtype)
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        tensor = torch.randn(shape, generator=self._generator, device=self._device)
+        return tensor.mul_(shape[-1] ** -0.5).to(self._dtype)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 _MASK = (1 << 64) - 1
@@ -18,25 +20,25 @@ _TO_UNIT = 2.0**-31 * (1 - 2.0**-23)
 """31-bit integers → below 1: the largest must not become 1 in float32."""
 
 
-def _mix64(x: int) -> int:
-    """The finaliser of splitmix64."""
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
+def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of splitmix64, in wrapping arithmetic."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
-def row_keys(rows: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
-    """(seed, index) of each row → (rows, 2) int32: one number to add, and an odd one to multiply with."""
-    keys = []
-    for seed, index in rows:
-        key = _mix64(_mix64(seed & _MASK) + (index + 1) * 0x9E3779B97F4A7C15 & _MASK)
-        keys.append((_signed(key >> 32), _signed(key | 1)))
-    return torch.tensor(keys, dtype=torch.int32, device=device)
+def row_keys(seeds: Sequence[int], indices: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Seed and index of each row → (rows, 2): one number to add, and an odd one to multiply with."""
+    seed = np.array([s & _MASK for s in seeds], dtype=np.uint64)
+    index = np.array(indices, dtype=np.uint64)
+    key = _mix64(_mix64(seed) + (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+    halves = np.stack((key >> np.uint64(32), key | np.uint64(1)), axis=1)
+    return halves.astype(np.uint32).view(np.int32)
 
 
 def _signed(x: int) -> int:
     """The low 32 bits as a signed number."""
-    x &= 0xFFFFFFFF
+    x &= _MASK >> 32
     return x - (1 << 32) if x >> 31 else x
 
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from treeline_runtime.messages import SamplingParams
 from treeline_runtime.sampling.noise import negative_exponentials, row_keys
+from treeline_runtime.transfer import upload
 
 RANKED = 1024
 """Tokens that are put in order for top_p and min_p before the whole vocabulary is."""
@@ -39,11 +41,6 @@ class Row:
     """(prompt_len + index,) all tokens so far; needed for penalties only."""
 
 
-def is_plain_greedy(params: SamplingParams) -> bool:
-    """Whether the row is an argmax of the model's logits."""
-    return params.greedy and not adjusts(params)
-
-
 def needs_history(params: SamplingParams) -> bool:
     return bool(params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0)
 
@@ -53,32 +50,52 @@ def adjusts(params: SamplingParams) -> bool:
     return needs_history(params) or bool(params.logit_bias) or params.min_new_tokens > 0
 
 
+def needs_more(params: SamplingParams) -> bool:
+    """Whether the row is more than `choose` can do: its logits are adjusted, or not every token may be drawn."""
+    return adjusts(params) or (not params.greedy and _filters(params))
+
+
+def choose(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows that need nothing but a temperature: see `Ops.choose`."""
+    best, chosen = logits.max(-1)
+    finite = best.isfinite()  # NaN anywhere in a row is its maximum
+    free = temperatures.nonzero().squeeze(1)
+    block = max(1, BLOCK // logits.shape[1])
+    for first in range(0, len(free), block):
+        part = free[first : first + block]
+        chosen[part] = _draw(logits[part], temperatures[part], keys[part])
+    return chosen, finite
+
+
 def sample(logits: torch.Tensor, rows: list[Row]) -> torch.Tensor:
-    """logits (rows, vocabulary) float32, may be overwritten → token ids (rows,) int64.
+    """logits (rows, vocabulary) float32, may be overwritten → token ids (rows,) int64. Never waits for the device,
+    but where top_p or min_p leave more than `RANKED` tokens of a row.
 
     Order: penalties, bias, minimum length; temperature; then top_k, top_p of what is left, min_p.
     """
+    device = logits.device
     for i, row in enumerate(rows):
         if adjusts(row.params):
             _adjust(logits[i], row)
     chosen = logits.argmax(-1)
-    free = [i for i, row in enumerate(rows) if not row.params.greedy]
-    if not free:
-        return chosen
-    temperatures = torch.tensor([row.params.temperature for row in rows], device=logits.device)
-    keys = row_keys([(row.seed, row.index) for row in rows], logits.device)
-    plain = [i for i in free if not _filters(rows[i].params)]
-    filtered = [i for i in free if _filters(rows[i].params)]
-    block = max(1, BLOCK // logits.shape[1]) if logits.device.type == "cpu" else len(rows)
-    for first in range(0, len(plain), block):
-        part = torch.tensor(plain[first : first + block], device=logits.device)
-        probs = torch.softmax(logits[part].div_(temperatures[part, None]), dim=-1)
-        chosen[part] = _race(probs, negative_exponentials(keys[part], logits.shape[1]))
-    if filtered:
-        part = torch.tensor(filtered, device=logits.device)
-        probs = torch.softmax(logits[part].div_(temperatures[part, None]), dim=-1)
-        chosen[part] = _draw_filtered(probs, keys[part], [rows[i].params for i in filtered])
+    temperatures = upload(np.array([row.params.temperature for row in rows], dtype=np.float32), device)
+    keys = upload(row_keys([row.seed for row in rows], [row.index for row in rows]), device)
+    for filtered in (False, True):
+        indices = [i for i, row in enumerate(rows) if not row.params.greedy and _filters(row.params) is filtered]
+        if not indices:
+            continue
+        part = upload(np.array(indices), device)
+        if filtered:
+            probs = torch.softmax(logits[part].div_(temperatures[part, None]), dim=-1)
+            chosen[part] = _draw_filtered(probs, keys[part], [rows[i].params for i in indices])
+        else:
+            chosen[part] = _draw(logits[part], temperatures[part], keys[part])
     return chosen
+
+
+def _draw(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    probs = torch.softmax(logits.float().div_(temperatures[:, None]), dim=-1)
+    return _race(probs, negative_exponentials(keys, logits.shape[1]))
 
 
 def _filters(params: SamplingParams) -> bool:
@@ -87,21 +104,21 @@ def _filters(params: SamplingParams) -> bool:
 
 def _adjust(logits: torch.Tensor, row: Row) -> None:
     """In place on (vocabulary,)."""
-    params = row.params
+    params, device = row.params, logits.device
     if row.history is not None:
         if params.repetition_penalty != 1.0:
-            seen = row.history.unique()
-            scores = logits[seen]
             factor = params.repetition_penalty
-            logits[seen] = torch.where(scores > 0, scores / factor, scores * factor)
+            seen = torch.zeros_like(logits, dtype=torch.bool).index_fill_(0, row.history, True)
+            logits.copy_(torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits))
         if params.frequency_penalty or params.presence_penalty:
-            tokens, counts = row.history[row.prompt_len :].unique(return_counts=True)
-            logits[tokens] -= params.frequency_penalty * counts + params.presence_penalty
+            output = row.history[row.prompt_len :]
+            counts = torch.zeros_like(logits).index_add_(0, output, torch.ones_like(output, dtype=logits.dtype))
+            logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
     if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=logits.device)
-        logits[ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
+        ids = upload(np.array(list(params.logit_bias)), device)
+        logits[ids] += upload(np.array(list(params.logit_bias.values()), dtype=np.float32), device)
     if row.index < params.min_new_tokens and row.stop_ids:
-        logits[torch.tensor(sorted(row.stop_ids), device=logits.device)] = float("-inf")
+        logits.index_fill_(0, upload(np.array(sorted(row.stop_ids)), device), float("-inf"))
 
 
 def _race(probs: torch.Tensor, negative_times: torch.Tensor) -> torch.Tensor:
@@ -135,11 +152,11 @@ def _kept(
     device = probs.device
     ordered, ids = _ranked(probs, width)
     vocab = probs.shape[1]
-    top_k = torch.tensor([p.top_k if p.top_k > 0 else vocab for p in params], device=device)
+    top_k = upload(np.array([p.top_k if p.top_k > 0 else vocab for p in params]), device)
     # sums of all probabilities may exceed 1 by rounding: without top_p nothing is compared with them
     shares = [p.top_p if p.top_p < 1.0 else math.inf for p in params]
-    top_p = torch.tensor(shares, dtype=torch.float64, device=device)
-    min_p = torch.tensor([p.min_p for p in params], device=device)
+    top_p = upload(np.array(shares), device)
+    min_p = upload(np.array([p.min_p for p in params], dtype=np.float32), device)
     keep = torch.arange(width, device=device) < top_k[:, None]
     mass = torch.where(keep, ordered, 0.0).cumsum(-1, dtype=torch.float64)
     # of rows without top_k only the likeliest may be here, but their whole mass is known: it is 1

@@ -1,7 +1,8 @@
 """Runs batches: builds the tensors of a step, calls the model, samples. Knows nothing of queues.
 
 `launch` reads its input tokens from the table and writes the sampled ones there, so on a GPU the next launch can be
-issued before this one's result is known on the CPU. It changes no request: a launch that raises can be tried again.
+issued before this one's result is known on the CPU; nothing in it waits for the device. It changes no request: a launch
+that raises can be tried again.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from treeline_runtime.attention import ATTENTION_BACKENDS, Layout
+from treeline_runtime.attention import Layout, new_attention
 from treeline_runtime.config import EngineConfig
-from treeline_runtime.core import Batch, Context, Req
+from treeline_runtime.core import Batch, Phase, Req
 from treeline_runtime.kvcache import KVPool, Pages
 from treeline_runtime.messages import TokenLogprob
 from treeline_runtime.models.decoder import Decoder
-from treeline_runtime.sampling import Row, is_plain_greedy, needs_history, sample
-from treeline_runtime.sampling.logprobs import ROWS_AT_ONCE, chosen_and_top
+from treeline_runtime.sampling import Row, needs_history, needs_more, sample
+from treeline_runtime.sampling.logprobs import ROWS_AT_ONCE, Logprobs
+from treeline_runtime.scheduler.forward import DecodeInputs, Forward, Tokens
+from treeline_runtime.scheduler.graphs import DecodeGraphs
 from treeline_runtime.scheduler.table import TableManager
+from treeline_runtime.transfer import Readback, upload
 
 
 @dataclass(slots=True)
@@ -40,36 +44,49 @@ class Sampled:
 NOT_FINITE = "the model computed NaN or infinity"
 
 
-@dataclass(slots=True, eq=False)
 class Launched:
     """A batch on the device. `result` waits for it."""
 
-    batch: Batch
-    _sampling: list[int]
-    """Indices into batch.reqs of those who sample."""
-    _tokens: torch.Tensor | None
-    """(sampling,)"""
-    _logits_finite: torch.Tensor | None
-    """(sampling,)"""
-    _kv_finite: torch.Tensor
-    """(tokens of the batch,)"""
-    _partial: list[Sampled]
+    def __init__(self, batch: Batch, sampling: list[int], kv_finite: torch.Tensor, tokens: Tokens | None) -> None:
+        """sampling: indices into batch.reqs of those who sample; kv_finite (tokens of the batch,)."""
+        self.batch = batch
+        self._sampling = sampling
+        self._copies = Readback(kv_finite, *((tokens.ids, tokens.finite) if tokens is not None else ()))
+        self.input_logprobs: list[tuple[int, Logprobs]] = []
+        """Index into batch.reqs → logprobs of some of its prompt tokens, in order."""
+        self.logprobs: tuple[list[int], Logprobs] | None = None
+        """Indices into batch.reqs, and the logprobs of the tokens they sampled."""
 
     def result(self) -> list[Sampled]:
         """One per request of the batch."""
-        if self._tokens is not None and self._logits_finite is not None:
-            tokens, finite = self._tokens.tolist(), self._logits_finite.tolist()
-            for i, token, is_finite in zip(self._sampling, tokens, finite, strict=True):
-                self._partial[i].token = token
+        results = [Sampled() for _ in self.batch.reqs]
+        kv_finite, *sampled = (copy.numpy() for copy in self._copies.get())
+        if sampled:
+            tokens, finite = sampled
+            for i, token, is_finite in zip(self._sampling, tokens.tolist(), finite.tolist(), strict=True):
+                results[i].token = token
                 if not is_finite:
-                    self._partial[i].failed = NOT_FINITE
-        firsts = np.cumsum([0, *self.batch.q_lens[:-1]])
-        for partial, is_finite in zip(
-            self._partial, np.logical_and.reduceat(self._kv_finite.cpu().numpy(), firsts), strict=True
-        ):
-            if not is_finite:
-                partial.failed = NOT_FINITE
-        return self._partial
+                    results[i].failed = NOT_FINITE
+        if not kv_finite.all():
+            firsts = np.cumsum([0, *self.batch.q_lens[:-1]])
+            for result, is_finite in zip(results, np.logical_and.reduceat(kv_finite, firsts), strict=True):
+                if not is_finite:
+                    result.failed = NOT_FINITE
+        self._take_logprobs(results)
+        return results
+
+    def _take_logprobs(self, results: list[Sampled]) -> None:
+        for i, logprobs in self.input_logprobs:
+            chosen, top = logprobs.get()
+            if any(math.isnan(logprob) for logprob, _ in chosen if logprob is not None):
+                results[i].failed = NOT_FINITE
+            results[i].input_logprobs += chosen
+            results[i].input_top_logprobs += top
+        if self.logprobs is not None:
+            indices, logprobs = self.logprobs
+            for i, chosen_one, tops in zip(indices, *logprobs.get(), strict=True):
+                results[i].logprob = chosen_one
+                results[i].top_logprobs = tops[: self.batch.reqs[i].top_logprobs_num]
 
 
 class Executor:
@@ -84,11 +101,12 @@ class Executor:
         num_pages: int,
         dtype: torch.dtype,
         device: torch.device,
+        largest_graph: int = 0,
     ) -> None:
+        """largest_graph: sequences of the largest decode batch that is captured; 0: none is."""
         shape = model.config
         self._model = model
         self._table = table
-        self._page_size = config.page_size
         self._device = device
         self.pool = KVPool(
             num_layers=shape.num_layers,
@@ -99,91 +117,92 @@ class Executor:
             dtype=dtype,
             device=device,
         )
-        name = "torch_sdpa" if config.attention_backend == "auto" else config.attention_backend
-        backend = ATTENTION_BACKENDS.get(name)
-        self._attention = backend(self.pool, shape.num_heads, shape.num_kv_heads, shape.head_dim)
+        self._attention = new_attention(
+            config.attention_backend, self.pool, shape.num_heads, shape.num_kv_heads, shape.head_dim
+        )
+        self._forward = Forward(model, self._attention, table)
+        self._graphs = DecodeGraphs(self._forward, self._attention, table, largest_graph, device)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
         """Compute the batch; pages for all of it are in the table."""
-        q_lens = batch.q_lens
+        self._table.flush()
+        if batch.phase is Phase.DECODE and len(batch.reqs) <= self._graphs.largest:
+            inputs = DecodeInputs.of(batch.reqs, batch.starts)
+            logits, tokens, kv_finite = self._graphs.replay(inputs, batch.ends)
+            return self._finish(batch, list(range(len(batch.reqs))), logits, tokens, kv_finite, [])
         rows = np.array([req.row for req in batch.reqs], dtype=np.int64)
-        positions_np = np.concatenate(
-            [np.arange(s, e, dtype=np.int64) for s, e in zip(batch.starts, batch.ends, strict=True)]
+        positions = np.concatenate(
+            [np.arange(start, end, dtype=np.int64) for start, end in zip(batch.starts, batch.ends, strict=True)]
         )
-        token_rows = torch.from_numpy(np.repeat(rows, q_lens)).to(self._device)
-        positions = torch.from_numpy(positions_np).to(self._device)
-        table = self._table
-        pages = table.page_table[token_rows, positions // self._page_size]
-        longest = -(-max(batch.ends) // self._page_size)
-        layout = Layout(
-            q_lens=q_lens,
-            kv_lens=batch.ends,
-            page_table=table.page_table[torch.from_numpy(rows).to(self._device), :longest],
-            slots=pages * self._page_size + positions % self._page_size,
-        )
-        cos, sin = self._model.rope(positions)
-        context = Context(self._attention, self._attention.plan(layout), cos, sin)
-        hidden = self._model.forward(table.token_pool[token_rows, positions], context)
-        return self._finish(batch, hidden, self.pool.are_finite(layout.slots))
+        rows_there = upload(rows, self._device)
+        plan = self._attention.plan(Layout(batch.q_lens, batch.ends, self._table.page_table, rows_there))
+        token_rows = upload(np.repeat(rows, batch.q_lens), self._device)
+        hidden, kv_finite = self._forward.hidden(token_rows, upload(positions, self._device), plan)
+        input_logprobs = self._input_logprobs(batch, hidden)
+        sampling = [i for i, samples in enumerate(batch.samples) if samples]
+        if not sampling:
+            launched = Launched(batch, sampling, kv_finite, None)
+            launched.input_logprobs = input_logprobs
+            return launched
+        if len(sampling) < hidden.shape[0]:
+            lasts = [n - 1 for n in accumulate(batch.q_lens)]
+            hidden = hidden[upload(np.array([lasts[i] for i in sampling]), self._device)]
+        inputs = DecodeInputs.of([batch.reqs[i] for i in sampling], [batch.ends[i] - 1 for i in sampling])
+        logits, tokens = self._forward.choose(hidden, inputs.on(self._device))
+        return self._finish(batch, sampling, logits, tokens, kv_finite, input_logprobs)
 
     @torch.inference_mode()
     def clear(self, pages: Pages) -> None:
         """Zero pages whose contents are not to be trusted."""
         self.pool.clear(pages)
 
-    def _finish(self, batch: Batch, hidden: torch.Tensor, kv_finite: torch.Tensor) -> Launched:
-        q_lens = batch.q_lens
-        partial = [Sampled() for _ in batch.reqs]
-        lasts = [n - 1 for n in accumulate(q_lens)]
-        for i, req in enumerate(batch.reqs):
-            if req.wants_input_logprobs:
-                first = lasts[i] + 1 - q_lens[i]
-                self._input_logprobs(req, batch.starts[i], hidden[first : lasts[i] + 1], partial[i])
-        sampling = [i for i, samples in enumerate(batch.samples) if samples]
-        if not sampling:
-            return Launched(batch, sampling, None, None, kv_finite, partial)
-        if len(sampling) < hidden.shape[0]:
-            hidden = hidden[torch.tensor([lasts[i] for i in sampling], device=self._device)]
-        logits = self._model.logits(hidden)
-        tokens, finite = self._sample(batch, sampling, logits, partial)
-        rows = torch.tensor([batch.reqs[i].row for i in sampling], device=self._device)
-        ends = torch.tensor([batch.ends[i] for i in sampling], device=self._device)
-        self._table.token_pool[rows, ends] = tokens
-        return Launched(batch, sampling, tokens, finite, kv_finite, partial)
-
-    def _sample(
-        self, batch: Batch, sampling: list[int], logits: torch.Tensor, partial: list[Sampled]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _finish(
+        self,
+        batch: Batch,
+        sampling: list[int],
+        logits: torch.Tensor,
+        tokens: Tokens,
+        kv_finite: torch.Tensor,
+        input_logprobs: list[tuple[int, Logprobs]],
+    ) -> Launched:
+        """Sample what takes more than a temperature, and start the results on their way."""
         reqs = [batch.reqs[i] for i in sampling]
-        best, tokens = logits.max(-1)
-        finite = best.isfinite()  # NaN anywhere in a row is its maximum
         wanted = [j for j, req in enumerate(reqs) if req.return_logprob]
-        raw = logits[wanted].clone() if wanted else None
-        if not all(is_plain_greedy(req.sampling) for req in reqs):
-            tokens = sample(logits, [self._row(req, batch.ends[i]) for i, req in zip(sampling, reqs, strict=True)])
-        if raw is not None:
+        more = [j for j, req in enumerate(reqs) if needs_more(req.sampling)]
+        if more:
+            ends = [batch.ends[sampling[j]] for j in more]
+            sampled = [self._row(reqs[j], end) for j, end in zip(more, ends, strict=True)]
+            where = upload(np.array(more), self._device)
+            ids = sample(logits[where].float(), sampled)
+            tokens.ids[where] = ids
+            cells = upload(np.array([[reqs[j].row for j in more], ends]), self._device)
+            self._table.token_pool[cells[0], cells[1]] = ids
+        launched = Launched(batch, sampling, kv_finite, tokens)
+        launched.input_logprobs = input_logprobs
+        if wanted:
+            where = upload(np.array(wanted), self._device)
             top = max(reqs[j].top_logprobs_num for j in wanted)
-            chosen, best_of = chosen_and_top(raw, tokens[wanted], top)
-            for j, logprob, tops in zip(wanted, chosen, best_of, strict=True):
-                entry = partial[sampling[j]]
-                entry.logprob, entry.top_logprobs = logprob, tops[: reqs[j].top_logprobs_num]
-        return tokens, finite
+            logprobs = Logprobs(logits[where].float(), tokens.ids[where], top)
+            launched.logprobs = [sampling[j] for j in wanted], logprobs
+        return launched
 
     def _row(self, req: Req, end: int) -> Row:
         history = self._table.token_pool[req.row, :end] if needs_history(req.sampling) else None
         return Row(req.sampling, req.seed, end - req.prompt_len, req.stop_ids, req.prompt_len, history)
 
-    def _input_logprobs(self, req: Req, start: int, hidden: torch.Tensor, out: Sampled) -> None:
-        """Logprobs of the prompt tokens that follow positions start …, as far as they were asked for."""
-        low = max(req.logprob_start_len - 1, start)
-        high = min(req.prompt_len - 1, start + hidden.shape[0])
-        for begin in range(low, high, ROWS_AT_ONCE):
-            end = min(begin + ROWS_AT_ONCE, high)
-            logits = self._model.logits(hidden[begin - start : end - start])
-            targets = self._table.token_pool[req.row, begin + 1 : end + 1]
-            chosen, top = chosen_and_top(logits, targets, req.top_logprobs_num)
-            if any(math.isnan(logprob) for logprob, _ in chosen if logprob is not None):
-                out.failed = NOT_FINITE
-            out.input_logprobs += chosen
-            out.input_top_logprobs += top
+    def _input_logprobs(self, batch: Batch, hidden: torch.Tensor) -> list[tuple[int, Logprobs]]:
+        """Of the prompt tokens that follow the batch's positions, as far as they were asked for."""
+        found: list[tuple[int, Logprobs]] = []
+        firsts = [end - q_len for end, q_len in zip(accumulate(batch.q_lens), batch.q_lens, strict=True)]
+        for i, req in enumerate(batch.reqs):
+            if not req.wants_input_logprobs:
+                continue
+            offset = firsts[i] - batch.starts[i]
+            low, high = max(req.logprob_start_len - 1, batch.starts[i]), min(req.prompt_len - 1, batch.ends[i])
+            for begin in range(low, high, ROWS_AT_ONCE):
+                end = min(begin + ROWS_AT_ONCE, high)
+                logits = self._model.logits(hidden[offset + begin : offset + end]).float()
+                targets = self._table.token_pool[req.row, begin + 1 : end + 1]
+                found.append((i, Logprobs(logits, targets, req.top_logprobs_num)))
+        return found

@@ -14,6 +14,8 @@ from treeline_runtime.models.loader import resolve_context_length, resolve_devic
 from treeline_runtime.scheduler.memory import bytes_per_token, num_pages
 
 GIB = 1 << 30
+LARGEST_GRAPH = 256
+"""Sequences: beyond them a step is long enough to hide its launches."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Resolved:
     kv_bytes_per_token: int
     max_running_requests: int
     chunked_prefill_size: int
+    overlap_depth: int
+    max_graph_batch: int
 
     @property
     def max_total_tokens(self) -> int:
@@ -51,6 +55,8 @@ def resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
     dtype = resolve_dtype(config.dtype, device)
     on_cpu = device.type == "cpu"
     chunk = config.chunked_prefill_size or (1024 if on_cpu else _cuda_chunk(device))
+    running = config.max_running_requests or (64 if on_cpu else 256)
+    graphs = min(running, LARGEST_GRAPH) if config.max_graph_batch is None else min(running, config.max_graph_batch)
     return Resolved(
         device=device,
         dtype=dtype,
@@ -58,9 +64,11 @@ def resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
         page_size=config.page_size,
         num_pages=num_pages(config, model.config, dtype, device),
         kv_bytes_per_token=bytes_per_token(model.config, dtype),
-        max_running_requests=config.max_running_requests or (64 if on_cpu else 256),
+        max_running_requests=running,
         # chunks end at page boundaries
         chunked_prefill_size=-(-chunk // config.page_size) * config.page_size,
+        overlap_depth=(0 if on_cpu else 1) if config.overlap_depth is None else config.overlap_depth,
+        max_graph_batch=0 if on_cpu else graphs,
     )
 
 

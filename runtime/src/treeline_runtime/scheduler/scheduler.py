@@ -1,8 +1,8 @@
 """The scheduler: one loop that admits, chooses a batch, launches it, and processes results.
 
 The loop has room for overlap: `launch` returns before results are read, and up to `overlap_depth` launched batches
-stay unprocessed while the next one is chosen and launched. Depth 0 (the default; on a CPU a launch is synchronous) is
-the same loop with nothing left pending. What makes depth 1 safe:
+stay unprocessed while the next one is chosen and launched: one on CUDA; none on a CPU, where a launch computes. What
+makes depth 1 safe:
 
 - a request counts the launched batches that hold it (`in_flight`); whatever ends it queues its terminal message at
   once, but its pages, row and lock are released only when that count is zero;
@@ -59,12 +59,24 @@ class Scheduler:
         self.config = config
         self.limits: Resolved = resolve(config, model)
         limits = self.limits
-        self.table = TableManager(limits.max_running_requests, limits.context_length, config.page_size, limits.device)
+        self.table = TableManager(
+            limits.max_running_requests,
+            limits.context_length,
+            config.page_size,
+            limits.device,
+            scratch_page=limits.num_pages,
+        )
         self.cache = CacheManager(limits.num_pages, config.page_size, config.eviction_policy, self.table)
         self.prefill = PrefillManager(config, limits.chunked_prefill_size, self.cache)
         self.decode = DecodeManager(self.cache)
         self.executor = Executor(
-            config, model, self.table, num_pages=limits.num_pages, dtype=limits.dtype, device=limits.device
+            config,
+            model,
+            self.table,
+            num_pages=limits.num_pages,
+            dtype=limits.dtype,
+            device=limits.device,
+            largest_graph=limits.max_graph_batch,
         )
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self.stats = SchedulerStats()
@@ -72,6 +84,7 @@ class Scheduler:
         self._model_config = model.config
         self._pending: deque[tuple[Launched, float]] = deque()
         self._leaving: dict[Req, bool] = {}  # finished, but in flight → whether what it computed is trusted
+        self._processed_at = 0.0
         self._prefills_in_a_row = 0
         self._arrivals = 0
         self._random = random.Random()
@@ -104,7 +117,7 @@ class Scheduler:
         if batch is not None:
             self._launch(batch)
         worked = bool(messages or self._pending or self.reporter.has_tokens)
-        while len(self._pending) > (self.config.overlap_depth if batch is not None else 0):
+        while len(self._pending) > (self.limits.overlap_depth if batch is not None else 0):
             self._process(*self._pending.popleft())
         if worked:
             self._end_step()
@@ -165,7 +178,9 @@ class Scheduler:
         except Exception as error:
             logger.exception("the result of a batch of %d requests failed", len(batch.reqs))
             results = [Sampled(failed=f"internal error: {error!r}") for _ in batch.reqs]
-        seconds = time.perf_counter() - started
+        now = time.perf_counter()
+        seconds = now - max(started, self._processed_at)  # a step launched behind another begins when that one ends
+        self._processed_at = now
         if batch.phase is Phase.PREFILL:
             self.stats.on_prefill(batch.num_tokens, seconds)
         else:

@@ -3,34 +3,51 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from treeline_runtime.kvcache import Pages
+from treeline_runtime.transfer import upload
 
 
 class TableManager:
     """`token_pool[row, position]` relays tokens between steps: a launch reads its input there and writes what it
     samples, so the next launch need not wait for it. `pages[row, i]` is the page of tokens i x page_size …
+
+    What is written here reaches the device with `flush`, which every launch begins with. The row after the last is
+    nobody's: sequences that pad a batch use it, and all its pages are `scratch_page`.
     """
 
-    def __init__(self, num_rows: int, context_length: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, context_length: int, page_size: int, device: torch.device, *, scratch_page: int = 0
+    ) -> None:
         self.num_rows = num_rows
         self._free = list(range(num_rows - 1, -1, -1))
         # zeros of numpy are not touched until written: the tables cost what is used of them
-        self.pages = np.zeros((num_rows, -(-context_length // page_size)), dtype=np.int64)
-        tokens = np.zeros((num_rows, context_length + 1), dtype=np.int64)
+        self.pages = np.zeros((num_rows + 1, -(-context_length // page_size)), dtype=np.int64)
+        self.pages[num_rows] = scratch_page
+        tokens = np.zeros((num_rows + 1, context_length + 1), dtype=np.int64)
         self.page_table = torch.from_numpy(self.pages).to(device)
         self.token_pool = torch.from_numpy(tokens).to(device)
         self._mirrored = device.type != "cpu"
+        self._new_tokens: dict[int, list[int]] = {}
+        self._new_pages: list[tuple[int, int, int]] = []  # (row, start, end)
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def scratch_row(self) -> int:
+        return self.num_rows
+
     def alloc(self, tokens: list[int]) -> int:
         """A row that begins with these tokens."""
         row = self._free.pop()
-        self.token_pool[row, : len(tokens)] = torch.tensor(tokens)
+        if self._mirrored:
+            self._new_tokens[row] = tokens[:]
+        else:
+            self.token_pool[row, : len(tokens)] = torch.tensor(tokens)
         return row
 
     def free(self, row: int) -> None:
@@ -41,4 +58,23 @@ class TableManager:
         end = start + len(pages)
         self.pages[row, start:end] = pages
         if self._mirrored:
-            self.page_table[row, start:end] = torch.from_numpy(self.pages[row, start:end])
+            self._new_pages.append((row, start, end))
+
+    def flush(self) -> None:
+        """Everything written since the last time, in one copy and one kernel for each table."""
+        if self._new_tokens:
+            rows = self._new_tokens
+            where = [np.arange(len(tokens)) + row * self.token_pool.shape[1] for row, tokens in rows.items()]
+            _scatter(self.token_pool, where, np.concatenate([np.array(tokens) for tokens in rows.values()]))
+            self._new_tokens = {}
+        if self._new_pages:
+            width = self.pages.shape[1]
+            where = [np.arange(row * width + start, row * width + end) for row, start, end in self._new_pages]
+            # as they are now: a page that was written twice gets the same number twice
+            _scatter(self.page_table, where, self.pages.reshape(-1)[np.concatenate(where)])
+            self._new_pages = []
+
+
+def _scatter(table: torch.Tensor, where: list[npt.NDArray[np.int64]], values: npt.NDArray[np.int64]) -> None:
+    both = upload(np.stack((np.concatenate(where), values)), table.device)
+    table.view(-1).index_copy_(0, both[0], both[1])

@@ -1,0 +1,60 @@
+"""The seam: operations that read and write a step's activations once.
+
+Tensors are flat over the step: (tokens, …).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from treeline_runtime.core import Context
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What becomes of the heads that a projection stacked: queries, keys, values."""
+
+    query: int
+    kv: int
+    dim: int
+    norm: torch.Tensor | None
+    """(query + kv, dim): weights of an RMS norm over each query and key; None: there is none."""
+    eps: float
+
+
+class Ops(Protocol):
+    """May overwrite its inputs where it says so; results are new tensors otherwise."""
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMS norm of x (tokens, hidden), times weight (hidden,)."""
+
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """→ norm of the sum, the sum; `residual` may be where the sum is."""
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """(tokens, 2 x inner) → (tokens, inner): silu of the first half, times the second."""
+
+    def rotate_and_store(
+        self, qkv: torch.Tensor, heads: Heads, layer: int, context: Context
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """qkv (tokens, (query + 2 kv) x dim) → q (tokens, query, dim), k, v (tokens, kv, dim).
+
+        Norm and rotation of queries and keys; keys and values go to the step's slots of the pool. May overwrite qkv.
+        """
+
+    def stored_finite(self, context: Context) -> torch.Tensor:
+        """(tokens,) bool: whether a token's keys and values are finite, in every layer that was stored."""
+
+    def choose(
+        self, logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """logits (rows, vocabulary) → token ids (rows,) int64, and (rows,) bool: whether a row's logits are finite.
+
+        temperatures (rows,) float32, 0 = greedy; keys (rows, 2) int32 of `sampling.noise.row_keys`.
+        """

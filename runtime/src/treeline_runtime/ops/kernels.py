@@ -1,0 +1,183 @@
+"""The Triton kernels behind `TritonOps`, and those that lay out a step. One program per token, and per block of it.
+
+Rows of activations are contiguous. Indices into pools and tables are 64 bits wide: those have more than 2^31 elements.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def norm(x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """RMS norm of a row; with ADD of its sum with the residual, which the sum replaces."""
+    start = tl.program_id(0).to(tl.int64) * size
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    x = tl.load(x_ptr + start + columns, inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(residual_ptr + start + columns, inside, other=0.0).to(tl.float32)
+        x = x.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + start + columns, x, inside)
+        x = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
+    weight = tl.load(weight_ptr + columns, inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + start + columns, (x * scale * weight).to(out_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def gate(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    """silu(gate) x up, for one block of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    gate = tl.load(gate_up_ptr + row * 2 * size + columns, inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * size + size + columns, inside, other=0.0).to(tl.float32)
+    out = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + row * size + columns, out.to(out_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def rotate_and_store(
+    qkv_ptr,
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    slots_ptr,
+    cos_ptr,
+    sin_ptr,
+    norm_ptr,
+    unfinite_ptr,
+    eps,
+    QUERY: tl.constexpr,
+    KV: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A block of one token's heads: norm and rotation of queries and keys, keys and values into the token's slot.
+
+    Queries go to q, rotated keys also to where they came from.
+
+    cos and sin (tokens, dim) as `rope_tables` has them: sin carries the sign of the rotation in its first half.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    half = tl.arange(0, BLOCK_HALF)
+    dim: tl.constexpr = 2 * HALF
+    inside = (heads[:, None] < QUERY + 2 * KV) & (half[None, :] < HALF)
+    first = heads[:, None] * dim + half[None, :]
+    base = qkv_ptr + token * (QUERY + 2 * KV) * dim
+    low = tl.load(base + first, inside, other=0.0).to(tl.float32)
+    high = tl.load(base + first + HALF, inside, other=0.0).to(tl.float32)
+    rotated = heads[:, None] < QUERY + KV
+    if NORM:
+        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / dim + eps)[:, None]
+        weighted = inside & rotated
+        low = tl.where(rotated, low * scale * tl.load(norm_ptr + first, weighted, other=1.0).to(tl.float32), low)
+        high = tl.where(
+            rotated, high * scale * tl.load(norm_ptr + first + HALF, weighted, other=1.0).to(tl.float32), high
+        )
+    angle = token * dim + half
+    cos = tl.load(cos_ptr + angle, half < HALF, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + angle + HALF, half < HALF, other=0.0).to(tl.float32)[None, :]
+    new_low = tl.where(rotated, low * cos - high * sin, low)
+    new_high = tl.where(rotated, high * cos + low * sin, high)
+
+    kind = q_ptr.dtype.element_ty
+    to_q = inside & (heads[:, None] < QUERY)
+    tl.store(q_ptr + token * QUERY * dim + first, new_low.to(kind), to_q)
+    tl.store(q_ptr + token * QUERY * dim + first + HALF, new_high.to(kind), to_q)
+
+    slot = tl.load(slots_ptr + token) * KV * dim
+    stored = keys_ptr.dtype.element_ty
+    to_k = inside & (heads[:, None] >= QUERY) & rotated
+    to_v = inside & (heads[:, None] >= QUERY + KV)
+    where_k = slot + first - QUERY * dim
+    where_v = slot + first - (QUERY + KV) * dim
+    tl.store(base + first, new_low.to(kind), to_k)
+    tl.store(base + first + HALF, new_high.to(kind), to_k)
+    tl.store(keys_ptr + where_k, new_low.to(stored), to_k)
+    tl.store(keys_ptr + where_k + HALF, new_high.to(stored), to_k)
+    tl.store(values_ptr + where_v, new_low.to(stored), to_v)
+    tl.store(values_ptr + where_v + HALF, new_high.to(stored), to_v)
+
+    # x - x is 0, or NaN where x is NaN or infinite
+    wrong = tl.where((to_k | to_v) & ((new_low - new_low != 0.0) | (new_high - new_high != 0.0)), 1, 0)
+    if tl.sum(tl.sum(wrong, 1), 0) > 0:
+        tl.store(unfinite_ptr + token, 1)
+
+
+@triton.jit
+def mix(x, times: tl.constexpr):
+    """The second half of `sampling.noise`'s mixer: x (uint32), already multiplied once."""
+    x ^= x >> 15
+    x *= times
+    return x
+
+
+@triton.jit
+def best_of_block(logits_ptr, temperatures_ptr, keys_ptr, scores_ptr, best_ptr, vocab, blocks, BLOCK: tl.constexpr):
+    """The best token of one block of one row: its logit over the temperature, less the logarithm of its arrival time.
+
+    The arrival times are those of `sampling.noise.negative_exponentials`; at temperature 0 there are none. A score of
+    NaN stands for logits that are not finite (-inf is, as a token that may not be chosen).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < vocab
+    logits = tl.load(logits_ptr + row * vocab + ids, inside, other=float("-inf")).to(tl.float32)
+    temperature = tl.load(temperatures_ptr + row)
+    bad = (logits != logits) | (logits == float("inf"))
+    scores = logits
+    if temperature > 0.0:
+        x = ids.to(tl.uint32) + 0x9E3779B9
+        for _ in tl.static_range(2):
+            x ^= x >> 16
+            x *= 0x21F0AAAD
+            x = mix(x, 0x735A2D97)
+            x ^= x >> 15
+        x ^= tl.load(keys_ptr + 2 * row).to(tl.uint32, bitcast=True)
+        x *= tl.load(keys_ptr + 2 * row + 1).to(tl.uint32, bitcast=True)
+        x = mix(x, 0x735A2D97)
+        u = ((x >> 1).to(tl.float32) + 0.5) * (4.656612873077393e-10 * (1.0 - 1.1920928955078125e-07))
+        # -log1p(-u), by Kahan's correction of the rounding of 1 - u
+        rest = 1.0 - u
+        time = tl.where(rest == 1.0, u, -tl.log(rest) * u / (1.0 - rest))
+        scores = logits / temperature - tl.log(time)
+    scores = tl.where(inside, scores, float("-inf"))
+    winner = tl.argmax(scores, 0)
+    score = tl.max(scores, 0)
+    if tl.sum(tl.where(bad & inside, 1, 0), 0) > 0:
+        score = float("nan")
+    tl.store(scores_ptr + row * blocks + tl.program_id(1), score)
+    tl.store(best_ptr + row * blocks + tl.program_id(1), tl.program_id(1) * BLOCK + winner)
+
+
+@triton.jit
+def best_of_blocks(scores_ptr, best_ptr, tokens_ptr, finite_ptr, blocks, BLOCK: tl.constexpr):
+    """The best of a row's blocks; the row is finite if no block was NaN and some token may be chosen."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < blocks
+    scores = tl.load(scores_ptr + row * blocks + columns, inside, other=float("-inf"))
+    bad = tl.sum(tl.where(scores != scores, 1, 0), 0) > 0
+    scores = tl.where(scores != scores, float("-inf"), scores)
+    winner = tl.argmax(scores, 0)
+    tl.store(tokens_ptr + row, tl.load(best_ptr + row * blocks + winner).to(tl.int64))
+    tl.store(finite_ptr + row, (tl.max(scores, 0) > float("-inf")) & (bad == 0))
+
+
+@triton.jit
+def flatten_pages(table_ptr, rows_ptr, indptr_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    """out[indptr[i] : indptr[i + 1]] = the first pages of table row rows[i], BLOCK of them in each program."""
+    sequence = tl.program_id(0)
+    start = tl.load(indptr_ptr + sequence)
+    count = tl.load(indptr_ptr + sequence + 1) - start
+    row = tl.load(rows_ptr + sequence).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < count
+    pages = tl.load(table_ptr + row * width + columns, inside, other=0)
+    tl.store(out_ptr + start + columns, pages.to(tl.int32), inside)

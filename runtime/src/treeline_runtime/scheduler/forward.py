@@ -1,0 +1,104 @@
+"""One step on the device, from the cells of the table to its next tokens; eager or under capture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from treeline_runtime.attention import AttentionBackend
+from treeline_runtime.core import Context, Req
+from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.sampling.noise import row_keys
+from treeline_runtime.scheduler.table import TableManager
+from treeline_runtime.transfer import upload
+
+
+class Tokens(NamedTuple):
+    """What was chosen: ids (rows,) int64, and whether a row's logits are finite (rows,) bool."""
+
+    ids: torch.Tensor
+    finite: torch.Tensor
+
+
+class OnDevice(NamedTuple):
+    """Each sequence's row of the table and position of its last token, its temperature (0 = greedy) and random key."""
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+    temperatures: torch.Tensor
+    keys: torch.Tensor
+
+    @classmethod
+    def of(cls, packed: torch.Tensor) -> OnDevice:
+        """Views of `DecodeInputs.packed`."""
+        n = len(packed) // 5
+        rows, positions, temperatures, keys = packed.split((n, n, n, 2 * n))
+        return cls(rows, positions, temperatures.view(torch.float32), keys.view(n, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """What is uploaded in one copy, for sequences that sample a token each."""
+
+    rows: list[int]
+    positions: list[int]
+    temperatures: list[float]
+    keys: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(cls, reqs: Sequence[Req], positions: list[int]) -> DecodeInputs:
+        """positions: of the last token before the one that is sampled."""
+        temperatures = [0.0 if req.sampling.greedy else req.sampling.temperature for req in reqs]
+        indices = [position + 1 - req.prompt_len for req, position in zip(reqs, positions, strict=True)]
+        return cls([req.row for req in reqs], positions, temperatures, row_keys([req.seed for req in reqs], indices))
+
+    def packed(self, size: int, row: int) -> npt.NDArray[np.int32]:
+        """(5 x size,), filled up with greedy sequences of one token in `row`."""
+        n = len(self.rows)
+        out = np.zeros(5 * size, dtype=np.int32)
+        out[:n] = self.rows
+        out[n:size] = row
+        out[size : size + n] = self.positions
+        out[2 * size : 2 * size + n] = np.array(self.temperatures, dtype=np.float32).view(np.int32)
+        out[3 * size : 3 * size + 2 * n] = self.keys.reshape(-1)
+        return out
+
+    def on(self, device: torch.device) -> OnDevice:
+        return OnDevice.of(upload(self.packed(len(self.rows), 0), device))
+
+
+class Forward:
+    """Model, attention and table, put together."""
+
+    def __init__(self, model: Decoder, attention: AttentionBackend, table: TableManager) -> None:
+        self._model = model
+        self._attention = attention
+        self._table = table
+
+    def hidden(self, rows: torch.Tensor, positions: torch.Tensor, plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """rows, positions (tokens,): the cells of the input → hidden states, whether keys and values are finite."""
+        page_size = self._attention.pool.page_size
+        pages = self._table.page_table[rows, positions // page_size]
+        slots = pages * page_size + positions % page_size
+        cos, sin = self._model.rope(positions)
+        unfinite = torch.zeros(len(rows), dtype=torch.int32, device=rows.device)
+        context = Context(self._attention, plan, slots, cos, sin, unfinite)
+        hidden = self._model.forward(self._table.token_pool[rows, positions], context)
+        return hidden, self._model.ops.stored_finite(context)
+
+    def choose(self, hidden: torch.Tensor, inputs: OnDevice) -> tuple[torch.Tensor, Tokens]:
+        """hidden (rows, hidden) → logits (rows, vocabulary), tokens; the tokens are in the table."""
+        logits = self._model.logits(hidden)
+        tokens = Tokens(*self._model.ops.choose(logits, inputs.temperatures, inputs.keys))
+        self._table.token_pool[inputs.rows, inputs.positions + 1] = tokens.ids
+        return logits, tokens
+
+    def decode(self, inputs: OnDevice, plan: Any) -> tuple[torch.Tensor, Tokens, torch.Tensor]:
+        """A step of sequences with one new token each → logits, tokens, whether keys and values are finite."""
+        hidden, kv_finite = self.hidden(inputs.rows, inputs.positions, plan)
+        return *self.choose(hidden, inputs), kv_finite

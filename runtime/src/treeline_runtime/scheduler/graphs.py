@@ -1,0 +1,101 @@
+"""Decode steps as CUDA graphs: a step of hundreds of kernels becomes one launch.
+
+A graph is captured for each of some batch sizes, the largest first, so that the others fit into its memory. A batch
+runs in the smallest that holds it; what is left over are sequences of one token in the table's scratch row.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from treeline_runtime.attention import AttentionBackend, Layout
+from treeline_runtime.scheduler.forward import DecodeInputs, Forward, OnDevice, Tokens
+from treeline_runtime.scheduler.table import TableManager
+
+logger = logging.getLogger(__name__)
+
+_NO_KEYS = np.empty((0, 2), dtype=np.int32)
+
+
+def sizes_up_to(largest: int) -> list[int]:
+    """1, 2, 4, 8, 16 and from there by 8: one in ten of a batch at most is padding from 72 on."""
+    steps = [1, 2, 4, *range(8, largest + 1, 8)]
+    return sorted({size for size in steps if size <= largest} | ({largest} if largest else set()))
+
+
+@dataclass(slots=True, eq=False)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    packed: torch.Tensor
+    """(5 x size,) int32: of `DecodeInputs`."""
+    buffers: Any
+    """The attention backend's."""
+    outputs: tuple[torch.Tensor, Tokens, torch.Tensor]
+
+
+class DecodeGraphs:
+    """None are captured, and `largest` is 0, where the backend's steps cannot be."""
+
+    def __init__(
+        self, forward: Forward, attention: AttentionBackend, table: TableManager, largest: int, device: torch.device
+    ) -> None:
+        self._forward = forward
+        self._attention = attention
+        self._table = table
+        self._device = device
+        self._captured: dict[int, _Captured] = {}
+        self._size_for: list[int] = []
+        if device.type == "cuda" and largest > 0:
+            self._capture(sizes_up_to(largest))
+        self.largest = max(self._captured, default=0)
+
+    @torch.inference_mode()
+    def _capture(self, sizes: list[int]) -> None:
+        started, free = time.perf_counter(), torch.cuda.mem_get_info(self._device)[0]
+        pool: Any = None
+        for size in reversed(sizes):
+            packed = torch.from_numpy(DecodeInputs([], [], [], _NO_KEYS).packed(size, self._table.scratch_row))
+            inputs = packed.to(self._device)
+            buffers = self._attention.capture_buffers(size, size * self._table.pages.shape[1])
+            if buffers is None:
+                return
+            plan = self._plan(size, [], inputs, buffers)
+            views = OnDevice.of(inputs)
+            self._forward.decode(views, plan)  # kernels are compiled and chosen outside of the capture
+            torch.cuda.synchronize(self._device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                outputs = self._forward.decode(views, plan)
+            pool = graph.pool()
+            self._captured[size] = _Captured(graph, inputs, buffers, outputs)
+        self._size_for = [next(size for size in sizes if size >= n) for n in range(sizes[-1] + 1)]
+        torch.cuda.synchronize(self._device)
+        taken = free - torch.cuda.mem_get_info(self._device)[0]
+        seconds = time.perf_counter() - started
+        logger.info(
+            "captured decode steps of %d batch sizes up to %d: %.1f s, %.2f GiB", len(sizes), sizes[-1], seconds,
+            taken / (1 << 30),
+        )  # fmt: skip
+
+    def replay(self, inputs: DecodeInputs, ends: list[int]) -> tuple[torch.Tensor, Tokens, torch.Tensor]:
+        """`Forward.decode` of at most `largest` sequences. The result is overwritten by the next replay."""
+        n = len(ends)
+        captured = self._captured[self._size_for[n]]
+        size = len(captured.packed) // 5
+        packed = torch.from_numpy(inputs.packed(size, self._table.scratch_row))
+        captured.packed.copy_(packed, non_blocking=True)
+        self._plan(size, ends, captured.packed, captured.buffers)
+        captured.graph.replay()
+        logits, tokens, kv_finite = captured.outputs
+        return logits[:n], Tokens(tokens.ids[:n], tokens.finite[:n]), kv_finite[:n]
+
+    def _plan(self, size: int, ends: list[int], packed: torch.Tensor, buffers: Any) -> Any:
+        kv_lens = ends + [1] * (size - len(ends))
+        layout = Layout([1] * size, kv_lens, self._table.page_table, packed[:size])
+        return self._attention.plan(layout, buffers)

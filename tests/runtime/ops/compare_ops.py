@@ -1,0 +1,132 @@
+"""Compares every kernel with the reference, prints what it compared. On CUDA, or else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from treeline_runtime.core import Context  # noqa: E402
+from treeline_runtime.kvcache import KVPool  # noqa: E402
+from treeline_runtime.ops import Heads, kernels  # noqa: E402
+from treeline_runtime.ops.torch_ops import TorchOps  # noqa: E402
+from treeline_runtime.ops.triton_ops import TritonOps  # noqa: E402
+from treeline_runtime.sampling.noise import row_keys  # noqa: E402
+
+FUSED, REFERENCE = TritonOps(), TorchOps()
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=GENERATOR).to(DEVICE, dtype)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    exact = dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=2e-5 if exact else 2e-2, atol=2e-5 if exact else 2e-2)
+
+
+def norm(dtype: torch.dtype) -> None:
+    for size in (8, 96, 1000):
+        x, residual, weight = noise(5, size, dtype=dtype), noise(5, size, dtype=dtype), noise(size, dtype=dtype)
+        close(FUSED.norm(x, weight, 1e-5), REFERENCE.norm(x, weight, 1e-5), dtype)
+        expected = REFERENCE.add_norm(x, residual, weight, 1e-5)
+        found = FUSED.add_norm(x, residual.clone(), weight, 1e-5)
+        close(found[0], expected[0], dtype)
+        close(found[1], expected[1], dtype)
+
+
+def gate(dtype: torch.dtype) -> None:
+    for size in (8, 1500):
+        x = noise(3, 2 * size, dtype=dtype)
+        close(FUSED.gate(x), REFERENCE.gate(x), dtype)
+
+
+def a_context(heads: Heads, tokens: int, dtype: torch.dtype, slots: torch.Tensor) -> Any:
+    device = torch.device(DEVICE)
+    pool = KVPool(
+        num_layers=2, num_pages=9, page_size=4, num_kv_heads=heads.kv, head_dim=heads.dim, dtype=dtype, device=device
+    )
+    angles = torch.arange(tokens)[:, None] * torch.linspace(1, 0.01, heads.dim // 2)
+    cos, sin = angles.cos(), angles.sin()
+    return Context(
+        SimpleNamespace(pool=pool),  # type: ignore[arg-type]
+        None,
+        slots,
+        torch.cat((cos, cos), 1)[:, None].to(DEVICE, dtype),
+        torch.cat((-sin, sin), 1)[:, None].to(DEVICE, dtype),
+        torch.zeros(tokens, dtype=torch.int32, device=DEVICE),
+    )
+
+
+def rotate_and_store(dtype: torch.dtype) -> None:
+    for query, kv, dim, with_norm in ((8, 2, 64, False), (3, 1, 16, True), (16, 8, 128, True), (4, 4, 24, False)):
+        weights = noise(query + kv, dim, dtype=dtype) if with_norm else None
+        heads = Heads(query, kv, dim, weights, 1e-6)
+        tokens = 6
+        slots = torch.randperm(36, generator=GENERATOR)[:tokens].to(DEVICE)
+        qkv = noise(tokens, (query + 2 * kv) * dim, dtype=dtype)
+        ours, theirs = (a_context(heads, tokens, dtype, slots) for _ in range(2))
+        found = FUSED.rotate_and_store(qkv.clone(), heads, 1, ours)
+        expected = REFERENCE.rotate_and_store(qkv.clone(), heads, 1, theirs)
+        for mine, other in zip(found, expected, strict=True):
+            close(mine, other, dtype)
+        for layer in (0, 1):
+            close(ours.attention.pool.keys[layer], theirs.attention.pool.keys[layer], dtype)
+            close(ours.attention.pool.values[layer], theirs.attention.pool.values[layer], dtype)
+        assert FUSED.stored_finite(ours).all()
+        for token, head in ((1, query), (4, query + 2 * kv - 1)):  # a key, a value
+            for wrong in (torch.nan, torch.inf, -torch.inf):
+                broken = qkv.clone()
+                broken[token, head * dim + 3] = wrong
+                context = a_context(heads, tokens, dtype, slots)
+                FUSED.rotate_and_store(broken, heads, 0, context)
+                assert FUSED.stored_finite(context).tolist() == [i != token for i in range(tokens)]
+
+
+def choose(dtype: torch.dtype) -> None:
+    for vocab in (50, 9000):
+        rows = 12
+        logits = 3 * noise(rows, vocab, dtype=dtype)
+        logits[3, 7], logits[4, :] = -torch.inf, -torch.inf
+        logits[4, 5] = 1.0
+        temperatures = torch.tensor([0.0, 0.7, 1.0, 0.0, 1.3, 2.0] * 2, dtype=torch.float32, device=DEVICE)
+        keys = torch.from_numpy(row_keys(range(rows), range(5, 5 + rows))).to(DEVICE)
+        found, finite = FUSED.choose(logits, temperatures, keys)
+        expected, _ = REFERENCE.choose(logits, temperatures, keys)
+        assert finite.all()
+        assert torch.equal(found, expected), (found, expected)
+        for wrong in (torch.nan, torch.inf):
+            broken = logits.clone()
+            broken[2, vocab - 1] = wrong
+            broken[6, :] = -torch.inf
+            assert FUSED.choose(broken, temperatures, keys)[1].tolist() == [i not in (2, 6) for i in range(rows)]
+
+
+def pages() -> None:
+    table = torch.arange(5 * 2000).view(5, 2000).to(DEVICE)
+    rows, counts = torch.tensor([3, 0, 4]), [1, 1500, 1025]
+    indptr = torch.from_numpy(np.cumsum([0, *counts]).astype(np.int32)).to(DEVICE)
+    out = torch.full((sum(counts),), -1, dtype=torch.int32, device=DEVICE)
+    kernels.flatten_pages[(3, 2)](table, rows.to(DEVICE), indptr, out, 2000, BLOCK=1024)
+    expected = torch.cat([table[row, :count] for row, count in zip(rows, counts, strict=True)])
+    assert torch.equal(out, expected.int())
+
+
+if __name__ == "__main__":
+    for compare in (norm, gate, rotate_and_store, choose):
+        run: Callable[[torch.dtype], None] = compare
+        for dtype in (torch.float32, torch.bfloat16):
+            run(dtype)
+        sys.stdout.write(f"{compare.__name__}\n")
+    pages()
+    sys.stdout.write("pages\n")
