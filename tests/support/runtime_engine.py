@@ -190,7 +190,7 @@ def prompt(seed: int, length: int) -> list[int]:
 class DenseAttention(AttentionBackend):
     """Attention as the textbook has it, one sequence, one head, one token at a time: slow and plainly right."""
 
-    def capture_buffers(self, sequences: int, max_pages: int) -> torch.Tensor:
+    def capture_buffers(self, sequences: int) -> torch.Tensor:
         return torch.zeros(sequences, dtype=torch.int64)
 
     def plan(self, layout: Layout, buffers: torch.Tensor | None = None) -> Layout:

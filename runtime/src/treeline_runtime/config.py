@@ -42,7 +42,7 @@ class EngineConfig:
         "auto",
         group="engine",
         metavar="NAME",
-        help="flashinfer or torch_sdpa (default: auto: flashinfer on CUDA where it has the kernels)",
+        help="flashinfer, triton or torch_sdpa (default: auto: the fastest that can serve the model here)",
     )
     max_graph_batch: int | None = setting(
         None,

@@ -40,9 +40,9 @@ class World:
         self.backend: AttentionBackend = ATTENTION_BACKENDS.get(name)(self.pool, *shape)
         self.buffers: Any = None
 
-    def capture(self, sequences: int, max_pages: int) -> bool:
+    def capture(self, sequences: int) -> bool:
         """From now on steps are planned into buffers, if the backend has some."""
-        self.buffers = self.backend.capture_buffers(sequences, max_pages)
+        self.buffers = self.backend.capture_buffers(sequences)
         return self.buffers is not None
 
     def noise(self, *shape: int) -> torch.Tensor:
@@ -171,7 +171,7 @@ def test_what_lies_in_slots_that_nobody_sees_changes_no_bit(
 def test_steps_that_are_planned_into_buffers_find_their_pages(backend: str) -> None:
     """As a captured graph does: the plan of each step lies where that of the first did."""
     world = World(backend, (4, 2, 8), 4)
-    if not world.capture(sequences=2, max_pages=8):
+    if not world.capture(sequences=2):
         pytest.skip("steps of this backend cannot be captured")
     for lens in ([(7, 1), (3, 1)], [(20, 1), (9, 1)], [(1, 1), (29, 1)]):
         world.check(lens)
@@ -186,6 +186,8 @@ def test_layers_do_not_share_memory(backend: str) -> None:
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"unknown attention backend 'fast'; known: dense, flashinfer, torch_sdpa"):
+    with pytest.raises(
+        ConfigError, match=r"unknown attention backend 'fast'; known: dense, flashinfer, torch_sdpa, triton"
+    ):
         ATTENTION_BACKENDS.get("fast")
     assert ATTENTION_BACKENDS.get("dense") is DenseAttention

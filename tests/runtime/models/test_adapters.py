@@ -6,6 +6,7 @@ import torch
 from treeline_runtime.core import Context
 from treeline_runtime.models.decoder import Linear
 from treeline_runtime.models.weights import RandomWeights
+from treeline_runtime.ops.torch_ops import TorchOps
 
 
 class LowRank:
@@ -27,7 +28,7 @@ def context(adapters: LowRank | None) -> Context:
 
 def test_an_adapter_gives_what_its_merged_weights_give() -> None:
     sizes = {"q_proj": 6, "k_proj": 4}
-    linear = Linear(RandomWeights(0, torch.float32, torch.device("cpu")), "layers.0.", sizes, 8, bias=False)
+    linear = Linear(RandomWeights(0, torch.float32, torch.device("cpu")), TorchOps(), "layers.0.", sizes, 8, bias=False)
     generator = torch.Generator().manual_seed(1)
     x, down, up = (torch.randn(shape, generator=generator) for shape in ((3, 8), (8, 2), (2, 10)))
     plain = linear(x, context(None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
+from treeline_runtime.attention import Layout  # noqa: E402
+from treeline_runtime.attention.decode import Decode  # noqa: E402
+from treeline_runtime.attention.torch_sdpa import TorchSDPA  # noqa: E402
 from treeline_runtime.core import Context  # noqa: E402
 from treeline_runtime.kvcache import KVPool  # noqa: E402
 from treeline_runtime.ops import Heads, kernels  # noqa: E402
@@ -33,6 +37,14 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     exact = dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=2e-5 if exact else 2e-2, atol=2e-5 if exact else 2e-2)
+
+
+def linear(dtype: torch.dtype) -> None:
+    for size, inputs, rows in ((8, 512, 1), (12, 1536, 1), (4100, 1024, 1), (8, 512, 2), (7, 512, 1), (8, 100, 1)):
+        x, weight, bias = noise(rows, inputs, dtype=dtype), noise(size, inputs, dtype=dtype), noise(size, dtype=dtype)
+        weight *= inputs**-0.5
+        for given in (None, bias):
+            close(FUSED.linear(x, weight, given), REFERENCE.linear(x, weight, given), dtype)
 
 
 def norm(dtype: torch.dtype) -> None:
@@ -122,11 +134,54 @@ def pages() -> None:
     assert torch.equal(out, expected.int())
 
 
+def decode() -> None:
+    """The kernel of decode against attention in float64: any lengths, any number of shares, NaN where nobody looks."""
+    random = Random(0)
+    device, dtype = torch.device(DEVICE), torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    for query, kv, dim in ((8, 2, 64), (6, 1, 24), (4, 4, 128)):
+        for lens in ([1], [19], [7] * 3, [2, 301, 4, 91], [128, 1, 129, 64, 5, 256, 2, 3, 130]):
+            page_size = random.choice([1, 16])
+            counts = [-(-n // page_size) for n in lens]
+            pool = KVPool(
+                num_layers=1,
+                num_pages=sum(counts),
+                page_size=page_size,
+                num_kv_heads=kv,
+                head_dim=dim,
+                dtype=dtype,
+                device=device,
+            )
+            pool.keys[0].fill_(torch.nan)
+            pool.values[0].fill_(torch.nan)
+            backend = Decode(TorchSDPA(pool, query, kv, dim))
+            free = torch.randperm(sum(counts), generator=GENERATOR)
+            table = torch.zeros(len(lens) + 2, max(counts), dtype=torch.int64)
+            rows = torch.randperm(len(lens) + 2, generator=GENERATOR)[: len(lens)]
+            q, expected = noise(len(lens), query, dim, dtype=dtype), []
+            for i, (n, count) in enumerate(zip(lens, counts, strict=True)):
+                pages, free = free[:count], free[count:]
+                table[rows[i], :count] = pages
+                tokens = torch.arange(n)
+                k, v = noise(n, kv, dim, dtype=dtype), noise(n, kv, dim, dtype=dtype)
+                slots = pages[tokens // page_size] * page_size + tokens % page_size
+                pool.store(0, slots.to(DEVICE), k, v)
+                k, v = (x.repeat_interleave(query // kv, 1).double() for x in (k, v))
+                weights = (torch.einsum("hd,khd->hk", q[i].double(), k) * dim**-0.5).softmax(-1)
+                expected.append(torch.einsum("hk,khd->hd", weights, v).flatten())
+            layout = Layout([1] * len(lens), lens, table.to(DEVICE), rows.to(DEVICE))
+            for shares in (1, 3, 16):
+                backend._shares = shares
+                for buffers in (None, backend.capture_buffers(len(lens))):
+                    found = backend.forward(0, q, q, q, backend.plan(layout, buffers))
+                    close(found.double(), torch.stack(expected), dtype)
+
+
 if __name__ == "__main__":
-    for compare in (norm, gate, rotate_and_store, choose):
+    for compare in (linear, norm, gate, rotate_and_store, choose):
         run: Callable[[torch.dtype], None] = compare
         for dtype in (torch.float32, torch.bfloat16):
             run(dtype)
         sys.stdout.write(f"{compare.__name__}\n")
-    pages()
-    sys.stdout.write("pages\n")
+    for check in (pages, decode):
+        check()
+        sys.stdout.write(f"{check.__name__}\n")

@@ -17,4 +17,4 @@ def test_the_kernels_compute_what_the_reference_does() -> None:
         [sys.executable, Path(__file__).with_name("compare_ops.py")], capture_output=True, text=True, timeout=110
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.split() == ["norm", "gate", "rotate_and_store", "choose", "pages"]
+    assert result.stdout.split() == ["linear", "norm", "gate", "rotate_and_store", "choose", "pages", "decode"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
 
 import torch
@@ -10,24 +11,40 @@ from treeline_runtime.attention.base import ATTENTION_BACKENDS, AttentionBackend
 from treeline_runtime.attention.torch_sdpa import TorchSDPA
 from treeline_runtime.config import ConfigError
 from treeline_runtime.kvcache.pool import KVPool
+from treeline_runtime.ops import obstacle_to_triton
 
-__all__ = ["ATTENTION_BACKENDS", "AttentionBackend", "Layout", "new_attention", "obstacle_to_flashinfer"]
+__all__ = ["ATTENTION_BACKENDS", "AttentionBackend", "Layout", "new_attention"]
+
+logger = logging.getLogger(__name__)
+
+
+def _triton(pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
+    """Decode in our own kernel, prompts in torch's."""
+    if obstacle := obstacle_to_triton():
+        raise ConfigError(f"attention_backend triton: {obstacle}")
+    from treeline_runtime.attention.decode import Decode
+
+    return Decode(TorchSDPA(pool, num_heads, num_kv_heads, head_dim))
 
 
 def _flashinfer(pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
-    if reason := obstacle_to_flashinfer(pool.keys[0].device, pool.keys[0].dtype, head_dim):
-        raise ConfigError(f"attention_backend flashinfer: {reason}")
+    """Decode in our own kernel, prompts in FlashInfer's."""
+    if obstacle := _obstacle(pool.keys[0].device, pool.keys[0].dtype, head_dim):
+        raise ConfigError(f"attention_backend flashinfer: {obstacle}")
+    from treeline_runtime.attention.decode import Decode
     from treeline_runtime.attention.flashinfer import FlashInfer
 
-    return FlashInfer(pool, num_heads, num_kv_heads, head_dim)
+    return Decode(FlashInfer(pool, num_heads, num_kv_heads, head_dim))
 
 
-def obstacle_to_flashinfer(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why FlashInfer cannot serve such a model here; None if it can."""
     if device.type != "cuda":
         return "it needs a CUDA device"
     if find_spec("flashinfer") is None:
         return "it is not installed: pip install 'treeline-runtime[cuda]'"
+    if obstacle := obstacle_to_triton():
+        return obstacle
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it has no kernels for {str(dtype).removeprefix('torch.')}"
     if head_dim not in (64, 128, 256):
@@ -36,12 +53,18 @@ def obstacle_to_flashinfer(device: torch.device, dtype: torch.dtype, head_dim: i
 
 
 def new_attention(name: str, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
-    """The backend of that name; "auto" is the fastest that can serve the model."""
-    if name == "auto":
-        obstacle = obstacle_to_flashinfer(pool.keys[0].device, pool.keys[0].dtype, head_dim)
-        name = "torch_sdpa" if obstacle else "flashinfer"
+    """The backend of that name; "auto" is the fastest that can serve the model here. Raises ConfigError."""
+    device = pool.keys[0].device
+    if name == "auto" and device.type == "cuda" and obstacle_to_triton() is None:
+        obstacle = _obstacle(device, pool.keys[0].dtype, head_dim)
+        if obstacle:
+            logger.warning("prompts are computed by torch, not by FlashInfer: %s", obstacle)
+        name = "triton" if obstacle else "flashinfer"
+    elif name == "auto":
+        name = "torch_sdpa"
     return ATTENTION_BACKENDS.get(name)(pool, num_heads, num_kv_heads, head_dim)
 
 
 ATTENTION_BACKENDS.register("torch_sdpa", TorchSDPA)
+ATTENTION_BACKENDS.register("triton", _triton)
 ATTENTION_BACKENDS.register("flashinfer", _flashinfer)

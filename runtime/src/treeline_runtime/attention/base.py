@@ -48,10 +48,9 @@ class AttentionBackend(ABC):
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
 
-    def capture_buffers(self, sequences: int, max_pages: int) -> Any | None:
-        """Device memory for the plans of steps of that many sequences with one new token each, and at most `max_pages`
-        pages in all, so that kernels captured in a graph find each step's plan where they look. None: steps of this
-        backend cannot be captured."""
+    def capture_buffers(self, sequences: int) -> Any | None:
+        """Device memory for the plans of steps of that many sequences with one new token each, so that kernels captured
+        in a graph find each step's plan where they look. None: steps of this backend cannot be captured."""
         return None
 
     @abstractmethod

@@ -26,14 +26,17 @@ class Linear:
     with models/tiny: a decode step of 8 rows by 7 %), with one row or many it makes no difference.
     """
 
-    def __init__(self, weights: Weights, prefix: str, names: dict[str, int], size: int, *, bias: bool) -> None:
+    def __init__(
+        self, weights: Weights, ops: Ops, prefix: str, names: dict[str, int], size: int, *, bias: bool
+    ) -> None:
         weight = _stack([weights.take(f"{prefix}{n}.weight", out, size) for n, out in names.items()])
+        self._ops = ops
         self._name = prefix + "+".join(names)
         self._weight = weight.t().contiguous().t() if weight.device.type == "cpu" else weight
         self._bias = _stack([weights.take(f"{prefix}{n}.bias", out) for n, out in names.items()]) if bias else None
 
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        y = F.linear(x, self._weight, self._bias)
+        y = self._ops.linear(x, self._weight, self._bias)
         if context.adapters is None:
             return y
         delta = context.adapters.delta(self._name, x)
@@ -52,8 +55,8 @@ class Attention:
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         sizes = {"q_proj": heads * dim} | dict.fromkeys(("k_proj", "v_proj"), kv_heads * dim)
         self._ops, self._layer = ops, layer
-        self._qkv = Linear(weights, prefix, sizes, config.hidden_size, bias=config.qkv_bias)
-        self._o = Linear(weights, prefix, {"o_proj": config.hidden_size}, heads * dim, bias=config.o_bias)
+        self._qkv = Linear(weights, ops, prefix, sizes, config.hidden_size, bias=config.qkv_bias)
+        self._o = Linear(weights, ops, prefix, {"o_proj": config.hidden_size}, heads * dim, bias=config.o_bias)
         norm: torch.Tensor | None = None
         if config.qk_norm:
             q_norm = weights.take(f"{prefix}q_norm.weight", dim).expand(heads, dim)
@@ -77,8 +80,8 @@ class Layer:
         self._attention = Attention(config, weights, ops, layer)
         self._norm2 = weights.take(f"{prefix}post_attention_layernorm.weight", hidden)
         mlp = f"{prefix}mlp."
-        self._gate_up = Linear(weights, mlp, {"gate_proj": inner, "up_proj": inner}, hidden, bias=config.mlp_bias)
-        self._down = Linear(weights, mlp, {"down_proj": hidden}, inner, bias=config.mlp_bias)
+        self._gate_up = Linear(weights, ops, mlp, {"gate_proj": inner, "up_proj": inner}, hidden, bias=config.mlp_bias)
+        self._down = Linear(weights, ops, mlp, {"down_proj": hidden}, inner, bias=config.mlp_bias)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, context: Context
@@ -126,7 +129,7 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(rows, hidden) → (rows, vocabulary)"""
-        return F.linear(hidden, self._head)
+        return self.ops.linear(hidden, self._head, None)
 
 
 def _embedding_and_head(config: ModelConfig, weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,6 +29,9 @@ class Heads:
 class Ops(Protocol):
     """May overwrite its inputs where it says so; results are new tensors otherwise."""
 
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x (tokens, inputs), weight (outputs, inputs), bias (outputs,) → (tokens, outputs)."""
+
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMS norm of x (tokens, hidden), times weight (hidden,)."""
 

@@ -10,6 +10,31 @@ import triton.language as tl
 
 
 @triton.jit
+def matrix_times_vector(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    inputs,
+    BIAS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """OUTPUTS elements of weight x x; `inputs` is a multiple of BLOCK."""
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    columns = tl.arange(0, BLOCK)
+    rows = weight_ptr + outputs[:, None].to(tl.int64) * inputs
+    total = tl.zeros((OUTPUTS, BLOCK), tl.float32)
+    for start in range(0, inputs, BLOCK):
+        x = tl.load(x_ptr + start + columns).to(tl.float32)
+        total += tl.load(rows + start + columns[None, :]).to(tl.float32) * x[None, :]
+    result = tl.sum(total, 1)
+    if BIAS:
+        result += tl.load(bias_ptr + outputs).to(tl.float32)
+    tl.store(out_ptr + outputs, result.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
 def norm(x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
     """RMS norm of a row; with ADD of its sum with the residual, which the sum replaces."""
     start = tl.program_id(0).to(tl.int64) * size
@@ -40,23 +65,10 @@ def gate(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def rotate_and_store(
-    qkv_ptr,
-    q_ptr,
-    keys_ptr,
-    values_ptr,
-    slots_ptr,
-    cos_ptr,
-    sin_ptr,
-    norm_ptr,
-    unfinite_ptr,
-    eps,
-    QUERY: tl.constexpr,
-    KV: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    NORM: tl.constexpr,
+    qkv_ptr, q_ptr, keys_ptr, values_ptr, slots_ptr, cos_ptr, sin_ptr, norm_ptr, unfinite_ptr, eps,
+    QUERY: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, NORM: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """A block of one token's heads: norm and rotation of queries and keys, keys and values into the token's slot.
 
     Queries go to q, rotated keys also to where they came from.
@@ -181,3 +193,103 @@ def flatten_pages(table_ptr, rows_ptr, indptr_ptr, out_ptr, width, BLOCK: tl.con
     inside = columns < count
     pages = tl.load(table_ptr + row * width + columns, inside, other=0)
     tl.store(out_ptr + start + columns, pages.to(tl.int32), inside)
+
+
+@triton.jit
+def decode_shares(
+    q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, lens_ptr, partial_ptr, scores_ptr, scale, width, sequences,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, SHARES: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Attention of one KV head's queries over one share of all blocks of all sequences.
+
+    lens: `attention.decode._Plan.lens`. Of each sequence it meets, the share leaves its output in partial[share +
+    sequence], a sum that no others have, and the base-2 logarithm of its softmax's denominator in scores.
+    """
+    head = tl.program_id(0)
+    share = tl.program_id(1)
+    total = tl.load(lens_ptr + sequences)
+    shares = tl.minimum(total, SHARES)  # none is empty
+    block = tl.minimum(share * total // shares, total)
+    end = tl.minimum((share + 1) * total // shares, total)
+    low = 0
+    high = sequences
+    while low + 1 < high:  # the sequence that the first block belongs to
+        middle = (low + high) // 2
+        if tl.load(lens_ptr + middle) <= block:
+            low = middle
+        else:
+            high = middle
+    sequence = low
+
+    dims = tl.arange(0, BLOCK_DIM)
+    group = tl.arange(0, BLOCK_GROUP)
+    heads = head * GROUP + group
+    wanted = (group[:, None] < GROUP) & (dims[None, :] < DIM)
+    while block < end:
+        first = tl.load(lens_ptr + sequence)
+        last = tl.minimum(tl.load(lens_ptr + sequence + 1), end)
+        length = tl.load(lens_ptr + sequences + 1 + sequence)
+        row = tl.load(rows_ptr + sequence).to(tl.int64) * width
+        q = tl.load(q_ptr + (sequence * KV * GROUP + heads[:, None]) * DIM + dims[None, :], wanted, other=0.0)
+        best = tl.full((BLOCK_GROUP,), float("-inf"), tl.float32)
+        mass = tl.zeros((BLOCK_GROUP,), tl.float32)
+        out = tl.zeros((BLOCK_GROUP, BLOCK_DIM), tl.float32)
+        stop = tl.minimum((last - first) * BLOCK, length)
+        for start in range((block - first) * BLOCK, stop, BLOCK):
+            tokens = start + tl.arange(0, BLOCK)
+            seen = tokens < stop
+            page = tl.load(table_ptr + row + tokens // PAGE, seen, other=0)
+            slot = (page * PAGE + tokens % PAGE) * (KV * DIM) + head * DIM
+            k = tl.load(keys_ptr + slot[None, :] + dims[:, None], seen[None, :] & (dims[:, None] < DIM), other=0.0)
+            weights = tl.dot(q, k.to(q.dtype)) * scale
+            weights = tl.where(seen[None, :], weights, float("-inf"))
+            higher = tl.maximum(best, tl.max(weights, 1))
+            weights = tl.exp2(weights - higher[:, None])
+            fade = tl.exp2(best - higher)
+            v = tl.load(values_ptr + slot[:, None] + dims[None, :], seen[:, None] & (dims[None, :] < DIM), other=0.0)
+            out = out * fade[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype))
+            mass = mass * fade + tl.sum(weights, 1)
+            best = higher
+        cell = (share + sequence) * KV * GROUP + heads
+        tl.store(partial_ptr + cell[:, None] * DIM + dims[None, :], out / mass[:, None], wanted)
+        tl.store(scores_ptr + cell, best + tl.log2(mass), group < GROUP)
+        block = last
+        sequence += 1
+
+
+@triton.jit
+def merge_shares(
+    partial_ptr,
+    scores_ptr,
+    lens_ptr,
+    out_ptr,
+    sequences,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    SHARES: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """One head of one sequence: the sum of what `decode_shares` left of it, each part by its share of the softmax."""
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    total = tl.load(lens_ptr + sequences)
+    shares = tl.minimum(total, SHARES)
+    # share s has the blocks from s x total / shares on: so block b is in share ceil((b + 1) x shares / total) - 1
+    first = ((tl.load(lens_ptr + sequence) + 1) * shares - 1) // total
+    last = (tl.load(lens_ptr + sequence + 1) * shares - 1) // total
+    dims = tl.arange(0, BLOCK_DIM)
+    best = float("-inf")
+    mass = 0.0
+    out = tl.zeros((BLOCK_DIM,), tl.float32)
+    for share in range(first, last + 1):
+        cell = (share + sequence) * HEADS + head
+        score = tl.load(scores_ptr + cell)
+        higher = tl.maximum(best, score)
+        fade = tl.exp2(best - higher)
+        part = tl.exp2(score - higher)
+        out = out * fade + part * tl.load(partial_ptr + cell * DIM + dims, dims < DIM, other=0.0)
+        mass = mass * fade + part
+        best = higher
+    place = (sequence * HEADS + head) * DIM + dims
+    tl.store(out_ptr + place, (out / mass).to(out_ptr.dtype.element_ty), dims < DIM)

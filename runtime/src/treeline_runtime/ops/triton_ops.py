@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 
 from treeline_runtime.core import Context
@@ -11,11 +12,33 @@ from treeline_runtime.ops.base import Heads
 
 _GATE_BLOCK = 1024
 _HEADS_AT_ONCE = 8
+_OUTPUTS_AT_ONCE = 4
+_FEW_OUTPUTS = 4096
 VOCAB_BLOCK = 4096
 """Tokens of the vocabulary that one program looks at; a second kernel takes the best of the programs."""
 
 
 class TritonOps:
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """One token alone takes a kernel that only streams the weights, which cuBLAS does more slowly."""
+        size, inputs = weight.shape
+        block = 1024 if size > _FEW_OUTPUTS else 512
+        if x.shape[0] != 1 or size % _OUTPUTS_AT_ONCE or inputs % block:
+            return F.linear(x, weight, bias)
+        out = torch.empty(1, size, dtype=x.dtype, device=x.device)
+        kernels.matrix_times_vector[(size // _OUTPUTS_AT_ONCE,)](
+            x,
+            weight,
+            weight if bias is None else bias,
+            out,
+            inputs,
+            BIAS=bias is not None,
+            OUTPUTS=_OUTPUTS_AT_ONCE,
+            BLOCK=block,
+            num_warps=4,
+        )
+        return out
+
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self._norm(x, x, weight, eps, add=False)
 

@@ -62,7 +62,7 @@ class DecodeGraphs:
         for size in reversed(sizes):
             packed = torch.from_numpy(DecodeInputs([], [], [], _NO_KEYS).packed(size, self._table.scratch_row))
             inputs = packed.to(self._device)
-            buffers = self._attention.capture_buffers(size, size * self._table.pages.shape[1])
+            buffers = self._attention.capture_buffers(size)
             if buffers is None:
                 return
             plan = self._plan(size, [], inputs, buffers)
