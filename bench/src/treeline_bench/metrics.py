@@ -138,6 +138,28 @@ METRICS: dict[str, Metric] = {
         headline=False,
     ),
     "sampling.compared": Metric("answers", "how many were compared", "higher", headline=False),
+    "engine.start": Metric("s", "to an engine that is ready: random weights, kernels, graphs", "lower", headline=False),
+    "engine.decode": Metric(
+        "ms",
+        "a decode step of so many sequences that began with so many tokens",
+        "lower",
+        source="weights and cache moved through memory once, at the speed of a large copy in the same run",
+        beside="floor",
+    ),
+    "engine.prefill": Metric(
+        "tokens/s",
+        "one prompt of so many tokens",
+        "higher",
+        source="its operations at the speed of a large matrix product in the same run",
+        beside="ceiling",
+    ),
+    "engine.offline": Metric(
+        "tokens/s", "output of 256 requests with 100 to 1,024 tokens in and out, temperature 0.6", "higher"
+    ),
+    "engine.device.copy_tb_s": Metric("TB/s", "read and written by a large copy", "higher", headline=False),
+    "engine.device.multiply_tflop_s": Metric(
+        "TFLOP/s", "a matrix product of 8,192³ in bfloat16", "higher", headline=False
+    ),
     "bodies.live_ms": Metric(
         "ms",
         "longest wait for /live while a prompt of so many megabytes is refused, median of five",

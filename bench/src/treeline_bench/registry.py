@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treeline_bench import bodies, chat, fleet, http, picker, routing, sampling, tree
+from treeline_bench import bodies, chat, engine, fleet, http, picker, routing, sampling, tree
 from treeline_bench.context import Benchmark
 from treeline_bench.kubernetes import benchmark as operator
 from treeline_bench.kubernetes import one_gateway
@@ -20,6 +20,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         bodies.BENCHMARK,
         http.BENCHMARK,
         sampling.BENCHMARK,
+        engine.BENCHMARK,
         operator.BENCHMARK,
         one_gateway.BENCHMARK,
     )

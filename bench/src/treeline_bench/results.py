@@ -23,16 +23,19 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ratio: float | None
 
 
-class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The size of the machine, and nothing that identifies it."""
 
     cores: int
     cpu_model: str
     memory_gib: float
     os: str
+    gpu: str = ""
+    """Its name; empty where there is none."""
 
     def __str__(self) -> str:
-        return f"{self.cores} cores ({self.cpu_model}), {self.memory_gib:g} GiB, {self.os}"
+        gpu = f"{self.gpu}, " if self.gpu else ""
+        return f"{gpu}{self.cores} cores ({self.cpu_model}), {self.memory_gib:g} GiB, {self.os}"
 
 
 class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

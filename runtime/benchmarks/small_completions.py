@@ -1,6 +1,6 @@
 """Measure what HTTP costs a runtime: small completions against a scheduler without a model. Prints JSON rows.
 
-    python runtime/benchmarks/http.py [--requests 4000] [--clients 32] [--rounds 5] [--against MODULE]
+    python runtime/benchmarks/small_completions.py [--requests 4000] [--clients 32] [--rounds 5] [--against MODULE]
 
 The server is `treeline serve` with `tests/support/fake_scheduler.py` in place of the engine, asked for one token over
 connections that stay open. `http.requests_s` is answers a second, `http.cpu_us` what the HTTP process computes for one,

@@ -1,0 +1,212 @@
+"""How fast the engine is, in one process without HTTP: decode steps, prompts, a batch of requests; beside the floors.
+
+    python runtime/benchmarks/engine.py --shape llama8b
+
+A *shape* is a model's config.json with random weights; `tiny` is for a CPU. Prints a row of JSON for each figure:
+
+- `decode.SHAPE.bN.ctxC`: milliseconds of a step of N sequences that began with C tokens. N prompts are continued by 16
+  and by 144 tokens (greedy); the difference, divided by 128, is a step, prompts and all else subtracted.
+- `prefill.SHAPE.N`: prompt tokens a second, of one prompt of N tokens that nothing has cached, the best of five.
+- `offline.SHAPE`: output tokens a second of 256 requests with 100 to 1,024 tokens in and out, temperature 0.6.
+- `start.SHAPE`: seconds to build the engine: weights, kernels (as far as they are not compiled yet), graphs.
+
+Floors, as `floor.…`: a step moves all weights but the input embedding and the cache of all its sequences through memory
+once; a prompt takes two operations per weight of the layers and token, and four per pair of tokens, head and dimension,
+of which causality needs half. What the device can do is measured first: bytes read and written by a large copy, and a
+large matrix product of random bfloat16 numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from treeline_runtime import Engine, SamplingParams
+
+COMMON = {"torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1, "hidden_act": "silu"}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_0_6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 100000.0,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+}
+DECODE = ((1, 512), (64, 1024), (256, 1024))
+SHORT, LONG = 16, 144
+PROMPT = 4096
+OFFLINE = 256
+
+
+def report(metric: str, value: float) -> None:
+    sys.stdout.write(json.dumps({"metric": metric, "value": value}) + "\n")
+    sys.stdout.flush()
+
+
+class Bench:
+    """One engine of one shape."""
+
+    def __init__(self, name: str, folder: Path, config: dict[str, Any]) -> None:
+        self.name = name
+        self.shape = SHAPES[name]
+        (folder / "config.json").write_text(json.dumps(self.shape | COMMON))
+        started = time.perf_counter()
+        self.engine = Engine(folder, load_format="dummy", context_length=8192, **config)
+        self.synchronize()
+        report(f"start.{name}", time.perf_counter() - started)
+        self.limits = self.engine.scheduler.limits
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.limits.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def run(self, batch: int, context: int, output: int) -> float:
+        """Seconds for so many fresh prompts."""
+        prompts = [random.choices(range(10, 4000), k=context) for _ in range(batch)]
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=output)
+        started = time.perf_counter()
+        outputs = self.engine.generate(prompts, params)
+        seconds = time.perf_counter() - started
+        assert all(len(each.token_ids) == output for each in outputs)
+        return seconds
+
+    def step_ms(self, batch: int, context: int, rounds: int) -> float:
+        """The median of some rounds."""
+        steps = []
+        for _ in range(rounds):
+            short = self.run(batch, context, SHORT)
+            steps.append((self.run(batch, context, LONG) - short) / (LONG - SHORT) * 1e3)
+        return statistics.median(steps)
+
+    def offline(self, count: int, most: int) -> float:
+        """Output tokens a second."""
+        rng = random.Random(0)
+        prompts = [rng.choices(range(10, 4000), k=rng.randint(most // 10, most)) for _ in range(count)]
+        lengths = [rng.randint(most // 10, most) for _ in range(count)]
+        params = [SamplingParams(temperature=0.6, ignore_eos=True, max_new_tokens=length) for length in lengths]
+        started = time.perf_counter()
+        self.engine.generate(prompts, params)
+        return sum(lengths) / (time.perf_counter() - started)
+
+    def floors(self) -> None:
+        """What the device could do at best."""
+        shape = self.shape
+        hidden, layers, dim = shape["hidden_size"], shape["num_hidden_layers"], shape["head_dim"]
+        heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+        layer = hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * shape["intermediate_size"]
+        weights = 2 * (layers * layer + hidden * shape["vocab_size"])
+        bandwidth, rate = copy_bytes_s(), multiply_flop_s()
+        report(f"device.copy_tb_s.{self.name}", bandwidth / 1e12)
+        report(f"device.multiply_tflop_s.{self.name}", rate / 1e12)
+        for batch, context in DECODE:
+            cache = batch * (context + (SHORT + LONG) / 2) * self.limits.kv_bytes_per_token
+            report(f"floor.decode.{self.name}.b{batch}.ctx{context}", (weights + cache) / bandwidth * 1e3)
+        operations = 2 * layers * layer * PROMPT + 2 * layers * heads * dim * PROMPT**2
+        report(f"floor.prefill.{self.name}.{PROMPT}", PROMPT / (operations / rate))
+
+
+def copy_bytes_s() -> float:
+    """Bytes read and written by a second of copying."""
+    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / seconds_of(lambda: target.copy_(source))
+
+
+def multiply_flop_s() -> float:
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / seconds_of(lambda: torch.mm(a, b))
+
+
+def seconds_of(work: Any) -> float:
+    """The median of ten, by the device's clock."""
+    times = []
+    for _ in range(13):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times[3:])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--rounds", type=int, default=3, help="of each decode figure (default: 3)")
+    parser.add_argument("--quick", action="store_true", help="small batches, one round: proves that it works")
+    parser.add_argument("--set", default="{}", metavar="JSON", help='fields of the configuration, {"page_size": 64}')
+    args = parser.parse_args()
+    random.seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(args.shape, Path(folder), json.loads(args.set))
+        if args.quick or not bench.on_cuda:
+            report(f"decode.{args.shape}.b4.ctx64", bench.step_ms(4, 64, 1))
+            report(f"prefill.{args.shape}.512", 512 / bench.run(1, 512, 1))
+            report(f"offline.{args.shape}", bench.offline(8, 64))
+            return 0
+        bench.floors()
+        for batch, context in ((1, 8), (4, 64), (64, 256)):  # whatever is compiled or chosen at first use
+            bench.run(batch, context, 8)
+        for batch, context in DECODE:
+            report(f"decode.{args.shape}.b{batch}.ctx{context}", bench.step_ms(batch, context, args.rounds))
+        bench.run(1, PROMPT, 1)
+        report(f"prefill.{args.shape}.{PROMPT}", PROMPT / min(bench.run(1, PROMPT, 1) for _ in range(5)))
+        bench.offline(4, 64)
+        report(f"offline.{args.shape}", bench.offline(OFFLINE, 1024))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

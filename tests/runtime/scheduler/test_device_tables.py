@@ -1,0 +1,80 @@
+"""What goes to the device in one piece: the tables' news, and the inputs of a decode step."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from treeline_runtime.scheduler.forward import DecodeInputs, OnDevice
+from treeline_runtime.scheduler.graphs import sizes_up_to
+from treeline_runtime.scheduler.table import TableManager
+
+
+def a_table_of_a_device() -> TableManager:
+    """As on CUDA: what the device has is a copy."""
+    table = TableManager(4, 64, 4, torch.device("cpu"), scratch_page=99)
+    table.page_table = table.page_table.clone()
+    table._mirrored = True
+    return table
+
+
+def test_what_is_written_reaches_the_device_with_the_next_flush() -> None:
+    table = a_table_of_a_device()
+    row = table.alloc([5, 6, 7])
+    table.write_pages(row, 0, np.array([8, 9]))
+    assert table.token_pool[row, :3].tolist() == [0, 0, 0]
+    table.flush()
+    assert table.token_pool[row, :4].tolist() == [5, 6, 7, 0]
+    assert table.page_table[row, :3].tolist() == [8, 9, 0]
+
+
+def test_of_two_owners_of_a_row_between_flushes_the_later_one_counts() -> None:
+    table = a_table_of_a_device()
+    first = table.alloc([1, 2, 3])
+    table.write_pages(first, 0, np.array([1, 2]))
+    table.free(first)
+    second = table.alloc([4, 5])
+    assert first == second
+    table.write_pages(second, 0, np.array([3]))
+    table.write_pages(second, 0, np.array([7]))
+    table.flush()
+    assert table.token_pool[second, :2].tolist() == [4, 5]
+    assert table.page_table[second, 0] == 7
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12), st.integers(1, 4)), max_size=20))
+def test_after_a_flush_both_tables_of_pages_are_the_same(writes: list[tuple[int, int, int]]) -> None:
+    table = a_table_of_a_device()
+    for number, (row, start, count) in enumerate(writes):
+        table.write_pages(row, start, np.arange(count) + 10 * number)
+        if number % 7 == 6:
+            table.flush()
+    table.flush()
+    assert torch.equal(table.page_table, torch.from_numpy(table.pages))
+
+
+def test_the_row_of_nobody_has_pages_of_nobody() -> None:
+    table = a_table_of_a_device()
+    assert (table.page_table[table.scratch_row] == 99).all()
+    assert table.scratch_row not in [table.alloc([1]) for _ in range(4)]
+
+
+def test_inputs_come_out_as_they_went_in_and_the_rest_is_greedy_and_nobodys() -> None:
+    keys = np.array([[1, -2], [3, -4]], dtype=np.int32)
+    inputs = DecodeInputs([3, 0], [17, 5], [0.0, 0.75], keys)
+    found = OnDevice.of(torch.from_numpy(inputs.packed(4, 9)))
+    assert found.rows.tolist() == [3, 0, 9, 9]
+    assert found.positions.tolist() == [17, 5, 0, 0]
+    assert found.temperatures.tolist() == [0.0, 0.75, 0.0, 0.0]
+    assert found.keys.tolist() == [[1, -2], [3, -4], [0, 0], [0, 0]]
+
+
+@given(st.integers(0, 600))
+def test_captured_sizes_reach_the_largest_and_waste_little(largest: int) -> None:
+    sizes = sizes_up_to(largest)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1:] == ([largest] if largest else [])
+    for n in range(1, largest + 1):
+        taken = next(size for size in sizes if size >= n)
+        assert taken - n < 8
