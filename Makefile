@@ -1,7 +1,7 @@
 # Everything a person does here, by one word. `make help` lists the words; each does its own set-up in .venv.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format control-plane generate images sbom cluster-up cluster-down e2e bench clients fuzz fuzz-wire fuzz-edge model lock clean
+.PHONY: help setup run test room check format control-plane generate images sbom cluster-up cluster-down e2e bench clients fuzz fuzz-wire fuzz-edge model lock clean
 
 PY := .venv/bin/python
 PROVIDER ?= auto
@@ -17,6 +17,9 @@ run: setup ## Serve the tiny model: Envoy, the endpoint picker and two runtimes 
 
 test: setup ## The test suite (ARGS="-k radix" for a part of it)
 	@scripts/test.sh $(ARGS)
+
+room: setup ## The tests of one room that start no processes, in seconds (R=epp)
+	@scripts/test.sh tests/$(R) -m "not integration" --numprocesses 2 --dist loadfile $(ARGS)
 
 check: setup ## Lint, format, types, import rule, dead code, tests that cannot be imported
 	@scripts/check.sh

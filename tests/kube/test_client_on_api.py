@@ -22,6 +22,8 @@ from treeline_kube.errors import (
 )
 from treeline_kube.resources import Ref
 
+pytestmark = pytest.mark.integration
+
 NOBODY = "00000000-0000-0000-0000-000000000000"
 
 

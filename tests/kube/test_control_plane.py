@@ -13,6 +13,8 @@ import psutil
 import pytest
 from support.control_plane import BUILD, ROOT, ControlPlane, ControlPlaneFailed
 
+pytestmark = pytest.mark.integration
+
 CHILD = """
 import subprocess, sys
 from treeline_bench.control_plane.plane import die_with_parent

@@ -84,6 +84,7 @@ def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         model = load_model(config)
         transport = SocketTransport(spec, context)
         scheduler = Scheduler(config, model, transport)
+        scheduler.warm_up()
     except (ConfigError, ModelError) as error:
         raise StartError(str(error)) from None
     transport.announce_ready(scheduler.limits.as_dict(), scheduler.load())

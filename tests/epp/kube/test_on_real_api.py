@@ -15,6 +15,8 @@ from support.kube_api import MODELS, PODS, POOLS, crd
 from treeline_kube import reflector
 from treeline_operator.rbac import PICKER
 
+pytestmark = pytest.mark.integration
+
 UPSTREAM = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
 OLD = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferencepools"
 OLD_MODELS = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferencemodels"

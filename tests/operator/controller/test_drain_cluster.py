@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any
 
+import pytest
 from aiohttp import web
 from support.operator_run import PODS, POOLS, Room, condition, operator, ready
 from treeline_kube.client import Client
@@ -18,6 +19,8 @@ from treeline_operator.controller.execute import Executor
 from treeline_operator.controller.store import Store
 from treeline_operator.world import Ref
 from treeline_wire.labels import POOL, SERVING
+
+pytestmark = pytest.mark.integration
 
 
 class Picker:

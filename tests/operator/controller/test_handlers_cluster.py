@@ -19,6 +19,8 @@ from treeline_kube.client import Client
 from treeline_operator.controller.handlers import follow
 from treeline_operator.controller.kinds import OWN, Watched
 
+pytestmark = pytest.mark.integration
+
 KIND = OWN[1]
 
 

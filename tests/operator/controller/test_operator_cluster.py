@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
 from support.kube_api import expired
 from support.kube_proxy import KubeProxy, collection, is_watch, status
@@ -26,6 +27,8 @@ from support.operator_run import (
     settled,
     versions,
 )
+
+pytestmark = pytest.mark.integration
 
 
 async def events(room: Room, reason: str) -> list[str]:

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 from aiohttp import web
 from support.kube_proxy import KubeProxy
 from support.operator_run import DEPLOYMENTS, POOLS, Room, operator, quiet, runtime, settled, versions
 from support.ports import free_ports
+
+pytestmark = pytest.mark.integration
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
 

@@ -10,6 +10,8 @@ from support.operator_run import DEPLOYMENTS, POOLS, Room, operator
 from support.rbac_audit import RBAC, Grants, rules_of
 from treeline_tools import rbac
 
+pytestmark = pytest.mark.integration
+
 DEFINITION = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/inferencepools.treeline.dev"
 
 

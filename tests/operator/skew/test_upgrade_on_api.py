@@ -18,6 +18,8 @@ from treeline_operator.controller.kinds import CHILDREN
 from treeline_operator.plan import edge, epp, pool
 from treeline_operator.world import TEMPLATE_VERSION, Images, Platform
 
+pytestmark = pytest.mark.integration
+
 NEWER = TEMPLATE_VERSION + 1
 HOME = Platform()
 """Where an operator lives is in the NetworkPolicies."""

@@ -15,6 +15,8 @@ import pytest
 from support.fake_scheduler import Magic
 from support.runtime_server import Stream, eventually, gone
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.mark.parametrize("victim", ["scheduler", "detokenizer", "publisher"])
 def test_the_death_of_a_child_is_told_to_everyone_and_ends_the_server(start: Any, victim: str) -> None:

@@ -8,9 +8,12 @@ import signal
 import time
 from typing import Any
 
+import pytest
 import zmq
 from support.runtime_server import Stream, eventually, gone
 from treeline_wire.load import TREELINE_LOAD_TOPIC, TreelineLoad, decode_load
+
+pytestmark = pytest.mark.integration
 
 
 def test_sigterm_keeps_accepting_then_refuses_finishes_streams_and_exits_0(start: Any) -> None:

@@ -22,6 +22,8 @@ from treeline_runtime.listeners import ListenError
 from treeline_runtime.publisher.sockets import EventsError
 from treeline_runtime.serve import main, serve
 
+pytestmark = pytest.mark.integration
+
 OWN_PORTS = ("--port=0", "--metrics-port=0", "--admin-port=0")
 
 

@@ -35,6 +35,8 @@ from treeline_wire.events import decode_batch
 from treeline_wire.load import LoadStat, TreelineLoad, decode_load
 from treeline_wire.security import CurveKeys
 
+pytestmark = pytest.mark.integration
+
 EPOCH = 2**63 + 5
 
 

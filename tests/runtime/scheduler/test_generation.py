@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.runtime_engine import VOCAB, Harness, prompt
+from treeline_runtime.config import ConfigError
 from treeline_runtime.messages import FinishReason
 
 N = 12
@@ -203,3 +205,22 @@ def test_the_distribution_in_logprobs_is_the_models_own(tiny: Path) -> None:
     plain, bent = ({t: p for p, t in engine.last(rid).output_top_logprobs[0]} for rid in ("plain", "bent"))
     assert plain == pytest.approx(bent, abs=1e-5)
     assert engine.tokens("bent") == [3]
+
+
+def test_a_warm_up_leaves_nothing_behind(tiny: Path) -> None:
+    cold, warm = Harness(tiny), Harness(tiny)
+    warm.warm_up()
+    warm.assert_clean()
+    assert warm.cache.used_pages == 0
+    assert warm.generate("a", prompt(1, 20), max_new_tokens=5) == cold.generate("a", prompt(1, 20), max_new_tokens=5)
+
+
+def test_a_step_that_has_no_memory_is_told_before_anybody_asks(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Harness(tiny)
+
+    def fail(_: list[int]) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+
+    monkeypatch.setattr(engine.executor, "warm_up", fail)
+    with pytest.raises(ConfigError, match=r"lower mem_fraction or chunked_prefill_size.*9 GiB"):
+        engine.warm_up()

@@ -18,6 +18,8 @@ from treeline_wire import frames, headers
 from treeline_wire.events import decode_batch
 from treeline_wire.namespaces import join_namespace
 
+pytestmark = pytest.mark.integration
+
 LONG = "The quick brown fox jumps over the lazy dog. " * 12
 
 

@@ -17,6 +17,8 @@ import pytest
 from support.loop_watch import Holds
 from support.runtime_server import ServerProcess, eventually, running
 
+pytestmark = pytest.mark.integration
+
 HELD_MS = 20.0
 TRIES = 3
 """What holds the loop does so each time; a machine that is busy otherwise adds to one try or another."""

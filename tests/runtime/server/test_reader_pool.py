@@ -18,6 +18,8 @@ from treeline_runtime.server.limits import ByteBudget, Reservation
 from treeline_runtime.server.reader_pool import ReaderPool, ReaderSpec
 from treeline_runtime.server.sampling import SamplingDefaults
 
+pytestmark = pytest.mark.integration
+
 
 async def eventually(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):

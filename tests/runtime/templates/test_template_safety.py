@@ -25,6 +25,8 @@ from treeline_wire.template_inline import MAX_INPUT_CHARS
 from .template_bombs import BOMBS, HELD_S, LIMITS, least_seconds, thread_seconds
 from .template_escapes import ESCAPES
 
+pytestmark = pytest.mark.integration
+
 TEMPLATES = sorted((Path(__file__).parents[2] / "wire" / "templates").glob("*.jinja"))
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 CANARY = "canary-7f3a91"

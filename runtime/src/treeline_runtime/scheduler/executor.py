@@ -153,6 +153,21 @@ class Executor:
         return self._finish(batch, sampling, logits, tokens, kv_finite, input_logprobs)
 
     @torch.inference_mode()
+    def warm_up(self, lengths: list[int]) -> None:
+        """Compute prompts of these lengths for nobody, so that the first request does not pay for what is done once:
+        kernels that are built or chosen, libraries that are loaded, memory that is taken."""
+        row = np.array([self._table.scratch_row])
+        for length in lengths:
+            layout = Layout([length], [length], self._table.page_table, upload(row, self._device))
+            token_rows = upload(np.repeat(row, length), self._device)
+            plan = self._attention.plan(layout)
+            hidden, _ = self._forward.hidden(token_rows, upload(np.arange(length), self._device), plan)
+            no_keys = np.zeros((1, 2), dtype=np.int32)
+            inputs = DecodeInputs([self._table.scratch_row], [length - 1], [1.0], no_keys)
+            _, tokens = self._forward.choose(hidden[-1:], inputs.on(self._device))
+            Readback(tokens.ids).get()
+
+    @torch.inference_mode()
     def clear(self, pages: Pages) -> None:
         """Zero pages whose contents are not to be trusted."""
         self.pool.clear(pages)

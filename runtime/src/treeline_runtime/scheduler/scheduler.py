@@ -21,7 +21,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from treeline_runtime.config import SchedulerConfig
+import torch
+
+from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.core import Batch, Phase, Req
 from treeline_runtime.messages import (
     AbortReq,
@@ -50,6 +52,9 @@ from treeline_runtime.scheduler.table import TableManager
 from treeline_runtime.scheduler.transport import Transport
 
 logger = logging.getLogger(__name__)
+
+WARM_UP_TOKENS = 16
+"""On a CPU, where nothing is compiled and a large model takes seconds for a long prompt."""
 
 
 class Scheduler:
@@ -98,6 +103,19 @@ class Scheduler:
             StateReq: self._on_state,
             DrainReq: self._on_drain,
         }
+
+    def warm_up(self) -> None:
+        """Before the first request: see `Executor.warm_up`. Raises ConfigError where a full step has no memory."""
+        chunk = min(self.limits.chunked_prefill_size, self.limits.context_length)
+        lengths = [1, chunk] if self.limits.device.type == "cuda" else [min(WARM_UP_TOKENS, chunk)]
+        started = time.perf_counter()
+        try:
+            self.executor.warm_up(lengths)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"no memory for a step of {chunk} prompt tokens: lower mem_fraction or chunked_prefill_size ({error})"
+            ) from None
+        logger.info("warmed up with %s tokens: %.1f s", " and ".join(map(str, lengths)), time.perf_counter() - started)
 
     # ---- the loop -----------------------------------------------------------------------------------------
 
