@@ -103,10 +103,6 @@ class Bench:
         report(f"start.{name}", time.perf_counter() - started)
         self.limits = self.engine.scheduler.limits
 
-    @property
-    def on_cuda(self) -> bool:
-        return self.limits.device.type == "cuda"
-
     def synchronize(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -139,16 +135,13 @@ class Bench:
         self.engine.generate(prompts, params)
         return sum(lengths) / (time.perf_counter() - started)
 
-    def floors(self) -> None:
-        """What the device could do at best."""
+    def floors(self, bandwidth: float, rate: float) -> None:
+        """What a device could do at best that moves so many bytes and does so many operations a second."""
         shape = self.shape
         hidden, layers, dim = shape["hidden_size"], shape["num_hidden_layers"], shape["head_dim"]
         heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
         layer = hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * shape["intermediate_size"]
         weights = 2 * (layers * layer + hidden * shape["vocab_size"])
-        bandwidth, rate = copy_bytes_s(), multiply_flop_s()
-        report(f"device.copy_tb_s.{self.name}", bandwidth / 1e12)
-        report(f"device.multiply_tflop_s.{self.name}", rate / 1e12)
         for batch, context in DECODE:
             cache = batch * (context + (SHORT + LONG) / 2) * self.limits.kv_bytes_per_token
             report(f"floor.decode.{self.name}.b{batch}.ctx{context}", (weights + cache) / bandwidth * 1e3)
@@ -158,9 +151,13 @@ class Bench:
 
 def copy_bytes_s() -> float:
     """Bytes read and written by a second of copying."""
-    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_()
+    size = min(4 << 30, torch.cuda.mem_get_info()[0] // 4)
+    source = torch.empty(size, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    return 2 * source.numel() / seconds_of(lambda: target.copy_(source))
+    rate = 2 * size / seconds_of(lambda: target.copy_(source))
+    del source, target
+    torch.cuda.empty_cache()
+    return rate
 
 
 def multiply_flop_s() -> float:
@@ -190,13 +187,18 @@ def main() -> int:
     args = parser.parse_args()
     random.seed(0)
     with tempfile.TemporaryDirectory() as folder:
+        # before the engine takes the memory
+        ceilings = (copy_bytes_s(), multiply_flop_s()) if torch.cuda.is_available() and not args.quick else None
         bench = Bench(args.shape, Path(folder), json.loads(args.set))
-        if args.quick or not bench.on_cuda:
+        if ceilings is None:
             report(f"decode.{args.shape}.b4.ctx64", bench.step_ms(4, 64, 1))
             report(f"prefill.{args.shape}.512", 512 / bench.run(1, 512, 1))
             report(f"offline.{args.shape}", bench.offline(8, 64))
             return 0
-        bench.floors()
+        bandwidth, rate = ceilings
+        report(f"device.copy_tb_s.{args.shape}", bandwidth / 1e12)
+        report(f"device.multiply_tflop_s.{args.shape}", rate / 1e12)
+        bench.floors(bandwidth, rate)
         for batch, context in ((1, 8), (4, 64), (64, 256)):  # whatever is compiled or chosen at first use
             bench.run(batch, context, 8)
         for batch, context in DECODE:

@@ -171,7 +171,7 @@ def test_the_engine_is_measured_beside_what_the_device_could_do(
 ) -> None:
     figures = {"start.tiny": 2.0, "decode.tiny.b1.ctx512": 5.0, "floor.decode.tiny.b1.ctx512": 4.0}
     lines = [json.dumps({"metric": name, "value": value}) for name, value in figures.items()]
-    monkeypatch.setattr(engine, "gpu", lambda: "")
+    monkeypatch.setattr(engine, "has_cuda", lambda: False)
     monkeypatch.setattr(engine, "SCRIPT", script(tmp_path, f"print({chr(10).join(lines)!r})"))
     start, decode = engine.run(Context(Remembered(), tmp_path))
     assert (start.metric, start.value, start.ratio) == ("engine.start.tiny", 2.0, None)
@@ -179,7 +179,7 @@ def test_the_engine_is_measured_beside_what_the_device_could_do(
 
 
 def test_the_engine_really_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(engine, "gpu", lambda: "")
+    monkeypatch.setattr(engine, "has_cuda", lambda: False)
     rows = {row.metric: row.value for row in engine.run(Context(Remembered(), tmp_path, quick=True))}
     assert rows["engine.offline.tiny"] > 0
     assert rows["engine.decode.tiny.b4.ctx64"] > 0

@@ -111,6 +111,7 @@ class Engine:
         self.tokenizer: Tokenizer | None = Tokenizer.from_file(str(path)) if path.is_file() else None
         self._transport = _InProcess(self._take)
         self.scheduler = Scheduler(self.config, load_model(self.config), self._transport)
+        self.scheduler.warm_up()
 
     def __enter__(self) -> Engine:
         return self

@@ -9,11 +9,18 @@ import torch
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A copy on the device, in the order of the stream; on a CPU the array itself.
+    """A copy on the device, in the order of the stream; on a CPU the array itself. `array` may change at once."""
+    return pinned(array, device).to(device, non_blocking=True)
 
-    From pageable memory CUDA takes a copy of its own before it returns, so `array` may change at once.
+
+def pinned(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A copy from which the device can read without anybody waiting; on a CPU the array itself.
+
+    torch's allocator of pinned memory keeps a block until the copies from it are done. Pageable memory would do for
+    small arrays only: beyond 64 KB CUDA may wait for the stream, and some machines read it after the call returns.
     """
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory()
 
 
 class Readback:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 def _triton(pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
     """Decode in our own kernel, prompts in torch's."""
-    if obstacle := obstacle_to_triton():
+    if obstacle := obstacle_to_triton(pool.keys[0].device):
         raise ConfigError(f"attention_backend triton: {obstacle}")
     from treeline_runtime.attention.decode import Decode
 
@@ -43,7 +43,7 @@ def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | 
         return "it needs a CUDA device"
     if find_spec("flashinfer") is None:
         return "it is not installed: pip install 'treeline-runtime[cuda]'"
-    if obstacle := obstacle_to_triton():
+    if obstacle := obstacle_to_triton(device):
         return obstacle
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it has no kernels for {str(dtype).removeprefix('torch.')}"
@@ -54,15 +54,21 @@ def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | 
 
 def new_attention(name: str, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
     """The backend of that name; "auto" is the fastest that can serve the model here. Raises ConfigError."""
+    shape = (pool, num_heads, num_kv_heads, head_dim)
+    if name != "auto":
+        return ATTENTION_BACKENDS.get(name)(*shape)
     device = pool.keys[0].device
-    if name == "auto" and device.type == "cuda" and obstacle_to_triton() is None:
-        obstacle = _obstacle(device, pool.keys[0].dtype, head_dim)
-        if obstacle:
-            logger.warning("prompts are computed by torch, not by FlashInfer: %s", obstacle)
-        name = "triton" if obstacle else "flashinfer"
-    elif name == "auto":
-        name = "torch_sdpa"
-    return ATTENTION_BACKENDS.get(name)(pool, num_heads, num_kv_heads, head_dim)
+    if device.type != "cuda" or obstacle_to_triton(device):
+        return TorchSDPA(*shape)
+    try:
+        return _flashinfer(*shape)
+    except ConfigError as error:
+        obstacle = str(error)
+    except Exception as error:  # its import, or a compiler that is missing or fails: there is another way
+        logger.debug("FlashInfer", exc_info=True)
+        obstacle = f"FlashInfer cannot be used here: {error!r:.500}"
+    logger.warning("slower: prompts are computed by torch; %s", obstacle)
+    return _triton(*shape)
 
 
 ATTENTION_BACKENDS.register("torch_sdpa", TorchSDPA)

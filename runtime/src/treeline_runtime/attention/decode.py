@@ -18,20 +18,28 @@ import triton
 
 from treeline_runtime.attention.base import AttentionBackend, Layout
 from treeline_runtime.ops import kernels
-from treeline_runtime.transfer import upload
+from treeline_runtime.transfer import pinned, upload
 
 _LOG2_E = 1.4426950408889634
-BLOCK = 128
-"""Tokens that are attended at once."""
+LARGEST_BLOCK = 128
+"""Tokens that are attended at once, where the processor's shared memory has room for their keys and values."""
 _SHARES_OF_A_PROCESSOR = 3
 """As many as it runs at once."""
+_SPARE_BYTES = 25 << 10
+"""Of shared memory, for everything but keys and values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Plan:
+class _Buffers:
+    """What the kernels of a step read and write besides the pool. A captured graph knows where it lies."""
+
     rows: torch.Tensor
     lens: torch.Tensor
     """(2 x sequences + 1,) int32: where each sequence's blocks begin, and their end; then its tokens."""
+    partial: torch.Tensor
+    """(shares + sequences, heads, head_dim): one for each share, and one more wherever it holds another sequence."""
+    scores: torch.Tensor
+    """(shares + sequences, heads)"""
 
 
 class Decode(AttentionBackend):
@@ -41,44 +49,47 @@ class Decode(AttentionBackend):
         super().__init__(others.pool, others.num_heads, others.num_kv_heads, others.head_dim)
         self._others = others
         self._device = self.pool.keys[0].device
-        processors = 1
+        processors, shared_bytes = 1, 1 << 20
         if self._device.type == "cuda":
-            processors = torch.cuda.get_device_properties(self._device).multi_processor_count
+            properties = torch.cuda.get_device_properties(self._device)
+            processors, shared_bytes = properties.multi_processor_count, properties.shared_memory_per_block_optin
         self._shares = max(1, _SHARES_OF_A_PROCESSOR * processors // self.num_kv_heads)
+        self._block = LARGEST_BLOCK
+        token_bytes = 2 * max(16, triton.next_power_of_2(self.head_dim)) * self.pool.keys[0].element_size()
+        while self._block > 16 and self._block * token_bytes + _SPARE_BYTES > shared_bytes:
+            self._block //= 2
         self._partial = torch.empty(0, device=self._device)
         self._scores = torch.empty(0, device=self._device)
 
-    def capture_buffers(self, sequences: int) -> _Plan:
-        self._reserve(sequences)
+    def capture_buffers(self, sequences: int) -> _Buffers:
         rows = torch.empty(sequences, dtype=torch.int32, device=self._device)
-        lens = torch.empty(2 * sequences + 1, dtype=torch.int32, device=self._device)
-        return _Plan(rows, lens)
+        return self._buffers(rows, torch.empty(2 * sequences + 1, dtype=torch.int32, device=self._device))
 
-    def plan(self, layout: Layout, buffers: _Plan | None = None) -> Any:
-        sequences = len(layout.q_lens)
-        if buffers is None and any(q_len != 1 for q_len in layout.q_lens):
-            return self._others.plan(layout)
-        lens = np.zeros(2 * sequences + 1, dtype=np.int32)
-        lens[sequences + 1 :] = layout.kv_lens
-        np.cumsum(-(-lens[sequences + 1 :] // BLOCK), out=lens[1 : sequences + 1])
-        if buffers is None:
-            self._reserve(sequences)
-            return _Decode(layout.page_table, _Plan(layout.rows, upload(lens, self._device)))
-        buffers.lens.copy_(torch.from_numpy(lens), non_blocking=True)
-        buffers.rows.copy_(layout.rows)
-        return _Decode(layout.page_table, buffers)
-
-    def _reserve(self, sequences: int) -> None:
-        """Room for the partial results: one for each share, and one more wherever a share holds another sequence."""
-        shape = (self._shares + sequences, self.num_heads, self.head_dim)
+    def _buffers(self, rows: torch.Tensor, lens: torch.Tensor) -> _Buffers:
+        """With room for partial results; steps share it, as the stream runs one after another."""
+        shape = (self._shares + len(rows), self.num_heads, self.head_dim)
         if len(self._partial) < shape[0]:
             self._partial = torch.empty(shape, dtype=torch.float32, device=self._device)
             self._scores = torch.empty(shape[:2], dtype=torch.float32, device=self._device)
+        return _Buffers(rows, lens, self._partial, self._scores)
+
+    def plan(self, layout: Layout, buffers: _Buffers | None = None) -> Any:
+        if buffers is None and any(q_len != 1 for q_len in layout.q_lens):
+            return self._others.plan(layout)
+        sequences = len(layout.q_lens)
+        lens = np.zeros(2 * sequences + 1, dtype=np.int32)
+        lens[sequences + 1 :] = layout.kv_lens
+        np.cumsum(-(-lens[sequences + 1 :] // self._block), out=lens[1 : sequences + 1])
+        if buffers is None:
+            return _Step(layout.page_table, self._buffers(layout.rows, upload(lens, self._device)))
+        buffers.lens.copy_(pinned(lens, self._device), non_blocking=True)
+        buffers.rows.copy_(layout.rows)
+        return _Step(layout.page_table, buffers)
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
-        if not isinstance(plan, _Decode):
+        if not isinstance(plan, _Step):
             return self._others.forward(layer, q, k, v, plan)
-        sequences, step = q.shape[0], plan.step
+        sequences, step = q.shape[0], plan.buffers
         out = torch.empty(sequences, self.num_heads * self.head_dim, dtype=q.dtype, device=q.device)
         group = self.num_heads // self.num_kv_heads
         kernels.decode_shares[(self.num_kv_heads, self._shares)](
@@ -88,8 +99,8 @@ class Decode(AttentionBackend):
             plan.page_table,
             step.rows,
             step.lens,
-            self._partial,
-            self._scores,
+            step.partial,
+            step.scores,
             self.scale * _LOG2_E,
             plan.page_table.shape[1],
             sequences,
@@ -98,15 +109,15 @@ class Decode(AttentionBackend):
             DIM=self.head_dim,
             PAGE=self.pool.page_size,
             SHARES=self._shares,
-            BLOCK=BLOCK,
+            BLOCK=self._block,
             BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
             BLOCK_DIM=max(16, triton.next_power_of_2(self.head_dim)),
             num_warps=4,
             num_stages=3,
         )
         kernels.merge_shares[(sequences, self.num_heads)](
-            self._partial,
-            self._scores,
+            step.partial,
+            step.scores,
             step.lens,
             out,
             sequences,
@@ -120,6 +131,6 @@ class Decode(AttentionBackend):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Decode:
+class _Step:
     page_table: torch.Tensor
-    step: _Plan
+    buffers: _Buffers

@@ -27,7 +27,7 @@ WORKSPACE_BYTES = 384 << 20
 """For partial results of long sequences that several processors share."""
 _PAGES_AT_ONCE = 1024
 _PLANS_IN_FLIGHT = 4
-"""A plan lies in pinned memory until the device has copied it: launched steps, the one being planned, one to spare."""
+"""A plan lies in pinned memory until the device has copied it. With so many nobody waits for that, but after failures."""
 
 
 class FlashInfer(AttentionBackend):
@@ -41,8 +41,8 @@ class FlashInfer(AttentionBackend):
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa3" if hopper else "fa2")
         pinned = self._wrapper._pin_memory_int_workspace_buffer
-        self._pinned: Iterator[torch.Tensor] = cycle(
-            torch.empty_like(pinned, pin_memory=True) for _ in range(_PLANS_IN_FLIGHT)
+        self._pinned: Iterator[tuple[torch.Tensor, torch.cuda.Event]] = cycle(
+            [(torch.empty_like(pinned, pin_memory=True), torch.cuda.Event()) for _ in range(_PLANS_IN_FLIGHT)]
         )
         self._compile()
 
@@ -74,8 +74,9 @@ class FlashInfer(AttentionBackend):
             BLOCK=_PAGES_AT_ONCE,
         )
         last = kv_lens - (counts - 1) * page_size
-        # the wrapper reuses one pinned buffer, from which the plan before may not have been copied yet
-        self._wrapper._pin_memory_int_workspace_buffer = next(self._pinned)
+        # the wrapper would use one pinned buffer for all, from which the plan before may not have been copied yet
+        self._wrapper._pin_memory_int_workspace_buffer, copied = next(self._pinned)
+        copied.synchronize()
         self._wrapper.plan(
             torch.from_numpy(queries),
             torch.from_numpy(indptr),
@@ -90,6 +91,7 @@ class FlashInfer(AttentionBackend):
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
         )
+        copied.record()
         return self._wrapper
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:

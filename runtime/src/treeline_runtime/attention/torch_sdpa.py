@@ -67,7 +67,10 @@ class TorchSDPA(AttentionBackend):
             elif q_len == 1:
                 decodes.append((num_pages, i, token))
             else:
-                extends.append(_Extend(token, token + q_len, kv_len, layout.page_table[layout.rows[i], :num_pages]))
+                row = layout.rows[i : i + 1]  # as an index, row i itself would be waited for
+                extends.append(
+                    _Extend(token, token + q_len, kv_len, layout.page_table[:, :num_pages].index_select(0, row)[0])
+                )
             token += q_len
         return _Plan(self._group(decodes, layout, token), extends)
 

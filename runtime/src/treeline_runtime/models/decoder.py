@@ -127,9 +127,9 @@ class Decoder:
         assert residual is not None
         return self.ops.add_norm(x, residual, self._norm, self.config.rms_norm_eps)[0]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(rows, hidden) → (rows, vocabulary)"""
-        return self.ops.linear(hidden, self._head, None)
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """(rows, hidden) → (rows, vocabulary), in `out` if given"""
+        return self.ops.linear(hidden, self._head, None) if out is None else torch.mm(hidden, self._head.t(), out=out)
 
 
 def _embedding_and_head(config: ModelConfig, weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:

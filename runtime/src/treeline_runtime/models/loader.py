@@ -26,7 +26,9 @@ def resolve_device(name: str) -> torch.device:
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
+        if device.type == "cpu":
+            return torch.float32
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     if name not in _DTYPES:
         raise ConfigError(f"unknown dtype {name!r}: use auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]
@@ -48,6 +50,8 @@ def load_model(config: EngineConfig) -> Decoder:
     """Build the model that `config` names. Raises ModelError or ConfigError."""
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
+    if device.index is not None:
+        torch.cuda.set_device(device)
     model_config = ModelConfig.from_dir(config.model)
     context_length = resolve_context_length(config, model_config)
     if config.load_format == "dummy":

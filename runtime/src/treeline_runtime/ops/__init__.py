@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sysconfig
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -15,19 +17,27 @@ __all__ = ["Heads", "Ops", "obstacle_to_triton", "ops_for"]
 
 logger = logging.getLogger(__name__)
 
+OLDEST = (8, 0)
+"""Compute capability: below it there is no bfloat16, and too little shared memory."""
 
-def obstacle_to_triton() -> str | None:
-    """Why Triton's kernels cannot run here; None if they can."""
+
+def obstacle_to_triton(device: torch.device) -> str | None:
+    """Why our kernels cannot run on a CUDA device; None if they can."""
     if find_spec("triton") is None:
         return "the package triton is not installed"
-    if not (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang")))):
+    # Triton compiles a piece of C at its first use
+    if not os.environ.get("CC", shutil.which("gcc") or shutil.which("clang")):
         return "Triton needs a C compiler (apt-get install gcc libc6-dev)"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        return "Triton needs Python's headers (apt-get install python3-dev)"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
+        return f"{torch.cuda.get_device_name(device)} is older than Ampere"
     return None
 
 
 def ops_for(device: torch.device) -> Ops:
     if device.type == "cuda":
-        obstacle = obstacle_to_triton()
+        obstacle = obstacle_to_triton(device)
         if obstacle is None:
             from treeline_runtime.ops.triton_ops import TritonOps
 

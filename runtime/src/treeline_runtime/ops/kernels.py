@@ -111,13 +111,17 @@ def rotate_and_store(
     where_v = slot + first - (QUERY + KV) * dim
     tl.store(base + first, new_low.to(kind), to_k)
     tl.store(base + first + HALF, new_high.to(kind), to_k)
-    tl.store(keys_ptr + where_k, new_low.to(stored), to_k)
-    tl.store(keys_ptr + where_k + HALF, new_high.to(stored), to_k)
-    tl.store(values_ptr + where_v, new_low.to(stored), to_v)
-    tl.store(values_ptr + where_v + HALF, new_high.to(stored), to_v)
+    new_low = new_low.to(stored)
+    new_high = new_high.to(stored)
+    tl.store(keys_ptr + where_k, new_low, to_k)
+    tl.store(keys_ptr + where_k + HALF, new_high, to_k)
+    tl.store(values_ptr + where_v, new_low, to_v)
+    tl.store(values_ptr + where_v + HALF, new_high, to_v)
 
-    # x - x is 0, or NaN where x is NaN or infinite
-    wrong = tl.where((to_k | to_v) & ((new_low - new_low != 0.0) | (new_high - new_high != 0.0)), 1, 0)
+    # as stored: float16 ends earlier than float32. x - x is 0, or NaN where x is NaN or infinite
+    low = new_low.to(tl.float32)
+    high = new_high.to(tl.float32)
+    wrong = tl.where((to_k | to_v) & ((low - low != 0.0) | (high - high != 0.0)), 1, 0)
     if tl.sum(tl.sum(wrong, 1), 0) > 0:
         tl.store(unfinite_ptr + token, 1)
 
@@ -242,13 +246,13 @@ def decode_shares(
             page = tl.load(table_ptr + row + tokens // PAGE, seen, other=0)
             slot = (page * PAGE + tokens % PAGE) * (KV * DIM) + head * DIM
             k = tl.load(keys_ptr + slot[None, :] + dims[:, None], seen[None, :] & (dims[:, None] < DIM), other=0.0)
-            weights = tl.dot(q, k.to(q.dtype)) * scale
+            weights = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
             weights = tl.where(seen[None, :], weights, float("-inf"))
             higher = tl.maximum(best, tl.max(weights, 1))
             weights = tl.exp2(weights - higher[:, None])
             fade = tl.exp2(best - higher)
             v = tl.load(values_ptr + slot[:, None] + dims[None, :], seen[:, None] & (dims[None, :] < DIM), other=0.0)
-            out = out * fade[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype))
+            out = out * fade[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
             mass = mass * fade + tl.sum(weights, 1)
             best = higher
         cell = (share + sequence) * KV * GROUP + heads

@@ -8,8 +8,10 @@ that raises can be tried again.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -108,25 +110,33 @@ class Executor:
         self._model = model
         self._table = table
         self._device = device
-        self.pool = KVPool(
-            num_layers=shape.num_layers,
-            num_pages=num_pages,
-            page_size=config.page_size,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=dtype,
-            device=device,
-        )
-        self._attention = new_attention(
-            config.attention_backend, self.pool, shape.num_heads, shape.num_kv_heads, shape.head_dim
-        )
-        self._forward = Forward(model, self._attention, table)
-        self._graphs = DecodeGraphs(self._forward, self._attention, table, largest_graph, device)
+        with self._on_device():
+            self.pool = KVPool(
+                num_layers=shape.num_layers,
+                num_pages=num_pages,
+                page_size=config.page_size,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                dtype=dtype,
+                device=device,
+            )
+            self._attention = new_attention(
+                config.attention_backend, self.pool, shape.num_heads, shape.num_kv_heads, shape.head_dim
+            )
+            self._forward = Forward(model, self._attention, table)
+            self._graphs = DecodeGraphs(self._forward, self._attention, table, largest_graph, device)
 
-    @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
         """Compute the batch; pages for all of it are in the table."""
-        self._table.flush()
+        with torch.inference_mode(), self._on_device():
+            self._table.flush()
+            return self._launch(batch)
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Kernels of Triton and FlashInfer, events and captures go to the current device, whatever they are given."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    def _launch(self, batch: Batch) -> Launched:
         if batch.phase is Phase.DECODE and len(batch.reqs) <= self._graphs.largest:
             inputs = DecodeInputs.of(batch.reqs, batch.starts)
             logits, tokens, kv_finite = self._graphs.replay(inputs, batch.ends)
@@ -152,20 +162,23 @@ class Executor:
         logits, tokens = self._forward.choose(hidden, inputs.on(self._device))
         return self._finish(batch, sampling, logits, tokens, kv_finite, input_logprobs)
 
-    @torch.inference_mode()
     def warm_up(self, lengths: list[int]) -> None:
         """Compute prompts of these lengths for nobody, so that the first request does not pay for what is done once:
         kernels that are built or chosen, libraries that are loaded, memory that is taken."""
+        with torch.inference_mode(), self._on_device():
+            for length in lengths:
+                self._compute_for_nobody(length)
+
+    def _compute_for_nobody(self, length: int) -> None:
         row = np.array([self._table.scratch_row])
-        for length in lengths:
-            layout = Layout([length], [length], self._table.page_table, upload(row, self._device))
-            token_rows = upload(np.repeat(row, length), self._device)
-            plan = self._attention.plan(layout)
-            hidden, _ = self._forward.hidden(token_rows, upload(np.arange(length), self._device), plan)
-            no_keys = np.zeros((1, 2), dtype=np.int32)
-            inputs = DecodeInputs([self._table.scratch_row], [length - 1], [1.0], no_keys)
-            _, tokens = self._forward.choose(hidden[-1:], inputs.on(self._device))
-            Readback(tokens.ids).get()
+        layout = Layout([length], [length], self._table.page_table, upload(row, self._device))
+        token_rows = upload(np.repeat(row, length), self._device)
+        plan = self._attention.plan(layout)
+        hidden, _ = self._forward.hidden(token_rows, upload(np.arange(length), self._device), plan)
+        no_keys = np.zeros((1, 2), dtype=np.int32)
+        inputs = DecodeInputs([self._table.scratch_row], [length - 1], [1.0], no_keys)
+        _, tokens = self._forward.choose(hidden[-1:], inputs.on(self._device))
+        Readback(tokens.ids).get()
 
     @torch.inference_mode()
     def clear(self, pages: Pages) -> None:

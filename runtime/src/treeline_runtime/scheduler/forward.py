@@ -91,14 +91,23 @@ class Forward:
         hidden = self._model.forward(self._table.token_pool[rows, positions], context)
         return hidden, self._model.ops.stored_finite(context)
 
-    def choose(self, hidden: torch.Tensor, inputs: OnDevice) -> tuple[torch.Tensor, Tokens]:
-        """hidden (rows, hidden) → logits (rows, vocabulary), tokens; the tokens are in the table."""
-        logits = self._model.logits(hidden)
+    def empty_logits(self, rows: int) -> torch.Tensor:
+        """(rows, vocabulary), to be given as `out`."""
+        pool = self._attention.pool.keys[0]
+        return torch.empty(rows, self._model.config.vocab_size, dtype=pool.dtype, device=pool.device)
+
+    def choose(
+        self, hidden: torch.Tensor, inputs: OnDevice, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Tokens]:
+        """hidden (rows, hidden) → logits (rows, vocabulary), in `out` if given; tokens, which are in the table too."""
+        logits = self._model.logits(hidden, out)
         tokens = Tokens(*self._model.ops.choose(logits, inputs.temperatures, inputs.keys))
         self._table.token_pool[inputs.rows, inputs.positions + 1] = tokens.ids
         return logits, tokens
 
-    def decode(self, inputs: OnDevice, plan: Any) -> tuple[torch.Tensor, Tokens, torch.Tensor]:
+    def decode(
+        self, inputs: OnDevice, plan: Any, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Tokens, torch.Tensor]:
         """A step of sequences with one new token each → logits, tokens, whether keys and values are finite."""
         hidden, kv_finite = self.hidden(inputs.rows, inputs.positions, plan)
-        return *self.choose(hidden, inputs), kv_finite
+        return *self.choose(hidden, inputs, out), kv_finite

@@ -1,7 +1,8 @@
 """Decode steps as CUDA graphs: a step of hundreds of kernels becomes one launch.
 
-A graph is captured for each of some batch sizes, the largest first, so that the others fit into its memory. A batch
-runs in the smallest that holds it; what is left over are sequences of one token in the table's scratch row.
+A graph is captured for each of some batch sizes, the largest first, so that the others fit into its memory; logits,
+which outlive the step, are in one place for all. A batch runs in the smallest that holds it; what is left over are
+sequences of one token in the table's scratch row.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from treeline_runtime.attention import AttentionBackend, Layout
 from treeline_runtime.scheduler.forward import DecodeInputs, Forward, OnDevice, Tokens
 from treeline_runtime.scheduler.table import TableManager
+from treeline_runtime.transfer import pinned
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,7 @@ class DecodeGraphs:
     def _capture(self, sizes: list[int]) -> None:
         started, free = time.perf_counter(), torch.cuda.mem_get_info(self._device)[0]
         pool: Any = None
+        logits = self._forward.empty_logits(sizes[-1])
         for size in reversed(sizes):
             packed = torch.from_numpy(DecodeInputs([], [], [], _NO_KEYS).packed(size, self._table.scratch_row))
             inputs = packed.to(self._device)
@@ -67,11 +70,12 @@ class DecodeGraphs:
                 return
             plan = self._plan(size, [], inputs, buffers)
             views = OnDevice.of(inputs)
-            self._forward.decode(views, plan)  # kernels are compiled and chosen outside of the capture
+            # kernels are compiled and chosen outside of the capture
+            self._forward.decode(views, plan, logits[:size])
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                outputs = self._forward.decode(views, plan)
+                outputs = self._forward.decode(views, plan, logits[:size])
             pool = graph.pool()
             self._captured[size] = _Captured(graph, inputs, buffers, outputs)
         self._size_for = [next(size for size in sizes if size >= n) for n in range(sizes[-1] + 1)]
@@ -88,7 +92,7 @@ class DecodeGraphs:
         n = len(ends)
         captured = self._captured[self._size_for[n]]
         size = len(captured.packed) // 5
-        packed = torch.from_numpy(inputs.packed(size, self._table.scratch_row))
+        packed = pinned(inputs.packed(size, self._table.scratch_row), self._device)
         captured.packed.copy_(packed, non_blocking=True)
         self._plan(size, ends, captured.packed, captured.buffers)
         captured.graph.replay()

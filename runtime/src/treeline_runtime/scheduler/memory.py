@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,18 +21,23 @@ def bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
 
 
-def num_pages(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """From `max_total_tokens`, else from memory. Raises ConfigError where not even a page fits, or not all of them."""
+def num_pages(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, reserved: int = 0
+) -> int:
+    """From `max_total_tokens`, else from memory. Raises ConfigError where not even a page fits, or not all of them.
+
+    reserved: bytes of device memory that will be taken besides the pool: tables, workspaces, graphs.
+    """
     page_bytes = bytes_per_token(model, dtype) * config.page_size
     if config.max_total_tokens is None:
-        budget = _cuda_budget(config, device) if device.type == "cuda" else _cpu_budget(config)
+        budget = _cuda_budget(config, device) - reserved if device.type == "cuda" else _cpu_budget(config)
         if budget < page_bytes:
             raise ConfigError("no memory is left for the KV pool: raise mem_fraction, or set max_total_tokens")
         return budget // page_bytes
     pages = config.max_total_tokens // config.page_size
     if pages == 0:
         raise ConfigError(f"max_total_tokens {config.max_total_tokens} is less than one page")
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _available_memory()
+    free = torch.cuda.mem_get_info(device)[0] - reserved if device.type == "cuda" else _available_memory()
     if pages * page_bytes > free:
         raise ConfigError(
             f"max_total_tokens {config.max_total_tokens} needs {_gib(pages * page_bytes)} of KV pool, but "
@@ -38,6 +45,18 @@ def num_pages(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, devi
             f"({page_bytes // config.page_size} bytes each)"
         )
     return pages
+
+
+@contextmanager
+def told_as_settings(what: str) -> Iterator[None]:
+    """Where there is no memory for `what` on the device: ConfigError, which says what to set."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"no memory for {what}: lower mem_fraction (or max_total_tokens), chunked_prefill_size or max_graph_batch "
+            f"({error})"
+        ) from None
 
 
 def _gib(size: int) -> str:

@@ -14,6 +14,8 @@ from treeline_runtime.models.loader import resolve_context_length, resolve_devic
 from treeline_runtime.scheduler.memory import bytes_per_token, num_pages
 
 GIB = 1 << 30
+OTHER_BYTES = GIB
+"""FlashInfer's workspace (384 MiB), graphs (0.4 GiB for the shape of an 8B model)."""
 LARGEST_GRAPH = 256
 """Sequences: beyond them a step is long enough to hide its launches."""
 
@@ -57,12 +59,14 @@ def resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
     chunk = config.chunked_prefill_size or (1024 if on_cpu else _cuda_chunk(device))
     running = config.max_running_requests or (64 if on_cpu else 256)
     graphs = min(running, LARGEST_GRAPH) if config.max_graph_batch is None else min(running, config.max_graph_batch)
+    context_length = resolve_context_length(config, model.config)
+    reserved = 0 if on_cpu else _reserved(running, graphs, context_length, model, dtype)
     return Resolved(
         device=device,
         dtype=dtype,
-        context_length=resolve_context_length(config, model.config),
+        context_length=context_length,
         page_size=config.page_size,
-        num_pages=num_pages(config, model.config, dtype, device),
+        num_pages=num_pages(config, model.config, dtype, device, reserved),
         kv_bytes_per_token=bytes_per_token(model.config, dtype),
         max_running_requests=running,
         # chunks end at page boundaries
@@ -70,6 +74,13 @@ def resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
         overlap_depth=(0 if on_cpu else 1) if config.overlap_depth is None else config.overlap_depth,
         max_graph_batch=0 if on_cpu else graphs,
     )
+
+
+def _reserved(running: int, graphs: int, context_length: int, model: Decoder, dtype: torch.dtype) -> int:
+    """Bytes on a CUDA device besides weights and KV pool."""
+    tables = 2 * 8 * (running + 1) * context_length
+    logits = graphs * model.config.vocab_size * dtype.itemsize
+    return tables + logits + OTHER_BYTES
 
 
 def _cuda_chunk(device: torch.device) -> int:

@@ -21,9 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from treeline_runtime.config import ConfigError, SchedulerConfig
+from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Batch, Phase, Req
 from treeline_runtime.messages import (
     AbortReq,
@@ -43,6 +41,7 @@ from treeline_runtime.scheduler.admission import NewTokenRatio
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.decode import DecodeManager, retraction_order
 from treeline_runtime.scheduler.executor import Executor, Launched, Sampled
+from treeline_runtime.scheduler.memory import told_as_settings
 from treeline_runtime.scheduler.prefill import PrefillManager
 from treeline_runtime.scheduler.refusal import refusal
 from treeline_runtime.scheduler.reports import Reporter, token_out
@@ -74,15 +73,16 @@ class Scheduler:
         self.cache = CacheManager(limits.num_pages, config.page_size, config.eviction_policy, self.table)
         self.prefill = PrefillManager(config, limits.chunked_prefill_size, self.cache)
         self.decode = DecodeManager(self.cache)
-        self.executor = Executor(
-            config,
-            model,
-            self.table,
-            num_pages=limits.num_pages,
-            dtype=limits.dtype,
-            device=limits.device,
-            largest_graph=limits.max_graph_batch,
-        )
+        with told_as_settings("the KV pool, workspaces and graphs"):
+            self.executor = Executor(
+                config,
+                model,
+                self.table,
+                num_pages=limits.num_pages,
+                dtype=limits.dtype,
+                device=limits.device,
+                largest_graph=limits.max_graph_batch,
+            )
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self.stats = SchedulerStats()
         self.draining = False
@@ -109,12 +109,8 @@ class Scheduler:
         chunk = min(self.limits.chunked_prefill_size, self.limits.context_length)
         lengths = [1, chunk] if self.limits.device.type == "cuda" else [min(WARM_UP_TOKENS, chunk)]
         started = time.perf_counter()
-        try:
+        with told_as_settings(f"a step of {chunk} prompt tokens"):
             self.executor.warm_up(lengths)
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"no memory for a step of {chunk} prompt tokens: lower mem_fraction or chunked_prefill_size ({error})"
-            ) from None
         logger.info("warmed up with %s tokens: %.1f s", " and ".join(map(str, lengths)), time.perf_counter() - started)
 
     # ---- the loop -----------------------------------------------------------------------------------------
