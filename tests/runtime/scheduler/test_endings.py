@@ -233,7 +233,7 @@ def test_a_model_that_computes_nan_is_an_error_not_a_text(tiny: Path, monkeypatc
     engine = Harness(tiny)
     logits = engine.executor._model.logits
 
-    def broken(hidden: torch.Tensor) -> torch.Tensor:
+    def broken(hidden: torch.Tensor, out: None = None) -> torch.Tensor:
         result = logits(hidden).clone()
         result[0, 5] = torch.nan
         return result

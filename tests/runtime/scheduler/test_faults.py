@@ -125,7 +125,7 @@ def test_a_prompt_whose_logprobs_are_not_numbers_is_an_error(tiny: Path, monkeyp
     engine = Harness(tiny)
     logits = engine.executor._model.logits
 
-    def broken(hidden: torch.Tensor) -> torch.Tensor:
+    def broken(hidden: torch.Tensor, out: None = None) -> torch.Tensor:
         result = logits(hidden).clone()
         if len(result) > 1:
             result[1, 5] = torch.inf

@@ -28,7 +28,8 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         if device.type == "cpu":
             return torch.float32
-        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+        before_ampere = torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0)
+        return torch.float16 if before_ampere else torch.bfloat16
     if name not in _DTYPES:
         raise ConfigError(f"unknown dtype {name!r}: use auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]
