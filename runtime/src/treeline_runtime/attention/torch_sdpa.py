@@ -91,13 +91,13 @@ class TorchSDPA(AttentionBackend):
         for group in groups:
             if len(groups) == 1 and len(group) == tokens:
                 group = sorted(group, key=lambda item: item[2])
-                rows = None
+                rows, table_rows = None, layout.rows
             else:
                 rows = torch.tensor([item[2] for item in group], device=device)
+                table_rows = layout.rows[torch.tensor([item[1] for item in group], device=device)]
             num_pages = max(item[0] for item in group)
             lens = [layout.kv_lens[item[1]] for item in group]
-            sequences = torch.tensor([item[1] for item in group], device=device)
-            pages = layout.page_table[layout.rows[sequences], :num_pages].reshape(-1)
+            pages = layout.page_table[table_rows, :num_pages].reshape(-1)
             num_keys = num_pages * self.pool.page_size
             mask = hidden = None
             if min(lens) < num_keys:

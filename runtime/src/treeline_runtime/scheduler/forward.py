@@ -54,8 +54,12 @@ class DecodeInputs:
     def of(cls, reqs: Sequence[Req], positions: list[int]) -> DecodeInputs:
         """positions: of the last token before the one that is sampled."""
         temperatures = [0.0 if req.sampling.greedy else req.sampling.temperature for req in reqs]
-        indices = [position + 1 - req.prompt_len for req, position in zip(reqs, positions, strict=True)]
-        return cls([req.row for req in reqs], positions, temperatures, row_keys([req.seed for req in reqs], indices))
+        if any(temperatures):
+            indices = [position + 1 - req.prompt_len for req, position in zip(reqs, positions, strict=True)]
+            keys = row_keys([req.seed for req in reqs], indices)
+        else:  # nobody draws
+            keys = np.zeros((len(reqs), 2), dtype=np.int32)
+        return cls([req.row for req in reqs], positions, temperatures, keys)
 
     def packed(self, size: int, row: int) -> npt.NDArray[np.int32]:
         """(5 x size,), filled up with greedy sequences of one token in `row`."""
