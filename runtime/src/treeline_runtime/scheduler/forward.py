@@ -13,6 +13,7 @@ import torch
 from treeline_runtime.attention import AttentionBackend
 from treeline_runtime.core import Context, Req
 from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.sampling import needs_more
 from treeline_runtime.sampling.noise import row_keys
 from treeline_runtime.scheduler.table import TableManager
 from treeline_runtime.transfer import upload
@@ -53,7 +54,9 @@ class DecodeInputs:
     @classmethod
     def of(cls, reqs: Sequence[Req], positions: list[int]) -> DecodeInputs:
         """positions: of the last token before the one that is sampled."""
-        temperatures = [0.0 if req.sampling.greedy else req.sampling.temperature for req in reqs]
+        # rows that need more are sampled afterwards: drawing for them here would be done twice
+        plain = [not (req.sampling.greedy or needs_more(req.sampling)) for req in reqs]
+        temperatures = [req.sampling.temperature if draws else 0.0 for req, draws in zip(reqs, plain, strict=True)]
         if any(temperatures):
             indices = [position + 1 - req.prompt_len for req, position in zip(reqs, positions, strict=True)]
             keys = row_keys([req.seed for req in reqs], indices)
