@@ -34,7 +34,7 @@ class _Step:
     page_table: torch.Tensor
     rows: torch.Tensor
     lens: torch.Tensor
-    """(2 x sequences + 1,) int32: where the new tokens of each sequence begin, and their end; then the tokens of each."""
+    """(2 x sequences + 1,) int32: where the new tokens of each sequence begin, and their end; then their tokens."""
     blocks: torch.Tensor
     """(blocks, 2) int32: a sequence, and which of its new tokens is the first."""
     splits: int
