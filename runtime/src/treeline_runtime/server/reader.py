@@ -69,7 +69,8 @@ class Reader:
 
     def _chat(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> ChatTask:
         body = openai.read_chat(raw, self)
-        ids = self.prompts.of_chat(raw, limits)
+        namespace = openai.namespace(raw, caller)
+        ids = self.prompts.of_chat(raw, limits, namespace)
         asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         most = limits.max_new_tokens(len(ids), asked, None, "messages")
         spec = PromptSpec(
@@ -82,7 +83,7 @@ class Reader:
             body.rid or openai.new_rid("chatcmpl"),
             [spec],
             n=body.n or 1,
-            namespace=openai.namespace(raw, caller),
+            namespace=namespace,
             tenant=caller.tenant,
             hides_cache=caller.shares_cache,
         )
@@ -91,7 +92,8 @@ class Reader:
     def _completion(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> CompletionTask:
         body = openai.read_completion(raw, self)
         check_generations(raw.get("prompt"), body.n or 1, "prompt")
-        prompts = self.prompts.of_completion(raw, limits)
+        namespace = openai.namespace(raw, caller)
+        prompts = self.prompts.of_completion(raw, limits, namespace)
         specs = [
             PromptSpec(
                 ids,
@@ -110,7 +112,7 @@ class Reader:
             body.rid or openai.new_rid("cmpl"),
             specs,
             n=body.n or 1,
-            namespace=openai.namespace(raw, caller),
+            namespace=namespace,
             tenant=caller.tenant,
             hides_cache=caller.shares_cache,
         )
@@ -121,7 +123,8 @@ class Reader:
     def _generate(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> GenerateTask:
         check_unknown(raw, native.GENERATE_FIELDS, harmless=NATIVE_HARMLESS)
         body = convert(raw, native.GenerateBody)
-        prompts, batched = self._native_prompts(body, limits)
+        namespace = openai.namespace(raw, caller)
+        prompts, batched = self._native_prompts(body, limits, namespace)
         specs, n = self._prompt_specs(body, prompts, limits)
         rids = body.rid if isinstance(body.rid, list) else None
         if rids is not None and len(rids) != len(specs) * n:
@@ -134,7 +137,7 @@ class Reader:
             name,
             specs,
             n=n,
-            namespace=openai.namespace(raw, caller),
+            namespace=namespace,
             tenant=caller.tenant,
             rids=rids,
             hides_cache=caller.shares_cache,
@@ -142,7 +145,9 @@ class Reader:
         streaming = Streaming(bool(body.stream))
         return GenerateTask(job, streaming, batched, bool(body.return_text_in_logprobs))
 
-    def _native_prompts(self, body: native.GenerateBody, limits: Limits) -> tuple[list[list[int]], bool]:
+    def _native_prompts(
+        self, body: native.GenerateBody, limits: Limits, namespace: str | None
+    ) -> tuple[list[list[int]], bool]:
         """The prompts as ids, and whether the request was a batch."""
         if (body.text is None) == (body.input_ids is None):
             raise ApiError(400, "Give exactly one of 'text' and 'input_ids'", param="text")
@@ -156,7 +161,7 @@ class Reader:
         if name == "input_ids" and any(prompt.ids is None for prompt in prompts):
             raise ApiError(400, "'input_ids' holds token ids, not text", param="input_ids")
         batched = isinstance(value, list) and bool(value) and not isinstance(value[0], int | float)
-        return self.prompts.of_prompts(prompts, limits, name), batched
+        return self.prompts.of_prompts(prompts, limits, name, namespace), batched
 
     def _prompt_specs(
         self, body: native.GenerateBody, prompts: list[list[int]], limits: Limits
@@ -208,7 +213,7 @@ class Reader:
 
     # ---- texts and ids --------------------------------------------------------------------------------------
 
-    def _tokenize(self, raw: Mapping[str, Any], limits: Limits | None, _caller: Caller) -> Answered:
+    def _tokenize(self, raw: Mapping[str, Any], limits: Limits | None, caller: Caller) -> Answered:
         """`{"prompt": text or texts}`, or `{"messages": …}` as in a chat → `tokens`, `count`, `max_model_len`."""
         check_unknown(raw, native.TOKENIZE_FIELDS)
         body = convert(raw, native.TokenizeBody)
@@ -216,7 +221,7 @@ class Reader:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "Give exactly one of 'prompt' and 'messages'", param="prompt")
         if body.messages is not None:
-            tokens: Any = self.prompts.of_chat(raw, limits)
+            tokens: Any = self.prompts.of_chat(raw, limits, openai.namespace(raw, caller))
             count: Any = len(tokens)
         else:
             single = isinstance(body.prompt, str)
@@ -224,7 +229,7 @@ class Reader:
             check_generations(texts, 1, "prompt")
             special = body.add_special_tokens is not False
             prompts = [Prompt(text=openai.encodable(text), add_special_tokens=special) for text in texts]
-            lists = self.prompts.of_prompts(prompts, limits)
+            lists = self.prompts.of_prompts(prompts, limits, namespace=openai.namespace(raw, caller))
             tokens = lists[0] if single else lists
             count = len(lists[0]) if single else [len(ids) for ids in lists]
         limit = limits.context_length if limits is not None else None
