@@ -1,7 +1,7 @@
 """Benchmark `tokenization`: one more turn of a conversation, without sockets.
 
-Method. The room `runtime/` tokenizes in a process of its own (`runtime/benchmarks/tokenization.py`, which says how); this
-wraps what it prints: how many times faster a conversation with a new turn is tokenized than as a whole.
+Method. The room `runtime/` tokenizes in a process of its own (`runtime/benchmarks/tokenization.py`, which says how);
+this wraps what it prints: how many times faster a conversation with a new turn is tokenized than as a whole.
 """
 
 from __future__ import annotations
