@@ -5,8 +5,13 @@ Rows of activations are contiguous. Indices into pools and tables are 64 bits wi
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
+
+# Products and sums in one rounding, whatever a release of Triton takes for the default: it warns of its change.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 LOWEST = tl.constexpr(-1e30)
 """Below every score, and finite: differences of two of them are."""
