@@ -48,7 +48,7 @@ class CacheManager:
     def admit(self, req: Req, match: Match) -> None:
         """Give `req` a row and lock its match, which must be fresh."""
         req.row = self._table.alloc(req.tokens)
-        req.handle = self.tree.lock(match)
+        req.handle = self.tree.lock(match, req.priority)
         req.num_pages = match.num_pages
         req.tree_len = req.kv_len = req.device_len = match.num_pages * self.page_size
         if req.handle is not None:
@@ -87,6 +87,7 @@ class CacheManager:
             own,
             prompt_tokens=req.prompt_len,
             namespace=req.namespace,
+            priority=req.priority,
         )
         assert node is not None
         assert existing >= held, f"locked pages left the tree under {req}"
@@ -126,6 +127,11 @@ class CacheManager:
         req.row = -1
         req.num_pages = req.tree_len = req.kv_len = req.device_len = 0
         return freed
+
+    def pages_of_release(self, reqs: list[Req], kept: Match) -> int:
+        """Pages that would be available besides if `reqs` were released, without those of the match `kept`."""
+        unlocked = self.tree.pages_of_unlock([req.handle for req in reqs], kept)
+        return unlocked + sum(self.held_pages(req) for req in reqs)
 
     def flush(self) -> None:
         """Empty the tree; no request may hold a lock."""

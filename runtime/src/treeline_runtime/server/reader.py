@@ -85,6 +85,7 @@ class Reader:
             namespace=openai.namespace(raw, caller),
             tenant=caller.tenant,
             hides_cache=caller.shares_cache,
+            priority=body.priority or 0,
         )
         return ChatTask(job, openai.streaming(body))
 
@@ -113,6 +114,7 @@ class Reader:
             namespace=openai.namespace(raw, caller),
             tenant=caller.tenant,
             hides_cache=caller.shares_cache,
+            priority=body.priority or 0,
         )
         return CompletionTask(job, openai.streaming(body), echoes)
 
@@ -138,6 +140,7 @@ class Reader:
             tenant=caller.tenant,
             rids=rids,
             hides_cache=caller.shares_cache,
+            priority=body.priority or 0,
         )
         streaming = Streaming(bool(body.stream))
         return GenerateTask(job, streaming, batched, bool(body.return_text_in_logprobs))
