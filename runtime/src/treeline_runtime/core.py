@@ -70,8 +70,8 @@ class Req:
     """Output tokens sampled by launched batches: at least output_len."""
     in_flight: int = 0
     """Launched batches that hold this request and are not processed: its pages may not be released."""
-    deferred: list[Pages] = field(default_factory=list)
-    """Duplicate pages to free when nothing is in flight."""
+    deferred: list[tuple[int, Pages]] = field(default_factory=list)
+    """Duplicate pages to free when so many more of the launched batches that hold this request are processed."""
     retractions: int = 0
     finish: FinishReason | None = None
     """Set once; the terminal message has been queued."""

@@ -102,9 +102,18 @@ class CacheManager:
 
     def _discard(self, req: Req, pages: Pages) -> None:
         if req.in_flight:
-            req.deferred.append(pages)
+            req.deferred.append((req.in_flight, pages))
         else:
             self.pool.free(pages)
+
+    def batch_done(self, req: Req) -> None:
+        """A launched batch that held `req` is processed: free duplicates that none reads any more."""
+        deferred, req.deferred = req.deferred, []
+        for batches, pages in deferred:
+            if batches > 1:
+                req.deferred.append((batches - 1, pages))
+            else:
+                self.pool.free(pages)
 
     # ---- the end ------------------------------------------------------------------------------------------
 
@@ -118,7 +127,7 @@ class CacheManager:
         if insert:
             self.cache_unfinished(req)
         own = self._table.pages[req.row, req.tree_len // self.page_size : req.num_pages]
-        freed = np.concatenate([own, *req.deferred])
+        freed = np.concatenate([own, *(pages for _, pages in req.deferred)])
         self.pool.free(freed)
         req.deferred.clear()
         self.tree.unlock(req.handle)
@@ -140,7 +149,7 @@ class CacheManager:
     # ---- watching -----------------------------------------------------------------------------------------
 
     def held_pages(self, req: Req) -> int:
-        return req.num_pages - req.tree_len // self.page_size + sum(map(len, req.deferred))
+        return req.num_pages - req.tree_len // self.page_size + sum(len(pages) for _, pages in req.deferred)
 
     def is_balanced(self, held: int = 0) -> bool:
         return self.pool.num_free + self.tree.num_pages + held == self.pool.num_pages

@@ -222,6 +222,8 @@ class Scheduler:
             self.stats.on_decode(seconds)
         for i, (req, end, result) in enumerate(zip(batch.reqs, batch.ends, results, strict=True)):
             req.in_flight -= 1
+            if req.deferred:
+                self.cache.batch_done(req)
             if req.finish is not None:
                 self._leaving[req] &= result.failed is None
                 self._release_if_idle(req)
