@@ -132,7 +132,8 @@ class PrefillManager:
         match = self._cache.match(first)
 
         def enough(victims: list[Req]) -> bool:
-            staying = [req for req in everyone if req not in victims]
+            gone = set(victims)
+            staying = [req for req in everyone if req not in gone]
             if self.chunked in staying:
                 return False  # nobody is admitted before its last chunk
             reserved = reserved_pages(staying, ratio, self._page_size) if staying else None

@@ -163,19 +163,24 @@ class Scheduler:
         """Prefill first; but decode has a step after every few prefills, or rides along with each (`mixed_chunk`)."""
         if not self._preempt():
             return None
-        runnable, mixed = self.decode.runnable(), self.config.mixed_chunk
+        config, runnable = self.config, self.decode.runnable()
         short = self.decode.missing_pages(runnable) > self.cache.available_pages
-        if not runnable or (not short if mixed else self._prefills_in_a_row < self.config.prefills_in_a_row):
-            decoding = self.decode.next_batch(runnable) if mixed and runnable else None
-            riding = len(decoding.reqs) if decoding is not None else 0
-            batch = self.prefill.next_batch(self.decode.running.values(), self.table.num_free, self.ratio.value, riding)
+        riding = self.decode.next_batch(runnable) if config.mixed_chunk and runnable and not short else None
+        may_wait = not config.mixed_chunk and self._prefills_in_a_row < config.prefills_in_a_row
+        if riding is not None or may_wait or not runnable:
+            batch = self.prefill.next_batch(
+                self.decode.running.values(),
+                self.table.num_free,
+                self.ratio.value,
+                riding=len(runnable) if riding is not None else 0,
+            )
             if batch is not None:
                 self._prefills_in_a_row += 1
-                if decoding is not None:
+                if riding is not None:
                     self.ratio.on_decode()
-                    batch.take_along(decoding)
+                    batch.take_along(riding)
                 return batch
-        if self.decode.missing_pages(runnable) > self.cache.available_pages:
+        if short:
             if self._pending:
                 return None  # results in flight may end requests; retract only what is known
             runnable = self._make_room(runnable)
@@ -372,21 +377,23 @@ class Scheduler:
         return -message.priority if self.config.schedule_low_priority_values_first else message.priority
 
     def _refusal(self, message: GenerateReq) -> FinishReason | None:
-        finish = refusal(
-            message,
-            vocab_size=self._model_config.vocab_size,
-            longest_request=self.limits.longest_request,
-            uses_priority=self.config.uses_priority,
-        )
+        longest, vocab_size = self.limits.longest_request, self._model_config.vocab_size
+        uses_priority = self.config.uses_priority
+        finish = refusal(message, vocab_size=vocab_size, longest_request=longest, uses_priority=uses_priority)
+        return finish or self._find_place(message)
+
+    def _find_place(self, message: GenerateReq) -> FinishReason | None:
+        """503 if the queue is full, and nobody in it is less urgent and could leave."""
         most = self.config.max_queued_requests
         # those that find a free row in this step do not really wait
-        if finish is None and most is not None and len(self.prefill.waiting) >= most + self.table.num_free:
-            full = FinishReason("error", message=f"the queue is full: {most} requests wait", status=503)
-            least = self.prefill.least_urgent() if self.config.schedule_policy == "priority" else None
-            if least is None or least.priority >= self._urgency(message):
-                return full
-            self._finish(least, full)
-        return finish
+        if most is None or len(self.prefill.waiting) < most + self.table.num_free:
+            return None
+        full = FinishReason("error", message=f"the queue is full: {most} requests wait", status=503)
+        least = self.prefill.least_urgent() if self.config.schedule_policy == "priority" else None
+        if least is None or least.priority >= self._urgency(message):
+            return full
+        self._finish(least, full)
+        return None
 
     def _find(self, rid: str) -> Req | None:
         """The request of this id that has not ended."""
