@@ -188,7 +188,7 @@ class Scheduler:
             return None
         self._prefills_in_a_row = 0
         self.ratio.on_decode()
-        return self.decode.next_batch(runnable)
+        return riding if riding is not None else self.decode.next_batch(runnable)
 
     def _launch(self, batch: Batch) -> None:
         """Launch; if that fails, launch each request alone, so that only the faulty one ends."""
