@@ -117,8 +117,8 @@ def test_dfs_weight_is_what_its_definition_says(cached: list[list[int]], asked: 
 
 
 def test_a_deep_tree_does_not_end_the_recursion() -> None:
-    ids = [i % 7 for i in range(1200)]
-    match = tree_of(*(ids[:n] for n in range(1, 1201)))
+    ids = [i % 7 for i in range(1050)]
+    match = tree_of(*(ids[:n] for n in range(1, 1051)))
     waiting = [request(ids, 0), request(ids[:5], 1)]
     assert SCHEDULE_POLICIES.get("dfs-weight")(waiting, View(match)) == waiting
 
