@@ -166,6 +166,7 @@ class Server:
             state=self._state,
             budget=ByteBudget(args.max_bytes_in_flight),
             pool=self._pool,
+            uses_priority=args.uses_priority,
         )
         self._probes = Probes(
             self._service,

@@ -43,6 +43,7 @@ class GenerationJob(msgspec.Struct, frozen=True, omit_defaults=True):
     """Ids of the generations, where the client chose them."""
     hides_cache: bool = False
     """The answer's body does not tell what was cached."""
+    priority: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -66,6 +67,7 @@ class GenerationJob(msgspec.Struct, frozen=True, omit_defaults=True):
                 return_logprob=prompt.return_logprob,
                 logprob_start_len=prompt.logprob_start_len,
                 top_logprobs_num=prompt.top_logprobs_num,
+                priority=self.priority,
             )
             for rid, (prompt, choice) in zip(rids, choices, strict=True)
         ]

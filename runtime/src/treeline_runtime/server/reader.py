@@ -86,6 +86,7 @@ class Reader:
             namespace=namespace,
             tenant=caller.tenant,
             hides_cache=caller.shares_cache,
+            priority=body.priority or 0,
         )
         return ChatTask(job, openai.streaming(body))
 
@@ -115,6 +116,7 @@ class Reader:
             namespace=namespace,
             tenant=caller.tenant,
             hides_cache=caller.shares_cache,
+            priority=body.priority or 0,
         )
         return CompletionTask(job, openai.streaming(body), echoes)
 
@@ -141,6 +143,7 @@ class Reader:
             tenant=caller.tenant,
             rids=rids,
             hides_cache=caller.shares_cache,
+            priority=body.priority or 0,
         )
         streaming = Streaming(bool(body.stream))
         return GenerateTask(job, streaming, batched, bool(body.return_text_in_logprobs))

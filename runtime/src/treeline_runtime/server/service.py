@@ -11,7 +11,7 @@ from typing import TypeVar
 from treeline_wire import headers as wire_headers
 from treeline_wire.chat import NeedsWorkerError
 
-from treeline_runtime.messages import FinishReason, LoadUpdate, TextOut
+from treeline_runtime.messages import NO_PRIORITY, FinishReason, LoadUpdate, TextOut
 from treeline_runtime.server import errors
 from treeline_runtime.server.errors import RETRY
 from treeline_runtime.server.http import ApiError, Header, Request, event, in_pieces
@@ -66,6 +66,8 @@ class Service:
     """Reads large bodies; None: they are read in the event loop."""
     limits: Limits | None = None
     """Known once the scheduler is ready."""
+    uses_priority: bool = False
+    """Whether the priority of a request changes anything."""
     active: int = 0
     """HTTP requests that generate, from admission to their last byte."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -124,6 +126,9 @@ class Service:
     async def open(self, job: GenerationJob) -> InflightRequest:
         """Starts the job's generations; the caller closes the request. Raises ApiError, TooMuchInFlight."""
         self.admit()
+        if job.priority and not self.uses_priority:
+            message = f"'priority' is not supported: {NO_PRIORITY}"
+            raise ApiError(400, message, param="priority", code="unsupported_parameter")
         reservation = Reservation(self.budget)
         reservation.grow(BYTES_PER_TOKEN * job.prompt_tokens * job.n)
         try:
