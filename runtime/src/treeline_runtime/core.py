@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from treeline_runtime.attention import AttentionBackend
     from treeline_runtime.kvcache import Node, Pages
+    from treeline_runtime.models.pooler import Vector
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +43,8 @@ class Req:
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
+    needs_all: bool = False
+    """A vector is made of every position's hidden state: the cache supplies none of them."""
 
     # waiting: filled by PrefillManager
     key: bytes = b""
@@ -74,9 +77,20 @@ class Req:
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_top_logprobs: list[list[TokenLogprob] | None] = field(default_factory=list)
     input_logprobs_sent: bool = False
+    pooled: Vector | None = None
+    """What the chunks so far add to the vector that is asked for; None before, and for text."""
 
     @classmethod
-    def of(cls, message: GenerateReq, *, seed: int, eos_ids: tuple[int, ...], max_new_tokens: int, arrival: int) -> Req:
+    def of(
+        cls,
+        message: GenerateReq,
+        *,
+        seed: int,
+        eos_ids: tuple[int, ...],
+        max_new_tokens: int,
+        arrival: int,
+        needs_all: bool = False,
+    ) -> Req:
         sampling = message.sampling
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_ids))
         return cls(
@@ -91,6 +105,7 @@ class Req:
             return_logprob=message.return_logprob,
             logprob_start_len=message.logprob_start_len,
             top_logprobs_num=message.top_logprobs_num,
+            needs_all=needs_all,
             arrival=arrival,
         )
 
@@ -104,7 +119,10 @@ class Req:
 
     @property
     def cacheable_len(self) -> int:
-        """Tokens that the cache may supply: the last one must be computed, and those whose logits are asked for."""
+        """Tokens that the cache may supply: the last one must be computed, and those whose logits or hidden states are
+        asked for."""
+        if self.needs_all:
+            return 0
         limit = len(self.tokens) - 1
         return min(limit, max(self.logprob_start_len - 1, 0)) if self.wants_input_logprobs else limit
 

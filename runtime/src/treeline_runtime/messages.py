@@ -76,6 +76,8 @@ class GenerateReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     logprob_start_len: int = -1
     """Logprobs of prompt tokens from this position on; -1 = of sampled tokens only."""
     top_logprobs_num: int = 0
+    pools: bool = False
+    """A vector is wanted, and no text: `max_new_tokens` must be 0."""
 
 
 class AbortReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
@@ -162,6 +164,8 @@ class TokenOut(msgspec.Struct, frozen=True, omit_defaults=True):
     input_token_logprobs: list[TokenLogprob] | None = None
     """Prompt tokens from `logprob_start_len` on; only in the first message."""
     input_top_logprobs: list[list[TokenLogprob] | None] | None = None
+    vector: bytes | None = None
+    """float32, little endian: what a request that pools asked for, in its last message."""
 
 
 class BatchTokenOut(msgspec.Struct, tag=True, frozen=True):
@@ -205,6 +209,7 @@ class TextOut(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     retractions: int = 0
     logprobs: list[msgspec.Raw] = []
     """`Logprobs`, encoded, in order: an answer may have millions, which are nobody's objects before they are shown."""
+    vector: bytes | None = None
 
 
 class BatchTextOut(msgspec.Struct, tag=True, frozen=True):

@@ -103,7 +103,8 @@ class PrefillManager:
         matched = match.num_pages * self._page_size
         available = self._cache.available_pages - self._cache.tree.unlocked_pages(match)
         if reserved is None:
-            return self._cache.pages_for(len(req.tokens) + 1) - match.num_pages <= available
+            first = min(req.max_new_tokens, 1)
+            return self._cache.pages_for(len(req.tokens) + first) - match.num_pages <= available
         return cost_pages(req, matched, self._page_size) <= available - reserved
 
     def _admit(self, req: Req, match: Match) -> None:

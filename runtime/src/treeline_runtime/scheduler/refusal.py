@@ -6,14 +6,21 @@ from treeline_runtime.messages import FinishReason, GenerateReq
 from treeline_runtime.sampling import check_sampling
 
 
-def refusal(message: GenerateReq, *, vocab_size: int, longest_request: int) -> FinishReason | None:
-    """A 400 for what can never be served; None if it can."""
+def refusal(message: GenerateReq, *, vocab_size: int, longest_request: int, pools: bool = False) -> FinishReason | None:
+    """A 400 for what can never be served; None if it can. `pools`: the model makes vectors, and no text."""
     length = len(message.input_ids)
     problem: str | None
-    if length == 0:
+    if message.pools != pools:
+        problem = "this model makes vectors, and no text" if pools else "this model makes text, and no vectors"
+    elif message.pools and message.sampling.max_new_tokens:
+        problem = "a request for a vector produces no tokens: max_new_tokens must be 0"
+    elif message.pools and (message.return_logprob or message.logprob_start_len >= 0):
+        problem = "a request for a vector has no log probabilities"
+    elif length == 0:
         problem = "the prompt is empty"
-    elif length >= longest_request:
-        problem = f"the prompt has {length} tokens; at most {longest_request - 1} fit, with one for the answer"
+    elif length > longest_request - (not pools):
+        room = f"{longest_request} fit" if pools else f"{longest_request - 1} fit, with one for the answer"
+        problem = f"the prompt has {length} tokens; at most {room}"
     elif not 0 <= min(message.input_ids) <= max(message.input_ids) < vocab_size:
         problem = f"the prompt has token ids outside the vocabulary of {vocab_size}"
     elif not -1 <= message.logprob_start_len < length:
