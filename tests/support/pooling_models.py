@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from support.runtime_models import reference, save
+from support.runtime_server import make_checkpoint, make_tokenizer
 
 TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
 
@@ -45,3 +46,29 @@ def classifier(path: Path, labels: int, family: str = "Qwen3", **changes: Any) -
     sizes = ({"head_dim": 16} if family == "Qwen3" else {}) | {"num_labels": labels, "pad_token_id": 0}
     theirs = reference(family, sizes | changes, "ForSequenceClassification")
     return theirs, save(theirs, path)
+
+
+RERANK_TEMPLATE = (
+    "<|im_start|>system\n"
+    "{% for m in messages if m.role == 'system' %}{{ m.content }}{% else %}Is it relevant?{% endfor %}"
+    "<|im_end|>\n{% for m in messages if m.role == 'query' %}Query: {{ m.content }}\n{% endfor %}"
+    "{% for m in messages if m.role == 'document' %}Document: {{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def add_tokenizer(path: Path, *, template: str | None = None) -> Path:
+    """The tokenizer of `make_tokenizer`, with another chat template."""
+    make_tokenizer(path)
+    if template is not None:
+        config = json.loads((path / "tokenizer_config.json").read_text())
+        (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    return path
+
+
+def configured(path: Path, architecture: str, **config: Any) -> Path:
+    """A checkpoint for the fake scheduler: it has no weights that anybody reads."""
+    make_checkpoint(path)
+    made = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(made | {"architectures": [architecture]} | config))
+    return path

@@ -1,7 +1,7 @@
 """What a checkpoint is served for: text, or vectors of its hidden states; and how these are made. No torch here.
 
-Two sources say so: the architecture in config.json (`Qwen3ForCausalLM`, `Qwen3Model`, `Qwen3ForSequenceClassification`),
-and the modules.json of sentence-transformers with a folder for each module: `Pooling` and `Normalize` make an embedding
+Two sources say so: the architecture in config.json (Qwen3ForCausalLM, Qwen3Model, Qwen3ForSequenceClassification), and
+the modules.json of sentence-transformers with a folder for each module: `Pooling` and `Normalize` make an embedding
 model of a decoder, `LogitScore` a reranker of a language model (the log-odds of two of its next tokens).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,9 +59,15 @@ class Pooling:
     """Rows of the language-model head: the token that means yes and, if there is one, the token that means no."""
     activation: Activation = "identity"
     """What makes probabilities of outputs."""
+    hidden_size: int = 0
     shorter: tuple[int, ...] | None = ()
     """Numbers of dimensions that vectors may be cut to beside their own, as they were trained for (Matryoshka
     representations); None = any."""
+
+    @property
+    def size(self) -> int:
+        """Numbers in a vector."""
+        return len(self.labels) or (1 if self.answers else self.hidden_size)
 
     @property
     def needs_all(self) -> bool:
@@ -93,7 +99,8 @@ def pooling_of(directory: str | Path, asked: AskedTask = "auto", *, matryoshka: 
         found = _embedder(directory, modules, shorter)
     if asked not in ("auto", None if found is None else found.task):
         raise ModelError(_cannot(asked, found))
-    return found
+    hidden_size = config.get("hidden_size")
+    return None if found is None else replace(found, hidden_size=hidden_size if isinstance(hidden_size, int) else 0)
 
 
 def _cannot(asked: str, found: Pooling | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -62,6 +62,10 @@ class Prompts:
         documents = body.get("documents")
         if isinstance(documents, list) and not self.template_reads("documents"):
             check_unknown({"documents": documents}, ())
+        return self._rendered(body, limits, "messages")
+
+    def _rendered(self, body: Mapping[str, Any], limits: Limits | None, param: str) -> list[int]:
+        assert self._template is not None
         try:
             prompt = prompt_of_chat(body, self._template)
         except PromptError as error:
@@ -70,7 +74,7 @@ class Prompts:
             raise ApiError(503, f"{error}; try again later", type="server_error") from None
         except TemplateError as error:
             raise ApiError(500, f"The model's chat template failed: {error}", type="server_error") from None
-        return self._ids(prompt, limits, "messages")
+        return self._ids(prompt, limits, param)
 
     def of_completion(self, body: Mapping[str, Any], limits: Limits | None = None) -> list[list[int]]:
         """The ids of each prompt of a completion request."""
@@ -83,11 +87,48 @@ class Prompts:
         self, prompts: Sequence[Prompt], limits: Limits | None = None, param: str = "prompt"
     ) -> list[list[int]]:
         """The ids of each prompt; together at most `MAX_PROMPT_TOKENS`, or one whole context."""
+        return self._together((self._ids(prompt, limits, param) for prompt in prompts), limits, param)
+
+    @property
+    def knows_pairs(self) -> bool:
+        """Whether the chat template has a place for a query and a document: rerankers' templates do."""
+        return self._template is not None and self.template_reads("query") and self.template_reads("document")
+
+    def of_pairs(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        limits: Limits | None = None,
+        param: str = "documents",
+        *,
+        instruct: str | None = None,
+        add_generation_prompt: bool = False,
+    ) -> list[list[int]]:
+        """The ids of queries with a document each: as messages of these roles where the chat template knows them (with
+        `instruct` as the system's), else as the tokenizer joins two texts. Together at most as many as above."""
+        if self.knows_pairs:
+            head = [] if instruct is None else [{"role": "system", "content": instruct}]
+            chats = (
+                [*head, {"role": "query", "content": query}, {"role": "document", "content": document}]
+                for query, document in pairs
+            )
+            asked = ({"messages": chat, "add_generation_prompt": add_generation_prompt} for chat in chats)
+            return self._together((self._rendered(one, limits, param) for one in asked), limits, param)
+        if instruct is not None:
+            raise ApiError(400, "'instruct' needs a chat template with roles query and document", param="instruct")
+        return self._together((self._joined(*pair, limits, param) for pair in pairs), limits, param)
+
+    def _joined(self, query: str, document: str, limits: Limits | None, param: str) -> list[int]:
+        self._check_length(query, limits, param)
+        self._check_length(document, limits, param)
+        ids: list[int] = self._tokenizer.encode_batch_fast([(query, document)])[0].ids
+        return ids
+
+    def _together(self, lists: Iterable[list[int]], limits: Limits | None, param: str) -> list[list[int]]:
         most = max(MAX_PROMPT_TOKENS, limits.max_request_tokens if limits is not None else 0)
         made, total = list[list[int]](), 0
-        for prompt in prompts:
-            made.append(self._ids(prompt, limits, param))
-            total += len(made[-1])
+        for ids in lists:
+            made.append(ids)
+            total += len(ids)
             if total > most:
                 raise ApiError(
                     400,
@@ -108,13 +149,17 @@ class Prompts:
         return prompt.ids
 
     def _encoded(self, text: str, add_special: bool, limits: Limits | None, param: str) -> list[int]:
+        self._check_length(text, limits, param)
+        # Several times faster than `encode`, which also keeps track of where each token was in the text.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+        return ids
+
+    def _check_length(self, text: str, limits: Limits | None, param: str) -> None:
+        """Raises ApiError 400 for a long text that certainly does not fit."""
         if limits is not None and len(text) > INLINE_BYTES and self._bound is not None:
             least = self._bound.at_least(text)
             if least > limits.max_request_tokens:
                 raise limits.too_long(f"your prompt has at least {least} tokens. Please shorten it.", param)
-        # Several times faster than `encode`, which also keeps track of where each token was in the text.
-        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
-        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
