@@ -165,7 +165,7 @@ class TokenOut(msgspec.Struct, frozen=True, omit_defaults=True):
     """Prompt tokens from `logprob_start_len` on; only in the first message."""
     input_top_logprobs: list[list[TokenLogprob] | None] | None = None
     vector: bytes | None = None
-    """float32, little endian: what a request that pools asked for, in its last message."""
+    """float32 numbers: what a request that pools asked for, in its last message."""
 
 
 class BatchTokenOut(msgspec.Struct, tag=True, frozen=True):

@@ -308,7 +308,7 @@ class Scheduler:
         if self._pooler is None:
             return None
         assert req.pooled is not None
-        return self._pooler.finish(req.pooled, len(req.tokens)).astype("<f4").tobytes()
+        return self._pooler.finish(req.pooled, len(req.tokens)).tobytes()
 
     def _release_if_idle(self, req: Req) -> None:
         if req.in_flight > 0:

@@ -110,10 +110,10 @@ class Service:
         if self.task in tasks:
             return
         does, instead = _DOES[self.task]
-        wanted = " or ".join(tasks)
         raise ApiError(
             400,
-            f"{path} needs a model for {wanted}, but {self.model_name!r} {does}: use {instead}, or ask another server",
+            f"{path} is not for this model: {self.model_name!r} {does}. Use {instead}, or a server with "
+            f"--task {' or '.join(tasks)}",
             code="unsupported_task",
         )
 

@@ -51,24 +51,11 @@ def inference(
     server_info = info(probes.server_info, operations.SERVER_INFO)
     tokenize = converting(native.tokenize, operations.TOKENIZE)
     detokenize = converting(native.detokenize, operations.DETOKENIZE)
-    embeddings = generating(vectors.embeddings, operations.EMBEDDINGS, "embed")
-    pooling = generating(vectors.pooling, operations.POOLING, "embed", "score", "reward")
-    classify = generating(vectors.classify, operations.CLASSIFY, "reward", "score")
-    score = generating(vectors.score, operations.SCORE, "score")
-    rerank = generating(vectors.rerank, operations.RERANK, "score")
     routes = {
         ("POST", "/v1/chat/completions"): generating(chat_completions, operations.CHAT),
         ("POST", "/v1/completions"): generating(completions, operations.COMPLETION),
         ("POST", "/generate"): generating(native.generate, operations.GENERATE),
-        ("POST", "/v1/embeddings"): embeddings,
-        ("POST", "/pooling"): pooling,
-        ("POST", "/classify"): classify,
-        ("POST", "/v1/classify"): classify,
-        ("POST", "/score"): score,
-        ("POST", "/v1/score"): score,
-        ("POST", "/rerank"): rerank,
-        ("POST", "/v1/rerank"): rerank,
-        ("POST", "/v2/rerank"): rerank,
+        **_vector_routes(generating),
         ("GET", "/v1/models"): Route(probes.models, operation=operations.MODELS),
         ("GET", "/v1/models/{model:path}"): Route(probes.model, operation=operations.MODEL),
         ("GET", "/v1/loads"): Route(probes.loads, operation=operations.LOADS),
@@ -89,6 +76,21 @@ def inference(
     served_by_other = {path: _served_by_other(path, "administration", "--admin-port", admin_at) for path in ADMIN_PATHS}
     served_by_other[METRICS_PATH] = _served_by_other(METRICS_PATH, "metrics", "--metrics-port", metrics_at)
     return Surface(routes, api_key(key), served_by_other, documented)
+
+
+def _vector_routes(route: Callable[..., Route]) -> dict[tuple[str, str], Route]:
+    """Paths in the spellings of OpenAI, vLLM, Jina and Cohere, each for the tasks that it can be asked of."""
+    pooling = route(vectors.pooling, operations.POOLING, "embed", "score", "reward")
+    classify = route(vectors.classify, operations.CLASSIFY, "reward", "score")
+    score = route(vectors.score, operations.SCORE, "score")
+    rerank = route(vectors.rerank, operations.RERANK, "score")
+    return {
+        ("POST", "/v1/embeddings"): route(vectors.embeddings, operations.EMBEDDINGS, "embed"),
+        ("POST", "/pooling"): pooling,
+        **dict.fromkeys([("POST", path) for path in ("/classify", "/v1/classify")], classify),
+        **dict.fromkeys([("POST", path) for path in ("/score", "/v1/score")], score),
+        **dict.fromkeys([("POST", path) for path in ("/rerank", "/v1/rerank", "/v2/rerank")], rerank),
+    }
 
 
 async def _for_tasks(

@@ -1,23 +1,23 @@
 """`/v1/embeddings`, `/pooling`, `/classify`, `/v1/score` and `/v1/rerank`: vectors of texts, and what is told of them.
 
-Numbers are read and written without numpy: this process has none.
+Numbers are read and written without numpy, which this process does without. Vectors are float32, little endian as all
+machines that run models are.
 """
 
 from __future__ import annotations
 
 import base64
 import math
-import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from treeline_runtime.messages import TextOut
 from treeline_runtime.models.pooling import Activation, Pooling
 from treeline_runtime.server import openai
-from treeline_runtime.server.http import ApiError, Request, Response, encode_json, json_response
+from treeline_runtime.server.http import ApiError, Header, Request, Response, encode_json, json_response
 from treeline_runtime.server.jobs import ClassifyTask, GenerationJob, RerankTask, ScoreTask, VectorsTask
-from treeline_runtime.server.pacing import Pacer, elements, open_object
+from treeline_runtime.server.pacing import Pacer, open_object
 from treeline_runtime.server.service import Service, token_headers
 
 FLOAT_BYTES = 24
@@ -31,7 +31,7 @@ async def embeddings(service: Service, request: Request) -> Response:
         check_dimensions(service.pools(), task.dimensions)
     outs = await _outs(service, task.job)
     head = {"object": "list", "model": service.model_name, "usage": _usage(task.job)}
-    return await _answer(service, task, outs, head, "embedding")
+    return await _answer(service, task, outs, head, "embedding", "embedding")
 
 
 async def pooling(service: Service, request: Request) -> Response:
@@ -39,7 +39,7 @@ async def pooling(service: Service, request: Request) -> Response:
     task = await service.read(request, "pooling", VectorsTask)
     outs = await _outs(service, task.job)
     head = openai.envelope(task.job.rid, "list", service.model_name) | {"usage": _usage(task.job)}
-    return await _answer(service, task, outs, head, "data")
+    return await _answer(service, task, outs, head, "pooling", "data")
 
 
 async def classify(service: Service, request: Request) -> Response:
@@ -48,14 +48,14 @@ async def classify(service: Service, request: Request) -> Response:
     outs = await _outs(service, task.job)
     made = service.pools()
     labels = made.labels or ("LABEL_0",)
-    data, pacer = [], Pacer()
-    for index, out in enumerate(outs):
-        probs = activated(_floats(out), made.activation if task.activation else "identity")
+
+    def item(index: int) -> bytes:
+        probs = activated(_floats(outs[index]), made.activation if task.activation else "identity")
         likeliest = max(range(len(probs)), key=probs.__getitem__)
-        data.append({"index": index, "label": labels[likeliest], "probs": probs, "num_classes": len(probs)})
-        await pacer.rest()
-    head = openai.envelope(task.job.rid, "list", service.model_name)
-    return json_response(head | {"data": data, "usage": _usage(task.job)}, headers=_headers(task.job, outs))
+        return encode_json({"index": index, "label": labels[likeliest], "probs": probs, "num_classes": len(probs)})
+
+    head = openai.envelope(task.job.rid, "list", service.model_name) | {"usage": _usage(task.job)}
+    return await _listed(head, "data", item, len(outs), _headers(task.job, outs))
 
 
 async def score(service: Service, request: Request) -> Response:
@@ -74,16 +74,16 @@ async def rerank(service: Service, request: Request) -> Response:
     outs = await _outs(service, task.job)
     scores = _scores(service, outs, activation=task.activation)
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: task.top_n]  # the earlier one among equals
-    results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in order]
-    if task.documents is not None:
-        for result in results:
-            result["document"] = {"text": task.documents[result["index"]]}
+
+    def item(place: int) -> bytes:
+        index = order[place]
+        result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+        if task.documents is not None:
+            result["document"] = {"text": task.documents[index]}
+        return encode_json(result)
+
     head = {"id": task.job.rid, "object": "list", "model": service.model_name, "usage": _usage(task.job)}
-    pieces, pacer = [open_object(head, "results"), b"["], Pacer()
-    for place, result in enumerate(results):
-        pieces += [b"," if place else b"", encode_json(result)]
-        await pacer.rest()
-    return Response([*pieces, b"]}"], headers=_headers(task.job, outs))
+    return await _listed(head, "results", item, len(order), _headers(task.job, outs))
 
 
 # ---- vectors --------------------------------------------------------------------------------------------------------
@@ -102,24 +102,33 @@ async def _outs(service: Service, job: GenerationJob) -> list[TextOut]:
 
 
 async def _answer(
-    service: Service, task: VectorsTask, outs: Sequence[TextOut], head: dict[str, Any], member: str
+    service: Service, task: VectorsTask, outs: Sequence[TextOut], head: dict[str, Any], kind: str, member: str
 ) -> Response:
-    """`data` with an object for each vector, which is its `member`."""
-    kind = "embedding" if member == "embedding" else "pooling"
+    """`data` with an object of this `kind` for each vector, which is its `member`."""
     made = service.pools()
-    pieces, pacer = [open_object(head, "data"), b"["], Pacer()
-    for index, out in enumerate(outs):
-        vector = _vector(out)
+
+    def item(index: int) -> bytes:
+        vector = _vector(outs[index])
         if task.dimensions is not None:
             vector = cut(vector, task.dimensions, normalize=made.normalize)
-        written = encode_json(_base64(vector)) if task.base64 else b"[%b]" % elements(vector.tolist())
-        item = open_object({"object": kind, "index": index}, member)
-        pieces += [b"," if index else b"", item, written, b"}"]
+        written = base64.b64encode(vector).decode() if task.base64 else vector.tolist()
+        return encode_json({"object": kind, "index": index, member: written})
+
+    return await _listed(head, "data", item, len(outs), _headers(task.job, outs))
+
+
+async def _listed(
+    head: dict[str, Any], name: str, item: Callable[[int], bytes], count: int, headers: tuple[Header, ...]
+) -> Response:
+    """An answer with a list of `count` items, each written in its turn."""
+    pieces, pacer = [open_object(head, name), b"["], Pacer()
+    for index in range(count):
+        pieces += [b"," if index else b"", item(index)]
         await pacer.rest()
-    return Response([*pieces, b"]}"], headers=_headers(task.job, outs))
+    return Response([*pieces, b"]}"], headers=headers)
 
 
-def _headers(job: GenerationJob, outs: Sequence[TextOut]) -> tuple[tuple[bytes, bytes], ...]:
+def _headers(job: GenerationJob, outs: Sequence[TextOut]) -> tuple[Header, ...]:
     return tuple(token_headers(job.prompt_tokens, sum(out.cached_tokens for out in outs)))
 
 
@@ -128,39 +137,24 @@ def _usage(job: GenerationJob) -> dict[str, int]:
 
 
 def _vector(out: TextOut) -> array[float]:
-    vector = array("f", out.vector or b"")
-    if sys.byteorder == "big":
-        vector.byteswap()
-    return vector
+    return array("f", out.vector or b"")
 
 
 def _floats(out: TextOut) -> list[float]:
     return _vector(out).tolist()
 
 
-def _base64(vector: array[float]) -> str:
-    """OpenAI's: of float32, little endian."""
-    if sys.byteorder == "big":
-        vector = array("f", vector)
-        vector.byteswap()
-    return base64.b64encode(vector).decode()
-
-
 def check_dimensions(made: Pooling, dimensions: int) -> None:
     """Raises ApiError 400 where vectors may not be cut to so many."""
-    if (
-        dimensions == made.size
-        or (made.shorter is None and dimensions < made.size)
-        or dimensions in (made.shorter or ())
-    ):
+    size, shorter = made.size, made.shorter
+    if dimensions == size or (dimensions < size and (shorter is None or dimensions in shorter)):
         return
-    problem = f"this model's embeddings have {made.size} dimensions"
-    if dimensions < made.size:
+    problem = f"this model's embeddings have {size} dimensions"
+    if shorter:
+        problem += f", and may be cut to {', '.join(map(str, shorter))} alone"
+    elif dimensions < size:
         problem += (
-            f", and may be cut to {', '.join(map(str, made.shorter))} alone"
-            if made.shorter
-            else ", and its config.json does not say that they may be cut (is_matryoshka; or start the server with "
-            "--matryoshka)"
+            ", and config.json does not say that they may be cut (is_matryoshka): start the server with --matryoshka"
         )
     raise ApiError(400, f"Invalid value for 'dimensions': {problem}", param="dimensions")
 
