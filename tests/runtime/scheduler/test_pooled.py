@@ -86,6 +86,17 @@ def test_a_classification_heads_outputs(tmp_path: Path, family: str, labels: int
     close(engine(path, chunked_prefill_size=16).pool("a", IDS), expected)
 
 
+@pytest.mark.parametrize(
+    "prompt", [[5, 6, 0], [0, 5, 0, 6, 0, 0, 0], [*range(1, 17), *[0] * 17], [0, 0, 0], [0]], ids=len
+)
+def test_a_head_looks_past_padding_at_the_end(tmp_path: Path, prompt: list[int]) -> None:
+    theirs, path = classifier(tmp_path, 2)
+    assert theirs.config.pad_token_id == 0
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([prompt])).logits[0]
+    close(engine(path, chunked_prefill_size=16).pool("a", prompt), expected)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("no", [7, None])
 def test_the_log_odds_of_two_tokens(tmp_path: Path, tied: bool, no: int | None) -> None:

@@ -12,6 +12,7 @@ from support.openapi import Judge, Schema
 from support.runtime_server import ServerProcess, running, sse
 from treeline_runtime.server import native_fields as native
 from treeline_runtime.server import openai
+from treeline_runtime.server import pooling_fields as pooling
 from treeline_runtime.server.fields import HARMLESS, NATIVE_HARMLESS, NEUTRAL
 
 
@@ -45,6 +46,16 @@ BODIES: Mapping[str, tuple[frozenset[str], Mapping[str, str]]] = {
     "NativeSampling": (native.SAMPLING_FIELDS, HARMLESS),
     "TokenizeBody": (native.TOKENIZE_FIELDS, HARMLESS),
     "DetokenizeBody": (native.DETOKENIZE_FIELDS, HARMLESS),
+    **{
+        body.__name__: (pooling.known(body), HARMLESS)
+        for body in (
+            pooling.EmbeddingBody,
+            pooling.PoolingBody,
+            pooling.ClassifyBody,
+            pooling.ScoreBody,
+            pooling.RerankBody,
+        )
+    },
     "StreamOptions": (frozenset(openai.StreamOptions.__struct_fields__), {}),
 }
 

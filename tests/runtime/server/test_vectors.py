@@ -10,6 +10,7 @@ import re
 import struct
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import openai
 import pytest
-from support.fake_scheduler import vector_of
+from support.fake_scheduler import Magic, vector_of
 from support.openapi import Judge
 from support.pooling_models import RERANK_TEMPLATE, add_logit_score, add_modules, add_tokenizer, configured
 from support.runtime_models import reference, save
@@ -173,6 +174,19 @@ def test_the_server_says_what_it_does_and_that_it_works(embed: httpx.Client, emb
     assert after["prompt_tokens_total"] - before["prompt_tokens_total"] == sum(len(tokens(embed, t)) for t in TEXTS)
     assert after["num_requests_total"] - before["num_requests_total"] == 3
     assert after["generation_tokens_total"] == 0
+
+
+def test_a_request_that_an_operator_ends_is_a_503(embedder: ServerProcess) -> None:
+    with embedder.client() as http, embedder.admin() as admin, ThreadPoolExecutor(1) as others:
+        waiting = others.submit(http.post, EMBEDDINGS, json={"input": [[5, 6], [Magic.SILENT]], "rid": "mine"})
+
+        def ended() -> bool:
+            admin.post("/abort_request", json={"rid": "mine"})
+            return waiting.done()
+
+        eventually(ended, 10, "the request ends")
+        answer = waiting.result()
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "The request was aborted")
 
 
 def counted(server: ServerProcess) -> dict[str, float]:

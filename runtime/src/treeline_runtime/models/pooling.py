@@ -59,6 +59,8 @@ class Pooling:
     """Rows of the language-model head: the token that means yes and, if there is one, the token that means no."""
     activation: Activation = "identity"
     """What makes probabilities of outputs."""
+    pad: int | None = None
+    """The token that a classification head looks past where a text ends with it; None = there is none."""
     hidden_size: int = 0
     shorter: tuple[int, ...] | None = ()
     """Numbers of dimensions that vectors may be cut to beside their own, as they were trained for (Matryoshka
@@ -68,6 +70,14 @@ class Pooling:
     def size(self) -> int:
         """Numbers in a vector."""
         return len(self.labels) or (1 if self.answers else self.hidden_size)
+
+    def trimmed(self, ids: list[int]) -> list[int]:
+        """A text without the padding at its end. transformers does the same, also where the token means something, such
+        as the end of a turn; of nothing but padding it takes the first."""
+        end = len(ids)
+        while end > 1 and ids[end - 1] == self.pad:
+            end -= 1
+        return ids[:end]
 
     @property
     def needs_all(self) -> bool:
@@ -121,7 +131,13 @@ def _classifier(config: Mapping[str, Any], asked: AskedTask) -> Pooling:
     labels = _labels(config)
     single = len(labels) == 1
     task: PoolingTask = "reward" if asked == "reward" or not single else "score"
-    return Pooling(task, labels=labels, activation=_activation(config, single=single))
+    pad = config.get("pad_token_id")
+    return Pooling(
+        task,
+        labels=labels,
+        activation=_activation(config, single=single),
+        pad=pad if isinstance(pad, int) else None,
+    )
 
 
 def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -21,6 +21,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Batch, Phase, Req
 from treeline_runtime.messages import (
@@ -337,6 +339,8 @@ class Scheduler:
         if finish is not None:
             self.reporter.tell(TokenOut(message.rid, [], finish, prompt_tokens=len(message.input_ids)))
             return
+        if self._pooler is not None:
+            message = msgspec.structs.replace(message, input_ids=self._pooler.pooling.trimmed(message.input_ids))
         seed = message.sampling.seed
         self._arrivals += 1
         req = Req.of(
