@@ -319,8 +319,14 @@ def test_a_conversation_is_judged_as_it_stands(judge_of_texts: httpx.Client) -> 
             raw = {"use_activation": False} if member == "probs" else {}
             answer = judge_of_texts.post(path, json={"messages": messages} | asked | raw)
             assert answer.json()["data"][0][member] == list(vector_of(ids, 3))
-    for body in ({"input": "a", "messages": messages}, {}, {"input": "a", "chat_template_kwargs": {"x": 1}}):
-        assert judge_of_texts.post("/classify", json=body).status_code == 400
+    for body, param in (
+        ({"input": "a", "messages": messages}, "input"),
+        ({}, "input"),
+        ({"input": "a", "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
+        ({"messages": messages, "add_special_tokens": True}, "add_special_tokens"),
+    ):
+        answer = judge_of_texts.post("/classify", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 # ---- the document ---------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=fields.PoolingFields)
 Raw = Mapping[str, Any]
+InputsOrChat = fields.PoolingBody | fields.ClassifyBody
 _NOTHING = SamplingParams(max_new_tokens=0)
 
 
@@ -44,19 +45,19 @@ def check_template(pooling: Pooling | None, prompts: Prompts) -> None:
 
 def embedding(reader: Reader, raw: Raw, limits: Limits, caller: Caller) -> VectorsTask:
     body = _read(reader, raw, fields.EmbeddingBody)
-    job = _job(body, "embd", _inputs(reader, raw, limits), raw, caller)
+    job = _job(body, "embd", _inputs(reader, body, limits), raw, caller)
     return VectorsTask(job, body.encoding_format == "base64", body.dimensions)
 
 
 def pooling(reader: Reader, raw: Raw, limits: Limits, caller: Caller) -> VectorsTask:
     body = _read(reader, raw, fields.PoolingBody)
-    job = _job(body, "pool", _inputs_or_chat(reader, raw, limits), raw, caller)
+    job = _job(body, "pool", _inputs_or_chat(reader, body, raw, limits), raw, caller)
     return VectorsTask(job, body.encoding_format == "base64")
 
 
 def classify(reader: Reader, raw: Raw, limits: Limits, caller: Caller) -> ClassifyTask:
     body = _read(reader, raw, fields.ClassifyBody)
-    job = _job(body, "classify", _inputs_or_chat(reader, raw, limits), raw, caller)
+    job = _job(body, "classify", _inputs_or_chat(reader, body, raw, limits), raw, caller)
     return ClassifyTask(job, body.use_activation is not False)
 
 
@@ -103,30 +104,32 @@ def _job(body: fields.PoolingFields, kind: str, prompts: list[list[int]], raw: R
     )
 
 
-def _inputs(reader: Reader, raw: Raw, limits: Limits) -> list[list[int]]:
+def _inputs(reader: Reader, body: fields.EmbeddingBody | InputsOrChat, limits: Limits) -> list[list[int]]:
     """OpenAI's `input`: a text or its token ids, or several of them."""
-    value = raw.get("input")
+    value = body.input
     if value is None:
         raise ApiError(400, "Missing required parameter: 'input'", param="input", code="missing_required_parameter")
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         _check_count(value, "input")
     try:
-        prompts = prompt_of_completion({"prompt": value, "add_special_tokens": raw.get("add_special_tokens")})
+        prompts = prompt_of_completion({"prompt": value, "add_special_tokens": body.add_special_tokens})
     except PromptError as error:
-        param = "input" if error.param == "prompt" else error.param
-        raise ApiError(400, f"Invalid value for {param!r}: {error}", param=param) from None
+        raise ApiError(400, f"Invalid value for 'input': {error}", param="input") from None
     if any(prompt.text == "" for prompt in prompts):
         raise ApiError(400, "Invalid value for 'input': must not be an empty string", param="input")
     return _fitting(reader.prompts.of_prompts(prompts, limits, "input"), limits, "input")
 
 
-def _inputs_or_chat(reader: Reader, raw: Raw, limits: Limits) -> list[list[int]]:
-    if (raw.get("input") is None) == (raw.get("messages") is None):
+def _inputs_or_chat(reader: Reader, body: InputsOrChat, raw: Raw, limits: Limits) -> list[list[int]]:
+    if (body.input is None) == (body.messages is None):
         raise ApiError(400, "Give exactly one of 'input' and 'messages'", param="input")
-    if raw.get("messages") is None:
+    if body.messages is None:
         for name in openai.TEMPLATE_FIELDS & raw.keys():
             check_unknown({name: raw[name]}, ())  # nothing is rendered
-        return _inputs(reader, raw, limits)
+        return _inputs(reader, body, limits)
+    if body.add_special_tokens:
+        problem = "'add_special_tokens' is for 'input': a chat template writes its own"
+        raise ApiError(400, problem, param="add_special_tokens")
     # what is judged is there: nobody goes on with it, unless the client says so
     asked = {**raw, "add_generation_prompt": raw.get("add_generation_prompt") or False}
     return _fitting([reader.prompts.of_chat(asked, limits)], limits, "messages")

@@ -57,7 +57,11 @@ class Prompts:
     def of_chat(self, body: Mapping[str, Any], limits: Limits | None = None) -> list[int]:
         """The ids of a chat request. `limits`: a prompt that is certainly longer is refused untokenized."""
         if self._template is None:
-            raise ApiError(400, "This model has no chat template; use /v1/completions", param="messages")
+            raise ApiError(
+                400,
+                "This model has no chat template: send a text ('prompt', or 'input') in place of messages",
+                param="messages",
+            )
         check_messages(body.get("messages"), self.template_reads)
         documents = body.get("documents")
         if isinstance(documents, list) and not self.template_reads("documents"):
