@@ -324,7 +324,7 @@ def test_wrong_native_requests_are_named(http: httpx.Client, body: dict[str, Any
 def test_unknown_paths_and_methods(http: httpx.Client) -> None:
     refused(http.get("/v2/nothing"), None, status=404, code="not_found")
     refused(http.get(CHAT), None, status=405, code="method_not_allowed")
-    refused(http.post("/v1/embeddings", json={}), None, status=404)
+    refused(http.post("/v1/audio/speech", json={}), None, status=404)
 
 
 def test_a_body_that_is_too_large_is_413(http: httpx.Client) -> None:
