@@ -26,17 +26,11 @@ def rerank(**fields: Any) -> dict[str, Any]:
 
 BODIES: dict[str, tuple[str, Callable[[], dict[str, Any]], int]] = {
     "2,048 texts": (EMBEDDINGS, lambda: {"input": ["a"] * 2048}, 200),
-    "2,048 texts in base64": (EMBEDDINGS, lambda: {"input": ["a"] * 2048, "encoding_format": "base64"}, 200),
     "2,048 texts, cut": (EMBEDDINGS, lambda: {"input": ["a"] * 2048, "dimensions": 1000}, 200),
-    "500 texts in 2 kB": (EMBEDDINGS, lambda: {"input": ["a"] * 400}, 200),
+    "400 texts in 2 kB": (EMBEDDINGS, lambda: {"input": ["a"] * 400}, 200),
     "a million texts": (EMBEDDINGS, lambda: {"input": ["a"] * 1_000_000}, 400),
-    "30 MB of text": (EMBEDDINGS, lambda: {"input": "Hello world, " * (30 * MB // 13)}, 400),
-    "10 million ids": (EMBEDDINGS, lambda: {"input": [1] * 10_000_000}, 400),
-    "2,048 lists of 4,000 ids": (EMBEDDINGS, lambda: {"input": [[1] * 4_000] * 2048}, 400),
     "2,048 documents": (RERANK, lambda: rerank(documents=["a"] * 2048), 200),
-    "2,048 documents as objects": (RERANK, lambda: rerank(documents=[{"text": "a"}] * 2048), 200),
     "400 documents in 2 kB": (RERANK, lambda: rerank(documents=["a"] * 400), 200),
-    "a million documents": (RERANK, lambda: rerank(documents=["a"] * 1_000_000), 400),
     "a document of 30 MB": (RERANK, lambda: rerank(documents=["Hello world, " * (30 * MB // 13)]), 400),
     "a query of 8 MB for 2,048 documents": (
         RERANK,
@@ -49,7 +43,7 @@ BODIES: dict[str, tuple[str, Callable[[], dict[str, Any]], int]] = {
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[ServerProcess, Holds]]]:
     folder = tmp_path_factory.mktemp("m")
-    embedder = configured(folder / "wide", "Qwen3Model", hidden_size=4096, is_matryoshka=True)
+    embedder = configured(folder / "wide", "Qwen3Model", hidden_size=2048, is_matryoshka=True)
     reranker = add_logit_score(configured(folder / "ranks", "Qwen3ForCausalLM"), 5, 6)
     add_tokenizer(reranker, template=RERANK_TEMPLATE)
     holds = [Holds(folder / name) for name in ("embedder", "reranker")]

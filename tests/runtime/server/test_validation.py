@@ -335,3 +335,12 @@ def test_abort_needs_to_know_what(admin: httpx.Client) -> None:
     refused(admin.post("/abort_request", json={}), "rid")
     refused(admin.post("/abort_request", json={"rid": "a", "abort_all": True}), "rid")
     assert admin.post("/abort_request", json={"rid": "unknown"}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/v1/rerank", "/classify"])
+def test_a_model_of_text_makes_no_vectors_and_says_what_to_ask_it(http: httpx.Client, path: str) -> None:
+    answer = http.post(path, json={"input": "hi"})
+    refused(answer, None, code="unsupported_task")
+    assert "makes text. Use /v1/chat/completions" in answer.json()["error"]["message"]
+    info = http.get("/server_info").json()
+    assert (info["task"], info["pooling"]) == ("generate", None)
