@@ -1,7 +1,8 @@
 """A scheduler process without a model, which starts in a moment: `python -m support.fake_scheduler` in place of ours.
 
-It answers token i of a request with the i-th token of its prompt, going round, one every `TOKEN_S`. Prompts choose what
-happens: see `Magic`. The cache it reports is empty; one page is stored when a request ends.
+It answers token i of a request with the i-th token of its prompt, going round, one every `TOKEN_S`, and a request for a
+vector with `vector_of` its prompt. Prompts choose what happens: see `Magic`. The cache it reports is empty; one page is
+stored when a request ends.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from array import array
 from dataclasses import dataclass
 
 import zmq
@@ -31,6 +33,7 @@ from treeline_runtime.messages import (
     TokenOut,
     decode_to_scheduler,
 )
+from treeline_runtime.models.pooling import pooling_of
 
 TOKEN_S = float(os.environ.get("FAKE_TOKEN_S", "0.01"))
 CONTEXT = 4096
@@ -57,6 +60,11 @@ class Magic:
     """Its time is over after two tokens."""
 
 
+def vector_of(ids: list[int], size: int) -> array[float]:
+    """Numbers from -4 to 4 that depend on the prompt."""
+    return array("f", [(sum(ids) * 31 + i * 7) % 17 / 2 - 4 for i in range(size)])
+
+
 @dataclass
 class Run:
     request: GenerateReq
@@ -75,6 +83,8 @@ class FakeScheduler:
         self.updates = 0
         self.blocks: list[dict[str, object]] = []
         self.sick = False
+        pooling = pooling_of(spec.model_dir, spec.args.task, matryoshka=spec.args.matryoshka)
+        self.size = 0 if pooling is None else pooling.size
         info = {"context_length": CONTEXT, "longest_request": CONTEXT, "max_total_tokens": 65536}
         self.http.send(Ready("scheduler", info))
 
@@ -142,7 +152,8 @@ class FakeScheduler:
                 self.end(run, FinishReason("error", message="it took too long", status=504))
                 continue
             if run.produced == request.sampling.max_new_tokens:
-                self.end(run, FinishReason("length"))
+                vector = vector_of(request.input_ids, self.size).tobytes() if request.pools else None
+                self.end(run, FinishReason("length"), vector)
                 continue
             token = request.input_ids[run.produced % len(request.input_ids)]
             run.produced += 1
@@ -152,11 +163,11 @@ class FakeScheduler:
                 del self.runs[request.rid]
                 self.store(request)
 
-    def end(self, run: Run, finish: FinishReason) -> None:
+    def end(self, run: Run, finish: FinishReason, vector: bytes | None = None) -> None:
         del self.runs[run.request.rid]
-        self.emit(run, [], finish)
+        self.emit(run, [], finish, vector)
 
-    def emit(self, run: Run, tokens: list[int], finish: FinishReason | None) -> None:
+    def emit(self, run: Run, tokens: list[int], finish: FinishReason | None, vector: bytes | None = None) -> None:
         request = run.request
         logprobs = [(-0.5, token) for token in tokens] if request.return_logprob else None
         self.send(
@@ -167,6 +178,7 @@ class FakeScheduler:
                 prompt_tokens=len(request.input_ids),
                 cached_tokens=3,
                 completion_tokens=run.produced,
+                vector=vector,
                 output_token_logprobs=logprobs,
                 output_top_logprobs=None
                 if logprobs is None

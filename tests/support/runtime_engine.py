@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from treeline_runtime.attention import ATTENTION_BACKENDS, AttentionBackend, Layout
 from treeline_runtime.config import SchedulerConfig
@@ -143,7 +145,7 @@ class Harness(Scheduler):
 
     def submit(self, rid: str, ids: list[int], *, namespace: str | None = None, **options: Any) -> None:
         """`options`: fields of GenerateReq or of SamplingParams; greedy unless told otherwise."""
-        fields = {"return_logprob", "logprob_start_len", "top_logprobs_num", "priority"}
+        fields = {"return_logprob", "logprob_start_len", "top_logprobs_num", "priority", "pools"}
         request = {k: options.pop(k) for k in list(options) if k in fields}
         sampling = SamplingParams(**({"temperature": 0.0, "max_new_tokens": 8} | options))
         self.inbox.append(GenerateReq(rid, ids, sampling, namespace=namespace, **request))
@@ -174,6 +176,17 @@ class Harness(Scheduler):
         self.submit(rid, ids, **options)
         self.run()
         return self.tokens(rid)
+
+    def pool(self, rid: str, ids: list[int], **options: Any) -> npt.NDArray[np.float32]:
+        """Submit, run to the end, → the vector."""
+        self.submit(rid, ids, pools=True, max_new_tokens=0, **options)
+        self.run()
+        return self.vector(rid)
+
+    def vector(self, rid: str) -> npt.NDArray[np.float32]:
+        vector = self.last(rid).vector
+        assert vector is not None, self.last(rid)
+        return np.frombuffer(vector, "<f4")
 
     def tokens(self, rid: str) -> list[int]:
         return [token for out in self.outs[rid] for token in out.token_ids]

@@ -26,12 +26,12 @@ SIZES = {
 }
 
 
-def reference(family: str, changes: dict[str, Any]) -> Any:
+def reference(family: str, changes: dict[str, Any], kind: str = "ForCausalLM") -> Any:
     import transformers
 
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**(SIZES | changes))
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{family}{kind}")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):  # initialised to constants: a mistake there would not show

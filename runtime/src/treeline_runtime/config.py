@@ -23,6 +23,17 @@ class EngineConfig:
         metavar="PATH_OR_HF_ID",
         help="a checkpoint folder, or org/name on the Hugging Face Hub",
     )
+    task: Literal["auto", "generate", "embed", "score", "reward"] = setting(
+        "auto",
+        group="engine",
+        help="generate = text; embed = vectors; score = relevance of documents; reward = outputs of a classification "
+        "head (default: auto: what the checkpoint is made for)",
+    )
+    matryoshka: bool = setting(
+        False,
+        group="engine",
+        help="clients may have embeddings cut (`dimensions`) though config.json has no is_matryoshka",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", group="engine", help="(default: auto: float32 on CPU, bfloat16 on CUDA)"
     )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from treeline_runtime.attention import AttentionBackend
     from treeline_runtime.kvcache import Node, Pages
+    from treeline_runtime.models.pooler import Vector
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +45,8 @@ class Req:
     top_logprobs_num: int = 0
     priority: int = 0
     """The higher, the more urgent."""
+    needs_all: bool = False
+    """A vector is made of every position's hidden state: the cache supplies none of them."""
 
     # waiting: filled by PrefillManager
     key: bytes = b""
@@ -78,6 +81,8 @@ class Req:
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_top_logprobs: list[list[TokenLogprob] | None] = field(default_factory=list)
     input_logprobs_sent: bool = False
+    pooled: Vector | None = None
+    """What the chunks so far add to the vector that is asked for; None before, and for text."""
 
     @classmethod
     def of(
@@ -89,6 +94,7 @@ class Req:
         max_new_tokens: int,
         arrival: int,
         priority: int = 0,
+        needs_all: bool = False,
     ) -> Req:
         sampling = message.sampling
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_ids))
@@ -104,6 +110,7 @@ class Req:
             return_logprob=message.return_logprob,
             logprob_start_len=message.logprob_start_len,
             top_logprobs_num=message.top_logprobs_num,
+            needs_all=needs_all,
             arrival=arrival,
             priority=priority,
         )
@@ -118,7 +125,10 @@ class Req:
 
     @property
     def cacheable_len(self) -> int:
-        """Tokens that the cache may supply: the last one must be computed, and those whose logits are asked for."""
+        """Tokens that the cache may supply: the last one must be computed, and those whose logits or hidden states are
+        asked for."""
+        if self.needs_all:
+            return 0
         limit = len(self.tokens) - 1
         return min(limit, max(self.logprob_start_len - 1, 0)) if self.wants_input_logprobs else limit
 

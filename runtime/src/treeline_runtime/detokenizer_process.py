@@ -41,7 +41,7 @@ TOKEN_TEXTS = 65_536
 MESSAGE_SIZE = 256
 """Outputs in one message to the HTTP process, and positions of a prompt whose log probabilities come together."""
 LOGPROB_BYTES = 4096
-"""Log probabilities that count as another output."""
+"""Of log probabilities or a vector: they count as another output."""
 
 
 @dataclass(slots=True)
@@ -138,6 +138,7 @@ class DetokenizerCore:
             completion_tokens=out.completion_tokens,
             retractions=out.retractions,
             logprobs=self._logprobs(out, with_text),
+            vector=out.vector,
         )
 
     def _logprobs(self, out: TokenOut, with_text: bool) -> list[msgspec.Raw]:
@@ -167,7 +168,7 @@ class _Texts:
 
     def append(self, out: TextOut) -> None:
         self._batches[-1].append(out)
-        self._size += 1 + sum(map(len, out.logprobs)) // LOGPROB_BYTES
+        self._size += 1 + (sum(map(len, out.logprobs)) + len(out.vector or b"")) // LOGPROB_BYTES
         if self._size >= MESSAGE_SIZE:
             self._batches.append([])
             self._size = 0

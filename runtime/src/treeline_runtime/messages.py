@@ -81,6 +81,8 @@ class GenerateReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     top_logprobs_num: int = 0
     priority: int = 0
     """Which of two is more urgent is a setting (`schedule_low_priority_values_first`)."""
+    pools: bool = False
+    """A vector is wanted, and no text: `max_new_tokens` must be 0."""
 
 
 class AbortReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
@@ -167,6 +169,8 @@ class TokenOut(msgspec.Struct, frozen=True, omit_defaults=True):
     input_token_logprobs: list[TokenLogprob] | None = None
     """Prompt tokens from `logprob_start_len` on; only in the first message."""
     input_top_logprobs: list[list[TokenLogprob] | None] | None = None
+    vector: bytes | None = None
+    """float32 numbers: what a request that pools asked for, in its last message."""
 
 
 class BatchTokenOut(msgspec.Struct, tag=True, frozen=True):
@@ -210,6 +214,7 @@ class TextOut(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     retractions: int = 0
     logprobs: list[msgspec.Raw] = []
     """`Logprobs`, encoded, in order: an answer may have millions, which are nobody's objects before they are shown."""
+    vector: bytes | None = None
 
 
 class BatchTextOut(msgspec.Struct, tag=True, frozen=True):

@@ -49,12 +49,15 @@ from treeline_runtime.ipc import (
 from treeline_runtime.launch import Ended, ProcessGroup, SocketFolder
 from treeline_runtime.listeners import ListenError, Listeners, address, listening, url
 from treeline_runtime.messages import BatchTextOut, DrainReq, FinishReason, Reply
+from treeline_runtime.models.config import ModelError
+from treeline_runtime.models.pooling import Pooling, pooling_of
 from treeline_runtime.publisher.sockets import EventsError, check_event_ports, open_keys
 from treeline_runtime.server import surfaces
 from treeline_runtime.server.app import App
 from treeline_runtime.server.cors import Cors
 from treeline_runtime.server.limits import ByteBudget, Limits
 from treeline_runtime.server.metrics import Metrics
+from treeline_runtime.server.pooling_reader import check_template
 from treeline_runtime.server.probes import Probes, ServerInfo
 from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.reader_pool import ReaderPool, ReaderSpec
@@ -108,6 +111,7 @@ class ServedModel:
     config: dict[str, Any]
     prompts: Prompts
     defaults: SamplingDefaults
+    pooling: Pooling | None
 
     @classmethod
     def read(cls, args: ServerArgs, directory: Path) -> ServedModel:
@@ -116,13 +120,11 @@ class ServedModel:
             defaults = SamplingDefaults()
             if args.sampling_defaults == "model":
                 defaults = SamplingDefaults.from_model(directory)
-            return cls(
-                directory,
-                _read_json(directory / "config.json"),
-                Prompts(TokenizerBundle.from_dir(directory)),
-                defaults,
-            )
-        except (BundleError, TemplateError, ValueError) as error:
+            pooling = pooling_of(directory, args.task, matryoshka=args.matryoshka)
+            prompts = Prompts(TokenizerBundle.from_dir(directory))
+            check_template(pooling, prompts)
+            return cls(directory, _read_json(directory / "config.json"), prompts, defaults, pooling)
+        except (BundleError, ModelError, TemplateError, ValueError) as error:
             raise ServeError(f"--model: {error}") from None
 
 
@@ -154,7 +156,9 @@ class Server:
         self._to_scheduler = Outbox(context, addresses.scheduler)
         self._to_publisher = None if args.no_events else Outbox(context, addresses.publisher)
         self._metrics = Metrics(served_name(args))
-        self._pool = ReaderPool(ReaderSpec(str(model.directory), served_name(args), model.defaults, args.log_level))
+        self._pool = ReaderPool(
+            ReaderSpec(str(model.directory), served_name(args), model.defaults, args.log_level, model.pooling)
+        )
         self._service = Service(
             model_name=served_name(args),
             prompts=model.prompts,
@@ -165,6 +169,7 @@ class Server:
             metrics=self._metrics,
             state=self._state,
             budget=ByteBudget(args.max_bytes_in_flight),
+            pooling=model.pooling,
             pool=self._pool,
             uses_priority=args.uses_priority,
         )

@@ -286,6 +286,10 @@ class TokenizerManager:
             generation.last_at = now
             generation.tokens += fresh
             metrics.generation_tokens.inc(fresh)
+        if out.vector is not None:
+            metrics.vectors.inc()
+            metrics.prompt_tokens.inc(out.prompt_tokens)
+            metrics.cached_tokens.inc(out.cached_tokens)
         if out.finish is not None:
             metrics.e2e_request_latency.observe(now - generation.started_at)
             metrics.retracted.inc(out.retractions)

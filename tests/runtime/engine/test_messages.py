@@ -15,6 +15,7 @@ FINISH = m.FinishReason("abort", message="gone", status=500)
 EXAMPLES: dict[Any, list[Any]] = {
     m.decode_to_scheduler: [
         m.GenerateReq("r", [1, 2**31], PARAMS, namespace="lora", return_logprob=True, logprob_start_len=0),
+        m.GenerateReq("r", [1], PARAMS, pools=True),
         m.AbortReq(),
         m.AbortReq("r"),
         m.FlushReq("f"),
@@ -27,6 +28,7 @@ EXAMPLES: dict[Any, list[Any]] = {
         m.BatchTokenOut(
             [
                 m.TokenOut("r", [5], m.FinishReason("stop", matched=5), 3, 2, 1),
+                m.TokenOut("v", [], m.FinishReason("length"), 3, vector=b"\0\0\x80?"),
                 m.TokenOut(
                     "q",
                     [],
@@ -43,6 +45,7 @@ EXAMPLES: dict[Any, list[Any]] = {
     ipc.decode_to_http: [
         m.BatchTextOut([m.TextOut("r", "text", [5], m.FinishReason("stop", matched="END"))]),
         m.BatchTextOut([m.TextOut("r", "", [], logprobs=[msgspec.Raw(m.encode(LOGPROBS))])]),
+        m.BatchTextOut([m.TextOut("v", "", [], m.FinishReason("length"), vector=b"\0\0\x80?")]),
         m.Reply("f", ok=False, message="busy"),
     ],
     ipc.decode_to_publisher: [

@@ -42,6 +42,8 @@ ROPE_NEEDS = {
 }
 MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 """Architecture → its model_type."""
+CAUSAL, CLASSIFIER, BASE = "ForCausalLM", "ForSequenceClassification", "Model"
+"""Endings of architectures: a decoder with a language-model head, with a classification head, and with none."""
 FOREIGN_FILES = {
     "hf_quant_config.json": "quantised checkpoints are not supported (ModelOpt's {} is there)",
     "quantize_config.json": "quantised checkpoints are not supported (GPTQ's {} is there)",
@@ -162,9 +164,19 @@ def _read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def decoder_architecture(name: str) -> str:
+    """The language model whose decoder an architecture has: `Qwen3ForCausalLM` for Qwen3ForSequenceClassification and
+    Qwen3Model, which differ in what comes behind it (see `pooling`)."""
+    for ending in (CLASSIFIER, BASE):
+        if name.endswith(ending):
+            return name.removesuffix(ending) + CAUSAL
+    return name
+
+
 def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures") or []
-    name = next((str(name) for name in names if name in MODEL_TYPES), None)
+    decoders = [decoder_architecture(str(name)) for name in names]
+    name = next((name for name in decoders if name in MODEL_TYPES), None)
     kind = config.get("model_type")
     if name is None:
         what = ", ".join(map(str, names)) or f"model_type {kind!r}"

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from treeline_runtime.core import Context
 from treeline_runtime.models.config import ModelConfig
+from treeline_runtime.models.pooler import Pooler
 from treeline_runtime.models.rope import rope_tables
 from treeline_runtime.models.weights import EMBEDDING, HEAD, Weights
 from treeline_runtime.ops import Heads, Ops, ops_for
@@ -98,6 +99,9 @@ class Layer:
 
 class Decoder:
     """Embedding, layers, norm, head. `context_length` sizes the rope table."""
+
+    pooler: Pooler | None = None
+    """What makes vectors of its hidden states, where the model is served for these and not for text."""
 
     def __init__(self, config: ModelConfig, weights: Weights, context_length: int) -> None:
         self.config = config

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from treeline_runtime.config import ConfigError, EngineConfig
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.decoder import Decoder
-from treeline_runtime.models.weights import Checkpoint, RandomWeights
+from treeline_runtime.models.pooler import Pooler
+from treeline_runtime.models.pooling import Pooling, pooling_of
+from treeline_runtime.models.weights import HEAD, Checkpoint, RandomWeights, Weights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -54,10 +58,22 @@ def load_model(config: EngineConfig) -> Decoder:
     if device.index is not None:
         torch.cuda.set_device(device)
     model_config = ModelConfig.from_dir(config.model)
+    pooling = pooling_of(config.model, config.task, matryoshka=config.matryoshka)
     context_length = resolve_context_length(config, model_config)
     if config.load_format == "dummy":
-        return Decoder(model_config, RandomWeights(config.seed, dtype, device), context_length)
+        return _build(model_config, RandomWeights(config.seed, dtype, device), context_length, pooling)
     checkpoint = Checkpoint(config.model, dtype, device)
-    model = Decoder(model_config, checkpoint, context_length)
+    model = _build(model_config, checkpoint, context_length, pooling)
     checkpoint.close()
+    return model
+
+
+def _build(config: ModelConfig, weights: Weights, context_length: int, pooling: Pooling | None) -> Decoder:
+    """A model that makes vectors needs no language-model head: its embedding stands for it."""
+    if pooling is None:
+        return Decoder(config, weights, context_length)
+    pooler = Pooler(pooling, weights, config)
+    weights.ignore(HEAD)
+    model = Decoder(dataclasses.replace(config, tie_word_embeddings=True), weights, context_length)
+    model.pooler = pooler
     return model

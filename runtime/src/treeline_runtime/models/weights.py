@@ -15,7 +15,9 @@ from treeline_runtime.models.config import ModelError
 logger = logging.getLogger(__name__)
 
 
-EMBEDDING = "model.embed_tokens.weight"
+PREFIX = "model."
+"""Of the decoder's tensors; a checkpoint of a decoder alone (`Qwen3Model`, an embedding model) is saved without it."""
+EMBEDDING = PREFIX + "embed_tokens.weight"
 HEAD = "lm_head.weight"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -33,6 +35,9 @@ class Weights(Protocol):
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """The tensor, in the engine's dtype and on its device. Raises ModelError."""
 
+    def ignore(self, name: str) -> None:
+        """Nobody will take it: it need not be there, and may."""
+
 
 class Checkpoint:
     """The weights of a directory, from the files that transformers would read: model.safetensors, else the shards that
@@ -45,6 +50,7 @@ class Checkpoint:
         self._open: dict[str, Any] = {}
         self._file_of = self._find()
         self._untaken = set(self._file_of)
+        self._bare = EMBEDDING.removeprefix(PREFIX) in self._file_of
 
     def _find(self) -> dict[str, str]:
         """Tensor → file."""
@@ -94,9 +100,19 @@ class Checkpoint:
         return self._open[file]
 
     def has(self, name: str) -> bool:
-        return name in self._file_of
+        return self._saved(name) in self._file_of
+
+    def ignore(self, name: str) -> None:
+        """From now on the tensor is not there, whether or not it was."""
+        self._untaken.discard(self._saved(name))
+        self._file_of.pop(self._saved(name), None)
+
+    def _saved(self, name: str) -> str:
+        """What the files call it."""
+        return name.removeprefix(PREFIX) if self._bare else name
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
+        name = self._saved(name)
         file = self._file_of.get(name)
         if file is None:
             raise ModelError(f"tensor {name} is missing in {self._dir}; is it a complete, unquantised checkpoint?")
@@ -128,6 +144,9 @@ class RandomWeights:
 
     def has(self, name: str) -> bool:
         return name != HEAD  # so that a tied one is tied
+
+    def ignore(self, name: str) -> None:
+        """There is nothing to leave out."""
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         if "norm" in name:

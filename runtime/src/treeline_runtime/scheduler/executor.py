@@ -22,10 +22,12 @@ from treeline_runtime.core import Batch, Phase, Req
 from treeline_runtime.kvcache import KVPool, Pages
 from treeline_runtime.messages import TokenLogprob
 from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.models.pooler import Vector
 from treeline_runtime.sampling import Row, needs_history, needs_more, sample
 from treeline_runtime.sampling.logprobs import ROWS_AT_ONCE, Logprobs
 from treeline_runtime.scheduler.forward import DecodeInputs, Forward, Tokens
 from treeline_runtime.scheduler.graphs import DecodeGraphs
+from treeline_runtime.scheduler.pooled import Pooled
 from treeline_runtime.scheduler.table import TableManager
 from treeline_runtime.transfer import Readback, upload
 
@@ -40,6 +42,8 @@ class Sampled:
     top_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
+    pooled: Vector | None = None
+    """What the batch adds to the request's vector."""
     failed: str | None = None
 
 
@@ -58,6 +62,8 @@ class Launched:
         """Index into batch.reqs → logprobs of some of its prompt tokens, in order."""
         self.logprobs: tuple[list[int], Logprobs] | None = None
         """Indices into batch.reqs, and the logprobs of the tokens they sampled."""
+        self.pooled: Pooled | None = None
+        """Of a model that makes vectors."""
 
     def result(self) -> list[Sampled]:
         """One per request of the batch."""
@@ -75,6 +81,10 @@ class Launched:
                 if not is_finite:
                     result.failed = NOT_FINITE
         self._take_logprobs(results)
+        for i, vector, is_finite in self.pooled.get() if self.pooled is not None else ():
+            results[i].pooled = vector
+            if not is_finite:
+                results[i].failed = NOT_FINITE
         return results
 
     def _take_logprobs(self, results: list[Sampled]) -> None:
@@ -149,6 +159,10 @@ class Executor:
         plan = self._attention.plan(Layout(batch.q_lens, batch.ends, self._table.page_table, rows_there))
         token_rows = upload(np.repeat(rows, batch.q_lens), self._device)
         hidden, kv_finite = self._forward.hidden(token_rows, upload(positions, self._device), plan)
+        if self._model.pooler is not None:
+            launched = Launched(batch, [], kv_finite, None)
+            launched.pooled = Pooled(batch, hidden, self._model.pooler)
+            return launched
         input_logprobs = self._input_logprobs(batch, hidden)
         sampling = [i for i, samples in enumerate(batch.samples) if samples]
         if not sampling:
@@ -175,6 +189,9 @@ class Executor:
         token_rows = upload(np.repeat(row, length), self._device)
         plan = self._attention.plan(layout)
         hidden, _ = self._forward.hidden(token_rows, upload(np.arange(length), self._device), plan)
+        if self._model.pooler is not None:
+            Readback(self._model.pooler.select(hidden, [0], [length], [True])).get()
+            return
         no_keys = np.zeros((1, 2), dtype=np.int32)
         inputs = DecodeInputs([self._table.scratch_row], [length - 1], [1.0], no_keys)
         _, tokens = self._forward.choose(hidden[-1:], inputs.on(self._device))

@@ -7,13 +7,19 @@ from treeline_runtime.sampling import check_sampling
 
 
 def refusal(
-    message: GenerateReq, *, vocab_size: int, longest_request: int, uses_priority: bool = True
+    message: GenerateReq, *, vocab_size: int, longest_request: int, uses_priority: bool = True, pools: bool = False
 ) -> FinishReason | None:
-    """A 400 for what can never be served; None if it can."""
+    """A 400 for what can never be served; None if it can. `pools`: the model makes vectors, and no text."""
     length = len(message.input_ids)
     answer = min(message.sampling.max_new_tokens, 1)
     problem: str | None
-    if length == 0:
+    if message.pools != pools:
+        problem = "this model makes vectors, and no text" if pools else "this model makes text, and no vectors"
+    elif message.pools and message.sampling.max_new_tokens:
+        problem = "a request for a vector produces no tokens: max_new_tokens must be 0"
+    elif message.pools and (message.return_logprob or message.logprob_start_len >= 0):
+        problem = "a request for a vector has no log probabilities"
+    elif length == 0:
         problem = "the prompt is empty"
     elif length + answer > longest_request:
         most = f"{longest_request - 1} fit, with one for the answer" if answer else f"{longest_request} fit"

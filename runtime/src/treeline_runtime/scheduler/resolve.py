@@ -59,6 +59,8 @@ def resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
     chunk = config.chunked_prefill_size or (1024 if on_cpu else _cuda_chunk(device))
     running = config.max_running_requests or (64 if on_cpu else 256)
     graphs = min(running, LARGEST_GRAPH) if config.max_graph_batch is None else min(running, config.max_graph_batch)
+    if model.pooler is not None:
+        graphs = 0  # nothing is decoded
     context_length = resolve_context_length(config, model.config)
     reserved = 0 if on_cpu else _reserved(running, graphs, context_length, model, dtype)
     return Resolved(

@@ -21,6 +21,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Batch, Phase, Req
 from treeline_runtime.messages import (
@@ -98,6 +100,7 @@ class Scheduler:
         self.stats = SchedulerStats()
         self.draining = False
         self._model_config = model.config
+        self._pooler = model.pooler
         self._pending: deque[tuple[Launched, float]] = deque()
         self._leaving: dict[Req, bool] = {}  # finished, but in flight → whether what it computed is trusted
         self._processed_at = 0.0
@@ -249,9 +252,11 @@ class Scheduler:
             if req.wants_input_logprobs:
                 req.input_logprobs += result.input_logprobs
                 req.input_top_logprobs += result.input_top_logprobs
+            if result.pooled is not None:
+                req.pooled = result.pooled if req.pooled is None else req.pooled + result.pooled
             if result.token is None:
                 if req.kv_len == len(req.tokens):  # nothing to produce: max_new_tokens is 0
-                    self._finish(req, FinishReason("length"))
+                    self._finish(req, FinishReason("length"), vector=self._vector_of(req))
                 return
         assert result.token is not None
         req.tokens.append(result.token)
@@ -307,6 +312,7 @@ class Scheduler:
         req.launched_tokens = req.output_len
         req.input_logprobs.clear()
         req.input_top_logprobs.clear()
+        req.pooled = None
         req.retractions += 1
         self.prefill.requeue(req)
 
@@ -316,7 +322,15 @@ class Scheduler:
 
     # ---- endings ------------------------------------------------------------------------------------------
 
-    def _finish(self, req: Req, finish: FinishReason, result: Sampled | None = None, *, trusted: bool = True) -> None:
+    def _finish(
+        self,
+        req: Req,
+        finish: FinishReason,
+        result: Sampled | None = None,
+        *,
+        vector: bytes | None = None,
+        trusted: bool = True,
+    ) -> None:
         """End an admitted or waiting request: terminal message now, resources when nothing holds them.
 
         `trusted`: what it computed may stay cached; else its pages are cleaned.
@@ -328,10 +342,17 @@ class Scheduler:
         self._time_limits.end(req)
         if self.prefill.chunked is req:
             self.prefill.chunked = None
-        self.reporter.tell(token_out(req, result))
+        self.reporter.tell(token_out(req, result, vector))
         if req.row >= 0:
             self._leaving[req] = trusted
             self._release_if_idle(req)
+
+    def _vector_of(self, req: Req) -> bytes | None:
+        """What a prompt that is computed was asked for; None for text."""
+        if self._pooler is None:
+            return None
+        assert req.pooled is not None
+        return self._pooler.finish(req.pooled, len(req.tokens)).tobytes()
 
     def _release_if_idle(self, req: Req) -> None:
         if req.in_flight > 0:
@@ -360,6 +381,8 @@ class Scheduler:
         if finish is not None:
             self.reporter.tell(TokenOut(message.rid, [], finish, prompt_tokens=len(message.input_ids)))
             return
+        if self._pooler is not None:
+            message = msgspec.structs.replace(message, input_ids=self._pooler.pooling.trimmed(message.input_ids))
         seed = message.sampling.seed
         self._arrivals += 1
         req = Req.of(
@@ -369,6 +392,7 @@ class Scheduler:
             max_new_tokens=min(message.sampling.max_new_tokens, self.limits.longest_request - len(message.input_ids)),
             arrival=self._arrivals,
             priority=self._urgency(message),
+            needs_all=self._pooler is not None and self._pooler.pooling.needs_all,
         )
         self.prefill.queue(req)
         self._time_limits.begin(req, self._clock())
@@ -377,9 +401,13 @@ class Scheduler:
         return -message.priority if self.config.schedule_low_priority_values_first else message.priority
 
     def _refusal(self, message: GenerateReq) -> FinishReason | None:
-        longest, vocab_size = self.limits.longest_request, self._model_config.vocab_size
-        uses_priority = self.config.uses_priority
-        finish = refusal(message, vocab_size=vocab_size, longest_request=longest, uses_priority=uses_priority)
+        finish = refusal(
+            message,
+            vocab_size=self._model_config.vocab_size,
+            longest_request=self.limits.longest_request,
+            uses_priority=self.config.uses_priority,
+            pools=self._pooler is not None,
+        )
         return finish or self._find_place(message)
 
     def _find_place(self, message: GenerateReq) -> FinishReason | None:
@@ -403,7 +431,7 @@ class Scheduler:
         return self.decode.running.get(rid) or self.prefill.waiting.get(rid) or self._in_flight().get(rid)
 
     def _in_flight(self) -> dict[str, Req]:
-        """Requests that live in a launched batch alone: a prompt with nothing to produce."""
+        """Requests that live in a launched batch alone: prompts with nothing to produce but a vector."""
         return {req.rid: req for launched, _ in self._pending for req in launched.batch.reqs if req.finish is None}
 
     def _everything(self) -> list[Req]:
@@ -451,9 +479,11 @@ class Scheduler:
 
     def load(self) -> LoadUpdate:
         chunked = self.prefill.chunked
-        running = list(self.decode.running.values())
+        running = len(self.decode.running) + (chunked is not None)
+        if self._pooler is not None:
+            running = len({*self._in_flight()} | ({chunked.rid} if chunked else set()))
         return LoadUpdate(
-            running=len(running) + (chunked is not None),
+            running=running,
             waiting=len(self.prefill.waiting),
             waiting_uncached_tokens=self.prefill.uncached_tokens(),
             pages_used=self.cache.used_pages,

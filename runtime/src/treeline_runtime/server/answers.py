@@ -164,6 +164,90 @@ class Text(Struct):
     text: str | list[str]
 
 
+class VectorUsage(Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(Struct):
+    """A vector, or its float32 numbers (little endian) in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(Struct):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: VectorUsage
+
+
+class PooledItem(Struct):
+    object: Literal["pooling"]
+    index: int
+    data: list[float] | str
+
+
+class Pooled(Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PooledItem]
+    usage: VectorUsage
+
+
+class ClassifiedItem(Struct):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Classified(Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ClassifiedItem]
+    usage: VectorUsage
+
+
+class ScoreItem(Struct):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreItem]
+    usage: VectorUsage
+
+
+class RankedDocument(Struct):
+    text: str
+
+
+class Ranked(Struct):
+    index: int
+    relevance_score: float
+    document: RankedDocument | Maybe = UNSET
+
+
+class Ranking(Struct):
+    id: str
+    object: Literal["list"]
+    model: str
+    results: list[Ranked]
+    usage: VectorUsage
+
+
 class Model(Struct):
     id: str
     object: Literal["model"]

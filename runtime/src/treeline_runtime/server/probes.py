@@ -11,6 +11,7 @@ import msgspec
 
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.messages import LoadUpdate
+from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server.errors import RETRY
 from treeline_runtime.server.health import EngineHealth
 from treeline_runtime.server.http import ApiError, Request, Response, json_response
@@ -103,7 +104,8 @@ class Probes:
                 "model_path": info.args.model,
                 "served_model_name": self._service.model_name,
                 "tokenizer_path": info.args.model,
-                "is_generation": True,
+                "is_generation": self._service.pooling is None,
+                "task": self._service.task,
                 "preferred_sampling_params": msgspec.to_builtins(self._service.defaults),
                 "weight_version": "default",
                 "load_format": info.args.load_format,
@@ -125,6 +127,8 @@ class Probes:
                 **info.args.public(),
                 **self.scheduler_info,
                 "served_model_name": service.model_name,
+                "task": service.task,
+                "pooling": None if service.pooling is None else _pooling(service.pooling),
                 "tokenizer_path": info.args.model,
                 "disable_radix_cache": False,  # there is no way to switch it off; SGLang's kits ask
                 "version": info.version,
@@ -183,6 +187,18 @@ class Probes:
         announced = set(map(str, told["hashes"]))
         blocks = [block | {"announced": block["hash"] in announced} for block in tree["blocks"]]
         return json_response({"epoch": self._info.epoch, "seq": told["seq"], "blocks": blocks})
+
+
+def _pooling(pooling: Pooling) -> dict[str, Any]:
+    """How vectors are made; `dimensions` are those that clients may ask for beside all, None = any."""
+    return {
+        "method": pooling.method,
+        "normalize": pooling.normalize,
+        "size": pooling.size,
+        "labels": pooling.labels,
+        "activation": pooling.activation,
+        "dimensions": pooling.shorter,
+    }
 
 
 _PUBLISHERS = ("epoch", "seq", "in_flight", "adapters")

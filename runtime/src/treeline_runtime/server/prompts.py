@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -60,11 +60,19 @@ class Prompts:
         """The ids of a chat request. `limits`: a prompt that is certainly longer is refused untokenized. `namespace`:
         the prompt's; none can tell by the time what another has sent."""
         if self._template is None:
-            raise ApiError(400, "This model has no chat template; use /v1/completions", param="messages")
+            raise ApiError(
+                400,
+                "This model has no chat template: send a text ('prompt', or 'input') in place of messages",
+                param="messages",
+            )
         check_messages(body.get("messages"), self.template_reads)
         documents = body.get("documents")
         if isinstance(documents, list) and not self.template_reads("documents"):
             check_unknown({"documents": documents}, ())
+        return self._rendered(body, limits, "messages", namespace)
+
+    def _rendered(self, body: Mapping[str, Any], limits: Limits | None, param: str, namespace: str | None) -> list[int]:
+        assert self._template is not None
         try:
             prompt = prompt_of_chat(body, self._template)
         except PromptError as error:
@@ -73,7 +81,7 @@ class Prompts:
             raise ApiError(503, f"{error}; try again later", type="server_error") from None
         except TemplateError as error:
             raise ApiError(500, f"The model's chat template failed: {error}", type="server_error") from None
-        return self._ids(prompt, limits, "messages", namespace)
+        return self._ids(prompt, limits, param, namespace)
 
     def of_completion(
         self, body: Mapping[str, Any], limits: Limits | None = None, namespace: str | None = None
@@ -92,11 +100,49 @@ class Prompts:
         namespace: str | None = None,
     ) -> list[list[int]]:
         """The ids of each prompt; together at most `MAX_PROMPT_TOKENS`, or one whole context."""
+        return self._together((self._ids(prompt, limits, param, namespace) for prompt in prompts), limits, param)
+
+    @property
+    def knows_pairs(self) -> bool:
+        """Whether the chat template has a place for a query and a document: rerankers' templates do."""
+        return self._template is not None and self.template_reads("query") and self.template_reads("document")
+
+    def of_pairs(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        limits: Limits | None = None,
+        param: str = "documents",
+        namespace: str | None = None,
+        *,
+        instruct: str | None = None,
+        add_generation_prompt: bool = False,
+    ) -> list[list[int]]:
+        """The ids of queries with a document each: as messages of these roles where the chat template knows them (with
+        `instruct` as the system's), else as the tokenizer joins two texts. Together at most as many as above."""
+        if self.knows_pairs:
+            head = [] if instruct is None else [{"role": "system", "content": instruct}]
+            chats = (
+                [*head, {"role": "query", "content": query}, {"role": "document", "content": document}]
+                for query, document in pairs
+            )
+            asked = ({"messages": chat, "add_generation_prompt": add_generation_prompt} for chat in chats)
+            return self._together((self._rendered(one, limits, param, namespace) for one in asked), limits, param)
+        if instruct is not None:
+            raise ApiError(400, "'instruct' needs a chat template with roles query and document", param="instruct")
+        return self._together((self._joined(*pair, limits, param) for pair in pairs), limits, param)
+
+    def _joined(self, query: str, document: str, limits: Limits | None, param: str) -> list[int]:
+        self._check_length(query, limits, param)
+        self._check_length(document, limits, param)
+        ids: list[int] = self._tokenizer.encode_batch_fast([(query, document)])[0].ids
+        return ids
+
+    def _together(self, lists: Iterable[list[int]], limits: Limits | None, param: str) -> list[list[int]]:
         most = max(MAX_PROMPT_TOKENS, limits.max_request_tokens if limits is not None else 0)
         made, total = list[list[int]](), 0
-        for prompt in prompts:
-            made.append(self._ids(prompt, limits, param, namespace))
-            total += len(made[-1])
+        for ids in lists:
+            made.append(ids)
+            total += len(ids)
             if total > most:
                 raise ApiError(
                     400,

@@ -5,6 +5,7 @@ Everything whose time grows with the body happens here, so that a large body can
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,8 +13,9 @@ from typing import Any, Literal
 from treeline_wire.prompt import Prompt, PromptError, prompt_of_completion
 
 from treeline_runtime.messages import SamplingParams
+from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server import native_fields as native
-from treeline_runtime.server import openai
+from treeline_runtime.server import openai, pooling_reader
 from treeline_runtime.server.errors import UnknownModel
 from treeline_runtime.server.fields import NATIVE_HARMLESS, check_unknown, convert
 from treeline_runtime.server.http import ApiError, encode_json, json_object
@@ -32,7 +34,9 @@ from treeline_runtime.server.limits import MAX_ANSWER_BYTES, MAX_GENERATIONS, Li
 from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.sampling import SamplingDefaults
 
-Kind = Literal["chat", "completion", "generate", "tokenize", "detokenize"]
+Kind = Literal[
+    "chat", "completion", "generate", "tokenize", "detokenize", "embedding", "pooling", "classify", "score", "rerank"
+]
 DEFAULT_MAX_TOKENS = 16
 DEFAULT_MAX_NEW_TOKENS = 128
 """Of `/generate`."""
@@ -45,6 +49,8 @@ class Reader:
     model_name: str
     prompts: Prompts
     defaults: SamplingDefaults
+    pooling: Pooling | None = None
+    """How the model makes vectors; None: it makes text."""
 
     def read(self, kind: Kind, body: bytes, limits: Limits | None, caller: Caller) -> Task:
         """`limits` may be None for `tokenize` and `detokenize` alone. Raises NeedsWorkerError in an event loop, for
@@ -56,6 +62,11 @@ class Reader:
             "generate": self._generate,
             "tokenize": self._tokenize,
             "detokenize": self._detokenize,
+            "embedding": functools.partial(pooling_reader.embedding, self),
+            "pooling": functools.partial(pooling_reader.pooling, self),
+            "classify": functools.partial(pooling_reader.classify, self),
+            "score": functools.partial(pooling_reader.score, self),
+            "rerank": functools.partial(pooling_reader.rerank, self),
         }
         try:
             return readers[kind](json_object(body), limits, caller)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -12,11 +12,20 @@ from treeline_wire import headers as wire_headers
 from treeline_wire.chat import NeedsWorkerError
 
 from treeline_runtime.messages import NO_PRIORITY, FinishReason, LoadUpdate, TextOut
+from treeline_runtime.models.pooling import Pooling, Task
 from treeline_runtime.server import errors
 from treeline_runtime.server.errors import RETRY
 from treeline_runtime.server.http import ApiError, Header, Request, event, in_pieces
-from treeline_runtime.server.jobs import Caller, GenerationJob, Task
-from treeline_runtime.server.limits import BYTES_PER_TOKEN, INLINE_BYTES, ByteBudget, Limits, Reservation
+from treeline_runtime.server.jobs import Caller, GenerationJob
+from treeline_runtime.server.jobs import Task as Read
+from treeline_runtime.server.limits import (
+    BYTES_PER_TOKEN,
+    INLINE_BYTES,
+    INLINE_TEXTS_BYTES,
+    ByteBudget,
+    Limits,
+    Reservation,
+)
 from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.server.pacing import Pacer
 from treeline_runtime.server.prompts import Prompts
@@ -25,7 +34,17 @@ from treeline_runtime.server.reader_pool import ReaderPool
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.tokenizer_manager import DuplicateRid, InflightRequest, TokenizerManager, merge
 
-T = TypeVar("T", bound=Task)
+T = TypeVar("T", bound=Read)
+_OF_TEXTS: frozenset[Kind] = frozenset({"embedding", "pooling", "classify", "score", "rerank"})
+
+
+_DOES: Mapping[Task, tuple[str, str]] = {
+    "generate": ("makes text", "/v1/chat/completions or /v1/completions"),
+    "embed": ("makes embeddings", "/v1/embeddings"),
+    "score": ("scores documents", "/v1/rerank or /v1/score"),
+    "reward": ("judges texts", "/classify or /pooling"),
+}
+"""What a server does, and which paths are for that."""
 
 
 @dataclass
@@ -62,6 +81,8 @@ class Service:
     state: State
     budget: ByteBudget
     """Bytes of bodies and prompts in flight."""
+    pooling: Pooling | None = None
+    """How the model makes vectors; None: it makes text."""
     pool: ReaderPool | None = None
     """Reads large bodies; None: they are read in the event loop."""
     limits: Limits | None = None
@@ -74,7 +95,29 @@ class Service:
 
     def __post_init__(self) -> None:
         self.idle.set()
-        self.reader = Reader(self.model_name, self.prompts, self.defaults)
+        self.reader = Reader(self.model_name, self.prompts, self.defaults, self.pooling)
+
+    @property
+    def task(self) -> Task:
+        """What this server does."""
+        return "generate" if self.pooling is None else self.pooling.task
+
+    def pools(self) -> Pooling:
+        """How the model makes vectors, behind a path that is served where it does."""
+        assert self.pooling is not None
+        return self.pooling
+
+    def check_task(self, path: str, tasks: Collection[Task]) -> None:
+        """Raises ApiError 400 for a path that needs another model, and says what to do."""
+        if self.task in tasks:
+            return
+        does, instead = _DOES[self.task]
+        raise ApiError(
+            400,
+            f"{path} is not for this model: {self.model_name!r} {does}. Use {instead}, or a server with "
+            f"--task {' or '.join(tasks)}",
+            code="unsupported_task",
+        )
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
@@ -107,8 +150,9 @@ class Service:
     async def read(self, request: Request, kind: Kind, type: type[T]) -> T:
         """What the request's body asks for: read here when it is small, else in another process. Raises ApiError."""
         caller = Caller(request.tenant, request.shares_cache)
-        task: Task | None = None
-        if self.pool is None or request.size <= INLINE_BYTES:
+        task: Read | None = None
+        inline = INLINE_TEXTS_BYTES if kind in _OF_TEXTS else INLINE_BYTES
+        if self.pool is None or request.size <= inline:
             try:
                 task = self.reader.read(kind, request.body, self.limits, caller)
             except NeedsWorkerError:  # the chat template is not a plain one: rendering it may take long
@@ -123,14 +167,15 @@ class Service:
         assert isinstance(task, type)
         return task
 
-    async def open(self, job: GenerationJob) -> InflightRequest:
-        """Starts the job's generations; the caller closes the request. Raises ApiError, TooMuchInFlight."""
+    async def open(self, job: GenerationJob, *, answer_bytes: int = 0) -> InflightRequest:
+        """Starts the job's generations; the caller closes the request. `answer_bytes`: what it may take besides its
+        prompts. Raises ApiError, TooMuchInFlight."""
         self.admit()
         if job.priority and not self.uses_priority:
             message = f"'priority' is not supported: {NO_PRIORITY}"
             raise ApiError(400, message, param="priority", code="unsupported_parameter")
         reservation = Reservation(self.budget)
-        reservation.grow(BYTES_PER_TOKEN * job.prompt_tokens * job.n)
+        reservation.grow(BYTES_PER_TOKEN * job.prompt_tokens * job.n + answer_bytes)
         try:
             return await self.manager.open(
                 job.requests(), name=job.rid, on_close=reservation.release, tenant=job.tenant

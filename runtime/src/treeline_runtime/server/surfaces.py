@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
-from treeline_runtime.server import native, operations
+from treeline_runtime.models.pooling import Task
+from treeline_runtime.server import native, operations, vectors
 from treeline_runtime.server.access import admin_key, api_key, read_only
 from treeline_runtime.server.app import Handler, Route, Surface
 from treeline_runtime.server.chat import chat_completions
@@ -38,8 +39,8 @@ def inference(
     def info(handler: Handler, operation: Operation) -> Route:
         return Route(handler, open=True, operation=operation)
 
-    def generating(handler: ServiceHandler, operation: Operation) -> Route:
-        bound = functools.partial(handler, service)
+    def generating(handler: ServiceHandler, operation: Operation, *tasks: Task) -> Route:
+        bound = functools.partial(_for_tasks, service, handler, tasks or ("generate",))
         return Route(bound, generates=True, max_body=MAX_BODY_BYTES, operation=operation)
 
     def converting(handler: ServiceHandler, operation: Operation) -> Route:
@@ -54,6 +55,7 @@ def inference(
         ("POST", "/v1/chat/completions"): generating(chat_completions, operations.CHAT),
         ("POST", "/v1/completions"): generating(completions, operations.COMPLETION),
         ("POST", "/generate"): generating(native.generate, operations.GENERATE),
+        **_vector_routes(generating),
         ("GET", "/v1/models"): Route(probes.models, operation=operations.MODELS),
         ("GET", "/v1/models/{model:path}"): Route(probes.model, operation=operations.MODEL),
         ("GET", "/v1/loads"): Route(probes.loads, operation=operations.LOADS),
@@ -74,6 +76,28 @@ def inference(
     served_by_other = {path: _served_by_other(path, "administration", "--admin-port", admin_at) for path in ADMIN_PATHS}
     served_by_other[METRICS_PATH] = _served_by_other(METRICS_PATH, "metrics", "--metrics-port", metrics_at)
     return Surface(routes, api_key(key), served_by_other, documented)
+
+
+def _vector_routes(route: Callable[..., Route]) -> dict[tuple[str, str], Route]:
+    """Paths in the spellings of OpenAI, vLLM, Jina and Cohere, each for the tasks that it can be asked of."""
+    pooling = route(vectors.pooling, operations.POOLING, "embed", "score", "reward")
+    classify = route(vectors.classify, operations.CLASSIFY, "reward", "score")
+    score = route(vectors.score, operations.SCORE, "score")
+    rerank = route(vectors.rerank, operations.RERANK, "score")
+    return {
+        ("POST", "/v1/embeddings"): route(vectors.embeddings, operations.EMBEDDINGS, "embed"),
+        ("POST", "/pooling"): pooling,
+        **dict.fromkeys([("POST", path) for path in ("/classify", "/v1/classify")], classify),
+        **dict.fromkeys([("POST", path) for path in ("/score", "/v1/score")], score),
+        **dict.fromkeys([("POST", path) for path in ("/rerank", "/v1/rerank", "/v2/rerank")], rerank),
+    }
+
+
+async def _for_tasks(
+    service: Service, handler: ServiceHandler, tasks: Collection[Task], request: Request
+) -> Response | None:
+    service.check_task(request.path, tasks)
+    return await handler(service, request)
 
 
 def metrics(probes: Probes) -> Surface:
