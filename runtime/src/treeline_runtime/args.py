@@ -132,8 +132,7 @@ class ServerArgs(SchedulerConfig):
         "127.0.0.1",
         group="surfaces",
         metavar="HOST",
-        help="address of administration (/flush_cache, /abort_request, /debug/radix); any but loopback needs a key "
-        "(default: %(default)s)",
+        help="address of administration; any but loopback needs a key (default: %(default)s)",
     )
     admin_port: int | None = port_setting(
         ports.RUNTIME_ADMIN,
@@ -152,6 +151,12 @@ class ServerArgs(SchedulerConfig):
         "open to everyone",
         help="the same with the key itself, which everyone on the machine sees in the list of processes; better is "
         "the file, or TREELINE_ADMIN_KEY in the environment",
+    )
+    profile_dir: str | None = setting(
+        None,
+        group="surfaces",
+        metavar="DIR",
+        help="folder for traces of POST /start_profile on the admin port (default: none, it is refused)",
     )
 
     no_events: bool = setting(False, group="publishing", help="publish nothing")

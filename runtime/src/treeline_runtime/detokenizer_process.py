@@ -7,6 +7,7 @@ what it still sends for the request is dropped until its terminal message comes.
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -211,6 +212,8 @@ def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     inbox = Inbox(context, spec.addresses.detokenizer, decode_to_detokenizer)
     http = Outbox(context, spec.addresses.http)
     scheduler = Outbox(context, spec.addresses.scheduler)
+    gc.collect()
+    gc.freeze()  # the tokenizer stays
     http.send(Ready("detokenizer", {}))
     heartbeat = HeartbeatSender("detokenizer", http)
     while True:

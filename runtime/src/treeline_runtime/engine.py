@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeGuard, overload
@@ -15,7 +15,19 @@ import msgspec
 from tokenizers import Tokenizer
 
 from treeline_runtime.config import SchedulerConfig
-from treeline_runtime.messages import AbortReq, FlushReq, GenerateReq, Reply, SamplingParams, ToScheduler
+from treeline_runtime.messages import (
+    AbortReq,
+    FlushReq,
+    GenerateReq,
+    Reply,
+    SamplingParams,
+    SleepReq,
+    StartProfileReq,
+    StopProfileReq,
+    ToScheduler,
+    UpdateWeightsReq,
+    WakeReq,
+)
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.outputs import Call, GenerationError, Output, Outputs, Running
 from treeline_runtime.progress import progress_bar
@@ -148,15 +160,15 @@ class Engine:
                 while call.open:
                     woken.wait()
                     woken.clear()
+                    yield from self._news(call)
                     self._check_alive(call)
-                    yield from _news(call)
-                yield from _news(call)
+                yield from self._news(call)
             finally:
                 self._settle(call, woken)
 
     async def async_stream(
         self, prompt: Prompt, sampling_params: Params | None = None, **options: Any
-    ) -> AsyncIterator[tuple[str, Output]]:
+    ) -> AsyncGenerator[tuple[str, Output], None]:
         """`stream` for `async for`. Whoever leaves the loop early closes the iterator (`contextlib.aclosing`), or the
         request goes on until Python does."""
         requests = await asyncio.to_thread(self._requests, _single(prompt), sampling_params, options)
@@ -165,10 +177,10 @@ class Engine:
             while call.open:
                 await woken.wait()
                 woken.clear()
-                self._check_alive(call)
-                for news in _news(call):
+                for news in self._news(call):
                     yield news
-            for news in _news(call):
+                self._check_alive(call)
+            for news in self._news(call):
                 yield news
 
     def encode(self, text: str) -> list[int]:
@@ -180,6 +192,30 @@ class Engine:
     def flush_cache(self) -> None:
         """Empty the prefix cache. Raises RuntimeError while requests run."""
         self._ask(FlushReq)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give up the device's memory: the KV cache, and the weights (1: they stay in the host's memory; 2: they are
+        read again). Requests are refused until `wake_up`. Raises RuntimeError while requests run."""
+        if level not in (1, 2):
+            raise ValueError(f"level is 1 or 2, not {level!r}")
+        self._ask(SleepReq, level=level)
+
+    def wake_up(self) -> None:
+        """Raises RuntimeError where that fails, for want of memory say; then it sleeps on."""
+        self._ask(WakeReq)
+
+    def update_weights(self, path: str | Path) -> None:
+        """Go on with another checkpoint of the same architecture, and an empty cache. Raises RuntimeError while
+        requests run, and where that fails; then the old weights stay."""
+        self._ask(UpdateWeightsReq, path=str(path))
+
+    def start_profile(self, folder: str | Path, steps: int = 100) -> None:
+        """Trace the next steps, at most MAX_PROFILE_STEPS, into a file in `folder`. Raises RuntimeError if one runs."""
+        self._ask(StartProfileReq, folder=str(folder), steps=steps)
+
+    def stop_profile(self) -> Path:
+        """End the trace before its last step. → its file. Raises RuntimeError if none runs."""
+        return Path(self._ask(StopProfileReq)["path"])
 
     def _ask(self, question: Callable[..., ToScheduler], **fields: Any) -> dict[str, Any]:
         """Have the scheduler answer. Raises RuntimeError where it refuses, with its words."""
@@ -263,6 +299,13 @@ class Engine:
             woken.wait(PROGRESS_S)
             woken.clear()
 
+    def _news(self, call: Call) -> Iterator[tuple[str, Output]]:
+        run = call.runs[0]
+        while run.outs and run.output.finish is None:
+            text = self._outputs.add(run, run.outs.popleft())
+            if call.failure is None:
+                yield text, run.output
+
     def _check_alive(self, call: Call) -> None:
         if call.open and self._thread.ended:
             raise self._thread.dead()
@@ -288,12 +331,6 @@ def _loops_event() -> tuple[asyncio.Event, Callable[[], None]]:
             loop.call_soon_threadsafe(event.set)
 
     return event, wake
-
-
-def _news(call: Call) -> Iterator[tuple[str, Output]]:
-    run = call.runs[0]
-    while run.deltas and call.failure is None:
-        yield run.deltas.popleft(), run.output
 
 
 def _answer(call: Call, prompts: Prompt | Sequence[Prompt]) -> Any:

@@ -2,7 +2,7 @@
 
 Direction decides the closed set of types a process accepts, so there is one typed decoder per direction:
 
-    tokenizer manager ──GenerateReq, AbortReq, FlushReq, StateReq, DrainReq──▶ scheduler
+    tokenizer manager ──GenerateReq, AbortReq, FlushReq, StateReq, DrainReq, administration──▶ scheduler
     detokenizer ──StopReq──▶ scheduler
     scheduler ──BatchTokenOut, Reply──▶ detokenizer ◀──DetokenizeInit── tokenizer manager
     detokenizer ──BatchTextOut, Reply──▶ tokenizer manager
@@ -20,6 +20,10 @@ from treeline_wire.load import TreelineLoad
 
 GREEDY_BELOW = 1e-6
 """A temperature below this means greedy decoding."""
+
+
+MAX_PROFILE_STEPS = 1000
+"""A step leaves hundreds of kilobytes in memory until the trace is written."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -97,6 +101,43 @@ class StateReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     what: Literal["radix", "load"]
 
 
+class SleepReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """Give the device's memory back: the KV cache, which is flushed, and the weights. Answered by Reply; refused while
+    requests are running or waiting (`data` says busy). Until WakeReq new requests are refused."""
+
+    id: str
+    level: Literal[1, 2] = 1
+    """1: weights stay in the host's memory; 2: they are read again."""
+
+
+class WakeReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """End the sleep. Answered by Reply; where that fails it sleeps on."""
+
+    id: str
+
+
+class UpdateWeightsReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """Serve the weights of another checkpoint of the same architecture, and flush the cache. Answered by Reply; refused
+    while requests are running or waiting; where it fails the old weights serve on."""
+
+    id: str
+    path: str
+
+
+class StartProfileReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """Trace so many steps into a file in `folder`. Answered by Reply."""
+
+    id: str
+    folder: str
+    steps: int
+
+
+class StopProfileReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """End the trace now. Answered by Reply, whose `data` has the file's `path`."""
+
+    id: str
+
+
 class DrainReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """From now on the load report says draining. Running and new requests go on."""
 
@@ -169,7 +210,7 @@ class BatchTokenOut(msgspec.Struct, tag=True, frozen=True):
 
 
 class Reply(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
-    """Answer to FlushReq or StateReq; the detokenizer passes it on unread, so it never overtakes tokens."""
+    """Answer to a message with an `id`; the detokenizer passes it on unread, so it never overtakes tokens."""
 
     id: str
     ok: bool = True
@@ -255,6 +296,8 @@ class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):
     total_prefill_uncached_tokens: int = 0
     """Computed since start."""
     total_prefill_busy_us: int = 0
+    asleep: int = 0
+    """Its level (SleepReq); 0 = awake. Routers are told that it drains."""
 
     @property
     def used_share(self) -> float:
@@ -269,7 +312,8 @@ class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):
 
 # ---- encoding --------------------------------------------------------------------------------------------
 
-ToScheduler = GenerateReq | AbortReq | FlushReq | StateReq | DrainReq | StopReq
+AdminReq = FlushReq | SleepReq | WakeReq | UpdateWeightsReq | StartProfileReq | StopProfileReq
+ToScheduler = GenerateReq | AbortReq | StateReq | DrainReq | StopReq | AdminReq
 ToDetokenizer = DetokenizeInit | BatchTokenOut | Reply
 ToTokenizer = BatchTextOut | Reply
 ToPublisher = CacheUpdate | LoadUpdate

@@ -61,7 +61,8 @@ class Running:
     call: Call
     output: Output
     text: IncrementalDetokenizer | None
-    deltas: deque[str] = field(default_factory=deque)
+    outs: deque[TokenOut] = field(default_factory=deque)
+    """Of a stream: what its reader has not taken yet."""
     ended: bool = False
     """The scheduler's last word has come."""
 
@@ -87,8 +88,18 @@ class Outputs:
         woken: dict[Call, None] = {}
         for out in message.outs:
             run = self.running.get(out.rid)
-            if run is not None and self._add(run, out):
-                woken[run.call] = None
+            if run is None:
+                continue
+            call = run.call
+            if call.streams:
+                run.outs.append(out)
+            else:
+                self.add(run, out)
+            if out.finish is not None:
+                run.ended = True
+                call.open -= 1
+            if call.streams or call.open == 0 or call.failure is not None:
+                woken[call] = None
         for call in woken:
             call.wake()
 
@@ -100,36 +111,28 @@ class Outputs:
         for call in {run.call: None for run in list(self.running.values())}:
             call.wake()
 
-    def _add(self, run: Running, out: TokenOut) -> bool:
-        """→ whether the call wants to know."""
-        output, call = run.output, run.call
-        if out.finish is not None:
-            run.ended = True
-            call.open -= 1
-        if output.finish is None and (matched := _extend(run, out)) is not None and out.finish is None:
-            self._stop(StopReq(out.rid, matched))  # the scheduler does not know yet
-        if output.finish is not None and output.finish.type in ("abort", "error") and call.failure is None:
-            call.failure = output.finish
-        return call.streams or call.open == 0 or call.failure is not None
-
-
-def _extend(run: Running, out: TokenOut) -> str | None:
-    """→ the stop string that ends the text, if there is one."""
-    output = run.output
-    output.token_ids += out.token_ids
-    output.cached_tokens = out.cached_tokens
-    output.retractions = out.retractions
-    output.output_token_logprobs += out.output_token_logprobs or ()
-    output.output_top_logprobs += out.output_top_logprobs or ()
-    output.input_token_logprobs += out.input_token_logprobs or ()
-    output.input_top_logprobs += out.input_top_logprobs or ()
-    output.finish = out.finish
-    if run.text is None:
-        run.deltas.append("")
-        return None
-    delta = run.text.push(out.token_ids, out.finish)
-    output.text += delta.text
-    if delta.matched is not None:
-        output.finish = FinishReason("stop", matched=delta.matched)
-    run.deltas.append(delta.text)
-    return delta.matched
+    def add(self, run: Running, out: TokenOut) -> str:
+        """Add to the output of a request, in the thread of whoever owns it: a stream's reader, or else the scheduler's.
+        → the new text."""
+        output = run.output
+        if output.finish is not None:
+            return ""
+        output.token_ids += out.token_ids
+        output.cached_tokens = out.cached_tokens
+        output.retractions = out.retractions
+        output.output_token_logprobs += out.output_token_logprobs or ()
+        output.output_top_logprobs += out.output_top_logprobs or ()
+        output.input_token_logprobs += out.input_token_logprobs or ()
+        output.input_top_logprobs += out.input_top_logprobs or ()
+        output.finish = out.finish
+        if output.finish is not None and output.finish.type in ("abort", "error") and run.call.failure is None:
+            run.call.failure = output.finish
+        if run.text is None:
+            return ""
+        delta = run.text.push(out.token_ids, out.finish)
+        output.text += delta.text
+        if delta.matched is not None:
+            output.finish = FinishReason("stop", matched=delta.matched)
+            if out.finish is None:  # the scheduler does not know yet
+                self._stop(StopReq(out.rid, delta.matched))
+        return delta.text

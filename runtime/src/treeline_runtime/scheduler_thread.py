@@ -16,8 +16,7 @@ import torch
 
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.messages import AbortReq, FromScheduler, ToPublisher, ToScheduler
-from treeline_runtime.models.loader import load_model
-from treeline_runtime.scheduler import Scheduler
+from treeline_runtime.scheduler import Scheduler, start
 
 logger = logging.getLogger(__name__)
 
@@ -100,11 +99,7 @@ class SchedulerThread:
             self._on_death()
 
     def _serve(self) -> None:
-        if self._config.threads is not None:
-            torch.set_num_threads(self._config.threads)
-        scheduler = Scheduler(self._config, load_model(self._config), self)
-        scheduler.warm_up()
-        self.scheduler = scheduler
+        scheduler = self.scheduler = start(self._config, self)
         self._loaded.set()
         scheduler.run_forever(stop=lambda: self._closing)
         self._inbox.append(AbortReq())

@@ -51,6 +51,7 @@ from treeline_runtime.listeners import ListenError, Listeners, address, listenin
 from treeline_runtime.messages import BatchTextOut, DrainReq, FinishReason, Reply
 from treeline_runtime.publisher.sockets import EventsError, check_event_ports, open_keys
 from treeline_runtime.server import surfaces
+from treeline_runtime.server.administration import Administration
 from treeline_runtime.server.app import App
 from treeline_runtime.server.cors import Cors
 from treeline_runtime.server.limits import ByteBudget, Limits
@@ -367,7 +368,8 @@ class Server:
             found.append((surfaces.metrics(probes), metrics))
         if admin is not None:
             loopback = listeners.admin_on_loopback
-            administration = surfaces.administration(service, probes, key=args.admin_key, loopback=loopback)
+            engine = Administration(service, args)
+            administration = surfaces.administration(service, probes, engine, key=args.admin_key, loopback=loopback)
             found.append((administration, admin))
         # Pages of other origins may be let in to inference alone.
         apps: list[App | Cors] = [App(surface, service) for surface, _ in found]

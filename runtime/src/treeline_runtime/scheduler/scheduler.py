@@ -27,24 +27,25 @@ from treeline_runtime.messages import (
     AbortReq,
     DrainReq,
     FinishReason,
-    FlushReq,
     GenerateReq,
     LoadUpdate,
-    Reply,
     StateReq,
     StopReq,
     TokenOut,
     ToScheduler,
 )
 from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.scheduler.administration import Administration
 from treeline_runtime.scheduler.admission import NewTokenRatio
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.decode import DecodeManager, retraction_order
 from treeline_runtime.scheduler.executor import Executor, Launched, Sampled
 from treeline_runtime.scheduler.memory import told_as_settings
 from treeline_runtime.scheduler.prefill import PrefillManager
+from treeline_runtime.scheduler.profiler import Profiler
 from treeline_runtime.scheduler.refusal import refusal
 from treeline_runtime.scheduler.reports import Reporter, token_out
+from treeline_runtime.scheduler.residence import AWAKE, Residence
 from treeline_runtime.scheduler.resolve import Resolved, resolve
 from treeline_runtime.scheduler.stats import SchedulerStats
 from treeline_runtime.scheduler.table import TableManager
@@ -73,16 +74,7 @@ class Scheduler:
         self.cache = CacheManager(limits.num_pages, config.page_size, config.eviction_policy, self.table)
         self.prefill = PrefillManager(config, limits.chunked_prefill_size, self.cache)
         self.decode = DecodeManager(self.cache)
-        with told_as_settings("the KV pool, workspaces and graphs"):
-            self.executor = Executor(
-                config,
-                model,
-                self.table,
-                num_pages=limits.num_pages,
-                dtype=limits.dtype,
-                device=limits.device,
-                largest_graph=limits.max_graph_batch,
-            )
+        self.residence = Residence(config, limits, self.table, model, self.warm_up)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self.stats = SchedulerStats()
         self.draining = False
@@ -95,21 +87,29 @@ class Scheduler:
         self._random = random.Random()
         self._transport = transport
         self.reporter = Reporter(transport, self.cache)
+        self.profiler = Profiler(limits.device)
+        administration = Administration(
+            self.residence, self.cache, self.profiler, is_idle=lambda: self.is_idle, reply=self.reporter.reply
+        )
         self._handlers: dict[type, Callable[[Any], None]] = {
             GenerateReq: self._on_generate,
             AbortReq: self._on_abort,
             StopReq: self._on_stop,
-            FlushReq: self._on_flush,
             StateReq: self._on_state,
             DrainReq: self._on_drain,
+            **administration.handlers,
         }
+
+    @property
+    def executor(self) -> Executor:
+        return self.residence.executor
 
     def warm_up(self) -> None:
         """Before the first request: see `Executor.warm_up`. Raises ConfigError where a full step has no memory."""
         chunk = min(self.limits.chunked_prefill_size, self.limits.context_length)
         lengths = [1, chunk] if self.limits.device.type == "cuda" else [min(WARM_UP_TOKENS, chunk)]
         started = time.perf_counter()
-        with told_as_settings(f"a step of {chunk} prompt tokens"):
+        with told_as_settings(f"a step of {chunk} prompt tokens", self.limits.device):
             self.executor.warm_up(lengths)
         logger.info("warmed up with %s tokens: %.1f s", " and ".join(map(str, lengths)), time.perf_counter() - started)
 
@@ -130,6 +130,7 @@ class Scheduler:
         batch = self._next_batch()
         if batch is not None:
             self._launch(batch)
+            self.profiler.step()
         worked = bool(messages or self._pending or self.reporter.has_tokens)
         while len(self._pending) > (self.limits.overlap_depth if batch is not None else 0):
             self._process(*self._pending.popleft())
@@ -330,6 +331,8 @@ class Scheduler:
         self.prefill.queue(req)
 
     def _refusal(self, message: GenerateReq) -> FinishReason | None:
+        if self.residence.level != AWAKE:
+            return FinishReason("error", message="the engine is asleep", status=503)
         finish = refusal(message, vocab_size=self._model_config.vocab_size, longest_request=self.limits.longest_request)
         most = self.config.max_queued_requests
         # those that find a free row in this step do not really wait
@@ -370,13 +373,6 @@ class Scheduler:
         if req is not None:
             self._finish(req, FinishReason("stop", matched=message.matched))
 
-    def _on_flush(self, message: FlushReq) -> None:
-        if self.is_idle:
-            self.cache.flush()
-            self.reporter.reply(Reply(message.id))
-        else:
-            self.reporter.reply(Reply(message.id, ok=False, message="requests are running or waiting"))
-
     def _on_drain(self, _: DrainReq) -> None:
         self.draining = True
 
@@ -409,6 +405,7 @@ class Scheduler:
             decode_step_ms=self.stats.decode_step_ms,
             draining=self.draining,
             max_running=self.limits.max_running_requests,
+            asleep=self.residence.level,
         )
 
     def _end_step(self) -> None:

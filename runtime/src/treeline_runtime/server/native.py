@@ -20,8 +20,6 @@ from treeline_runtime.server.pacing import Pacer, elements, open_object
 from treeline_runtime.server.service import Service, token_headers
 from treeline_runtime.tokenizer_manager import InflightRequest, NoReply
 
-WEIGHT_VERSION = "default"
-
 
 async def generate(service: Service, request: Request) -> Response | None:
     service.admit()
@@ -30,7 +28,13 @@ async def generate(service: Service, request: Request) -> Response | None:
     job = task.job
     inflight = await service.open(job)
     try:
-        answers = _Answers(inflight.rids, started_at, with_text=task.with_text, hides_cache=job.hides_cache)
+        answers = _Answers(
+            inflight.rids,
+            started_at,
+            with_text=task.with_text,
+            weight_version=service.state.weight_version,
+            hides_cache=job.hides_cache,
+        )
         if task.streaming.on:
             await _stream(service, request, task, inflight, answers)
             return None
@@ -53,6 +57,7 @@ class _Answers:
     rids: list[str]
     started_at: float
     with_text: bool
+    weight_version: str
     hides_cache: bool = False
     """Clients read the member, so it stays and says 0."""
     _so_far: dict[int, _SoFar] = field(default_factory=dict)
@@ -83,7 +88,7 @@ class _Answers:
             "prompt_tokens": out.prompt_tokens,
             "completion_tokens": out.completion_tokens,
             "cached_tokens": 0 if self.hides_cache else out.cached_tokens,
-            "weight_version": WEIGHT_VERSION,
+            "weight_version": self.weight_version,
             "num_retractions": out.retractions,
             "e2e_latency": time.monotonic() - self.started_at,
         }
