@@ -78,6 +78,11 @@ class EngineConfig:
         help="share of memory for the KV cache: on CUDA of the device, weights included (default: 0.85); on a CPU of "
         "what is free (default: 0.1, at most 1 GiB)",
     )
+    enable_return_hidden_states: bool = setting(
+        False,
+        group="engine",
+        help="let requests ask for hidden states: answers then have a vector for each token that was computed",
+    )
     seed: int = setting(0, group=None, help="of dummy weights")
 
     def __post_init__(self) -> None:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
     from treeline_runtime.attention import AttentionBackend
@@ -42,6 +44,7 @@ class Req:
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
+    return_hidden_states: bool = False
 
     # waiting: filled by PrefillManager
     key: bytes = b""
@@ -74,6 +77,10 @@ class Req:
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_top_logprobs: list[list[TokenLogprob] | None] = field(default_factory=list)
     input_logprobs_sent: bool = False
+    hidden_from: int = 0
+    """The position of the first row of `hidden`."""
+    hidden: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    """Hidden states of consecutive positions, in parts; they outlive a retraction."""
 
     @classmethod
     def of(cls, message: GenerateReq, *, seed: int, eos_ids: tuple[int, ...], max_new_tokens: int, arrival: int) -> Req:
@@ -91,6 +98,7 @@ class Req:
             return_logprob=message.return_logprob,
             logprob_start_len=message.logprob_start_len,
             top_logprobs_num=message.top_logprobs_num,
+            return_hidden_states=message.return_hidden_states,
             arrival=arrival,
         )
 
@@ -103,9 +111,25 @@ class Req:
         return self.return_logprob and self.logprob_start_len >= 0 and not self.input_logprobs_sent
 
     @property
+    def hidden_end(self) -> int:
+        return self.hidden_from + sum(map(len, self.hidden))
+
+    def take_hidden(self, rows: npt.NDArray[np.float32], end: int) -> None:
+        """rows (positions, hidden), the last one of position end - 1; those that are known already are left out."""
+        start = end - len(rows)
+        if not self.hidden:
+            self.hidden_from = start
+        elif start < self.hidden_end:
+            rows = rows[self.hidden_end - start :]
+        if len(rows):
+            self.hidden.append(rows)
+
+    @property
     def cacheable_len(self) -> int:
         """Tokens that the cache may supply: the last one must be computed, and those whose logits are asked for."""
         limit = len(self.tokens) - 1
+        if self.hidden:  # retracted: no row may be missing among those that are there
+            limit = min(limit, self.hidden_end)
         return min(limit, max(self.logprob_start_len - 1, 0)) if self.wants_input_logprobs else limit
 
     def __repr__(self) -> str:

@@ -301,9 +301,10 @@ class Engine:
 
     def _news(self, call: Call) -> Iterator[tuple[str, Output]]:
         run = call.runs[0]
-        while run.outs and run.output.finish is None:
+        while run.outs:
+            goes_on = run.output.finish is None
             text = self._outputs.add(run, run.outs.popleft())
-            if call.failure is None:
+            if goes_on and call.failure is None:
                 yield text, run.output
 
     def _check_alive(self, call: Call) -> None:

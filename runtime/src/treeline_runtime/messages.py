@@ -22,6 +22,8 @@ GREEDY_BELOW = 1e-6
 """A temperature below this means greedy decoding."""
 
 
+MAX_HIDDEN_STATES_BYTES = 128 << 20
+"""Of one answer: it is copied from process to process."""
 MAX_PROFILE_STEPS = 1000
 """A step leaves hundreds of kilobytes in memory until the trace is written."""
 
@@ -80,6 +82,8 @@ class GenerateReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     logprob_start_len: int = -1
     """Logprobs of prompt tokens from this position on; -1 = of sampled tokens only."""
     top_logprobs_num: int = 0
+    return_hidden_states: bool = False
+    """The terminal message has them."""
 
 
 class AbortReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
@@ -167,21 +171,41 @@ class DetokenizeInit(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """Decode each token of the logprob lists on its own (TextOut's triples carry the text)."""
     min_new_tokens: int = 0
     """Stop strings that are complete within so many tokens do not count."""
+    waits_for_end: bool = False
+    """A stop string ends the text, but the request only with the scheduler's terminal message, which has more."""
 
     @classmethod
-    def of(cls, rid: str, sampling: SamplingParams, *, return_logprob_text: bool = False) -> DetokenizeInit:
+    def of(cls, request: GenerateReq, rid: str) -> DetokenizeInit:
+        """rid: what the scheduler calls the request."""
+        sampling = request.sampling
         return cls(
             rid,
             sampling.stop,
             sampling.no_stop_trim,
             sampling.skip_special_tokens,
-            return_logprob_text,
+            request.return_logprob,
             sampling.min_new_tokens,
+            request.return_hidden_states,
         )
 
 
 TokenLogprob = tuple[float | None, int]
 """(log probability, token id). The first prompt token has no probability: None."""
+
+
+class HiddenStates(msgspec.Struct, frozen=True, gc=False):
+    """The last layer's output, normalised, at consecutive positions: what the logits of the next token came from.
+
+    Of each position that was computed for this request: not of those that the cache supplied, which come first, nor of
+    the last token that was sampled, which nothing was computed from.
+    """
+
+    first: int
+    """The position of the first row: as many prompt tokens were cached when the request was first admitted."""
+    size: int
+    """Of a row."""
+    data: bytes
+    """(rows x size,) float32, little-endian."""
 
 
 class TokenOut(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -203,6 +227,8 @@ class TokenOut(msgspec.Struct, frozen=True, omit_defaults=True):
     input_token_logprobs: list[TokenLogprob] | None = None
     """Prompt tokens from `logprob_start_len` on; only in the first message."""
     input_top_logprobs: list[list[TokenLogprob] | None] | None = None
+    hidden_states: HiddenStates | None = None
+    """With `finish`, when asked for."""
 
 
 class BatchTokenOut(msgspec.Struct, tag=True, frozen=True):
@@ -246,6 +272,7 @@ class TextOut(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     retractions: int = 0
     logprobs: list[msgspec.Raw] = []
     """`Logprobs`, encoded, in order: an answer may have millions, which are nobody's objects before they are shown."""
+    hidden_states: HiddenStates | None = None
 
 
 class BatchTextOut(msgspec.Struct, tag=True, frozen=True):

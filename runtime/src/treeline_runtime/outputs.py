@@ -6,6 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from treeline_runtime.messages import BatchTokenOut, FinishReason, FromScheduler, Reply, StopReq, TokenLogprob, TokenOut
 from treeline_runtime.tokens import IncrementalDetokenizer
 
@@ -32,6 +35,9 @@ class Output:
     output_top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
     input_token_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_top_logprobs: list[list[TokenLogprob] | None] = field(default_factory=list)
+    hidden_states: npt.NDArray[np.float32] | None = None
+    """(positions, hidden), when asked for: of each that was computed, so neither of the `cached_tokens` at the start
+    nor of the last one sampled (`messages.HiddenStates`)."""
 
 
 class Call:
@@ -115,6 +121,10 @@ class Outputs:
         """Add to the output of a request, in the thread of whoever owns it: a stream's reader, or else the scheduler's.
         → the new text."""
         output = run.output
+        if (states := out.hidden_states) is not None:
+            known = len(output.token_ids) + (0 if output.finish is not None else len(out.token_ids))
+            rows = np.frombuffer(states.data, dtype="<f4").reshape(-1, states.size)
+            output.hidden_states = rows[: output.prompt_tokens + max(known - 1, 0) - states.first]
         if output.finish is not None:
             return ""
         output.token_ids += out.token_ids

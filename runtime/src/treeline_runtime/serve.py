@@ -167,6 +167,7 @@ class Server:
             state=self._state,
             budget=ByteBudget(args.max_bytes_in_flight),
             pool=self._pool,
+            gives_hidden_states=args.enable_return_hidden_states,
         )
         self._probes = Probes(
             self._service,

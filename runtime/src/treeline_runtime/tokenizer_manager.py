@@ -221,7 +221,7 @@ class TokenizerManager:
 
     def _send(self, id: str, request: GenerateReq) -> None:
         self._metrics.requests.inc()
-        self._to_detokenizer.send(DetokenizeInit.of(id, request.sampling, return_logprob_text=request.return_logprob))
+        self._to_detokenizer.send(DetokenizeInit.of(request, id))
         self._to_scheduler.send(msgspec.structs.replace(request, rid=id))
 
     def forget(self, inflight: InflightRequest) -> None:

@@ -217,6 +217,8 @@ class Scheduler:
     def _advance(self, req: Req, end: int, phase: Phase, result: Sampled) -> None:
         """One request is computed up to `end`, and perhaps one token longer."""
         req.kv_len = end
+        if result.hidden_states is not None:
+            req.take_hidden(result.hidden_states, end)
         if phase is Phase.PREFILL:
             self.cache.cache_unfinished(req)
             if req.wants_input_logprobs:
@@ -333,7 +335,12 @@ class Scheduler:
     def _refusal(self, message: GenerateReq) -> FinishReason | None:
         if self.residence.level != AWAKE:
             return FinishReason("error", message="the engine is asleep", status=503)
-        finish = refusal(message, vocab_size=self._model_config.vocab_size, longest_request=self.limits.longest_request)
+        finish = refusal(
+            message,
+            vocab_size=self._model_config.vocab_size,
+            longest_request=self.limits.longest_request,
+            hidden_size=self._model_config.hidden_size if self.config.enable_return_hidden_states else None,
+        )
         most = self.config.max_queued_requests
         # those that find a free row in this step do not really wait
         if finish is None and most is not None and len(self.prefill.waiting) >= most + self.table.num_free:

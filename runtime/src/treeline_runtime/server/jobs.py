@@ -27,6 +27,7 @@ class PromptSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
+    return_hidden_states: bool = False
 
 
 class GenerationJob(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -66,6 +67,7 @@ class GenerationJob(msgspec.Struct, frozen=True, omit_defaults=True):
                 return_logprob=prompt.return_logprob,
                 logprob_start_len=prompt.logprob_start_len,
                 top_logprobs_num=prompt.top_logprobs_num,
+                return_hidden_states=prompt.return_hidden_states,
             )
             for rid, (prompt, choice) in zip(rids, choices, strict=True)
         ]

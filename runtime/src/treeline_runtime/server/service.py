@@ -84,6 +84,7 @@ class Service:
     """Reads large bodies; None: they are read in the event loop."""
     limits: Limits | None = None
     """Known once the scheduler is ready."""
+    gives_hidden_states: bool = False
     active: int = 0
     """HTTP requests that generate, from admission to their last byte."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
