@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 
 import zmq
-from treeline_runtime.child import ChildSpec, StartError, run_child
+from treeline_runtime.child import ChildSpec, StartError, run_child, tell_when_asked
 from treeline_runtime.ipc import Heartbeat, Inbox, Outbox, Ready
 from treeline_runtime.messages import (
     AbortReq,
@@ -53,6 +53,8 @@ class Magic:
     """From now on every request ends with an error."""
     CURE = 66
     """No more."""
+    STALL = 67
+    """The process goes on, but its loop does not come round."""
 
 
 @dataclass
@@ -73,6 +75,7 @@ class FakeScheduler:
         self.updates = 0
         self.blocks: list[dict[str, object]] = []
         self.sick = False
+        tell_when_asked(lambda: f"{len(self.runs)} runs")
         info = {"context_length": CONTEXT, "longest_request": CONTEXT, "max_total_tokens": 65536}
         self.http.send(Ready("scheduler", info))
 
@@ -122,6 +125,8 @@ class FakeScheduler:
             self.send(TokenOut(request.rid, [], refusal))
         elif first == Magic.HANG:
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif first == Magic.STALL:
+            time.sleep(3600)
         elif first == Magic.DIE:
             os.kill(os.getpid(), signal.SIGKILL)
         else:

@@ -10,7 +10,7 @@ from typing import Any
 
 import zmq
 
-from treeline_runtime.child import ChildSpec, StartError, run_child
+from treeline_runtime.child import ChildSpec, StartError, run_child, tell_when_asked
 from treeline_runtime.config import ConfigError
 from treeline_runtime.ipc import HEARTBEAT_S, Heartbeat, Inbox, Outbox, Process, Ready
 from treeline_runtime.messages import (
@@ -84,6 +84,7 @@ def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         raise StartError(str(error)) from None
     gc.collect()
     gc.freeze()  # what is there now stays: no later collection walks through it between two steps
+    tell_when_asked(scheduler.activity.describe)
     transport.announce_ready(scheduler.limits.as_dict(), scheduler.load())
     scheduler.run_forever(stop=lambda: False)  # ends with the process
 

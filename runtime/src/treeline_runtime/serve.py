@@ -285,6 +285,8 @@ class Server:
             await asyncio.sleep(min(1.0, args.watchdog_timeout / 4))
             process, still_s = state.most_stale_child(time.monotonic())
             if still_s > args.watchdog_timeout:
+                group.ask(process)
+                await asyncio.sleep(LAST_WORDS_S)
                 self._report(f"the {process} has not moved for {still_s:.0f} s")
                 group.abort(process)
                 return

@@ -35,6 +35,7 @@ from treeline_runtime.messages import (
     ToScheduler,
 )
 from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.scheduler.activity import Activity
 from treeline_runtime.scheduler.administration import Administration
 from treeline_runtime.scheduler.admission import NewTokenRatio
 from treeline_runtime.scheduler.cache import CacheManager
@@ -87,6 +88,7 @@ class Scheduler:
         self._random = random.Random()
         self._transport = transport
         self.reporter = Reporter(transport, self.cache)
+        self.activity = Activity(self._totals)
         self.profiler = Profiler(limits.device)
         administration = Administration(
             self.residence, self.cache, self.profiler, is_idle=lambda: self.is_idle, reply=self.reporter.reply
@@ -119,6 +121,7 @@ class Scheduler:
         """Step until `stop()`."""
         while not stop():
             if not self.step():
+                self.activity.begin("idle")
                 self.reporter.catch_up()
                 self._transport.wait()
 
@@ -127,6 +130,7 @@ class Scheduler:
         messages = self._transport.receive()
         for message in messages:
             self._handle(message)
+        self.activity.begin("choosing a batch")
         batch = self._next_batch()
         if batch is not None:
             self._launch(batch)
@@ -139,6 +143,7 @@ class Scheduler:
         return worked
 
     def _handle(self, message: ToScheduler) -> None:
+        self.activity.begin(f"handling {type(message).__name__}")
         try:
             self._handlers[type(message)](message)
         except Exception as error:
@@ -168,6 +173,7 @@ class Scheduler:
     def _launch(self, batch: Batch) -> None:
         """Launch; if that fails, launch each request alone, so that only the faulty one ends."""
         started = time.perf_counter()
+        self.activity.begin("launching", batch)
         try:
             self._pending.append((self.executor.launch(batch), started))
         except Exception as error:
@@ -188,6 +194,7 @@ class Scheduler:
     def _process(self, launched: Launched, started: float) -> None:
         """Take the results of one batch into the requests."""
         batch = launched.batch
+        self.activity.begin("waiting for results", batch)
         try:
             results = launched.result()
         except Exception as error:
@@ -421,6 +428,14 @@ class Scheduler:
             self.ratio.on_idle()
             if not self.cache.is_balanced():
                 logger.error("pages are lost: %d free, %d cached of %d", *self._page_counts())
+
+    def _totals(self) -> str:
+        free, cached, total = self._page_counts()
+        return (
+            f"{len(self.decode.running)} running, {len(self.prefill.waiting)} waiting, "
+            f"{len(self._pending)} launched batches unprocessed, {len(self._leaving)} requests leaving; "
+            f"pages: {free} free, {cached} cached of {total}"
+        )
 
     def _page_counts(self) -> tuple[int, int, int]:
         return self.cache.pool.num_free, self.cache.tree.num_pages, self.cache.pool.num_pages
