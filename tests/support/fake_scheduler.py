@@ -53,7 +53,7 @@ class Magic:
     """From now on every request ends with an error."""
     CURE = 66
     """No more."""
-    STALL = 67
+    STALL = 59
     """The process goes on, but its loop does not come round."""
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-import traceback
 from collections.abc import Callable
 
 import torch
@@ -17,6 +16,7 @@ import torch
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.messages import AbortReq, FromScheduler, ToPublisher, ToScheduler
 from treeline_runtime.scheduler import Scheduler, start
+from treeline_runtime.scheduler.memory import let_go
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class SchedulerThread:
             self.failure = error
             if self._loaded.is_set():
                 logger.exception("the scheduler has failed")
-            traceback.clear_frames(error.__traceback__)  # whoever keeps the error would keep the model
+            let_go(error)
         finally:
             self._closing = True
             self.scheduler = None

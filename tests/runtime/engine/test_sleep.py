@@ -13,9 +13,10 @@ import torch
 from support.runtime_engine import Harness, dummy_model, prompt, write_config
 from support.runtime_server import make_checkpoint
 from treeline_runtime import Engine, GenerationError, SamplingParams
-from treeline_runtime.config import SchedulerConfig
+from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.messages import Cleared, SleepReq, UpdateWeightsReq, WakeReq
 from treeline_runtime.models.offload import Offloaded, size_of, tensors_of
+from treeline_runtime.scheduler.executor import Executor
 
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"page_size": 4, "max_total_tokens": 1024, "threads": 1}
@@ -212,3 +213,37 @@ def test_a_profile_ends_after_its_steps_or_when_it_is_stopped(checkpoints: tuple
             engine.start_profile(tmp_path / "file")
         with pytest.raises(RuntimeError, match="1 to 1000 steps, not 0"):
             engine.start_profile(tmp_path, steps=0)
+
+
+def test_out_of_memory_at_load_says_the_numbers_and_what_to_do(
+    checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"no memory is left for the KV pool: .* GiB are free.*raise mem_fraction"):
+        Engine(checkpoints[0], mem_fraction=1e-9)
+
+    def full(_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("treeline_runtime.scheduler.load_model", full)
+    with pytest.raises(ConfigError, match=r"no memory for the weights: .* GiB free: .*a smaller model \(CUDA out"):
+        Engine(checkpoints[0], **SETTINGS)
+
+
+def test_weights_that_do_not_fit_beside_leave_the_old_ones(
+    checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure comes after all of the new weights were read."""
+    with Engine(checkpoints[0], **SETTINGS) as engine:
+        before = engine.generate(IDS, GREEDY).token_ids
+        executors = [Executor]
+
+        def full_once(*args: Any, **options: Any) -> Executor:
+            if executors:
+                executors.pop()
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return Executor(*args, **options)
+
+        monkeypatch.setattr("treeline_runtime.scheduler.residence.Executor", full_once)
+        with pytest.raises(RuntimeError, match="no memory for the KV pool"):
+            engine.update_weights(checkpoints[1])
+        assert engine.generate(IDS, GREEDY).token_ids == before

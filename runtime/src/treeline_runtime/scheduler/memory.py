@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,6 +97,14 @@ def _numbers(device: torch.device, sizes: Mapping[str, int]) -> str:
     else:
         said.append(f"{_gib(_available_memory())} free")
     return ", ".join(said)
+
+
+def let_go(error: BaseException) -> None:
+    """Whoever keeps the error shall not keep what was computed where it came from: models, pools."""
+    at: BaseException | None = error
+    while at is not None:
+        traceback.clear_frames(at.__traceback__)
+        at = at.__cause__ or at.__context__
 
 
 def give_back(device: torch.device) -> None:

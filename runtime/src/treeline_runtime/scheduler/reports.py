@@ -93,7 +93,7 @@ def token_out(req: Req, result: Sampled | None) -> TokenOut:
         retractions=req.retractions,
     )
     extra: dict[str, Any] = {}
-    if req.hidden and req.finish is not None:
+    if req.hidden and req.finish is not None and req.finish.type != "error":
         rows = np.concatenate(req.hidden)
         data = rows.astype("<f4", copy=False).tobytes()
         extra["hidden_states"] = HiddenStates(req.hidden_from, rows.shape[1], data)

@@ -19,7 +19,7 @@ from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import load_model
 from treeline_runtime.models.offload import Offloaded, size_of
 from treeline_runtime.scheduler.executor import Executor
-from treeline_runtime.scheduler.memory import TO_LOAD, give_back, told_as_settings
+from treeline_runtime.scheduler.memory import TO_LOAD, give_back, let_go, told_as_settings
 from treeline_runtime.scheduler.resolve import Resolved
 from treeline_runtime.scheduler.table import TableManager
 
@@ -62,11 +62,11 @@ class Residence:
         from where they came. On a CPU the host's memory is the device's, and the former only gives up the KV cache."""
         assert self.level == AWAKE
         self._froze = gc.get_freeze_count() > 0
-        self._executor = None
         if level == NO_WEIGHTS:
             self._model = None
         elif self._limits.device.type != "cpu":
-            self._offloaded = Offloaded(self._model)
+            self._offloaded = Offloaded(self._model)  # raises where the host has no room, and has changed nothing
+        self._executor = None
         self._table.leave_device()
         self.level = level
         give_back(self._limits.device)
@@ -86,7 +86,8 @@ class Residence:
             self._table.enter_device()
             self._executor = self._new_executor(self._model)
             self._warm_up()
-        except BaseException:
+        except BaseException as error:
+            let_go(error)
             self._executor = None
             self._table.leave_device()
             if offloaded is not None:
