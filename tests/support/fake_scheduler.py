@@ -16,7 +16,7 @@ from array import array
 from dataclasses import dataclass
 
 import zmq
-from treeline_runtime.child import ChildSpec, StartError, run_child
+from treeline_runtime.child import ChildSpec, StartError, run_child, tell_when_asked
 from treeline_runtime.ipc import Heartbeat, Inbox, Outbox, Ready
 from treeline_runtime.messages import (
     AbortReq,
@@ -58,6 +58,8 @@ class Magic:
     """No more."""
     LATE = 59
     """Its time is over after two tokens."""
+    STALL = 58
+    """The process goes on, but its loop does not come round."""
 
 
 def vector_of(ids: list[int], size: int) -> array[float]:
@@ -85,6 +87,7 @@ class FakeScheduler:
         self.sick = False
         pooling = pooling_of(spec.model_dir, spec.args.task, matryoshka=spec.args.matryoshka)
         self.size = 0 if pooling is None else pooling.size
+        tell_when_asked(lambda: f"{len(self.runs)} runs")
         info = {"context_length": CONTEXT, "longest_request": CONTEXT, "max_total_tokens": 65536}
         self.http.send(Ready("scheduler", info))
 
@@ -134,6 +137,8 @@ class FakeScheduler:
             self.send(TokenOut(request.rid, [], refusal))
         elif first == Magic.HANG:
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif first == Magic.STALL:
+            time.sleep(3600)
         elif first == Magic.DIE:
             os.kill(os.getpid(), signal.SIGKILL)
         else:

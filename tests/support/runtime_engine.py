@@ -145,7 +145,14 @@ class Harness(Scheduler):
 
     def submit(self, rid: str, ids: list[int], *, namespace: str | None = None, **options: Any) -> None:
         """`options`: fields of GenerateReq or of SamplingParams; greedy unless told otherwise."""
-        fields = {"return_logprob", "logprob_start_len", "top_logprobs_num", "priority", "pools"}
+        fields = {
+            "return_logprob",
+            "logprob_start_len",
+            "top_logprobs_num",
+            "priority",
+            "pools",
+            "return_hidden_states",
+        }
         request = {k: options.pop(k) for k in list(options) if k in fields}
         sampling = SamplingParams(**({"temperature": 0.0, "max_new_tokens": 8} | options))
         self.inbox.append(GenerateReq(rid, ids, sampling, namespace=namespace, **request))

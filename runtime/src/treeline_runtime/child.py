@@ -1,8 +1,9 @@
 """The frame around every child process: how it gets its orders, lives as long as its parent, and fails in words.
 
-A child reads one line of JSON (`ChildSpec`) from standard input. The parent keeps that pipe open and never writes to it
-again: end of file means stop, whether the parent closed it or was killed. The scheduler may be too busy to notice, so
-on Linux the kernel kills it with its parent.
+A child reads one line of JSON (`ChildSpec`) from standard input. The parent keeps that pipe open: end of file means
+stop, whether the parent closed it or was killed. The scheduler may be too busy to notice, so on Linux the kernel kills
+it with its parent. Anything else that comes asks what the child is doing: a thread of its own says that in the log,
+also while the child stands still.
 """
 
 from __future__ import annotations
@@ -73,9 +74,18 @@ def run_child(kind: str, run: Callable[[ChildSpec, zmq.Context[zmq.Socket[bytes]
     return 1
 
 
+_activity: list[Callable[[], str]] = []
+
+
+def tell_when_asked(describe: Callable[[], str]) -> None:
+    """`describe` says what this process is doing, in a few lines; it is called in another thread."""
+    _activity.append(describe)
+
+
 def _watch_parent(addresses: Addresses) -> None:
     while os.read(0, 1):
-        pass
+        for describe in _activity:
+            logger.error("asked what it is doing: %s", describe())
     addresses.remove()  # the parent does it too, unless it was killed
     os._exit(0)
 

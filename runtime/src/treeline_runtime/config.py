@@ -47,17 +47,19 @@ class EngineConfig:
         "auto", group="engine", help="dummy = random weights (default: auto)"
     )
     threads: int | None = setting(
-        None, group="engine", metavar="N", at_least=1, help="CPU threads of the model (default: all cores)"
+        None, group="engine", rare=True, metavar="N", at_least=1, help="CPU threads of the model (default: all cores)"
     )
     attention_backend: str = setting(
         "auto",
         group="engine",
+        rare=True,
         metavar="NAME",
         help="flashinfer, triton or torch_sdpa (default: auto: the fastest that can serve the model here)",
     )
     max_graph_batch: int | None = setting(
         None,
         group="engine",
+        rare=True,
         metavar="N",
         at_least=0,
         help="decode batches up to this size are captured as CUDA graphs; 0 = none (default: max_running_requests, at "
@@ -73,6 +75,7 @@ class EngineConfig:
     page_size: int = setting(
         16,
         group="engine",
+        rare=True,
         metavar="TOKENS",
         at_least=1,
         help="cache page = event block (default: %(default)s)",
@@ -88,6 +91,12 @@ class EngineConfig:
         at_most=1,
         help="share of memory for the KV cache: on CUDA of the device, weights included (default: 0.85); on a CPU of "
         "what is free (default: 0.1, at most 1 GiB)",
+    )
+    enable_return_hidden_states: bool = setting(
+        False,
+        group="engine",
+        rare=True,
+        help="let requests ask for hidden states: answers then have a vector for each token that was computed",
     )
     seed: int = setting(0, group=None, help="of dummy weights, and of the schedule policy random")
 
@@ -175,6 +184,7 @@ class SchedulerConfig(EngineConfig):
     eviction_policy: str = setting(
         "lru",
         group="scheduling",
+        rare=True,
         metavar="NAME",
         help="what the cache forgets first: lru, lfu, fifo, mru, filo, slru, or priority = what only requests of low "
         "priority used (default: lru)",

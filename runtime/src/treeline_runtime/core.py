@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
     from treeline_runtime.attention import AttentionBackend
@@ -47,6 +49,7 @@ class Req:
     """The higher, the more urgent."""
     needs_all: bool = False
     """A vector is made of every position's hidden state: the cache supplies none of them."""
+    return_hidden_states: bool = False
 
     # waiting: filled by PrefillManager
     key: bytes = b""
@@ -83,6 +86,10 @@ class Req:
     input_logprobs_sent: bool = False
     pooled: Vector | None = None
     """What the chunks so far add to the vector that is asked for; None before, and for text."""
+    hidden_from: int = 0
+    """The position of the first row of `hidden`."""
+    hidden: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    """Hidden states of consecutive positions, in parts; they outlive a retraction."""
 
     @classmethod
     def of(
@@ -111,6 +118,7 @@ class Req:
             logprob_start_len=message.logprob_start_len,
             top_logprobs_num=message.top_logprobs_num,
             needs_all=needs_all,
+            return_hidden_states=message.return_hidden_states,
             arrival=arrival,
             priority=priority,
         )
@@ -124,12 +132,28 @@ class Req:
         return self.return_logprob and self.logprob_start_len >= 0 and not self.input_logprobs_sent
 
     @property
+    def hidden_end(self) -> int:
+        return self.hidden_from + sum(map(len, self.hidden))
+
+    def take_hidden(self, rows: npt.NDArray[np.float32], end: int) -> None:
+        """rows (positions, hidden), the last one of position end - 1; those that are known already are left out."""
+        start = end - len(rows)
+        if not self.hidden:
+            self.hidden_from = start
+        elif start < self.hidden_end:
+            rows = rows[self.hidden_end - start :]
+        if len(rows):
+            self.hidden.append(rows)
+
+    @property
     def cacheable_len(self) -> int:
         """Tokens that the cache may supply: the last one must be computed, and those whose logits or hidden states are
         asked for."""
         if self.needs_all:
             return 0
         limit = len(self.tokens) - 1
+        if self.hidden:  # retracted: no row may be missing among those that are there
+            limit = min(limit, self.hidden_end)
         return min(limit, max(self.logprob_start_len - 1, 0)) if self.wants_input_logprobs else limit
 
     def __repr__(self) -> str:

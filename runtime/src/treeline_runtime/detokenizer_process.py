@@ -7,6 +7,7 @@ what it still sends for the request is dropped until its terminal message comes.
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -50,8 +51,8 @@ class _Request:
 
     init: DetokenizeInit
     text: IncrementalDetokenizer
-    stopped: bool = False
-    """Its text has ended at a stop string; the scheduler does not know yet."""
+    stopped: TextOut | None = None
+    """Its text has ended at a stop string with this; the scheduler does not know yet."""
 
 
 @dataclass
@@ -113,19 +114,24 @@ class DetokenizerCore:
             return
         if out.finish is not None:
             del self._requests[out.rid]
-        if request.stopped:
+        if request.stopped is not None:
+            if out.finish is not None and request.init.waits_for_end:
+                texts.append(_ended(request.stopped, out))
             return
         delta = request.text.push(out.token_ids, out.finish)
         finish = out.finish
         if delta.matched is not None:
             finish = FinishReason("stop", matched=delta.matched)
-            if out.finish is None:
-                request.stopped = True
-                turn.to_scheduler.append(StopReq(out.rid, delta.matched))
         with_text = request.init.return_logprob_text
         for part in _parts(out):
             texts.append(self._text_out(part, "", None, with_text=with_text))
-        texts.append(self._text_out(_rest(out), delta.text, finish, with_text=with_text))
+        last = self._text_out(_rest(out), delta.text, finish, with_text=with_text)
+        if finish is not None and out.finish is None:
+            request.stopped = last
+            turn.to_scheduler.append(StopReq(out.rid, delta.matched))
+            if request.init.waits_for_end:
+                last = msgspec.structs.replace(last, finish=None)
+        texts.append(last)
 
     def _text_out(self, out: TokenOut, text: str, finish: FinishReason | None, *, with_text: bool) -> TextOut:
         return TextOut(
@@ -139,6 +145,7 @@ class DetokenizerCore:
             retractions=out.retractions,
             logprobs=self._logprobs(out, with_text),
             vector=out.vector,
+            hidden_states=out.hidden_states,
         )
 
     def _logprobs(self, out: TokenOut, with_text: bool) -> list[msgspec.Raw]:
@@ -157,6 +164,16 @@ class DetokenizerCore:
         if logprobs is None:
             return None
         return [(value, id, self._token_text(id) if with_text else None) for value, id in logprobs]
+
+
+def _ended(stopped: TextOut, out: TokenOut) -> TextOut:
+    """What is left to be said of a request that a stop string has ended, when its terminal message `out` comes: hidden
+    states up to there, though the scheduler has computed a token more."""
+    states = out.hidden_states
+    if states is not None:
+        rows = stopped.prompt_tokens + max(stopped.completion_tokens - 1, 0) - states.first
+        states = msgspec.structs.replace(states, data=states.data[: 4 * states.size * rows])
+    return msgspec.structs.replace(stopped, text="", token_ids=[], logprobs=[], hidden_states=states)
 
 
 class _Texts:
@@ -212,6 +229,8 @@ def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     inbox = Inbox(context, spec.addresses.detokenizer, decode_to_detokenizer)
     http = Outbox(context, spec.addresses.http)
     scheduler = Outbox(context, spec.addresses.scheduler)
+    gc.collect()
+    gc.freeze()  # the tokenizer stays
     http.send(Ready("detokenizer", {}))
     heartbeat = HeartbeatSender("detokenizer", http)
     while True:

@@ -53,6 +53,7 @@ from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.pooling import Pooling, pooling_of
 from treeline_runtime.publisher.sockets import EventsError, check_event_ports, open_keys
 from treeline_runtime.server import surfaces
+from treeline_runtime.server.administration import Administration
 from treeline_runtime.server.app import App
 from treeline_runtime.server.cors import Cors
 from treeline_runtime.server.limits import ByteBudget, Limits
@@ -172,6 +173,7 @@ class Server:
             pooling=model.pooling,
             pool=self._pool,
             uses_priority=args.uses_priority,
+            gives_hidden_states=args.enable_return_hidden_states,
         )
         self._probes = Probes(
             self._service,
@@ -289,6 +291,8 @@ class Server:
             await asyncio.sleep(min(1.0, args.watchdog_timeout / 4))
             process, still_s = state.most_stale_child(time.monotonic())
             if still_s > args.watchdog_timeout:
+                group.ask(process)
+                await asyncio.sleep(LAST_WORDS_S)
                 self._report(f"the {process} has not moved for {still_s:.0f} s")
                 group.abort(process)
                 return
@@ -373,7 +377,8 @@ class Server:
             found.append((surfaces.metrics(probes), metrics))
         if admin is not None:
             loopback = listeners.admin_on_loopback
-            administration = surfaces.administration(service, probes, key=args.admin_key, loopback=loopback)
+            engine = Administration(service, args)
+            administration = surfaces.administration(service, probes, engine, key=args.admin_key, loopback=loopback)
             found.append((administration, admin))
         # Pages of other origins may be let in to inference alone.
         apps: list[App | Cors] = [App(surface, service) for surface, _ in found]

@@ -22,6 +22,7 @@ import msgspec
 from treeline_runtime.ipc import AnnouncedReq
 from treeline_runtime.messages import (
     AbortReq,
+    AdminReq,
     BatchTextOut,
     DetokenizeInit,
     FinishReason,
@@ -220,7 +221,7 @@ class TokenizerManager:
 
     def _send(self, id: str, request: GenerateReq) -> None:
         self._metrics.requests.inc()
-        self._to_detokenizer.send(DetokenizeInit.of(id, request.sampling, return_logprob_text=request.return_logprob))
+        self._to_detokenizer.send(DetokenizeInit.of(request, id))
         self._to_scheduler.send(msgspec.structs.replace(request, rid=id))
 
     def forget(self, inflight: InflightRequest) -> None:
@@ -302,6 +303,11 @@ class TokenizerManager:
     async def flush(self, timeout_s: float = 10.0) -> Reply:
         id = self._new_id()
         return await self._ask(self._to_scheduler, FlushReq(id), id, timeout_s)
+
+    async def ask(self, question: Callable[[str], AdminReq], timeout_s: float) -> Reply:
+        """The scheduler's answer to the message that `question` makes with an id. Raises NoReply."""
+        id = self._new_id()
+        return await self._ask(self._to_scheduler, question(id), id, timeout_s)
 
     async def state(self, what: str, timeout_s: float = 10.0) -> dict[str, Any]:
         """The scheduler's `radix` or `load`. Raises NoReply."""

@@ -22,13 +22,19 @@ EXAMPLES: dict[Any, list[Any]] = {
         m.StateReq("s", "radix"),
         m.DrainReq(),
         m.StopReq("r", "END"),
+        m.SleepReq("i", 2),
+        m.WakeReq("i"),
+        m.UpdateWeightsReq("i", "/models/m"),
+        m.StartProfileReq("i", "/traces", 5),
+        m.StopProfileReq("i"),
     ],
     m.decode_to_detokenizer: [
-        m.DetokenizeInit.of("r", PARAMS, return_logprob_text=True),
+        m.DetokenizeInit.of(m.GenerateReq("r", [1], PARAMS, return_logprob=True), "r#1"),
         m.BatchTokenOut(
             [
                 m.TokenOut("r", [5], m.FinishReason("stop", matched=5), 3, 2, 1),
                 m.TokenOut("v", [], m.FinishReason("length"), 3, vector=b"\0\0\x80?"),
+                m.TokenOut("h", [], FINISH, hidden_states=m.HiddenStates(2, 1, b"\0\0\0\0")),
                 m.TokenOut(
                     "q",
                     [],

@@ -6,11 +6,13 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import zmq
 from support.publisher import Consumer
@@ -352,3 +354,25 @@ def test_a_rid_in_flight_is_its_clients_own(fresh: httpx.Client) -> None:
 
 def test_the_server_says_that_it_separates_clients(fresh: httpx.Client) -> None:
     assert fresh.get("/server_info").json()["isolates_clients"] is True
+
+
+def test_an_idle_server_takes_no_cpu(server: ServerProcess, http: httpx.Client) -> None:
+    """Heartbeats and load reports are all that is left: a few milliseconds of CPU time a second and process."""
+    eventually(lambda: idle(http), 10, "nothing runs")
+    parent = psutil.Process(server.process.pid)
+    processes = [parent, *parent.children(recursive=True)]
+    assert len(processes) >= 4
+
+    def took_ms(seconds: float) -> dict[str, float]:
+        """Of CPU time in each second."""
+        before = [sum(process.cpu_times()[:2]) for process in processes]
+        time.sleep(seconds)  # which is what is measured
+        after = [sum(process.cpu_times()[:2]) for process in processes]
+        return {
+            f"{process.cmdline()[-1]} {process.pid}": 1e3 * (now - then) / seconds
+            for process, then, now in zip(processes, before, after, strict=True)
+        }
+
+    eventually(lambda: max(took_ms(0.3).values()) < 50, 20, "its reader processes have started")
+    measured = took_ms(3.0)
+    assert max(measured.values()) < 12, measured

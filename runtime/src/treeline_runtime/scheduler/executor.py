@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from treeline_runtime.attention import Layout, new_attention
@@ -44,6 +45,8 @@ class Sampled:
     input_top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
     pooled: Vector | None = None
     """What the batch adds to the request's vector."""
+    hidden_states: npt.NDArray[np.float32] | None = None
+    """(tokens of the request in this batch, hidden), where they were asked for."""
     failed: str | None = None
 
 
@@ -64,6 +67,8 @@ class Launched:
         """Indices into batch.reqs, and the logprobs of the tokens they sampled."""
         self.pooled: Pooled | None = None
         """Of a model that makes vectors."""
+        self.hidden_states: list[tuple[int, Readback]] = []
+        """Index into batch.reqs → hidden states of its tokens."""
 
     def result(self) -> list[Sampled]:
         """One per request of the batch."""
@@ -85,6 +90,8 @@ class Launched:
             results[i].pooled = vector
             if not is_finite:
                 results[i].failed = NOT_FINITE
+        for i, copy in self.hidden_states:
+            results[i].hidden_states = copy.get()[0].numpy().copy()  # the batch's whole tensor need not stay
         return results
 
     def _take_logprobs(self, results: list[Sampled]) -> None:
@@ -147,7 +154,8 @@ class Executor:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _launch(self, batch: Batch) -> Launched:
-        if batch.phase is Phase.DECODE and len(batch.reqs) <= self._graphs.largest:
+        wants_hidden = any(req.return_hidden_states for req in batch.reqs)  # which graphs do not keep
+        if batch.phase is Phase.DECODE and len(batch.reqs) <= self._graphs.largest and not wants_hidden:
             inputs = DecodeInputs.of(batch.reqs, batch.starts)
             logits, tokens, kv_finite = self._graphs.replay(inputs, batch.ends)
             return self._finish(batch, list(range(len(batch.reqs))), logits, tokens, kv_finite, [])
@@ -164,17 +172,21 @@ class Executor:
             launched.pooled = Pooled(batch, hidden, self._model.pooler)
             return launched
         input_logprobs = self._input_logprobs(batch, hidden)
+        hidden_states = _hidden_states(batch, hidden) if wants_hidden else []
         sampling = [i for i, samples in enumerate(batch.samples) if samples]
         if not sampling:
             launched = Launched(batch, sampling, kv_finite, None)
             launched.input_logprobs = input_logprobs
+            launched.hidden_states = hidden_states
             return launched
         if len(sampling) < hidden.shape[0]:
             lasts = [n - 1 for n in accumulate(batch.q_lens)]
             hidden = hidden[upload(np.array([lasts[i] for i in sampling]), self._device)]
         inputs = DecodeInputs.of([batch.reqs[i] for i in sampling], [batch.ends[i] - 1 for i in sampling])
         logits, tokens = self._forward.choose(hidden, inputs.on(self._device))
-        return self._finish(batch, sampling, logits, tokens, kv_finite, input_logprobs)
+        launched = self._finish(batch, sampling, logits, tokens, kv_finite, input_logprobs)
+        launched.hidden_states = hidden_states
+        return launched
 
     def warm_up(self, lengths: list[int]) -> None:
         """Compute prompts of these lengths for nobody, so that the first request does not pay for what is done once:
@@ -251,3 +263,13 @@ class Executor:
                 targets = self._table.token_pool[req.row, begin + 1 : end + 1]
                 found.append((i, Logprobs(logits, targets, req.top_logprobs_num)))
         return found
+
+
+def _hidden_states(batch: Batch, hidden: torch.Tensor) -> list[tuple[int, Readback]]:
+    """hidden (tokens of the batch, hidden) → those of the requests that want them, on their way to the host."""
+    ends = list(accumulate(batch.q_lens))
+    return [
+        (i, Readback(hidden[end - q_len : end].float()))
+        for i, (req, q_len, end) in enumerate(zip(batch.reqs, batch.q_lens, ends, strict=True))
+        if req.return_hidden_states
+    ]

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from treeline_runtime.messages import LARGEST_PRIORITY, NO_PRIORITY, FinishReason, GenerateReq
+from treeline_runtime.messages import (
+    LARGEST_PRIORITY,
+    MAX_HIDDEN_STATES_BYTES,
+    NO_PRIORITY,
+    FinishReason,
+    GenerateReq,
+)
 from treeline_runtime.sampling import check_sampling
 
 
 def refusal(
-    message: GenerateReq, *, vocab_size: int, longest_request: int, uses_priority: bool = True, pools: bool = False
+    message: GenerateReq,
+    *,
+    vocab_size: int,
+    longest_request: int,
+    hidden_size: int | None,
+    uses_priority: bool = True,
+    pools: bool = False,
 ) -> FinishReason | None:
-    """A 400 for what can never be served; None if it can. `pools`: the model makes vectors, and no text."""
+    """A 400 for what can never be served; None if it can.
+
+    hidden_size: None where no request may have hidden states. pools: the model makes vectors, and no text.
+    """
     length = len(message.input_ids)
     answer = min(message.sampling.max_new_tokens, 1)
     problem: str | None
@@ -17,8 +32,8 @@ def refusal(
         problem = "this model makes vectors, and no text" if pools else "this model makes text, and no vectors"
     elif message.pools and message.sampling.max_new_tokens:
         problem = "a request for a vector produces no tokens: max_new_tokens must be 0"
-    elif message.pools and (message.return_logprob or message.logprob_start_len >= 0):
-        problem = "a request for a vector has no log probabilities"
+    elif message.pools and (message.return_logprob or message.logprob_start_len >= 0 or message.return_hidden_states):
+        problem = "a request for a vector has no log probabilities and no hidden states"
     elif length == 0:
         problem = "the prompt is empty"
     elif length + answer > longest_request:
@@ -34,6 +49,18 @@ def refusal(
         problem = NO_PRIORITY
     elif abs(message.priority) > LARGEST_PRIORITY:
         problem = f"priority {message.priority} is out of range: at most {LARGEST_PRIORITY} either way"
+    elif message.return_hidden_states and (why := _without_hidden_states(message, hidden_size, longest_request)):
+        problem = why
     else:
         problem = check_sampling(message.sampling, vocab_size)
     return None if problem is None else FinishReason("error", message=problem, status=400)
+
+
+def _without_hidden_states(message: GenerateReq, hidden_size: int | None, longest_request: int) -> str | None:
+    if hidden_size is None:
+        return "return_hidden_states needs an engine that was started with enable_return_hidden_states"
+    most = MAX_HIDDEN_STATES_BYTES // (4 * hidden_size)
+    tokens = min(len(message.input_ids) + message.sampling.max_new_tokens, longest_request)
+    if tokens > most:
+        return f"hidden states of {tokens} tokens of prompt and output are too large for an answer: at most {most}"
+    return None

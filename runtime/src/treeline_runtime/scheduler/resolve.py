@@ -34,6 +34,8 @@ class Resolved:
     chunked_prefill_size: int
     overlap_depth: int
     max_graph_batch: int
+    reserved_bytes: int
+    """On a CUDA device, besides weights and KV pool."""
 
     @property
     def max_total_tokens(self) -> int:
@@ -75,6 +77,7 @@ def resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
         chunked_prefill_size=-(-chunk // config.page_size) * config.page_size,
         overlap_depth=(0 if on_cpu else 1) if config.overlap_depth is None else config.overlap_depth,
         max_graph_batch=0 if on_cpu else graphs,
+        reserved_bytes=reserved,
     )
 
 

@@ -29,24 +29,26 @@ from treeline_runtime.messages import (
     AbortReq,
     DrainReq,
     FinishReason,
-    FlushReq,
     GenerateReq,
     LoadUpdate,
-    Reply,
     StateReq,
     StopReq,
     TokenOut,
     ToScheduler,
 )
 from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.scheduler.activity import Activity
+from treeline_runtime.scheduler.administration import Administration
 from treeline_runtime.scheduler.admission import NewTokenRatio
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.decode import DecodeManager, retraction_order
 from treeline_runtime.scheduler.executor import Executor, Launched, Sampled
 from treeline_runtime.scheduler.memory import told_as_settings
 from treeline_runtime.scheduler.prefill import PrefillManager
+from treeline_runtime.scheduler.profiler import Profiler
 from treeline_runtime.scheduler.refusal import refusal
 from treeline_runtime.scheduler.reports import Reporter, token_out
+from treeline_runtime.scheduler.residence import AWAKE, Residence
 from treeline_runtime.scheduler.resolve import Resolved, resolve
 from treeline_runtime.scheduler.stats import SchedulerStats
 from treeline_runtime.scheduler.table import TableManager
@@ -84,16 +86,7 @@ class Scheduler:
         self.cache = CacheManager(limits.num_pages, config.page_size, config.eviction_policy, self.table)
         self.prefill = PrefillManager(config, limits.chunked_prefill_size, self.cache, clock)
         self.decode = DecodeManager(self.cache)
-        with told_as_settings("the KV pool, workspaces and graphs"):
-            self.executor = Executor(
-                config,
-                model,
-                self.table,
-                num_pages=limits.num_pages,
-                dtype=limits.dtype,
-                device=limits.device,
-                largest_graph=limits.max_graph_batch,
-            )
+        self.residence = Residence(config, limits, self.table, model, self.warm_up)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self._clock = clock
         self._time_limits = TimeLimits(config.waiting_timeout, config.request_timeout)
@@ -109,21 +102,30 @@ class Scheduler:
         self._random = random.Random()
         self._transport = transport
         self.reporter = Reporter(transport, self.cache)
+        self.activity = Activity(self._totals)
+        self.profiler = Profiler(limits.device)
+        administration = Administration(
+            self.residence, self.cache, self.profiler, is_idle=lambda: self.is_idle, reply=self.reporter.reply
+        )
         self._handlers: dict[type, Callable[[Any], None]] = {
             GenerateReq: self._on_generate,
             AbortReq: self._on_abort,
             StopReq: self._on_stop,
-            FlushReq: self._on_flush,
             StateReq: self._on_state,
             DrainReq: self._on_drain,
+            **administration.handlers,
         }
+
+    @property
+    def executor(self) -> Executor:
+        return self.residence.executor
 
     def warm_up(self) -> None:
         """Before the first request: see `Executor.warm_up`. Raises ConfigError where a full step has no memory."""
         chunk = min(self.limits.chunked_prefill_size, self.limits.context_length)
         lengths = [1, chunk] if self.limits.device.type == "cuda" else [min(WARM_UP_TOKENS, chunk)]
         started = time.perf_counter()
-        with told_as_settings(f"a step of {chunk} prompt tokens"):
+        with told_as_settings(f"a step of {chunk} prompt tokens", self.limits.device):
             self.executor.warm_up(lengths)
         logger.info("warmed up with %s tokens: %.1f s", " and ".join(map(str, lengths)), time.perf_counter() - started)
 
@@ -133,6 +135,7 @@ class Scheduler:
         """Step until `stop()`."""
         while not stop():
             if not self.step():
+                self.activity.begin("idle")
                 self.reporter.catch_up()
                 self._transport.wait()
 
@@ -143,9 +146,11 @@ class Scheduler:
             self._handle(message)
         for req, finish in self._time_limits.exceeded(self.prefill.waiting.values(), self._clock()):
             self._finish(req, finish)
+        self.activity.begin("choosing a batch")
         batch = self._next_batch()
         if batch is not None:
             self._launch(batch)
+            self.profiler.step()
         worked = bool(messages or self._pending or self.reporter.has_tokens)
         while len(self._pending) > (self.limits.overlap_depth if batch is not None else 0):
             self._process(*self._pending.popleft())
@@ -154,6 +159,7 @@ class Scheduler:
         return worked
 
     def _handle(self, message: ToScheduler) -> None:
+        self.activity.begin(f"handling {type(message).__name__}")
         try:
             self._handlers[type(message)](message)
         except Exception as error:
@@ -196,6 +202,7 @@ class Scheduler:
     def _launch(self, batch: Batch) -> None:
         """Launch; if that fails, launch each request alone, so that only the faulty one ends."""
         started = time.perf_counter()
+        self.activity.begin("launching", batch)
         try:
             self._pending.append((self.executor.launch(batch), started))
         except Exception as error:
@@ -216,6 +223,7 @@ class Scheduler:
     def _process(self, launched: Launched, started: float) -> None:
         """Take the results of one batch into the requests."""
         batch = launched.batch
+        self.activity.begin("waiting for results", batch)
         try:
             results = launched.result()
         except Exception as error:
@@ -247,6 +255,8 @@ class Scheduler:
     def _advance(self, req: Req, end: int, phase: Phase, result: Sampled) -> None:
         """One request is computed up to `end`, and perhaps one token longer."""
         req.kv_len = end
+        if result.hidden_states is not None:
+            req.take_hidden(result.hidden_states, end)
         if phase is Phase.PREFILL:
             self.cache.cache_unfinished(req)
             if req.wants_input_logprobs:
@@ -401,10 +411,13 @@ class Scheduler:
         return -message.priority if self.config.schedule_low_priority_values_first else message.priority
 
     def _refusal(self, message: GenerateReq) -> FinishReason | None:
+        if self.residence.level != AWAKE:
+            return FinishReason("error", message="the engine is asleep", status=503)
         finish = refusal(
             message,
             vocab_size=self._model_config.vocab_size,
             longest_request=self.limits.longest_request,
+            hidden_size=self._model_config.hidden_size if self.config.enable_return_hidden_states else None,
             uses_priority=self.config.uses_priority,
             pools=self._pooler is not None,
         )
@@ -456,13 +469,6 @@ class Scheduler:
         if req is not None:
             self._finish(req, FinishReason("stop", matched=message.matched))
 
-    def _on_flush(self, message: FlushReq) -> None:
-        if self.is_idle:
-            self.cache.flush()
-            self.reporter.reply(Reply(message.id))
-        else:
-            self.reporter.reply(Reply(message.id, ok=False, message="requests are running or waiting"))
-
     def _on_drain(self, _: DrainReq) -> None:
         self.draining = True
 
@@ -497,6 +503,7 @@ class Scheduler:
             decode_step_ms=self.stats.decode_step_ms,
             draining=self.draining,
             max_running=self.limits.max_running_requests,
+            asleep=self.residence.level,
         )
 
     def _end_step(self) -> None:
@@ -505,6 +512,14 @@ class Scheduler:
             self.ratio.on_idle()
             if not self.cache.is_balanced():
                 logger.error("pages are lost: %d free, %d cached of %d", *self._page_counts())
+
+    def _totals(self) -> str:
+        free, cached, total = self._page_counts()
+        return (
+            f"{len(self.decode.running)} running, {len(self.prefill.waiting)} waiting, "
+            f"{len(self._pending)} launched batches unprocessed, {len(self._leaving)} requests leaving; "
+            f"pages: {free} free, {cached} cached of {total}"
+        )
 
     def _page_counts(self) -> tuple[int, int, int]:
         return self.cache.pool.num_free, self.cache.tree.num_pages, self.cache.pool.num_pages

@@ -130,6 +130,17 @@ class Completion(Struct):
     usage: Usage | Maybe | None = UNSET
 
 
+class HiddenStates(Struct):
+    """Of the prompt's tokens from `first_position` on (those before were cached), and of the output's but the last."""
+
+    first_position: int
+    shape: list[int]
+    """Rows, and the size of each."""
+    dtype: Literal["float32"]
+    data: str
+    """Base64, little-endian, row by row."""
+
+
 class MetaInfo(Struct):
     id: str
     finish_reason: dict[str, Any] | None
@@ -143,6 +154,7 @@ class MetaInfo(Struct):
     output_token_logprobs: list[Any] | Maybe = UNSET
     input_top_logprobs: list[Any] | Maybe = UNSET
     output_top_logprobs: list[Any] | Maybe = UNSET
+    hidden_states: HiddenStates | Maybe = UNSET
 
 
 class Generated(Struct):

@@ -27,6 +27,7 @@ class PromptSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
+    return_hidden_states: bool = False
 
 
 class GenerationJob(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -71,6 +72,7 @@ class GenerationJob(msgspec.Struct, frozen=True, omit_defaults=True):
                 top_logprobs_num=prompt.top_logprobs_num,
                 priority=self.priority,
                 pools=self.pools,
+                return_hidden_states=prompt.return_hidden_states,
             )
             for rid, (prompt, choice) in zip(rids, choices, strict=True)
         ]

@@ -33,6 +33,7 @@ class GenerateBody(Struct, frozen=True):
     logprob_start_len: StartLen | list[StartLen] | None = None
     top_logprobs_num: TopCount | list[TopCount] | None = None
     return_text_in_logprobs: bool | None = None
+    return_hidden_states: bool | None = None
 
 
 class TokenizeBody(Struct, frozen=True):

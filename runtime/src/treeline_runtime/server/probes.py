@@ -67,6 +67,9 @@ class Probes:
             raise ApiError(503, "The model is still loading", type="server_error", headers=RETRY)
         if state.draining:
             raise ApiError(503, "The server is draining", type="server_error")
+        if state.asleep or state.operation is not None:
+            what = f"The engine is {state.operation or 'asleep'}"
+            raise ApiError(503, what, type="server_error", code="asleep" if state.asleep else None, headers=RETRY)
         if self.health.problem is not None:
             raise ApiError(503, self.health.problem, type="server_error")
         return json_response({"status": "ready"})
@@ -101,13 +104,13 @@ class Probes:
         info = self._info
         return json_response(
             {
-                "model_path": info.args.model,
+                "model_path": self._service.state.model_path or info.args.model,
                 "served_model_name": self._service.model_name,
                 "tokenizer_path": info.args.model,
                 "is_generation": self._service.pooling is None,
                 "task": self._service.task,
                 "preferred_sampling_params": msgspec.to_builtins(self._service.defaults),
-                "weight_version": "default",
+                "weight_version": self._service.state.weight_version,
                 "load_format": info.args.load_format,
                 "reasoning_parser": None,
                 "tool_call_parser": None,
@@ -121,7 +124,7 @@ class Probes:
 
     async def server_info(self, _request: Request) -> Response:
         info, service = self._info, self._service
-        status = "ready" if service.state.ready else "loading"
+        status = "loading" if not service.state.ready else "asleep" if service.state.asleep else "ready"
         return json_response(
             {
                 **info.args.public(),
@@ -134,6 +137,10 @@ class Probes:
                 "version": info.version,
                 "status": "draining" if service.state.draining else status,
                 "draining": service.state.draining,
+                "asleep": service.state.asleep,
+                "operation": service.state.operation,
+                "model_path": service.state.model_path or info.args.model,
+                "weight_version": service.state.weight_version,
                 "started_at": info.started_at,
                 "epoch": info.epoch,
                 "tokenizer_fingerprint": service.prompts.bundle.fingerprint,

@@ -157,6 +157,8 @@ class Reader:
             priority=body.priority or 0,
         )
         streaming = Streaming(bool(body.stream))
+        if body.stream and body.return_hidden_states:
+            raise ApiError(400, "Hidden states come with whole answers, not with streams", param="return_hidden_states")
         return GenerateTask(job, streaming, batched, bool(body.return_text_in_logprobs))
 
     def _native_prompts(
@@ -200,7 +202,8 @@ class Reader:
                     f"'logprob_start_len' is {start}, but the prompt has {len(ids)} tokens",
                     param="logprob_start_len",
                 )
-            specs.append(PromptSpec(ids, sampling, bool(logprob), -1 if start is None else start, top or 0))
+            start = -1 if start is None else start
+            specs.append(PromptSpec(ids, sampling, bool(logprob), start, top or 0, bool(body.return_hidden_states)))
             ns.add(n)
         if len(ns) > 1:
             raise ApiError(400, "'n' must be the same for all prompts of a batch", param="sampling_params.n")

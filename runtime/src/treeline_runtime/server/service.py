@@ -49,7 +49,7 @@ _DOES: Mapping[Task, tuple[str, str]] = {
 
 @dataclass
 class State:
-    """Where the server is in its life. Only `serve` changes it."""
+    """Where the server is in its life. Only `serve` changes it, and administration what is its own."""
 
     ready: bool = False
     draining: bool = False
@@ -62,9 +62,27 @@ class State:
     """When each child last moved, monotonic seconds. Empty until all are ready."""
     heartbeats: int = 0
     load: LoadUpdate = field(default_factory=LoadUpdate)
+    asleep: int = 0
+    """Its level; 0 = awake."""
+    operation: str | None = None
+    """What administration does with the whole engine now."""
+    pausing: bool = False
+    """New generations get 503 because of that."""
+    unheard: bool = False
+    """The scheduler is at it, and nobody is missed."""
+    resumed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Generations begin. Not while new weights are awaited."""
+    model_path: str | None = None
+    """The weights that are served, where they are not those of the start."""
+    weight_version: str = "default"
+
+    def __post_init__(self) -> None:
+        self.resumed.set()
 
     def most_stale_child(self, now: float) -> tuple[str, float]:
         """The child that has not moved for longest, and for how many seconds."""
+        if self.unheard:
+            return "", 0.0
         process = min(self.heartbeat_at, key=self.heartbeat_at.__getitem__)
         return process, now - self.heartbeat_at[process]
 
@@ -89,6 +107,7 @@ class Service:
     """Known once the scheduler is ready."""
     uses_priority: bool = False
     """Whether the priority of a request changes anything."""
+    gives_hidden_states: bool = False
     active: int = 0
     """HTTP requests that generate, from admission to their last byte."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -141,6 +160,8 @@ class Service:
             raise ApiError(503, "The model is still loading", type="server_error", headers=RETRY)
         if self.state.refusing:
             raise self.overloaded("The server is shutting down")
+        if self.state.asleep or self.state.pausing:
+            raise self.overloaded(f"The engine is {self.state.operation or 'asleep'}")
         return self.limits
 
     def overloaded(self, message: str) -> ApiError:
@@ -174,6 +195,9 @@ class Service:
         if job.priority and not self.uses_priority:
             message = f"'priority' is not supported: {NO_PRIORITY}"
             raise ApiError(400, message, param="priority", code="unsupported_parameter")
+        if not self.state.resumed.is_set():
+            await self.state.resumed.wait()
+            self.admit()
         reservation = Reservation(self.budget)
         reservation.grow(BYTES_PER_TOKEN * job.prompt_tokens * job.n + answer_bytes)
         try:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Collection
 from treeline_runtime.models.pooling import Task
 from treeline_runtime.server import native, operations, vectors
 from treeline_runtime.server.access import admin_key, api_key, read_only
+from treeline_runtime.server.administration import Administration
 from treeline_runtime.server.app import Handler, Route, Surface
 from treeline_runtime.server.chat import chat_completions
 from treeline_runtime.server.completions import completions
@@ -19,7 +20,16 @@ from treeline_runtime.server.service import Service
 
 ServiceHandler = Callable[[Service, Request], Awaitable[Response | None]]
 METRICS_PATH = "/metrics"
-ADMIN_PATHS = ("/flush_cache", "/abort_request", "/debug/radix")
+ADMIN_PATHS = (
+    "/flush_cache",
+    "/abort_request",
+    "/sleep",
+    "/wake_up",
+    "/update_weights",
+    "/start_profile",
+    "/stop_profile",
+    "/debug/radix",
+)
 
 
 def inference(
@@ -105,13 +115,20 @@ def metrics(probes: Probes) -> Surface:
     return Surface({("GET", METRICS_PATH): Route(probes.metrics)}, read_only)
 
 
-def administration(service: Service, probes: Probes, *, key: str | None, loopback: bool) -> Surface:
+def administration(
+    service: Service, probes: Probes, engine: Administration, *, key: str | None, loopback: bool
+) -> Surface:
     """What changes the server for everybody, or shows what others have asked. Nothing that changes it is a GET: a link
     must not do that.
     """
     routes = {
         ("POST", "/flush_cache"): Route(functools.partial(native.flush_cache, service)),
         ("POST", "/abort_request"): Route(functools.partial(native.abort_request, service)),
+        ("POST", "/sleep"): Route(engine.sleep),
+        ("POST", "/wake_up"): Route(engine.wake_up),
+        ("POST", "/update_weights"): Route(engine.update_weights),
+        ("POST", "/start_profile"): Route(engine.start_profile),
+        ("POST", "/stop_profile"): Route(engine.stop_profile),
         ("GET", "/debug/radix"): Route(probes.debug_radix),
     }
     return Surface(routes, admin_key(key, loopback=loopback))
