@@ -18,6 +18,7 @@ CPU_POOL_LIMIT = 1 << 30
 
 
 def bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
+    """dtype: of the KV cache"""
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
 
 

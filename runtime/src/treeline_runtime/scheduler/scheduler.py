@@ -80,6 +80,7 @@ class Scheduler:
                 self.table,
                 num_pages=limits.num_pages,
                 dtype=limits.dtype,
+                kv_dtype=limits.kv_dtype,
                 device=limits.device,
                 largest_graph=limits.max_graph_batch,
             )
