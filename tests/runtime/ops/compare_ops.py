@@ -297,7 +297,10 @@ def decode(dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
                 slots = pages[tokens // page_size] * page_size + tokens % page_size
                 pool.store(0, slots.to(DEVICE), k, v)
                 if stored is not None:
-                    k, v = (torch.as_tensor((x.float() / s).to(stored).float() * s) for x, s in zip((k, v), SCALES[0]))
+                    k, v = (
+                        torch.as_tensor((x.float() / s).to(stored).float() * s)
+                        for x, s in zip((k, v), SCALES[0], strict=True)
+                    )
                 k, v = (x.repeat_interleave(query // kv, 1).double() for x in (k, v))
                 weights = (torch.einsum("hd,khd->hk", q[i].double(), k) * dim**-0.5).softmax(-1)
                 expected.append(torch.einsum("hk,khd->hd", weights, v).flatten())

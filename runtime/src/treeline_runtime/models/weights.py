@@ -28,6 +28,8 @@ SPARE = (".rotary_emb.inv_freq",)
 """Endings of tensors that nobody takes: old checkpoints carry rope's frequencies, which follow from config.json."""
 
 
+MAPPED = ("cpu",)
+"""Devices whose tensors are where the files are mapped into memory."""
 PROGRESS_S = 2.0
 """Seconds between two lines of the log that say how far loading is."""
 
@@ -69,7 +71,7 @@ class Checkpoint:
         self._open: dict[str, Any] = {}
         self._file_of = self._find()
         self._untaken = set(self._file_of)
-        self._streamed = None if device.type == "cpu" else self._stream()
+        self._streamed = None if device.type in MAPPED else self._stream()
         self._progress = _Progress(sum((self._dir / file).stat().st_size for file in set(self._file_of.values())))
 
     def _find(self) -> dict[str, str]:
