@@ -96,7 +96,7 @@ class Streamed:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._lock = threading.Lock()
-        self._unread = {name: _pieces(name, entry.size) for name, entry in entries.items()}
+        self._unread = {name: _pieces(name, entry.size) for name, entry in entries.items() if entry.size}
         """Pieces that no thread has taken."""
         self._next: str | None = None
         self._files = {path: os.open(path, os.O_RDONLY) for path in {entry.path for entry in entries.values()}}
@@ -107,6 +107,7 @@ class Streamed:
         pieces = sum(map(len, self._unread.values()))
         for _ in range(min(BUFFERS, pieces)):
             self._free.put(_Buffer(torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=self._stream is not None)))
+        self._given: set[str] = set()
         self._arriving: dict[str, torch.Tensor] = {}
         self._missing: dict[str, int] = {}
         """Bytes of arriving tensors that are still to come."""
@@ -118,6 +119,8 @@ class Streamed:
     def read(self, name: str) -> torch.Tensor:
         """The tensor, on the device in the order of its current stream; once. Raises ModelError."""
         entry = self._entries[name]
+        assert name not in self._given, f"tensor {name} is taken twice"
+        self._given.add(name)
         if entry.size == 0:
             return torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
         with self._lock:
@@ -179,7 +182,7 @@ class Streamed:
     def _fill(self, piece: _Piece, buffer: _Buffer) -> str | None:
         """→ what went wrong"""
         entry = self._entries[piece.name]
-        memory = memoryview(buffer.memory.numpy())[: piece.size]
+        memory = memoryview(buffer.memory.numpy().data)[: piece.size]
         done = 0
         while done < piece.size:
             count = os.preadv(self._files[entry.path], [memory[done:]], entry.begin + piece.offset + done)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.quantization.scheme import Scheme
-from treeline_runtime.models.stream import Streamed, read_header, reading_order
+from treeline_runtime.models.stream import Entry, Streamed, read_header, reading_order
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class Checkpoint:
         return self._open[file]
 
     def _stream(self) -> Streamed:
-        found = {}
+        found: dict[str, Entry] = {}
         for file in set(self._file_of.values()):
             found |= read_header(self._dir / file)
         names = [name for name in self._file_of if not name.endswith(SPARE)]

@@ -123,8 +123,7 @@ def _take(weights: Weights, scheme: Scheme, module: str, outputs: int, inputs: i
     values = weights.take(f"{module}weight", outputs, inputs, dtype=E4M3)
     name = module + _find(weights, module, WEIGHT_SCALES)
     if scheme.weights == "blocks":
-        shape = (-(-outputs // BLOCK), -(-inputs // BLOCK))
-        blocks = weights.take(name, *shape, dtype=torch.float32)
+        blocks = weights.take(name, -(-outputs // BLOCK), -(-inputs // BLOCK), dtype=torch.float32)
         scales = blocks.t().repeat_interleave(BLOCK, dim=1)[:, :outputs].contiguous()
         return Fp8Matrix(values, scales, BLOCK, None)
     shape = weights.shape(name)
