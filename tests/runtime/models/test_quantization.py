@@ -312,6 +312,8 @@ def test_what_is_not_finite_is_not_a_number_in_fp8() -> None:
         (compressed(BLOCKS | {"block_structure": [128, 64]}), r"block_structure = \[128, 64\]"),
         (compressed(WEIGHTS | {"strategy": "block"}), "block_structure = None does not fit"),
         (compressed(BLOCKS), "input_activations.strategy = 'token'"),
+        (compressed(BLOCKS, INPUTS | {"strategy": "group", "group_size": 64}), "input_activations.group_size = 64"),
+        (compressed(WEIGHTS | {"group_size": 128}), "weights.group_size = 128"),
         (compressed(inputs=None), r"input_activations = None \(only the weights in fp8\)"),
         (compressed(inputs=INPUTS | {"dynamic": "local"}), "input_activations"),
         (compressed(inputs=INPUTS | {"dynamic": False}), "input_activations.strategy = 'token'"),
@@ -368,6 +370,13 @@ def test_tensors_that_do_not_fit_the_format_are_refused_by_name(
     tensors = load_file(wide / "model.safetensors") | changes
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, wide / "model.safetensors")
     with pytest.raises(ModelError, match=message):
+        ours(wide)
+
+
+def test_a_checkpoint_that_is_said_to_be_quantised_and_is_not_is_refused(wide: Path) -> None:
+    config = json.loads((wide / "config.json").read_text()) | {"quantization_config": compressed()}
+    (wide / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"has a quantization_config, but no tensor has a scale"):
         ours(wide)
 
 

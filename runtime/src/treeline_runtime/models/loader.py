@@ -7,10 +7,10 @@ import logging
 import torch
 
 from treeline_runtime.config import ConfigError, EngineConfig
-from treeline_runtime.models.config import ModelConfig
+from treeline_runtime.models.config import ModelConfig, ModelError
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.quantization.fp8 import E4M3
-from treeline_runtime.models.quantization.product import OLDEST, multiplies_fp8
+from treeline_runtime.models.quantization.product import OLDEST, WEIGHT_SCALES, multiplies_fp8
 from treeline_runtime.models.quantization.scheme import ONLINE
 from treeline_runtime.models.weights import Checkpoint, RandomWeights
 
@@ -86,6 +86,13 @@ def load_model(config: EngineConfig) -> Decoder:
     with Checkpoint(config.model, dtype, device, scheme) as checkpoint:
         model = Decoder(model_config, checkpoint, context_length)
         checkpoint.check_all_taken()
+        if scheme is not None and not (scheme.at_load or checkpoint.has_any(WEIGHT_SCALES)):
+            raise ModelError(
+                "config.json has a quantization_config, but no tensor has a scale: if the weights are not quantised, "
+                "remove the key"
+            )
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # so that the time of loading is told as it is
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what was free only to us while weights were stacked: the KV pool takes it
     return model

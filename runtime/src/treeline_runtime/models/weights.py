@@ -131,6 +131,10 @@ class Checkpoint:
     def has(self, name: str) -> bool:
         return name in self._file_of
 
+    def has_any(self, endings: tuple[str, ...]) -> bool:
+        """Whether a tensor's name ends so."""
+        return any(name.endswith(endings) for name in self._file_of)
+
     def _file(self, name: str) -> str:
         if name not in self._file_of:
             raise ModelError(f"tensor {name} is missing in {self._dir}; is the checkpoint complete?")

@@ -140,6 +140,7 @@ def _group(group: Any, where: str) -> Scheme:
     _one_of(group, "format", (None, "float-quantized"), where)
     _one_of(group, "output_activations", (None,), where)
     weights = _fp8_tensor(group.get("weights"), f"{where}.weights", ("tensor", "channel", "block"), (None, False))
+    _one_of(group["weights"], "group_size", (None,), f"{where}.weights")
     blocks = _blocks(group["weights"], "block_structure", f"{where}.weights")
     if blocks != (weights == "block"):
         raise NotServed(f"{where}.weights.block_structure = {group['weights'].get('block_structure')!r} does not fit")
@@ -148,8 +149,8 @@ def _group(group: Any, where: str) -> Scheme:
         raise NotServed(f"{there} = None (only the weights in fp8) is not supported: {WHAT_TO_DO}")
     dynamic = isinstance(inputs, dict) and inputs.get("dynamic") is True
     _fp8_tensor(inputs, there, ("group",) if blocks else ("token", "tensor") if dynamic else ("tensor",), (dynamic,))
-    if inputs.get("group_size") != (BLOCK if blocks else None):
-        raise NotServed(f"{there}.group_size = {inputs.get('group_size')!r} is not supported: {WHAT_TO_DO}")
+    _one_of(inputs, "group_size", (BLOCK if blocks else None,), there)
+    _one_of(inputs, "block_structure", (None,), there)
     if blocks and not dynamic:
         raise NotServed(f"{there}.dynamic = False with blocks is not supported: {WHAT_TO_DO}")
     return Scheme("blocks" if blocks else "rows", "dynamic" if dynamic else "static")
