@@ -104,9 +104,8 @@ def wide(wide_path: Path, tmp_path: Path) -> Path:
 
 def meant_by(path: Path, weights: dict[str, torch.Tensor], inputs: Inputs) -> torch.Tensor:
     """Logits of transformers with these weights, and inputs of projections made fp8 by hooks."""
-    config = transformers.AutoConfig.from_pretrained(path)
-    config.quantization_config = None
-    model = transformers.Qwen3ForCausalLM(config).eval()
+    config = json.loads((path / "config.json").read_text()) | {"quantization_config": None}
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config)).eval()
     model.load_state_dict(weights)
     for name, module in model.named_modules():
         if f"{name}.weight".endswith(fp8.PROJECTIONS):
