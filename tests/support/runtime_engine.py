@@ -66,7 +66,7 @@ _MODELS: dict[str, Decoder] = {}
 
 def dummy_model(config: SchedulerConfig) -> Decoder:
     """Random weights for `config.model`, made once per directory and context length."""
-    key = f"{config.model} {config.context_length} {config.seed}"
+    key = f"{config.model} {config.context_length} {config.seed} {config.quantization}"
     if key not in _MODELS:
         _MODELS[key] = load_model(config)
     return _MODELS[key]

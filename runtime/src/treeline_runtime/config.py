@@ -46,6 +46,16 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = setting(
         "auto", group="engine", help="dummy = random weights (default: auto)"
     )
+    quantization: Literal["auto", "fp8"] = setting(
+        "auto",
+        group="engine",
+        help="fp8 = projections are quantised as they are loaded (default: auto: as the checkpoint has them)",
+    )
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = setting(
+        "auto",
+        group="engine",
+        help="fp8_e4m3 = twice the tokens of bfloat16, less exactly (default: auto: the model's)",
+    )
     threads: int | None = setting(
         None, group="engine", rare=True, metavar="N", at_least=1, help="CPU threads of the model (default: all cores)"
     )

@@ -337,11 +337,13 @@ class Server:
         self._metrics.set("context_len", scheduler["context_length"])
         self._metrics.set("page_size", args.page_size)
         logger.info(
-            "ready after %.1f s: %s on %s, cache of %d tokens, contexts of %d",
+            "ready after %.1f s: %s on %s, cache of %d tokens (%s, %d bytes each), contexts of %d",
             took_s,
             self._service.model_name,
             url(self._listeners.http),
             scheduler["max_total_tokens"],
+            scheduler["kv_dtype"],
+            scheduler["kv_bytes_per_token"],
             scheduler["context_length"],
         )
 

@@ -73,13 +73,15 @@ def gate(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def rotate_and_store(
-    qkv_ptr, q_ptr, keys_ptr, values_ptr, slots_ptr, cos_ptr, sin_ptr, norm_ptr, unfinite_ptr, eps,
+    qkv_ptr, q_ptr, keys_ptr, values_ptr, slots_ptr, cos_ptr, sin_ptr, norm_ptr, unfinite_ptr, eps, key_scale,
+    value_scale,
     QUERY: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, NORM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    FP8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A block of one token's heads: norm and rotation of queries and keys, keys and values into the token's slot.
 
-    Queries go to q, rotated keys also to where they came from.
+    Queries go to q, rotated keys also to where they came from. With FP8 the slots are e4m3, and what is stored is the
+    number over its scale, at most the largest there is.
 
     cos and sin (tokens, dim) as `rope_tables` has them: sin carries the sign of the rotation in its first half.
     """
@@ -119,6 +121,13 @@ def rotate_and_store(
     where_v = slot + first - (QUERY + KV) * dim
     tl.store(base + first, new_low.to(kind), to_k)
     tl.store(base + first + HALF, new_high.to(kind), to_k)
+    if FP8:
+        over = tl.where(rotated, key_scale, value_scale)
+        low = new_low / over
+        high = new_high / over
+        # what is not finite is NaN: e4m3 has no infinity
+        new_low = tl.where(low - low == 0.0, tl.minimum(tl.maximum(low, -448.0), 448.0), float("nan"))
+        new_high = tl.where(high - high == 0.0, tl.minimum(tl.maximum(high, -448.0), 448.0), float("nan"))
     new_low = new_low.to(stored)
     new_high = new_high.to(stored)
     tl.store(keys_ptr + where_k, new_low, to_k)
@@ -127,8 +136,9 @@ def rotate_and_store(
     tl.store(values_ptr + where_v + HALF, new_high, to_v)
 
     # as stored: float16 ends earlier than float32. x - x is 0, or NaN where x is NaN or infinite
-    low = new_low.to(tl.float32)
-    high = new_high.to(tl.float32)
+    if not FP8:
+        low = new_low.to(tl.float32)
+        high = new_high.to(tl.float32)
     wrong = tl.where((to_k | to_v) & ((low - low != 0.0) | (high - high != 0.0)), 1, 0)
     if tl.sum(tl.sum(wrong, 1), 0) > 0:
         tl.store(unfinite_ptr + token, 1)
@@ -209,14 +219,16 @@ def flatten_pages(table_ptr, rows_ptr, indptr_ptr, out_ptr, width, BLOCK: tl.con
 
 @triton.jit
 def decode_shares(
-    q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, lens_ptr, partial_ptr, scores_ptr, scale, width, sequences,
+    q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, lens_ptr, partial_ptr, scores_ptr, scale, value_scale, width,
+    sequences,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, SHARES: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     """Attention of one KV head's queries over one share of all blocks of all sequences.
 
     lens: `attention.decode._Plan.lens`. Of each sequence it meets, the share leaves its output in partial[share +
-    sequence], a sum that no others have, and the base-2 logarithm of its softmax's denominator in scores.
+    sequence], a sum that no others have, and the base-2 logarithm of its softmax's denominator in scores. Keys and
+    values may be e4m3: what they are to be multiplied by is part of `scale`, and `value_scale`.
     """
     head = tl.program_id(0)
     share = tl.program_id(1)
@@ -264,7 +276,7 @@ def decode_shares(
             mass = mass * fade + tl.sum(weights, 1)
             best = higher
         cell = (share + sequence) * KV * GROUP + heads
-        tl.store(partial_ptr + cell[:, None] * DIM + dims[None, :], out / mass[:, None], wanted)
+        tl.store(partial_ptr + cell[:, None] * DIM + dims[None, :], out * (value_scale / mass[:, None]), wanted)
         tl.store(scores_ptr + cell, best + tl.log2(mass), group < GROUP)
         block = last
         sequence += 1
@@ -340,8 +352,8 @@ def attend(
 
 @triton.jit
 def extend(
-    q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, lens_ptr, blocks_ptr, out_ptr, scores_ptr, scale, width,
-    sequences, tokens, splits,
+    q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, lens_ptr, blocks_ptr, out_ptr, scores_ptr, scale, value_scale,
+    width, sequences, tokens, splits,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
@@ -395,7 +407,7 @@ def extend(
         part = tl.program_id(2).to(tl.int64) * tokens * (KV * GROUP)
         place += part * DIM
         tl.store(scores_ptr + part + cell, tl.where(mass > 0.0, best + tl.log2(some), float("-inf")), wanted)
-    out = out / some[:, None]
+    out = out * (value_scale / some[:, None])
     tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), wanted[:, None] & (dims[None, :] < DIM))
 
 

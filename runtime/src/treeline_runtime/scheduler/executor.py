@@ -120,9 +120,11 @@ class Executor:
         num_pages: int,
         dtype: torch.dtype,
         device: torch.device,
+        kv_dtype: torch.dtype | None = None,
         largest_graph: int = 0,
     ) -> None:
-        """largest_graph: sequences of the largest decode batch that is captured; 0: none is."""
+        """kv_dtype: of the KV cache; by default the model's. largest_graph: sequences of the largest decode batch that
+        is captured; 0: none is."""
         shape = model.config
         self._model = model
         self._table = table
@@ -136,6 +138,8 @@ class Executor:
                 head_dim=shape.head_dim,
                 dtype=dtype,
                 device=device,
+                stored=kv_dtype,
+                scales=model.kv_scales,
             )
             self._attention = new_attention(
                 config.attention_backend, self.pool, shape.num_heads, shape.num_kv_heads, shape.head_dim

@@ -23,6 +23,7 @@ DEFAULT_FRACTION = 0.85
 
 
 def bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
+    """dtype: of the KV cache"""
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
 
 

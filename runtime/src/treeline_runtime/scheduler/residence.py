@@ -151,6 +151,7 @@ class Residence:
                 self._table,
                 num_pages=limits.num_pages,
                 dtype=limits.dtype,
+                kv_dtype=limits.kv_dtype,
                 device=limits.device,
                 largest_graph=limits.max_graph_batch,
             )
