@@ -103,16 +103,20 @@ def test_sampling_fields_reach_the_engine(http: httpx.Client) -> None:
 @pytest.mark.parametrize("api", ["/v1/chat/completions", "/v1/completions", "/generate"])
 def test_priorities_reach_the_engine(http: httpx.Client, server: ServerProcess, api: str) -> None:
     """All rows are taken; of two that wait the urgent one, which came later, gets the first that is free."""
-    bodies: dict[str, dict[str, Any]] = {
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8},
-        "/v1/completions": {"prompt": "hello", "max_tokens": 8},
-        "/generate": {"text": "hello", "sampling_params": {"max_new_tokens": 8}},
-    }
+
+    def body_of(tokens: int) -> dict[str, Any]:
+        if api == "/generate":
+            return {"text": "hello", "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}}
+        prompt = {"messages": [{"role": "user", "content": "hello"}]} if "chat" in api else {"prompt": "hello"}
+        return prompt | {"max_tokens": tokens, "ignore_eos": True}
+
     ended: list[int] = []
 
     def ask(priority: int) -> None:
         with server.client() as client:
-            assert client.post(api, json=bodies[api] | {"priority": priority}).status_code == 200
+            # long enough for the other to have ended by far
+            body = body_of(4 if priority > 0 else 300) | {"priority": priority}
+            assert client.post(api, json=body).status_code == 200
             ended.append(priority)
 
     def waiting(count: int) -> Callable[[], bool]:
