@@ -9,7 +9,8 @@ ARG ACCELERATOR=cpu
 ARG TORCH_CPU_INDEX_URL=https://download.pytorch.org/whl/cpu
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /src
-COPY images/requirements/torch-cpu.txt images/requirements/torch-cuda.txt images/requirements/torch-needs.txt ./
+COPY images/requirements/torch-cpu.txt images/requirements/torch-cuda.txt images/requirements/torch-needs.txt \
+     images/requirements/zig.txt ./
 # The CPU index has files of its own, whose hashes are not locked: of these only the version is fixed.
 RUN case "$ACCELERATOR${TORCH_CPU_INDEX_URL:+-index}" in \
       cpu-index) torch="--index-url=$TORCH_CPU_INDEX_URL -r torch-cpu.txt" ;; \
@@ -19,6 +20,13 @@ RUN case "$ACCELERATOR${TORCH_CPU_INDEX_URL:+-index}" in \
  && python3 -m venv --without-pip /opt/treeline/torch \
  && python3 -m pip --python /opt/treeline/torch/bin/python install --no-deps --require-hashes -r torch-needs.txt \
  && python3 -m pip --python /opt/treeline/torch/bin/python install --no-deps $torch
+# Triton compiles its driver at its first use: done here, since what is shipped has no compiler.
+COPY runtime/src/treeline_runtime/ops/driver.py ./
+RUN if [ "$ACCELERATOR" = cuda ]; then \
+      python3 -m venv --without-pip /tmp/zig \
+      && python3 -m pip --python /tmp/zig/bin/python install --no-deps --require-hashes -r zig.txt \
+      && /opt/treeline/torch/bin/python driver.py /tmp/zig/bin/python -m ziglang cc; \
+    fi
 
 FROM ${BASE_IMAGE} AS build
 # Another package index than pip's own, for builds behind one.

@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "images" / "requirements"
-LOCKS = ("lock.txt", "lock-torch.txt")
+LOCKS = ("lock.txt", "lock-torch.txt", "lock-images.txt")
 HEAD = "# From requirements/lock*.txt by scripts/image_requirements.py; not to be edited."
 
 ROOMS = {
@@ -123,6 +123,7 @@ def files() -> dict[Path, str]:
     made["torch-needs.txt"] = torch - cuda
     made["torch-cuda.txt"] = cuda
     made["build.txt"] = {"setuptools"}
+    made["zig.txt"] = {"ziglang"}
     texts = {TARGET / name: text(names, pins) for name, names in made.items()}
     texts[TARGET / "torch-cpu.txt"] = text({TORCH}, {TORCH: Pin(pins[TORCH].version, ())})
     return texts

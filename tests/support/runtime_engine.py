@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,7 +111,7 @@ class Memory:
 class Harness(Scheduler):
     """A scheduler that checks its own books after every step."""
 
-    def __init__(self, model: Path, **settings: Any) -> None:
+    def __init__(self, model: Path, *, clock: Callable[[], float] = time.monotonic, **settings: Any) -> None:
         defaults: dict[str, Any] = {
             "load_format": "dummy",
             "page_size": 4,
@@ -118,7 +120,7 @@ class Harness(Scheduler):
         }
         config = SchedulerConfig(model=str(model), **(defaults | settings))
         memory = Memory()
-        super().__init__(config, dummy_model(config), memory)
+        super().__init__(config, dummy_model(config), memory, clock=clock)
         self.inbox, self.outs, self.replies = memory.inbox, memory.outs, memory.replies
         self.updates, self.loads = memory.updates, memory.loads
         self.steps = 0
@@ -143,7 +145,7 @@ class Harness(Scheduler):
 
     def submit(self, rid: str, ids: list[int], *, namespace: str | None = None, **options: Any) -> None:
         """`options`: fields of GenerateReq or of SamplingParams; greedy unless told otherwise."""
-        fields = {"return_logprob", "logprob_start_len", "top_logprobs_num", "pools"}
+        fields = {"return_logprob", "logprob_start_len", "top_logprobs_num", "priority", "pools"}
         request = {k: options.pop(k) for k in list(options) if k in fields}
         sampling = SamplingParams(**({"temperature": 0.0, "max_new_tokens": 8} | options))
         self.inbox.append(GenerateReq(rid, ids, sampling, namespace=namespace, **request))

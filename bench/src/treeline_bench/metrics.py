@@ -122,6 +122,13 @@ METRICS: dict[str, Metric] = {
     "chat.worker_us.4k": Metric(
         "µs", "the same by a worker process, for templates that are not plain", "lower", headline=False
     ),
+    "tokenization.speedup": Metric(
+        "times",
+        "a conversation of so many characters with a new turn, against tokenizing all of it",
+        "higher",
+        headline=False,
+    ),
+    "tokenization.turn_us": Metric("µs", "the new turn of the longest of them", "lower", headline=False),
     "http.requests_s": Metric(
         "requests/s",
         "small completions that a runtime answers, by a scheduler without a model",

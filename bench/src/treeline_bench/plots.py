@@ -163,6 +163,15 @@ def _chat(result: Result) -> Figure:
     return figure
 
 
+def _tokenization(result: Result) -> Figure:
+    rows = [row for row in result.rows if row.metric.startswith("tokenization.speedup.")]
+    turn_us = number(result.value("tokenization.turn_us"))
+    figure, (axes,) = _figure(f"A new turn is tokenized in {turn_us} µs", 1, _size(result))
+    _bars(axes, [row.metric.rpartition(".")[2] for row in rows], [row.value for row in rows], [OURS] * len(rows))
+    axes.set(title="Against tokenizing the whole", ylabel="times as fast", xlabel="characters of the conversation")
+    return figure
+
+
 def _http(result: Result) -> Figure:
     answers, computed = result.row("http.requests_s"), result.row("http.cpu_us")
     figure, axes = _figure(f"{number(answers.value)} small completions a second", 2, _size(result))
@@ -256,6 +265,7 @@ PLOTS: dict[str, Callable[[Result], Figure]] = {
     "bodies": _bodies,
     "http": _http,
     "sampling": _sampling,
+    "tokenization": _tokenization,
     "fleet": _fleet,
     "operator": _operator,
     "one-gateway": _one_gateway,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treeline_bench import bodies, chat, engine, fleet, http, picker, routing, sampling, tree
+from treeline_bench import bodies, chat, engine, fleet, http, picker, routing, sampling, tokenization, tree
 from treeline_bench.context import Benchmark
 from treeline_bench.kubernetes import benchmark as operator
 from treeline_bench.kubernetes import one_gateway
@@ -18,6 +18,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         picker.BENCHMARK,
         routing.BENCHMARK,
         bodies.BENCHMARK,
+        tokenization.BENCHMARK,
         http.BENCHMARK,
         sampling.BENCHMARK,
         engine.BENCHMARK,

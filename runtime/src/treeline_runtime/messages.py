@@ -20,6 +20,9 @@ from treeline_wire.load import TreelineLoad
 
 GREEDY_BELOW = 1e-6
 """A temperature below this means greedy decoding."""
+LARGEST_PRIORITY = (1 << 31) - 1
+"""Of a request, either way."""
+NO_PRIORITY = "this server does not go by priority: leave it out, or start the server with --schedule-policy priority"
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -78,6 +81,8 @@ class GenerateReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     top_logprobs_num: int = 0
     pools: bool = False
     """A vector is wanted, and no text: `max_new_tokens` must be 0."""
+    priority: int = 0
+    """Which of two is more urgent is a setting (`schedule_low_priority_values_first`)."""
 
 
 class AbortReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):

@@ -171,6 +171,7 @@ class Server:
             budget=ByteBudget(args.max_bytes_in_flight),
             pooling=model.pooling,
             pool=self._pool,
+            uses_priority=args.uses_priority,
         )
         self._probes = Probes(
             self._service,

@@ -18,6 +18,7 @@ if DEVICE == "cpu":
 
 from treeline_runtime.attention import Layout  # noqa: E402
 from treeline_runtime.attention.decode import Decode  # noqa: E402
+from treeline_runtime.attention.extend import Extend  # noqa: E402
 from treeline_runtime.attention.torch_sdpa import TorchSDPA  # noqa: E402
 from treeline_runtime.core import Context  # noqa: E402
 from treeline_runtime.kvcache import KVPool  # noqa: E402
@@ -187,11 +188,58 @@ def decode(dtype: torch.dtype) -> None:
                     close(found.double(), torch.stack(expected), dtype)
 
 
+def extend(dtype: torch.dtype) -> None:
+    """The kernel of prompts against attention in float64: (cached, new) tokens, keys split or not, NaN outside."""
+    random, device = Random(1), torch.device(DEVICE)
+    for query, kv, dim in ((8, 2, 64), (6, 1, 24), (2, 2, 128)):
+        for lens in ([(0, 1)], [(0, 19), (300, 1), (64, 129), (5, 7)], [(63, 2), (0, 64), (127, 65)]):
+            page_size = random.choice([1, 16])
+            counts = [-(-(cached + new) // page_size) for cached, new in lens]
+            pool = KVPool(
+                num_layers=1,
+                num_pages=sum(counts),
+                page_size=page_size,
+                num_kv_heads=kv,
+                head_dim=dim,
+                dtype=dtype,
+                device=device,
+            )
+            pool.keys[0].fill_(torch.nan)
+            pool.values[0].fill_(torch.nan)
+            free = torch.randperm(sum(counts), generator=GENERATOR)
+            table = torch.zeros(len(lens) + 2, max(counts), dtype=torch.int64)
+            rows = torch.randperm(len(lens) + 2, generator=GENERATOR)[: len(lens)]
+            queries, expected = [], []
+            for i, ((cached, new), count) in enumerate(zip(lens, counts, strict=True)):
+                pages, free = free[:count], free[count:]
+                table[rows[i], :count] = pages
+                tokens = torch.arange(cached + new)
+                k, v = noise(len(tokens), kv, dim, dtype=dtype), noise(len(tokens), kv, dim, dtype=dtype)
+                pool.store(0, (pages[tokens // page_size] * page_size + tokens % page_size).to(DEVICE), k, v)
+                q = noise(new, query, dim, dtype=dtype)
+                queries.append(q)
+                k, v = (x.repeat_interleave(query // kv, 1).double() for x in (k, v))
+                scores = torch.einsum("qhd,khd->hqk", q.double(), k) * dim**-0.5
+                hidden = torch.ones(new, cached + new, dtype=torch.bool, device=device).triu(cached + 1)
+                weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+                expected.append(torch.einsum("hqk,khd->qhd", weights, v).flatten(1))
+            q = torch.cat(queries)
+            layout = Layout([n for _, n in lens], [c + n for c, n in lens], table.to(DEVICE), rows.to(DEVICE))
+            backend = Extend(pool, query, kv, dim)
+            for programs in (1, 64):
+                backend._programs = programs
+                backend._partial = torch.full((2000, query, dim), torch.nan, device=device)
+                backend._scores = torch.full((2000, query), torch.nan, device=device)
+                plan = backend.plan(layout)
+                assert (plan.splits > 1) == (programs > 1 and max(layout.kv_lens) > 256), plan.splits
+                close(backend.forward(0, q, q, q, plan).double(), torch.cat(expected), dtype)
+
+
 if __name__ == "__main__":
-    for compare in (linear, norm, gate, rotate_and_store, choose, decode):
+    for compare in (linear, norm, gate, rotate_and_store, choose, decode, extend):
         run: Callable[[torch.dtype], None] = compare
-        # the interpreter is slow: one of decode's types is enough there
-        for dtype in (torch.float32, torch.bfloat16)[: 1 if compare is decode and DEVICE == "cpu" else 2]:
+        # the interpreter is slow: one of attention's types is enough there
+        for dtype in (torch.float32, torch.bfloat16)[: 1 if compare in (decode, extend) and DEVICE == "cpu" else 2]:
             run(dtype)
         sys.stdout.write(f"{compare.__name__}\n")
     for check in (pages, overflow):

@@ -18,5 +18,5 @@ def test_the_kernels_compute_what_the_reference_does() -> None:
         [sys.executable, Path(__file__).with_name("compare_ops.py")], capture_output=True, text=True, timeout=110
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    compared = "linear norm gate rotate_and_store choose decode pages overflow"
+    compared = "linear norm gate rotate_and_store choose decode extend pages overflow"
     assert result.stdout.split() == compared.split()

@@ -201,7 +201,8 @@ def test_while_loading_nothing_is_ready_and_a_failure_to_load_is_said(model: Pat
     ("old", "new", "args", "named"),
     [
         ("Qwen3ForCausalLM", "OddForCausalLM", {}, "OddForCausalLM"),
-        ("", "", {"schedule_policy": "random"}, "schedule policy 'random'"),
+        ("", "", {"schedule_policy": "magic"}, "schedule policy 'magic'"),
+        ("", "", {"priority_preemption_threshold": 5}, "needs schedule_policy priority"),
         ("", "", {"eviction_policy": "none"}, "eviction policy 'none'"),
         ("", "", {"context_length": 1 << 20}, "context_length"),
         ("", "", {"device": "abacus"}, "abacus"),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ def server(model: Path) -> Iterator[ServerProcess]:
         "--max-total-tokens=4096",
         "--max-running-requests=4",
         "--max-queued-requests=4",
+        "--schedule-policy=priority",
     )
     with running(model, *flags) as server:
         yield server
@@ -94,6 +96,39 @@ def test_sampling_fields_reach_the_engine(http: httpx.Client) -> None:
     stopped = complete(http, logit_bias={"50": 100}, stop_token_ids=[50])
     assert stopped["choices"][0]["finish_reason"] == "stop"  # type: ignore[index]
     assert stopped["usage"]["completion_tokens"] == 1  # type: ignore[index]
+
+
+@pytest.mark.parametrize("api", ["/v1/chat/completions", "/v1/completions", "/generate"])
+def test_priorities_reach_the_engine(http: httpx.Client, server: ServerProcess, api: str) -> None:
+    """All rows are taken; of two that wait the urgent one, which came later, gets the first that is free."""
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8},
+        "/v1/completions": {"prompt": "hello", "max_tokens": 8},
+        "/generate": {"text": "hello", "sampling_params": {"max_new_tokens": 8}},
+    }
+    ended: list[int] = []
+
+    def ask(priority: int) -> None:
+        with server.client() as client:
+            assert client.post(api, json=bodies[api] | {"priority": priority}).status_code == 200
+            ended.append(priority)
+
+    def waiting(count: int) -> Callable[[], bool]:
+        return lambda: http.get("/v1/loads").json()["loads"][0]["num_waiting_reqs"] == count
+
+    with contextlib.ExitStack() as streams:
+        client = streams.enter_context(server.client())
+        body = {"prompt": "hello", "max_tokens": 1000, "ignore_eos": True, "stream": True, "priority": 9}
+        running = [streams.enter_context(client.stream("POST", "/v1/completions", json=body)) for _ in range(4)]
+        threads = [threading.Thread(target=ask, args=(priority,)) for priority in (-1, 1)]
+        for count, thread in enumerate(threads, 1):
+            thread.start()
+            eventually(waiting(count), 5, f"{count} wait")
+        running[0].close()
+        for thread in threads:
+            thread.join(30)
+    assert ended == [1, -1]
+    eventually(lambda: idle(http), 5, "everything is released")
 
 
 def test_scoring_a_prompt(http: httpx.Client) -> None:

@@ -53,6 +53,8 @@ def refused(answer: httpx.Response, param: str | None, *, status: int = 400, cod
         {"stream_options": None},
         {"chat_template_kwargs": {"enable_thinking": False}},
         {"model": None},
+        {"priority": 0},
+        {"priority": None},
     ],
     ids=lambda fields: ",".join(fields),
 )
@@ -130,6 +132,9 @@ def test_any_other_unsupported_field_is_named(http: httpx.Client, field: str, va
         ("messages", None),
         ("model", 5),
         ("rid", ""),
+        ("priority", 2**31),
+        ("priority", "high"),
+        ("priority", 0.5),
         ("cache_salt", 5),
         ("chat_template_kwargs", [1]),
     ],

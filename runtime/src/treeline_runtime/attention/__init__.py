@@ -19,12 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 def _triton(pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
-    """Decode in our own kernel, prompts in torch's."""
+    """Decode and prompts in kernels of our own."""
     if obstacle := obstacle_to_triton(pool.keys[0].device):
         raise ConfigError(f"attention_backend triton: {obstacle}")
     from treeline_runtime.attention.decode import Decode
+    from treeline_runtime.attention.extend import Extend
 
-    return Decode(TorchSDPA(pool, num_heads, num_kv_heads, head_dim))
+    return Decode(Extend(pool, num_heads, num_kv_heads, head_dim))
 
 
 def _flashinfer(pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
@@ -67,7 +68,7 @@ def new_attention(name: str, pool: KVPool, num_heads: int, num_kv_heads: int, he
     except Exception as error:  # its import, or a compiler that is missing or fails: there is another way
         logger.debug("FlashInfer", exc_info=True)
         obstacle = f"FlashInfer cannot be used here: {error!r:.500}"
-    logger.warning("slower: prompts are computed by torch; %s", obstacle)
+    logger.info("prompts are computed by our own kernel, long ones slower than by FlashInfer: %s", obstacle)
     return _triton(*shape)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from treeline_runtime.ops import driver
 from treeline_runtime.ops.base import Heads, Ops
 
 __all__ = ["Heads", "Ops", "obstacle_to_triton", "ops_for"]
@@ -25,11 +26,11 @@ def obstacle_to_triton(device: torch.device) -> str | None:
     """Why our kernels cannot run on a CUDA device; None if they can."""
     if find_spec("triton") is None:
         return "the package triton is not installed"
-    # Triton compiles a piece of C at its first use
-    if not os.environ.get("CC", shutil.which("gcc") or shutil.which("clang")):
-        return "Triton needs a C compiler (apt-get install gcc libc6-dev)"
-    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
-        return "Triton needs Python's headers (apt-get install python3-dev)"
+    if driver.prebuilt() is None:  # Triton compiles it at its first use
+        if not os.environ.get("CC", shutil.which("gcc") or shutil.which("clang")):
+            return "Triton needs a C compiler (apt-get install gcc libc6-dev)"
+        if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+            return "Triton needs Python's headers (apt-get install python3-dev)"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
         return f"{torch.cuda.get_device_name(device)} is older than Ampere"
     return None
@@ -41,6 +42,7 @@ def ops_for(device: torch.device) -> Ops:
         if obstacle is None:
             from treeline_runtime.ops.triton_ops import TritonOps
 
+            driver.use_prebuilt()
             return TritonOps()
         logger.warning("slow: operations are not fused and decode is not captured: %s", obstacle)
     from treeline_runtime.ops.torch_ops import TorchOps

@@ -5,8 +5,16 @@ Rows of activations are contiguous. Indices into pools and tables are 64 bits wi
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
+
+# Products and sums in one rounding, whatever a release of Triton takes for the default: it warns of its change.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+LOWEST = tl.constexpr(-1e30)
+"""Below every score, and finite: differences of two of them are."""
 
 
 @triton.jit
@@ -297,3 +305,115 @@ def merge_shares(
         best = higher
     place = (sequence * HEADS + head) * DIM + dims
     tl.store(out_ptr + place, (out / mass).to(out_ptr.dtype.element_ty), dims < DIM)
+
+
+@triton.jit
+def attend(
+    q, best, mass, out, keys_ptr, values_ptr, table, head, position, start, stop, end, scale,
+    KV: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    MASK: tl.constexpr,
+):  # fmt: skip
+    """The running softmax of rows of queries over the keys from `start` to `stop`, of which there are `end`.
+
+    With MASK a row sees those up to its position, else all, and none lies behind the end.
+    """
+    dims = tl.arange(0, BLOCK_DIM)
+    inside = dims < DIM
+    for first in range(start, stop, BLOCK):
+        tokens = first + tl.arange(0, BLOCK)
+        there = tokens < end
+        page = tl.load(table + tokens // PAGE, there, other=0)
+        slot = (page * PAGE + tokens % PAGE) * (KV * DIM) + head * DIM
+        k = tl.load(keys_ptr + slot[None, :] + dims[:, None], there[None, :] & inside[:, None], other=0.0)
+        weights = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+        if MASK:
+            weights = tl.where(tokens[None, :] <= position[:, None], weights, float("-inf"))
+        higher = tl.maximum(best, tl.max(weights, 1))
+        weights = tl.exp2(weights - higher[:, None])
+        fade = tl.exp2(best - higher)
+        v = tl.load(values_ptr + slot[:, None] + dims[None, :], there[:, None] & inside[None, :], other=0.0)
+        out = out * fade[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+        mass = mass * fade + tl.sum(weights, 1)
+        best = higher
+    return best, mass, out
+
+
+@triton.jit
+def extend(
+    q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, lens_ptr, blocks_ptr, out_ptr, scores_ptr, scale, width,
+    sequences, tokens, splits,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Attention of TOKENS new tokens of one sequence, the queries of one KV head: a row for each token and query head.
+
+    lens (2 x sequences + 1,): where the new tokens of each sequence begin, and their end; then each one's tokens.
+    blocks (blocks, 2): a sequence, and which of its new tokens is the first. All int32.
+
+    With SPLIT this is one of `splits` parts of the keys: out is (splits, tokens, heads, dim) and scores
+    (splits, tokens, heads) has the base-2 logarithm of each part's denominator. Else out is (tokens, heads, dim).
+    """
+    block = blocks_ptr + 2 * tl.program_id(1)
+    sequence = tl.load(block)
+    first = tl.load(block + 1)
+    head = tl.program_id(0)
+    query_start = tl.load(lens_ptr + sequence)
+    q_len = tl.load(lens_ptr + sequence + 1) - query_start
+    cached = tl.load(lens_ptr + sequences + 1 + sequence) - q_len
+    table = table_ptr + tl.load(rows_ptr + sequence).to(tl.int64) * width
+
+    row = tl.arange(0, BLOCK_ROWS)
+    dims = tl.arange(0, BLOCK_DIM)
+    token = first + row // GROUP
+    wanted = (row < TOKENS * GROUP) & (token < q_len)
+    cell = (query_start + token).to(tl.int64) * (KV * GROUP) + head * GROUP + row % GROUP
+    place = cell[:, None] * DIM + dims[None, :]
+    q = tl.load(q_ptr + place, wanted[:, None] & (dims[None, :] < DIM), other=0.0)
+    best = tl.full((BLOCK_ROWS,), LOWEST, tl.float32)
+    mass = tl.zeros((BLOCK_ROWS,), tl.float32)
+    out = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
+
+    position = cached + token
+    end = tl.minimum(cached + q_len, cached + first + TOKENS)
+    start = 0
+    stop = end
+    if SPLIT:
+        size = tl.cdiv(tl.cdiv(end, BLOCK), splits) * BLOCK
+        start = tl.minimum(tl.program_id(2) * size, end)
+        stop = tl.minimum(start + size, end)
+    common = tl.maximum(start, tl.minimum(stop, (cached + first + 1) // BLOCK * BLOCK))  # up to there all rows see all
+    best, mass, out = attend(
+        q, best, mass, out, keys_ptr, values_ptr, table, head, position, start, common, end, scale,
+        KV, DIM, PAGE, BLOCK, BLOCK_DIM, MASK=False,
+    )  # fmt: skip
+    best, mass, out = attend(
+        q, best, mass, out, keys_ptr, values_ptr, table, head, position, common, stop, end, scale,
+        KV, DIM, PAGE, BLOCK, BLOCK_DIM, MASK=True,
+    )  # fmt: skip
+    some = tl.where(mass > 0.0, mass, 1.0)  # a part of no keys has none
+    if SPLIT:
+        part = tl.program_id(2).to(tl.int64) * tokens * (KV * GROUP)
+        place += part * DIM
+        tl.store(scores_ptr + part + cell, tl.where(mass > 0.0, best + tl.log2(some), float("-inf")), wanted)
+    out = out / some[:, None]
+    tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), wanted[:, None] & (dims[None, :] < DIM))
+
+
+@triton.jit
+def merge_splits(partial_ptr, scores_ptr, out_ptr, heads, splits, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """One head of one token: the sum of the parts that `extend` left, each by its share of the softmax."""
+    dims = tl.arange(0, BLOCK_DIM)
+    cell = tl.program_id(0).to(tl.int64)  # of tokens x heads
+    best = LOWEST
+    mass = 0.0
+    out = tl.zeros((BLOCK_DIM,), tl.float32)
+    for split in range(splits):
+        at = split * heads + cell
+        score = tl.load(scores_ptr + at)
+        higher = tl.maximum(best, score)
+        fade = tl.exp2(best - higher)
+        part = tl.exp2(score - higher)
+        out = out * fade + part * tl.load(partial_ptr + at * DIM + dims, dims < DIM, other=0.0)
+        mass = mass * fade + part
+        best = higher
+    tl.store(out_ptr + cell * DIM + dims, (out / mass).to(out_ptr.dtype.element_ty), dims < DIM)

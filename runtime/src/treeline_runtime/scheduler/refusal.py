@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from treeline_runtime.messages import FinishReason, GenerateReq
+from treeline_runtime.messages import LARGEST_PRIORITY, NO_PRIORITY, FinishReason, GenerateReq
 from treeline_runtime.sampling import check_sampling
 
 
-def refusal(message: GenerateReq, *, vocab_size: int, longest_request: int, pools: bool = False) -> FinishReason | None:
+def refusal(
+    message: GenerateReq, *, vocab_size: int, longest_request: int, uses_priority: bool = True, pools: bool = False
+) -> FinishReason | None:
     """A 400 for what can never be served; None if it can. `pools`: the model makes vectors, and no text."""
     length = len(message.input_ids)
+    answer = min(message.sampling.max_new_tokens, 1)
     problem: str | None
     if message.pools != pools:
         problem = "this model makes vectors, and no text" if pools else "this model makes text, and no vectors"
@@ -18,15 +21,19 @@ def refusal(message: GenerateReq, *, vocab_size: int, longest_request: int, pool
         problem = "a request for a vector has no log probabilities"
     elif length == 0:
         problem = "the prompt is empty"
-    elif length > longest_request - (not pools):
-        room = f"{longest_request} fit" if pools else f"{longest_request - 1} fit, with one for the answer"
-        problem = f"the prompt has {length} tokens; at most {room}"
+    elif length + answer > longest_request:
+        most = f"{longest_request - 1} fit, with one for the answer" if answer else f"{longest_request} fit"
+        problem = f"the prompt has {length} tokens; at most {most}"
     elif not 0 <= min(message.input_ids) <= max(message.input_ids) < vocab_size:
         problem = f"the prompt has token ids outside the vocabulary of {vocab_size}"
     elif not -1 <= message.logprob_start_len < length:
         problem = f"logprob_start_len {message.logprob_start_len} is outside the prompt"
     elif message.top_logprobs_num < 0:
         problem = f"top_logprobs_num is negative: {message.top_logprobs_num}"
+    elif message.priority and not uses_priority:
+        problem = NO_PRIORITY
+    elif abs(message.priority) > LARGEST_PRIORITY:
+        problem = f"priority {message.priority} is out of range: at most {LARGEST_PRIORITY} either way"
     else:
         problem = check_sampling(message.sampling, vocab_size)
     return None if problem is None else FinishReason("error", message=problem, status=400)

@@ -21,8 +21,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Batch, Phase, Req
 from treeline_runtime.messages import (
@@ -50,6 +48,7 @@ from treeline_runtime.scheduler.reports import Reporter, token_out
 from treeline_runtime.scheduler.resolve import Resolved, resolve
 from treeline_runtime.scheduler.stats import SchedulerStats
 from treeline_runtime.scheduler.table import TableManager
+from treeline_runtime.scheduler.time_limits import TimeLimits
 from treeline_runtime.scheduler.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -61,7 +60,15 @@ WARM_UP_TOKENS = 16
 class Scheduler:
     """Runs requests on one model. Every accepted rid ends in exactly one TokenOut with `finish`."""
 
-    def __init__(self, config: SchedulerConfig, model: Decoder, transport: Transport) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        model: Decoder,
+        transport: Transport,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """clock: seconds, by which waiting is measured."""
         self.config = config
         self.limits: Resolved = resolve(config, model)
         limits = self.limits
@@ -73,7 +80,7 @@ class Scheduler:
             scratch_page=limits.num_pages,
         )
         self.cache = CacheManager(limits.num_pages, config.page_size, config.eviction_policy, self.table)
-        self.prefill = PrefillManager(config, limits.chunked_prefill_size, self.cache)
+        self.prefill = PrefillManager(config, limits.chunked_prefill_size, self.cache, clock)
         self.decode = DecodeManager(self.cache)
         with told_as_settings("the KV pool, workspaces and graphs"):
             self.executor = Executor(
@@ -86,6 +93,8 @@ class Scheduler:
                 largest_graph=limits.max_graph_batch,
             )
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
+        self._clock = clock
+        self._time_limits = TimeLimits(config.waiting_timeout, config.request_timeout)
         self.stats = SchedulerStats()
         self.draining = False
         self._model_config = model.config
@@ -130,6 +139,8 @@ class Scheduler:
         messages = self._transport.receive()
         for message in messages:
             self._handle(message)
+        for req, finish in self._time_limits.exceeded(self.prefill.waiting.values(), self._clock()):
+            self._finish(req, finish)
         batch = self._next_batch()
         if batch is not None:
             self._launch(batch)
@@ -150,22 +161,35 @@ class Scheduler:
                 self.reporter.tell(TokenOut(message.rid, [], finish))
 
     def _next_batch(self) -> Batch | None:
-        """Prefill first, but let decode have a step after every few prefills."""
-        runnable = self.decode.runnable()
-        if not runnable or self._prefills_in_a_row < self.config.prefills_in_a_row:
-            batch = self.prefill.next_batch(self.decode.running.values(), self.table.num_free, self.ratio.value)
+        """Prefill first; but decode has a step after every few prefills, or rides along with each (`mixed_chunk`)."""
+        if not self._preempt():
+            return None
+        config, runnable = self.config, self.decode.runnable()
+        short = self.decode.missing_pages(runnable) > self.cache.available_pages
+        riding = self.decode.next_batch(runnable) if config.mixed_chunk and runnable and not short else None
+        may_wait = not config.mixed_chunk and self._prefills_in_a_row < config.prefills_in_a_row
+        if riding is not None or may_wait or not runnable:
+            batch = self.prefill.next_batch(
+                self.decode.running.values(),
+                self.table.num_free,
+                self.ratio.value,
+                riding=len(runnable) if riding is not None else 0,
+            )
             if batch is not None:
                 self._prefills_in_a_row += 1
+                if riding is not None:
+                    self.ratio.on_decode()
+                    batch.take_along(riding)
                 return batch
-        self._prefills_in_a_row = 0
-        if self.decode.missing_pages(runnable) > self.cache.available_pages:
+        if short:
             if self._pending:
                 return None  # results in flight may end requests; retract only what is known
             runnable = self._make_room(runnable)
         if not runnable:
             return None
+        self._prefills_in_a_row = 0
         self.ratio.on_decode()
-        return self.decode.next_batch(runnable)
+        return riding if riding is not None else self.decode.next_batch(runnable)
 
     def _launch(self, batch: Batch) -> None:
         """Launch; if that fails, launch each request alone, so that only the faulty one ends."""
@@ -177,8 +201,8 @@ class Scheduler:
             if len(batch.reqs) == 1:
                 self._fail(batch.reqs[0], f"internal error: {error!r}")
                 return
-            for i, req in enumerate(batch.reqs):
-                self._launch(Batch(batch.phase, [req], [batch.starts[i]], [batch.ends[i]], [batch.samples[i]]))
+            for one in batch.apart():
+                self._launch(one)
             return
         for req, end, samples in zip(batch.reqs, batch.ends, batch.samples, strict=True):
             req.in_flight += 1
@@ -199,11 +223,13 @@ class Scheduler:
         seconds = now - max(started, self._processed_at)  # a step launched behind another begins when that one ends
         self._processed_at = now
         if batch.phase is Phase.PREFILL:
-            self.stats.on_prefill(batch.num_tokens, seconds)
+            self.stats.on_prefill(batch.num_tokens - batch.riding, seconds)
         else:
             self.stats.on_decode(seconds)
-        for req, end, result in zip(batch.reqs, batch.ends, results, strict=True):
+        for i, (req, end, result) in enumerate(zip(batch.reqs, batch.ends, results, strict=True)):
             req.in_flight -= 1
+            if req.deferred:
+                self.cache.batch_done(req)
             if req.finish is not None:
                 self._leaving[req] &= result.failed is None
                 self._release_if_idle(req)
@@ -211,7 +237,7 @@ class Scheduler:
                 self._fail(req, result.failed)
             else:
                 try:
-                    self._advance(req, end, batch.phase, result)
+                    self._advance(req, end, batch.phase_of(i), result)
                 except Exception as error:
                     logger.exception("a result could not be taken: %r", req)
                     self._fail(req, f"internal error: {error!r}")
@@ -228,7 +254,9 @@ class Scheduler:
                 req.pooled = result.pooled if req.pooled is None else req.pooled + result.pooled
             if result.token is None:
                 if req.kv_len == len(req.tokens):  # nothing to produce: max_new_tokens is 0
-                    self._finish(req, FinishReason("length"), vector=self._vector_of(req))
+                    if self._pooler is not None:
+                        req.vector = self._pooler.finish(req.pooled, len(req.tokens))
+                    self._finish(req, FinishReason("length"))
                 return
         assert result.token is not None
         req.tokens.append(result.token)
@@ -264,6 +292,19 @@ class Scheduler:
         logger.info("retracted %d requests, new token ratio %.2f", retracted, self.ratio.value)
         return runnable
 
+    def _preempt(self) -> bool:
+        """Retract those who give way to a more urgent request. → False: not yet, since results are in flight."""
+        victims = self.prefill.to_preempt(self.decode.running.values(), self.table.num_free, self.ratio.value)
+        if victims and self._pending:
+            return False
+        for req in victims:
+            if req is self.prefill.chunked:
+                self.prefill.chunked = None
+            self._retract(req)
+        if victims:
+            logger.info("%d requests gave way to a more urgent one", len(victims))
+        return True
+
     def _retract(self, req: Req) -> None:
         """Release without caching, and wait at the front of the queue."""
         self.decode.running.pop(req.rid, None)
@@ -281,15 +322,7 @@ class Scheduler:
 
     # ---- endings ------------------------------------------------------------------------------------------
 
-    def _finish(
-        self,
-        req: Req,
-        finish: FinishReason,
-        result: Sampled | None = None,
-        *,
-        vector: bytes | None = None,
-        trusted: bool = True,
-    ) -> None:
+    def _finish(self, req: Req, finish: FinishReason, result: Sampled | None = None, *, trusted: bool = True) -> None:
         """End an admitted or waiting request: terminal message now, resources when nothing holds them.
 
         `trusted`: what it computed may stay cached; else its pages are cleaned.
@@ -298,19 +331,13 @@ class Scheduler:
         req.finish = finish
         self.prefill.waiting.pop(req.rid, None)
         self.decode.running.pop(req.rid, None)
+        self._time_limits.end(req)
         if self.prefill.chunked is req:
             self.prefill.chunked = None
-        self.reporter.tell(token_out(req, result, vector))
+        self.reporter.tell(token_out(req, result))
         if req.row >= 0:
             self._leaving[req] = trusted
             self._release_if_idle(req)
-
-    def _vector_of(self, req: Req) -> bytes | None:
-        """What a prompt that is computed was asked for; None for text."""
-        if self._pooler is None:
-            return None
-        assert req.pooled is not None
-        return self._pooler.finish(req.pooled, len(req.tokens)).tobytes()
 
     def _release_if_idle(self, req: Req) -> None:
         if req.in_flight > 0:
@@ -339,8 +366,6 @@ class Scheduler:
         if finish is not None:
             self.reporter.tell(TokenOut(message.rid, [], finish, prompt_tokens=len(message.input_ids)))
             return
-        if self._pooler is not None:
-            message = msgspec.structs.replace(message, input_ids=self._pooler.pooling.trimmed(message.input_ids))
         seed = message.sampling.seed
         self._arrivals += 1
         req = Req.of(
@@ -349,22 +374,39 @@ class Scheduler:
             eos_ids=self._model_config.eos_token_ids,
             max_new_tokens=min(message.sampling.max_new_tokens, self.limits.longest_request - len(message.input_ids)),
             arrival=self._arrivals,
-            needs_all=self._pooler is not None and self._pooler.pooling.needs_all,
+            pooling=None if self._pooler is None else self._pooler.pooling,
+            priority=self._urgency(message),
         )
         self.prefill.queue(req)
+        self._time_limits.begin(req, self._clock())
+
+    def _urgency(self, message: GenerateReq) -> int:
+        return -message.priority if self.config.schedule_low_priority_values_first else message.priority
 
     def _refusal(self, message: GenerateReq) -> FinishReason | None:
+        longest, vocab_size = self.limits.longest_request, self._model_config.vocab_size
+        uses_priority = self.config.uses_priority
         finish = refusal(
             message,
-            vocab_size=self._model_config.vocab_size,
-            longest_request=self.limits.longest_request,
+            vocab_size=vocab_size,
+            longest_request=longest,
+            uses_priority=uses_priority,
             pools=self._pooler is not None,
         )
+        return finish or self._find_place(message)
+
+    def _find_place(self, message: GenerateReq) -> FinishReason | None:
+        """503 if the queue is full, and nobody in it is less urgent and could leave."""
         most = self.config.max_queued_requests
         # those that find a free row in this step do not really wait
-        if finish is None and most is not None and len(self.prefill.waiting) >= most + self.table.num_free:
-            return FinishReason("error", message=f"the queue is full: {most} requests wait", status=503)
-        return finish
+        if most is None or len(self.prefill.waiting) < most + self.table.num_free:
+            return None
+        full = FinishReason("error", message=f"the queue is full: {most} requests wait", status=503)
+        least = self.prefill.least_urgent() if self.config.schedule_policy == "priority" else None
+        if least is None or least.priority >= self._urgency(message):
+            return full
+        self._finish(least, full)
+        return None
 
     def _find(self, rid: str) -> Req | None:
         """The request of this id that has not ended."""
@@ -422,11 +464,9 @@ class Scheduler:
 
     def load(self) -> LoadUpdate:
         chunked = self.prefill.chunked
-        running = len(self.decode.running) + (chunked is not None)
-        if self._pooler is not None:
-            running = len({*self._in_flight()} | ({chunked.rid} if chunked else set()))
+        alone = {} if self._pooler is None else self._in_flight()  # where there is text these are a few at most
         return LoadUpdate(
-            running=running,
+            running=len(self.decode.running) + len(alone) + (chunked is not None and chunked.rid not in alone),
             waiting=len(self.prefill.waiting),
             waiting_uncached_tokens=self.prefill.uncached_tokens(),
             pages_used=self.cache.used_pages,

@@ -83,7 +83,7 @@ class EngineHealth:
         except TimeoutError:
             raise self._fail(f"no answer within {TIMEOUT_S:g} s") from None
         except ApiError as error:
-            if error.status == 503:  # a full queue, or the server is stopping
+            if error.status in (503, 504):  # a full queue, a limit of time, or the server is stopping
                 raise
             raise self._fail(str(error)) from None
         finally:

@@ -45,6 +45,7 @@ class GenerationJob(msgspec.Struct, frozen=True, omit_defaults=True):
     """The answer's body does not tell what was cached."""
     pools: bool = False
     """A vector is wanted of each prompt, and no text."""
+    priority: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -69,6 +70,7 @@ class GenerationJob(msgspec.Struct, frozen=True, omit_defaults=True):
                 logprob_start_len=prompt.logprob_start_len,
                 top_logprobs_num=prompt.top_logprobs_num,
                 pools=self.pools,
+                priority=self.priority,
             )
             for rid, (prompt, choice) in zip(rids, choices, strict=True)
         ]

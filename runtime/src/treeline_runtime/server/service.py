@@ -11,7 +11,7 @@ from typing import TypeVar
 from treeline_wire import headers as wire_headers
 from treeline_wire.chat import NeedsWorkerError
 
-from treeline_runtime.messages import FinishReason, LoadUpdate, TextOut
+from treeline_runtime.messages import NO_PRIORITY, FinishReason, LoadUpdate, TextOut
 from treeline_runtime.models.pooling import Pooling, Task
 from treeline_runtime.server import errors
 from treeline_runtime.server.errors import RETRY
@@ -87,6 +87,8 @@ class Service:
     """Reads large bodies; None: they are read in the event loop."""
     limits: Limits | None = None
     """Known once the scheduler is ready."""
+    uses_priority: bool = False
+    """Whether the priority of a request changes anything."""
     active: int = 0
     """HTTP requests that generate, from admission to their last byte."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -169,6 +171,9 @@ class Service:
         """Starts the job's generations; the caller closes the request. `answer_bytes`: what it may take besides its
         prompts. Raises ApiError, TooMuchInFlight."""
         self.admit()
+        if job.priority and not self.uses_priority:
+            message = f"'priority' is not supported: {NO_PRIORITY}"
+            raise ApiError(400, message, param="priority", code="unsupported_parameter")
         reservation = Reservation(self.budget)
         reservation.grow(BYTES_PER_TOKEN * job.prompt_tokens * job.n + answer_bytes)
         try:

@@ -1,0 +1,139 @@
+"""Prompts in a kernel of our own, for CUDA: what is there where FlashInfer is not, and needs no nvcc.
+
+A program has the queries of one KV head over a block of one sequence's new tokens, and walks the cached ones before
+them page by page, as FlashAttention does (https://arxiv.org/abs/2205.14135). A step of few new tokens has too few such
+blocks to keep all processors busy: then their keys are split, and a second kernel adds up the parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from treeline_runtime.attention.base import AttentionBackend, Layout
+from treeline_runtime.kvcache.pool import KVPool
+from treeline_runtime.ops import kernels
+from treeline_runtime.transfer import upload
+
+_LOG2_E = 1.4426950408889634
+ROWS = 128
+"""Rows of queries of a program: new tokens x query heads of a KV head."""
+LARGEST_BLOCK = 64
+"""Tokens that are attended at once, where the processor's shared memory has room for their keys and values."""
+_SPARE_BYTES = 8 << 10
+_LEAST_SPLIT = 4
+"""Blocks of keys that are worth a part of their own."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    page_table: torch.Tensor
+    rows: torch.Tensor
+    lens: torch.Tensor
+    """(2 x sequences + 1,) int32: where the new tokens of each sequence begin, and their end; then their tokens."""
+    blocks: torch.Tensor
+    """(blocks, 2) int32: a sequence, and which of its new tokens is the first."""
+    splits: int
+
+
+class Extend(AttentionBackend):
+    """For any step, but meant for prompts: `attention.decode` is faster where every sequence has one new token."""
+
+    def __init__(self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        super().__init__(pool, num_heads, num_kv_heads, head_dim)
+        self._device = pool.keys[0].device
+        processors, shared_bytes = 1, 1 << 20
+        if self._device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self._device)
+            processors, shared_bytes = properties.multi_processor_count, properties.shared_memory_per_block_optin
+        group = num_heads // num_kv_heads
+        self._block_dim = max(16, triton.next_power_of_2(head_dim))
+        self._block_rows = max(ROWS, triton.next_power_of_2(group))
+        self._tokens = self._block_rows // group
+        self._block, self._stages = self._largest(shared_bytes - _SPARE_BYTES, pool.keys[0].element_size())
+        self._programs = 2 * processors
+        """As many as run at once: with fewer, keys are split."""
+        parts = self._programs // num_kv_heads * self._tokens
+        self._partial = torch.empty(parts, num_heads, head_dim, dtype=torch.float32, device=self._device)
+        self._scores = torch.empty(parts, num_heads, dtype=torch.float32, device=self._device)
+
+    def _largest(self, room_bytes: int, element_size: int) -> tuple[int, int]:
+        """(block, stages of the pipeline) that shared memory has room for beside the queries."""
+        room_tokens = room_bytes // (element_size * self._block_dim)
+        for block in (LARGEST_BLOCK, LARGEST_BLOCK // 2):
+            for stages in (3, 2):
+                if self._block_rows + 2 * stages * block <= room_tokens:
+                    return block, stages
+        return 16, 1
+
+    def plan(self, layout: Layout, buffers: None = None) -> _Step:
+        assert buffers is None, "this backend has no buffers to plan into"
+        q_lens = np.asarray(layout.q_lens, dtype=np.int32)
+        lens = np.zeros(2 * len(q_lens) + 1, dtype=np.int32)
+        np.cumsum(q_lens, out=lens[1 : len(q_lens) + 1])
+        lens[len(q_lens) + 1 :] = layout.kv_lens
+        counts = -(-q_lens // self._tokens)
+        blocks = np.empty((int(counts.sum()), 2), dtype=np.int32)
+        blocks[:, 0] = np.repeat(np.arange(len(q_lens), dtype=np.int32), counts)
+        within = np.arange(len(blocks)) - np.repeat(np.cumsum(counts) - counts, counts)
+        blocks[:, 1] = within * self._tokens
+        # the longest first: what begins last should not end last
+        keys = np.asarray(layout.kv_lens)[blocks[:, 0]] - q_lens[blocks[:, 0]] + blocks[:, 1]
+        blocks = blocks[np.argsort(-keys, kind="stable")]
+        device = self._device
+        splits = self._splits(len(blocks), int(lens[len(q_lens)]), max(layout.kv_lens))
+        return _Step(layout.page_table, layout.rows, upload(lens, device), upload(blocks, device), splits)
+
+    def _splits(self, blocks: int, tokens: int, longest: int) -> int:
+        """Parts of each block's keys: as many as are worth it, and as there is room for."""
+        wanted = self._programs // (blocks * self.num_kv_heads)
+        worth = -(-longest // (self._block * _LEAST_SPLIT))
+        return max(1, min(wanted, worth, len(self._partial) // tokens))
+
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
+        step: _Step = plan
+        tokens, split = q.shape[0], step.splits > 1
+        out = torch.empty(tokens, self.num_heads * self.head_dim, dtype=q.dtype, device=q.device)
+        kernels.extend[(self.num_kv_heads, len(step.blocks), step.splits)](
+            q,
+            self.pool.keys[layer],
+            self.pool.values[layer],
+            step.page_table,
+            step.rows,
+            step.lens,
+            step.blocks,
+            self._partial if split else out,
+            self._scores,
+            self.scale * _LOG2_E,
+            step.page_table.shape[1],
+            len(step.rows),
+            tokens,
+            step.splits,
+            KV=self.num_kv_heads,
+            GROUP=self.num_heads // self.num_kv_heads,
+            DIM=self.head_dim,
+            PAGE=self.pool.page_size,
+            TOKENS=self._tokens,
+            SPLIT=split,
+            BLOCK_ROWS=self._block_rows,
+            BLOCK=self._block,
+            BLOCK_DIM=self._block_dim,
+            num_warps=8,
+            num_stages=self._stages,
+        )
+        if split:
+            kernels.merge_splits[(tokens * self.num_heads,)](
+                self._partial,
+                self._scores,
+                out,
+                tokens * self.num_heads,
+                step.splits,
+                DIM=self.head_dim,
+                BLOCK_DIM=triton.next_power_of_2(self.head_dim),
+                num_warps=1,
+            )
+        return out
