@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from treeline_runtime.attention import AttentionBackend
     from treeline_runtime.kvcache import Node, Pages
     from treeline_runtime.models.pooler import Vector
+    from treeline_runtime.models.pooling import Pooling
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +91,8 @@ class Req:
     """The position of the first row of `hidden`."""
     hidden: list[npt.NDArray[np.float32]] = field(default_factory=list)
     """Hidden states of consecutive positions, in parts; they outlive a retraction."""
+    vector: bytes | None = None
+    """The vector, when its prompt is computed."""
 
     @classmethod
     def of(
@@ -100,15 +103,16 @@ class Req:
         eos_ids: tuple[int, ...],
         max_new_tokens: int,
         arrival: int,
+        pooling: Pooling | None = None,
         priority: int = 0,
-        needs_all: bool = False,
     ) -> Req:
         sampling = message.sampling
+        ids = message.input_ids if pooling is None else pooling.trimmed(message.input_ids)
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_ids))
         return cls(
             rid=message.rid,
-            tokens=list(message.input_ids),
-            prompt_len=len(message.input_ids),
+            tokens=list(ids),
+            prompt_len=len(ids),
             sampling=sampling,
             seed=seed,
             stop_ids=stop_ids,
@@ -117,7 +121,7 @@ class Req:
             return_logprob=message.return_logprob,
             logprob_start_len=message.logprob_start_len,
             top_logprobs_num=message.top_logprobs_num,
-            needs_all=needs_all,
+            needs_all=pooling is not None and pooling.needs_all,
             return_hidden_states=message.return_hidden_states,
             arrival=arrival,
             priority=priority,

@@ -181,6 +181,21 @@ def test_a_batch_that_fails_is_tried_again_without_counting_twice(
         close(running.vector(str(i)), torch.from_numpy(expected[i].copy()))
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_one_that_gives_way_in_the_middle_begins_anew(mean: tuple[Any, Path], depth: int) -> None:
+    expected = {rid: engine(mean[1]).pool("a", ids(seed, 90)) for rid, seed in (("long", 1), ("urgent", 2))}
+    priority = {"schedule_policy": "priority", "priority_preemption_threshold": 1}
+    running = engine(mean[1], chunked_prefill_size=16, max_total_tokens=96, overlap_depth=depth, **priority)
+    running.submit("long", ids(1, 90), pools=True, max_new_tokens=0)
+    for _ in range(3):
+        running.step()
+    running.submit("urgent", ids(2, 90), pools=True, max_new_tokens=0, priority=9)
+    running.run()
+    assert (running.last("long").retractions, running.last("urgent").retractions) == (1, 0)
+    for rid, vector in expected.items():
+        close(running.vector(rid), torch.from_numpy(vector.copy()))
+
+
 def test_load_counts_what_is_in_flight(last: tuple[Any, Path]) -> None:
     running = engine(last[1], overlap_depth=1)
     for i in range(3):

@@ -50,13 +50,14 @@ class Pooler:
         rows = hidden[upload(np.array(lasts), hidden.device)].float()
         return rows if self._head is None else rows @ self._head.t()
 
-    def finish(self, pooled: Vector, tokens: int) -> Vector:
+    def finish(self, pooled: Vector | None, tokens: int) -> bytes:
         """What `select` gave of a text, summed over its steps, and how many tokens it has → its vector."""
+        assert pooled is not None, "a text is never empty"
         if self.pooling.method == "mean":
             pooled = pooled / np.float32(tokens)
-        if self.pooling.answers:
-            pooled = pooled[:1] - pooled[1:] if len(pooled) > 1 else pooled
-        return normalized(pooled) if self.pooling.normalize else pooled
+        if len(self.pooling.answers) > 1:
+            pooled = pooled[:1] - pooled[1:]
+        return (normalized(pooled) if self.pooling.normalize else pooled).tobytes()
 
 
 def normalized(vector: Vector) -> Vector:

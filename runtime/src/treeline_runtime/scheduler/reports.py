@@ -79,7 +79,7 @@ class Reporter:
         ]
 
 
-def token_out(req: Req, result: Sampled | None, vector: bytes | None = None) -> TokenOut:
+def token_out(req: Req, result: Sampled | None) -> TokenOut:
     """What a step did to `req`: its new token, if there is one, and its end, if it has ended, with its vector."""
     first = req.return_logprob and not req.input_logprobs_sent
     sampled = result is not None and result.token is not None
@@ -91,7 +91,7 @@ def token_out(req: Req, result: Sampled | None, vector: bytes | None = None) -> 
         cached_tokens=max(req.cached_tokens, 0),
         completion_tokens=req.output_len,
         retractions=req.retractions,
-        vector=vector,
+        vector=req.vector,
     )
     extra: dict[str, Any] = {}
     if req.hidden and req.finish is not None and req.finish.type != "error":

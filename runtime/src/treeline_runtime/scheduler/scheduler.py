@@ -21,8 +21,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Batch, Phase, Req
 from treeline_runtime.messages import (
@@ -266,7 +264,9 @@ class Scheduler:
                 req.pooled = result.pooled if req.pooled is None else req.pooled + result.pooled
             if result.token is None:
                 if req.kv_len == len(req.tokens):  # nothing to produce: max_new_tokens is 0
-                    self._finish(req, FinishReason("length"), vector=self._vector_of(req))
+                    if self._pooler is not None:
+                        req.vector = self._pooler.finish(req.pooled, len(req.tokens))
+                    self._finish(req, FinishReason("length"))
                 return
         assert result.token is not None
         req.tokens.append(result.token)
@@ -332,15 +332,7 @@ class Scheduler:
 
     # ---- endings ------------------------------------------------------------------------------------------
 
-    def _finish(
-        self,
-        req: Req,
-        finish: FinishReason,
-        result: Sampled | None = None,
-        *,
-        vector: bytes | None = None,
-        trusted: bool = True,
-    ) -> None:
+    def _finish(self, req: Req, finish: FinishReason, result: Sampled | None = None, *, trusted: bool = True) -> None:
         """End an admitted or waiting request: terminal message now, resources when nothing holds them.
 
         `trusted`: what it computed may stay cached; else its pages are cleaned.
@@ -352,17 +344,10 @@ class Scheduler:
         self._time_limits.end(req)
         if self.prefill.chunked is req:
             self.prefill.chunked = None
-        self.reporter.tell(token_out(req, result, vector))
+        self.reporter.tell(token_out(req, result))
         if req.row >= 0:
             self._leaving[req] = trusted
             self._release_if_idle(req)
-
-    def _vector_of(self, req: Req) -> bytes | None:
-        """What a prompt that is computed was asked for; None for text."""
-        if self._pooler is None:
-            return None
-        assert req.pooled is not None
-        return self._pooler.finish(req.pooled, len(req.tokens)).tobytes()
 
     def _release_if_idle(self, req: Req) -> None:
         if req.in_flight > 0:
@@ -391,8 +376,6 @@ class Scheduler:
         if finish is not None:
             self.reporter.tell(TokenOut(message.rid, [], finish, prompt_tokens=len(message.input_ids)))
             return
-        if self._pooler is not None:
-            message = msgspec.structs.replace(message, input_ids=self._pooler.pooling.trimmed(message.input_ids))
         seed = message.sampling.seed
         self._arrivals += 1
         req = Req.of(
@@ -401,8 +384,8 @@ class Scheduler:
             eos_ids=self._model_config.eos_token_ids,
             max_new_tokens=min(message.sampling.max_new_tokens, self.limits.longest_request - len(message.input_ids)),
             arrival=self._arrivals,
+            pooling=None if self._pooler is None else self._pooler.pooling,
             priority=self._urgency(message),
-            needs_all=self._pooler is not None and self._pooler.pooling.needs_all,
         )
         self.prefill.queue(req)
         self._time_limits.begin(req, self._clock())
@@ -485,11 +468,9 @@ class Scheduler:
 
     def load(self) -> LoadUpdate:
         chunked = self.prefill.chunked
-        running = len(self.decode.running) + (chunked is not None)
-        if self._pooler is not None:
-            running = len({*self._in_flight()} | ({chunked.rid} if chunked else set()))
+        alone = {} if self._pooler is None else self._in_flight()  # where there is text these are a few at most
         return LoadUpdate(
-            running=running,
+            running=len(self.decode.running) + len(alone) + (chunked is not None and chunked.rid not in alone),
             waiting=len(self.prefill.waiting),
             waiting_uncached_tokens=self.prefill.uncached_tokens(),
             pages_used=self.cache.used_pages,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from treeline_runtime.server import openai
-from treeline_runtime.server.sampling import PositiveCount
+from treeline_runtime.server.sampling import PositiveCount, Priority
 
 EncodingFormat = Literal["float", "base64"]
 TEXTS = str | list[str]
@@ -19,6 +19,7 @@ class PoolingFields(Struct, frozen=True):
 
     model: str | None = None
     rid: openai.Rid | None = None
+    priority: Priority | None = None
 
 
 class EmbeddingBody(PoolingFields, frozen=True):

@@ -5,7 +5,6 @@ Everything whose time grows with the body happens here, so that a large body can
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from treeline_wire.prompt import Prompt, PromptError, prompt_of_completion
 from treeline_runtime.messages import SamplingParams
 from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server import native_fields as native
-from treeline_runtime.server import openai, pooling_reader
+from treeline_runtime.server import openai
 from treeline_runtime.server.errors import UnknownModel
 from treeline_runtime.server.fields import NATIVE_HARMLESS, check_unknown, convert
 from treeline_runtime.server.http import ApiError, encode_json, json_object
@@ -31,6 +30,7 @@ from treeline_runtime.server.jobs import (
     Task,
 )
 from treeline_runtime.server.limits import MAX_ANSWER_BYTES, MAX_GENERATIONS, Limits
+from treeline_runtime.server.pooling_reader import PoolingReader
 from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.sampling import SamplingDefaults
 
@@ -62,11 +62,11 @@ class Reader:
             "generate": self._generate,
             "tokenize": self._tokenize,
             "detokenize": self._detokenize,
-            "embedding": functools.partial(pooling_reader.embedding, self),
-            "pooling": functools.partial(pooling_reader.pooling, self),
-            "classify": functools.partial(pooling_reader.classify, self),
-            "score": functools.partial(pooling_reader.score, self),
-            "rerank": functools.partial(pooling_reader.rerank, self),
+            "embedding": lambda *read: PoolingReader(self, *read).embedding(),
+            "pooling": lambda *read: PoolingReader(self, *read).pooling(),
+            "classify": lambda *read: PoolingReader(self, *read).classify(),
+            "score": lambda *read: PoolingReader(self, *read).score(),
+            "rerank": lambda *read: PoolingReader(self, *read).rerank(),
         }
         try:
             return readers[kind](json_object(body), limits, caller)
