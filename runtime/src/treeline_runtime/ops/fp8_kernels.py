@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from treeline_runtime.ops.kernels import within_e4m3
+
 _LARGEST: tl.constexpr = tl.constexpr(448.0)
 _SMALLEST_AMAX: tl.constexpr = tl.constexpr(1e-12)
 
@@ -18,9 +20,7 @@ def quantise_groups(x_ptr, values_ptr, scales_ptr, static, rows, columns, STATIC
     inside = column < columns
     x = tl.load(x_ptr + row * columns + column, inside, other=0.0).to(tl.float32)
     scale = static if STATIC else tl.maximum(tl.max(tl.abs(x), 0), _SMALLEST_AMAX) / _LARGEST
-    x = x / scale
-    kept = tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST)
-    x = tl.where(x - x == 0.0, kept, float("nan"))
+    x = within_e4m3(x / scale)
     tl.store(values_ptr + row * columns + column, x.to(values_ptr.dtype.element_ty), inside)
     tl.store(scales_ptr + group * rows + row, scale)
 

@@ -80,8 +80,7 @@ def rotate_and_store(
 ):  # fmt: skip
     """A block of one token's heads: norm and rotation of queries and keys, keys and values into the token's slot.
 
-    Queries go to q, rotated keys also to where they came from. With FP8 the slots are e4m3, and what is stored is the
-    number over its scale, at most the largest there is.
+    Queries go to q, rotated keys also to where they came from. FP8: the slots are e4m3, of numbers over their scale.
 
     cos and sin (tokens, dim) as `rope_tables` has them: sin carries the sign of the rotation in its first half.
     """
@@ -114,34 +113,36 @@ def rotate_and_store(
     tl.store(q_ptr + token * QUERY * dim + first + HALF, new_high.to(kind), to_q)
 
     slot = tl.load(slots_ptr + token) * KV * dim
-    stored = keys_ptr.dtype.element_ty
     to_k = inside & (heads[:, None] >= QUERY) & rotated
     to_v = inside & (heads[:, None] >= QUERY + KV)
-    where_k = slot + first - QUERY * dim
-    where_v = slot + first - (QUERY + KV) * dim
     tl.store(base + first, new_low.to(kind), to_k)
     tl.store(base + first + HALF, new_high.to(kind), to_k)
-    if FP8:
-        over = tl.where(rotated, key_scale, value_scale)
-        low = new_low / over
-        high = new_high / over
-        # what is not finite is NaN: e4m3 has no infinity
-        new_low = tl.where(low - low == 0.0, tl.minimum(tl.maximum(low, -448.0), 448.0), float("nan"))
-        new_high = tl.where(high - high == 0.0, tl.minimum(tl.maximum(high, -448.0), 448.0), float("nan"))
-    new_low = new_low.to(stored)
-    new_high = new_high.to(stored)
-    tl.store(keys_ptr + where_k, new_low, to_k)
-    tl.store(keys_ptr + where_k + HALF, new_high, to_k)
-    tl.store(values_ptr + where_v, new_low, to_v)
-    tl.store(values_ptr + where_v + HALF, new_high, to_v)
-
-    # as stored: float16 ends earlier than float32. x - x is 0, or NaN where x is NaN or infinite
-    if not FP8:
-        low = new_low.to(tl.float32)
-        high = new_high.to(tl.float32)
-    wrong = tl.where((to_k | to_v) & ((low - low != 0.0) | (high - high != 0.0)), 1, 0)
+    where_k = keys_ptr + slot + first - QUERY * dim
+    where_v = values_ptr + slot + first - (QUERY + KV) * dim
+    scale = tl.where(rotated, key_scale, value_scale)
+    wrong = store(new_low, scale, where_k, to_k, where_v, to_v, FP8)
+    wrong += store(new_high, scale, where_k + HALF, to_k, where_v + HALF, to_v, FP8)
     if tl.sum(tl.sum(wrong, 1), 0) > 0:
         tl.store(unfinite_ptr + token, 1)
+
+
+@triton.jit
+def store(x, scale, where_k, to_k, where_v, to_v, FP8: tl.constexpr):
+    """Write what of x are keys and values → 1 where it is not finite, 0 elsewhere."""
+    if FP8:
+        x = within_e4m3(x / scale)
+    x = x.to(where_k.dtype.element_ty)
+    tl.store(where_k, x, to_k)
+    tl.store(where_v, x, to_v)
+    # as stored: float16 ends earlier than float32. x - x is 0, or NaN where x is NaN or infinite
+    x = x.to(tl.float32)
+    return tl.where((to_k | to_v) & (x - x != 0.0), 1, 0)
+
+
+@triton.jit
+def within_e4m3(x):
+    """x, at most the largest e4m3; NaN where it is not finite, as e4m3 has no infinity."""
+    return tl.where(x - x == 0.0, tl.minimum(tl.maximum(x, -448.0), 448.0), float("nan"))
 
 
 @triton.jit
@@ -220,15 +221,13 @@ def flatten_pages(table_ptr, rows_ptr, indptr_ptr, out_ptr, width, BLOCK: tl.con
 @triton.jit
 def decode_shares(
     q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, lens_ptr, partial_ptr, scores_ptr, scale, value_scale, width,
-    sequences,
-    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, SHARES: tl.constexpr,
+    sequences, KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, SHARES: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     """Attention of one KV head's queries over one share of all blocks of all sequences.
 
     lens: `attention.decode._Plan.lens`. Of each sequence it meets, the share leaves its output in partial[share +
-    sequence], a sum that no others have, and the base-2 logarithm of its softmax's denominator in scores. Keys and
-    values may be e4m3: what they are to be multiplied by is part of `scale`, and `value_scale`.
+    sequence], a sum that no others have, and the base-2 logarithm of its softmax's denominator in scores.
     """
     head = tl.program_id(0)
     share = tl.program_id(1)
