@@ -160,6 +160,63 @@ METRICS: dict[str, Metric] = {
     "engine.device.multiply_tflop_s": Metric(
         "TFLOP/s", "a matrix product of 8,192³ in bfloat16", "higher", headline=False
     ),
+    "serving": Metric(
+        "×", "how much better the first server is than another one with the same requests in the same run", "higher"
+    ),
+    "serving.requests_s": Metric(
+        "requests/s", "whole answers", "higher", source="the other server, same run", beside="beside", headline=False
+    ),
+    "serving.output_tokens_s": Metric(
+        "tokens/s", "output", "higher", source="the other server, same run", beside="beside"
+    ),
+    "serving.goodput_s": Metric(
+        "requests/s",
+        "answers within the limits that the command names",
+        "higher",
+        source="the other server, same run",
+        beside="beside",
+    ),
+    "serving.cached_share": Metric(
+        "share",
+        "prompt tokens from the cache, as the server tells",
+        "higher",
+        source="the other server, same run",
+        beside="beside",
+        headline=False,
+    ),
+    "serving.errors": Metric("requests", "without a whole answer", "lower", source="none expected", headline=False),
+    "serving.ttft_ms": Metric(
+        "ms",
+        "due to first output",
+        "lower",
+        source="the other server, same run",
+        beside="beside",
+        headline=False,
+    ),
+    "serving.itl_ms": Metric(
+        "ms",
+        "between chunks of output",
+        "lower",
+        source="the other server, same run",
+        beside="beside",
+        headline=False,
+    ),
+    "serving.tpot_ms": Metric(
+        "ms",
+        "first to last output ÷ (tokens − 1)",
+        "lower",
+        source="the other server, same run",
+        beside="beside",
+        headline=False,
+    ),
+    "serving.e2e_ms": Metric(
+        "ms",
+        "due to the end of the answer",
+        "lower",
+        source="the other server, same run",
+        beside="beside",
+        headline=False,
+    ),
     "bodies.live_ms": Metric(
         "ms",
         "longest wait for /live while a prompt of so many megabytes is refused, median of five",

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from treeline_bench.metrics import metric
 from treeline_bench.results import Result, Row, number
+from treeline_bench.serving.datasets import DATASETS
 
 OURS = "#1b6e53"
 OTHER = "#7d898f"
@@ -248,6 +249,22 @@ def _one_gateway(result: Result) -> Figure:
     return figure
 
 
+def _serving(result: Result) -> Figure:
+    """Output and waiting for the first token, a bar a server."""
+    rate = "serving.output_tokens_s."
+    servers = [row.metric.removeprefix(rate) for row in result.rows if row.metric.startswith(rate)]
+    rates = [result.value(rate + server) for server in servers]
+    waits = [result.value(f"serving.ttft_ms.p90.{server}") for server in servers]
+    title = f"{servers[0]}: {number(rates[0])} tokens/s of {result.benchmark.removeprefix('serving-')}"
+    figure, axes = _figure(title, 2, _size(result))
+    colours = [OURS] + [OTHER] * (len(servers) - 1)
+    _bars(axes[0], servers, rates, colours)
+    axes[0].set(title="Output", ylabel="tokens/s")
+    _bars(axes[1], servers, waits, colours)
+    axes[1].set(title="Time to first token, 90th percentile", ylabel="ms")
+    return figure
+
+
 PLOTS: dict[str, Callable[[Result], Figure]] = {
     "routing": _routing,
     "picker": _picker,
@@ -259,4 +276,5 @@ PLOTS: dict[str, Callable[[Result], Figure]] = {
     "fleet": _fleet,
     "operator": _operator,
     "one-gateway": _one_gateway,
+    **{f"serving-{name}": _serving for name in DATASETS},
 }

@@ -8,6 +8,7 @@ from treeline_bench import bodies, chat, engine, fleet, http, picker, routing, s
 from treeline_bench.context import Benchmark
 from treeline_bench.kubernetes import benchmark as operator
 from treeline_bench.kubernetes import one_gateway
+from treeline_bench.serving.datasets import DATASETS
 
 BENCHMARKS: dict[str, Benchmark] = {
     benchmark.name: benchmark
@@ -26,8 +27,9 @@ BENCHMARKS: dict[str, Benchmark] = {
     )
 }
 
-ELSEWHERE = ("e2e",)
-"""Results beside those of the benchmarks: the journeys on a real Kubernetes write them (`make e2e`)."""
+ELSEWHERE = ("e2e", *(f"serving-{name}" for name in DATASETS))
+"""Results beside those of the benchmarks: the journeys on a real Kubernetes write them (`make e2e`), and
+`treeline bench serving --results DIR`."""
 
 
 def select(names: Sequence[str]) -> list[Benchmark]:
