@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treeline_bench import bodies, chat, engine, fleet, http, picker, routing, sampling, tree
+from treeline_bench import bodies, chat, engine, fleet, http, picker, radix, routing, sampling, server, tree
+from treeline_bench import versus_transformers as cpu
 from treeline_bench.context import Benchmark
 from treeline_bench.kubernetes import benchmark as operator
 from treeline_bench.kubernetes import one_gateway
@@ -22,6 +23,9 @@ BENCHMARKS: dict[str, Benchmark] = {
         http.BENCHMARK,
         sampling.BENCHMARK,
         engine.BENCHMARK,
+        server.BENCHMARK,
+        radix.BENCHMARK,
+        cpu.BENCHMARK,
         operator.BENCHMARK,
         one_gateway.BENCHMARK,
     )

@@ -6,6 +6,8 @@ what vLLM and SGLang add (`reasoning_content`). Only what is measured is decoded
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 END = b"[DONE]"
@@ -21,7 +23,7 @@ class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: msgspec.Raw | None = None
+    tool_calls: Any = None
 
 
 class _Choice(msgspec.Struct):
