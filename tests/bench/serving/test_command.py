@@ -15,7 +15,7 @@ from support.fake_openai import DONE, FakeOpenAI, serving, token, whole
 from support.runtime_server import running
 from treeline_bench import cli
 from treeline_bench.results import read_result
-from treeline_bench.serving import command
+from treeline_bench.serving import ceiling, command
 from treeline_bench.serving.output import command_of
 from treeline_bench.serving.server import ServerError, normal_url
 
@@ -218,6 +218,20 @@ def test_ctrl_c_reports_what_there_is(tmp_path: Path) -> None:
     document = json.loads(out.read_text())
     assert document["interrupted"] is True
     assert 10 < document["servers"][0]["rounds"][0]["completed"] < 20_000
+
+
+def test_a_load_that_runs_out_of_prompts_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving() as server:
+        assert command.main(["--url", server.url, *SMALL, "--duration", "60"]) == 0
+    assert "more of them by --num-prompts" in capsys.readouterr().err
+
+
+def test_the_client_knows_its_own_ceiling(tmp_path: Path) -> None:
+    summary = ceiling.measure(1, 8, tmp_path, requests=1)
+    assert (summary.completed, summary.failed) == (8, 0)
+    assert summary.output_tokens == 8 * ceiling.TOKENS
+    assert summary.tokens_per_chunk == 1
+    assert summary.client.busy_share > 0
 
 
 @pytest.mark.parametrize(

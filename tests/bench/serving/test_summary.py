@@ -21,6 +21,7 @@ def record(
         asked_prompt_tokens=10,
         asked_output_tokens=len(tokens_ms),
         due_ns=begin + int(due_ms * MS),
+        begun_ns=begin + int(sent_ms * MS),
         sent_ns=begin + int(sent_ms * MS),
         done_ns=begin + int(done_ms * MS),
         tokens_ns=[begin + int(each * MS) for each in tokens_ms],

@@ -50,7 +50,7 @@ async def test_a_closed_loop_asks_in_order_and_records_everything() -> None:
         assert record.error == ""
         assert (record.prompt_tokens, record.output_tokens, record.cached_tokens) == (2, 3, 1)
         assert len(record.tokens_ns) == 3
-        assert record.due_ns <= record.sent_ns <= record.tokens_ns[0] <= record.done_ns
+        assert record.due_ns <= record.begun_ns <= record.sent_ns <= record.tokens_ns[0] <= record.done_ns
         assert record.tokens_ns == sorted(record.tokens_ns)
     assert told[-1] == Progress(0, 5, 0, 15)
     assert found.gone == ""
@@ -203,6 +203,18 @@ async def test_stopping_ends_the_wait_for_the_next_arrival() -> None:
     with serving(answer) as server:
         found = await stopped_when(under_way, order(server, conversations(2), arrivals=[0.0, 3600.0]))
     assert len(found.records) == 1
+
+
+async def test_a_fault_of_our_own_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(*_: object) -> bytes:
+        raise ZeroDivisionError
+
+    with serving() as server:
+        worker = Worker(order(server, conversations(3), concurrency=2), [].append)
+        monkeypatch.setattr(worker, "_body", fault)
+        with pytest.raises(ExceptionGroup) as raised:
+            await worker.run(time.monotonic_ns())
+    assert isinstance(raised.value.exceptions[0], ZeroDivisionError)
 
 
 def test_records_survive_their_way_between_processes() -> None:

@@ -27,6 +27,8 @@ from treeline_bench.serving.report import Live, show
 from treeline_bench.serving.server import Server, ServerError, find, tokenizer
 
 NAME = re.compile(r"[A-Za-z0-9_-]+")
+LAST_ARRIVALS_S = 1.0
+"""A load whose last answer came so much before the end of its time had no more to send."""
 DESCRIPTION = """Send load to an OpenAI server (Treeline, vLLM, SGLang, a gateway) and say what its clients would see.
 
 Latencies count from the moment at which a request was due, so a server that cannot follow an open loop does not look
@@ -249,6 +251,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m treeline_benc
 
 def _report_on(found: Run, plan: Plan, args: argparse.Namespace, argv: Sequence[str], console: Console) -> int:
     show(found, Console())
+    shortest_s = min((one.duration_s for each in found.measured for one in each.rounds), default=0.0)
+    if plan.duration_s is not None and not found.interrupted and shortest_s < plan.duration_s - LAST_ARRIVALS_S:
+        console.print(
+            f"all prompts were sent after {shortest_s:.1f} s of {plan.duration_s:g}: more of them by --num-prompts",
+            highlight=False,
+        )
     if args.output is not None:
         write_json(args.output, found, plan, argv)
     complete = not found.interrupted and not found.gone

@@ -51,7 +51,8 @@ class Record(msgspec.Struct):
     """What became of one request. Times are of the monotonic clock, which all processes of a machine share, in ns.
 
     `due_ns`: when it should have been sent; everything its user waits for counts from there, so a client that is late
-    makes latencies longer, not shorter. `tokens_ns`: when each chunk that carried output came. Token counts are the
+    makes latencies longer, not shorter. `begun_ns`: when we turned to it, `sent_ns` when it was written, which may have
+    had to wait for a connection. `tokens_ns`: when each chunk that carried output came. Token counts are the
     server's; `cached_tokens` is -1 where it told none. `error` is the kind, empty for a whole answer.
     """
 
@@ -60,6 +61,7 @@ class Record(msgspec.Struct):
     asked_prompt_tokens: int
     asked_output_tokens: int
     due_ns: int
+    begun_ns: int = 0
     sent_ns: int = 0
     done_ns: int = 0
     tokens_ns: list[int] = []

@@ -33,7 +33,7 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 class Client(msgspec.Struct, frozen=True):
-    """Whether we kept up ourselves. `late_ms`: how much later than due requests were sent; `lag_ms`: how late timers
+    """Whether we kept up ourselves. `late_ms`: how much later than due we turned to requests; `lag_ms`: how late timers
     were, which is how late we saw what had arrived; `busy_share`: of a core, the busiest process."""
 
     processes: int
@@ -172,7 +172,7 @@ def summarise(told: Sequence[Told], limits: Mapping[str, float]) -> Summary:
 
 
 def _client(told: Sequence[Told], records: Sequence[Record]) -> Client:
-    late = Figures.of([(record.sent_ns - record.due_ns) / 1e6 for record in records])
+    late = Figures.of([(record.begun_ns - record.due_ns) / 1e6 for record in records])
     lag = Figures.of([each / 1e6 for one in told for each in one.lag_ns])
     return Client(
         processes=len(told),

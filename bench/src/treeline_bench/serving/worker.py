@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import ssl
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 
 import msgspec
 
@@ -32,7 +32,6 @@ class Worker:
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
         self._next = iter(enumerate(order.conversations))
-        self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._ssl = ssl.create_default_context() if order.tls else None
         self._refused = 0
@@ -56,13 +55,12 @@ class Worker:
         watch = asyncio.create_task(self._watch())
         computed_s = time.process_time()
         try:
-            if order.arrivals is not None:
-                await self._pace(order.arrivals, begin_ns)
-            else:
-                for _ in range(order.concurrency):
-                    self._begin(self._user())
-            while self._tasks:
-                await asyncio.wait(self._tasks)
+            async with asyncio.TaskGroup() as group:  # a fault of ours in one ends all, and is raised
+                if order.arrivals is not None:
+                    await self._pace(order.arrivals, begin_ns, group)
+                else:
+                    for _ in range(order.concurrency):
+                        group.create_task(self._user())
         finally:
             watch.cancel()
             for connection in [*self._idle, *self._busy]:
@@ -74,14 +72,14 @@ class Worker:
 
     # ---- arrivals -------------------------------------------------------------------------------------------
 
-    async def _pace(self, moments: list[float], begin_ns: int) -> None:
+    async def _pace(self, moments: list[float], begin_ns: int, group: asyncio.TaskGroup) -> None:
         """Whatever became of the others, a conversation begins when it is due."""
         for moment, (index, conversation) in zip(moments, self._next, strict=True):
             due_ns = begin_ns + int(moment * 1e9)
             await self._until(due_ns)
             if not self._more():
                 return
-            self._begin(self._converse(index, conversation, due_ns))
+            group.create_task(self._converse(index, conversation, due_ns))
 
     async def _user(self) -> None:
         """One of a fixed number: the next conversation when the last has ended."""
@@ -95,11 +93,6 @@ class Worker:
         if wait_s > 0:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), wait_s)
-
-    def _begin(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _more(self) -> bool:
         if self._stopping.is_set():
@@ -141,6 +134,7 @@ class Worker:
 
     async def _ask(self, body: bytes, record: Record, *, keep_text: bool) -> str:
         self.records.append(record)
+        record.begun_ns = time.monotonic_ns()
         request = self._head % len(body) + body
         answer = ""
         connection = await self._connection(record)
