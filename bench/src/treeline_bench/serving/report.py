@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import Counter
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -12,7 +14,7 @@ from treeline_bench.results import number
 from treeline_bench.serving import messages
 from treeline_bench.serving.figures import QUANTILES, RATES, TIMES, Line, medians, ratios
 from treeline_bench.serving.measure import Measured, Run
-from treeline_bench.serving.summary import Summary
+from treeline_bench.serving.summary import Client
 
 SAY_EVERY_S = 10.0
 WORDS = {
@@ -172,26 +174,32 @@ def _rounds(measured: Measured) -> str:
 
 
 def notes(measured: Measured) -> list[str]:
-    """What a reader of the figures has to know, each once."""
-    found = dict.fromkeys(note for summary in measured.rounds for note in _notes(summary))
-    return list(found)
-
-
-def _notes(summary: Summary) -> list[str]:
+    """What a reader of the figures has to know, of all rounds together."""
+    rounds = measured.rounds
+    failed: Counter[str] = Counter()
+    for summary in rounds:
+        failed.update(summary.errors)
     found = []
-    for kind, count in summary.errors.items():
-        said = summary.examples.get(kind, "").strip()
+    for kind, count in failed.most_common():
+        said = next(summary.examples[kind] for summary in rounds if kind in summary.examples).strip()
         found.append(f"{count} × {kind}" + (f": {said}" if said else ""))
-    if summary.gone:
-        found.append(f"gave up: {summary.gone}")
-    if summary.unfinished:
-        found.append(f"{summary.unfinished} requests were under way at the end and are not counted")
-    if summary.short:
-        found.append(f"{summary.short} answers are shorter than asked for (does it know ignore_eos?)")
-    if summary.prompt_difference:
-        found.append(f"it counts {summary.prompt_difference:+d} prompt tokens over all first prompts (template, BOS)")
-    if summary.completed and not 0.95 <= summary.tokens_per_chunk <= 1.05:
-        found.append(f"{summary.tokens_per_chunk:.2f} tokens a chunk: itl is the time between chunks, not tokens")
-    if trouble := summary.client.trouble:
-        found.append(f"the client itself did not keep up: {trouble}; take more --processes, or a machine of its own")
+    found += [f"gave up: {summary.gone}" for summary in rounds if summary.gone]
+    if unfinished := _count(measured, "unfinished"):
+        found.append(f"{unfinished} requests were under way at the end and are not counted")
+    if short := _count(measured, "short"):
+        found.append(f"{short} answers are shorter than asked for (does it know ignore_eos?)")
+    if more := _count(measured, "prompt_difference"):
+        found.append(f"it counts {more:+d} prompt tokens over all first prompts (template, BOS)")
+    per_chunk = statistics.median(summary.tokens_per_chunk for summary in rounds)
+    if per_chunk and not 0.95 <= per_chunk <= 1.05:
+        found.append(f"{per_chunk:.2f} tokens a chunk: itl is the time between chunks, not tokens")
+    busiest = max((summary.client for summary in rounds if summary.client.trouble), key=_trouble, default=None)
+    if busiest is not None:
+        found.append(
+            f"the client itself did not keep up: {busiest.trouble}; take more --processes, or a machine of its own"
+        )
     return found
+
+
+def _trouble(client: Client) -> float:
+    return max(client.late_ms_p99, client.lag_ms_p99)
