@@ -139,6 +139,8 @@ def test_a_server_that_is_not_there_or_serves_something_else_is_named(capsys: py
         assert "serves no model 'nope'; it has: m" in capsys.readouterr().err
         assert command.main(["--url", server.url, *SMALL[1:]]) == 1  # text, but whose tokens?
         assert "--tokenizer" in capsys.readouterr().err
+        assert command.main(["--url", server.url, *SMALL[1:], "--tokenizer", str(Path(__file__))]) == 1
+        assert "no tokenizer in" in capsys.readouterr().err
         server.key = "k"
         assert command.main(["--url", server.url, *SMALL]) == 1
         assert "it wants an API key (401): --api-key" in capsys.readouterr().err
@@ -147,8 +149,9 @@ def test_a_server_that_is_not_there_or_serves_something_else_is_named(capsys: py
         server.key, server.models = "", []
         assert command.main(["--url", server.url, *SMALL]) == 1
         assert "--model NAME" in capsys.readouterr().err
-    assert command.main(["--url", server.url, *SMALL]) == 1
-    assert "is the server started" in capsys.readouterr().err
+    for url in (server.url, "http://a b:80"):
+        assert command.main(["--url", url, *SMALL]) == 1
+        assert "is the server started" in capsys.readouterr().err
 
 
 def test_errors_under_load_are_counted_by_kind_and_the_rest_is_measured(capsys: pytest.CaptureFixture[str]) -> None:

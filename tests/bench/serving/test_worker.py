@@ -125,6 +125,22 @@ async def test_what_is_no_whole_answer_has_a_kind(answer: Any, kind: str, said: 
     assert record.done_ns >= record.sent_ns
 
 
+async def test_an_answer_may_end_with_its_connection() -> None:
+    def answer(body: dict[str, Any]) -> Iterator[bytes | None]:
+        yield b"".join(whole(body))
+        yield None
+
+    with serving(answer) as server:
+        found = await carry_out(order(server, conversations(2)))
+    assert [record.error for record in found.records] == ["", ""]
+
+
+async def test_an_arrival_after_the_end_is_not_waited_for() -> None:
+    with serving() as server:
+        found = await carry_out(order(server, conversations(2), arrivals=[0.0, 3600.0], seconds=5.0))
+    assert len(found.records) == 1
+
+
 async def test_after_an_error_the_next_conversation_goes_on() -> None:
     answers = iter([lambda body: BAD, hang_up, whole, whole])
     with serving(lambda body: next(answers)(body)) as server:  # type: ignore[no-any-return]

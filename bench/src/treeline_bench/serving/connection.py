@@ -86,7 +86,10 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
-        self._finish("connection lost", str(exc or "closed by the server in the middle of an answer"))
+        if exc is None and self._answer.finished:  # an answer may be as long as its connection
+            self._conclude()
+        else:
+            self._finish("connection lost", str(exc or "closed by the server in the middle of an answer"))
 
     # ---- httptools ------------------------------------------------------------------------------------------
 
@@ -108,6 +111,10 @@ class Connection(asyncio.Protocol):
             self.closed = True
             if self._transport is not None:
                 self._transport.close()
+        self._conclude()
+
+    def _conclude(self) -> None:
+        """The answer has ended as HTTP; is it one?"""
         status = self._parser.get_status_code()
         if status != 200:
             self._finish(f"HTTP {status}", self._refusal.decode(errors="replace"))

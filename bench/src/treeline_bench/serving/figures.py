@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from treeline_bench.serving.summary import Figures, Summary
+from treeline_bench.serving.summary import Summary
 
 TIMES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")
 QUANTILES = ("mean", "p50", "p90", "p99", "max")
@@ -48,8 +48,8 @@ def figures(summary: Summary) -> dict[str, float]:
         "mean_concurrency": summary.mean_concurrency,
         "errors": float(summary.failed),
     }
-    for name in TIMES:
-        of: Figures | None = getattr(summary, name)
+    times = (summary.ttft_ms, summary.itl_ms, summary.tpot_ms, summary.e2e_ms)
+    for name, of in zip(TIMES, times, strict=True):
         if of is not None:
             found |= {f"{name}.{quantile}": getattr(of, quantile) for quantile in QUANTILES}
     return {name: value for name, value in found.items() if value is not None}

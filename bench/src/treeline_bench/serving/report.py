@@ -7,6 +7,7 @@ import time
 from collections import Counter
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -90,19 +91,21 @@ def show(run: Run, console: Console) -> None:
 
 def described(one: Measured) -> str:
     server = one.server
-    return " ".join(part for part in (server.name, server.engine, server.version, server.model) if part)
+    return escape(" ".join(part for part in (server.name, server.engine, server.version, server.model) if part))
 
 
 def _heading(one: Measured) -> str:
     said = f"{one.server.engine} {one.server.version}".strip()
-    return f"{one.server.name}\n{said}" if said else one.server.name
+    return escape(f"{one.server.name}\n{said}" if said else one.server.name)
 
 
 def _one(measured: Measured, console: Console) -> None:
     values = medians(measured.rounds)
     last = measured.rounds[-1]
+    answered = sum(summary.completed for summary in measured.rounds)
+    requests = sum(summary.requests for summary in measured.rounds)
     rates = Table(title=described(measured), title_justify="left", box=None, show_header=False)
-    rates.add_row("answered", f"{_count(measured, 'completed')} of {_count(measured, 'requests')} requests")
+    rates.add_row("answered", f"{answered} of {requests} requests")
     rates.add_row("in", f"{number(last.duration_s)} s" + _rounds(measured))
     for line in RATES:
         if line.name in values:
@@ -165,10 +168,6 @@ def _ratio(line: Line, ratio: float | None) -> str:
     return f"[{'green' if good else 'red'}]{ratio:.2f}[/]"
 
 
-def _count(measured: Measured, name: str) -> int:
-    return sum(getattr(summary, name) for summary in measured.rounds)
-
-
 def _rounds(measured: Measured) -> str:
     return "" if len(measured.rounds) == 1 else f", medians of {len(measured.rounds)} rounds"
 
@@ -184,11 +183,11 @@ def notes(measured: Measured) -> list[str]:
         said = next(summary.examples[kind] for summary in rounds if kind in summary.examples).strip()
         found.append(f"{count} × {kind}" + (f": {said}" if said else ""))
     found += [f"gave up: {summary.gone}" for summary in rounds if summary.gone]
-    if unfinished := _count(measured, "unfinished"):
+    if unfinished := sum(summary.unfinished for summary in rounds):
         found.append(f"{unfinished} requests were under way at the end and are not counted")
-    if short := _count(measured, "short"):
+    if short := sum(summary.short for summary in rounds):
         found.append(f"{short} answers are shorter than asked for (does it know ignore_eos?)")
-    if more := _count(measured, "prompt_difference"):
+    if more := sum(summary.prompt_difference for summary in rounds):
         found.append(f"it counts {more:+d} prompt tokens over all first prompts (template, BOS)")
     per_chunk = statistics.median(summary.tokens_per_chunk for summary in rounds)
     if per_chunk and not 0.95 <= per_chunk <= 1.05:

@@ -87,7 +87,7 @@ def _client(url: str, api_key: str) -> httpx.Client:
 def _models(name: str, url: str, client: httpx.Client) -> list[dict[str, Any]]:
     try:
         answer = client.get("/v1/models")
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerError(
             f"{name}: nothing answers at {url} ({error}): is the server started, and this its port?"
         ) from None
@@ -129,21 +129,29 @@ def _version(client: httpx.Client) -> str:
 def tokenizer(given: str, server: Server) -> Tokenizer:
     """The tokenizer to count with: `given` (a folder, a tokenizer.json, or a name on the Hugging Face Hub), or the
     server's own, if it serves it (Treeline does) or has its model on this machine. Raises ServerError."""
-    if given:
-        path = Path(given)
-        try:
-            if path.exists():
-                return Tokenizer.from_file(str(path / "tokenizer.json" if path.is_dir() else path))
-            return Tokenizer.from_pretrained(given)
-        except Exception as error:  # the library raises bare Exceptions
-            raise ServerError(f"--tokenizer {given}: {error}") from None
+    try:
+        found = _given_tokenizer(given) if given else _own_tokenizer(server)
+    except Exception as error:  # the library raises bare Exceptions
+        raise ServerError(f"no tokenizer in {given or 'what ' + server.name + ' serves'}: {error}") from None
+    if found is None:
+        raise ServerError(
+            f"{server.name} does not serve its tokenizer: give --tokenizer FOLDER_OR_HF_ID, or --token-ids to send "
+            "numbers"
+        )
+    return found
+
+
+def _given_tokenizer(given: str) -> Tokenizer:
+    path = Path(given)
+    if path.exists():
+        return Tokenizer.from_file(str(path / "tokenizer.json" if path.is_dir() else path))
+    return Tokenizer.from_pretrained(given)
+
+
+def _own_tokenizer(server: Server) -> Tokenizer | None:
     with contextlib.suppress(httpx.HTTPError, BundleError), _client(server.url, server.api_key) as client:
         answer = client.get("/treeline/tokenizer")
         if answer.status_code == 200:
             return Tokenizer.from_str(TokenizerBundle.from_json(answer.content).tokenizer_json)
     local = Path(server.root) / "tokenizer.json"
-    if server.root and local.is_file():
-        return Tokenizer.from_file(str(local))
-    raise ServerError(
-        f"{server.name} does not serve its tokenizer: give --tokenizer FOLDER_OR_HF_ID, or --token-ids to send numbers"
-    )
+    return Tokenizer.from_file(str(local)) if server.root and local.is_file() else None

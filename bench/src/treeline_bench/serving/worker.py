@@ -76,6 +76,8 @@ class Worker:
         """Whatever became of the others, a conversation begins when it is due."""
         for moment, (index, conversation) in zip(moments, self._next, strict=True):
             due_ns = begin_ns + int(moment * 1e9)
+            if self._end_ns and due_ns >= self._end_ns:
+                return
             await self._until(due_ns)
             if not self._more():
                 return
