@@ -7,7 +7,7 @@ Prints a row of JSON for each figure:
 - `radix.share.SHAPE`: time in the tree (matching, locking, inserting, evicting) ÷ time of 256 requests that share
   nothing (100 to 1,024 tokens in and out; on a CPU 64 of up to 256), so that all of it is for nothing; the tree evicts
   half of what it is given.
-- `radix.hit_rate.NAME`, `radix.hit_vs_optimal.NAME`: programs in the shapes of the workloads of SGLang's paper (Zheng
+- `radix.hit_rate.NAME`, `radix.vs_optimal.NAME`: programs in the shapes of the workloads of SGLang's paper (Zheng
   et al., 2024, section 6.1), 64 of them at once, with as large a cache as there (20,480 tokens). The hit rate is prompt
   tokens found ÷ prompt tokens; the optimum is that of an unbounded cache of single tokens which has every prompt and
   every answer the moment it is known. The model is too small to matter: only the scheduler decides.
@@ -332,7 +332,7 @@ def main() -> int:
         report(f"radix.hit_rate.{name}", rates.found / rates.prompt)
         if rates.best:
             compared.append(rates.found / rates.best)
-            report(f"radix.hit_vs_optimal.{name}", compared[-1])
+            report(f"radix.vs_optimal.{name}", compared[-1])
     report("radix.hit_vs_optimal", statistics.mean(compared))
     return 0
 

@@ -137,11 +137,14 @@ def printing(folder: Path, **values: float) -> Path:
 
 
 def test_rows_of_the_server_have_the_bounds_that_were_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(engine, "has_cuda", lambda: False)
+    monkeypatch.setattr(engine, "has_cuda", lambda: True)
+    monkeypatch.setattr(engine, "shapes", lambda: ("tiny",))
     values = {"server_over_offline.tiny": 0.57, "overlap.idle_share.tiny": 0.015, "start.warm_s.tiny": 6.0}
     monkeypatch.setattr(server, "SCRIPT", printing(tmp_path, **values))
     ratios = {row.metric: row.ratio for row in server.run(Context(Remembered(), tmp_path))}
     assert ratios == {"server_over_offline.tiny": 0.6, "overlap.idle_share.tiny": 0.5, "start.warm_s.tiny": 0.5}
+    monkeypatch.setattr(engine, "has_cuda", lambda: False)  # the bounds are a GPU's
+    assert [row.ratio for row in server.run(Context(Remembered(), tmp_path))] == [None, None, None]
     monkeypatch.setattr(server, "SCRIPT", printing(tmp_path, other=1.0))
     with pytest.raises(BenchmarkError, match="did not report server_over_offline"):
         server.run(Context(Remembered(), tmp_path))

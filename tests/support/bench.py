@@ -111,7 +111,7 @@ INVENTED: dict[str, list[tuple[str, float, float | None]]] = {
         ("overlap.idle_share.llama8b", 0.02, None),
         ("start.warm_s.llama8b", 9, None),
     ],
-    "radix": [("radix.hit_vs_optimal.mmlu", 0.99, None), ("radix.hit_vs_optimal", 0.97, None)],
+    "radix": [("radix.vs_optimal.mmlu", 0.99, None), ("radix.hit_vs_optimal", 0.97, None)],
     "cpu": [("cpu.vs_transformers.b1", 1.4, None), ("cpu.vs_transformers.b8", 2.1, None)],
     "serving-random": [
         ("serving.output_tokens_s.treeline", 4000, 3000),

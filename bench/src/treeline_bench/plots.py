@@ -282,13 +282,14 @@ def _server(result: Result) -> Figure:
 
 
 def _radix(result: Result) -> Figure:
-    name = "radix.hit_vs_optimal"
-    rows = [row for row in result.rows if row.metric.startswith(f"{name}.")]
-    title = f"The radix cache finds {100 * result.value(name):.1f} % of what could be found"
+    name = "radix.vs_optimal."
+    rows = [row for row in result.rows if row.metric.startswith(name)]
+    found = result.value("radix.hit_vs_optimal")
+    title = f"The radix cache finds {100 * found:.1f} % of what could be found"
     figure, (axes,) = _figure(title, 1, _size(result))
     figure.set_size_inches(8.6, 4.4)
     bars = axes.barh(
-        [row.metric.removeprefix(f"{name}.").replace("_", " ") for row in rows],
+        [row.metric.removeprefix(name).replace("_", " ") for row in rows],
         [100 * row.value for row in rows],
         color=OURS,
         height=0.6,
