@@ -51,6 +51,7 @@ def test_a_run_shows_tables_and_leaves_everything_as_json(tmp_path: Path, capsys
     assert "8 of 8 requests" in said.out
     assert "time to first token" in said.out
     assert "fake 7.1" in said.out
+    assert "processes: 2, busy" in said.out
     document = json.loads(out.read_text())
     [measured] = document["servers"]
     [round_] = measured["rounds"]

@@ -110,6 +110,7 @@ def _one(measured: Measured, console: Console) -> None:
     for line in RATES:
         if line.name in values:
             rates.add_row(line.words, f"{_shown(line, values[line.name])} {line.unit}")
+    rates.add_row("this client", last.client.words)
     console.print(rates)
     times = Table(title="milliseconds", title_justify="left", box=None)
     times.add_column("")

@@ -42,6 +42,12 @@ class Client(msgspec.Struct, frozen=True):
     busy_share: float
 
     @property
+    def words(self) -> str:
+        """One line, whatever it says."""
+        lag = f"late {self.late_ms_p99:.1f} ms, timers {self.lag_ms_p99:.1f} ms (p99)"
+        return f"processes: {self.processes}, busy {self.busy_share:.0%}, {lag}"
+
+    @property
     def trouble(self) -> str:
         """What is to be said about it; empty when all is well."""
         found = []
