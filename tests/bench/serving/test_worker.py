@@ -57,7 +57,12 @@ async def test_a_closed_loop_asks_in_order_and_records_everything() -> None:
 
 
 async def test_as_many_as_told_are_under_way_at_once() -> None:
-    with serving() as server:
+    def answer(body: dict[str, Any]) -> Iterator[bytes]:
+        while len(server.bodies) < 8:  # nobody is answered before all eight have asked
+            yield b": wait\n\n"
+        yield from whole(body)
+
+    with serving(answer) as server:
         found = await carry_out(order(server, conversations(40), concurrency=8))
     spans = [(record.sent_ns, record.done_ns) for record in found.records]
     most = max(sum(start <= moment < end for start, end in spans) for moment, _ in spans)
@@ -182,7 +187,7 @@ async def test_after_its_time_nothing_is_sent_and_what_runs_may_end() -> None:
         found = await carry_out(order(server, conversations(100_000), seconds=0.2))
     assert 0 < len(found.records) < 100_000
     assert all(record.error == "" for record in found.records)
-    assert all(record.sent_ns - found.begin_ns < 0.3e9 for record in found.records)
+    assert all(record.due_ns - found.begin_ns < 1.5e9 for record in found.records)
     assert found.lag_ns
     assert 0 < found.busy_share < 1.1
 
