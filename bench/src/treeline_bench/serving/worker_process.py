@@ -7,6 +7,7 @@ leaves what it has to tell in the file TOLD. Another line, or the end of its inp
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import resource
 import sys
@@ -54,7 +55,8 @@ async def _stop_on_line(lines: asyncio.StreamReader, worker: Worker) -> None:
 def _allow_many_files() -> None:
     """A connection is a file, and the usual soft limit is 1,024."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with contextlib.suppress(OSError, ValueError):  # some systems name a hard limit that they do not grant
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _say(progress: Progress) -> None:
