@@ -166,10 +166,9 @@ class Checkpoint:
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         name = self._saved(name)
         file = self._file(name)
+        streamed = self._streamed if name in self._untaken else None  # which gives a tensor once
         self._untaken.discard(name)
-        tensor: torch.Tensor = (
-            self._handle(file).get_tensor(name) if self._streamed is None else self._streamed.read(name)
-        )
+        tensor: torch.Tensor = streamed.read(name) if streamed is not None else self._handle(file).get_tensor(name)
         wanted = dtype or self.dtype
         if wanted not in DTYPES and tensor.dtype != wanted:
             raise ModelError(f"tensor {name} is {tensor.dtype}, but as it has a scale it should be {wanted}")

@@ -18,6 +18,7 @@ from treeline_runtime.models.config import ModelConfig, ModelError
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import load_model
 from treeline_runtime.models.offload import Offloaded, size_of
+from treeline_runtime.models.pooling import pooling_of
 from treeline_runtime.scheduler.executor import Executor
 from treeline_runtime.scheduler.memory import TO_LOAD, give_back, let_go, told_as_settings
 from treeline_runtime.scheduler.resolve import Resolved
@@ -46,6 +47,7 @@ class Residence:
         self._table = table
         self._warm_up = warm_up
         self._model_config = model.config
+        self._pooling = None if model.pooler is None else model.pooler.pooling
         self._model: Decoder | None = model
         self._offloaded: Offloaded | None = None
         self._executor: Executor | None = self._new_executor(model)
@@ -113,6 +115,10 @@ class Residence:
             raise ModelError(
                 f"{path} is another architecture than the one served: {name} is {getattr(found, name)!r}, not "
                 f"{getattr(self._model_config, name)!r}"
+            )
+        if pooling_of(path, self._config.task, matryoshka=self._config.matryoshka) != self._pooling:
+            raise ModelError(
+                f"{path} makes vectors in another way than the checkpoint served, or only one of them does"
             )
 
     def update(self, path: str) -> None:

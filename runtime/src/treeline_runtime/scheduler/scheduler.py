@@ -15,7 +15,6 @@ A `Transport` carries its messages; what a step has to say goes there through a 
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections import deque
 from collections.abc import Callable
@@ -38,13 +37,13 @@ from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.scheduler.activity import Activity
 from treeline_runtime.scheduler.administration import Administration
 from treeline_runtime.scheduler.admission import NewTokenRatio
+from treeline_runtime.scheduler.arrivals import Arrivals
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.decode import DecodeManager, retraction_order
 from treeline_runtime.scheduler.executor import Executor, Launched, Sampled
 from treeline_runtime.scheduler.memory import told_as_settings
 from treeline_runtime.scheduler.prefill import PrefillManager
 from treeline_runtime.scheduler.profiler import Profiler
-from treeline_runtime.scheduler.refusal import refusal
 from treeline_runtime.scheduler.reports import Reporter, token_out
 from treeline_runtime.scheduler.residence import AWAKE, Residence
 from treeline_runtime.scheduler.resolve import Resolved, resolve
@@ -90,14 +89,13 @@ class Scheduler:
         self._time_limits = TimeLimits(config.waiting_timeout, config.request_timeout)
         self.stats = SchedulerStats()
         self.draining = False
-        self._model_config = model.config
         self._pooler = model.pooler
+        pooling = None if model.pooler is None else model.pooler.pooling
+        self._arrivals = Arrivals(config, limits.longest_request, model.config, pooling)
         self._pending: deque[tuple[Launched, float]] = deque()
         self._leaving: dict[Req, bool] = {}  # finished, but in flight → whether what it computed is trusted
         self._processed_at = 0.0
         self._prefills_in_a_row = 0
-        self._arrivals = 0
-        self._random = random.Random()
         self._transport = transport
         self.reporter = Reporter(transport, self.cache)
         self.activity = Activity(self._totals)
@@ -376,35 +374,14 @@ class Scheduler:
         if finish is not None:
             self.reporter.tell(TokenOut(message.rid, [], finish, prompt_tokens=len(message.input_ids)))
             return
-        seed = message.sampling.seed
-        self._arrivals += 1
-        req = Req.of(
-            message,
-            seed=self._random.getrandbits(64) if seed is None else seed,
-            eos_ids=self._model_config.eos_token_ids,
-            max_new_tokens=min(message.sampling.max_new_tokens, self.limits.longest_request - len(message.input_ids)),
-            arrival=self._arrivals,
-            pooling=None if self._pooler is None else self._pooler.pooling,
-            priority=self._urgency(message),
-        )
+        req = self._arrivals.new_req(message)
         self.prefill.queue(req)
         self._time_limits.begin(req, self._clock())
-
-    def _urgency(self, message: GenerateReq) -> int:
-        return -message.priority if self.config.schedule_low_priority_values_first else message.priority
 
     def _refusal(self, message: GenerateReq) -> FinishReason | None:
         if self.residence.level != AWAKE:
             return FinishReason("error", message="the engine is asleep", status=503)
-        finish = refusal(
-            message,
-            vocab_size=self._model_config.vocab_size,
-            longest_request=self.limits.longest_request,
-            hidden_size=self._model_config.hidden_size if self.config.enable_return_hidden_states else None,
-            uses_priority=self.config.uses_priority,
-            pools=self._pooler is not None,
-        )
-        return finish or self._find_place(message)
+        return self._arrivals.refusal(message) or self._find_place(message)
 
     def _find_place(self, message: GenerateReq) -> FinishReason | None:
         """503 if the queue is full, and nobody in it is less urgent and could leave."""
@@ -414,7 +391,7 @@ class Scheduler:
             return None
         full = FinishReason("error", message=f"the queue is full: {most} requests wait", status=503)
         least = self.prefill.least_urgent() if self.config.schedule_policy == "priority" else None
-        if least is None or least.priority >= self._urgency(message):
+        if least is None or least.priority >= self._arrivals.urgency(message):
             return full
         self._finish(least, full)
         return None
