@@ -96,7 +96,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """What is launched in the test, instead of being run."""
     found: list[Launch] = []
 
-    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    def record(kernel: Any, *args: Any, grid: Any, **options: Any) -> None:
+        del options["warmup"]
         names = [parameter.name for parameter in kernel.params]
         given = dict(zip(names, args, strict=False)) | {name: options.pop(name) for name in names if name in options}
         found.append(Launch(kernel, given, options))
