@@ -21,3 +21,5 @@ def test_the_kernels_compute_what_the_reference_does() -> None:
     compared = "linear norm gate rotate_and_store choose decode extend"
     fp8 = "rotate_and_store_fp8 quantise_fp8 linear_fp8 decode_fp8 extend_fp8"
     assert result.stdout.split() == f"{compared} {fp8} pages overflow".split()
+    compared = "linear norm gate softcap rotate_and_store choose decode extend pages overflow"
+    assert result.stdout.split() == compared.split()
