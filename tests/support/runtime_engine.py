@@ -229,10 +229,13 @@ class DenseAttention(AttentionBackend):
             keys = self.pool.keys[layer][pages].flatten(0, 1)[:kv_len]
             values = self.pool.values[layer][pages].flatten(0, 1)[:kv_len]
             for position in range(kv_len - q_len, kv_len):
+                seen = slice(max(position + 1 - (self.scoring.window(layer) or kv_len), 0), position + 1)
                 for head in range(self.num_heads):
                     group = head * self.num_kv_heads // self.num_heads
-                    scores = keys[: position + 1, group] @ q[token, head] * self.scale
-                    out[token, head] = torch.softmax(scores, dim=0) @ values[: position + 1, group]
+                    scores = keys[seen, group] @ q[token, head] * self.scale
+                    if cap := self.scoring.softcap:
+                        scores = cap * torch.tanh(scores / cap)
+                    out[token, head] = torch.softmax(scores, dim=0) @ values[seen, group]
                 token += 1
         return out.flatten(1)
 

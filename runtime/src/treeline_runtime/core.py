@@ -236,7 +236,7 @@ class Context:
     slots: torch.Tensor
     """(tokens,) int64: where each token's keys and values go."""
     cos: torch.Tensor
-    """(tokens, 1, head_dim)"""
+    """(ropes, tokens, 1, rotated elements of a head): a table for each rope that the model's layers have"""
     sin: torch.Tensor
     unfinite: torch.Tensor | None = None
     """(tokens,) int32, zeros; fused operations write 1 where a token's keys or values are not finite."""

@@ -13,6 +13,7 @@ from support.runtime_engine import DenseAttention
 from treeline_runtime.attention import ATTENTION_BACKENDS, AttentionBackend, Layout
 from treeline_runtime.config import ConfigError
 from treeline_runtime.kvcache import KVPool
+from treeline_runtime.models.scoring import PLAIN, Scoring
 
 BACKENDS = ["torch_sdpa", "dense"]
 SHAPES = [(4, 4, 8), (4, 2, 8), (6, 1, 16)]
@@ -30,6 +31,7 @@ class World:
         seed: int = 0,
         num_pages: int = 64,
         scales: list[tuple[float, float]] | None = None,
+        scoring: Scoring = PLAIN,
     ) -> None:
         """scales: of an fp8 cache's two layers; None: the cache is float32."""
         self.scales = scales
@@ -48,7 +50,8 @@ class World:
             stored=torch.float8_e4m3fn if scales else None,
             scales=scales,
         )
-        self.backend: AttentionBackend = ATTENTION_BACKENDS.get(name)(self.pool, *shape)
+        self.scoring = scoring
+        self.backend: AttentionBackend = ATTENTION_BACKENDS.get(name)(self.pool, *shape, scoring)
         self.buffers: Any = None
 
     def capture(self, sequences: int) -> bool:
@@ -86,7 +89,7 @@ class World:
                 k_seen, v_seen = (fp8.rounded(x, s).float() for x, s in zip((k, v), self.scales[layer], strict=True))
             else:
                 k_seen, v_seen = k, v
-            expected.append(self.truth(q, k_seen, v_seen))
+            expected.append(self.truth(q, k_seen, v_seen, self.scoring.window(layer)))
         longest = max(map(len, tables))
         layout = Layout(
             q_lens=[new for _, new in lens],
@@ -100,12 +103,15 @@ class World:
         out = self.backend.forward(layer, torch.cat(qs), k, v, plan)
         return out, torch.cat(expected)
 
-    def truth(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def truth(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
         new, total = q.shape[0], k.shape[0]
         k = k.repeat_interleave(self.heads // self.kv_heads, 1)
         v = v.repeat_interleave(self.heads // self.kv_heads, 1)
-        scores = torch.einsum("qhd,khd->hqk", q, k) / self.dim**0.5
-        hidden = torch.ones(new, total, dtype=torch.bool).triu(total - new + 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * (self.scoring.scale or self.dim**-0.5)
+        if cap := self.scoring.softcap:
+            scores = cap * torch.tanh(scores / cap)
+        ages = torch.arange(total - new, total)[:, None] - torch.arange(total)
+        hidden = (ages < 0) | (ages >= (window or total))
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v).flatten(1)
 
 
@@ -157,6 +163,38 @@ def test_random_steps(backend: str, seed: int) -> None:
     World(backend, rng.choice(SHAPES), rng.choice([1, 4]), seed).check(lens)
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("window", [1, 6, 7, 1000])
+def test_each_layer_has_its_window(backend: str, window: int, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treeline_runtime.attention.torch_sdpa.QUERY_BLOCK", 8)
+    world = World(backend, (4, 2, 8), page_size, num_pages=128, scoring=Scoring(windows=(None, window)))
+    for layer in (0, 1):
+        world.check([(0, 19)], layer)
+        world.check([(16, 21), (3, 9), (0, 1)], layer)
+        world.check([(9, 1), (9, 1)], layer)
+        world.check([(5, 1), (0, 9), (30, 1), (8, 6), (2, 1), (40, 1)], layer)
+
+
+def test_scores_are_scaled_and_capped_as_told(backend: str) -> None:
+    for scoring in (Scoring(scale=0.7), Scoring(softcap=1.5), Scoring(0.9, 2.0, (5, None))):
+        world = World(backend, (6, 2, 8), 4, scoring=scoring)
+        for layer in (0, 1):
+            world.check([(0, 9), (12, 1), (7, 5), (3, 1)], layer)
+            world.check([(9, 1), (2, 1)], layer)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_steps_under_random_rules(backend: str, seed: int) -> None:
+    rng = random.Random(seed)
+    scoring = Scoring(softcap=rng.choice([None, 2.0]), windows=(None, rng.randint(1, 24)))
+    lens = [(rng.choice([0, 1, 4, 9, 20]), rng.choice([1, 1, 1, 2, 7])) for _ in range(rng.randint(1, 6))]
+    World(backend, rng.choice(SHAPES), rng.choice([1, 4]), seed, num_pages=200, scoring=scoring).check(lens)
+
+
+SCORINGS = [PLAIN, Scoring(windows=(None, 6)), Scoring(softcap=2.0)]
+
+
+@pytest.mark.parametrize("scoring", SCORINGS, ids=["plain", "window", "capped"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(
     "lens",
@@ -170,11 +208,11 @@ def test_random_steps(backend: str, seed: int) -> None:
     ids=["prompt", "behind a prefix", "equal decodes", "unequal decodes", "mixed"],
 )
 def test_what_lies_in_slots_that_nobody_sees_changes_no_bit(
-    backend: str, page_size: int, lens: list[tuple[int, int]]
+    backend: str, page_size: int, lens: list[tuple[int, int]], scoring: Scoring
 ) -> None:
     outs = []
     for garbage in (0.0, torch.nan, torch.inf, -torch.inf, 3e38):
-        world = World(backend, (4, 2, 8), page_size, num_pages=512)
+        world = World(backend, (4, 2, 8), page_size, num_pages=512, scoring=scoring)
         for part in (*world.pool.keys, *world.pool.values):
             part.fill_(garbage)
         outs.append(world.attend(lens)[0])
@@ -185,7 +223,7 @@ def test_what_lies_in_slots_that_nobody_sees_changes_no_bit(
 
 def test_steps_that_are_planned_into_buffers_find_their_pages(backend: str) -> None:
     """As a captured graph does: the plan of each step lies where that of the first did."""
-    world = World(backend, (4, 2, 8), 4)
+    world = World(backend, (4, 2, 8), 4, scoring=Scoring(windows=(None, 6)))
     if not world.capture(sequences=2):
         pytest.skip("steps of this backend cannot be captured")
     for lens in ([(7, 1), (3, 1)], [(20, 1), (9, 1)], [(1, 1), (29, 1)]):

@@ -150,9 +150,12 @@ def test_a_missing_key_means_what_it_means_to_transformers(tmp_path: Path, archi
         ({"use_mrope": True}, "use_mrope"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder"),
         ({"a_key_of_tomorrow": False}, "a_key_of_tomorrow = False"),
+        ({"sliding_window": 128, "use_sliding_window": True, "layer_types": ["full_attention"]}, "1 entries for 2"),
+        ({"sliding_window": 0, "use_sliding_window": True, "max_window_layers": 0}, "sliding_window must be a whole"),
+        ({"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0]}}, "'longrope' needs a short_factor"),
         (
-            {"sliding_window": 128},
-            r"sliding-window attention is not supported \(config.json has sliding_window\)",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 4}},
+            "short_factor must be 4 numbers above 0",
         ),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layers of type sliding_attention"),
         (
@@ -182,9 +185,9 @@ def test_settings_that_change_the_computation_are_refused_by_name(
 
 
 def test_settings_without_effect_are_accepted(tmp_path: Path) -> None:
-    """Every key that transformers itself writes or accepts for the three, in this version and as older ones did."""
-    for name in ("Llama", "Qwen2", "Qwen3"):
-        config = getattr(transformers, f"{name}Config")().to_dict()
+    """Every key that transformers itself writes or accepts for them, in this version and as older ones did."""
+    for name in ("Llama", "Qwen2", "Qwen3", "Mistral", "Phi3", "Olmo2", "Gemma2", "Gemma3"):
+        config = getattr(transformers, f"{name.replace('Gemma3', 'Gemma3Text')}Config")().to_dict()
         config |= {"architectures": [f"{name}ForCausalLM"], "torch_dtype": "bfloat16", "pretraining_tp": 2}
         config |= {"some_key": None, "use_mrope": False, "max_window_layers": 28, "attention_dropout": 0.1}
         (tmp_path / "config.json").write_text(json.dumps(config))

@@ -16,6 +16,17 @@ from treeline_runtime.messages import GenerateReq, SamplingParams
 
 transformers = pytest.importorskip("transformers")
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+GEMMA2 = {"head_dim": 24, "sliding_window": 10, "query_pre_attn_scalar": 40, "attn_logit_softcapping": 3.0}
+GEMMA3 = {"head_dim": 24, "sliding_window": 10, "query_pre_attn_scalar": 40, "num_hidden_layers": 3}
+GEMMA3 |= {"layer_types": [SLIDING, FULL, SLIDING]}
+
+
+def longrope(frequencies: int, **more: Any) -> dict[str, Any]:
+    short, long = ([1.0 + i * step for i in range(frequencies)] for step in (0.1, 1.5))
+    return {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": short, "long_factor": long, **more}
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -74,6 +85,43 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen2-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
+    "qwen3-layer-types": (
+        "Qwen3",
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 9, "layer_types": [SLIDING, FULL]},
+    ),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 13}),
+    "mistral-wide-heads-long-window": ("Mistral", {"head_dim": 24, "sliding_window": 4096}),
+    "gemma2": ("Gemma2", GEMMA2),
+    "gemma2-uncapped": (
+        "Gemma2",
+        GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
+    ),
+    "gemma2-full": ("Gemma2", GEMMA2 | {"layer_types": [FULL, FULL], "num_key_value_heads": 4}),
+    "gemma3": ("Gemma3", GEMMA3),
+    "gemma3-linear-rope": (
+        "Gemma3",
+        GEMMA3
+        | {
+            "final_logit_softcapping": 4.0,
+            "rope_parameters": {
+                FULL: {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+                SLIDING: {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
+    "gemma3-untied-mqa": ("Gemma3", GEMMA3 | {"num_key_value_heads": 1, "tie_word_embeddings": False}),
+    "phi3": ("Phi3", {}),
+    "phi3-window": ("Phi3", {"sliding_window": 11, "num_key_value_heads": 4}),
+    "phi4-mini": ("Phi3", {"tie_word_embeddings": True, "rope_parameters": longrope(6, partial_rotary_factor=0.75)}),
+    "phi3-partial": ("Phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    "phi3-longrope": (
+        "Phi3",
+        {"rope_parameters": longrope(8), "original_max_position_embeddings": 32, "sliding_window": 4096},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo2-mha-biases": ("Olmo2", {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True}),
 }
 
 

@@ -140,7 +140,7 @@ def test_one_projection_computes_what_its_format_says(name: str, wide: Path) -> 
     x[4] = 0
     names = [f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up")]
     expected = inputs(x) @ torch.cat([meant[name] for name in names]).t()
-    found = model._layers[1]._gate_up(x, a_context())
+    found = model._layers[1]._feed_forward._gate_up(x, a_context())
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -167,8 +167,8 @@ def test_the_weights_of_fine_grained_fp8_are_those_that_transformers_makes_of_th
         for linear, parts in (
             (layer._attention._qkv, ("self_attn", "q", "k", "v")),
             (layer._attention._o, ("self_attn", "o")),
-            (layer._gate_up, ("mlp", "gate", "up")),
-            (layer._down, ("mlp", "down")),
+            (layer._feed_forward._gate_up, ("mlp", "gate", "up")),
+            (layer._feed_forward._down, ("mlp", "down")),
         ):
             torch.testing.assert_close(linear._product._plain.weight, stacked(i, *parts), rtol=1e-6, atol=0)
 
@@ -204,8 +204,8 @@ def test_modules_that_were_left_alone_are_computed_as_they_are(wide: Path) -> No
     model = ours(wide)
     x = torch.randn(2, 192, generator=torch.Generator().manual_seed(0))
     gate_up = torch.cat([original[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")])
-    torch.testing.assert_close(model._layers[0]._gate_up(x, a_context()), x @ gate_up.t())
-    assert distance(model._layers[1]._gate_up(x, a_context()), x @ gate_up.t()) > 0.5
+    torch.testing.assert_close(model._layers[0]._feed_forward._gate_up(x, a_context()), x @ gate_up.t())
+    assert distance(model._layers[1]._feed_forward._gate_up(x, a_context()), x @ gate_up.t()) > 0.5
 
 
 def test_an_adapter_adds_to_a_projection_in_fp8() -> None:

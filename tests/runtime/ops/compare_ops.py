@@ -23,7 +23,8 @@ from treeline_runtime.attention.torch_sdpa import TorchSDPA  # noqa: E402
 from treeline_runtime.core import Context  # noqa: E402
 from treeline_runtime.kvcache import KVPool  # noqa: E402
 from treeline_runtime.models.quantization.fp8 import E4M3, dequantise, quantise, quantise_weight  # noqa: E402
-from treeline_runtime.ops import Heads, fp8, kernels  # noqa: E402
+from treeline_runtime.models.scoring import PLAIN, Scoring  # noqa: E402
+from treeline_runtime.ops import Heads, attention_kernels, fp8  # noqa: E402
 from treeline_runtime.ops.torch_ops import TorchOps  # noqa: E402
 from treeline_runtime.ops.triton_ops import TritonOps  # noqa: E402
 from treeline_runtime.sampling.noise import row_keys  # noqa: E402
@@ -55,7 +56,7 @@ def _mend_the_interpreter() -> None:
 
 if DEVICE == "cpu":
     _mend_the_interpreter()
-GENERATOR = torch.Generator().manual_seed(0)
+GENERATOR, RANDOM = torch.Generator().manual_seed(0), Random(0)
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -79,16 +80,27 @@ def norm(dtype: torch.dtype) -> None:
     for size in (8, 96, 1000):
         x, residual, weight = noise(5, size, dtype=dtype), noise(5, size, dtype=dtype), noise(size, dtype=dtype)
         close(FUSED.norm(x, weight, 1e-5), REFERENCE.norm(x, weight, 1e-5), dtype)
-        expected = REFERENCE.add_norm(x, residual, weight, 1e-5)
-        found = FUSED.add_norm(x, residual.clone(), weight, 1e-5)
-        close(found[0], expected[0], dtype)
-        close(found[1], expected[1], dtype)
+        after = noise(size)  # as 1 + weight is: float32
+        close(FUSED.norm(x, after, 1e-5), REFERENCE.norm(x, after, 1e-5), dtype)
+        for before, then in ((weight, None), (after, after), (None, weight)):
+            expected = REFERENCE.add_norm(x, residual, before, 1e-5, then)
+            found = FUSED.add_norm(x, residual.clone(), before, 1e-5, then)
+            close(found[0], expected[0], dtype)
+            close(found[1], expected[1], dtype)
 
 
 def gate(dtype: torch.dtype) -> None:
     for size in (8, 1500):
         x = noise(3, 2 * size, dtype=dtype)
         close(FUSED.gate(x), REFERENCE.gate(x), dtype)
+        close(FUSED.gate(x, "gelu_tanh"), REFERENCE.gate(x, "gelu_tanh"), dtype)
+
+
+def softcap(dtype: torch.dtype) -> None:
+    x = 40 * noise(3, 1500, dtype=dtype)
+    expected = REFERENCE.softcap(x.clone(), 30.0)
+    assert FUSED.softcap(x, 30.0) is x
+    close(x, expected, dtype)
 
 
 SCALES = [(0.5, 0.25), (0.03, 2.0)]
@@ -96,33 +108,49 @@ SCALES = [(0.5, 0.25), (0.03, 2.0)]
 
 
 def a_context(
-    heads: Heads, tokens: int, dtype: torch.dtype, slots: torch.Tensor, stored: torch.dtype | None = None
+    heads: Heads,
+    tokens: int,
+    dtype: torch.dtype,
+    slots: torch.Tensor,
+    rotary: int = 0,
+    stored: torch.dtype | None = None,
 ) -> Any:
+    """With two ropes; rotary: elements of a head that they turn, 0 = all."""
     device = torch.device(DEVICE)
     pool = KVPool(
         num_layers=2, num_pages=9, page_size=4, num_kv_heads=heads.kv, head_dim=heads.dim, dtype=dtype, device=device,
         stored=stored, scales=SCALES,
     )  # fmt: skip
-    angles = torch.arange(tokens)[:, None] * torch.linspace(1, 0.01, heads.dim // 2)
+    angles = torch.arange(tokens)[:, None] * torch.linspace(1, 0.01, (rotary or heads.dim) // 2)
+    angles = torch.stack((angles, 0.3 * angles))[:, :, None]
     cos, sin = angles.cos(), angles.sin()
     return Context(
         SimpleNamespace(pool=pool),  # type: ignore[arg-type]
         None,
         slots,
-        torch.cat((cos, cos), 1)[:, None].to(DEVICE, dtype),
-        torch.cat((-sin, sin), 1)[:, None].to(DEVICE, dtype),
+        torch.cat((cos, cos), -1).to(DEVICE, dtype),
+        torch.cat((-sin, sin), -1).to(DEVICE, dtype),
         torch.zeros(tokens, dtype=torch.int32, device=DEVICE),
     )
 
 
 def rotate_and_store(dtype: torch.dtype) -> None:
-    for query, kv, dim, with_norm in ((8, 2, 64, False), (3, 1, 16, True), (16, 8, 128, True), (4, 4, 24, False)):
-        weights = noise(query + kv, dim, dtype=dtype) if with_norm else None
-        heads = Heads(query, kv, dim, weights, 1e-6)
+    for query, kv, dim, rotary, with_norm, over_heads in (
+        (8, 2, 64, 64, False, False),
+        (3, 1, 16, 16, True, False),
+        (16, 8, 128, 128, True, False),
+        (4, 4, 24, 24, False, False),
+        (4, 2, 256, 256, True, False),  # Gemma
+        (6, 2, 128, 96, False, False),  # Phi-4-mini
+        (3, 1, 24, 8, True, False),
+        (5, 3, 24, 24, True, True),  # OLMo 2
+    ):
+        weights = noise(query + kv, dim, dtype=torch.float32 if dim == 256 else dtype) if with_norm else None
+        heads = Heads(query, kv, dim, weights, 1e-6, over_heads, rope=query % 2)
         tokens = 6
         slots = torch.randperm(36, generator=GENERATOR)[:tokens].to(DEVICE)
         qkv = noise(tokens, (query + 2 * kv) * dim, dtype=dtype)
-        ours, theirs = (a_context(heads, tokens, dtype, slots) for _ in range(2))
+        ours, theirs = (a_context(heads, tokens, dtype, slots, rotary) for _ in range(2))
         found = FUSED.rotate_and_store(qkv.clone(), heads, 1, ours)
         expected = REFERENCE.rotate_and_store(qkv.clone(), heads, 1, theirs)
         for mine, other in zip(found, expected, strict=True):
@@ -131,11 +159,13 @@ def rotate_and_store(dtype: torch.dtype) -> None:
             close(ours.attention.pool.keys[layer], theirs.attention.pool.keys[layer], dtype)
             close(ours.attention.pool.values[layer], theirs.attention.pool.values[layer], dtype)
         assert FUSED.stored_finite(ours).all()
+        if query != 3 and DEVICE == "cpu":
+            continue  # the interpreter is slow
         for token, head in ((1, query), (4, query + 2 * kv - 1)):  # a key, a value
             for wrong in (torch.nan, torch.inf, -torch.inf):
                 broken = qkv.clone()
                 broken[token, head * dim + 3] = wrong
-                context = a_context(heads, tokens, dtype, slots)
+                context = a_context(heads, tokens, dtype, slots, rotary)
                 FUSED.rotate_and_store(broken, heads, 0, context)
                 assert FUSED.stored_finite(context).tolist() == [i != token for i in range(tokens)]
 
@@ -148,7 +178,7 @@ def rotate_and_store_fp8(dtype: torch.dtype) -> None:
     slots = torch.randperm(36, generator=GENERATOR)[:tokens].to(DEVICE)
     qkv = noise(tokens, 12 * 64, dtype=dtype)
     qkv[2] *= 1e4  # beyond the largest e4m3
-    ours, theirs = (a_context(heads, tokens, dtype, slots, E4M3) for _ in range(2))
+    ours, theirs = (a_context(heads, tokens, dtype, slots, stored=E4M3) for _ in range(2))
     for layer in (0, 1):
         FUSED.rotate_and_store(qkv.clone(), heads, layer, ours)
         REFERENCE.rotate_and_store(qkv.clone(), heads, layer, theirs)
@@ -165,7 +195,7 @@ def rotate_and_store_fp8(dtype: torch.dtype) -> None:
             broken = qkv.clone()
             broken[3, column] = wrong
             for ops in (FUSED, REFERENCE):
-                context = a_context(heads, tokens, dtype, slots, E4M3)
+                context = a_context(heads, tokens, dtype, slots, stored=E4M3)
                 ops.rotate_and_store(broken.clone(), heads, 0, context)
                 assert ops.stored_finite(context).tolist() == [i != 3 for i in range(tokens)]
 
@@ -255,120 +285,133 @@ def pages() -> None:
     rows, counts = torch.tensor([3, 0, 4]), [1, 1500, 1025]
     indptr = torch.from_numpy(np.cumsum([0, *counts]).astype(np.int32)).to(DEVICE)
     out = torch.full((sum(counts),), -1, dtype=torch.int32, device=DEVICE)
-    kernels.flatten_pages[(3, 2)](table, rows.to(DEVICE), indptr, out, 2000, BLOCK=1024)
+    attention_kernels.flatten_pages[(3, 2)](table, rows.to(DEVICE), indptr, out, 2000, BLOCK=1024)
     expected = torch.cat([table[row, :count] for row, count in zip(rows, counts, strict=True)])
     assert torch.equal(out, expected.int())
 
 
+WINDOWS = Scoring(windows=(100, 200))
+CAPPED = Scoring(0.2, 1.5, (128, 1))
+RULES = (
+    (8, 2, 64, PLAIN),
+    (6, 1, 24, PLAIN),
+    (2, 2, 128, PLAIN),
+    (2, 1, 256, PLAIN),
+    (4, 2, 16, WINDOWS),
+    (3, 1, 24, CAPPED),
+)
+"""(heads, kv_heads, head_dim, how scores are made)"""
+FP8_RULES = (RULES[0], RULES[-1])
+
+
+class Attended:
+    """Sequences of (cached, new) tokens in scattered pages of two layers, NaN everywhere else."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        scoring: Scoring,
+        lens: list[tuple[int, int]],
+        dtype: torch.dtype,
+        stored: torch.dtype | None = None,
+    ) -> None:
+        query, kv, dim = shape
+        self.scoring, self.page_size, self.stored = scoring, RANDOM.choice([1, 16]), stored
+        counts = [-(-(cached + new) // self.page_size) for cached, new in lens]
+        self.pool = KVPool(
+            num_layers=2,
+            num_pages=sum(counts),
+            page_size=self.page_size,
+            num_kv_heads=kv,
+            head_dim=dim,
+            dtype=dtype,
+            device=torch.device(DEVICE),
+            stored=stored,
+            scales=SCALES,
+        )
+        for part in (*self.pool.keys, *self.pool.values):
+            if stored is None:
+                part.fill_(torch.nan)
+            else:
+                part.view(torch.uint8).fill_(0x7F)
+        free = torch.randperm(sum(counts), generator=GENERATOR)
+        table = torch.zeros(len(lens) + 2, max(counts), dtype=torch.int64)
+        rows = torch.randperm(len(lens) + 2, generator=GENERATOR)[: len(lens)]
+        self.each = []
+        for row, count, (cached, new) in zip(rows, counts, lens, strict=True):
+            pages, free = free[:count], free[count:]
+            table[row, :count] = pages
+            tokens = torch.arange(cached + new)
+            k, v = noise(len(tokens), kv, dim, dtype=dtype), noise(len(tokens), kv, dim, dtype=dtype)
+            for layer in (0, 1):
+                slots = pages[tokens // self.page_size] * self.page_size + tokens % self.page_size
+                self.pool.store(layer, slots.to(DEVICE), k, v)
+            self.each.append((noise(new, query, dim, dtype=dtype), k, v))
+        self.q = torch.cat([q for q, _, _ in self.each])
+        self.layout = Layout([n for _, n in lens], [c + n for c, n in lens], table.to(DEVICE), rows.to(DEVICE))
+
+    def expected(self, layer: int) -> torch.Tensor:
+        """In float64: (new tokens, heads x dim)."""
+        return torch.cat(
+            [self._exact(q, *self._kept(layer, k, v), self.scoring.window(layer)) for q, k, v in self.each]
+        )
+
+    def _kept(self, layer: int, *parts: torch.Tensor) -> list[torch.Tensor]:
+        """Keys and values as the cache has them."""
+        if self.stored is None:
+            return list(parts)
+        return [(x.float() / s).to(self.stored).float() * s for x, s in zip(parts, SCALES[layer], strict=True)]
+
+    def _exact(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1).double() for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q.double(), k) * (self.scoring.scale or q.shape[2] ** -0.5)
+        if cap := self.scoring.softcap:
+            scores = cap * torch.tanh(scores / cap)
+        ages = torch.arange(len(k) - len(q), len(k), device=DEVICE)[:, None] - torch.arange(len(k), device=DEVICE)
+        hidden = (ages < 0) | (ages >= (window or len(k)))
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v).flatten(1)
+
+
 def decode(dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
-    """The kernel of decode against attention in float64: any lengths, any number of shares, NaN where nobody looks."""
-    random, device = Random(0), torch.device(DEVICE)
-    shapes = ((8, 2, 64), (6, 1, 24), (4, 4, 128))
-    batches = ([1], [19], [7] * 3, [2, 301, 4, 91], [128, 1, 129, 64, 5, 256, 2, 3, 130])
-    for query, kv, dim in shapes if stored is None else shapes[:2]:
-        for lens in batches if stored is None else batches[2:4]:
-            page_size = random.choice([1, 16])
-            counts = [-(-n // page_size) for n in lens]
-            pool = KVPool(
-                num_layers=1,
-                num_pages=sum(counts),
-                page_size=page_size,
-                num_kv_heads=kv,
-                head_dim=dim,
-                dtype=dtype,
-                device=device,
-                stored=stored,
-                scales=SCALES[:1],
-            )
-            for part in (pool.keys[0], pool.values[0]):
-                if stored is None:
-                    part.fill_(torch.nan)
-                else:
-                    part.view(torch.uint8).fill_(0x7F)
-            backend = Decode(TorchSDPA(pool, query, kv, dim))
-            free = torch.randperm(sum(counts), generator=GENERATOR)
-            table = torch.zeros(len(lens) + 2, max(counts), dtype=torch.int64)
-            rows = torch.randperm(len(lens) + 2, generator=GENERATOR)[: len(lens)]
-            q, expected = noise(len(lens), query, dim, dtype=dtype), []
-            for i, (n, count) in enumerate(zip(lens, counts, strict=True)):
-                pages, free = free[:count], free[count:]
-                table[rows[i], :count] = pages
-                tokens = torch.arange(n)
-                k, v = noise(n, kv, dim, dtype=dtype), noise(n, kv, dim, dtype=dtype)
-                slots = pages[tokens // page_size] * page_size + tokens % page_size
-                pool.store(0, slots.to(DEVICE), k, v)
-                if stored is not None:
-                    k, v = (
-                        torch.as_tensor((x.float() / s).to(stored).float() * s)
-                        for x, s in zip((k, v), SCALES[0], strict=True)
-                    )
-                k, v = (x.repeat_interleave(query // kv, 1).double() for x in (k, v))
-                weights = (torch.einsum("hd,khd->hk", q[i].double(), k) * dim**-0.5).softmax(-1)
-                expected.append(torch.einsum("hk,khd->hd", weights, v).flatten())
-            layout = Layout([1] * len(lens), lens, table.to(DEVICE), rows.to(DEVICE))
-            for shares in (1, 3, 16) if stored is None else (3,):
-                backend._shares = shares
-                for buffers in (None, backend.capture_buffers(len(lens))):
-                    found = backend.forward(0, q, q, q, backend.plan(layout, buffers))
-                    close(found.double(), torch.stack(expected), dtype)
+    """The kernel of decode: any lengths, any number of shares."""
+    for *shape, scoring in RULES if stored is None else FP8_RULES:
+        for lens in ([1], [19], [7] * 3, [2, 301, 4, 91], [128, 1, 129, 64, 5, 256, 2, 3, 130]):
+            if DEVICE == "cpu" and (lens != [19] if 256 in shape else scoring is not PLAIN and len(lens) < 4):
+                continue  # the interpreter is slow
+            if stored is not None and len(lens) not in (3, 4):
+                continue
+            world = Attended(tuple(shape), scoring, [(n - 1, 1) for n in lens], dtype, stored)
+            backend = Decode(TorchSDPA(world.pool, *shape, scoring))
+            for layer in range(len(scoring.kinds)):
+                expected = world.expected(layer)
+                for shares, captured in ((1, True), (3, False), (13, True)):
+                    backend._shares = shares
+                    buffers = backend.capture_buffers(len(lens)) if captured else None
+                    plan = backend.plan(world.layout, buffers)
+                    close(backend.forward(layer, world.q, world.q, world.q, plan).double(), expected, dtype)
 
 
 def extend(dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
-    """The kernel of prompts against attention in float64: (cached, new) tokens, keys split or not, NaN outside."""
-    random, device = Random(1), torch.device(DEVICE)
-    batches = ([(0, 1)], [(0, 19), (300, 1), (64, 129), (5, 7)], [(63, 2), (0, 64), (127, 65)])
-    for query, kv, dim in ((8, 2, 64), (6, 1, 24), (2, 2, 128))[: 3 if stored is None else 1]:
-        for lens in batches if stored is None else batches[1:2]:
-            page_size = random.choice([1, 16])
-            counts = [-(-(cached + new) // page_size) for cached, new in lens]
-            pool = KVPool(
-                num_layers=1,
-                num_pages=sum(counts),
-                page_size=page_size,
-                num_kv_heads=kv,
-                head_dim=dim,
-                dtype=dtype,
-                device=device,
-                stored=stored,
-                scales=SCALES[:1],
-            )
-            for part in (pool.keys[0], pool.values[0]):
-                if stored is None:
-                    part.fill_(torch.nan)
-                else:
-                    part.view(torch.uint8).fill_(0x7F)
-            free = torch.randperm(sum(counts), generator=GENERATOR)
-            table = torch.zeros(len(lens) + 2, max(counts), dtype=torch.int64)
-            rows = torch.randperm(len(lens) + 2, generator=GENERATOR)[: len(lens)]
-            queries, expected = [], []
-            for i, ((cached, new), count) in enumerate(zip(lens, counts, strict=True)):
-                pages, free = free[:count], free[count:]
-                table[rows[i], :count] = pages
-                tokens = torch.arange(cached + new)
-                k, v = noise(len(tokens), kv, dim, dtype=dtype), noise(len(tokens), kv, dim, dtype=dtype)
-                pool.store(0, (pages[tokens // page_size] * page_size + tokens % page_size).to(DEVICE), k, v)
-                q = noise(new, query, dim, dtype=dtype)
-                queries.append(q)
-                if stored is not None:
-                    k, v = (
-                        torch.as_tensor((x.float() / s).to(stored).float() * s)
-                        for x, s in zip((k, v), SCALES[0], strict=True)
-                    )
-                k, v = (x.repeat_interleave(query // kv, 1).double() for x in (k, v))
-                scores = torch.einsum("qhd,khd->hqk", q.double(), k) * dim**-0.5
-                hidden = torch.ones(new, cached + new, dtype=torch.bool, device=device).triu(cached + 1)
-                weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-                expected.append(torch.einsum("hqk,khd->qhd", weights, v).flatten(1))
-            q = torch.cat(queries)
-            layout = Layout([n for _, n in lens], [c + n for c, n in lens], table.to(DEVICE), rows.to(DEVICE))
-            backend = Extend(pool, query, kv, dim)
+    """The kernel of prompts: keys split or not."""
+    for *shape, scoring in RULES if stored is None else FP8_RULES:
+        for lens in ([(0, 1)], [(0, 19), (300, 1), (64, 129), (5, 7)], [(63, 2), (0, 64), (127, 65)]):
+            if DEVICE == "cpu" and (len(lens) > 1 if 256 in shape else scoring is not PLAIN and len(lens) < 3):
+                continue  # the interpreter is slow
+            if stored is not None and len(lens) != 4:
+                continue
+            world = Attended(tuple(shape), scoring, lens, dtype, stored)
+            backend = Extend(world.pool, *shape, scoring)
             for programs in (1, 64):
                 backend._programs = programs
-                backend._partial = torch.full((2000, query, dim), torch.nan, device=device)
-                backend._scores = torch.full((2000, query), torch.nan, device=device)
-                plan = backend.plan(layout)
-                assert (plan.splits > 1) == (programs > 1 and max(layout.kv_lens) > 256), plan.splits
-                close(backend.forward(0, q, q, q, plan).double(), torch.cat(expected), dtype)
+                backend._partial = torch.full((2000, *shape[::2]), torch.nan, device=DEVICE)
+                backend._scores = torch.full((2000, shape[0]), torch.nan, device=DEVICE)
+                plan = backend.plan(world.layout)
+                if scoring is PLAIN:
+                    splits = plan.splits[None]
+                    assert (splits > 1) == (programs > 1 and max(world.layout.kv_lens) > 256), splits
+                for layer in range(len(scoring.kinds)):
+                    found = backend.forward(layer, world.q, world.q, world.q, plan)
+                    close(found.double(), world.expected(layer), dtype)
 
 
 def decode_fp8(dtype: torch.dtype) -> None:
@@ -384,7 +427,7 @@ def extend_fp8(dtype: torch.dtype) -> None:
 if __name__ == "__main__":
     fp8_too = (rotate_and_store_fp8, quantise_fp8, linear_fp8, decode_fp8, extend_fp8)
     attention = (decode, decode_fp8, extend, extend_fp8)
-    for compare in (linear, norm, gate, rotate_and_store, choose, decode, extend, *fp8_too):
+    for compare in (linear, norm, gate, softcap, rotate_and_store, choose, decode, extend, *fp8_too):
         run: Callable[[torch.dtype], None] = compare
         # the interpreter is slow, and multiplies no bfloat16: one of attention's types is enough there
         for dtype in (torch.float32, torch.bfloat16)[: 1 if compare in attention and DEVICE == "cpu" else 2]:

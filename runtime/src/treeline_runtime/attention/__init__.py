@@ -11,6 +11,7 @@ from treeline_runtime.attention.base import ATTENTION_BACKENDS, AttentionBackend
 from treeline_runtime.attention.torch_sdpa import TorchSDPA
 from treeline_runtime.config import ConfigError
 from treeline_runtime.kvcache.pool import KVPool
+from treeline_runtime.models.scoring import Scoring
 from treeline_runtime.ops import obstacle_to_triton
 
 __all__ = ["ATTENTION_BACKENDS", "AttentionBackend", "Layout", "new_attention"]
@@ -18,24 +19,24 @@ __all__ = ["ATTENTION_BACKENDS", "AttentionBackend", "Layout", "new_attention"]
 logger = logging.getLogger(__name__)
 
 
-def _triton(pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
+def _triton(pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scoring: Scoring) -> AttentionBackend:
     """Decode and prompts in kernels of our own."""
     if obstacle := obstacle_to_triton(pool.keys[0].device):
         raise ConfigError(f"attention_backend triton: {obstacle}")
     from treeline_runtime.attention.decode import Decode
     from treeline_runtime.attention.extend import Extend
 
-    return Decode(Extend(pool, num_heads, num_kv_heads, head_dim))
+    return Decode(Extend(pool, num_heads, num_kv_heads, head_dim, scoring))
 
 
-def _flashinfer(pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
+def _flashinfer(pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scoring: Scoring) -> AttentionBackend:
     """Decode in our own kernel, prompts in FlashInfer's."""
     if obstacle := _obstacle(pool.keys[0].device, pool.dtype, head_dim):
         raise ConfigError(f"attention_backend flashinfer: {obstacle}")
     from treeline_runtime.attention.decode import Decode
     from treeline_runtime.attention.flashinfer import FlashInfer
 
-    return Decode(FlashInfer(pool, num_heads, num_kv_heads, head_dim))
+    return Decode(FlashInfer(pool, num_heads, num_kv_heads, head_dim, scoring))
 
 
 def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -53,9 +54,11 @@ def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | 
     return None
 
 
-def new_attention(name: str, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
+def new_attention(
+    name: str, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scoring: Scoring
+) -> AttentionBackend:
     """The backend of that name; "auto" is the fastest that can serve the model here. Raises ConfigError."""
-    shape = (pool, num_heads, num_kv_heads, head_dim)
+    shape = (pool, num_heads, num_kv_heads, head_dim, scoring)
     if name != "auto":
         return ATTENTION_BACKENDS.get(name)(*shape)
     device = pool.keys[0].device

@@ -3,7 +3,11 @@
 A step is a ragged batch: the new tokens of all sequences one after another. Each sequence's earlier tokens are in the
 KV pool, found through its page table. A backend is given the step's `Layout` once (`plan`) and is then called for every
 layer (`forward`), when the new keys and values are stored: token i of a sequence with `kv_len` tokens after the step
-and `q_len` new ones sees the first kv_len - q_len + i + 1 of them.
+and `q_len` new ones sees the first kv_len - q_len + i + 1 of them, or in a layer with a window the last of these.
+
+How scores are made is `Scoring`: it holds for all steps, and says layer by layer whether there is a window. A window
+limits what is looked at, not what is kept: the pool holds all tokens of all layers, since prefixes are shared by pages
+that hold every layer.
 
 What a token does not see must not matter: slots past a sequence's end and pages behind padding hold what
 others left there, which may be NaN. A mask alone is not enough, since 0 x NaN is NaN: hidden values are zeroed or not
@@ -20,6 +24,7 @@ from typing import Any
 import torch
 
 from treeline_runtime.kvcache.pool import KVPool
+from treeline_runtime.models.scoring import PLAIN, Scoring
 from treeline_runtime.registry import Registry
 
 
@@ -40,13 +45,17 @@ class Layout:
 class AttentionBackend(ABC):
     """Attention over a paged pool. One instance serves one pool; a plan is valid until the next `plan`."""
 
-    def __init__(self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scoring: Scoring = PLAIN
+    ) -> None:
         assert num_heads % num_kv_heads == 0
+        assert len(scoring.windows) in (0, len(pool.keys))
         self.pool = pool
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.scale = head_dim**-0.5
+        self.scoring = scoring
+        self.scale = head_dim**-0.5 if scoring.scale is None else scoring.scale
 
     def capture_buffers(self, sequences: int) -> Any | None:
         """Device memory for the plans of steps of that many sequences with one new token each, so that kernels captured
@@ -69,4 +78,6 @@ class AttentionBackend(ABC):
         """
 
 
-ATTENTION_BACKENDS: Registry[Callable[[KVPool, int, int, int], AttentionBackend]] = Registry("attention backend")
+ATTENTION_BACKENDS: Registry[Callable[[KVPool, int, int, int, Scoring], AttentionBackend]] = Registry(
+    "attention backend"
+)

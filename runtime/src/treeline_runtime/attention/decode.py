@@ -5,6 +5,9 @@ ends in the middle of a sequence leaves a partial result, and a second kernel pu
 (https://arxiv.org/abs/2301.03598), for attention "lean attention" (https://arxiv.org/abs/2405.10480). Nothing is
 planned on the host but where each sequence begins, so a captured step needs two small arrays, and no workspace that
 depends on lengths.
+
+Where layers have windows, a sequence has the blocks in which the window's tokens are, and begins elsewhere in layers
+with another window: one row of beginnings for each.
 """
 
 from __future__ import annotations
@@ -17,14 +20,19 @@ import torch
 import triton
 
 from treeline_runtime.attention.base import AttentionBackend, Layout
-from treeline_runtime.ops import kernels
+from treeline_runtime.ops import attention_kernels as kernels
 from treeline_runtime.transfer import pinned, upload
 
 _LOG2_E = 1.4426950408889634
 LARGEST_BLOCK = 128
-"""Tokens that are attended at once, where the processor's shared memory has room for their keys and values."""
+"""Tokens that are attended at once, where there is room for their keys and values."""
+LARGEST_BLOCK_BYTES = 64 << 10
+"""Of keys and values at once: three programs fit in the shared memory of a processor. With 16-bit heads of up to 128
+that is the largest block, with heads of 256 (Gemma) half of it."""
 _SHARES_OF_A_PROCESSOR = 3
 """As many as it runs at once."""
+_SHARES_OF_WIDE_HEADS = 2
+"""The same for heads beyond 128, of which registers hold the output of no more."""
 _SPARE_BYTES = 25 << 10
 """Of shared memory, for everything but keys and values."""
 
@@ -35,7 +43,7 @@ class _Buffers:
 
     rows: torch.Tensor
     lens: torch.Tensor
-    """(2 x sequences + 1,) int32: where each sequence's blocks begin, and their end; then its tokens."""
+    """(windows, 2 x sequences + 1) int32: where each sequence's blocks begin, and their end; then its tokens."""
     partial: torch.Tensor
     """(shares + sequences, heads, head_dim): one for each share, and one more wherever it holds another sequence."""
     scores: torch.Tensor
@@ -46,25 +54,29 @@ class Decode(AttentionBackend):
     """Steps of one new token each; all others are left to another backend of the same pool."""
 
     def __init__(self, others: AttentionBackend) -> None:
-        super().__init__(others.pool, others.num_heads, others.num_kv_heads, others.head_dim)
+        super().__init__(others.pool, others.num_heads, others.num_kv_heads, others.head_dim, others.scoring)
         self._others = others
+        self._windows = self.scoring.kinds
         self._device = self.pool.keys[0].device
         processors, shared_bytes = 1, 1 << 20
         if self._device.type == "cuda":
             properties = torch.cuda.get_device_properties(self._device)
             processors, shared_bytes = properties.multi_processor_count, properties.shared_memory_per_block_optin
-        self._shares = max(1, _SHARES_OF_A_PROCESSOR * processors // self.num_kv_heads)
+        at_once = _SHARES_OF_A_PROCESSOR if self.head_dim <= 128 else _SHARES_OF_WIDE_HEADS
+        self._shares = max(1, at_once * processors // self.num_kv_heads)
         # converting fp8 takes registers: with 128 tokens 255 of them on sm_90, so that two programs fit and not three
         self._block = LARGEST_BLOCK // 2 if self.pool.is_fp8 else LARGEST_BLOCK
         token_bytes = 2 * max(16, triton.next_power_of_2(self.head_dim)) * self.pool.keys[0].element_size()
-        while self._block > 16 and self._block * token_bytes + _SPARE_BYTES > shared_bytes:
+        room = min(LARGEST_BLOCK_BYTES, shared_bytes - _SPARE_BYTES)
+        while self._block > 16 and self._block * token_bytes > room:
             self._block //= 2
         self._partial = torch.empty(0, device=self._device)
         self._scores = torch.empty(0, device=self._device)
 
     def capture_buffers(self, sequences: int) -> _Buffers:
         rows = torch.empty(sequences, dtype=torch.int32, device=self._device)
-        return self._buffers(rows, torch.empty(2 * sequences + 1, dtype=torch.int32, device=self._device))
+        shape = (len(self._windows), 2 * sequences + 1)
+        return self._buffers(rows, torch.empty(shape, dtype=torch.int32, device=self._device))
 
     def _buffers(self, rows: torch.Tensor, lens: torch.Tensor) -> _Buffers:
         """With room for partial results; steps share it, as the stream runs one after another."""
@@ -78,9 +90,12 @@ class Decode(AttentionBackend):
         if buffers is None and any(q_len != 1 for q_len in layout.q_lens):
             return self._others.plan(layout)
         sequences = len(layout.q_lens)
-        lens = np.zeros(2 * sequences + 1, dtype=np.int32)
-        lens[sequences + 1 :] = layout.kv_lens
-        np.cumsum(-(-lens[sequences + 1 :] // self._block), out=lens[1 : sequences + 1])
+        lens = np.zeros((len(self._windows), 2 * sequences + 1), dtype=np.int32)
+        lens[:, sequences + 1 :] = layout.kv_lens
+        for row, window in zip(lens, self._windows, strict=True):
+            tokens = row[sequences + 1 :]
+            unseen = 0 if window is None else np.maximum(tokens - window, 0) // self._block
+            np.cumsum(-(-tokens // self._block) - unseen, out=row[1 : sequences + 1])
         if buffers is None:
             return _Step(layout.page_table, self._buffers(layout.rows, upload(lens, self._device)))
         buffers.lens.copy_(pinned(lens, self._device), non_blocking=True)
@@ -93,17 +108,20 @@ class Decode(AttentionBackend):
         sequences, step = q.shape[0], plan.buffers
         out = torch.empty(sequences, self.num_heads * self.head_dim, dtype=q.dtype, device=q.device)
         group = self.num_heads // self.num_kv_heads
+        window, cap = self.scoring.window(layer), self.scoring.softcap
+        lens, key_scale = step.lens[self._windows.index(window)], self.pool.key_scales[layer]
         kernels.decode_shares[(self.num_kv_heads, self._shares)](
             q,
             self.pool.keys[layer],
             self.pool.values[layer],
             plan.page_table,
             step.rows,
-            step.lens,
+            lens,
             step.partial,
             step.scores,
-            self.scale * _LOG2_E * self.pool.key_scales[layer],
+            key_scale * (self.scale * _LOG2_E if cap is None else 2 * self.scale / cap),
             self.pool.value_scales[layer],
+            0.0 if cap is None else cap * _LOG2_E,
             plan.page_table.shape[1],
             sequences,
             KV=self.num_kv_heads,
@@ -111,6 +129,8 @@ class Decode(AttentionBackend):
             DIM=self.head_dim,
             PAGE=self.pool.page_size,
             SHARES=self._shares,
+            WINDOW=window or 0,
+            CAPPED=cap is not None,
             BLOCK=self._block,
             BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
             BLOCK_DIM=max(16, triton.next_power_of_2(self.head_dim)),
@@ -120,7 +140,7 @@ class Decode(AttentionBackend):
         kernels.merge_shares[(sequences, self.num_heads)](
             step.partial,
             step.scores,
-            step.lens,
+            lens,
             out,
             sequences,
             HEADS=self.num_heads,

@@ -16,7 +16,8 @@ import triton
 
 from treeline_runtime.attention.base import AttentionBackend, Layout
 from treeline_runtime.kvcache.pool import KVPool
-from treeline_runtime.ops import kernels
+from treeline_runtime.models.scoring import PLAIN, Scoring
+from treeline_runtime.ops import attention_kernels as kernels
 from treeline_runtime.transfer import upload
 
 _LOG2_E = 1.4426950408889634
@@ -37,14 +38,17 @@ class _Step:
     """(2 x sequences + 1,) int32: where the new tokens of each sequence begin, and their end; then their tokens."""
     blocks: torch.Tensor
     """(blocks, 2) int32: a sequence, and which of its new tokens is the first."""
-    splits: int
+    splits: dict[int | None, int]
+    """Parts of each block's keys, in layers with each window."""
 
 
 class Extend(AttentionBackend):
     """For any step, but meant for prompts: `attention.decode` is faster where every sequence has one new token."""
 
-    def __init__(self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-        super().__init__(pool, num_heads, num_kv_heads, head_dim)
+    def __init__(
+        self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scoring: Scoring = PLAIN
+    ) -> None:
+        super().__init__(pool, num_heads, num_kv_heads, head_dim, scoring)
         self._device = pool.keys[0].device
         processors, shared_bytes = 1, 1 << 20
         if self._device.type == "cuda":
@@ -52,7 +56,9 @@ class Extend(AttentionBackend):
             processors, shared_bytes = properties.multi_processor_count, properties.shared_memory_per_block_optin
         group = num_heads // num_kv_heads
         self._block_dim = max(16, triton.next_power_of_2(head_dim))
-        self._block_rows = max(ROWS, triton.next_power_of_2(group))
+        self._narrower = max(1, self._block_dim // 128)
+        """Wider heads take more registers: fewer rows and tokens at once make up for it."""
+        self._block_rows = max(ROWS // self._narrower, triton.next_power_of_2(group))
         self._tokens = self._block_rows // group
         self._block, self._stages = self._largest(shared_bytes - _SPARE_BYTES, pool.dtype.itemsize)
         self._programs = 2 * processors
@@ -64,7 +70,8 @@ class Extend(AttentionBackend):
     def _largest(self, room_bytes: int, element_size: int) -> tuple[int, int]:
         """(block, stages of the pipeline) that shared memory has room for beside the queries."""
         room_tokens = room_bytes // (element_size * self._block_dim)
-        for block in (LARGEST_BLOCK, LARGEST_BLOCK // 2):
+        largest = LARGEST_BLOCK // self._narrower
+        for block in (largest, largest // 2):
             for stages in (3, 2):
                 if self._block_rows + 2 * stages * block <= room_tokens:
                     return block, stages
@@ -85,7 +92,13 @@ class Extend(AttentionBackend):
         keys = np.asarray(layout.kv_lens)[blocks[:, 0]] - q_lens[blocks[:, 0]] + blocks[:, 1]
         blocks = blocks[np.argsort(-keys, kind="stable")]
         device = self._device
-        splits = self._splits(len(blocks), int(lens[len(q_lens)]), max(layout.kv_lens))
+        longest = max(layout.kv_lens)
+        splits = {
+            window: self._splits(
+                len(blocks), int(lens[len(q_lens)]), longest if window is None else min(longest, window + self._tokens)
+            )
+            for window in self.scoring.kinds
+        }
         return _Step(layout.page_table, layout.rows, upload(lens, device), upload(blocks, device), splits)
 
     def _splits(self, blocks: int, tokens: int, longest: int) -> int:
@@ -96,9 +109,11 @@ class Extend(AttentionBackend):
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
         step: _Step = plan
-        tokens, split = q.shape[0], step.splits > 1
+        window, cap = self.scoring.window(layer), self.scoring.softcap
+        splits, key_scale = step.splits[window], self.pool.key_scales[layer]
+        tokens, split = q.shape[0], splits > 1
         out = torch.empty(tokens, self.num_heads * self.head_dim, dtype=q.dtype, device=q.device)
-        kernels.extend[(self.num_kv_heads, len(step.blocks), step.splits)](
+        kernels.extend[(self.num_kv_heads, len(step.blocks), splits)](
             q,
             self.pool.keys[layer],
             self.pool.values[layer],
@@ -108,18 +123,21 @@ class Extend(AttentionBackend):
             step.blocks,
             self._partial if split else out,
             self._scores,
-            self.scale * _LOG2_E * self.pool.key_scales[layer],
+            key_scale * (self.scale * _LOG2_E if cap is None else 2 * self.scale / cap),
             self.pool.value_scales[layer],
+            0.0 if cap is None else cap * _LOG2_E,
             step.page_table.shape[1],
             len(step.rows),
             tokens,
-            step.splits,
+            splits,
             KV=self.num_kv_heads,
             GROUP=self.num_heads // self.num_kv_heads,
             DIM=self.head_dim,
             PAGE=self.pool.page_size,
             TOKENS=self._tokens,
             SPLIT=split,
+            WINDOW=window or 0,
+            CAPPED=cap is not None,
             BLOCK_ROWS=self._block_rows,
             BLOCK=self._block,
             BLOCK_DIM=self._block_dim,
@@ -132,7 +150,7 @@ class Extend(AttentionBackend):
                 self._scores,
                 out,
                 tokens * self.num_heads,
-                step.splits,
+                splits,
                 DIM=self.head_dim,
                 BLOCK_DIM=triton.next_power_of_2(self.head_dim),
                 num_warps=1,

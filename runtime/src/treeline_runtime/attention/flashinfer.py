@@ -18,7 +18,8 @@ from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
 from treeline_runtime.attention.base import AttentionBackend, Layout
 from treeline_runtime.kvcache.pool import KVPool
-from treeline_runtime.ops import kernels
+from treeline_runtime.models.scoring import PLAIN, Scoring
+from treeline_runtime.ops import attention_kernels as kernels
 from treeline_runtime.transfer import upload
 
 logger = logging.getLogger(__name__)
@@ -30,21 +31,43 @@ _PLANS_IN_FLIGHT = 4
 """A plan lies in pinned memory until the device has copied it. With so many nobody waits for it, but after failures."""
 
 
-class FlashInfer(AttentionBackend):
-    """For any step, but meant for prompts: `attention.decode` is faster where every sequence has one new token."""
+class _Wrapper:
+    """FlashInfer's own plan and kernels for one window (None: without one)."""
 
-    def __init__(self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-        super().__init__(pool, num_heads, num_kv_heads, head_dim)
-        self._device = pool.keys[0].device
-        self._dtype, self._stored = pool.dtype, pool.keys[0].dtype
+    def __init__(self, workspace: torch.Tensor, window: int | None, *, is_fp8: bool) -> None:
         # FlashInfer's FlashAttention 3 reads fp8 only for queries that are fp8 too
-        hopper = torch.cuda.get_device_capability(self._device) == (9, 0) and not pool.is_fp8
-        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+        hopper = torch.cuda.get_device_capability(workspace.device) == (9, 0) and not is_fp8
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa3" if hopper else "fa2")
+        self._window_left = -1 if window is None else window - 1  # the token itself is not counted
         pinned = self._wrapper._pin_memory_int_workspace_buffer
         self._pinned: Iterator[tuple[torch.Tensor, torch.cuda.Event]] = cycle(
             [(torch.empty_like(pinned, pin_memory=True), torch.cuda.Event()) for _ in range(_PLANS_IN_FLIGHT)]
         )
+
+    def plan(self, *arguments: Any, **options: Any) -> None:
+        # the wrapper would use one pinned buffer for all, from which the plan before may not have been copied yet
+        self._wrapper._pin_memory_int_workspace_buffer, copied = next(self._pinned)
+        copied.synchronize()
+        self._wrapper.plan(*arguments, window_left=self._window_left, **options)
+        copied.record()
+
+    def run(self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], **scales: float) -> torch.Tensor:
+        out: torch.Tensor = self._wrapper.run(q, cache, **scales)
+        return out
+
+
+class FlashInfer(AttentionBackend):
+    """For any step, but meant for prompts: `attention.decode` is faster where every sequence has one new token."""
+
+    def __init__(
+        self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scoring: Scoring = PLAIN
+    ) -> None:
+        super().__init__(pool, num_heads, num_kv_heads, head_dim, scoring)
+        self._device = pool.keys[0].device
+        self._dtype, self._stored = pool.dtype, pool.keys[0].dtype
+        # layers run one after another: one workspace is enough
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+        self._wrappers = {window: _Wrapper(workspace, window, is_fp8=pool.is_fp8) for window in scoring.kinds}
         self._compile()
 
     def _compile(self) -> None:
@@ -53,7 +76,9 @@ class FlashInfer(AttentionBackend):
         started = time.perf_counter()
         zeros = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
         q = torch.zeros(1, self.num_heads, self.head_dim, dtype=self._dtype, device=self._device)
-        self.forward(0, q, q, q, self.plan(Layout([1], [1], zeros, zeros[0])))
+        self.plan(Layout([1], [1], zeros, zeros[0]))
+        for wrapper in self._wrappers.values():
+            wrapper.run(q, (self.pool.keys[0], self.pool.values[0]))
         torch.cuda.synchronize(self._device)
         logger.info("FlashInfer's attention kernels are loaded: %.1f s", time.perf_counter() - started)
 
@@ -75,28 +100,26 @@ class FlashInfer(AttentionBackend):
             BLOCK=_PAGES_AT_ONCE,
         )
         last = kv_lens - (counts - 1) * page_size
-        # the wrapper would use one pinned buffer for all, from which the plan before may not have been copied yet
-        self._wrapper._pin_memory_int_workspace_buffer, copied = next(self._pinned)
-        copied.synchronize()
-        self._wrapper.plan(
-            torch.from_numpy(queries),
-            torch.from_numpy(indptr),
-            pages,
-            torch.from_numpy(last),
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            page_size,
-            causal=True,
-            sm_scale=self.scale,
-            q_data_type=self._dtype,
-            kv_data_type=self._stored,
-        )
-        copied.record()
-        return self._wrapper
+        for wrapper in self._wrappers.values():
+            wrapper.plan(
+                torch.from_numpy(queries),
+                torch.from_numpy(indptr),
+                pages,
+                torch.from_numpy(last),
+                self.num_heads,
+                self.num_kv_heads,
+                self.head_dim,
+                page_size,
+                causal=True,
+                sm_scale=self.scale,
+                logits_soft_cap=self.scoring.softcap,
+                q_data_type=self._dtype,
+                kv_data_type=self._stored,
+            )
+        return self._wrappers
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
         pool = self.pool
         scales = {"k_scale": pool.key_scales[layer], "v_scale": pool.value_scales[layer]} if pool.is_fp8 else {}
-        out: torch.Tensor = plan.run(q, (pool.keys[layer], pool.values[layer]), **scales)
+        out: torch.Tensor = plan[self.scoring.window(layer)].run(q, (pool.keys[layer], pool.values[layer]), **scales)
         return out.view(q.shape[0], self.num_heads * self.head_dim)

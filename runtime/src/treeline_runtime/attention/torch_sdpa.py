@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -41,12 +40,15 @@ class _Extend:
     start: int
     end: int
     kv_len: int
+    first: int
+    """The first token whose page is in `pages`: those before are out of every new token's window."""
     pages: torch.Tensor | None
-    """(pages,) of the whole sequence; None = it has no earlier tokens, so k and v themselves are all there is."""
+    """(pages,) of the sequence; None = it has no earlier tokens, so k and v themselves are all there is."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
+    window: int | None
     decodes: list[_DecodeGroup]
     extends: list[_Extend]
 
@@ -54,29 +56,42 @@ class _Plan:
 class TorchSDPA(AttentionBackend):
     """Grouped-query attention: in decode the query heads of one KV head are the rows of one small matrix."""
 
-    def plan(self, layout: Layout, buffers: None = None) -> _Plan:
+    def plan(self, layout: Layout, buffers: None = None) -> dict[int | None, _Plan]:
+        """→ the plan of layers with each window; one that hides nothing is no window."""
         assert buffers is None, "this backend has no buffers to plan into"
+        longest = max(layout.kv_lens)
+        needed = {window: window if window is None or window < longest else None for window in self.scoring.kinds}
+        plans = {window: self._plan(layout, window) for window in dict.fromkeys(needed.values())}
+        return {window: plans[effective] for window, effective in needed.items()}
+
+    def _plan(self, layout: Layout, window: int | None) -> _Plan:
         page_size = self.pool.page_size
         decodes: list[tuple[int, int, int]] = []  # (pages, sequence, token)
         extends: list[_Extend] = []
         token = 0
         for i, (q_len, kv_len) in enumerate(zip(layout.q_lens, layout.kv_lens, strict=True)):
-            num_pages = -(-kv_len // page_size)
+            end_page = -(-kv_len // page_size)
+            first_page = self._oldest(kv_len - q_len + 1, window) // page_size
             if q_len == kv_len and not self.pool.is_fp8:  # of fp8 a prompt sees what later ones will see of it
-                extends.append(_Extend(token, token + q_len, kv_len, None))
+                extends.append(_Extend(token, token + q_len, kv_len, 0, None))
             elif q_len == 1:
-                decodes.append((num_pages, i, token))
+                decodes.append((end_page - first_page, i, token))
             else:
                 row = layout.rows[i : i + 1]  # as an index, row i itself would be waited for
-                extends.append(
-                    _Extend(token, token + q_len, kv_len, layout.page_table[:, :num_pages].index_select(0, row)[0])
-                )
+                pages = layout.page_table[:, first_page:end_page].index_select(0, row)[0]
+                extends.append(_Extend(token, token + q_len, kv_len, first_page * page_size, pages))
             token += q_len
-        return _Plan(self._group(decodes, layout, token), extends)
+        return _Plan(window, self._group(decodes, layout, token, window), extends)
 
-    def _group(self, decodes: list[tuple[int, int, int]], layout: Layout, tokens: int) -> list[_DecodeGroup]:
+    @staticmethod
+    def _oldest(length: int, window: int | None) -> int:
+        """The first token that the last of so many sees."""
+        return 0 if window is None else max(length - window, 0)
+
+    def _group(
+        self, decodes: list[tuple[int, int, int]], layout: Layout, tokens: int, window: int | None
+    ) -> list[_DecodeGroup]:
         """Split into groups whose padding at most doubles the work, and whose keys and values stay in the cache."""
-        device = layout.page_table.device
         keys = self.pool.keys[0]
         max_pages = GROUP_BYTES // (2 * keys[0].numel() * keys.element_size())
         groups: list[list[tuple[int, int, int]]] = []
@@ -87,44 +102,81 @@ class TorchSDPA(AttentionBackend):
                 groups[-1].append(item)
             else:
                 groups.append([item])
+        if len(groups) == 1 and len(decodes) == tokens:
+            group = sorted(groups[0], key=lambda item: item[2])
+            return [self._decode_group(group, layout, None, layout.rows, window)]
         plans = []
         for group in groups:
-            if len(groups) == 1 and len(group) == tokens:
-                group = sorted(group, key=lambda item: item[2])
-                rows, table_rows = None, layout.rows
-            else:
-                rows = torch.tensor([item[2] for item in group], device=device)
-                table_rows = layout.rows[torch.tensor([item[1] for item in group], device=device)]
-            num_pages = max(item[0] for item in group)
-            lens = [layout.kv_lens[item[1]] for item in group]
-            pages = layout.page_table[table_rows, :num_pages].reshape(-1)
-            num_keys = num_pages * self.pool.page_size
-            mask = hidden = None
-            if min(lens) < num_keys:
-                visible = torch.arange(num_keys, device=device) < torch.tensor(lens, device=device)[:, None]
-                mask = visible[:, None, None, :]
-                # known on the CPU: asking the device (nonzero) would wait for it
-                hidden = torch.from_numpy(_hidden(lens, num_keys)).to(device)
-            plans.append(_DecodeGroup(rows, pages, mask, hidden))
+            rows = torch.tensor([item[2] for item in group], device=layout.page_table.device)
+            table_rows = layout.rows[torch.tensor([item[1] for item in group], device=layout.page_table.device)]
+            plans.append(self._decode_group(group, layout, rows, table_rows, window))
         return plans
 
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: _Plan) -> torch.Tensor:
-        if len(plan.decodes) == 1 and plan.decodes[0].rows is None:
-            return self._decode(layer, q, plan.decodes[0])
+    def _decode_group(
+        self,
+        group: list[tuple[int, int, int]],
+        layout: Layout,
+        rows: torch.Tensor | None,
+        table_rows: torch.Tensor,
+        window: int | None,
+    ) -> _DecodeGroup:
+        device, page_size = layout.page_table.device, self.pool.page_size
+        num_pages = max(item[0] for item in group)
+        ends = np.array([layout.kv_lens[item[1]] for item in group])
+        oldest = np.array([self._oldest(int(end), window) for end in ends])
+        if window is None:
+            pages = layout.page_table[table_rows, :num_pages].reshape(-1)
+        else:
+            first_pages = oldest // page_size
+            oldest, ends = oldest - first_pages * page_size, ends - first_pages * page_size
+            wanted = (first_pages[:, None] + np.arange(num_pages)).clip(max=layout.page_table.shape[1] - 1)
+            pages = layout.page_table[table_rows[:, None], torch.from_numpy(wanted).to(device)].reshape(-1)
+        num_keys = num_pages * page_size
+        mask = hidden = None
+        if ends.min() < num_keys or oldest.max() > 0:
+            # made on the CPU: asking the device which are hidden (nonzero) would wait for it
+            at = np.arange(num_keys)
+            visible = (oldest[:, None] <= at) & (at < ends[:, None])
+            mask = torch.from_numpy(visible).to(device)[:, None, None, :]
+            hidden = torch.from_numpy(np.flatnonzero(~visible)).to(device)
+        return _DecodeGroup(rows, pages, mask, hidden)
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: dict[int | None, _Plan]
+    ) -> torch.Tensor:
+        this = plan[self.scoring.window(layer)]
+        if len(this.decodes) == 1 and this.decodes[0].rows is None:
+            return self._decode(layer, q, this.decodes[0])
         out = torch.empty(q.shape[0], self.num_heads * self.head_dim, dtype=q.dtype, device=q.device)
-        for group in plan.decodes:
+        for group in this.decodes:
             assert group.rows is not None
             out[group.rows] = self._decode(layer, q[group.rows], group)
-        for extend in plan.extends:
-            self._extend(layer, q, k, v, extend, out)
+        for extend in this.extends:
+            self._extend(layer, q, k, v, extend, this.window, out)
         return out
 
     def _decode(self, layer: int, q: torch.Tensor, group: _DecodeGroup) -> torch.Tensor:
         rows, heads = q.shape[0], self.num_kv_heads
         keys, values = self._gather(layer, group.pages, rows, group.hidden)
         queries = q.view(rows, heads, self.num_heads // heads, self.head_dim)
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, scale=self.scale)
-        return out.reshape(rows, self.num_heads * self.head_dim)
+        return self._attend(queries, keys, values, group.mask).reshape(rows, self.num_heads * self.head_dim)
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, *, causal: bool = False
+    ) -> torch.Tensor:
+        """q (rows, heads, queries, dim), k, v (rows, kv_heads, keys, dim), mask (rows or 1, 1, queries or 1, keys)."""
+        cap = self.scoring.softcap
+        if cap is None:
+            gqa = q.shape[1] != k.shape[1]
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=gqa
+            )
+        assert not causal
+        groups = q.unflatten(1, (k.shape[1], -1))
+        scores = (groups @ k.unsqueeze(2).mT).float().mul_(self.scale / cap).tanh_().mul_(cap)
+        if mask is not None:
+            scores.masked_fill_(~mask.unsqueeze(2), -torch.inf)
+        return (scores.softmax(-1).to(v.dtype) @ v.unsqueeze(2)).flatten(1, 2)
 
     def _gather(
         self, layer: int, pages: torch.Tensor, rows: int, hidden: torch.Tensor | None = None
@@ -144,35 +196,29 @@ class TorchSDPA(AttentionBackend):
         k: torch.Tensor,
         v: torch.Tensor,
         extend: _Extend,
+        window: int | None,
         out: torch.Tensor,
     ) -> None:
         start, end = extend.start, extend.end
         queries = q[None, start:end].transpose(1, 2)
         if extend.pages is None:
             keys, values = k[None, start:end].transpose(1, 2), v[None, start:end].transpose(1, 2)
-            result = F.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, scale=self.scale, enable_gqa=True
-            )
-            out[start:end] = result[0].transpose(0, 1).reshape(end - start, -1)
-            return
-        keys, values = self._gather(layer, extend.pages, 1)
+            if window is None and self.scoring.softcap is None:
+                result = self._attend(queries, keys, values, None, causal=True)
+                out[start:end] = result[0].transpose(0, 1).reshape(end - start, -1)
+                return
+        else:
+            keys, values = self._gather(layer, extend.pages, 1)
         q_len = end - start
         cached_len = extend.kv_len - q_len
         for low in range(0, q_len, QUERY_BLOCK):
             high = min(low + QUERY_BLOCK, q_len)
-            visible = cached_len + high
-            mask = torch.ones(high - low, visible, dtype=torch.bool, device=q.device).tril(cached_len + low)
-            result = F.scaled_dot_product_attention(
-                queries[:, :, low:high],
-                keys[:, :, :visible],
-                values[:, :, :visible],
-                attn_mask=mask,
-                scale=self.scale,
-                enable_gqa=True,
-            )
+            oldest = max(self._oldest(cached_len + low + 1, window), extend.first)
+            seen = slice(oldest - extend.first, cached_len + high - extend.first)
+            mask = torch.ones(high - low, seen.stop - seen.start, dtype=torch.bool, device=q.device)
+            diagonal = cached_len + low - oldest  # where the first query itself is, among the keys
+            mask = mask.tril(diagonal)
+            if window is not None:
+                mask = mask.triu(diagonal - window + 1)
+            result = self._attend(queries[:, :, low:high], keys[:, :, seen], values[:, :, seen], mask[None, None])
             out[start + low : start + high] = result[0].transpose(0, 1).reshape(high - low, -1)
-
-
-def _hidden(lens: list[int], num_keys: int) -> npt.NDArray[np.int64]:
-    """Indices, in the flattened (rows, num_keys), of the keys past each row's length."""
-    return np.concatenate([np.arange(row * num_keys + n, (row + 1) * num_keys) for row, n in enumerate(lens)])

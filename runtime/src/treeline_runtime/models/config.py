@@ -6,43 +6,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from treeline_runtime.models.keys import unknown_rope_settings, unknown_settings
+from treeline_runtime.models.families import FAMILIES, PRE_NORMS, Family, Norms
+from treeline_runtime.models.keys import unknown_settings
 from treeline_runtime.models.quantization.scheme import NotServed, Scheme, read_scheme
+from treeline_runtime.models.rope_config import RopeConfig
+from treeline_runtime.models.scoring import PLAIN, Scoring
+from treeline_runtime.models.settings import FULL, ModelError, flag
 
+__all__ = ["ModelConfig", "ModelError", "RopeConfig"]
 
-class ModelError(Exception):
-    """The checkpoint cannot be served; the message says which file or setting, and what would do."""
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding. Fields beyond `theta` belong to some types only."""
-
-    type: str = "default"
-    """default, linear, dynamic, llama3 or yarn."""
-    theta: float = 10000.0
-    factor: float = 1.0
-    original_max_position: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-ROPE_NEEDS = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}
-MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
-"""Architecture → its model_type."""
 CAUSAL, CLASSIFIER, BASE = "ForCausalLM", "ForSequenceClassification", "Model"
 """Endings of architectures: a decoder with a language-model head, with a classification head, and with none."""
 FOREIGN_FILES = {
@@ -55,7 +29,7 @@ FOREIGN_FILES = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A dense decoder. Sizes in elements."""
+    """A dense decoder. Sizes in elements. The defaults are Llama's."""
 
     architecture: str
     vocab_size: int
@@ -68,13 +42,28 @@ class ModelConfig:
     rms_norm_eps: float
     max_position: int
     tie_word_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     rope: RopeConfig
     eos_token_ids: tuple[int, ...]
     quantization: Scheme | None
+
+    # how its family differs: `families/`
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    packed: bool = False
+    """The checkpoint has qkv_proj and gate_up_proj in place of q_proj, k_proj, v_proj and gate_proj, up_proj."""
+    qk_norm: bool = False
+    """Queries and keys have RMS norms: of each head, or over all heads of a token."""
+    qk_norm_over_heads: bool = False
+    norms: Norms = PRE_NORMS
+    norm_adds_one: bool = False
+    """Norms multiply by 1 + weight."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
+    scoring: Scoring = PLAIN
+    local_rope: RopeConfig | None = None
+    """Of the layers that have a window; None: the same as of the others."""
 
     @property
     def longest_context(self) -> int:
@@ -96,53 +85,44 @@ class ModelConfig:
             if (directory / name).exists():
                 raise ModelError(problem.format(name))
         generation = directory / "generation_config.json"
-        eos = _eos_ids(config)
-        if generation.is_file():
-            eos = _eos_ids(_read_json(generation)) or eos
-        return cls._parse(config, eos)
+        return cls._parse(config, _eos_ids(_read_json(generation)) if generation.is_file() else ())
 
     @classmethod
     def _parse(cls, config: Mapping[str, Any], eos: tuple[int, ...]) -> ModelConfig:
-        architecture = _architecture(config)
-        quantization = _quantization(config)
-        _refuse_unknown(config)
+        """eos: what generation_config.json says of them; (): nothing."""
         try:
+            family = _family(config)
+            quantization = _quantization(config)
+            _refuse_unknown(config, family)
+            config = {**family.defaults, **config}
             heads = int(config["num_attention_heads"])
             hidden = int(config["hidden_size"])
             max_position = int(config["max_position_embeddings"])
-            attention_bias = _flag(config, "attention_bias")
-            qwen2 = architecture == "Qwen2ForCausalLM"
-            llama = architecture == "LlamaForCausalLM"
-            default_head = 128 if architecture == "Qwen3ForCausalLM" else hidden // heads
-            model = cls(
-                architecture=architecture,
+            common = cls(
+                architecture=family.architecture,
                 vocab_size=int(config["vocab_size"]),
                 hidden_size=hidden,
                 intermediate_size=int(config["intermediate_size"]),
                 num_layers=int(config["num_hidden_layers"]),
                 num_heads=heads,
-                # what the classes of transformers take for a missing key; null means "as many as heads"
-                num_kv_heads=int(config.get("num_key_value_heads", heads if llama else 32) or heads),
-                head_dim=int(config.get("head_dim") or default_head),
+                num_kv_heads=int(config.get("num_key_value_heads") or heads),
+                head_dim=int(config.get("head_dim") or hidden // heads),
                 rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
                 max_position=max_position,
-                tie_word_embeddings=_flag(config, "tie_word_embeddings"),
-                qkv_bias=qwen2 or attention_bias,
-                o_bias=not qwen2 and attention_bias,
-                mlp_bias=llama and _flag(config, "mlp_bias"),
-                qk_norm=architecture == "Qwen3ForCausalLM",
-                rope=_rope(config, max_position),
-                eos_token_ids=eos,
+                tie_word_embeddings=flag(config, "tie_word_embeddings"),
+                rope=family.rope(config, max_position),
+                eos_token_ids=eos or _eos_ids(config),
                 quantization=quantization,
             )
+            model = family.describe(common, config)
+            model._check(family)
+            return model
         except KeyError as error:
             raise ModelError(f"config.json lacks {error}") from error
-        except (TypeError, ValueError, ZeroDivisionError) as error:
+        except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
             raise ModelError(f"config.json: {error}") from error
-        model._check_sizes()
-        return model
 
-    def _check_sizes(self) -> None:
+    def _check(self, family: Family) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
         for name in (*sizes, "head_dim", "max_position"):
             if getattr(self, name) < 1:
@@ -151,8 +131,11 @@ class ModelConfig:
             raise ModelError(
                 f"config.json: {self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads"
             )
-        if self.head_dim % 2:
-            raise ModelError(f"config.json: rotary embedding needs an even head_dim, not {self.head_dim}")
+        for rope in filter(None, (self.rope, self.local_rope)):
+            rope.check(self.head_dim)
+            if rope.partial_rotary_factor != 1 and not family.partial_rotary:
+                what = f"partial_rotary_factor {rope.partial_rotary_factor}"
+                raise ModelError(f"{what} is not supported for {self.architecture}; only 1.0 is")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -176,17 +159,17 @@ def decoder_architecture(name: str) -> str:
     return name
 
 
-def _architecture(config: Mapping[str, Any]) -> str:
+def _family(config: Mapping[str, Any]) -> Family:
     names = config.get("architectures") or []
     decoders = [decoder_architecture(str(name)) for name in names]
-    name = next((name for name in decoders if name in MODEL_TYPES), None)
+    family = next((FAMILIES[name] for name in decoders if name in FAMILIES), None)
     kind = config.get("model_type")
-    if name is None:
+    if family is None:
         what = ", ".join(map(str, names)) or f"model_type {kind!r}"
-        raise ModelError(f"architecture {what} is not supported; supported: {', '.join(MODEL_TYPES)}")
-    if kind not in (None, MODEL_TYPES[name]):
-        raise ModelError(f"config.json has architecture {name}, but model_type {kind!r}: which is it?")
-    return name
+        raise ModelError(f"architecture {what} is not supported; supported: {', '.join(FAMILIES)}")
+    if kind not in (None, family.model_type):
+        raise ModelError(f"config.json has architecture {family.architecture}, but model_type {kind!r}: which is it?")
+    return family
 
 
 def _quantization(config: Mapping[str, Any]) -> Scheme | None:
@@ -196,73 +179,27 @@ def _quantization(config: Mapping[str, Any]) -> Scheme | None:
         raise ModelError(f"config.json: {error}") from error
 
 
-def _refuse_unknown(config: Mapping[str, Any]) -> None:
+def _refuse_unknown(config: Mapping[str, Any], family: Family) -> None:
     """Settings that are not acted on here, but change what the model computes, or may."""
-    if config.get("use_sliding_window"):
-        raise ModelError("sliding-window attention is not supported (config.json has use_sliding_window)")
-    if config.get("sliding_window") is not None and config.get("use_sliding_window") is not False:
-        raise ModelError("sliding-window attention is not supported (config.json has sliding_window)")
-    if kinds := set(config.get("layer_types") or ()) - {"full_attention"}:
-        raise ModelError(f"layers of type {', '.join(sorted(map(str, kinds)))} are not supported (layer_types)")
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ModelError(f"activation {activation!r} is not supported; only silu is")
-    if settings := unknown_settings(config):
+    read = family.reads | {family.activation[0]}
+    if "layer_types" not in read:
+        if kinds := set(config.get("layer_types") or ()) - {FULL}:
+            raise ModelError(f"layers of type {', '.join(sorted(map(str, kinds)))} are not supported (layer_types)")
+        read |= {"layer_types"}
+    if "sliding_window" not in read and config.get("use_sliding_window") is False:
+        read |= {"sliding_window"}
+    key, served = family.activation
+    if (activation := config.get(key, served[0])) not in served:
+        raise ModelError(f"activation {activation!r} is not supported; only {served[0]} is")
+    if settings := unknown_settings(config, read, family.not_used):
         raise ModelError(
             f"config.json has settings that are not known here and may change the result: {', '.join(settings)}; "
             "if they have no effect on this model, remove them"
         )
 
 
-def _flag(config: Mapping[str, Any], key: str) -> bool:
-    value = config.get(key)
-    if value not in (None, True, False):
-        raise ValueError(f"{key} must be true or false, not {value!r}")
-    return bool(value)
-
-
 def _eos_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
     eos = config.get("eos_token_id")
-    if eos is None and "eos_token_id" not in config and config.get("model_type") == "llama":
-        return (2,)  # what transformers takes for a missing key
     if eos is None:
         return ()
     return tuple(int(i) for i in eos) if isinstance(eos, list) else (int(eos),)
-
-
-def _rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
-    """Either generation of keys: rope_parameters (with everything inside), or rope_theta beside rope_scaling.
-
-    Where both are present, rope_scaling replaces rope_parameters as a whole: so does transformers.
-    """
-    values: dict[str, Any] = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    if unknown := unknown_rope_settings(values):
-        raise ModelError(f"rope settings that are not supported: {', '.join(unknown)}")
-    kind = values.get("rope_type") or values.get("type") or "default"
-    if kind not in ROPE_TYPES:
-        raise ModelError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    partial = values.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise ModelError(f"partial_rotary_factor {partial} is not supported; only 1.0 is")
-    theta = values.get("rope_theta", config.get("rope_theta"))
-    original = config.get("original_max_position_embeddings", values.get("original_max_position_embeddings"))
-    original = int(original or max_position)
-    if kind == "yarn" and values.get("factor") is None:
-        values["factor"] = max_position / original
-    for key in ROPE_NEEDS.get(kind, ()):
-        if values.get(key) is None:
-            raise ModelError(f"rope type {kind!r} needs a {key}")
-    return RopeConfig(
-        type=kind,
-        theta=float(10000.0 if theta is None else theta),
-        factor=float(values.get("factor") or 1.0),
-        original_max_position=original,
-        low_freq_factor=float(values.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(values.get("high_freq_factor") or 4.0),
-        beta_fast=float(values.get("beta_fast") or 32.0),
-        beta_slow=float(values.get("beta_slow") or 1.0),
-        attention_factor=values.get("attention_factor"),
-        mscale=values.get("mscale"),
-        mscale_all_dim=values.get("mscale_all_dim"),
-        truncate=bool(values.get("truncate", True)),
-    )

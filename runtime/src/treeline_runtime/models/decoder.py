@@ -1,4 +1,7 @@
-"""The dense decoder that Llama, Qwen2 and Qwen3 share; they differ in biases and in query/key norms.
+"""The dense decoder that all families share; how one differs is said by its `ModelConfig` (`families/`).
+
+A layer is two sublayers, attention and feed-forward: each reads the residual stream, normed or not, and what it adds to
+it may be normed too.
 
 Tensors are flat over the step: (tokens, …). Projections that read the same input are one matrix.
 """
@@ -6,6 +9,8 @@ Tensors are flat over the step: (tokens, …). Projections that read the same in
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +21,9 @@ from treeline_runtime.models.pooler import Pooler
 from treeline_runtime.models.quantization.kv import kv_scales
 from treeline_runtime.models.quantization.product import new_product, stack
 from treeline_runtime.models.rope import rope_tables
+from treeline_runtime.models.rope_config import RopeConfig
 from treeline_runtime.models.weights import EMBEDDING, HEAD, Weights
-from treeline_runtime.ops import Heads, Ops, ops_for
+from treeline_runtime.ops import Activation, Heads, Ops, ops_for
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +46,13 @@ class Linear:
         return y if delta is None else y + delta
 
 
+def norm_weight(config: ModelConfig, weights: Weights, name: str, size: int) -> torch.Tensor:
+    """What the normed values are multiplied by. 1 + weight is kept in float32, in which transformers adds: most of its
+    weights are small, and 16 bits would round them to few values near 1."""
+    weight = weights.take(f"{name}.weight", size)
+    return weight.float() + 1 if config.norm_adds_one else weight
+
+
 class Attention:
     """Self-attention of one layer: projections, optional query/key norm, rope, the backend, output projection."""
 
@@ -47,50 +60,88 @@ class Attention:
         prefix = f"model.layers.{layer}.self_attn."
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         sizes = {"q_proj": heads * dim} | dict.fromkeys(("k_proj", "v_proj"), kv_heads * dim)
+        if config.packed:
+            sizes = {"qkv_proj": sum(sizes.values())}
         self._ops, self._layer = ops, layer
         self._qkv = Linear(weights, ops, prefix, sizes, config.hidden_size, bias=config.qkv_bias)
         self._o = Linear(weights, ops, prefix, {"o_proj": config.hidden_size}, heads * dim, bias=config.o_bias)
         norm: torch.Tensor | None = None
         if config.qk_norm:
-            q_norm = weights.take(f"{prefix}q_norm.weight", dim).expand(heads, dim)
-            k_norm = weights.take(f"{prefix}k_norm.weight", dim).expand(kv_heads, dim)
-            norm = torch.cat((q_norm, k_norm))
-        self._heads = Heads(heads, kv_heads, dim, norm, config.rms_norm_eps)
+            parts = []
+            for name, count in (("q_norm", heads), ("k_norm", kv_heads)):
+                size = count * dim if config.qk_norm_over_heads else dim
+                parts.append(norm_weight(config, weights, prefix + name, size).view(-1, dim).expand(count, dim))
+            norm = torch.cat(parts)
+        is_local = config.local_rope is not None and config.scoring.window(layer) is not None
+        self._heads = Heads(heads, kv_heads, dim, norm, config.rms_norm_eps, config.qk_norm_over_heads, int(is_local))
 
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         q, k, v = self._ops.rotate_and_store(self._qkv(x, context), self._heads, self._layer, context)
         return self._o(context.attention.forward(self._layer, q, k, v, context.plan), context)
 
 
+class FeedForward:
+    """The gated feed-forward: gate and up, the activation of the one times the other, down."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        ops: Ops,
+        prefix: str,
+        hidden: int,
+        inner: int,
+        *,
+        bias: bool,
+        packed: bool = False,
+        activation: Activation = "silu",
+    ) -> None:
+        sizes = {"gate_up_proj": 2 * inner} if packed else {"gate_proj": inner, "up_proj": inner}
+        self._ops, self._activation = ops, activation
+        self._gate_up = Linear(weights, ops, prefix, sizes, hidden, bias=bias)
+        self._down = Linear(weights, ops, prefix, {"down_proj": hidden}, inner, bias=bias)
+
+    def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        return self._down(self._ops.gate(self._gate_up(x, context), self._activation), context)
+
+
+@dataclass(frozen=True, slots=True)
+class Sublayer:
+    """What reads the residual stream and adds to it; the norms before and after it, where there are some."""
+
+    before: torch.Tensor | None
+    compute: Callable[[torch.Tensor, Context], torch.Tensor]
+    after: torch.Tensor | None
+
+
 class Layer:
-    """Norm, attention, norm, gated feed-forward, each added to the residual."""
+    """Attention and feed-forward."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, layer: int) -> None:
         prefix = f"model.layers.{layer}."
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self._ops, self._eps = ops, config.rms_norm_eps
-        self._norm1 = weights.take(f"{prefix}input_layernorm.weight", hidden)
-        self._attention = Attention(config, weights, ops, layer)
-        self._norm2 = weights.take(f"{prefix}post_attention_layernorm.weight", hidden)
-        mlp = f"{prefix}mlp."
-        self._gate_up = Linear(weights, ops, mlp, {"gate_proj": inner, "up_proj": inner}, hidden, bias=config.mlp_bias)
-        self._down = Linear(weights, ops, mlp, {"down_proj": hidden}, inner, bias=config.mlp_bias)
 
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, context: Context
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`x` is what the layer before adds to `residual` (None: x is all there is). → the same of this layer."""
-        if residual is None:
-            x, residual = self._ops.norm(x, self._norm1, self._eps), x
-        else:
-            x, residual = self._ops.add_norm(x, residual, self._norm1, self._eps)
-        x = self._attention(x, context)
-        x, residual = self._ops.add_norm(x, residual, self._norm2, self._eps)
-        return self._down(self._ops.gate(self._gate_up(x, context)), context), residual
+        def norm(name: str | None) -> torch.Tensor | None:
+            return norm_weight(config, weights, prefix + name, config.hidden_size) if name else None
+
+        names = config.norms
+        self._attention = Attention(config, weights, ops, layer)
+        self._feed_forward = FeedForward(
+            weights,
+            ops,
+            f"{prefix}mlp.",
+            config.hidden_size,
+            config.intermediate_size,
+            bias=config.mlp_bias,
+            packed=config.packed,
+            activation=config.activation,
+        )
+        self.sublayers = (
+            Sublayer(norm(names.before_attention), self._attention, norm(names.after_attention)),
+            Sublayer(norm(names.before_mlp), self._feed_forward, norm(names.after_mlp)),
+        )
 
 
 class Decoder:
-    """Embedding, layers, norm, head. `context_length` sizes the rope table."""
+    """Embedding, layers, norm, head. `context_length` sizes the rope tables."""
 
     pooler: Pooler | None = None
     """What makes vectors of its hidden states, where the model is served for these and not for text."""
@@ -98,35 +149,59 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: Weights, context_length: int) -> None:
         self.config = config
         self._embedding, self._head = _embedding_and_head(config, weights)
-        self.ops = ops_for(self._embedding.device)
+        dtype, device = self._embedding.dtype, self._embedding.device
+        # rounded as the embedding is: transformers multiplies with a tensor of that type
+        self._scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        self.ops = ops_for(device)
         self._layers = [Layer(config, weights, self.ops, i) for i in range(config.num_layers)]
         self.kv_scales = kv_scales(weights, config.num_layers)
-        self._norm = weights.take("model.norm.weight", config.hidden_size)
-        self._cos, self._sin = rope_tables(
-            config.rope,
-            config.head_dim,
-            config.max_position,
-            context_length,
-            self._embedding.dtype,
-            self._embedding.device,
-        )
+        self._norm = norm_weight(config, weights, "model.norm", config.hidden_size)
+        ropes = [rope for rope in (config.rope, config.local_rope) if rope is not None]
+        self._cos, self._sin = self._tables(ropes, context_length, dtype, device)
+
+    def _tables(
+        self, ropes: list[RopeConfig], length: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """→ cos, sin, each (ropes, length, rotated elements of a head)."""
+        dim, trained = self.config.head_dim, self.config.max_position
+        cos, sin = zip(*(rope_tables(rope, dim, trained, length, dtype, device) for rope in ropes), strict=True)
+        return torch.stack(cos), torch.stack(sin)
 
     def rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines for these positions, as `Context` wants them: (tokens, 1, head_dim)."""
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        """Cosines and sines for these positions, as `Context` wants them."""
+        return self._cos[:, positions].unsqueeze(2), self._sin[:, positions].unsqueeze(2)
 
     def forward(self, input_ids: torch.Tensor, context: Context) -> torch.Tensor:
         """input_ids (tokens,) → normalised hidden states (tokens, hidden)."""
         x = F.embedding(input_ids, self._embedding)
+        if self._scale != 1:
+            x = x * self._scale
         residual: torch.Tensor | None = None
+        after: torch.Tensor | None = None
         for layer in self._layers:
-            x, residual = layer(x, residual, context)
-        assert residual is not None
-        return self.ops.add_norm(x, residual, self._norm, self.config.rms_norm_eps)[0]
+            for sublayer in layer.sublayers:
+                x, residual = self._join(x, residual, after, sublayer.before)
+                x, after = sublayer.compute(x, context), sublayer.after
+        return self._join(x, residual, after, self._norm)[0]
+
+    def _join(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        after: torch.Tensor | None,
+        before: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add x, normed by `after`, to the residual stream (None: x begins it). → the stream normed by `before`, it."""
+        eps = self.config.rms_norm_eps
+        if residual is not None:
+            return self.ops.add_norm(x, residual, before, eps, after)
+        return (x if before is None else self.ops.norm(x, before, eps)), x
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """(rows, hidden) → (rows, vocabulary), in `out` if given"""
-        return self.ops.linear(hidden, self._head, None) if out is None else torch.mm(hidden, self._head.t(), out=out)
+        logits = self.ops.linear(hidden, self._head, None) if out is None else torch.mm(hidden, self._head.t(), out=out)
+        cap = self.config.logit_softcap
+        return logits if cap is None else self.ops.softcap(logits, cap)
 
 
 def _embedding_and_head(config: ModelConfig, weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Which keys of config.json are known. A key that nobody here knows may change what the model computes: it is refused.
 
-A key is read by `ModelConfig`, or has no effect on the answers, or has values that mean "not used". `null` is such a
-value for every key.
+A key is read by `ModelConfig` or by the family (`families/`), or has no effect on the answers, or has values that mean
+"not used". `null` is such a value for every key.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ def _words(text: str) -> frozenset[str]:
 
 
 READ = _words(
-    "architectures attention_bias eos_token_id head_dim hidden_act hidden_size intermediate_size layer_types "
-    "max_position_embeddings mlp_bias model_type num_attention_heads num_hidden_layers num_key_value_heads "
-    "original_max_position_embeddings partial_rotary_factor quantization_config rms_norm_eps rope_parameters "
-    "rope_scaling rope_theta sliding_window tie_word_embeddings use_sliding_window vocab_size "
+    "architectures eos_token_id head_dim hidden_size intermediate_size max_position_embeddings model_type "
+    "num_attention_heads num_hidden_layers num_key_value_heads original_max_position_embeddings partial_rotary_factor "
+    "quantization_config rms_norm_eps rope_parameters rope_scaling rope_theta tie_word_embeddings vocab_size "
     # how vectors are made of hidden states (`pooling`)
     "is_matryoshka matryoshka_dimensions sbert_ce_default_activation_function sentence_transformers"
 )
+"""For every family."""
 
 NO_EFFECT = _words(
     # where it comes from, and who wrote it
@@ -30,11 +30,12 @@ NO_EFFECT = _words(
     "unsloth_version "
     # how other programs compute the same
     "_attn_implementation _attn_implementation_autoset _attn_implementation_internal _experts_implementation "
-    "attn_implementation dtype pretraining_tp torch_dtype torchscript use_bfloat16 use_cache use_flash_attn "
+    "attn_implementation cache_implementation dtype pretraining_tp torch_dtype torchscript use_bfloat16 use_cache "
+    "use_flash_attn "
     # training alone
     "attention_dropout attention_probs_dropout_prob attn_pdrop embd_pdrop gradient_checkpointing hidden_dropout "
     "hidden_dropout_prob initializer_range residual_dropout resid_pdrop router_aux_loss_coef tf_legacy_loss "
-    # other tasks, other outputs; max_window_layers belongs to use_sliding_window, which is refused
+    # other tasks, other outputs; max_window_layers belongs to use_sliding_window
     "chunk_size_feed_forward id2label is_decoder label2id max_window_layers num_labels output_attentions "
     "output_hidden_states problem_type return_dict "
     # token ids that nobody here adds
@@ -49,31 +50,39 @@ NO_EFFECT = _words(
 
 NOT_USED: dict[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
+    "attention_bias": (False,),
     "bias": (False,),
     "cross_attention_hidden_size": (),
     "is_encoder_decoder": (False,),
+    "mlp_bias": (False,),
     "pruned_heads": ({},),
     "qkv_bias": (False,),
     "rope_interleaved": (False,),
     "tie_encoder_decoder": (False,),
     "use_mrope": (False,),
     "use_qk_norm": (False,),
+    "use_sliding_window": (False,),
 }
 """Key → its values that mean "not used"; with any other it changes what is computed."""
 
 ROPE = _words(
-    "attention_factor beta_fast beta_slow factor finetuned high_freq_factor low_freq_factor mscale mscale_all_dim "
-    "original_max_position_embeddings partial_rotary_factor rope_theta rope_type truncate type"
+    "attention_factor beta_fast beta_slow factor finetuned high_freq_factor long_factor low_freq_factor mscale "
+    "mscale_all_dim original_max_position_embeddings partial_rotary_factor rope_theta rope_type short_factor truncate "
+    "type"
 )
 """Keys of rope_parameters and rope_scaling; `finetuned` is a remark about training."""
 
 
-def unknown_settings(config: Mapping[str, Any]) -> list[str]:
-    """What config.json asks for that is not known here, as `key = value`."""
+def unknown_settings(
+    config: Mapping[str, Any], read: frozenset[str], not_used: Mapping[str, tuple[object, ...]]
+) -> list[str]:
+    """What config.json asks for that is not known here, as `key = value`. read, not_used: the family's own."""
+    known = READ | NO_EFFECT | read
+    unused = {**NOT_USED, **not_used}
     return [
         f"{key} = {value!r}"
         for key, value in config.items()
-        if value is not None and key not in READ | NO_EFFECT and value not in NOT_USED.get(key, ())
+        if value is not None and key not in known and value not in unused.get(key, ())
     ]
 
 

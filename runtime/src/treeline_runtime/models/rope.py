@@ -1,9 +1,14 @@
-"""Rotary position embedding: one table of cosines and sines per model, looked up by position.
+"""Rotary position embedding: tables of cosines and sines, looked up by position.
 
 The angle at a position depends on the position alone, so a cached key is right for all requests that share its prefix.
-That decides one question: the base of `dynamic` scaling grows with the sequence, and a sequence grows while its keys
-are kept. As in vLLM there is one base for everything that a server computes, that of the longest sequence it serves. A
-context within the trained length, the default, is not scaled at all.
+That decides two questions, as in vLLM: some angles depend on how long the sequence is, and a sequence grows while its
+keys are kept. What a server computes is computed as for the longest sequence that it serves.
+
+- The base of `dynamic` scaling is that of the longest sequence. A context within the trained length, the default, is
+  not scaled at all.
+- `longrope` takes its long factors where the context is longer than `original_max_position`, else the short ones.
+  transformers takes the short ones for as long as a sequence is short: to have them, serve with a short
+  `--context-length`.
 """
 
 from __future__ import annotations
@@ -18,12 +23,15 @@ from treeline_runtime.models.config import RopeConfig
 def rope_tables(
     rope: RopeConfig, head_dim: int, max_position: int, length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """→ cos, sin, each (length, head_dim), for `rotate`."""
+    """→ cos, sin, each (length, rotated elements of a head), for `rotate`."""
     positions = torch.arange(length, dtype=torch.float32)
+    dim = rope.dim(head_dim)
     if rope.type == "dynamic":
-        frequencies, scale = _plain(_dynamic_base(rope, head_dim, max_position, length), head_dim), 1.0
+        frequencies, scale = _plain(_dynamic_base(rope, dim, max_position, length), dim), 1.0
+    elif rope.type == "longrope":
+        frequencies, scale = _longrope(rope, dim, length), _longrope_scale(rope)
     else:
-        frequencies, scale = _frequencies(rope, head_dim)
+        frequencies, scale = _frequencies(rope, dim)
     angles = positions[:, None] * frequencies
     cos, sin = angles.cos() * scale, angles.sin() * scale
     # rotate() multiplies sin with the swapped halves: the sign of the rotation is folded in here
@@ -34,8 +42,11 @@ def rope_tables(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x (tokens, heads, head_dim); cos, sin (tokens, 1, head_dim) as looked up in the tables."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+    """x (tokens, heads, head_dim); cos, sin (tokens, 1, rotated elements) as looked up in the tables."""
+    dim = cos.shape[-1]
+    if dim < x.shape[-1]:
+        return torch.cat((rotate(x[..., :dim], cos, sin), x[..., dim:]), dim=-1)
+    return torch.addcmul(x * cos, x.roll(dim // 2, dims=-1), sin)
 
 
 def _plain(theta: float, dim: int) -> torch.Tensor:
@@ -43,7 +54,7 @@ def _plain(theta: float, dim: int) -> torch.Tensor:
 
 
 def _frequencies(rope: RopeConfig, dim: int) -> tuple[torch.Tensor, float]:
-    """→ (head_dim / 2 inverse frequencies, factor on cos and sin)."""
+    """→ (dim / 2 inverse frequencies, factor on cos and sin)."""
     plain = _plain(rope.theta, dim)
     if rope.type == "linear":
         return plain / rope.factor, 1.0
@@ -97,3 +108,16 @@ def _yarn_scale(rope: RopeConfig) -> float:
 def _dynamic_base(rope: RopeConfig, dim: int, trained: int, length: int) -> float:
     stretch = rope.factor * max(length, trained) / trained - (rope.factor - 1)
     return float(rope.theta * stretch ** (dim / (dim - 2)))
+
+
+def _longrope(rope: RopeConfig, dim: int, length: int) -> torch.Tensor:
+    """https://arxiv.org/abs/2402.13753: a divisor of its own for each frequency, found by search."""
+    factors = rope.long_factor if length > rope.original_max_position else rope.short_factor
+    return _plain(rope.theta, dim) / torch.tensor(factors, dtype=torch.float32)
+
+
+def _longrope_scale(rope: RopeConfig) -> float:
+    """Of both sets of factors: longer contexts spread attention over more tokens."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position))

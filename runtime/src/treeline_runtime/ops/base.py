@@ -6,12 +6,15 @@ Tensors are flat over the step: (tokens, …).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
 if TYPE_CHECKING:
     from treeline_runtime.core import Context
+
+
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +27,17 @@ class Heads:
     norm: torch.Tensor | None
     """(query + kv, dim): weights of an RMS norm over each query and key; None: there is none."""
     eps: float
+    norm_over_heads: bool = False
+    """The norm is over all queries of a token, and over all its keys."""
+    rope: int = 0
+    """Which of the context's tables rotates them."""
 
 
 class Ops(Protocol):
-    """May overwrite its inputs where it says so; results are new tensors otherwise."""
+    """May overwrite its inputs where it says so; results are new tensors otherwise.
+
+    Weights of norms have the type of what they multiply, or float32, in which all of a norm is computed then.
+    """
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x (tokens, inputs), weight (outputs, inputs), bias (outputs,) → (tokens, outputs)."""
@@ -36,12 +46,22 @@ class Ops(Protocol):
         """RMS norm of x (tokens, hidden), times weight (hidden,)."""
 
     def add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        after: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """→ norm of the sum, the sum; `residual` may be where the sum is."""
+        """→ norm of the sum (without a weight the sum itself), the sum; `residual` may be where the sum is.
 
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """(tokens, 2 x inner) → (tokens, inner): silu of the first half, times the second."""
+        after: the weight of a norm of x, before it is added."""
+
+    def gate(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+        """(tokens, 2 x inner) → (tokens, inner): silu of the first half (or gelu by tanh), times the second."""
+
+    def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        """cap x tanh(x / cap), in the place of x, which is contiguous."""
 
     def rotate_and_store(
         self, qkv: torch.Tensor, heads: Heads, layer: int, context: Context

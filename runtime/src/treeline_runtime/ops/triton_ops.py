@@ -8,9 +8,10 @@ import triton
 
 from treeline_runtime.core import Context
 from treeline_runtime.ops import kernels
-from treeline_runtime.ops.base import Heads
+from treeline_runtime.ops.base import Activation, Heads
 
 _GATE_BLOCK = 1024
+_CAP_BLOCK = 2048
 _HEADS_AT_ONCE = 8
 _OUTPUTS_AT_ONCE = 4
 _FEW_OUTPUTS = 4096
@@ -40,29 +41,62 @@ class TritonOps:
         return out
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return self._norm(x, x, weight, eps, add=False)
+        out = torch.empty_like(x)
+        self._norm(x, out, eps, weight=weight)
+        return out
 
     def add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        after: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._norm(x, residual, weight, eps, add=True), residual
+        out = residual if weight is None else torch.empty_like(x)
+        self._norm(x, out, eps, weight=weight, residual=residual, after=after)
+        return out, residual
 
     def _norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, add: bool
-    ) -> torch.Tensor:
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        eps: float,
+        *,
+        weight: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        after: torch.Tensor | None = None,
+    ) -> None:
+        """Rows of x and out are equally far apart; they may be the same."""
         rows, size = x.shape
-        out = torch.empty_like(x)
         block = triton.next_power_of_2(size)
         kernels.norm[(rows,)](
-            x, residual, weight, out, size, eps, ADD=add, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
+            x,
+            x if after is None else after,
+            x if residual is None else residual,
+            x if weight is None else weight,
+            out,
+            size,
+            x.stride(0),
+            eps,
+            AFTER=after is not None,
+            ADD=residual is not None,
+            NORM=weight is not None,
+            BLOCK=block,
+            num_warps=min(max(block // 512, 1), 16),
+        )
+
+    def gate(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
+        kernels.gate[(rows, triton.cdiv(size, _GATE_BLOCK))](
+            gate_up, out, size, GELU=activation == "gelu_tanh", BLOCK=_GATE_BLOCK, num_warps=4
         )
         return out
 
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
-        kernels.gate[(rows, triton.cdiv(size, _GATE_BLOCK))](gate_up, out, size, BLOCK=_GATE_BLOCK, num_warps=4)
-        return out
+    def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        kernels.softcap[(triton.cdiv(x.numel(), _CAP_BLOCK),)](x, x.numel(), cap, BLOCK=_CAP_BLOCK, num_warps=4)
+        return x
 
     def rotate_and_store(
         self, qkv: torch.Tensor, heads: Heads, layer: int, context: Context
@@ -73,15 +107,21 @@ class TritonOps:
         pool = context.attention.pool
         keys, values = pool.keys[layer], pool.values[layer]
         assert context.unfinite is not None
+        cos, sin = context.cos[heads.rope], context.sin[heads.rope]
+        if heads.norm is not None and heads.norm_over_heads:
+            for part in (slice(heads.query), slice(heads.query, heads.query + heads.kv)):
+                x = qkv[:, part].flatten(1)  # a view: the heads of a token are contiguous
+                self._norm(x, x, heads.eps, weight=heads.norm[part].flatten())
+        each = None if heads.norm_over_heads else heads.norm
         kernels.rotate_and_store[(tokens, triton.cdiv(heads.query + 2 * heads.kv, _HEADS_AT_ONCE))](
             qkv,
             q,
             keys,
             values,
             context.slots,
-            context.cos,
-            context.sin,
-            qkv if heads.norm is None else heads.norm,
+            cos,
+            sin,
+            qkv if each is None else each,
             context.unfinite,
             heads.eps,
             pool.key_scales[layer],
@@ -89,8 +129,9 @@ class TritonOps:
             QUERY=heads.query,
             KV=heads.kv,
             HALF=heads.dim // 2,
+            PAIRS=cos.shape[-1] // 2,
             BLOCK_HALF=triton.next_power_of_2(heads.dim // 2),
-            NORM=heads.norm is not None,
+            NORM=each is not None,
             FP8=pool.is_fp8,
             BLOCK=_HEADS_AT_ONCE,
             num_warps=4,

@@ -142,7 +142,7 @@ class Executor:
                 scales=model.kv_scales,
             )
             self._attention = new_attention(
-                config.attention_backend, self.pool, shape.num_heads, shape.num_kv_heads, shape.head_dim
+                config.attention_backend, self.pool, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.scoring
             )
             self._forward = Forward(model, self._attention, table)
             self._graphs = DecodeGraphs(self._forward, self._attention, table, largest_graph, device)

@@ -1,0 +1,22 @@
+"""The families of models that are served, by the architecture that config.json names."""
+
+from __future__ import annotations
+
+from treeline_runtime.models.families import gemma, llama, mistral, olmo, phi, qwen
+from treeline_runtime.models.families.base import PRE_NORMS, Family, Norms
+
+__all__ = ["FAMILIES", "PRE_NORMS", "Family", "Norms"]
+
+FAMILIES: dict[str, Family] = {
+    family.architecture: family
+    for family in (
+        llama.LLAMA,
+        qwen.QWEN2,
+        qwen.QWEN3,
+        mistral.MISTRAL,
+        gemma.GEMMA2,
+        gemma.GEMMA3,
+        phi.PHI3,
+        olmo.OLMO2,
+    )
+}

@@ -1,0 +1,60 @@
+"""What a family of models is to the rest: the shape that its modules fill in.
+
+A family maps its config.json to a `ModelConfig`: `config.py` reads what all have alike, `describe` says the rest. What
+is computed is in `decoder.py`, which all share. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from treeline_runtime.models.rope_config import RopeConfig, read_rope
+
+if TYPE_CHECKING:
+    from treeline_runtime.models.config import ModelConfig
+
+Config = Mapping[str, Any]
+"""config.json, with the family's defaults for what is missing there."""
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Names of a layer's RMS norms: of what attention and feed-forward read, and of what they add to the residual."""
+
+    before_attention: str | None = None
+    after_attention: str | None = None
+    before_mlp: str | None = None
+    after_mlp: str | None = None
+
+
+PRE_NORMS = Norms(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
+"""As Llama has them; the second is named for where it stands."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture of transformers."""
+
+    architecture: str
+    model_type: str
+    describe: Callable[[ModelConfig, Config], ModelConfig]
+    """From what is read of every config.json (a Llama without biases) to this model. Raises ModelError or what the
+    conversion of a value raises."""
+    reads: frozenset[str] = frozenset()
+    """Keys that `describe` and `rope` act on, besides those that are read for all."""
+    defaults: Config = field(default_factory=dict)
+    """What the class of transformers takes for a missing key."""
+    not_used: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    """Further keys → their values that change nothing in this family."""
+    activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))
+    """The key that says it, and the values that are served."""
+    partial_rotary: bool = False
+    """Whether transformers rotates a part of a head if told so."""
+    rope: Callable[[Config, int], RopeConfig] = read_rope
+    """config.json, max_position → the rope of layers without a window, or of all."""

@@ -1,0 +1,26 @@
+"""Llama 2 and 3, and the many that are published as Llama."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from treeline_runtime.models.families.base import Config, Family, words
+from treeline_runtime.models.settings import flag
+
+if TYPE_CHECKING:
+    from treeline_runtime.models.config import ModelConfig
+
+
+def _describe(common: ModelConfig, config: Config) -> ModelConfig:
+    bias = flag(config, "attention_bias")
+    return replace(common, qkv_bias=bias, o_bias=bias, mlp_bias=flag(config, "mlp_bias"))
+
+
+LLAMA = Family(
+    "LlamaForCausalLM",
+    "llama",
+    _describe,
+    reads=words("attention_bias mlp_bias"),
+    defaults={"eos_token_id": 2},
+)

@@ -1,0 +1,28 @@
+"""OLMo 2: norms after attention and feed-forward instead of before, and over all queries and all keys of a token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from treeline_runtime.models.families.base import Config, Family, Norms, words
+from treeline_runtime.models.settings import flag
+
+if TYPE_CHECKING:
+    from treeline_runtime.models.config import ModelConfig
+
+_NORMS = Norms(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")
+
+
+def _describe(common: ModelConfig, config: Config) -> ModelConfig:
+    bias = flag(config, "attention_bias")
+    return replace(common, qkv_bias=bias, o_bias=bias, norms=_NORMS, qk_norm=True, qk_norm_over_heads=True)
+
+
+OLMO2 = Family(
+    "Olmo2ForCausalLM",
+    "olmo2",
+    _describe,
+    reads=words("attention_bias"),
+    defaults={"eos_token_id": 50279, "rms_norm_eps": 1e-5},
+)

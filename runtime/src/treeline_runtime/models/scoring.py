@@ -1,0 +1,28 @@
+"""How a query's scores of the keys are made, in the words that models and attention backends share. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A score is q·k x scale; with a cap c it is c x tanh(score / c); then who is not seen is left out."""
+
+    scale: float | None = None
+    """None: head_dim ** -0.5."""
+    softcap: float | None = None
+    windows: tuple[int | None, ...] = ()
+    """Of each layer, how many tokens one sees, itself the last of them; None: all before it. (): no layer has one."""
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
+
+    @property
+    def kinds(self) -> tuple[int | None, ...]:
+        """The windows that occur, each once."""
+        return tuple(dict.fromkeys(self.windows)) or (None,)
+
+
+PLAIN = Scoring()
+"""Scaled by the size of heads; everybody sees all before it."""

@@ -1,0 +1,284 @@
+"""The Triton kernels of attention, and the one that lays out pages for FlashInfer's.
+
+Rows of activations are contiguous. Indices into pools and tables are 64 bits wide: those have more than 2^31 elements.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-1e30)
+"""Below every score, and finite: differences of two of them are."""
+
+
+@triton.jit
+def flatten_pages(table_ptr, rows_ptr, indptr_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    """out[indptr[i] : indptr[i + 1]] = the first pages of table row rows[i], BLOCK of them in each program."""
+    sequence = tl.program_id(0)
+    start = tl.load(indptr_ptr + sequence)
+    count = tl.load(indptr_ptr + sequence + 1) - start
+    row = tl.load(rows_ptr + sequence).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < count
+    pages = tl.load(table_ptr + row * width + columns, inside, other=0)
+    tl.store(out_ptr + start + columns, pages.to(tl.int32), inside)
+
+
+@triton.jit
+def sequence_of(block, lens_ptr, sequences):
+    """The sequence to which a block belongs."""
+    low = 0
+    high = sequences
+    while low + 1 < high:
+        middle = (low + high) // 2
+        if tl.load(lens_ptr + middle) <= block:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def capped(scores, cap, CAPPED: tl.constexpr):
+    """Scores in base 2. CAPPED: tanh(x) is 2 sigmoid(2 x) - 1, this 2 x is what is given, and `cap` is the cap in base
+    2."""
+    if CAPPED:
+        scores = (2.0 * tl.sigmoid(scores) - 1.0) * cap
+    return scores
+
+
+@triton.jit
+def decode_shares(
+    q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, lens_ptr, partial_ptr, scores_ptr, scale, value_scale, cap, width,
+    sequences,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, SHARES: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Attention of one KV head's queries over one share of all blocks of all sequences.
+
+    lens: a row of `attention.decode._Buffers.lens`. Of each sequence it meets, the share leaves its output in
+    partial[share + sequence], a sum that no others have, and the base-2 logarithm of its softmax's denominator in
+    scores. WINDOW: 0 or how many tokens are seen; a sequence's blocks begin with that of the first of them.
+
+    Keys and values may be e4m3: what they are to be multiplied by is part of `scale`, and `value_scale`.
+    """
+    head = tl.program_id(0)
+    share = tl.program_id(1)
+    total = tl.load(lens_ptr + sequences)
+    shares = tl.minimum(total, SHARES)  # none is empty
+    block = tl.minimum(share * total // shares, total)
+    end = tl.minimum((share + 1) * total // shares, total)
+    sequence = sequence_of(block, lens_ptr, sequences)
+    dims = tl.arange(0, BLOCK_DIM)
+    group = tl.arange(0, BLOCK_GROUP)
+    heads = head * GROUP + group
+    wanted = (group[:, None] < GROUP) & (dims[None, :] < DIM)
+    while block < end:
+        first = tl.load(lens_ptr + sequence)
+        last = tl.minimum(tl.load(lens_ptr + sequence + 1), end)
+        length = tl.load(lens_ptr + sequences + 1 + sequence)
+        row = tl.load(rows_ptr + sequence).to(tl.int64) * width
+        oldest = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+        skipped = oldest // BLOCK * BLOCK
+        q = tl.load(q_ptr + (sequence * KV * GROUP + heads[:, None]) * DIM + dims[None, :], wanted, other=0.0)
+        best = tl.full((BLOCK_GROUP,), float("-inf"), tl.float32)
+        mass = tl.zeros((BLOCK_GROUP,), tl.float32)
+        out = tl.zeros((BLOCK_GROUP, BLOCK_DIM), tl.float32)
+        stop = tl.minimum(skipped + (last - first) * BLOCK, length)
+        for start in range(skipped + (block - first) * BLOCK, stop, BLOCK):
+            tokens = start + tl.arange(0, BLOCK)
+            seen = tokens < stop
+            if WINDOW > 0:
+                seen &= tokens >= oldest
+            page = tl.load(table_ptr + row + tokens // PAGE, seen, other=0)
+            slot = (page * PAGE + tokens % PAGE) * (KV * DIM) + head * DIM
+            k = tl.load(keys_ptr + slot[None, :] + dims[:, None], seen[None, :] & (dims[:, None] < DIM), other=0.0)
+            weights = capped(tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale, cap, CAPPED)
+            weights = tl.where(seen[None, :], weights, float("-inf"))
+            higher = tl.maximum(best, tl.max(weights, 1))
+            weights = tl.exp2(weights - higher[:, None])
+            fade = tl.exp2(best - higher)
+            v = tl.load(values_ptr + slot[:, None] + dims[None, :], seen[:, None] & (dims[None, :] < DIM), other=0.0)
+            out = out * fade[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+            mass = mass * fade + tl.sum(weights, 1)
+            best = higher
+        cell = (share + sequence) * KV * GROUP + heads
+        tl.store(partial_ptr + cell[:, None] * DIM + dims[None, :], out * (value_scale / mass[:, None]), wanted)
+        tl.store(scores_ptr + cell, best + tl.log2(mass), group < GROUP)
+        block = last
+        sequence += 1
+
+
+@triton.jit
+def merge_shares(
+    partial_ptr,
+    scores_ptr,
+    lens_ptr,
+    out_ptr,
+    sequences,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    SHARES: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """One head of one sequence: the sum of what `decode_shares` left of it, each part by its share of the softmax."""
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    total = tl.load(lens_ptr + sequences)
+    shares = tl.minimum(total, SHARES)
+    # share s has the blocks from s x total / shares on: so block b is in share ceil((b + 1) x shares / total) - 1
+    first = ((tl.load(lens_ptr + sequence) + 1) * shares - 1) // total
+    last = (tl.load(lens_ptr + sequence + 1) * shares - 1) // total
+    dims = tl.arange(0, BLOCK_DIM)
+    best = float("-inf")
+    mass = 0.0
+    out = tl.zeros((BLOCK_DIM,), tl.float32)
+    for share in range(first, last + 1):
+        cell = (share + sequence) * HEADS + head
+        score = tl.load(scores_ptr + cell)
+        higher = tl.maximum(best, score)
+        fade = tl.exp2(best - higher)
+        part = tl.exp2(score - higher)
+        out = out * fade + part * tl.load(partial_ptr + cell * DIM + dims, dims < DIM, other=0.0)
+        mass = mass * fade + part
+        best = higher
+    place = (sequence * HEADS + head) * DIM + dims
+    tl.store(out_ptr + place, (out / mass).to(out_ptr.dtype.element_ty), dims < DIM)
+
+
+@triton.jit
+def attend(
+    q, best, mass, out, keys_ptr, values_ptr, table, head, position, start, stop, end, scale, cap,
+    KV: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """The running softmax of rows of queries over the keys from `start` to `stop`, of which there are `end`.
+
+    With MASK a row sees those up to its position, of these with WINDOW the last so many; else all, and none lies behind
+    the end.
+    """
+    dims = tl.arange(0, BLOCK_DIM)
+    inside = dims < DIM
+    for first in range(start, stop, BLOCK):
+        tokens = first + tl.arange(0, BLOCK)
+        there = tokens < end
+        page = tl.load(table + tokens // PAGE, there, other=0)
+        slot = (page * PAGE + tokens % PAGE) * (KV * DIM) + head * DIM
+        k = tl.load(keys_ptr + slot[None, :] + dims[:, None], there[None, :] & inside[:, None], other=0.0)
+        weights = capped(tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale, cap, CAPPED)
+        if MASK:
+            seen = tokens[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen &= tokens[None, :] > position[:, None] - WINDOW
+            weights = tl.where(seen, weights, float("-inf"))
+        higher = tl.maximum(best, tl.max(weights, 1))
+        weights = tl.exp2(weights - higher[:, None])
+        fade = tl.exp2(best - higher)
+        v = tl.load(values_ptr + slot[:, None] + dims[None, :], there[:, None] & inside[None, :], other=0.0)
+        out = out * fade[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+        mass = mass * fade + tl.sum(weights, 1)
+        best = higher
+    return best, mass, out
+
+
+@triton.jit
+def key_ranges(
+    cached, first, end, splits, TOKENS: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Of the keys of this part: where they begin, from where none is too old for a row, up to where all rows see all,
+    and where they end."""
+    # the block with the oldest token that the first row sees
+    start = tl.maximum(cached + first + 1 - WINDOW, 0) // BLOCK * BLOCK if WINDOW > 0 else 0
+    stop = end
+    if SPLIT:
+        size = tl.cdiv(tl.cdiv(end - start, BLOCK), splits) * BLOCK
+        start = tl.minimum(start + tl.program_id(2) * size, end)
+        stop = tl.minimum(start + size, end)
+    common = tl.maximum(start, tl.minimum(stop, (cached + first + 1) // BLOCK * BLOCK))
+    old = start
+    if WINDOW > 0:
+        old = tl.cdiv(tl.maximum(cached + first + TOKENS - WINDOW, 0), BLOCK) * BLOCK
+        old = tl.minimum(common, tl.maximum(start, old))
+    return start, old, common, stop
+
+
+@triton.jit
+def extend(
+    q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, lens_ptr, blocks_ptr, out_ptr, scores_ptr, scale, value_scale,
+    cap, width, sequences, tokens, splits,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """Attention of TOKENS new tokens of one sequence, the queries of one KV head: a row for each token and query head.
+
+    lens (2 x sequences + 1,): where the new tokens of each sequence begin, and their end; then each one's tokens.
+    blocks (blocks, 2): a sequence, and which of its new tokens is the first. All int32.
+
+    With SPLIT this is one of `splits` parts of the keys: out is (splits, tokens, heads, dim) and scores
+    (splits, tokens, heads) has the base-2 logarithm of each part's denominator. Else out is (tokens, heads, dim).
+    """
+    block = blocks_ptr + 2 * tl.program_id(1)
+    sequence = tl.load(block)
+    first = tl.load(block + 1)
+    head = tl.program_id(0)
+    query_start = tl.load(lens_ptr + sequence)
+    q_len = tl.load(lens_ptr + sequence + 1) - query_start
+    cached = tl.load(lens_ptr + sequences + 1 + sequence) - q_len
+    table = table_ptr + tl.load(rows_ptr + sequence).to(tl.int64) * width
+
+    row = tl.arange(0, BLOCK_ROWS)
+    dims = tl.arange(0, BLOCK_DIM)
+    token = first + row // GROUP
+    wanted = (row < TOKENS * GROUP) & (token < q_len)
+    cell = (query_start + token).to(tl.int64) * (KV * GROUP) + head * GROUP + row % GROUP
+    place = cell[:, None] * DIM + dims[None, :]
+    q = tl.load(q_ptr + place, wanted[:, None] & (dims[None, :] < DIM), other=0.0)
+    best = tl.full((BLOCK_ROWS,), LOWEST, tl.float32)
+    mass = tl.zeros((BLOCK_ROWS,), tl.float32)
+    out = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
+
+    position = cached + token
+    end = tl.minimum(cached + q_len, cached + first + TOKENS)
+    start, old, common, stop = key_ranges(cached, first, end, splits, TOKENS, SPLIT, WINDOW, BLOCK)
+    if WINDOW > 0:
+        best, mass, out = attend(
+            q, best, mass, out, keys_ptr, values_ptr, table, head, position, start, old, end, scale, cap,
+            KV, DIM, PAGE, WINDOW, CAPPED, BLOCK, BLOCK_DIM, MASK=True,
+        )  # fmt: skip
+    best, mass, out = attend(
+        q, best, mass, out, keys_ptr, values_ptr, table, head, position, old, common, end, scale, cap,
+        KV, DIM, PAGE, WINDOW, CAPPED, BLOCK, BLOCK_DIM, MASK=False,
+    )  # fmt: skip
+    best, mass, out = attend(
+        q, best, mass, out, keys_ptr, values_ptr, table, head, position, common, stop, end, scale, cap,
+        KV, DIM, PAGE, WINDOW, CAPPED, BLOCK, BLOCK_DIM, MASK=True,
+    )  # fmt: skip
+    some = tl.where(mass > 0.0, mass, 1.0)  # a part of no keys has none
+    if SPLIT:
+        part = tl.program_id(2).to(tl.int64) * tokens * (KV * GROUP)
+        place += part * DIM
+        tl.store(scores_ptr + part + cell, tl.where(mass > 0.0, best + tl.log2(some), float("-inf")), wanted)
+    out = out * (value_scale / some[:, None])
+    tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), wanted[:, None] & (dims[None, :] < DIM))
+
+
+@triton.jit
+def merge_splits(partial_ptr, scores_ptr, out_ptr, heads, splits, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """One head of one token: the sum of the parts that `extend` left, each by its share of the softmax."""
+    dims = tl.arange(0, BLOCK_DIM)
+    cell = tl.program_id(0).to(tl.int64)  # of tokens x heads
+    best = LOWEST
+    mass = 0.0
+    out = tl.zeros((BLOCK_DIM,), tl.float32)
+    for split in range(splits):
+        at = split * heads + cell
+        score = tl.load(scores_ptr + at)
+        higher = tl.maximum(best, score)
+        fade = tl.exp2(best - higher)
+        part = tl.exp2(score - higher)
+        out = out * fade + part * tl.load(partial_ptr + at * DIM + dims, dims < DIM, other=0.0)
+        mass = mass * fade + part
+        best = higher
+    tl.store(out_ptr + cell * DIM + dims, (out / mass).to(out_ptr.dtype.element_ty), dims < DIM)
