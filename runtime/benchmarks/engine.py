@@ -10,10 +10,10 @@ A *shape* is a model's config.json with random weights; `tiny` is for a CPU. Pri
 - `offline.SHAPE`: output tokens a second of 256 requests with 100 to 1,024 tokens in and out, temperature 0.6.
 - `start.SHAPE`: seconds to build the engine: weights, kernels (as far as they are not compiled yet), graphs.
 
-Floors, as `floor.…`: a step moves all weights but the input embedding and the cache of all its sequences through memory
-once; a prompt takes two operations per weight of the layers and token, and four per pair of tokens, head and dimension,
-of which causality needs half. What the device can do is measured first: bytes read and written by a large copy, and a
-large matrix product of random bfloat16 numbers.
+Floors, as `floor.…`: a step moves all weights but the input embedding, of experts those that so many tokens meet on
+average, and the cache of all its sequences through memory once; a prompt takes two operations per weight of the layers
+that a token meets, and four per pair of tokens, head and dimension, of which causality needs half. What the device can
+do is measured first: bytes read and written by a large copy, and a large matrix product of random bfloat16 numbers.
 """
 
 from __future__ import annotations
@@ -62,6 +62,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000.0,
         "max_position_embeddings": 40960,
         "tie_word_embeddings": True,
+    },
+    "qwen3_30b_a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
     },
     "tiny": {
         "architectures": ["Qwen3ForCausalLM"],
@@ -141,13 +160,25 @@ class Bench:
         shape = self.shape
         hidden, layers, dim = shape["hidden_size"], shape["num_hidden_layers"], shape["head_dim"]
         heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
-        layer = hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * shape["intermediate_size"]
-        weights = self.weight_bytes * layers * layer + 2 * hidden * shape["vocab_size"]
+        attention = hidden * dim * (2 * heads + 2 * kv_heads)
         for batch, context in DECODE:
+            layer = attention + feed_forward_weights(shape, batch)
+            weights = self.weight_bytes * layers * layer + 2 * hidden * shape["vocab_size"]
             cache = batch * (context + (SHORT + LONG) / 2) * self.limits.kv_bytes_per_token
             report(f"floor.decode.{self.name}.b{batch}.ctx{context}", (weights + cache) / bandwidth * 1e3)
+        layer = attention + feed_forward_weights(shape, 1)
         operations = 2 * layers * layer * PROMPT + 2 * layers * heads * dim * PROMPT**2
         report(f"floor.prefill.{self.name}.{PROMPT}", PROMPT / (operations / rate))
+
+
+def feed_forward_weights(shape: dict[str, Any], tokens: int) -> float:
+    """Elements of a layer that so many tokens read, if each goes to any of the experts."""
+    hidden = shape["hidden_size"]
+    if "num_experts" not in shape:
+        return float(3 * hidden * shape["intermediate_size"])
+    experts = shape["num_experts"]
+    met = experts * (1 - (1 - shape["num_experts_per_tok"] / experts) ** tokens)
+    return float(hidden * (experts + 3 * met * shape["moe_intermediate_size"]))
 
 
 def copy_bytes_s() -> float:

@@ -221,7 +221,15 @@ class DenseAttention(AttentionBackend):
         buffers.copy_(layout.rows)
         return replace(layout, rows=buffers)
 
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Layout) -> torch.Tensor:
+    def forward(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: Layout,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         out = torch.zeros_like(q)
         token = 0
         for i, (q_len, kv_len) in enumerate(zip(plan.q_lens, plan.kv_lens, strict=True)):
@@ -235,7 +243,10 @@ class DenseAttention(AttentionBackend):
                     scores = keys[seen, group] @ q[token, head] * self.scale
                     if cap := self.scoring.softcap:
                         scores = cap * torch.tanh(scores / cap)
-                    out[token, head] = torch.softmax(scores, dim=0) @ values[seen, group]
+                    if sinks is not None:
+                        scores = torch.cat((scores, sinks[head : head + 1]))
+                    weights = torch.softmax(scores, dim=0)[: len(values[seen])]
+                    out[token, head] = weights @ values[seen, group]
                 token += 1
         return out.flatten(1)
 

@@ -51,6 +51,7 @@ class World:
             scales=scales,
         )
         self.scoring = scoring
+        self.sinks = 2 * self.noise(self.heads) if scoring.sinks else None
         self.backend: AttentionBackend = ATTENTION_BACKENDS.get(name)(self.pool, *shape, scoring)
         self.buffers: Any = None
 
@@ -100,7 +101,7 @@ class World:
         k, v = torch.cat(ks), torch.cat(vs)
         self.pool.store(layer, torch.cat(slots), k, v)
         plan = self.backend.plan(layout, self.buffers)
-        out = self.backend.forward(layer, torch.cat(qs), k, v, plan)
+        out = self.backend.forward(layer, torch.cat(qs), k, v, plan, self.sinks)
         return out, torch.cat(expected)
 
     def truth(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -112,7 +113,10 @@ class World:
             scores = cap * torch.tanh(scores / cap)
         ages = torch.arange(total - new, total)[:, None] - torch.arange(total)
         hidden = (ages < 0) | (ages >= (window or total))
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v).flatten(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if self.sinks is not None:
+            scores = torch.cat((scores, self.sinks[:, None, None].expand(-1, new, 1)), dim=-1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :total], v).flatten(1)
 
 
 @pytest.fixture(params=BACKENDS)
@@ -183,6 +187,19 @@ def test_scores_are_scaled_and_capped_as_told(backend: str) -> None:
             world.check([(9, 1), (2, 1)], layer)
 
 
+@pytest.mark.parametrize("windows", [(), (None, 6)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_token_sees_its_heads_sinks(
+    backend: str, shape: tuple[int, int, int], windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treeline_runtime.attention.torch_sdpa.QUERY_BLOCK", 8)
+    world = World(backend, shape, 4, num_pages=128, scoring=Scoring(windows=windows, sinks=True))
+    for layer in (0, 1):
+        world.check([(0, 19)], layer)
+        world.check([(9, 1), (9, 1)], layer)
+        world.check([(5, 1), (0, 9), (30, 1), (8, 6), (2, 1), (16, 21)], layer)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_random_steps_under_random_rules(backend: str, seed: int) -> None:
     rng = random.Random(seed)
@@ -191,10 +208,10 @@ def test_random_steps_under_random_rules(backend: str, seed: int) -> None:
     World(backend, rng.choice(SHAPES), rng.choice([1, 4]), seed, num_pages=200, scoring=scoring).check(lens)
 
 
-SCORINGS = [PLAIN, Scoring(windows=(None, 6)), Scoring(softcap=2.0)]
+SCORINGS = [PLAIN, Scoring(windows=(None, 6)), Scoring(softcap=2.0), Scoring(windows=(6, None), sinks=True)]
 
 
-@pytest.mark.parametrize("scoring", SCORINGS, ids=["plain", "window", "capped"])
+@pytest.mark.parametrize("scoring", SCORINGS, ids=["plain", "window", "capped", "sinks"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(
     "lens",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -22,9 +23,10 @@ from treeline_runtime.attention.extend import Extend  # noqa: E402
 from treeline_runtime.attention.torch_sdpa import TorchSDPA  # noqa: E402
 from treeline_runtime.core import Context  # noqa: E402
 from treeline_runtime.kvcache import KVPool  # noqa: E402
+from treeline_runtime.models.moe_config import ClampedGate  # noqa: E402
 from treeline_runtime.models.quantization.fp8 import E4M3, dequantise, quantise, quantise_weight  # noqa: E402
 from treeline_runtime.models.scoring import PLAIN, Scoring  # noqa: E402
-from treeline_runtime.ops import Heads, attention_kernels, fp8  # noqa: E402
+from treeline_runtime.ops import Experts, Heads, attention_kernels, fp8, fused_experts  # noqa: E402
 from treeline_runtime.ops.torch_ops import TorchOps  # noqa: E402
 from treeline_runtime.ops.triton_ops import TritonOps  # noqa: E402
 from treeline_runtime.sampling.noise import row_keys  # noqa: E402
@@ -94,6 +96,54 @@ def gate(dtype: torch.dtype) -> None:
         x = noise(3, 2 * size, dtype=dtype)
         close(FUSED.gate(x), REFERENCE.gate(x), dtype)
         close(FUSED.gate(x, "gelu_tanh"), REFERENCE.gate(x, "gelu_tanh"), dtype)
+
+
+def route(dtype: torch.dtype) -> None:
+    for experts, top_k, normalise in ((4, 1, False), (5, 4, True), (60, 4, False), (128, 8, True)):
+        logits = 3 * noise(4, experts, dtype=dtype)
+        logits[2] = 0.5  # which ones are chosen is not said
+        scores, ids = FUSED.route(logits, top_k, normalise=normalise)
+        expected, expected_ids = REFERENCE.route(logits, top_k, normalise=normalise)
+        torch.testing.assert_close(scores, expected, rtol=2e-6, atol=1e-7)
+        assert all(len(set(row)) == top_k for row in ids.tolist())
+        if dtype == torch.float32:  # in 16 bits some are equal
+            assert torch.equal(ids[[0, 1, 3]], expected_ids[[0, 1, 3]].int())
+        for wrong in (torch.nan, torch.inf, -torch.inf):
+            broken = logits.clone()
+            broken[1, experts - 1], broken[3] = wrong, wrong
+            scores, ids = FUSED.route(broken, top_k, normalise=normalise)
+            assert scores.isnan().all(1).tolist() == [False, wrong != -torch.inf, False, True]
+            assert ((ids >= 0) & (ids < experts)).all()
+            assert all(len(set(row)) == top_k for row in ids.tolist())
+
+
+def experts(dtype: torch.dtype) -> None:
+    """Tokens spread at random, evenly, all to the first experts, or all to the last; every tile, sorted and not."""
+    spreads: dict[str, Callable[[int, int, int], torch.Tensor]] = {
+        "random": lambda tokens, count, k: torch.rand(tokens, count, generator=GENERATOR).topk(k).indices,
+        "even": lambda tokens, count, k: (torch.arange(tokens * k) % count).view(tokens, k),
+        "first": lambda tokens, count, k: torch.arange(k).repeat(tokens, 1),
+        "last": lambda tokens, count, k: count - 1 - torch.arange(k).repeat(tokens, 1),
+    }
+    shapes = ((4, 1, 128, 64), (5, 2, 72, 40), (20, 4, 64, 96))
+    kinds, tiles = itertools.cycle(spreads), itertools.cycle(fused_experts.TILES)
+    sizes = (1, 19, 1, 2, 70, 9, 19, 1, 3)
+    for (count, top_k, hidden, inner), tokens in list(zip(shapes * 3, sizes, strict=True))[
+        : 9 if dtype == torch.float32 or DEVICE == "cuda" else 3
+    ]:
+        products = (
+            noise(count, 2 * inner, hidden, dtype=dtype) * hidden**-0.5,
+            noise(count, hidden, inner, dtype=dtype) * inner**-0.5,
+        )
+        biases = noise(count, 2 * inner, dtype=dtype), noise(count, hidden, dtype=dtype)
+        weights = Experts(*products) if top_k == 1 else Experts(*products, biases, ClampedGate(1.7, 0.8))
+        x, scores = noise(tokens, hidden, dtype=dtype), torch.rand(tokens, top_k, generator=GENERATOR).to(DEVICE)
+        for spread in spreads.values() if DEVICE == "cuda" else (spreads[next(kinds)],):
+            ids = spread(tokens, count, top_k).to(DEVICE, torch.int32)
+            expected = REFERENCE.experts(x, weights, scores, ids)
+            close(FUSED.experts(x, weights, scores, ids), expected, dtype)
+            for tile in fused_experts.TILES if DEVICE == "cuda" else (next(tiles),):
+                close(fused_experts.compute(x, weights, scores, ids, tile, is_sorted=True), expected, dtype)
 
 
 def softcap(dtype: torch.dtype) -> None:
@@ -290,7 +340,7 @@ def pages() -> None:
     assert torch.equal(out, expected.int())
 
 
-WINDOWS = Scoring(windows=(100, 200))
+WINDOWS = Scoring(windows=(100, 200), sinks=True)
 CAPPED = Scoring(0.2, 1.5, (128, 1))
 RULES = (
     (8, 2, 64, PLAIN),
@@ -316,6 +366,7 @@ class Attended:
         stored: torch.dtype | None = None,
     ) -> None:
         query, kv, dim = shape
+        self.sinks = 2 * noise(query) if scoring.sinks else None
         self.scoring, self.page_size, self.stored = scoring, RANDOM.choice([1, 16]), stored
         counts = [-(-(cached + new) // self.page_size) for cached, new in lens]
         self.pool = KVPool(
@@ -369,7 +420,10 @@ class Attended:
             scores = cap * torch.tanh(scores / cap)
         ages = torch.arange(len(k) - len(q), len(k), device=DEVICE)[:, None] - torch.arange(len(k), device=DEVICE)
         hidden = (ages < 0) | (ages >= (window or len(k)))
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v).flatten(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if self.sinks is not None:
+            scores = torch.cat((scores, self.sinks.double()[:, None, None].expand(-1, len(q), 1)), dim=-1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v).flatten(1)
 
 
 def decode(dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
@@ -388,7 +442,8 @@ def decode(dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
                     backend._shares = shares
                     buffers = backend.capture_buffers(len(lens)) if captured else None
                     plan = backend.plan(world.layout, buffers)
-                    close(backend.forward(layer, world.q, world.q, world.q, plan).double(), expected, dtype)
+                    found = backend.forward(layer, world.q, world.q, world.q, plan, world.sinks)
+                    close(found.double(), expected, dtype)
 
 
 def extend(dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
@@ -410,7 +465,7 @@ def extend(dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
                     splits = plan.splits[None]
                     assert (splits > 1) == (programs > 1 and max(world.layout.kv_lens) > 256), splits
                 for layer in range(len(scoring.kinds)):
-                    found = backend.forward(layer, world.q, world.q, world.q, plan)
+                    found = backend.forward(layer, world.q, world.q, world.q, plan, world.sinks)
                     close(found.double(), world.expected(layer), dtype)
 
 
@@ -427,10 +482,13 @@ def extend_fp8(dtype: torch.dtype) -> None:
 if __name__ == "__main__":
     fp8_too = (rotate_and_store_fp8, quantise_fp8, linear_fp8, decode_fp8, extend_fp8)
     attention = (decode, decode_fp8, extend, extend_fp8)
-    for compare in (linear, norm, gate, softcap, rotate_and_store, choose, decode, extend, *fp8_too):
+    for compare in (linear, norm, gate, softcap, route, experts, rotate_and_store, choose, decode, extend, *fp8_too):
         run: Callable[[torch.dtype], None] = compare
         # the interpreter is slow, and multiplies no bfloat16: one of attention's types is enough there
-        for dtype in (torch.float32, torch.bfloat16)[: 1 if compare in attention and DEVICE == "cpu" else 2]:
+        dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+        if DEVICE == "cpu" and compare in (*attention, experts):
+            dtypes = (torch.float32, torch.float16) if compare is experts else (torch.float32,)
+        for dtype in dtypes:
             run(dtype)
         sys.stdout.write(f"{compare.__name__}\n")
     for check in (pages, overflow):

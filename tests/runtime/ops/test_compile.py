@@ -17,8 +17,9 @@ import torch
 from treeline_runtime.attention import Layout
 from treeline_runtime.core import Context
 from treeline_runtime.kvcache import KVPool
+from treeline_runtime.models.moe_config import ClampedGate
 from treeline_runtime.models.scoring import PLAIN, Scoring
-from treeline_runtime.ops import Heads
+from treeline_runtime.ops import Experts, Heads
 from treeline_runtime.sampling.noise import row_keys
 
 triton = pytest.importorskip("triton")
@@ -187,6 +188,18 @@ def attention(shape: Shape, pool: KVPool | None = None) -> None:
         backend.forward(0, q, q, q, backend.plan(Layout([q_len] * 2, [5000] * 2, table, rows)))
 
 
+def experts(shape: Shape) -> None:
+    """Of gpt-oss-20b, which has all that others have and more: every tile, tokens sorted and not."""
+    from treeline_runtime.ops.triton_ops import TritonOps
+
+    ops, count, hidden, inner = TritonOps(), 32, 2880, 2880
+    gate_up = torch.empty(count, 2 * inner, hidden, dtype=torch.bfloat16)
+    biases = noise(count, 2 * inner), noise(count, hidden)
+    weights = Experts(gate_up, gate_up[:, :hidden], biases, ClampedGate(1.702, 7.0))
+    scores, ids = ops.route(noise(1, count), 4, normalise=True)
+    ops.experts(noise(1, hidden), weights, scores, ids)
+
+
 def a_pool(shape: Shape, stored: torch.dtype | None = None) -> KVPool:
     return KVPool(
         num_layers=1,
@@ -200,12 +213,12 @@ def a_pool(shape: Shape, stored: torch.dtype | None = None) -> KVPool:
     )
 
 
-CAPABILITIES = {operations: (90,), attention: (80, 90), products_of_fp8: (89, 90), cache_of_fp8: (90,)}
+CAPABILITIES = {operations: (90,), attention: (80, 90), products_of_fp8: (89, 90), cache_of_fp8: (90,), experts: (90,)}
 """What is launched, and what it is compiled for."""
 CASES = [
     (what, name) for what in (operations, attention) for name in SHAPES if (what, name) != (attention, "phi4_mini")
 ]
-CASES += [(products_of_fp8, "llama8b"), (cache_of_fp8, "llama8b")]
+CASES += [(products_of_fp8, "llama8b"), (cache_of_fp8, "llama8b"), (experts, "llama8b")]
 
 
 @pytest.mark.parametrize(("what", "shape"), CASES)

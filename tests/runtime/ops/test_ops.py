@@ -19,5 +19,6 @@ def test_the_kernels_compute_what_the_reference_does() -> None:
     )
     assert result.returncode == 0, result.stderr[-3000:]
     compared = "linear norm gate softcap rotate_and_store choose decode extend"
+    compared = "linear norm gate softcap route experts rotate_and_store choose decode extend"
     fp8 = "rotate_and_store_fp8 quantise_fp8 linear_fp8 decode_fp8 extend_fp8"
     assert result.stdout.split() == f"{compared} {fp8} pages overflow".split()

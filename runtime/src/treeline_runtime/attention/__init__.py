@@ -31,7 +31,7 @@ def _triton(pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scor
 
 def _flashinfer(pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scoring: Scoring) -> AttentionBackend:
     """Decode in our own kernel, prompts in FlashInfer's."""
-    if obstacle := _obstacle(pool.keys[0].device, pool.dtype, head_dim):
+    if obstacle := _obstacle(pool.keys[0].device, pool.dtype, head_dim, scoring):
         raise ConfigError(f"attention_backend flashinfer: {obstacle}")
     from treeline_runtime.attention.decode import Decode
     from treeline_runtime.attention.flashinfer import FlashInfer
@@ -39,7 +39,7 @@ def _flashinfer(pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, 
     return Decode(FlashInfer(pool, num_heads, num_kv_heads, head_dim, scoring))
 
 
-def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, scoring: Scoring) -> str | None:
     """Why FlashInfer cannot serve such a model here; None if it can."""
     if device.type != "cuda":
         return "it needs a CUDA device"
@@ -49,6 +49,8 @@ def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | 
         return obstacle
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it has no kernels for {str(dtype).removeprefix('torch.')}"
+    if scoring.sinks:
+        return "attention sinks are left to kernels of our own"
     if head_dim not in (64, 128, 256):
         return f"it has no kernels for heads of {head_dim}"
     return None

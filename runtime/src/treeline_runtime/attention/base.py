@@ -71,10 +71,19 @@ class AttentionBackend(ABC):
         """
 
     @abstractmethod
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
+    def forward(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: Any,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """q (tokens, heads, head_dim) → (tokens, heads x head_dim).
 
         k, v (tokens, kv_heads, head_dim): what the step has stored, for kernels that need not look it up.
+        sinks (heads,) float32: where `Scoring.sinks`, and only there.
         """
 
 

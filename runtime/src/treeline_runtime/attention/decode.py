@@ -102,9 +102,17 @@ class Decode(AttentionBackend):
         buffers.rows.copy_(layout.rows)
         return _Step(layout.page_table, buffers)
 
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
+    def forward(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: Any,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         if not isinstance(plan, _Step):
-            return self._others.forward(layer, q, k, v, plan)
+            return self._others.forward(layer, q, k, v, plan, sinks)
         sequences, step = q.shape[0], plan.buffers
         out = torch.empty(sequences, self.num_heads * self.head_dim, dtype=q.dtype, device=q.device)
         group = self.num_heads // self.num_kv_heads
@@ -141,11 +149,13 @@ class Decode(AttentionBackend):
             step.partial,
             step.scores,
             lens,
+            out if sinks is None else sinks,
             out,
             sequences,
             HEADS=self.num_heads,
             DIM=self.head_dim,
             SHARES=self._shares,
+            SINKS=sinks is not None,
             BLOCK_DIM=triton.next_power_of_2(self.head_dim),
             num_warps=1,
         )

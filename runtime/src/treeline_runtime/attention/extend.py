@@ -8,7 +8,6 @@ blocks to keep all processors busy: then their keys are split, and a second kern
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -107,27 +106,34 @@ class Extend(AttentionBackend):
         worth = -(-longest // (self._block * _LEAST_SPLIT))
         return max(1, min(wanted, worth, len(self._partial) // tokens))
 
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
-        step: _Step = plan
+    def forward(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: _Step,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         window, cap = self.scoring.window(layer), self.scoring.softcap
-        splits, key_scale = step.splits[window], self.pool.key_scales[layer]
-        tokens, split = q.shape[0], splits > 1
+        tokens, splits, split = len(q), plan.splits[window], plan.splits[window] > 1
         out = torch.empty(tokens, self.num_heads * self.head_dim, dtype=q.dtype, device=q.device)
-        kernels.extend[(self.num_kv_heads, len(step.blocks), splits)](
+        kernels.extend[(self.num_kv_heads, len(plan.blocks), splits)](
             q,
             self.pool.keys[layer],
             self.pool.values[layer],
-            step.page_table,
-            step.rows,
-            step.lens,
-            step.blocks,
+            plan.page_table,
+            plan.rows,
+            plan.lens,
+            plan.blocks,
             self._partial if split else out,
             self._scores,
-            key_scale * (self.scale * _LOG2_E if cap is None else 2 * self.scale / cap),
+            out if sinks is None else sinks,
+            self.pool.key_scales[layer] * (self.scale * _LOG2_E if cap is None else 2 * self.scale / cap),
             self.pool.value_scales[layer],
             0.0 if cap is None else cap * _LOG2_E,
-            step.page_table.shape[1],
-            len(step.rows),
+            plan.page_table.shape[1],
+            len(plan.rows),
             tokens,
             splits,
             KV=self.num_kv_heads,
@@ -138,6 +144,7 @@ class Extend(AttentionBackend):
             SPLIT=split,
             WINDOW=window or 0,
             CAPPED=cap is not None,
+            SINKS=sinks is not None,
             BLOCK_ROWS=self._block_rows,
             BLOCK=self._block,
             BLOCK_DIM=self._block_dim,
@@ -148,10 +155,13 @@ class Extend(AttentionBackend):
             kernels.merge_splits[(tokens * self.num_heads,)](
                 self._partial,
                 self._scores,
+                out if sinks is None else sinks,
                 out,
                 tokens * self.num_heads,
                 splits,
+                HEADS=self.num_heads,
                 DIM=self.head_dim,
+                SINKS=sinks is not None,
                 BLOCK_DIM=triton.next_power_of_2(self.head_dim),
                 num_warps=1,
             )

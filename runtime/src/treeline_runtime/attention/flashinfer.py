@@ -118,7 +118,16 @@ class FlashInfer(AttentionBackend):
             )
         return self._wrappers
 
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
+    def forward(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: Any,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert sinks is None, "its kernels know no sinks"
         pool = self.pool
         scales = {"k_scale": pool.key_scales[layer], "v_scale": pool.value_scales[layer]} if pool.is_fp8 else {}
         out: torch.Tensor = plan[self.scoring.window(layer)].run(q, (pool.keys[layer], pool.values[layer]), **scales)

@@ -142,35 +142,59 @@ class TorchSDPA(AttentionBackend):
         return _DecodeGroup(rows, pages, mask, hidden)
 
     def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: dict[int | None, _Plan]
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: dict[int | None, _Plan],
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         this = plan[self.scoring.window(layer)]
         if len(this.decodes) == 1 and this.decodes[0].rows is None:
-            return self._decode(layer, q, this.decodes[0])
+            return self._decode(layer, q, this.decodes[0], sinks)
         out = torch.empty(q.shape[0], self.num_heads * self.head_dim, dtype=q.dtype, device=q.device)
         for group in this.decodes:
             assert group.rows is not None
-            out[group.rows] = self._decode(layer, q[group.rows], group)
+            out[group.rows] = self._decode(layer, q[group.rows], group, sinks)
         for extend in this.extends:
-            self._extend(layer, q, k, v, extend, this.window, out)
+            self._extend(layer, q, k, v, extend, this.window, sinks, out)
         return out
 
-    def _decode(self, layer: int, q: torch.Tensor, group: _DecodeGroup) -> torch.Tensor:
+    def _decode(self, layer: int, q: torch.Tensor, group: _DecodeGroup, sinks: torch.Tensor | None) -> torch.Tensor:
         rows, heads = q.shape[0], self.num_kv_heads
         keys, values = self._gather(layer, group.pages, rows, group.hidden)
         queries = q.view(rows, heads, self.num_heads // heads, self.head_dim)
-        return self._attend(queries, keys, values, group.mask).reshape(rows, self.num_heads * self.head_dim)
+        if sinks is not None:
+            sinks = sinks.view(1, heads, -1, 1)
+        out = self._attend(queries, keys, values, group.mask, sinks)
+        return out.reshape(rows, self.num_heads * self.head_dim)
 
     def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, *, causal: bool = False
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        *,
+        causal: bool = False,
     ) -> torch.Tensor:
-        """q (rows, heads, queries, dim), k, v (rows, kv_heads, keys, dim), mask (rows or 1, 1, queries or 1, keys)."""
+        """q (rows, heads, queries, dim), k, v (rows, kv_heads, keys, dim), mask (rows or 1, 1, queries or 1, keys).
+
+        sinks (1, heads, queries or 1, 1)
+        """
         cap = self.scoring.softcap
+        if sinks is not None:
+            assert cap is None
+            assert not causal
+            q, k, v, mask = _with_sink(q, k, v, mask, sinks / self.scale)
         if cap is None:
             gqa = q.shape[1] != k.shape[1]
-            return F.scaled_dot_product_attention(
+            out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=gqa
             )
+            return out[..., : self.head_dim]
         assert not causal
         groups = q.unflatten(1, (k.shape[1], -1))
         scores = (groups @ k.unsqueeze(2).mT).float().mul_(self.scale / cap).tanh_().mul_(cap)
@@ -197,18 +221,21 @@ class TorchSDPA(AttentionBackend):
         v: torch.Tensor,
         extend: _Extend,
         window: int | None,
+        sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
         start, end = extend.start, extend.end
         queries = q[None, start:end].transpose(1, 2)
         if extend.pages is None:
             keys, values = k[None, start:end].transpose(1, 2), v[None, start:end].transpose(1, 2)
-            if window is None and self.scoring.softcap is None:
-                result = self._attend(queries, keys, values, None, causal=True)
+            if window is None and self.scoring.softcap is None and sinks is None:
+                result = self._attend(queries, keys, values, None, None, causal=True)
                 out[start:end] = result[0].transpose(0, 1).reshape(end - start, -1)
                 return
         else:
             keys, values = self._gather(layer, extend.pages, 1)
+        if sinks is not None:
+            sinks = sinks.view(1, -1, 1, 1)
         q_len = end - start
         cached_len = extend.kv_len - q_len
         for low in range(0, q_len, QUERY_BLOCK):
@@ -220,5 +247,26 @@ class TorchSDPA(AttentionBackend):
             mask = mask.tril(diagonal)
             if window is not None:
                 mask = mask.triu(diagonal - window + 1)
-            result = self._attend(queries[:, :, low:high], keys[:, :, seen], values[:, :, seen], mask[None, None])
+            result = self._attend(
+                queries[:, :, low:high], keys[:, :, seen], values[:, :, seen], mask[None, None], sinks
+            )
             out[start + low : start + high] = result[0].transpose(0, 1).reshape(high - low, -1)
+
+
+_SINK_DIMS = 8
+"""Elements by which heads grow for a sink: one is needed, torch's fast kernels want multiples of 8, of values too."""
+
+
+def _with_sink(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """One more key, last, which all see, whose product with a query is its head's sink and whose value is zero.
+
+    It is 1 in an element of its own, in which queries have the sink and other keys have 0.
+    """
+    q = F.pad(q, (0, _SINK_DIMS))
+    q[..., -1:] = sinks.to(q.dtype)
+    k = F.pad(k, (0, _SINK_DIMS, 0, 1))
+    k[..., -1, -1] = 1
+    v = F.pad(v, (0, _SINK_DIMS, 0, 1))
+    return q, k, v, None if mask is None else F.pad(mask, (0, 1), value=True)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from treeline_runtime.models.families import FAMILIES, PRE_NORMS, Family, Norms
 from treeline_runtime.models.keys import unknown_settings
+from treeline_runtime.models.moe_config import MoeConfig
 from treeline_runtime.models.quantization.scheme import NotServed, Scheme, read_scheme
 from treeline_runtime.models.rope_config import RopeConfig
 from treeline_runtime.models.scoring import PLAIN, Scoring
@@ -29,7 +30,7 @@ FOREIGN_FILES = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A dense decoder. Sizes in elements. The defaults are Llama's."""
+    """A decoder. Sizes in elements. The defaults are Llama's."""
 
     architecture: str
     vocab_size: int
@@ -64,6 +65,8 @@ class ModelConfig:
     scoring: Scoring = PLAIN
     local_rope: RopeConfig | None = None
     """Of the layers that have a window; None: the same as of the others."""
+    moe: MoeConfig | None = None
+    """None: every layer's feed-forward is dense."""
 
     @property
     def longest_context(self) -> int:
@@ -92,7 +95,7 @@ class ModelConfig:
         """eos: what generation_config.json says of them; (): nothing."""
         try:
             family = _family(config)
-            quantization = _quantization(config)
+            quantization = _quantization(config, family)
             _refuse_unknown(config, family)
             config = {**family.defaults, **config}
             heads = int(config["num_attention_heads"])
@@ -131,6 +134,8 @@ class ModelConfig:
             raise ModelError(
                 f"config.json: {self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads"
             )
+        if self.quantization is not None and self.moe is not None:
+            raise ModelError(f"fp8 weights are not supported for {self.architecture}, which has experts")
         for rope in filter(None, (self.rope, self.local_rope)):
             rope.check(self.head_dim)
             if rope.partial_rotary_factor != 1 and not family.partial_rotary:
@@ -172,7 +177,11 @@ def _family(config: Mapping[str, Any]) -> Family:
     return family
 
 
-def _quantization(config: Mapping[str, Any]) -> Scheme | None:
+def _quantization(config: Mapping[str, Any], family: Family) -> Scheme | None:
+    """None where nothing is, and where the family reads its own format."""
+    settings = config.get("quantization_config")
+    if family.quant_method and isinstance(settings, dict) and settings.get("quant_method") == family.quant_method:
+        config = {key: value for key, value in config.items() if key != "quantization_config"}
     try:
         return read_scheme(config)
     except NotServed as error:

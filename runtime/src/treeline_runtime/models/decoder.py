@@ -1,4 +1,4 @@
-"""The dense decoder that all families share; how one differs is said by its `ModelConfig` (`families/`).
+"""The decoder that all families share; how one differs is said by its `ModelConfig` (`families/`).
 
 A layer is two sublayers, attention and feed-forward: each reads the residual stream, normed or not, and what it adds to
 it may be normed too.
@@ -72,12 +72,13 @@ class Attention:
                 size = count * dim if config.qk_norm_over_heads else dim
                 parts.append(norm_weight(config, weights, prefix + name, size).view(-1, dim).expand(count, dim))
             norm = torch.cat(parts)
+        self._sinks = weights.take(f"{prefix}sinks", heads).float() if config.scoring.sinks else None
         is_local = config.local_rope is not None and config.scoring.window(layer) is not None
         self._heads = Heads(heads, kv_heads, dim, norm, config.rms_norm_eps, config.qk_norm_over_heads, int(is_local))
 
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         q, k, v = self._ops.rotate_and_store(self._qkv(x, context), self._heads, self._layer, context)
-        return self._o(context.attention.forward(self._layer, q, k, v, context.plan), context)
+        return self._o(context.attention.forward(self._layer, q, k, v, context.plan, self._sinks), context)
 
 
 class FeedForward:
@@ -124,25 +125,32 @@ class Layer:
 
         names = config.norms
         self._attention = Attention(config, weights, ops, layer)
-        self._feed_forward = FeedForward(
+        self._feed_forward = self.new_feed_forward(config, weights, ops, layer)
+        self.sublayers = (
+            Sublayer(norm(names.before_attention), self._attention, norm(names.after_attention)),
+            Sublayer(norm(names.before_mlp), self._feed_forward, norm(names.after_mlp)),
+        )
+
+    @staticmethod
+    def new_feed_forward(
+        config: ModelConfig, weights: Weights, ops: Ops, layer: int
+    ) -> Callable[[torch.Tensor, Context], torch.Tensor]:
+        return FeedForward(
             weights,
             ops,
-            f"{prefix}mlp.",
+            f"model.layers.{layer}.mlp.",
             config.hidden_size,
             config.intermediate_size,
             bias=config.mlp_bias,
             packed=config.packed,
             activation=config.activation,
         )
-        self.sublayers = (
-            Sublayer(norm(names.before_attention), self._attention, norm(names.after_attention)),
-            Sublayer(norm(names.before_mlp), self._feed_forward, norm(names.after_mlp)),
-        )
 
 
 class Decoder:
     """Embedding, layers, norm, head. `context_length` sizes the rope tables."""
 
+    layer_type: type[Layer] = Layer
     pooler: Pooler | None = None
     """What makes vectors of its hidden states, where the model is served for these and not for text."""
 
@@ -153,7 +161,7 @@ class Decoder:
         # rounded as the embedding is: transformers multiplies with a tensor of that type
         self._scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.ops = ops_for(device)
-        self._layers = [Layer(config, weights, self.ops, i) for i in range(config.num_layers)]
+        self._layers = [self.layer_type(config, weights, self.ops, i) for i in range(config.num_layers)]
         self.kv_scales = kv_scales(weights, config.num_layers)
         self._norm = norm_weight(config, weights, "model.norm", config.hidden_size)
         ropes = [rope for rope in (config.rope, config.local_rope) if rope is not None]

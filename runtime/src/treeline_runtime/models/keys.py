@@ -34,10 +34,11 @@ NO_EFFECT = _words(
     "use_flash_attn "
     # training alone
     "attention_dropout attention_probs_dropout_prob attn_pdrop embd_pdrop gradient_checkpointing hidden_dropout "
-    "hidden_dropout_prob initializer_range residual_dropout resid_pdrop router_aux_loss_coef tf_legacy_loss "
+    "hidden_dropout_prob initializer_range residual_dropout resid_pdrop router_aux_loss_coef router_jitter_noise "
+    "tf_legacy_loss "
     # other tasks, other outputs; max_window_layers belongs to use_sliding_window
     "chunk_size_feed_forward id2label is_decoder label2id max_window_layers num_labels output_attentions "
-    "output_hidden_states problem_type return_dict "
+    "output_hidden_states output_router_logits problem_type return_dict "
     # token ids that nobody here adds
     "bos_token_id decoder_start_token_id pad_token_id prefix sep_token_id unk_token_id "
     # generation settings in their old place: transformers reads them from generation_config.json alone

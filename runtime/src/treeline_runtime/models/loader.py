@@ -10,6 +10,8 @@ import torch
 from treeline_runtime.config import ConfigError, EngineConfig
 from treeline_runtime.models.config import ModelConfig, ModelError
 from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.models.gpt_oss import GptOssDecoder
+from treeline_runtime.models.moe import MoeDecoder
 from treeline_runtime.models.pooler import Pooler
 from treeline_runtime.models.pooling import Pooling, pooling_of
 from treeline_runtime.models.quantization.fp8 import E4M3
@@ -73,6 +75,12 @@ def architecture_of(config: EngineConfig) -> tuple[ModelConfig, Pooling | None]:
     return ModelConfig.from_dir(config.model), pooling_of(config.model, config.task, matryoshka=config.matryoshka)
 
 
+def _decoder(config: ModelConfig) -> type[Decoder]:
+    if config.moe is None:
+        return Decoder
+    return MoeDecoder if config.moe.clamped is None else GptOssDecoder
+
+
 @torch.inference_mode()
 def load_model(config: EngineConfig) -> Decoder:
     """Build the model that `config` names. Raises ModelError or ConfigError."""
@@ -83,6 +91,8 @@ def load_model(config: EngineConfig) -> Decoder:
     model_config, pooling = architecture_of(config)
     context_length = resolve_context_length(config, model_config)
     scheme = model_config.quantization or (ONLINE if config.quantization == "fp8" else None)
+    if scheme is not None and model_config.moe is not None:
+        raise ModelError(f"--quantization fp8 is not supported for {model_config.architecture}, which has experts")
     if scheme is not None and device.type == "cuda" and not multiplies_fp8(device):
         logger.warning(
             "fp8 saves nothing here: products of fp8 need a GPU from Ada on (compute capability 8.9) and Triton, so "
@@ -109,9 +119,9 @@ def load_model(config: EngineConfig) -> Decoder:
 def _build(config: ModelConfig, weights: Weights, context_length: int, pooling: Pooling | None) -> Decoder:
     """A model that makes vectors needs no language-model head: its embedding stands for it."""
     if pooling is None:
-        return Decoder(config, weights, context_length)
+        return _decoder(config)(config, weights, context_length)
     pooler = Pooler(pooling, weights, config)
     weights.ignore(HEAD)
-    model = Decoder(dataclasses.replace(config, tie_word_embeddings=True), weights, context_length)
+    model = _decoder(config)(dataclasses.replace(config, tie_word_embeddings=True), weights, context_length)
     model.pooler = pooler
     return model

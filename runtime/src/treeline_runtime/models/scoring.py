@@ -14,6 +14,9 @@ class Scoring:
     softcap: float | None = None
     windows: tuple[int | None, ...] = ()
     """Of each layer, how many tokens one sees, itself the last of them; None: all before it. (): no layer has one."""
+    sinks: bool = False
+    """Whether each query head has a sink: the score of a key that every token sees, whose value is zero. The scores
+    are weights; `AttentionBackend.forward` is given them."""
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from treeline_runtime.ops import driver
-from treeline_runtime.ops.base import Activation, Heads, Ops
+from treeline_runtime.ops.base import Activation, Experts, Heads, Ops
 
-__all__ = ["Activation", "Heads", "Ops", "obstacle_to_triton", "ops_for"]
+__all__ = ["Activation", "Experts", "Heads", "Ops", "obstacle_to_triton", "ops_for"]
 
 # Products and sums in one rounding, whatever a release of Triton takes for the default: it warns of its change.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

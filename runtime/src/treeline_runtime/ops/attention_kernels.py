@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
 """Below every score, and finite: differences of two of them are."""
 
@@ -112,17 +113,13 @@ def decode_shares(
 
 @triton.jit
 def merge_shares(
-    partial_ptr,
-    scores_ptr,
-    lens_ptr,
-    out_ptr,
-    sequences,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    SHARES: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    """One head of one sequence: the sum of what `decode_shares` left of it, each part by its share of the softmax."""
+    partial_ptr, scores_ptr, lens_ptr, sinks_ptr, out_ptr, sequences,
+    HEADS: tl.constexpr, DIM: tl.constexpr, SHARES: tl.constexpr, SINKS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """One head of one sequence: the sum of what `decode_shares` left of it, each part by its share of the softmax.
+
+    SINKS: the softmax begins with the head's sink, whose value is zero.
+    """
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     total = tl.load(lens_ptr + sequences)
@@ -133,6 +130,9 @@ def merge_shares(
     dims = tl.arange(0, BLOCK_DIM)
     best = float("-inf")
     mass = 0.0
+    if SINKS:
+        best = tl.load(sinks_ptr + head) * LOG2_E
+        mass = 1.0
     out = tl.zeros((BLOCK_DIM,), tl.float32)
     for share in range(first, last + 1):
         cell = (share + sequence) * HEADS + head
@@ -205,11 +205,11 @@ def key_ranges(
 
 @triton.jit
 def extend(
-    q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, lens_ptr, blocks_ptr, out_ptr, scores_ptr, scale, value_scale,
-    cap, width, sequences, tokens, splits,
+    q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, lens_ptr, blocks_ptr, out_ptr, scores_ptr, sinks_ptr, scale,
+    value_scale, cap, width, sequences, tokens, splits,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
-    SPLIT: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     """Attention of TOKENS new tokens of one sequence, the queries of one KV head: a row for each token and query head.
 
@@ -237,8 +237,10 @@ def extend(
     q = tl.load(q_ptr + place, wanted[:, None] & (dims[None, :] < DIM), other=0.0)
     best = tl.full((BLOCK_ROWS,), LOWEST, tl.float32)
     mass = tl.zeros((BLOCK_ROWS,), tl.float32)
+    if SINKS and not SPLIT:  # of parts it is the one that adds them up who begins with the sink
+        best = tl.load(sinks_ptr + head * GROUP + row % GROUP) * LOG2_E
+        mass += 1.0
     out = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
-
     position = cached + token
     end = tl.minimum(cached + q_len, cached + first + TOKENS)
     start, old, common, stop = key_ranges(cached, first, end, splits, TOKENS, SPLIT, WINDOW, BLOCK)
@@ -265,12 +267,18 @@ def extend(
 
 
 @triton.jit
-def merge_splits(partial_ptr, scores_ptr, out_ptr, heads, splits, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+def merge_splits(
+    partial_ptr, scores_ptr, sinks_ptr, out_ptr, heads, splits,
+    HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
     """One head of one token: the sum of the parts that `extend` left, each by its share of the softmax."""
     dims = tl.arange(0, BLOCK_DIM)
     cell = tl.program_id(0).to(tl.int64)  # of tokens x heads
     best = LOWEST
     mass = 0.0
+    if SINKS:
+        best = tl.load(sinks_ptr + cell % HEADS) * LOG2_E
+        mass = 1.0
     out = tl.zeros((BLOCK_DIM,), tl.float32)
     for split in range(splits):
         at = split * heads + cell

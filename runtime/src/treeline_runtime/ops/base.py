@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
+from treeline_runtime.models.moe_config import ClampedGate
+
 if TYPE_CHECKING:
     from treeline_runtime.core import Context
 
@@ -31,6 +33,19 @@ class Heads:
     """The norm is over all queries of a token, and over all its keys."""
     rope: int = 0
     """Which of the context's tables rotates them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The weights of a layer's experts, stacked."""
+
+    gate_up: torch.Tensor
+    """(experts, 2 x inner, hidden): rows of the gate, then those of up."""
+    down: torch.Tensor
+    """(experts, hidden, inner)"""
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None
+    """(experts, 2 x inner) and (experts, hidden)"""
+    clamped: ClampedGate | None = None
 
 
 class Ops(Protocol):
@@ -62,6 +77,20 @@ class Ops(Protocol):
 
     def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         """cap x tanh(x / cap), in the place of x, which is contiguous."""
+
+    def route(self, logits: torch.Tensor, top_k: int, *, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """logits (tokens, experts) → scores (tokens, top_k) float32 and ids (tokens, top_k) of a token's experts.
+
+        Scores are the largest of the softmax, divided by their sum if `normalise`. Of logits that are not finite they
+        are NaN; ids name experts and differ from each other in any case.
+        """
+
+    def experts(self, x: torch.Tensor, experts: Experts, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """x (tokens, hidden), scores and ids of `route` → (tokens, hidden).
+
+        The sum of what a token's experts make of it, each times its score; an expert's feed-forward is two products
+        with `gate` between them, or `ClampedGate`.
+        """
 
     def rotate_and_store(
         self, qkv: torch.Tensor, heads: Heads, layer: int, context: Context

@@ -11,15 +11,8 @@ import triton.language as tl
 
 @triton.jit
 def matrix_times_vector(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    inputs,
-    BIAS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, out_ptr, inputs, BIAS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """OUTPUTS elements of weight x x; `inputs` is a multiple of BLOCK."""
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     columns = tl.arange(0, BLOCK)

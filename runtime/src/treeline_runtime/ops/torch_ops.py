@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from treeline_runtime.core import Context
+from treeline_runtime.models.moe_config import ClampedGate
 from treeline_runtime.models.rope import rotate
-from treeline_runtime.ops.base import Activation, Heads
+from treeline_runtime.ops.base import Activation, Experts, Heads
 from treeline_runtime.sampling.sampler import choose
 
 
@@ -38,6 +39,32 @@ class TorchOps:
     def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         return x.div_(cap).tanh_().mul_(cap)
 
+    def route(self, logits: torch.Tensor, top_k: int, *, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        scores, ids = logits.softmax(-1, dtype=torch.float32).topk(top_k)
+        return (scores / scores.sum(-1, keepdim=True) if normalise else scores), ids
+
+    def experts(self, x: torch.Tensor, experts: Experts, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """A product for each expert that has tokens: those tokens are made neighbours first."""
+        tokens, top_k = ids.shape
+        flat = ids.flatten()
+        order = flat.argsort(stable=True)
+        sorted_x = x[order // top_k]
+        sorted_y = torch.empty_like(sorted_x)
+        end = 0
+        for expert, count in enumerate(flat.bincount().tolist()):
+            if count:
+                start, end = end, end + count
+                sorted_y[start:end] = self._expert(sorted_x[start:end], experts, expert)
+        y = torch.empty_like(sorted_y)
+        y[order] = sorted_y
+        return (y.view(tokens, top_k, -1) * scores[..., None]).sum(1).to(x.dtype)
+
+    def _expert(self, x: torch.Tensor, experts: Experts, expert: int) -> torch.Tensor:
+        in_bias, out_bias = (bias[expert] for bias in experts.biases) if experts.biases else (None, None)
+        gate_up = F.linear(x, experts.gate_up[expert], in_bias)
+        inner = self.gate(gate_up) if experts.clamped is None else _clamped_gate(gate_up, experts.clamped)
+        return F.linear(inner, experts.down[expert], out_bias)
+
     def rotate_and_store(
         self, qkv: torch.Tensor, heads: Heads, layer: int, context: Context
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -64,3 +91,9 @@ class TorchOps:
         self, logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return choose(logits, temperatures, keys)
+
+
+def _clamped_gate(gate_up: torch.Tensor, clamped: ClampedGate) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=clamped.limit), up.clamp(-clamped.limit, clamped.limit)
+    return (up + 1) * gate * torch.sigmoid(clamped.alpha * gate)

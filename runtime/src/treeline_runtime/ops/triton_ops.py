@@ -7,8 +7,9 @@ import torch.nn.functional as F
 import triton
 
 from treeline_runtime.core import Context
-from treeline_runtime.ops import kernels
-from treeline_runtime.ops.base import Activation, Heads
+from treeline_runtime.ops import expert_kernels, kernels
+from treeline_runtime.ops.base import Activation, Experts, Heads
+from treeline_runtime.ops.fused_experts import FusedExperts
 
 _GATE_BLOCK = 1024
 _CAP_BLOCK = 2048
@@ -20,6 +21,9 @@ VOCAB_BLOCK = 4096
 
 
 class TritonOps:
+    def __init__(self) -> None:
+        self._experts = FusedExperts()
+
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """One token alone takes a kernel that only streams the weights, which cuBLAS does more slowly."""
         size, inputs = weight.shape
@@ -97,6 +101,19 @@ class TritonOps:
     def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         kernels.softcap[(triton.cdiv(x.numel(), _CAP_BLOCK),)](x, x.numel(), cap, BLOCK=_CAP_BLOCK, num_warps=4)
         return x
+
+    def route(self, logits: torch.Tensor, top_k: int, *, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, experts = logits.shape
+        scores = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+        ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
+        expert_kernels.route[(tokens,)](
+            logits, scores, ids, experts, TOP_K=top_k, NORMALISE=normalise, BLOCK=triton.next_power_of_2(experts),
+            BLOCK_K=triton.next_power_of_2(top_k), num_warps=1,
+        )  # fmt: skip
+        return scores, ids
+
+    def experts(self, x: torch.Tensor, experts: Experts, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return self._experts(x, experts, scores, ids)
 
     def rotate_and_store(
         self, qkv: torch.Tensor, heads: Heads, layer: int, context: Context

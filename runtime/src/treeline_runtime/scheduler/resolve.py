@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from treeline_runtime.config import SchedulerConfig
+from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import resolve_context_length, resolve_device, resolve_dtype, resolve_kv_dtype
 from treeline_runtime.scheduler.memory import bytes_per_token, num_pages
@@ -66,7 +67,7 @@ def resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
     if model.pooler is not None:
         graphs = 0  # nothing is decoded
     context_length = resolve_context_length(config, model.config)
-    reserved = 0 if on_cpu else _reserved(running, graphs, context_length, model, dtype)
+    reserved = 0 if on_cpu else _reserved(running, graphs, chunk, context_length, model.config, dtype)
     return Resolved(
         device=device,
         dtype=dtype,
@@ -84,11 +85,17 @@ def resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
     )
 
 
-def _reserved(running: int, graphs: int, context_length: int, model: Decoder, dtype: torch.dtype) -> int:
+def _reserved(
+    running: int, graphs: int, chunk: int, context_length: int, model: ModelConfig, dtype: torch.dtype
+) -> int:
     """Bytes on a CUDA device besides weights and KV pool."""
     tables = 2 * 8 * (running + 1) * context_length
-    logits = graphs * model.config.vocab_size * dtype.itemsize
-    return tables + logits + OTHER_BYTES
+    logits = graphs * model.vocab_size * dtype.itemsize
+    experts = 0
+    if model.moe is not None:  # each token of a step as often as it has experts, between their products and after
+        pairs = chunk * model.moe.top_k
+        experts = pairs * (model.moe.intermediate_size + model.hidden_size) * dtype.itemsize
+    return tables + logits + experts + OTHER_BYTES
 
 
 def _cuda_chunk(device: torch.device) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treeline_runtime.models.families import gemma, llama, mistral, olmo, phi, qwen
+from treeline_runtime.models.families import gemma, gpt_oss, llama, mistral, moe, olmo, phi, qwen
 from treeline_runtime.models.families.base import PRE_NORMS, Family, Norms
 
 __all__ = ["FAMILIES", "PRE_NORMS", "Family", "Norms"]
@@ -18,5 +18,9 @@ FAMILIES: dict[str, Family] = {
         gemma.GEMMA3,
         phi.PHI3,
         olmo.OLMO2,
+        moe.MIXTRAL,
+        moe.QWEN2_MOE,
+        moe.QWEN3_MOE,
+        gpt_oss.GPT_OSS,
     )
 }

@@ -54,6 +54,8 @@ class Family:
     """Further keys → their values that change nothing in this family."""
     activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))
     """The key that says it, and the values that are served."""
+    quant_method: str | None = None
+    """Of quantised checkpoints that are served; None: none are."""
     partial_rotary: bool = False
     """Whether transformers rotates a part of a head if told so."""
     rope: Callable[[Config, int], RopeConfig] = read_rope

@@ -1,0 +1,145 @@
+"""Mixtral, Qwen2-MoE and Qwen3-MoE: dense families whose feed-forward is a mixture of experts, on some layers or all.
+
+Windows are not those of Qwen2 and Qwen3: in Qwen2-MoE every other layer up to `max_window_layers` has one, in Qwen3-MoE
+all have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from treeline_runtime.models.families.base import Config, Family, words
+from treeline_runtime.models.families.mistral import window_on_all
+from treeline_runtime.models.moe_config import MoeConfig
+from treeline_runtime.models.rope_config import RopeConfig, read_rope
+from treeline_runtime.models.scoring import Scoring
+from treeline_runtime.models.settings import FULL, SLIDING, ModelError, flag, layer_types, windows
+
+if TYPE_CHECKING:
+    from treeline_runtime.models.config import ModelConfig
+
+_QWEN = words(
+    "decoder_sparse_step layer_types mlp_only_layers moe_intermediate_size norm_topk_prob num_experts "
+    "num_experts_per_tok sliding_window use_sliding_window"
+)
+_BIAS_UNREAD: dict[str, tuple[object, ...]] = {"attention_bias": (False, True)}
+"""Whatever it says, transformers does not read it."""
+
+
+def _mixtral(common: ModelConfig, config: Config) -> ModelConfig:
+    experts, top_k = count_experts(config, "num_local_experts", "num_experts")
+    moe = MoeConfig(
+        num_experts=experts,
+        top_k=top_k,
+        intermediate_size=whole(config, "intermediate_size"),
+        normalise=True,
+        shared_intermediate_size=0,
+        layers=frozenset(range(common.num_layers)),
+    )
+    return replace(common, moe=moe, scoring=window_on_all(common, config))
+
+
+def _qwen2(common: ModelConfig, config: Config) -> ModelConfig:
+    size = config.get("sliding_window") if flag(config, "use_sliding_window") else None
+    before = 0 if size is None else int(config["max_window_layers"])
+    pattern = [SLIDING if layer < before and layer % 2 == 0 else FULL for layer in range(common.num_layers)]
+    return replace(
+        common,
+        qkv_bias=flag(config, "qkv_bias"),
+        moe=_qwen_moe(common, config, whole(config, "shared_expert_intermediate_size"), "num_experts"),
+        scoring=Scoring(windows=windows(layer_types(config, pattern), size)),
+    )
+
+
+def _qwen3(common: ModelConfig, config: Config) -> ModelConfig:
+    bias = flag(config, "attention_bias")
+    window = config.get("sliding_window") if flag(config, "use_sliding_window") else None
+    return replace(
+        common,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        moe=_qwen_moe(common, config, 0, "num_experts", "num_local_experts"),
+        scoring=window_on_all(common, {**config, "sliding_window": window}),
+    )
+
+
+def _qwen_moe(common: ModelConfig, config: Config, shared: int, *counts: str) -> MoeConfig:
+    experts, top_k = count_experts(config, *counts)
+    return MoeConfig(
+        num_experts=experts,
+        top_k=top_k,
+        intermediate_size=whole(config, "moe_intermediate_size"),
+        normalise=flag(config, "norm_topk_prob"),
+        shared_intermediate_size=shared,
+        layers=_sparse_layers(config, common.num_layers),
+    )
+
+
+def _sparse_layers(config: Config, layers: int) -> frozenset[int]:
+    """Every decoder_sparse_step-th layer, the first one at step - 1, except those of mlp_only_layers."""
+    step = 1 if config.get("decoder_sparse_step") is None else whole(config, "decoder_sparse_step")
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        raise ModelError(f"config.json: mlp_only_layers must be a list of layers' numbers, not {dense!r}")
+    return frozenset(range(step - 1, layers, step)) - frozenset(dense)
+
+
+def count_experts(config: Mapping[str, Any], *keys: str) -> tuple[int, int]:
+    """How many there are, which either key says, and how many a token goes to."""
+    said = [whole(config, key) for key in keys if config.get(key) is not None]
+    if not said:
+        raise ModelError(f"config.json lacks {keys[0]!r}")
+    if min(said) != max(said):
+        raise ModelError(f"config.json: {' and '.join(keys)} differ: which is it?")
+    top_k = whole(config, "num_experts_per_tok")
+    if top_k > said[0]:
+        raise ModelError(f"config.json: a token goes to num_experts_per_tok = {top_k} experts, but there are {said[0]}")
+    return said[0], top_k
+
+
+def whole(config: Mapping[str, Any], key: str) -> int:
+    value = config[key]
+    if type(value) is not int or value < 1:
+        raise ModelError(f"config.json: {key} must be a whole number of at least 1, not {value!r}")
+    return value
+
+
+def _mixtral_rope(config: Config, max_position: int) -> RopeConfig:
+    """null for its base is as good as a missing key."""
+    theta = 1e6 if config.get("rope_theta") is None else config["rope_theta"]
+    return read_rope({**config, "rope_theta": theta}, max_position)
+
+
+MIXTRAL = Family(
+    "MixtralForCausalLM",
+    "mixtral",
+    _mixtral,
+    reads=words("layer_types num_experts num_experts_per_tok num_local_experts sliding_window"),
+    defaults={"eos_token_id": 2, "num_experts_per_tok": 2, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    not_used=_BIAS_UNREAD,
+    rope=_mixtral_rope,
+)
+QWEN2_MOE = Family(
+    "Qwen2MoeForCausalLM",
+    "qwen2_moe",
+    _qwen2,
+    reads=_QWEN | words("max_window_layers qkv_bias shared_expert_intermediate_size"),
+    defaults={
+        "max_window_layers": 28,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 16,
+        "qkv_bias": True,
+        "sliding_window": 4096,
+    },
+    not_used=_BIAS_UNREAD,
+)
+QWEN3_MOE = Family(
+    "Qwen3MoeForCausalLM",
+    "qwen3_moe",
+    _qwen3,
+    reads=_QWEN | words("attention_bias num_local_experts"),
+    defaults={"num_experts_per_tok": 8, "num_key_value_heads": 4, "sliding_window": 4096},
+)

@@ -1,0 +1,111 @@
+"""Decoders whose feed-forward is a mixture of experts: Mixtral, Qwen2-MoE, Qwen3-MoE.
+
+Everything else about them is the dense decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from treeline_runtime.core import Context
+from treeline_runtime.models.config import ModelConfig
+from treeline_runtime.models.decoder import Decoder, FeedForward, Layer, Linear
+from treeline_runtime.models.moe_config import MoeConfig
+from treeline_runtime.models.weights import Weights
+from treeline_runtime.ops import Experts, Ops
+
+QWEN_NAMES = ("gate_proj", "up_proj", "down_proj")
+MIXTRAL_NAMES = ("w1", "w3", "w2")
+"""Gate, up, down of one expert, in checkpoints that name them one by one."""
+
+
+class Moe:
+    """A router, its experts, and perhaps an expert that every token goes to, behind a gate.
+
+    Adapters change the router and the shared expert, not the experts.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        moe: MoeConfig,
+        router: Linear,
+        experts: Experts,
+        shared: tuple[Linear, FeedForward] | None = None,
+    ) -> None:
+        """shared: its gate and itself."""
+        self._ops, self._top_k, self._normalise = ops, moe.top_k, moe.normalise
+        self._router, self._experts, self._shared = router, experts, shared
+
+    def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        scores, ids = self._ops.route(self._router(x, context), self._top_k, normalise=self._normalise)
+        y = self._ops.experts(x, self._experts, scores, ids)
+        if self._shared is None:
+            return y
+        gate, expert = self._shared
+        return torch.addcmul(y, gate(x, context).sigmoid(), expert(x, context))
+
+
+def new_moe(moe: MoeConfig, weights: Weights, ops: Ops, prefix: str, hidden: int) -> Moe:
+    """prefix: of the names, up to the block's own dot."""
+    router = Linear(weights, ops, prefix, {"gate": moe.num_experts}, hidden, bias=False)
+    experts = take_experts(weights, f"{prefix}experts.", moe, hidden)
+    if not moe.shared_intermediate_size:
+        return Moe(ops, moe, router, experts)
+    gate = Linear(weights, ops, prefix, {"shared_expert_gate": 1}, hidden, bias=False)
+    shared = FeedForward(weights, ops, f"{prefix}shared_expert.", hidden, moe.shared_intermediate_size, bias=False)
+    return Moe(ops, moe, router, experts, (gate, shared))
+
+
+def take_experts(weights: Weights, prefix: str, moe: MoeConfig, hidden: int) -> Experts:
+    """From either layout: all experts in one tensor, as transformers 5 has them in memory and may save them, or a
+    matrix for each, as it was and is exchanged. Of those there is one copy besides the stack at a time."""
+    count, inner = moe.num_experts, moe.intermediate_size
+    if weights.has(f"{prefix}gate_up_proj"):
+        return Experts(
+            _laid_out(weights.take(f"{prefix}gate_up_proj", count, 2 * inner, hidden)),
+            _laid_out(weights.take(f"{prefix}down_proj", count, hidden, inner)),
+        )
+    names = MIXTRAL_NAMES if weights.has(f"{prefix}0.{MIXTRAL_NAMES[0]}.weight") else QWEN_NAMES
+    first = weights.take(f"{prefix}0.{names[0]}.weight", inner, hidden)
+    experts = Experts(new_stack(first, count, 2 * inner, hidden), new_stack(first, count, hidden, inner))
+    for expert in range(count):
+        gate, up = experts.gate_up[expert].chunk(2)
+        gate.copy_(weights.take(f"{prefix}{expert}.{names[0]}.weight", inner, hidden) if expert else first)
+        up.copy_(weights.take(f"{prefix}{expert}.{names[1]}.weight", inner, hidden))
+        experts.down[expert].copy_(weights.take(f"{prefix}{expert}.{names[2]}.weight", hidden, inner))
+    return experts
+
+
+def new_stack(like: torch.Tensor, count: int, outputs: int, inputs: int) -> torch.Tensor:
+    """(count, outputs, inputs), to be filled. On a CPU inputs lie first in memory, as in `Linear`: decode steps of 1 to
+    8 rows are faster by 10 to 18 % (hidden 512, 32 experts of 256)."""
+    if like.device.type == "cpu":
+        return like.new_empty(count, inputs, outputs).transpose(1, 2)
+    return like.new_empty(count, outputs, inputs)
+
+
+def _laid_out(stack: torch.Tensor) -> torch.Tensor:
+    return new_stack(stack, *stack.shape).copy_(stack) if stack.device.type == "cpu" else stack.contiguous()
+
+
+class MoeLayer(Layer):
+    """Some layers are dense."""
+
+    @staticmethod
+    def new_feed_forward(
+        config: ModelConfig, weights: Weights, ops: Ops, layer: int
+    ) -> Callable[[torch.Tensor, Context], torch.Tensor]:
+        moe = config.moe
+        if moe is None or layer not in moe.layers:
+            return Layer.new_feed_forward(config, weights, ops, layer)
+        prefix = f"model.layers.{layer}."
+        # Mixtral's name, which transformers 5 no longer has in memory, and may not save
+        block = "block_sparse_moe." if weights.has(f"{prefix}block_sparse_moe.gate.weight") else "mlp."
+        return new_moe(moe, weights, ops, prefix + block, config.hidden_size)
+
+
+class MoeDecoder(Decoder):
+    layer_type = MoeLayer

@@ -1,0 +1,196 @@
+"""gpt-oss: logits equal those of transformers, with whole weights and with MXFP4; what differs is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.runtime_engine import Harness
+from support.runtime_models import IDS, Runner, ours, reference, save
+from treeline_runtime.models import ModelConfig, ModelError
+from treeline_runtime.models.gpt_oss import GptOssDecoder
+from treeline_runtime.models.mxfp import dequantise
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 9, "num_hidden_layers": 3}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+CASES: dict[str, dict[str, Any]] = {
+    "as published": {},
+    "one expert": {"num_experts_per_tok": 1},
+    "four experts": {"num_experts_per_tok": 4, "swiglu_limit": 0.5, "swiglu_alpha": 1.3},
+    "no windows": {"layer_types": ["full_attention"] * 3, "rope_parameters": PLAIN_ROPE},
+    "windows alone": {"layer_types": ["sliding_attention"] * 3, "num_key_value_heads": 4},
+    "no biases": {"attention_bias": False, "tie_word_embeddings": True},
+}
+
+
+def new_reference(changes: dict[str, Any]) -> Any:
+    theirs = reference("GptOss", SIZES | changes)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if name.endswith("sinks"):
+                parameter.copy_(torch.randn_like(parameter) * 2)
+    return theirs
+
+
+def expected(theirs: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = theirs(torch.tensor([IDS])).logits[0]
+    assert logits.std() > 0.1
+    return logits
+
+
+def assert_close(found: torch.Tensor, logits: torch.Tensor) -> None:
+    np.testing.assert_allclose(found, logits, rtol=1e-4, atol=3e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+    theirs = new_reference(CASES[case])
+    model = ours(save(theirs, tmp_path))
+    assert isinstance(model, GptOssDecoder)
+    logits = expected(theirs)
+    assert_close(Runner(model).feed(IDS), logits)
+    runner = Runner(model)
+    pieces = [runner.feed(IDS[:16]), runner.feed(IDS[16:17]), runner.feed(IDS[17:40])]
+    assert_close(torch.cat([*pieces, *(runner.feed([token]) for token in IDS[40:])]), logits)
+
+
+def test_many_sequences_at_once_are_what_transformers_generates(tmp_path: Path) -> None:
+    theirs = new_reference({})
+    prompts = [IDS[:n] for n in (1, 7, 16, 33, 50)]
+    engine = Harness(save(theirs, tmp_path), load_format="auto", chunked_prefill_size=16)
+    for rid, ids in enumerate(prompts):
+        engine.submit(str(rid), ids, max_new_tokens=12)
+    engine.run()
+    for rid, ids in enumerate(prompts):
+        with torch.inference_mode():
+            answer = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
+        assert engine.tokens(str(rid)) == answer
+
+
+# ---- MXFP4 ------------------------------------------------------------------------------------------------
+
+
+def packed(path: Path, theirs: Any) -> Path:
+    """The checkpoint with random MXFP4 experts, which the reference gets too, as transformers makes them whole."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    save(theirs, path)
+    tensors = load_file(path / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        groups = (experts, outputs, inputs // 32)
+        blocks = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(122, 125, groups, dtype=torch.uint8, generator=generator)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        with torch.no_grad():
+            theirs.get_parameter(name).copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    config = json.loads((path / "config.json").read_text()) | {"quantization_config": quantization}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_mxfp4_experts_are_made_whole_as_transformers_makes_them(tmp_path: Path) -> None:
+    theirs = new_reference({})
+    path = packed(tmp_path, theirs)
+    assert_close(Runner(ours(path)).feed(IDS), expected(theirs))
+
+
+def test_every_byte_and_scale_of_mxfp4_is_the_number_that_the_format_says() -> None:
+    numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(255, -1, -1)
+    scales = torch.arange(255, dtype=torch.uint8)[:, None].expand(-1, 16)
+    found = dequantise(blocks, scales).double()
+    pairs = torch.tensor([(numbers[byte & 15], numbers[byte >> 4]) for byte in range(256)], dtype=torch.float64)
+    for scale in range(255):
+        # the largest scale times 3 and more is beyond float32, as it is beyond bfloat16
+        expected = (pairs.flatten() * math.ldexp(1.0, scale - 127)).float().double()
+        assert torch.equal(found[scale], expected), scale
+    assert not dequantise(blocks[:1], torch.full((1, 16), 255, dtype=torch.uint8)).isfinite().all()
+
+
+def test_checkpoints_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    path = packed(tmp_path, new_reference({}))
+    file = path / "model.safetensors"
+    good = load_file(file)
+    blocks, scales = (f"model.layers.1.mlp.experts.down_proj_{part}" for part in ("blocks", "scales"))
+    for tensors, message in (
+        ({k: v for k, v in good.items() if k != scales}, f"tensor {scales} is missing"),
+        ({k: v for k, v in good.items() if k != blocks}, "tensor model.layers.1.mlp.experts.down_proj is missing"),
+        (good | {blocks: good[blocks].to(torch.int8)}, f"tensor {blocks} is torch.int8, but .*should be torch.uint8"),
+        (good | {blocks: good[blocks][:, :32].contiguous()}, rf"tensor {blocks} has shape \(6, 32, 3, 16\)"),
+        (good | {"model.layers.1.mlp.experts.down_proj": torch.zeros(6, 96, 64)}, "2 tensors that this model does not"),
+    ):
+        save_file(tensors, file)
+        with pytest.raises(ModelError, match=message):
+            ours(path)
+
+
+# ---- config.json ------------------------------------------------------------------------------------------
+
+
+def config_of(path: Path, **changes: Any) -> Path:
+    """What transformers writes for a default configuration, with keys changed; ... removes one."""
+    config = transformers.GptOssConfig().to_dict() | {"architectures": ["GptOssForCausalLM"]}
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({k: v for k, v in (config | changes).items() if v is not ...}))
+    return path
+
+
+def test_what_is_published_is_accepted_and_a_missing_key_means_what_it_means_to_transformers(tmp_path: Path) -> None:
+    whole = ModelConfig.from_dir(config_of(tmp_path))
+    assert whole.scoring.windows[:3] == (128, None, 128)
+    assert whole.longest_context == 131072
+    names = (
+        "attention_bias head_dim layer_types num_experts_per_tok num_key_value_heads rms_norm_eps rope_parameters "
+        "sliding_window swiglu_alpha swiglu_limit tie_word_embeddings"
+    )
+    assert ModelConfig.from_dir(config_of(tmp_path, **dict.fromkeys(names.split(), ...))) == whole
+    rope = {
+        "rope_parameters": ...,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+    }
+    published = {"experts_per_token": 4, "initial_context_length": 4096, "router_aux_loss_coef": 0.9}
+    quantization = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    assert ModelConfig.from_dir(config_of(tmp_path, **rope, **published, **quantization)) == whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "fp8 weights are not"),
+        ({"quantization": {"quant_method": "mxfp4"}}, "quantization .*'mxfp4'.* not supported"),
+        ({"experts_per_token": 2}, "another experts_per_token"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok = 129 experts, but there are 128"),
+        ({"swiglu_limit": None}, "swiglu_limit must be numbers above 0"),
+        ({"swiglu_alpha": -1.0}, "swiglu_alpha must be above 0"),
+        ({"initial_context_length": 8192}, "initial_context_length = 8192"),
+        ({"layer_types": ["chunked_attention"] * 36}, "chunked_attention are not supported"),
+        ({"sliding_window": None}, "no sliding_window"),
+        ({"norm_topk_prob": True}, "norm_topk_prob = True"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_served_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_dir(config_of(tmp_path, **changes))
