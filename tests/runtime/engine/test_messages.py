@@ -44,6 +44,16 @@ EXAMPLES: dict[Any, list[Any]] = {
         m.BatchTextOut([m.TextOut("r", "text", [5], m.FinishReason("stop", matched="END"))]),
         m.BatchTextOut([m.TextOut("r", "", [], logprobs=[msgspec.Raw(m.encode(LOGPROBS))])]),
         m.Reply("f", ok=False, message="busy"),
+        ipc.Ready("http-1", {}),
+        ipc.Observed(answered=False, problem="no answer"),
+        ipc.Idle("http-1"),
+    ],
+    ipc.decode_to_worker: [
+        ipc.Begin({"context_length": 9}, None),
+        ipc.StateUpdate(True, False, None, "sick", 1.5, {"scheduler": 2.5}, 7, m.LoadUpdate(running=3)),
+        ipc.EndAll(FINISH),
+        ipc.AbortNamed("r"),
+        ipc.SamplesReq("q#0"),
     ],
     ipc.decode_to_publisher: [
         m.CacheUpdate([m.Stored([2**64 - 1], None, [1, 2], "ns", 1), m.Removed([1]), m.Cleared()]),
@@ -62,7 +72,8 @@ def test_a_process_refuses_what_is_not_for_it() -> None:
     for decode in EXAMPLES:
         for other, examples in EXAMPLES.items():
             for message in examples:
-                if other is not decode and not isinstance(message, m.Reply | m.DrainReq):  # two processes take them
+                # some are for more than one process
+                if other is not decode and not isinstance(message, m.Reply | m.DrainReq | m.BatchTextOut):
                     with pytest.raises(msgspec.ValidationError):
                         decode(m.encode(message))
 

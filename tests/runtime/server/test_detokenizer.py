@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from treeline_runtime.detokenizer_process import MESSAGE_SIZE, DetokenizerCore, DetokenizerOutput
+from treeline_runtime.detokenizer_process import MESSAGE_SIZE, DetokenizerCore, DetokenizerOutput, waiter
+from treeline_runtime.ids import IdMaker
 from treeline_runtime.messages import (
     BatchTextOut,
     BatchTokenOut,
@@ -80,6 +81,23 @@ def test_texts_of_a_turn_leave_as_one_message() -> None:
     turn = made.take([tokens("a", "x"), tokens("b", "y"), tokens("a", "z")])
     assert len(turn.to_http) == 1
     assert [out.rid for out in texts(turn)] == ["a", "b", "a"]
+
+
+def test_each_http_process_has_its_texts_in_messages_of_its_own_and_in_order() -> None:
+    made = core()
+    ids = [IdMaker(rank).make("a") for rank in range(3)]
+    made.take([DetokenizeInit(id) for id in ids])
+    rounds = [tokens(id, f"{number % 10}") for number in range(MESSAGE_SIZE + 44) for id in ids]
+    question = IdMaker(2).make("q")
+    turn = made.take([*rounds, Reply(question), *(tokens(id, "!") for id in ids)])
+    for rank, id in enumerate(ids):
+        mine = [message for message in turn.to_http if waiter(message) == rank]
+        sizes = [len(message.outs) for message in mine if isinstance(message, BatchTextOut)]
+        assert sizes == [MESSAGE_SIZE, 44, 1]
+        assert [out.rid for message in mine if isinstance(message, BatchTextOut) for out in message.outs] == [id] * 301
+    assert "".join(out.text for out in texts(turn) if out.rid == ids[1]) == "0123456789" * 30 + "!"
+    replies = [message for message in turn.to_http if isinstance(message, Reply)]
+    assert [waiter(reply) for reply in replies] == [2]
 
 
 def test_logprobs_carry_the_text_of_each_token_when_asked_for() -> None:

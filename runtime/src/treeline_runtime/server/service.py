@@ -30,7 +30,7 @@ T = TypeVar("T", bound=Task)
 
 @dataclass
 class State:
-    """Where the server is in its life. Only `serve` changes it."""
+    """Where the server is in its life. Only the first HTTP process changes it; it tells its workers (`StateUpdate`)."""
 
     ready: bool = False
     draining: bool = False
@@ -43,6 +43,17 @@ class State:
     """When each child last moved, monotonic seconds. Empty until all are ready."""
     heartbeats: int = 0
     load: LoadUpdate = field(default_factory=LoadUpdate)
+    problem: str | None = None
+    """Why requests do not work (`health`); None while they do, as far as is known."""
+    failing_since: float = 0.0
+    """When a problem was first found, monotonic seconds."""
+    on_change: Callable[[], None] | None = field(default=None, repr=False)
+    """Called after each change of a field."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if self.on_change is not None:
+            self.on_change()
 
     def most_stale_child(self, now: float) -> tuple[str, float]:
         """The child that has not moved for longest, and for how many seconds."""
