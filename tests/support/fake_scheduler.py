@@ -69,6 +69,7 @@ class FakeScheduler:
         self.http = Outbox(context, spec.addresses.http)
         self.page_size = spec.args.page_size
         self.runs: dict[str, Run] = {}
+        self.outs: list[TokenOut] = []
         self.hashes = itertools.count(1)
         self.updates = 0
         self.blocks: list[dict[str, object]] = []
@@ -83,6 +84,9 @@ class FakeScheduler:
             for message in self.inbox.take():
                 self.take(message)
             self.advance()
+            if self.outs:
+                self.detokenizer.send(BatchTokenOut(self.outs))
+                self.outs = []
             load = self.load()
             if self.publisher is not None:
                 self.publisher.send(load)
@@ -179,7 +183,7 @@ class FakeScheduler:
         self.blocks.append({"hash": str(block), "parent": None, "tokens": page, "namespace": request.namespace})
 
     def send(self, out: TokenOut) -> None:
-        self.detokenizer.send(BatchTokenOut([out]))
+        self.outs.append(out)
 
 
 def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
