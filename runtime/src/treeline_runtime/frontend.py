@@ -17,6 +17,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -198,10 +199,22 @@ class HttpServer(uvicorn.Server):
             )
         )
         self._listener = listener
+        self._told_to_stop = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        self._told_to_stop.set()
+
+    async def main_loop(self) -> None:
+        """Wakes up once a second, for the date in headers; uvicorn's own does ten times, and there are several."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._told_to_stop.wait()
 
     def start(self) -> asyncio.Task[None]:
         """Serves until `stop_all`."""

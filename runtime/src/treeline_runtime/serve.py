@@ -159,6 +159,7 @@ class Server:
         if self._failure.done():
             return await self._fail(self._failure.result())
         logger.warning("%s again: stopping without waiting", again.result().name)
+        self._state.refusing = True
         self._end_all(STOPPED)
         await self._settle(FAREWELL_S)
         return 128 + again.result()
@@ -246,7 +247,7 @@ class Server:
             case Observed():
                 self._probes.health.observe(message)
             case Idle():
-                self._workers.on_idle(message)
+                self._workers.on_idle(message.process)
             case Ready():
                 self._ready[message.process] = message.info
                 if message.process not in self._workers.outboxes and not self._awaited(self._engine):
@@ -285,6 +286,7 @@ class Server:
     def _on_end(self, ended: Ended) -> None:
         if self._stopping:
             return
+        self._workers.on_idle(ended.process)
         if ended.status == 1:  # it may have said why: that message may still be on its way
             asyncio.get_running_loop().call_later(LAST_WORDS_S, self._report, str(ended))
         else:

@@ -13,12 +13,15 @@ from collections.abc import Sequence
 import msgspec
 import zmq
 
-from treeline_runtime.ipc import Addresses, Begin, EndAll, Idle, Outbox, Process, StateUpdate
+from treeline_runtime.ipc import Addresses, Begin, EndAll, Outbox, Process, StateUpdate
 from treeline_runtime.messages import FinishReason
 from treeline_runtime.server.metrics import Samples
 from treeline_runtime.server.service import State
 from treeline_runtime.tokenizer_manager import NoReply, TokenizerManager
 
+ROUTINE = ("heartbeats", "load")
+"""What changes all the time and decides nothing."""
+ROUTINE_S = 0.25
 SAMPLES_S = 1.0
 """For a worker's metrics; those that it told last are taken then."""
 
@@ -33,18 +36,20 @@ class HttpWorkers:
         self.outboxes = {process.name: Outbox(context, addresses.of(process)) for process in processes}
         self._state = state
         self._telling: asyncio.Handle | None = None
-        self._busy = set(self.outboxes)
+        self._busy: set[str] = set()
         self._all_idle = asyncio.Event()
+        self._all_idle.set()
         self._samples: dict[str, Samples] = {}
         if self.outboxes:
             state.on_change = self._on_change
-        else:
-            self._all_idle.set()
 
     def begin(self, begin: Begin) -> None:
         """Have them serve; each answers with Ready."""
         self._tell()
         self._send(begin)
+        self._busy = set(self.outboxes)
+        if self._busy:
+            self._all_idle.clear()
 
     def end_all(self, finish: FinishReason) -> None:
         """End what is in flight there."""
@@ -52,11 +57,12 @@ class HttpWorkers:
         self._send(EndAll(finish))
 
     async def idle(self) -> None:
-        """Waits until each has said that it answers no request any more, which they do once the server stops."""
+        """Waits until none of them answers a request any more; they say so once the server stops."""
         await self._all_idle.wait()
 
-    def on_idle(self, message: Idle) -> None:
-        self._busy.discard(message.process)
+    def on_idle(self, process: str) -> None:
+        """It has said so, or has ended. Other processes may be named, too."""
+        self._busy.discard(process)
         if not self._busy:
             self._all_idle.set()
 
@@ -70,9 +76,14 @@ class HttpWorkers:
         await asyncio.gather(*(ask(name, outbox) for name, outbox in self.outboxes.items()))
         return list(self._samples.values())
 
-    def _on_change(self) -> None:
-        if self._telling is None:
-            self._telling = asyncio.get_running_loop().call_soon(self._tell)  # once for all changes of this turn
+    def _on_change(self, name: str) -> None:
+        """Tells of all changes of this turn of the loop at once; of signs of life after a while."""
+        if self._telling is not None:
+            if name in ROUTINE:
+                return
+            self._telling.cancel()
+        loop = asyncio.get_running_loop()
+        self._telling = loop.call_later(ROUTINE_S, self._tell) if name in ROUTINE else loop.call_soon(self._tell)
 
     def _tell(self) -> None:
         if self._telling is not None:

@@ -47,13 +47,13 @@ class State:
     """Why requests do not work (`health`); None while they do, as far as is known."""
     failing_since: float = 0.0
     """When a problem was first found, monotonic seconds."""
-    on_change: Callable[[], None] | None = field(default=None, repr=False)
-    """Called after each change of a field."""
+    on_change: Callable[[str], None] | None = field(default=None, repr=False)
+    """Called after each change of a field, with its name."""
 
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
         if self.on_change is not None:
-            self.on_change()
+            self.on_change(name)
 
     def most_stale_child(self, now: float) -> tuple[str, float]:
         """The child that has not moved for longest, and for how many seconds."""
