@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import zmq
 from treeline_runtime.child import ChildSpec, StartError, run_child
+from treeline_runtime.detokenizers import ToDetokenizers
 from treeline_runtime.ipc import Heartbeat, Inbox, Outbox, Ready
 from treeline_runtime.messages import (
     AbortReq,
@@ -64,7 +65,7 @@ class Run:
 class FakeScheduler:
     def __init__(self, spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.inbox = Inbox(context, spec.addresses.scheduler, decode_to_scheduler)
-        self.detokenizer = Outbox(context, spec.addresses.detokenizer)
+        self.detokenizer = ToDetokenizers(context, spec.addresses, spec.args.detokenizers)
         self.publisher = None if spec.args.no_events else Outbox(context, spec.addresses.publisher)
         self.http = Outbox(context, spec.addresses.http)
         self.page_size = spec.args.page_size

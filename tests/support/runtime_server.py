@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import httpx
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from treeline_runtime.ipc import Process
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -188,7 +190,7 @@ class ServerProcess:
     def children(self) -> dict[str, int]:
         """Process name → pid, of the server's children."""
         found: dict[str, int] = {}
-        workers: list[tuple[int, int]] = []
+        several: list[tuple[int, str, int]] = []
         for folder in Path("/proc").iterdir():
             if not folder.name.isdigit():
                 continue
@@ -198,12 +200,16 @@ class ServerProcess:
             except OSError:
                 continue
             if int(stat[1]) == self.process.pid and stat[0] != "Z":
-                for name in ("scheduler", "detokenizer", "publisher"):
+                for name in ("scheduler", "publisher"):
                     if name in command:
                         found[name] = int(folder.name)
-                if "http_worker" in command:
-                    workers.append((int(stat[19]), int(folder.name)))  # in the order in which they were started
-        return found | {f"http-{rank}": pid for rank, (_, pid) in enumerate(sorted(workers), 1)}
+                for module, kind in (("detokenizer_process", "detokenizer"), ("http_worker", "http")):
+                    if module in command:
+                        several.append((int(stat[19]), kind, int(folder.name)))
+        ranks = {"detokenizer": itertools.count(0), "http": itertools.count(1)}
+        for _, kind, pid in sorted(several):  # in the order in which they were started
+            found[Process(kind, next(ranks[kind])).name] = pid
+        return found
 
     @contextlib.contextmanager
     def client_of_each(self, **kwargs: Any) -> Iterator[dict[str, httpx.Client]]:

@@ -1,4 +1,4 @@
-"""The detokenizer process: token ids in, text out, stop strings found on the way.
+"""A detokenizer process: token ids in, text out, stop strings found on the way.
 
 A stop string ends a request here first: its text goes out as finished at once, the scheduler is told (StopReq), and
 what it still sends for the request is dropped until its terminal message comes.
@@ -220,11 +220,12 @@ def _rest(out: TokenOut) -> TokenOut:
 def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     tokenizer = Tokenizer.from_file(f"{spec.model_dir}/tokenizer.json")
     core = DetokenizerCore(lambda ids, skip: str(tokenizer.decode(ids, skip_special_tokens=skip)))
-    inbox = Inbox(context, spec.addresses.detokenizer, decode_to_detokenizer)
+    process = Process("detokenizer", spec.rank)
+    inbox = Inbox(context, spec.addresses.of(process), decode_to_detokenizer)
     https = [Outbox(context, spec.addresses.of(Process("http", rank))) for rank in range(spec.args.http_workers)]
     scheduler = Outbox(context, spec.addresses.scheduler)
-    https[0].send(Ready("detokenizer", {}))
-    heartbeat = HeartbeatSender("detokenizer", https[0])
+    https[0].send(Ready(process.name, {}))
+    heartbeat = HeartbeatSender(process.name, https[0])
     while True:
         heartbeat.beat()
         inbox.wait(int(HEARTBEAT_S * 1000))

@@ -28,6 +28,7 @@ from treeline_wire.tokenizer import BundleError, TokenizerBundle
 
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.child import ChildSpec
+from treeline_runtime.detokenizers import ToDetokenizers
 from treeline_runtime.ipc import Begin, Observed, Outbox
 from treeline_runtime.listeners import url_of
 from treeline_runtime.messages import BatchTextOut, FinishReason
@@ -126,7 +127,7 @@ class Frontend:
             manager=TokenizerManager(
                 self.metrics,
                 self.to_scheduler,
-                Outbox(context, spec.addresses.detokenizer),
+                ToDetokenizers(context, spec.addresses, args.detokenizers),
                 to_publisher,
                 to_workers=to_workers,
                 rank=spec.rank,

@@ -169,7 +169,7 @@ class BatchTokenOut(msgspec.Struct, tag=True, frozen=True):
 
 
 class Reply(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
-    """Answer to FlushReq or StateReq; the detokenizer passes it on unread, so it never overtakes tokens."""
+    """Answer to FlushReq or StateReq; the first detokenizer passes it on unread, so it never overtakes tokens there."""
 
     id: str
     ok: bool = True

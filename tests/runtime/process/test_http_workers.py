@@ -1,4 +1,4 @@
-"""Several HTTP processes on one port: clients cannot tell which of them they have."""
+"""Several HTTP processes on one port, and several detokenizers: clients cannot tell which of them they have."""
 
 from __future__ import annotations
 
@@ -54,7 +54,13 @@ class Three:
 @pytest.fixture(scope="module")
 def three(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
     gate = tmp_path_factory.mktemp("three") / "open"
-    flags = ("--no-events", "--http-workers=3", "--max-bytes-in-flight=3145728", "--watchdog-timeout=3")
+    flags = (
+        "--no-events",
+        "--http-workers=3",
+        "--detokenizers=2",
+        "--max-bytes-in-flight=3145728",
+        "--watchdog-timeout=3",
+    )
     environment = {"FAKE_SCHEDULER_WAITS_FOR": str(gate), "TREELINE_API_KEY": "k", "STOP_S": "0.5"}
     server = ServerProcess(model, *flags, fake=True, environment=environment)
     try:
@@ -227,7 +233,7 @@ def test_the_real_engine_answers_the_same_through_each_and_all_end_with_a_parent
             assert chunks.pop() == "[DONE]"
             answers.setdefault(name, []).append("".join(chunk["choices"][0]["text"] for chunk in chunks))
 
-    flags = ("--http-workers=3", "--no-events", "--max-total-tokens=4096")
+    flags = ("--http-workers=3", "--detokenizers=3", "--no-events", "--max-total-tokens=4096")
     with running(TINY, *flags) as server, server.client_of_each() as clients:
         asking = [threading.Thread(target=ask, args=each) for each in clients.items()]
         for thread in asking:
