@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 py=.venv/bin/python
 
-PYTHONPATH=tools $py -m treeline_tools # crds/, the chart's CRDs, policies and rights, docs/api.md, docs/reasons.md
+PYTHONPATH=tools $py -m treeline_tools # crds/, the chart's CRDs, policies and rights, docs/api.md, docs/reasons.md, docs/serve.md
 $py scripts/image_requirements.py     # images/requirements/
 $py scripts/chart_readme.py           # charts/treeline/README.md
 scripts/control_plane.sh helm >/dev/null

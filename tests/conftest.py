@@ -23,6 +23,10 @@ settings.register_profile("treeline", usual)
 settings.load_profile("treeline")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--chaos-seconds", type=float, default=7.0, help="load of tests/runtime/server/test_chaos.py")
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
     """Tests that nobody ran are told where one looks: beside the count of those that passed."""

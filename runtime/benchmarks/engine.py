@@ -96,6 +96,7 @@ class Bench:
     def __init__(self, name: str, folder: Path, config: dict[str, Any]) -> None:
         self.name = name
         self.shape = SHAPES[name]
+        self.weight_bytes = 1 if config.get("quantization") == "fp8" else 2
         (folder / "config.json").write_text(json.dumps(self.shape | COMMON))
         started = time.perf_counter()
         self.engine = Engine(folder, load_format="dummy", context_length=8192, **config)
@@ -141,7 +142,7 @@ class Bench:
         hidden, layers, dim = shape["hidden_size"], shape["num_hidden_layers"], shape["head_dim"]
         heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
         layer = hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * shape["intermediate_size"]
-        weights = 2 * (layers * layer + hidden * shape["vocab_size"])
+        weights = self.weight_bytes * layers * layer + 2 * hidden * shape["vocab_size"]
         for batch, context in DECODE:
             cache = batch * (context + (SHORT + LONG) / 2) * self.limits.kv_bytes_per_token
             report(f"floor.decode.{self.name}.b{batch}.ctx{context}", (weights + cache) / bandwidth * 1e3)

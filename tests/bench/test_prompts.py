@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 from support.bench import train_tokenizer, words
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from treeline_bench.prompts import PromptError, PromptMaker
 
 
@@ -40,6 +40,21 @@ def test_a_bos_token_is_counted_and_not_built() -> None:
     )
     maker = PromptMaker(tokenizer)
     assert maker.count(maker.text(20, random.Random(1))) == 21
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_tokenizers_that_write_spaces_like_sentencepiece(scheme: str) -> None:
+    """`always` adds a space in the front, as Llama 2 does: a token of its own where the text begins with one."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    trainer = trainers.BpeTrainer(vocab_size=900, show_progress=False)
+    tokenizer.train_from_iterator([" " + " ".join(words())] * 9, trainer)
+    maker = PromptMaker(tokenizer)
+    rng = random.Random(2)
+    prefix = maker.text(30, rng)
+    assert maker.count(prefix + maker.text(12, rng)) - maker.count(prefix) == 12
+    assert maker.count(prefix) - 30 in (0, 1)
+    assert maker.count(maker.with_shared_prefix(prefix, 5, rng)) - maker.count(prefix) == 5
 
 
 def test_a_vocabulary_without_words_is_refused() -> None:

@@ -53,6 +53,12 @@ def test_an_unknown_word_is_refused_with_the_known_ones():
     assert "serve" in answer.stderr
 
 
+def test_measuring_is_a_room_of_its_own_that_may_be_missing(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "treeline_bench.cli", None)
+    assert main(["bench", "serving"]) == 1
+    assert "pip install treeline-bench" in capsys.readouterr().err
+
+
 def test_an_interrupt_while_a_word_is_loading_is_an_end_and_no_traceback(monkeypatch):
     def interrupted(_argv):
         raise KeyboardInterrupt

@@ -160,6 +160,8 @@ class Chance:
                 "chunkedPrefillSize": lambda: 512,
                 "maxTotalTokens": lambda: 4096,
                 "dtype": lambda: "bfloat16",
+                "quantization": lambda: "fp8",
+                "kvCacheDtype": lambda: "fp8_e4m3",
                 "threads": lambda: 2,
                 "evictionPolicy": lambda: "lru",
                 "schedulePolicy": lambda: "fcfs",

@@ -99,6 +99,27 @@ INVENTED: dict[str, list[tuple[str, float, float | None]]] = {
         ("bodies.rss_mb.30mb", 320, None),
     ],
     "http": [("http.requests_s", 1300, None), ("http.cpu_us", 400, None)],
+    "engine": [
+        ("engine.decode.llama8b.b1.ctx512", 4.0, 3.5),
+        ("engine.prefill.llama8b.4096", 40_000, 52_000),
+        ("engine.offline.llama8b", 12_000, None),
+    ],
+    "server": [
+        ("server.offline_tokens_s.llama8b", 12_000, None),
+        ("server.tokens_s.llama8b", 11_500, None),
+        ("server_over_offline.llama8b", 0.958, None),
+        ("overlap.idle_share.llama8b", 0.02, None),
+        ("start.warm_s.llama8b", 9, None),
+    ],
+    "radix": [("radix.vs_optimal.mmlu", 0.99, None), ("radix.hit_vs_optimal", 0.97, None)],
+    "cpu": [("cpu.vs_transformers.b1", 1.4, None), ("cpu.vs_transformers.b8", 2.1, None)],
+    "serving-random": [
+        ("serving.output_tokens_s.treeline", 4000, 3000),
+        ("serving.output_tokens_s.vllm", 3000, None),
+        ("serving.ttft_ms.p90.treeline", 80, 120),
+        ("serving.ttft_ms.p90.vllm", 120, None),
+        ("serving.vs_vllm.random.throughput", 1.33, None),
+    ],
     "operator": [
         ("operator.rss_mb.0", 80, None),
         ("operator.rss_mb.500", 150, None),

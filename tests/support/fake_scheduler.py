@@ -1,7 +1,8 @@
 """A scheduler process without a model, which starts in a moment: `python -m support.fake_scheduler` in place of ours.
 
-It answers token i of a request with the i-th token of its prompt, going round, one every `TOKEN_S`. Prompts choose what
-happens: see `Magic`. The cache it reports is empty; one page is stored when a request ends.
+It answers token i of a request with the i-th token of its prompt, going round, one every `TOKEN_S`, and a request for a
+vector with `vector_of` its prompt. Prompts choose what happens: see `Magic`. The cache it reports is empty; one page is
+stored when a request ends.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import os
 import signal
 import sys
 import time
+from array import array
 from dataclasses import dataclass
 
 import zmq
-from treeline_runtime.child import ChildSpec, StartError, run_child
+from treeline_runtime.child import ChildSpec, StartError, run_child, tell_when_asked
 from treeline_runtime.detokenizers import ToDetokenizers
 from treeline_runtime.ipc import Heartbeat, Inbox, Outbox, Ready
 from treeline_runtime.messages import (
@@ -26,12 +28,16 @@ from treeline_runtime.messages import (
     GenerateReq,
     LoadUpdate,
     Reply,
+    SleepReq,
     StateReq,
     StopReq,
     Stored,
     TokenOut,
+    UpdateWeightsReq,
+    WakeReq,
     decode_to_scheduler,
 )
+from treeline_runtime.models.pooling import pooling_of
 
 TOKEN_S = float(os.environ.get("FAKE_TOKEN_S", "0.01"))
 CONTEXT = 4096
@@ -54,6 +60,15 @@ class Magic:
     """From now on every request ends with an error."""
     CURE = 66
     """No more."""
+    LATE = 59
+    """Its time is over after two tokens."""
+    STALL = 58
+    """The process goes on, but its loop does not come round."""
+
+
+def vector_of(ids: list[int], size: int) -> array[float]:
+    """Numbers from -4 to 4 that depend on the prompt."""
+    return array("f", [(sum(ids) * 31 + i * 7) % 17 / 2 - 4 for i in range(size)])
 
 
 @dataclass
@@ -75,8 +90,12 @@ class FakeScheduler:
         self.updates = 0
         self.blocks: list[dict[str, object]] = []
         self.sick = False
+        self.asleep = 0
+        pooling = pooling_of(spec.model_dir, spec.args.task, matryoshka=spec.args.matryoshka)
+        self.size = 0 if pooling is None else pooling.size
+        tell_when_asked(lambda: f"{len(self.runs)} runs")
         info = {"context_length": CONTEXT, "longest_request": CONTEXT, "max_total_tokens": 65536}
-        self.http.send(Ready("scheduler", info))
+        self.http.send(Ready("scheduler", info | {"kv_dtype": "float32", "kv_bytes_per_token": 256}))
 
     def run(self) -> None:
         beat = 0.0
@@ -111,6 +130,16 @@ class FakeScheduler:
             case FlushReq(id=id):
                 busy = bool(self.runs)
                 self.detokenizer.send(Reply(id, not busy, "requests are running" if busy else None))
+            case SleepReq() | UpdateWeightsReq() if self.runs:
+                self.detokenizer.send(Reply(message.id, ok=False, message="requests are running", data={"busy": True}))
+            case SleepReq(id=id, level=level):
+                self.asleep = level
+                self.detokenizer.send(Reply(id))
+            case WakeReq(id=id):
+                self.asleep = 0
+                self.detokenizer.send(Reply(id))
+            case UpdateWeightsReq(id=id):
+                self.detokenizer.send(Reply(id))
             case StateReq(id=id, what="radix"):
                 self.detokenizer.send(Reply(id, data={"blocks": self.blocks, "updates": self.updates}))
             case StateReq(id=id):
@@ -120,13 +149,18 @@ class FakeScheduler:
         first = request.input_ids[0]
         if first in (Magic.SICKEN, Magic.CURE):
             self.sick = first == Magic.SICKEN
-        if self.sick:
+        if self.asleep:
+            asleep = FinishReason("error", message="the engine is asleep", status=503)
+            self.send(TokenOut(request.rid, [], asleep))
+        elif self.sick:
             self.send(TokenOut(request.rid, [], FinishReason("error", message="it is sick", status=500)))
         elif first == Magic.REFUSE:
             refusal = FinishReason("error", message="the queue is full", status=503)
             self.send(TokenOut(request.rid, [], refusal))
         elif first == Magic.HANG:
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif first == Magic.STALL:
+            time.sleep(3600)
         elif first == Magic.DIE:
             os.kill(os.getpid(), signal.SIGKILL)
         else:
@@ -141,8 +175,12 @@ class FakeScheduler:
             if first == Magic.BREAK and run.produced == 2:
                 self.end(run, FinishReason("error", message="it broke", status=500))
                 continue
+            if first == Magic.LATE and run.produced == 2:
+                self.end(run, FinishReason("error", message="it took too long", status=504))
+                continue
             if run.produced == request.sampling.max_new_tokens:
-                self.end(run, FinishReason("length"))
+                vector = vector_of(request.input_ids, self.size).tobytes() if request.pools else None
+                self.end(run, FinishReason("length"), vector)
                 continue
             token = request.input_ids[run.produced % len(request.input_ids)]
             run.produced += 1
@@ -152,11 +190,11 @@ class FakeScheduler:
                 del self.runs[request.rid]
                 self.store(request)
 
-    def end(self, run: Run, finish: FinishReason) -> None:
+    def end(self, run: Run, finish: FinishReason, vector: bytes | None = None) -> None:
         del self.runs[run.request.rid]
-        self.emit(run, [], finish)
+        self.emit(run, [], finish, vector)
 
-    def emit(self, run: Run, tokens: list[int], finish: FinishReason | None) -> None:
+    def emit(self, run: Run, tokens: list[int], finish: FinishReason | None, vector: bytes | None = None) -> None:
         request = run.request
         logprobs = [(-0.5, token) for token in tokens] if request.return_logprob else None
         self.send(
@@ -167,6 +205,7 @@ class FakeScheduler:
                 prompt_tokens=len(request.input_ids),
                 cached_tokens=3,
                 completion_tokens=run.produced,
+                vector=vector,
                 output_token_logprobs=logprobs,
                 output_top_logprobs=None
                 if logprobs is None

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from treeline_runtime.attention import ATTENTION_BACKENDS, AttentionBackend, Layout
 from treeline_runtime.config import SchedulerConfig
@@ -62,7 +65,7 @@ _MODELS: dict[str, Decoder] = {}
 
 def dummy_model(config: SchedulerConfig) -> Decoder:
     """Random weights for `config.model`, made once per directory and context length."""
-    key = f"{config.model} {config.context_length} {config.seed}"
+    key = f"{config.model} {config.context_length} {config.seed} {config.quantization}"
     if key not in _MODELS:
         _MODELS[key] = load_model(config)
     return _MODELS[key]
@@ -107,7 +110,8 @@ class Memory:
 class Harness(Scheduler):
     """A scheduler that checks its own books after every step."""
 
-    def __init__(self, model: Path, **settings: Any) -> None:
+    def __init__(self, model: Path, *, clock: Callable[[], float] = lambda: 0.0, **settings: Any) -> None:
+        """clock: of waiting; nobody waits for long unless a test says so, however slow the machine is."""
         defaults: dict[str, Any] = {
             "load_format": "dummy",
             "page_size": 4,
@@ -116,7 +120,7 @@ class Harness(Scheduler):
         }
         config = SchedulerConfig(model=str(model), **(defaults | settings))
         memory = Memory()
-        super().__init__(config, dummy_model(config), memory)
+        super().__init__(config, dummy_model(config), memory, clock=clock)
         self.inbox, self.outs, self.replies = memory.inbox, memory.outs, memory.replies
         self.updates, self.loads = memory.updates, memory.loads
         self.steps = 0
@@ -141,7 +145,14 @@ class Harness(Scheduler):
 
     def submit(self, rid: str, ids: list[int], *, namespace: str | None = None, **options: Any) -> None:
         """`options`: fields of GenerateReq or of SamplingParams; greedy unless told otherwise."""
-        fields = {"return_logprob", "logprob_start_len", "top_logprobs_num"}
+        fields = {
+            "return_logprob",
+            "logprob_start_len",
+            "top_logprobs_num",
+            "priority",
+            "pools",
+            "return_hidden_states",
+        }
         request = {k: options.pop(k) for k in list(options) if k in fields}
         sampling = SamplingParams(**({"temperature": 0.0, "max_new_tokens": 8} | options))
         self.inbox.append(GenerateReq(rid, ids, sampling, namespace=namespace, **request))
@@ -172,6 +183,17 @@ class Harness(Scheduler):
         self.submit(rid, ids, **options)
         self.run()
         return self.tokens(rid)
+
+    def pool(self, rid: str, ids: list[int], **options: Any) -> npt.NDArray[np.float32]:
+        """Submit, run to the end, → the vector."""
+        self.submit(rid, ids, pools=True, max_new_tokens=0, **options)
+        self.run()
+        return self.vector(rid)
+
+    def vector(self, rid: str) -> npt.NDArray[np.float32]:
+        vector = self.last(rid).vector
+        assert vector is not None, self.last(rid)
+        return np.frombuffer(vector, "<f4")
 
     def tokens(self, rid: str) -> list[int]:
         return [token for out in self.outs[rid] for token in out.token_ids]

@@ -26,12 +26,12 @@ SIZES = {
 }
 
 
-def reference(family: str, changes: dict[str, Any]) -> Any:
+def reference(family: str, changes: dict[str, Any], kind: str = "ForCausalLM") -> Any:
     import transformers
 
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**(SIZES | changes))
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{family}{kind}")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):  # initialised to constants: a mistake there would not show
@@ -49,7 +49,7 @@ def save(model: Any, path: Path, **options: Any) -> Path:
 class Runner:
     """Feeds one sequence in pieces through model, pool and attention. → logits of every new position."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, stored: torch.dtype | None = None) -> None:
         shape = model.config
         self.model = model
         self.page_size = 4
@@ -61,6 +61,8 @@ class Runner:
             head_dim=shape.head_dim,
             dtype=torch.float32,
             device=torch.device("cpu"),
+            stored=stored,
+            scales=model.kv_scales,
         )
         self.attention = ATTENTION_BACKENDS.get("torch_sdpa")(pool, shape.num_heads, shape.num_kv_heads, shape.head_dim)
         self.pages = torch.randperm(64, generator=torch.Generator().manual_seed(1))

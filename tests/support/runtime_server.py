@@ -114,16 +114,22 @@ class ServerProcess:
     """A `treeline serve` process, its log, and ways to look at it and end it."""
 
     def __init__(
-        self, model: Path | str, *flags: str, fake: bool = False, environment: dict[str, str] | None = None
+        self,
+        model: Path | str,
+        *flags: str,
+        fake: bool = False,
+        module: str = "treeline_runtime",
+        environment: dict[str, str] | None = None,
     ) -> None:
-        """`fake`: with a scheduler that has no model (support.fake_scheduler), so it starts in a moment."""
+        """`fake`: with a scheduler that has no model (support.fake_scheduler), so it starts in a moment. `module`: what
+        Python runs."""
         ports = [] if "--no-events" in flags else ["--events-port=0", "--replay-port=0", "--load-port=0"]
         named = {flag.partition("=")[0] for flag in flags}
         own = [f"{flag}=0" for flag in ("--port", "--metrics-port", "--admin-port") if flag not in named]
         command = [
             sys.executable,
             "-m",
-            "support.fake_serve" if fake else "treeline_runtime",
+            "support.fake_serve" if fake else module,
             "--model",
             str(model),
             "--threads=1",

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from treeline_tools import GENERATED, api_page, crds, policies, rbac, reasons_page
+from treeline_tools import GENERATED, api_page, crds, policies, rbac, reasons_page, serve_page
 
 ROOT: Final = Path(__file__).parents[2]
 
@@ -22,6 +22,7 @@ def documents() -> dict[Path, str]:
     written[Path("charts/treeline/files/rbac.yaml")] = rbac.chart_file()
     written[Path("docs/api.md")] = api_page.page()
     written[Path("docs/reasons.md")] = reasons_page.page()
+    written[Path("docs/serve.md")] = serve_page.page()
     return written
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,25 +24,28 @@ from treeline_bench.prompts import PromptError
 from treeline_bench.registry import BENCHMARKS, ELSEWHERE, select
 from treeline_bench.report import MarkersMissing, page, replace_between_markers, summary
 from treeline_bench.results import Result, ResultError, number, read_results, write_result, write_whole
+from treeline_bench.serving.command import main as serving
 
 RESULTS = ROOT / "bench" / "results"
 QUICK_RESULTS = ROOT / ".cache" / "bench-quick"
+PROG = "python -m treeline_bench"
 EPILOG = """examples:
   python -m treeline_bench                      all of them, results in bench/results
   python -m treeline_bench tree picker          two of them
   python -m treeline_bench --quick              does everything work? (figures of seconds, kept apart)
   python -m treeline_bench --readme             the summary of bench/results as Markdown
   python -m treeline_bench --readme README.md   the same, written between the markers in that file
+  python -m treeline_bench serving --help       load for any OpenAI server, and what its clients see
 
 Measure on a quiet machine: anything else that runs is in the figures. bench/README.md says what each figure means."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(prog: str = PROG) -> argparse.ArgumentParser:
     names = "\n".join(f"  {name:<8} {benchmark.summary}" for name, benchmark in BENCHMARKS.items())
     bench = argparse.ArgumentParser(
-        prog="python -m treeline_bench",
+        prog=prog,
         description="Treeline's benchmarks. Each writes NAME.json, NAME.md and NAME.svg.",
-        epilog=f"benchmarks:\n{names}\n\n{EPILOG}",
+        epilog=f"benchmarks:\n{names}\n\n{EPILOG.replace(PROG, prog)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = bench.add_argument
@@ -128,9 +132,15 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, 1 when a benchmark failed, 130 after Ctrl-C or SIGTERM; a wrong command line exits with 2."""
-    bench = parser()
+def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
+    """Returns 0, 1 when a benchmark failed, 130 after Ctrl-C or SIGTERM; a wrong command line exits with 2.
+
+    `serving` measures any server, and takes arguments of its own.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["serving"]:
+        return serving(argv[1:], prog=f"{prog} serving")
+    bench = parser(prog)
     args = bench.parse_args(argv)
     console = Console(stderr=True)
     if args.list:

@@ -18,13 +18,17 @@ LIMIT_S = 900.0
 
 
 def run(context: Context) -> list[Row]:
-    shapes = ("llama8b", "qwen3_0_6b") if has_cuda() else ("tiny",)
     rows = []
-    for shape in shapes:
+    for shape in shapes():
         context.display.phase(f"engine: {shape}")
         args = ["--shape", shape, *(["--quick"] if context.quick else [])]
         rows += _rows(scripts.parse(scripts.printed(SCRIPT, args, WHAT, LIMIT_S), (f"start.{shape}",), WHAT))
     return rows
+
+
+def shapes() -> tuple[str, ...]:
+    """What is measured here."""
+    return ("llama8b", "qwen3_0_6b") if has_cuda() else ("tiny",)
 
 
 def has_cuda() -> bool:

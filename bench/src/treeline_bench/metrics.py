@@ -122,6 +122,13 @@ METRICS: dict[str, Metric] = {
     "chat.worker_us.4k": Metric(
         "µs", "the same by a worker process, for templates that are not plain", "lower", headline=False
     ),
+    "tokenization.speedup": Metric(
+        "times",
+        "a conversation of so many characters with a new turn, against tokenizing all of it",
+        "higher",
+        headline=False,
+    ),
+    "tokenization.turn_us": Metric("µs", "the new turn of the longest of them", "lower", headline=False),
     "http.requests_s": Metric(
         "requests/s",
         "small completions that a runtime answers, by a scheduler without a model",
@@ -159,6 +166,103 @@ METRICS: dict[str, Metric] = {
     "engine.device.copy_tb_s": Metric("TB/s", "read and written by a large copy", "higher", headline=False),
     "engine.device.multiply_tflop_s": Metric(
         "TFLOP/s", "a matrix product of 8,192³ in bfloat16", "higher", headline=False
+    ),
+    "server.offline_tokens_s": Metric(
+        "tokens/s", "output of 256 requests by the engine alone", "higher", headline=False
+    ),
+    "server.tokens_s": Metric("tokens/s", "output of the same requests through HTTP", "higher"),
+    "server_over_offline": Metric("share", "the one by the other", "higher", source="the bound that was set for a GPU"),
+    "start.warm_s": Metric(
+        "s",
+        "a server's start to its first token, kernels compiled before",
+        "lower",
+        source="the bound that was set for a GPU",
+    ),
+    "overlap.idle_share": Metric(
+        "share",
+        "of the time the GPU waits for the CPU, while 64 streams decode through the server",
+        "lower",
+        source="the bound that was set",
+    ),
+    "overlap.gap_share": Metric(
+        "share", "the same with the gaps between the kernels of a step", "lower", headline=False
+    ),
+    "overlap.step_ms": Metric("ms", "a step then, under the profiler", "lower", headline=False),
+    "radix.share": Metric(
+        "share",
+        "of the engine's time spent in the radix tree, where nothing is shared",
+        "lower",
+        0.003,
+        "0.2 of 74.3 s in SGLang's paper",
+    ),
+    "radix.hit_rate": Metric("share", "prompt tokens found in the cache", "higher", headline=False),
+    "radix.vs_optimal": Metric("share", "of what an unbounded cache of tokens would find", "higher", headline=False),
+    "radix.hit_vs_optimal": Metric(
+        "share",
+        "of what an unbounded cache of tokens would find, mean over the shapes of SGLang's paper",
+        "higher",
+        0.96,
+        "SGLang's paper",
+    ),
+    "cpu.tokens_s": Metric("tokens/s", "output on a CPU, so many streams at once", "higher", headline=False),
+    "cpu.transformers_tokens_s": Metric("tokens/s", "the same by transformers.generate", "higher", headline=False),
+    "cpu.vs_transformers": Metric("×", "ours by transformers' in the same run, so many streams", "higher"),
+    "serving": Metric(
+        "×", "how much better the first server is than another one with the same requests in the same run", "higher"
+    ),
+    "serving.requests_s": Metric(
+        "requests/s", "whole answers", "higher", source="the other server, same run", beside="beside", headline=False
+    ),
+    "serving.output_tokens_s": Metric(
+        "tokens/s", "output", "higher", source="the other server, same run", beside="beside"
+    ),
+    "serving.goodput_s": Metric(
+        "requests/s",
+        "answers within the limits that the command names",
+        "higher",
+        source="the other server, same run",
+        beside="beside",
+    ),
+    "serving.cached_share": Metric(
+        "share",
+        "prompt tokens from the cache, as the server tells",
+        "higher",
+        source="the other server, same run",
+        beside="beside",
+        headline=False,
+    ),
+    "serving.errors": Metric("requests", "without a whole answer", "lower", source="none expected", headline=False),
+    "serving.ttft_ms": Metric(
+        "ms",
+        "due to first output",
+        "lower",
+        source="the other server, same run",
+        beside="beside",
+        headline=False,
+    ),
+    "serving.itl_ms": Metric(
+        "ms",
+        "between chunks of output",
+        "lower",
+        source="the other server, same run",
+        beside="beside",
+        headline=False,
+    ),
+    "serving.tpot_ms": Metric(
+        "ms",
+        "first to last output ÷ (tokens − 1)",
+        "lower",
+        source="the other server, same run",
+        beside="beside",
+        headline=False,
+    ),
+    "serving.e2e_ms": Metric(
+        "ms",
+        "due to the end of the answer",
+        "lower",
+        source="the other server, same run",
+        beside="beside",
+        headline=False,
     ),
     "bodies.live_ms": Metric(
         "ms",

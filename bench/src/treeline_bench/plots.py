@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from treeline_bench.metrics import metric
 from treeline_bench.results import Result, Row, number
+from treeline_bench.serving.datasets import DATASETS
 
 OURS = "#1b6e53"
 OTHER = "#7d898f"
@@ -163,6 +164,15 @@ def _chat(result: Result) -> Figure:
     return figure
 
 
+def _tokenization(result: Result) -> Figure:
+    rows = [row for row in result.rows if row.metric.startswith("tokenization.speedup.")]
+    turn_us = number(result.value("tokenization.turn_us"))
+    figure, (axes,) = _figure(f"A new turn is tokenized in {turn_us} µs", 1, _size(result))
+    _bars(axes, [row.metric.rpartition(".")[2] for row in rows], [row.value for row in rows], [OURS] * len(rows))
+    axes.set(title="Against tokenizing the whole", ylabel="times as fast", xlabel="characters of the conversation")
+    return figure
+
+
 def _http(result: Result) -> Figure:
     answers, computed = result.row("http.requests_s"), result.row("http.cpu_us")
     figure, axes = _figure(f"{number(answers.value)} small completions a second", 2, _size(result))
@@ -248,6 +258,87 @@ def _one_gateway(result: Result) -> Figure:
     return figure
 
 
+def _engine(result: Result) -> Figure:
+    """How near each figure is to the device's limit."""
+    rows = [row for row in result.rows if row.ratio]
+    reached = [
+        100 * (row.ratio if metric(row.metric).better == "higher" else 1 / row.ratio) for row in rows if row.ratio
+    ]
+    figure, (axes,) = _figure("The engine beside what the device could do", 1, _size(result))
+    figure.set_size_inches(8.6, 4.4)
+    if not rows:  # a CPU, or a quick run
+        rows = [row for row in result.rows if row.metric.startswith("engine.offline")]
+        reached = [0.0] * len(rows)
+    bars = axes.barh([row.metric.removeprefix("engine.") for row in rows], reached, color=OURS, height=0.6)
+    axes.bar_label(bars, labels=[f"{number(row.value)} {row.unit}" for row in rows], **LABEL)
+    axes.axvline(100, color=REFERENCE, linestyle="--", linewidth=1.3)
+    axes.invert_yaxis()
+    axes.set(title="Share of the limit", xlabel="%", xlim=(0, 130))
+    return figure
+
+
+def _server(result: Result) -> Figure:
+    offline, served = ("server.offline_tokens_s.", "server.tokens_s.")
+    shapes = [row.metric.removeprefix(offline) for row in result.rows if row.metric.startswith(offline)]
+    ratio = result.value(f"server_over_offline.{shapes[0]}")
+    title = f"Through HTTP the engine keeps {100 * ratio:.0f} % of its speed"
+    figure, axes = _figure(title, len(shapes), _size(result))
+    for axis, shape in zip(axes, shapes, strict=True):
+        values = [result.value(name + shape) for name in (offline, served)]
+        _bars(axis, ["offline", "through HTTP"], values, [OTHER, OURS])
+        axis.set(title=shape, ylabel="tokens/s")
+    return figure
+
+
+def _radix(result: Result) -> Figure:
+    name = "radix.vs_optimal."
+    rows = [row for row in result.rows if row.metric.startswith(name)]
+    found = result.value("radix.hit_vs_optimal")
+    title = f"The radix cache finds {100 * found:.1f} % of what could be found"
+    figure, (axes,) = _figure(title, 1, _size(result))
+    figure.set_size_inches(8.6, 4.4)
+    bars = axes.barh(
+        [row.metric.removeprefix(name).replace("_", " ") for row in rows],
+        [100 * row.value for row in rows],
+        color=OURS,
+        height=0.6,
+    )
+    axes.bar_label(bars, labels=[f"{100 * row.value:.1f}" for row in rows], **LABEL)
+    axes.invert_yaxis()
+    axes.set(title="Programs in the shapes of SGLang's paper", xlabel="% of the optimum", xlim=(0, 115))
+    return figure
+
+
+def _cpu(result: Result) -> Figure:
+    rows = [row for row in result.rows if row.metric.startswith("cpu.vs_transformers.")]
+    title = f"On a CPU {number(max(row.value for row in rows))} times as fast as transformers, at best"
+    figure, (axes,) = _figure(title, 1, _size(result))
+    figure.set_size_inches(6.4, 4.4)
+    labels = [f"{row.metric.rpartition('.b')[2]} at once" for row in rows]
+    _bars(axes, labels, [row.value for row in rows], [OURS] * len(rows))
+    _line(axes, 1.0, "transformers.generate", bars=len(rows))
+    axes.set(title="Output, the tiny model", ylabel="times as fast")
+    return figure
+
+
+def _serving(result: Result) -> Figure:
+    """Output and waiting for the first token, a bar a server; one that never showed a token has no second one."""
+    rates, waits = (
+        {row.metric.removeprefix(name): row.value for row in result.rows if row.metric.startswith(name)}
+        for name in ("serving.output_tokens_s.", "serving.ttft_ms.p90.")
+    )
+    first = next(iter(rates))
+    title = f"{first}: {number(rates[first])} tokens/s of {result.benchmark.removeprefix('serving-')}"
+    figure, axes = _figure(title, 2, _size(result))
+    for axis, bars, what, unit in (
+        (axes[0], rates, "Output", "tokens/s"),
+        (axes[1], waits, "Time to first token, 90th percentile", "ms"),
+    ):
+        _bars(axis, list(bars), list(bars.values()), [OURS if name == first else OTHER for name in bars])
+        axis.set(title=what, ylabel=unit)
+    return figure
+
+
 PLOTS: dict[str, Callable[[Result], Figure]] = {
     "routing": _routing,
     "picker": _picker,
@@ -256,7 +347,13 @@ PLOTS: dict[str, Callable[[Result], Figure]] = {
     "bodies": _bodies,
     "http": _http,
     "sampling": _sampling,
+    "tokenization": _tokenization,
+    "engine": _engine,
+    "server": _server,
+    "radix": _radix,
+    "cpu": _cpu,
     "fleet": _fleet,
     "operator": _operator,
     "one-gateway": _one_gateway,
+    **{f"serving-{name}": _serving for name in DATASETS},
 }

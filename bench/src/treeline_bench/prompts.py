@@ -10,6 +10,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 _WORD = re.compile(r" [a-z]{2,}")
+_SPACES = re.compile("[Ġ▁]")
+"""How byte-level tokenizers and those of SentencePiece write a space in their tokens."""
 MIN_WORDS = 64
 
 
@@ -21,8 +23,9 @@ class PromptMaker:
     """Builds text from words that are one token each, wherever they stand.
 
     Such words (a space, then lower-case letters) are a piece of their own to the pre-tokenizer, so that counts simply
-    add up and a cut between two words is a cut between two tokens. Every text is encoded again before it is returned:
-    a count that is wrong raises, it is never guessed.
+    add up and a cut between two words is a cut between two tokens. What a tokenizer adds to every prompt (BOS, a lone
+    space in the front) is not counted. Every text is encoded again before it is returned: a count that is wrong raises,
+    it is never guessed.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -31,9 +34,10 @@ class PromptMaker:
         candidates = sorted(
             text
             for token in range(tokenizer.get_vocab_size(with_added_tokens=False))
-            if _WORD.fullmatch(text := tokenizer.decode([token], skip_special_tokens=False))
+            if _WORD.fullmatch(text := _SPACES.sub(" ", tokenizer.id_to_token(token) or ""))
         )
-        self.words = [word for word in candidates if self.count(word * 2) - self._overhead() == 2]
+        self._overhead = min((self.count(word) - 1 for word in candidates[:MIN_WORDS]), default=0)
+        self.words = [word for word in candidates if self.count(word * 2) - self._overhead == 2]
         if len(self.words) < MIN_WORDS:
             raise PromptError(f"the vocabulary has {len(self.words)} words of one token; {MIN_WORDS} are needed")
 
@@ -50,9 +54,9 @@ class PromptMaker:
         return len(self._tokenizer.encode(text).ids)
 
     def text(self, tokens: int, rng: random.Random) -> str:
-        """Random words, `tokens` tokens long beside what the tokenizer adds to every prompt (BOS)."""
+        """Random words, `tokens` tokens long beside what the tokenizer adds to every prompt."""
         text = "".join(rng.choices(self.words, k=tokens))
-        found = self.count(text) - self._overhead()
+        found = self.count(text) - self._overhead
         if found != tokens:
             raise PromptError(f"wanted {tokens} tokens, the tokenizer makes {found}")
         return text
@@ -68,6 +72,3 @@ class PromptMaker:
     def _plain(self, text: str) -> Sequence[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
-
-    def _overhead(self) -> int:
-        return self.count("")

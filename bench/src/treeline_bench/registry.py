@@ -4,10 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treeline_bench import bodies, chat, engine, fleet, http, picker, routing, sampling, tree
+from treeline_bench import (
+    bodies,
+    chat,
+    engine,
+    fleet,
+    http,
+    picker,
+    radix,
+    routing,
+    sampling,
+    server,
+    tokenization,
+    tree,
+)
+from treeline_bench import versus_transformers as cpu
 from treeline_bench.context import Benchmark
 from treeline_bench.kubernetes import benchmark as operator
 from treeline_bench.kubernetes import one_gateway
+from treeline_bench.serving.datasets import DATASETS
 
 BENCHMARKS: dict[str, Benchmark] = {
     benchmark.name: benchmark
@@ -18,16 +33,21 @@ BENCHMARKS: dict[str, Benchmark] = {
         picker.BENCHMARK,
         routing.BENCHMARK,
         bodies.BENCHMARK,
+        tokenization.BENCHMARK,
         http.BENCHMARK,
         sampling.BENCHMARK,
         engine.BENCHMARK,
+        server.BENCHMARK,
+        radix.BENCHMARK,
+        cpu.BENCHMARK,
         operator.BENCHMARK,
         one_gateway.BENCHMARK,
     )
 }
 
-ELSEWHERE = ("e2e",)
-"""Results beside those of the benchmarks: the journeys on a real Kubernetes write them (`make e2e`)."""
+ELSEWHERE = ("e2e", *(f"serving-{name}" for name in DATASETS))
+"""Results beside those of the benchmarks: the journeys on a real Kubernetes write them (`make e2e`), and
+`treeline bench serving --results DIR`."""
 
 
 def select(names: Sequence[str]) -> list[Benchmark]:

@@ -16,7 +16,11 @@ def percentile(values: Sequence[float], q: float) -> float:
         raise ValueError("no values to take a percentile of")
     if not 0 <= q <= 100:
         raise ValueError(f"a percentile lies between 0 and 100, not at {q}")
-    ordered = sorted(values)
+    return at_percent(sorted(values), q)
+
+
+def at_percent(ordered: Sequence[float], q: float) -> float:
+    """The same of values in ascending order, of which there is one at least. O(1)."""
     place = (len(ordered) - 1) * q / 100
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)

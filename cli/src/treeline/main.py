@@ -45,6 +45,15 @@ def _operate(argv: Sequence[str]) -> int:
     return operate(list(argv))
 
 
+def _bench(argv: Sequence[str]) -> int:
+    try:
+        from treeline_bench.cli import main as bench
+    except ModuleNotFoundError as error:  # images and clusters have no need of it
+        print(f"treeline bench: {error.name} is not installed: pip install treeline-bench", file=sys.stderr)
+        return 1
+    return bench(argv, prog="treeline bench")
+
+
 def _doctor(argv: Sequence[str]) -> int:
     from treeline.doctor import main as doctor
 
@@ -62,6 +71,7 @@ WORDS = {
     "serve": Word("run one runtime: an OpenAI-compatible server for one model", _serve),
     "pick": Word("run the endpoint picker that Envoy asks where each request goes", _pick),
     "operate": Word("run the Kubernetes operator, or show what it would do: operate plan", _operate),
+    "bench": Word("measure a server that is running (bench serving), or Treeline itself", _bench),
     "doctor": Word("what this machine can run, and what is missing", _doctor),
     "version": Word("the version of Treeline and of what it stands on", _version),
 }

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from treeline_runtime.engine import Engine, GenerationError
+    from treeline_runtime.engine import Engine, EngineDead, GenerationError, Output
     from treeline_runtime.messages import SamplingParams
 
-__all__ = ["Engine", "GenerationError", "SamplingParams"]
+__all__ = ["Engine", "EngineDead", "GenerationError", "Output", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

@@ -65,7 +65,9 @@ class ServerArgs(SchedulerConfig):
         metavar="NAME",
         help="the name requests use (default: the folder's or the Hub id)",
     )
-    revision: str | None = setting(None, group="serving", metavar="REV", help="branch, tag or commit on the Hub")
+    revision: str | None = setting(
+        None, group="serving", rare=True, metavar="REV", help="branch, tag or commit on the Hub"
+    )
     host: str = setting(
         "127.0.0.1",
         group="serving",
@@ -104,17 +106,20 @@ class ServerArgs(SchedulerConfig):
     sampling_defaults: Literal["model", "openai"] = setting(
         "model",
         group="serving",
+        rare=True,
         help="where unset sampling values come from: the checkpoint's generation_config.json, or OpenAI's defaults "
         "(default: %(default)s)",
     )
     enable_debug_endpoints: bool = setting(
         False,
         group="surfaces",
+        rare=True,
         help="serve /debug/radix on the admin port: it shows the prompts in the cache",
     )
     cors_allow_origin: tuple[str, ...] = setting(
         (),
         group="serving",
+        rare=True,
         metavar="ORIGIN",
         repeated=True,
         parse=_origin,
@@ -124,12 +129,14 @@ class ServerArgs(SchedulerConfig):
     no_docs: bool = setting(
         False,
         group="serving",
+        rare=True,
         help="serve neither /openapi.json nor /docs, which show the API to anybody, also with --api-key; the page "
         "loads its scripts from cdn.jsdelivr.net",
     )
     max_bytes_in_flight: int = setting(
         512 << 20,
         group="serving",
+        rare=True,
         metavar="BYTES",
         at_least=LEAST_BYTES_IN_FLIGHT,
         help="memory for large bodies and prompts of all requests together, each HTTP worker has an equal part; "
@@ -139,6 +146,7 @@ class ServerArgs(SchedulerConfig):
     metrics_host: str = setting(
         "127.0.0.1",
         group="surfaces",
+        rare=True,
         metavar="HOST",
         help="address of /metrics, which needs no key (default: %(default)s)",
     )
@@ -153,8 +161,7 @@ class ServerArgs(SchedulerConfig):
         "127.0.0.1",
         group="surfaces",
         metavar="HOST",
-        help="address of administration (/flush_cache, /abort_request, /debug/radix); any but loopback needs a key "
-        "(default: %(default)s)",
+        help="address of administration; any but loopback needs a key (default: %(default)s)",
     )
     admin_port: int | None = port_setting(
         ports.RUNTIME_ADMIN,
@@ -166,6 +173,7 @@ class ServerArgs(SchedulerConfig):
     admin_key: str | None = setting(
         None,
         group="surfaces",
+        rare=True,
         metavar="KEY",
         env="TREELINE_ADMIN_KEY",
         secret=True,
@@ -174,28 +182,38 @@ class ServerArgs(SchedulerConfig):
         help="the same with the key itself, which everyone on the machine sees in the list of processes; better is "
         "the file, or TREELINE_ADMIN_KEY in the environment",
     )
+    profile_dir: str | None = setting(
+        None,
+        group="surfaces",
+        rare=True,
+        metavar="DIR",
+        help="folder for traces of POST /start_profile on the admin port (default: none, it is refused)",
+    )
 
     no_events: bool = setting(False, group="publishing", help="publish nothing")
     events_host: str | None = setting(
         None,
         group="publishing",
+        rare=True,
         metavar="HOST",
         help="address of the three sockets (default: loopback, or all with --curve-dir)",
     )
     events_port: int = port_setting(
         ports.EVENTS,
         group="publishing",
+        rare=True,
         metavar="PORT",
         help="KV events, ZMQ PUB (default: %(default)s; 0 = any)",
     )
     replay_port: int = port_setting(
         ports.REPLAY,
         group="publishing",
+        rare=True,
         metavar="PORT",
         help="replay and snapshot, ZMQ ROUTER (default: %(default)s)",
     )
     load_port: int = port_setting(
-        ports.LOAD, group="publishing", metavar="PORT", help="load reports, ZMQ PUB (default: %(default)s)"
+        ports.LOAD, group="publishing", rare=True, metavar="PORT", help="load reports, ZMQ PUB (default: %(default)s)"
     )
     curve_dir: str | None = setting(
         None,
@@ -206,6 +224,7 @@ class ServerArgs(SchedulerConfig):
     allow_insecure_events: bool = setting(
         False,
         group="publishing",
+        rare=True,
         help="bind to the network without keys: everyone who can connect reads every cached prompt",
     )
 
@@ -226,6 +245,7 @@ class ServerArgs(SchedulerConfig):
     start_timeout: float = setting(
         1800.0,
         group="lifetime",
+        rare=True,
         metavar="S",
         at_least=0,
         help="give up loading after S seconds (default: 1800)",
@@ -233,6 +253,7 @@ class ServerArgs(SchedulerConfig):
     watchdog_timeout: float = setting(
         300.0,
         group="lifetime",
+        rare=True,
         metavar="S",
         at_least=0,
         help="a process that has not moved for S seconds ends the server; 0 = never (default: 300)",
@@ -253,22 +274,34 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\nTry '{self.prog} --help'.\n")
 
 
-def build_parser(prog: str = "treeline serve") -> argparse.ArgumentParser:
+class _HelpAll(argparse.Action):
+    """Prints the help of all flags, and exits."""
+
+    def __call__(self, *_: object) -> NoReturn:
+        build_parser().print_help()
+        raise SystemExit(0)
+
+
+def build_parser(prog: str = "treeline serve", *, short: bool = False) -> argparse.ArgumentParser:
+    """`short`: its help does not show the rare flags, which it takes nevertheless."""
     parser = _Parser(
         prog=prog,
+        usage="%(prog)s --model PATH_OR_HF_ID [FLAG …]",
         description="Serve one model: an OpenAI-compatible API (and SGLang's /generate) over a radix prefix cache.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    said = "show these and the rarer flags (docs/serve.md)" if short else argparse.SUPPRESS
+    parser.add_argument("--help-all", action=_HelpAll, nargs=0, help=said)
     for group, title in GROUPS.items():
-        add_flags(parser.add_argument_group(title), ServerArgs, group)
+        add_flags(parser.add_argument_group(title), ServerArgs, group, short=short)
     return parser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
     """Reads the command line. Exits with status 2 and one clear line on a wrong one."""
-    parser = build_parser()
+    parser = build_parser(short=True)
     given = parser.parse_args(argv)
     if given.api_key == "":
         parser.error("argument --api-key: must not be empty")

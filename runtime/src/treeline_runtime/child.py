@@ -1,8 +1,9 @@
 """The frame around every child process: how it gets its orders, lives as long as its parent, and fails in words.
 
-A child reads one line of JSON (`ChildSpec`) from standard input. The parent keeps that pipe open and never writes to it
-again: end of file means stop, whether the parent closed it or was killed. The scheduler may be too busy to notice, so
-on Linux the kernel kills it with its parent.
+A child reads one line of JSON (`ChildSpec`) from standard input. The parent keeps that pipe open: end of file means
+stop, whether the parent closed it or was killed. The scheduler may be too busy to notice, so on Linux the kernel kills
+it with its parent. Anything else that comes asks what the child is doing: a thread of its own says that in the log,
+also while the child stands still.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def run_child(
     kind: str, run: Callable[[ChildSpec, zmq.Context[zmq.Socket[bytes]]], None], *, farewell_s: float = 0.0
 ) -> int:
     """Runs `run` as a child of this kind; returns the exit status (0 only when told to stop). `farewell_s`: what `run`
-    has to end by itself when standard input ends, which it sees for itself then.
+    has to end by itself when standard input ends (`call_at_end`).
     """
     if kind == "scheduler":
         _die_with_parent()
@@ -84,10 +85,27 @@ def run_child(
     return 1
 
 
+_activity: list[Callable[[], str]] = []
+_endings: list[Callable[[], object]] = []
+
+
+def tell_when_asked(describe: Callable[[], str]) -> None:
+    """`describe` says what this process is doing, in a few lines; it is called in another thread."""
+    _activity.append(describe)
+
+
+def call_at_end(end: Callable[[], object]) -> None:
+    """`end` has `run` end by itself when standard input ends; it is called in another thread, and must not raise."""
+    _endings.append(end)
+
+
 def _watch_parent(addresses: Addresses, farewell_s: float) -> None:
     while os.read(0, 1):
-        pass
+        for describe in _activity:
+            logger.error("asked what it is doing: %s", describe())
     addresses.remove()  # the parent does it too, unless it was killed
+    for end in _endings:
+        end()
     time.sleep(farewell_s)
     os._exit(0)
 

@@ -23,6 +23,17 @@ class EngineConfig:
         metavar="PATH_OR_HF_ID",
         help="a checkpoint folder, or org/name on the Hugging Face Hub",
     )
+    task: Literal["auto", "generate", "embed", "score", "reward"] = setting(
+        "auto",
+        group="engine",
+        help="generate = text; embed = vectors; score = relevance of documents; reward = outputs of a classification "
+        "head (default: auto: what the checkpoint is made for)",
+    )
+    matryoshka: bool = setting(
+        False,
+        group="engine",
+        help="clients may have embeddings cut (`dimensions`) though config.json has no is_matryoshka",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", group="engine", help="(default: auto: float32 on CPU, bfloat16 on CUDA)"
     )
@@ -35,18 +46,30 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = setting(
         "auto", group="engine", help="dummy = random weights (default: auto)"
     )
+    quantization: Literal["auto", "fp8"] = setting(
+        "auto",
+        group="engine",
+        help="fp8 = projections are quantised as they are loaded (default: auto: as the checkpoint has them)",
+    )
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = setting(
+        "auto",
+        group="engine",
+        help="fp8_e4m3 = twice the tokens of bfloat16, less exactly (default: auto: the model's)",
+    )
     threads: int | None = setting(
-        None, group="engine", metavar="N", at_least=1, help="CPU threads of the model (default: all cores)"
+        None, group="engine", rare=True, metavar="N", at_least=1, help="CPU threads of the model (default: all cores)"
     )
     attention_backend: str = setting(
         "auto",
         group="engine",
+        rare=True,
         metavar="NAME",
         help="flashinfer, triton or torch_sdpa (default: auto: the fastest that can serve the model here)",
     )
     max_graph_batch: int | None = setting(
         None,
         group="engine",
+        rare=True,
         metavar="N",
         at_least=0,
         help="decode batches up to this size are captured as CUDA graphs; 0 = none (default: max_running_requests, at "
@@ -62,6 +85,7 @@ class EngineConfig:
     page_size: int = setting(
         16,
         group="engine",
+        rare=True,
         metavar="TOKENS",
         at_least=1,
         help="cache page = event block (default: %(default)s)",
@@ -78,7 +102,13 @@ class EngineConfig:
         help="share of memory for the KV cache: on CUDA of the device, weights included (default: 0.85); on a CPU of "
         "what is free (default: 0.1, at most 1 GiB)",
     )
-    seed: int = setting(0, group=None, help="of dummy weights")
+    enable_return_hidden_states: bool = setting(
+        False,
+        group="engine",
+        rare=True,
+        help="let requests ask for hidden states: answers then have a vector for each token that was computed",
+    )
+    seed: int = setting(0, group=None, help="of dummy weights, and of the schedule policy random")
 
     def __post_init__(self) -> None:
         check(self)
@@ -102,6 +132,20 @@ class SchedulerConfig(EngineConfig):
         at_least=0,
         help="requests waiting before 503 (default: no limit)",
     )
+    waiting_timeout: float | None = setting(
+        None,
+        group="scheduling",
+        metavar="S",
+        above=0,
+        help="503 for a request that has not begun after S seconds (default: no limit)",
+    )
+    request_timeout: float | None = setting(
+        None,
+        group="scheduling",
+        metavar="S",
+        above=0,
+        help="504 for a request that has not ended S seconds after it came (default: no limit)",
+    )
     chunked_prefill_size: int | None = setting(
         None,
         group="scheduling",
@@ -109,29 +153,57 @@ class SchedulerConfig(EngineConfig):
         at_least=1,
         help="prompt tokens per step, all requests together (default: 1024 on a CPU, by memory on CUDA)",
     )
+    mixed_chunk: bool = setting(
+        False,
+        group="scheduling",
+        help="running requests decode in the steps that prefill, too, and never wait for one",
+    )
+    prefills_in_a_row: int = setting(
+        1,
+        group="scheduling",
+        metavar="N",
+        at_least=1,
+        help="prefill steps that running requests wait for at most, before they decode (default: 1)",
+    )
     schedule_policy: str = setting(
         "fcfs",
         group="scheduling",
         metavar="NAME",
-        help="order of the waiting queue: fcfs, or lpm = longest cached prefix first (default: fcfs)",
+        help="order of the waiting queue: fcfs; lpm = longest cached prefix first; dfs-weight = by prefixes, the most "
+        "wanted first; random; priority = by the requests' field (default: fcfs)",
+    )
+    starvation_bound: float = setting(
+        30.0,
+        group="scheduling",
+        metavar="S",
+        at_least=0,
+        help="a request that has waited longer is next, whatever the policy (default: 30)",
+    )
+    priority_preemption_threshold: int | None = setting(
+        None,
+        group="scheduling",
+        metavar="N",
+        at_least=0,
+        help="a waiting request takes the place of running ones whose priority is lower by more than N (default: none)",
+    )
+    schedule_low_priority_values_first: bool = setting(
+        False,
+        group="scheduling",
+        help="a lower priority is more urgent, as for vLLM; else a higher one, as for SGLang",
     )
     eviction_policy: str = setting(
         "lru",
         group="scheduling",
+        rare=True,
         metavar="NAME",
-        help="what the cache forgets first, e.g. lru or lfu (default: lru)",
+        help="what the cache forgets first: lru, lfu, fifo, mru, filo, slru, or priority = what only requests of low "
+        "priority used (default: lru)",
     )
     schedule_conservativeness: float = setting(
         1.0,
         group=None,
         at_least=0,
         help="scales the share of its allowed output that a running request is expected to produce",
-    )
-    prefills_in_a_row: int = setting(
-        1,
-        group=None,
-        at_least=1,
-        help="prefill steps that may follow each other while requests wait to decode: bounds a decode stall",
     )
     overlap_depth: int | None = setting(
         None,
@@ -141,3 +213,8 @@ class SchedulerConfig(EngineConfig):
         help="launched batches whose results are not processed yet when the next one is launched (None: 1 on CUDA, "
         "0 on a CPU, where a launch computes)",
     )
+
+    @property
+    def uses_priority(self) -> bool:
+        """Whether the priority of a request changes anything."""
+        return "priority" in (self.schedule_policy, self.eviction_policy)

@@ -19,10 +19,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
     from treeline_runtime.attention import AttentionBackend
     from treeline_runtime.kvcache import Node, Pages
+    from treeline_runtime.models.pooler import Vector
+    from treeline_runtime.models.pooling import Pooling
 
 
 @dataclass(slots=True, eq=False)
@@ -42,13 +46,20 @@ class Req:
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
+    priority: int = 0
+    """The higher, the more urgent."""
+    needs_all: bool = False
+    """A vector is made of every position's hidden state: the cache supplies none of them."""
+    return_hidden_states: bool = False
 
     # waiting: filled by PrefillManager
     key: bytes = b""
     """Cache key of `tokens` as they were when the request was queued."""
     arrival: int = 0
-    overtaken: int = 0
-    """Requests that came later but were admitted earlier."""
+    waiting_since: float = 0.0
+    """When it was queued last, in seconds of the scheduler's clock."""
+    waited_s: float = 0.0
+    """What it waited until it was last admitted, all times together."""
     uncached_tokens: int = 0
     """Tokens still to prefill: an estimate while waiting."""
 
@@ -66,23 +77,42 @@ class Req:
     """Output tokens sampled by launched batches: at least output_len."""
     in_flight: int = 0
     """Launched batches that hold this request and are not processed: its pages may not be released."""
-    deferred: list[Pages] = field(default_factory=list)
-    """Duplicate pages to free when nothing is in flight."""
+    deferred: list[tuple[int, Pages]] = field(default_factory=list)
+    """Duplicate pages to free when so many more of the launched batches that hold this request are processed."""
     retractions: int = 0
     finish: FinishReason | None = None
     """Set once; the terminal message has been queued."""
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_top_logprobs: list[list[TokenLogprob] | None] = field(default_factory=list)
     input_logprobs_sent: bool = False
+    pooled: Vector | None = None
+    """What the chunks so far add to the vector that is asked for; None before, and for text."""
+    hidden_from: int = 0
+    """The position of the first row of `hidden`."""
+    hidden: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    """Hidden states of consecutive positions, in parts; they outlive a retraction."""
+    vector: bytes | None = None
+    """The vector, when its prompt is computed."""
 
     @classmethod
-    def of(cls, message: GenerateReq, *, seed: int, eos_ids: tuple[int, ...], max_new_tokens: int, arrival: int) -> Req:
+    def of(
+        cls,
+        message: GenerateReq,
+        *,
+        seed: int,
+        eos_ids: tuple[int, ...],
+        max_new_tokens: int,
+        arrival: int,
+        pooling: Pooling | None = None,
+        priority: int = 0,
+    ) -> Req:
         sampling = message.sampling
+        ids = message.input_ids if pooling is None else pooling.trimmed(message.input_ids)
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_ids))
         return cls(
             rid=message.rid,
-            tokens=list(message.input_ids),
-            prompt_len=len(message.input_ids),
+            tokens=list(ids),
+            prompt_len=len(ids),
             sampling=sampling,
             seed=seed,
             stop_ids=stop_ids,
@@ -91,7 +121,10 @@ class Req:
             return_logprob=message.return_logprob,
             logprob_start_len=message.logprob_start_len,
             top_logprobs_num=message.top_logprobs_num,
+            needs_all=pooling is not None and pooling.needs_all,
+            return_hidden_states=message.return_hidden_states,
             arrival=arrival,
+            priority=priority,
         )
 
     @property
@@ -103,9 +136,28 @@ class Req:
         return self.return_logprob and self.logprob_start_len >= 0 and not self.input_logprobs_sent
 
     @property
+    def hidden_end(self) -> int:
+        return self.hidden_from + sum(map(len, self.hidden))
+
+    def take_hidden(self, rows: npt.NDArray[np.float32], end: int) -> None:
+        """rows (positions, hidden), the last one of position end - 1; those that are known already are left out."""
+        start = end - len(rows)
+        if not self.hidden:
+            self.hidden_from = start
+        elif start < self.hidden_end:
+            rows = rows[self.hidden_end - start :]
+        if len(rows):
+            self.hidden.append(rows)
+
+    @property
     def cacheable_len(self) -> int:
-        """Tokens that the cache may supply: the last one must be computed, and those whose logits are asked for."""
+        """Tokens that the cache may supply: the last one must be computed, and those whose logits or hidden states are
+        asked for."""
+        if self.needs_all:
+            return 0
         limit = len(self.tokens) - 1
+        if self.hidden:  # retracted: no row may be missing among those that are there
+            limit = min(limit, self.hidden_end)
         return min(limit, max(self.logprob_start_len - 1, 0)) if self.wants_input_logprobs else limit
 
     def __repr__(self) -> str:
@@ -130,6 +182,8 @@ class Batch:
     ends: list[int]
     samples: list[bool]
     """Whether a token is sampled after ends[i]: not before the last chunk of a prompt."""
+    riding: int = 0
+    """So many of the last requests decode a token each, along with the prefill of the others (a mixed batch)."""
 
     @property
     def q_lens(self) -> list[int]:
@@ -139,6 +193,27 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return sum(self.ends) - sum(self.starts)
+
+    def phase_of(self, i: int) -> Phase:
+        """What request i does in this batch."""
+        return Phase.DECODE if i >= len(self.reqs) - self.riding else self.phase
+
+    def take_along(self, decoding: Batch) -> None:
+        """Compute `decoding` in the same step."""
+        assert self.phase is Phase.PREFILL
+        assert decoding.phase is Phase.DECODE
+        self.reqs += decoding.reqs
+        self.starts += decoding.starts
+        self.ends += decoding.ends
+        self.samples += decoding.samples
+        self.riding += len(decoding.reqs)
+
+    def apart(self) -> list[Batch]:
+        """Each request in a batch of its own."""
+        return [
+            Batch(self.phase_of(i), [req], [self.starts[i]], [self.ends[i]], [self.samples[i]])
+            for i, req in enumerate(self.reqs)
+        ]
 
 
 class Adapters(Protocol):

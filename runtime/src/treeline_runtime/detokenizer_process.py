@@ -7,6 +7,7 @@ what it still sends for the request is dropped until its terminal message comes.
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ TOKEN_TEXTS = 65_536
 MESSAGE_SIZE = 256
 """Outputs in one message to an HTTP process, and positions of a prompt whose log probabilities come together."""
 LOGPROB_BYTES = 4096
-"""Log probabilities that count as another output."""
+"""Of log probabilities or a vector: they count as another output."""
 
 
 @dataclass(slots=True)
@@ -53,8 +54,8 @@ class _Request:
     text: IncrementalDetokenizer
     http: int
     """Rank of the HTTP process that waits for its text."""
-    stopped: bool = False
-    """Its text has ended at a stop string; the scheduler does not know yet."""
+    stopped: TextOut | None = None
+    """Its text has ended at a stop string with this; the scheduler does not know yet."""
 
 
 @dataclass
@@ -116,19 +117,24 @@ class DetokenizerCore:
             return
         if out.finish is not None:
             del self._requests[out.rid]
-        if request.stopped:
+        if request.stopped is not None:
+            if out.finish is not None and request.init.waits_for_end:
+                texts.append(request.http, _ended(request.stopped, out))
             return
         delta = request.text.push(out.token_ids, out.finish)
         finish = out.finish
         if delta.matched is not None:
             finish = FinishReason("stop", matched=delta.matched)
-            if out.finish is None:
-                request.stopped = True
-                turn.to_scheduler.append(StopReq(out.rid, delta.matched))
         with_text = request.init.return_logprob_text
         for part in _parts(out):
             texts.append(request.http, self._text_out(part, "", None, with_text=with_text))
-        texts.append(request.http, self._text_out(_rest(out), delta.text, finish, with_text=with_text))
+        last = self._text_out(_rest(out), delta.text, finish, with_text=with_text)
+        if finish is not None and out.finish is None:
+            request.stopped = last
+            turn.to_scheduler.append(StopReq(out.rid, delta.matched))
+            if request.init.waits_for_end:
+                last = msgspec.structs.replace(last, finish=None)
+        texts.append(request.http, last)
 
     def _text_out(self, out: TokenOut, text: str, finish: FinishReason | None, *, with_text: bool) -> TextOut:
         return TextOut(
@@ -141,6 +147,8 @@ class DetokenizerCore:
             completion_tokens=out.completion_tokens,
             retractions=out.retractions,
             logprobs=self._logprobs(out, with_text),
+            vector=out.vector,
+            hidden_states=out.hidden_states,
         )
 
     def _logprobs(self, out: TokenOut, with_text: bool) -> list[msgspec.Raw]:
@@ -161,6 +169,16 @@ class DetokenizerCore:
         return [(value, id, self._token_text(id) if with_text else None) for value, id in logprobs]
 
 
+def _ended(stopped: TextOut, out: TokenOut) -> TextOut:
+    """What is left to be said of a request that a stop string has ended, when its terminal message `out` comes: hidden
+    states up to there, though the scheduler has computed a token more."""
+    states = out.hidden_states
+    if states is not None:
+        rows = stopped.prompt_tokens + max(stopped.completion_tokens - 1, 0) - states.first
+        states = msgspec.structs.replace(states, data=states.data[: 4 * states.size * rows])
+    return msgspec.structs.replace(stopped, text="", token_ids=[], logprobs=[], hidden_states=states)
+
+
 class _Texts:
     """Texts on their way to HTTP processes, in messages that hold up an event loop for a few milliseconds only."""
 
@@ -172,7 +190,8 @@ class _Texts:
     def append(self, http: int, out: TextOut) -> None:
         outs = self._open.setdefault(http, [])
         outs.append(out)
-        size = self._sizes.get(http, 0) + 1 + sum(map(len, out.logprobs)) // LOGPROB_BYTES
+        large = sum(map(len, out.logprobs)) + len(out.vector or b"")
+        size = self._sizes.get(http, 0) + 1 + large // LOGPROB_BYTES
         if size >= MESSAGE_SIZE:
             self._full.append(BatchTextOut(self._open.pop(http)))
             size = 0
@@ -224,6 +243,8 @@ def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     inbox = Inbox(context, spec.addresses.of(process), decode_to_detokenizer)
     https = [Outbox(context, spec.addresses.of(Process("http", rank))) for rank in range(spec.args.http_workers)]
     scheduler = Outbox(context, spec.addresses.scheduler)
+    gc.collect()
+    gc.freeze()  # the tokenizer stays
     https[0].send(Ready(process.name, {}))
     heartbeat = HeartbeatSender(process.name, https[0])
     while True:

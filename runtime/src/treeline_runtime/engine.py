@@ -1,94 +1,47 @@
-"""The same engine in-process, for offline use."""
+"""The engine in-process, for offline use: synchronous and asynchronous, for scripts and notebooks."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeGuard, overload
 
 import msgspec
-import torch
 from tokenizers import Tokenizer
 
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.messages import (
     AbortReq,
-    BatchTokenOut,
-    FinishReason,
-    FromScheduler,
+    FlushReq,
     GenerateReq,
+    Reply,
     SamplingParams,
-    TokenLogprob,
-    TokenOut,
-    ToPublisher,
+    SleepReq,
+    StartProfileReq,
+    StopProfileReq,
     ToScheduler,
+    UpdateWeightsReq,
+    WakeReq,
 )
 from treeline_runtime.models.config import ModelError
-from treeline_runtime.models.loader import load_model
+from treeline_runtime.outputs import Call, GenerationError, Output, Outputs, Running
+from treeline_runtime.progress import progress_bar
 from treeline_runtime.scheduler import Scheduler
+from treeline_runtime.scheduler_thread import EngineDead, SchedulerThread
 from treeline_runtime.tokens import IncrementalDetokenizer
+
+__all__ = ["Engine", "EngineDead", "GenerationError", "Output", "Params", "Prompt"]
 
 Prompt = str | list[int]
 Params = SamplingParams | Mapping[str, Any]
 """Sampling parameters, or a mapping with some of their fields."""
 
-
-class GenerationError(RuntimeError):
-    """A request ended with an error; `finish` says which."""
-
-    def __init__(self, finish: FinishReason) -> None:
-        super().__init__(finish.message or finish.type)
-        self.finish = finish
-
-
-@dataclass
-class Output:
-    """One answer; while streaming, what is known of it so far."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish: FinishReason | None = None
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    retractions: int = 0
-    output_token_logprobs: list[TokenLogprob] = field(default_factory=list)
-    output_top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
-    input_token_logprobs: list[TokenLogprob] = field(default_factory=list)
-    input_top_logprobs: list[list[TokenLogprob] | None] = field(default_factory=list)
-
-
-@dataclass
-class _Running:
-    output: Output
-    text: IncrementalDetokenizer | None
-    deltas: deque[str] = field(default_factory=deque)
-
-
-class _InProcess:
-    """Implements `Transport` within this process: an inbox, and a function that takes what comes out."""
-
-    def __init__(self, take: Callable[[TokenOut], None]) -> None:
-        self._take = take
-        self.inbox: list[ToScheduler] = []
-
-    def receive(self) -> list[ToScheduler]:
-        messages, self.inbox = self.inbox, []
-        return messages
-
-    def send(self, messages: list[FromScheduler]) -> None:
-        for message in messages:
-            if isinstance(message, BatchTokenOut):
-                for out in message.outs:
-                    self._take(out)
-
-    def publish(self, update: ToPublisher) -> bool:
-        return True
-
-    def wait(self) -> None:
-        """Nobody waits: `step` is called while there is something to do."""
+PROGRESS_S = 0.1
 
 
 class Engine:
@@ -97,21 +50,33 @@ class Engine:
         with Engine(model="models/tiny") as engine:
             print(engine.generate("Hello", SamplingParams(max_new_tokens=8)).text)
 
-    Method calls become a scheduler's messages, and its answers Output objects. Not for several threads.
+    The scheduler runs in a thread of this process (`scheduler_thread`); there are no other processes, so scripts need
+    no guard around their main part, and a Ctrl-C ends the requests of the call that it interrupts and nothing else.
+    Every method may be called from any thread, the asynchronous ones (`async_…`) from any event loop, a notebook's too.
+    Raises EngineDead once it is closed, or when the scheduler has failed.
     """
 
     def __init__(self, model: str | Path, **config: Any) -> None:
         """`config`: fields of SchedulerConfig. Raises ModelError, ConfigError."""
         self.config = SchedulerConfig(model=str(model), **config)
-        if self.config.threads is not None:
-            torch.set_num_threads(self.config.threads)
-        self._runs: dict[str, _Running] = {}
-        self._rids = map(str, itertools.count())
+        self._ids = map(str, itertools.count())
         path = Path(model) / "tokenizer.json"
         self.tokenizer: Tokenizer | None = Tokenizer.from_file(str(path)) if path.is_file() else None
-        self._transport = _InProcess(self._take)
-        self.scheduler = Scheduler(self.config, load_model(self.config), self._transport)
-        self.scheduler.warm_up()
+        outputs = self._outputs = Outputs(stop=lambda stop: thread.tell(stop))
+        thread = self._thread = SchedulerThread(self.config, outputs.take, outputs.on_death)
+        self._finalizer = weakref.finalize(self, thread.close)  # forgotten engines end too, at the latest at exit
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """For a look at it while nothing runs. Raises EngineDead."""
+        scheduler = self._thread.scheduler
+        if scheduler is None:
+            raise self._thread.dead()
+        return scheduler
+
+    def close(self) -> None:
+        """End whatever is still running, and give the memory back. Idempotent."""
+        self._finalizer()
 
     def __enter__(self) -> Engine:
         return self
@@ -119,135 +84,269 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """End whatever is still running."""
-        self._transport.inbox.append(AbortReq())
-        while self.scheduler.step():
-            pass
+    async def __aenter__(self) -> Engine:
+        return self
 
-    # ---- use ----------------------------------------------------------------------------------------------
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    # ---- prompts → answers ----------------------------------------------------------------------------------
 
     @overload
-    def generate(self, prompts: Prompt, sampling_params: Params | None = ..., **options: Any) -> Output: ...
+    def generate(
+        self, prompts: Prompt, sampling_params: Params | None = ..., *, progress: bool | None = ..., **options: Any
+    ) -> Output: ...
     @overload
     def generate(
         self,
         prompts: Sequence[Prompt],
         sampling_params: Params | Sequence[Params] | None = ...,
+        *,
+        progress: bool | None = ...,
         **options: Any,
     ) -> list[Output]: ...
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        progress: bool | None = None,
         **options: Any,
     ) -> Output | list[Output]:
         """Complete one prompt (text or ids), or a list of them in one go, in order.
 
-        `options`: the other fields of GenerateReq. Raises GenerationError if a request is refused or fails; the others
-        of the list are ended first. Raises TypeError for sampling parameters that do not exist or have a wrong type.
+        `progress`: a bar on standard error (None: for lists, on a terminal). `options`: the other fields of
+        GenerateReq. Raises GenerationError if a request is refused or fails; the others of the list are ended first.
+        Raises TypeError for parameters and options that do not exist or have a wrong type.
         """
-        if _is_one(prompts):
-            if isinstance(sampling_params, Sequence):
-                raise ValueError("one prompt takes one SamplingParams, not a list")
-            return self._run([prompts], [_checked(sampling_params)], options)[0]
-        params = (
-            [_checked(one) for one in sampling_params]
-            if isinstance(sampling_params, Sequence)
-            else [_checked(sampling_params)] * len(prompts)
-        )
-        if len(params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling_params")
-        return self._run(list(prompts), params, options)  # type: ignore[arg-type]
+        requests = self._requests(prompts, sampling_params, options)
+        woken = threading.Event()
+        with progress_bar(len(requests), progress) as show, self._call(requests, woken.set, streams=False) as call:
+            try:
+                while call.open and call.failure is None:
+                    woken.wait(None if show is None else PROGRESS_S)
+                    woken.clear()
+                    self._check_alive(call)
+                    if show is not None:
+                        show(len(call.runs) - call.open, call.tokens)
+            finally:
+                self._settle(call, woken)
+        return _answer(call, prompts)
 
-    def _run(self, prompts: list[Prompt], params: list[SamplingParams], options: dict[str, Any]) -> list[Output]:
-        rids = [self._submit(prompt, p, options) for prompt, p in zip(prompts, params, strict=True)]
-        outputs = [self._runs[rid].output for rid in rids]
-        try:
-            while any(output.finish is None for output in outputs):
-                self._turn()
-                for output in outputs:
-                    _raise_if_failed(output)
-        finally:
-            self._forget(rids)
-        return outputs
+    async def async_generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | Sequence[Params] | None = None,
+        **options: Any,
+    ) -> Any:
+        """`generate` for an event loop, without a bar; cancelling it ends its requests."""
+        requests = await asyncio.to_thread(self._requests, prompts, sampling_params, options)
+        woken, wake = _loops_event()
+        with self._call(requests, wake, streams=False) as call:
+            while call.open and call.failure is None:
+                await woken.wait()
+                woken.clear()
+                self._check_alive(call)
+        return _answer(call, prompts)
 
     def stream(
         self, prompt: Prompt, sampling_params: Params | None = None, **options: Any
     ) -> Iterator[tuple[str, Output]]:
         """Yield (new text, output so far) as it comes. Leaving the loop early ends the request."""
-        rid = self._submit(prompt, _checked(sampling_params), options)
-        run = self._runs[rid]
-        try:
-            while run.output.finish is None:
-                self._turn()
-                _raise_if_failed(run.output)
-                while run.deltas:
-                    yield run.deltas.popleft(), run.output
-        finally:
-            self._forget([rid])
+        requests = self._requests(_single(prompt), sampling_params, options)
+        woken = threading.Event()
+        with self._call(requests, woken.set, streams=True) as call:
+            try:
+                while call.open:
+                    woken.wait()
+                    woken.clear()
+                    yield from self._news(call)
+                    self._check_alive(call)
+                yield from self._news(call)
+            finally:
+                self._settle(call, woken)
+
+    async def async_stream(
+        self, prompt: Prompt, sampling_params: Params | None = None, **options: Any
+    ) -> AsyncGenerator[tuple[str, Output], None]:
+        """`stream` for `async for`. Whoever leaves the loop early closes the iterator (`contextlib.aclosing`), or the
+        request goes on until Python does."""
+        requests = await asyncio.to_thread(self._requests, _single(prompt), sampling_params, options)
+        woken, wake = _loops_event()
+        with self._call(requests, wake, streams=True) as call:
+            while call.open:
+                await woken.wait()
+                woken.clear()
+                for news in self._news(call):
+                    yield news
+                self._check_alive(call)
+            for news in self._news(call):
+                yield news
 
     def encode(self, text: str) -> list[int]:
+        """Raises ModelError without a tokenizer."""
+        return self._encode([text])[0]
+
+    # ---- administration -------------------------------------------------------------------------------------
+
+    def flush_cache(self) -> None:
+        """Empty the prefix cache. Raises RuntimeError while requests run."""
+        self._ask(FlushReq)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give up the device's memory: the KV cache, and the weights (1: they stay in the host's memory; 2: they are
+        read again). Requests are refused until `wake_up`. Raises RuntimeError while requests run."""
+        if level not in (1, 2):
+            raise ValueError(f"level is 1 or 2, not {level!r}")
+        self._ask(SleepReq, level=level)
+
+    def wake_up(self) -> None:
+        """Raises RuntimeError where that fails, for want of memory say; then it sleeps on."""
+        self._ask(WakeReq)
+
+    def update_weights(self, path: str | Path) -> None:
+        """Go on with another checkpoint of the same architecture, and an empty cache. Raises RuntimeError while
+        requests run, and where that fails; then the old weights stay."""
+        self._ask(UpdateWeightsReq, path=str(path))
+
+    def start_profile(self, folder: str | Path, steps: int = 100) -> None:
+        """Trace the next steps, at most MAX_PROFILE_STEPS, into a file in `folder`. Raises RuntimeError if one runs."""
+        self._ask(StartProfileReq, folder=str(folder), steps=steps)
+
+    def stop_profile(self) -> Path:
+        """End the trace before its last step. → its file. Raises RuntimeError if none runs."""
+        return Path(self._ask(StopProfileReq)["path"])
+
+    def _ask(self, question: Callable[..., ToScheduler], **fields: Any) -> dict[str, Any]:
+        """Have the scheduler answer. Raises RuntimeError where it refuses, with its words."""
+        answered = threading.Event()
+        replies: list[Reply | None] = []
+
+        def take(reply: Reply | None) -> None:
+            replies.append(reply)
+            answered.set()
+
+        id = next(self._ids)
+        self._outputs.asked[id] = take
+        try:
+            self._thread.tell(question(id, **fields))
+            answered.wait()
+        finally:
+            self._outputs.asked.pop(id, None)
+        if replies[0] is None:
+            raise self._thread.dead()
+        if not replies[0].ok:
+            raise RuntimeError(replies[0].message)
+        return replies[0].data or {}
+
+    # ---- pieces ---------------------------------------------------------------------------------------------
+
+    def _requests(
+        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None, options: dict[str, Any]
+    ) -> list[GenerateReq]:
+        if isinstance(prompts, str) or _is_one(prompts):
+            if isinstance(params, Sequence):
+                raise ValueError("one prompt takes one SamplingParams, not a list")
+            prompts = [prompts]
+        each = [_checked(one) for one in params] if isinstance(params, Sequence) else [_checked(params)] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(each)} sampling_params")
+        if self.tokenizer is None and any(one.stop for one in each):
+            raise ModelError(f"{self.config.model} has no tokenizer.json: stop strings need one")
+        encoded = iter(self._encode([prompt for prompt in prompts if isinstance(prompt, str)]))
+        return [
+            _request(next(self._ids), next(encoded) if isinstance(prompt, str) else prompt, one, options)
+            for prompt, one in zip(prompts, each, strict=True)
+        ]
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
         if self.tokenizer is None:
             raise ModelError(f"{self.config.model} has no tokenizer.json: give prompts as token ids")
-        ids: list[int] = self.tokenizer.encode(text).ids
-        return ids
+        return [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]
 
-    def _submit(self, prompt: Prompt, params: SamplingParams, options: dict[str, Any]) -> str:
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        rid = next(self._rids)
-        text = None
-        if self.tokenizer is not None:
-            tokenizer, skip = self.tokenizer, params.skip_special_tokens
-            text = IncrementalDetokenizer(
-                lambda ids: tokenizer.decode(ids, skip_special_tokens=skip),
-                stop=params.stop,
-                no_stop_trim=params.no_stop_trim,
-            )
-        elif params.stop:
-            raise ModelError(f"{self.config.model} has no tokenizer.json: stop strings need one")
-        self._transport.inbox.append(GenerateReq(rid, ids, params, **options))
-        self._runs[rid] = _Running(Output(prompt_tokens=len(ids)), text)
-        return rid
+    @contextmanager
+    def _call(self, requests: list[GenerateReq], wake: Callable[[], None], *, streams: bool) -> Iterator[Call]:
+        """Requests run while this is open; what has not ended then is aborted. Raises GenerationError if one failed."""
+        call = Call(wake, streams=streams)
+        call.open = len(requests)
+        try:
+            for request in requests:
+                output = Output(prompt_tokens=len(request.input_ids))
+                run = Running(request.rid, call, output, self._detokenizer(request))
+                call.runs.append(run)
+                self._outputs.running[run.rid] = run
+                self._thread.tell(request)
+            yield call
+            if call.failure is not None:
+                raise GenerationError(call.failure)
+        finally:
+            self._abort(call)
+            for run in call.runs:
+                self._outputs.running.pop(run.rid, None)
 
-    def _turn(self) -> None:
-        if not self.scheduler.step():
-            raise AssertionError("the scheduler has nothing to do, yet a request has not ended")
+    def _abort(self, call: Call) -> None:
+        with suppress(EngineDead):
+            for run in call.runs:
+                if not run.ended:
+                    self._thread.tell(AbortReq(run.rid))
 
-    def _forget(self, rids: list[str]) -> None:
-        for rid in rids:
-            if self._runs.pop(rid).output.finish is None:
-                self._transport.inbox.append(AbortReq(rid))
-        if self._transport.inbox:
-            self.scheduler.step()
+    def _settle(self, call: Call, woken: threading.Event) -> None:
+        """End what is left of the call and wait for that, so that its memory is free when the caller goes on."""
+        self._abort(call)
+        while call.open and not self._thread.ended:
+            woken.wait(PROGRESS_S)
+            woken.clear()
 
-    def _take(self, out: TokenOut) -> None:
-        run = self._runs.get(out.rid)
-        if run is None or run.output.finish is not None:
-            return
-        output = run.output
-        output.token_ids += out.token_ids
-        output.cached_tokens = out.cached_tokens
-        output.retractions = out.retractions
-        output.output_token_logprobs += out.output_token_logprobs or ()
-        output.output_top_logprobs += out.output_top_logprobs or ()
-        output.input_token_logprobs += out.input_token_logprobs or ()
-        output.input_top_logprobs += out.input_top_logprobs or ()
-        output.finish = out.finish
-        if run.text is not None:
-            delta = run.text.push(out.token_ids, out.finish)
-            output.text += delta.text
-            if delta.matched is not None:
-                if out.finish is None:
-                    self._transport.inbox.append(AbortReq(out.rid))
-                output.finish = FinishReason("stop", matched=delta.matched)
-            run.deltas.append(delta.text)
-        else:
-            run.deltas.append("")
+    def _news(self, call: Call) -> Iterator[tuple[str, Output]]:
+        run = call.runs[0]
+        while run.outs:
+            goes_on = run.output.finish is None
+            text = self._outputs.add(run, run.outs.popleft())
+            if goes_on and call.failure is None:
+                yield text, run.output
+
+    def _check_alive(self, call: Call) -> None:
+        if call.open and self._thread.ended:
+            raise self._thread.dead()
+
+    def _detokenizer(self, request: GenerateReq) -> IncrementalDetokenizer | None:
+        if self.tokenizer is None:
+            return None
+        tokenizer, sampling = self.tokenizer, request.sampling
+        return IncrementalDetokenizer(
+            lambda ids: tokenizer.decode(ids, skip_special_tokens=sampling.skip_special_tokens),
+            stop=sampling.stop,
+            no_stop_trim=sampling.no_stop_trim,
+            min_tokens=sampling.min_new_tokens,
+        )
+
+
+def _loops_event() -> tuple[asyncio.Event, Callable[[], None]]:
+    """An event of the running loop, and what sets it from any thread."""
+    event, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def wake() -> None:
+        with suppress(RuntimeError):  # a loop that was closed waits for nothing
+            loop.call_soon_threadsafe(event.set)
+
+    return event, wake
+
+
+def _answer(call: Call, prompts: Prompt | Sequence[Prompt]) -> Any:
+    outputs = [run.output for run in call.runs]
+    return outputs[0] if _is_one(prompts) else outputs
 
 
 def _is_one(prompts: Prompt | Sequence[Prompt]) -> TypeGuard[Prompt]:
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+def _single(prompt: Prompt) -> Prompt:
+    if not _is_one(prompt):
+        raise ValueError("a stream has one prompt: a text, or its token ids")
+    return prompt
 
 
 def _checked(params: Params | None) -> SamplingParams:
@@ -264,6 +363,11 @@ def _checked(params: Params | None) -> SamplingParams:
         raise TypeError(f"sampling_params: {error}") from None
 
 
-def _raise_if_failed(output: Output) -> None:
-    if output.finish is not None and output.finish.type in ("abort", "error"):
-        raise GenerationError(output.finish)
+def _request(rid: str, ids: Any, params: SamplingParams, options: dict[str, Any]) -> GenerateReq:
+    taken = {"rid", "input_ids", "sampling"}
+    if unknown := options.keys() - (set(GenerateReq.__struct_fields__) - taken):
+        raise TypeError(f"there is no option {', '.join(sorted(map(repr, unknown)))}")
+    try:
+        return msgspec.convert({"rid": rid, "input_ids": ids, "sampling": params, **options}, GenerateReq)
+    except msgspec.ValidationError as error:
+        raise TypeError(f"a prompt or an option: {error}") from None

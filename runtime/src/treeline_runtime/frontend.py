@@ -32,11 +32,14 @@ from treeline_runtime.detokenizers import ToDetokenizers
 from treeline_runtime.ipc import Begin, Observed, Outbox
 from treeline_runtime.listeners import url_of
 from treeline_runtime.messages import BatchTextOut, FinishReason
+from treeline_runtime.models.config import ModelError
+from treeline_runtime.models.pooling import Pooling, pooling_of
 from treeline_runtime.server import surfaces
 from treeline_runtime.server.app import App
 from treeline_runtime.server.cors import Cors
 from treeline_runtime.server.limits import ByteBudget, Limits
 from treeline_runtime.server.metrics import Metrics
+from treeline_runtime.server.pooling_reader import check_template
 from treeline_runtime.server.probes import Probes, ServerInfo
 from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.reader_pool import ReaderPool, ReaderSpec
@@ -75,6 +78,7 @@ class ServedModel:
     config: dict[str, Any]
     prompts: Prompts
     defaults: SamplingDefaults
+    pooling: Pooling | None
 
     @classmethod
     def read(cls, args: ServerArgs, directory: Path) -> ServedModel:
@@ -83,13 +87,11 @@ class ServedModel:
             defaults = SamplingDefaults()
             if args.sampling_defaults == "model":
                 defaults = SamplingDefaults.from_model(directory)
-            return cls(
-                directory,
-                _read_json(directory / "config.json"),
-                Prompts(TokenizerBundle.from_dir(directory)),
-                defaults,
-            )
-        except (BundleError, TemplateError, ValueError) as error:
+            pooling = pooling_of(directory, args.task, matryoshka=args.matryoshka)
+            prompts = Prompts(TokenizerBundle.from_dir(directory))
+            check_template(pooling, prompts)
+            return cls(directory, _read_json(directory / "config.json"), prompts, defaults, pooling)
+        except (BundleError, ModelError, TemplateError, ValueError) as error:
             raise ServeError(f"--model: {error}") from None
 
 
@@ -119,7 +121,7 @@ class Frontend:
         name = served_name(args)
         self.to_scheduler = Outbox(context, spec.addresses.scheduler)
         self.metrics = Metrics(name)
-        self.pool = ReaderPool(ReaderSpec(str(model.directory), name, model.defaults, args.log_level))
+        self.pool = ReaderPool(ReaderSpec(str(model.directory), name, model.defaults, args.log_level, model.pooling))
         self.service = Service(
             model_name=name,
             prompts=model.prompts,
@@ -135,7 +137,10 @@ class Frontend:
             metrics=self.metrics,
             state=state,
             budget=ByteBudget(args.max_bytes_in_flight // args.http_workers),
+            pooling=model.pooling,
             pool=self.pool,
+            uses_priority=args.uses_priority,
+            gives_hidden_states=args.enable_return_hidden_states,
         )
         info = ServerInfo(
             args=args,

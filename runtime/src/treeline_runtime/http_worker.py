@@ -8,6 +8,7 @@ has nothing in flight any more.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 import uvloop
 import zmq
 
-from treeline_runtime.child import ChildSpec, StartError, run_child
+from treeline_runtime.child import ChildSpec, StartError, call_at_end, run_child, tell_when_asked
 from treeline_runtime.frontend import (
     FAREWELL_S,
     STOPPED,
@@ -33,6 +34,7 @@ from treeline_runtime.ipc import (
     AsyncInbox,
     Begin,
     EndAll,
+    HeardReq,
     Heartbeat,
     Idle,
     Outbox,
@@ -64,14 +66,19 @@ class Worker:
     async def run(self) -> None:
         """Serves until the parent closes standard input, or is gone."""
         loop, told_to_stop = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(sys.stdin.fileno(), told_to_stop.set)
+
+        def end() -> None:
+            with contextlib.suppress(RuntimeError):  # it has ended already
+                loop.call_soon_threadsafe(told_to_stop.set)
+
+        call_at_end(end)
+        tell_when_asked(lambda: f"{self._front.service.active} requests are being answered")
         inbox = AsyncInbox(self._context, self._spec.addresses.of(self._process), decode_to_worker, self._on_message)
         assert self._spec.listener is not None, "the parent has handed it over"
         server = HttpServer(self._front.inference(), socket.socket(fileno=self._spec.listener))
         serving, beating = server.start(), asyncio.create_task(self._beat())
         stopping = asyncio.create_task(told_to_stop.wait())
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-        loop.remove_reader(sys.stdin.fileno())
         ended_by_itself = serving.done()
         self._front.service.manager.fail_all(STOPPED)  # where the parent was killed
         beating.cancel()
@@ -105,6 +112,8 @@ class Worker:
                     logger.warning("%d requests in flight were ended", cut)
             case AbortNamed():
                 manager.abort(message.name)
+            case HeardReq():
+                self._parent.send(Reply(message.id))
             case SamplesReq():
                 self._parent.send(Reply(message.id, data={"samples": self._front.metrics.samples()}))
 

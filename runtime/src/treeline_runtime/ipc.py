@@ -84,9 +84,22 @@ class StateUpdate(msgspec.Struct, tag=True, frozen=True):
     failure: str | None
     problem: str | None
     failing_since: float
+    asleep: int
+    operation: str | None
+    pausing: bool
+    holding: bool
+    unheard: bool
+    model_path: str | None
+    weight_version: str
     heartbeat_at: dict[str, float]
     heartbeats: int
     load: messages.LoadUpdate
+
+
+class HeardReq(msgspec.Struct, tag=True, frozen=True):
+    """Ask whether what was sent before has been taken. Answered by Reply."""
+
+    id: str
 
 
 class EndAll(msgspec.Struct, tag=True, frozen=True):
@@ -121,7 +134,7 @@ class Idle(msgspec.Struct, tag=True, frozen=True):
 
 
 ToHttp = messages.BatchTextOut | messages.Reply | Ready | Failed | Heartbeat | Observed | Idle
-ToWorker = messages.BatchTextOut | messages.Reply | Begin | StateUpdate | EndAll | AbortNamed | SamplesReq
+ToWorker = messages.BatchTextOut | messages.Reply | Begin | StateUpdate | HeardReq | EndAll | AbortNamed | SamplesReq
 
 decode_to_http = msgspec.msgpack.Decoder(ToHttp).decode
 """Of the first HTTP process."""

@@ -141,6 +141,14 @@ class ProcessGroup:
 
         threading.Thread(target=wait, daemon=True, name=f"{process} wait").start()
 
+    def ask(self, process: str) -> None:
+        """Has a child say in the log what it is doing (see `child`), if it still can."""
+        pipe = self._children[process].stdin
+        assert pipe is not None
+        with contextlib.suppress(OSError):
+            pipe.write(b"?")
+            pipe.flush()
+
     def abort(self, process: str) -> None:
         """Ends a stuck child so that its stacks are logged (`faulthandler`)."""
         self._children[process].send_signal(signal.SIGABRT)

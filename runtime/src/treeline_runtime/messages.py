@@ -2,7 +2,7 @@
 
 Direction decides the closed set of types a process accepts, so there is one typed decoder per direction:
 
-    tokenizer manager ──GenerateReq, AbortReq, FlushReq, StateReq, DrainReq──▶ scheduler
+    tokenizer manager ──GenerateReq, AbortReq, FlushReq, StateReq, DrainReq, administration──▶ scheduler
     detokenizer ──StopReq──▶ scheduler
     scheduler ──BatchTokenOut, Reply──▶ detokenizer ◀──DetokenizeInit── tokenizer manager
     detokenizer ──BatchTextOut, Reply──▶ tokenizer manager
@@ -20,6 +20,15 @@ from treeline_wire.load import TreelineLoad
 
 GREEDY_BELOW = 1e-6
 """A temperature below this means greedy decoding."""
+LARGEST_PRIORITY = (1 << 31) - 1
+"""Of a request, either way."""
+NO_PRIORITY = "this server does not go by priority: leave it out, or start the server with --schedule-policy priority"
+
+
+MAX_HIDDEN_STATES_BYTES = 128 << 20
+"""Of one answer: it is copied from process to process."""
+MAX_PROFILE_STEPS = 1000
+"""A step leaves hundreds of kilobytes in memory until the trace is written."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -76,6 +85,12 @@ class GenerateReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     logprob_start_len: int = -1
     """Logprobs of prompt tokens from this position on; -1 = of sampled tokens only."""
     top_logprobs_num: int = 0
+    priority: int = 0
+    """Which of two is more urgent is a setting (`schedule_low_priority_values_first`)."""
+    pools: bool = False
+    """A vector is wanted, and no text: `max_new_tokens` must be 0."""
+    return_hidden_states: bool = False
+    """The terminal message has them."""
 
 
 class AbortReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
@@ -95,6 +110,43 @@ class StateReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
 
     id: str
     what: Literal["radix", "load"]
+
+
+class SleepReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """Give the device's memory back: the KV cache, which is flushed, and the weights. Answered by Reply; refused while
+    requests are running or waiting (`data` says busy). Until WakeReq new requests are refused."""
+
+    id: str
+    level: Literal[1, 2] = 1
+    """1: weights stay in the host's memory; 2: they are read again."""
+
+
+class WakeReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """End the sleep. Answered by Reply; where that fails it sleeps on."""
+
+    id: str
+
+
+class UpdateWeightsReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """Serve the weights of another checkpoint of the same architecture, and flush the cache. Answered by Reply; refused
+    while requests are running or waiting; where it fails the old weights serve on."""
+
+    id: str
+    path: str
+
+
+class StartProfileReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """Trace so many steps into a file in `folder`. Answered by Reply."""
+
+    id: str
+    folder: str
+    steps: int
+
+
+class StopProfileReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """End the trace now. Answered by Reply, whose `data` has the file's `path`."""
+
+    id: str
 
 
 class DrainReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
@@ -126,21 +178,41 @@ class DetokenizeInit(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """Decode each token of the logprob lists on its own (TextOut's triples carry the text)."""
     min_new_tokens: int = 0
     """Stop strings that are complete within so many tokens do not count."""
+    waits_for_end: bool = False
+    """A stop string ends the text, but the request only with the scheduler's terminal message, which has more."""
 
     @classmethod
-    def of(cls, rid: str, sampling: SamplingParams, *, return_logprob_text: bool = False) -> DetokenizeInit:
+    def of(cls, request: GenerateReq, rid: str) -> DetokenizeInit:
+        """rid: what the scheduler calls the request."""
+        sampling = request.sampling
         return cls(
             rid,
             sampling.stop,
             sampling.no_stop_trim,
             sampling.skip_special_tokens,
-            return_logprob_text,
+            request.return_logprob,
             sampling.min_new_tokens,
+            request.return_hidden_states,
         )
 
 
 TokenLogprob = tuple[float | None, int]
 """(log probability, token id). The first prompt token has no probability: None."""
+
+
+class HiddenStates(msgspec.Struct, frozen=True, gc=False):
+    """The last layer's output, normalised, at consecutive positions: what the logits of the next token came from.
+
+    Of each position that was computed for this request: not of those that the cache supplied, which come first, nor of
+    the last token that was sampled, which nothing was computed from.
+    """
+
+    first: int
+    """The position of the first row: as many prompt tokens were cached when the request was first admitted."""
+    size: int
+    """Of a row."""
+    data: bytes
+    """(rows x size,) float32, little-endian."""
 
 
 class TokenOut(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -162,6 +234,10 @@ class TokenOut(msgspec.Struct, frozen=True, omit_defaults=True):
     input_token_logprobs: list[TokenLogprob] | None = None
     """Prompt tokens from `logprob_start_len` on; only in the first message."""
     input_top_logprobs: list[list[TokenLogprob] | None] | None = None
+    vector: bytes | None = None
+    """float32 numbers: what a request that pools asked for, in its last message."""
+    hidden_states: HiddenStates | None = None
+    """With `finish`, when asked for."""
 
 
 class BatchTokenOut(msgspec.Struct, tag=True, frozen=True):
@@ -169,7 +245,7 @@ class BatchTokenOut(msgspec.Struct, tag=True, frozen=True):
 
 
 class Reply(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
-    """Answer to FlushReq or StateReq; the first detokenizer passes it on unread, so it never overtakes tokens there."""
+    """Answer to a message with an `id`; the first detokenizer passes it on unread, so it overtakes no tokens there."""
 
     id: str
     ok: bool = True
@@ -205,6 +281,8 @@ class TextOut(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     retractions: int = 0
     logprobs: list[msgspec.Raw] = []
     """`Logprobs`, encoded, in order: an answer may have millions, which are nobody's objects before they are shown."""
+    vector: bytes | None = None
+    hidden_states: HiddenStates | None = None
 
 
 class BatchTextOut(msgspec.Struct, tag=True, frozen=True):
@@ -255,6 +333,8 @@ class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):
     total_prefill_uncached_tokens: int = 0
     """Computed since start."""
     total_prefill_busy_us: int = 0
+    asleep: int = 0
+    """Its level (SleepReq); 0 = awake. Routers are told that it drains."""
 
     @property
     def used_share(self) -> float:
@@ -269,7 +349,8 @@ class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):
 
 # ---- encoding --------------------------------------------------------------------------------------------
 
-ToScheduler = GenerateReq | AbortReq | FlushReq | StateReq | DrainReq | StopReq
+AdminReq = FlushReq | SleepReq | WakeReq | UpdateWeightsReq | StartProfileReq | StopProfileReq
+ToScheduler = GenerateReq | AbortReq | StateReq | DrainReq | StopReq | AdminReq
 ToDetokenizer = DetokenizeInit | BatchTokenOut | Reply
 ToTokenizer = BatchTextOut | Reply
 ToPublisher = CacheUpdate | LoadUpdate

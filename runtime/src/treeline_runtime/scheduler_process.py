@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import sys
 import time
 from typing import Any
 
-import torch
 import zmq
 
-from treeline_runtime.child import ChildSpec, StartError, run_child
+from treeline_runtime.child import ChildSpec, StartError, run_child, tell_when_asked
 from treeline_runtime.config import ConfigError
 from treeline_runtime.detokenizers import ToDetokenizers
 from treeline_runtime.ipc import HEARTBEAT_S, Heartbeat, Inbox, Outbox, Process, Ready
@@ -22,8 +22,7 @@ from treeline_runtime.messages import (
     decode_to_scheduler,
 )
 from treeline_runtime.models import ModelError
-from treeline_runtime.models.loader import load_model
-from treeline_runtime.scheduler import Scheduler
+from treeline_runtime.scheduler import start
 
 LOAD_INTERVAL_S = 0.05
 """A changed load is reported to the HTTP process at most this often."""
@@ -80,14 +79,13 @@ class SocketTransport:
 def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     try:
         config = dataclasses.replace(spec.args, model=spec.model_dir)
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        model = load_model(config)
         transport = SocketTransport(spec, context)
-        scheduler = Scheduler(config, model, transport)
-        scheduler.warm_up()
+        scheduler = start(config, transport)
     except (ConfigError, ModelError) as error:
         raise StartError(str(error)) from None
+    gc.collect()
+    gc.freeze()  # what is there now stays: no later collection walks through it between two steps
+    tell_when_asked(scheduler.activity.describe)
     transport.announce_ready(scheduler.limits.as_dict(), scheduler.load())
     scheduler.run_forever(stop=lambda: False)  # ends with the process
 

@@ -57,6 +57,7 @@ from treeline_runtime.listeners import ListenError, Listeners, address, listenin
 from treeline_runtime.messages import BatchTextOut, DrainReq, FinishReason, Reply
 from treeline_runtime.publisher.sockets import EventsError, check_event_ports, open_keys
 from treeline_runtime.server import surfaces
+from treeline_runtime.server.administration import Administration
 from treeline_runtime.server.app import App
 from treeline_runtime.server.service import State
 from treeline_runtime.workers import HttpWorkers
@@ -223,6 +224,8 @@ class Server:
             await asyncio.sleep(min(1.0, args.watchdog_timeout / 4))
             process, still_s = state.most_stale_child(time.monotonic())
             if still_s > args.watchdog_timeout:
+                group.ask(process)
+                await asyncio.sleep(LAST_WORDS_S)
                 self._report(f"the {process} has not moved for {still_s:.0f} s")
                 group.abort(process)
                 return
@@ -276,11 +279,13 @@ class Server:
         metrics.set("context_len", scheduler["context_length"])
         metrics.set("page_size", args.page_size)
         logger.info(
-            "ready after %.1f s: %s on %s, cache of %d tokens, contexts of %d",
+            "ready after %.1f s: %s on %s, cache of %d tokens (%s, %d bytes each), contexts of %d",
             took_s,
             self._service.model_name,
             url(self._listeners.http),
             scheduler["max_total_tokens"],
+            scheduler["kv_dtype"],
+            scheduler["kv_bytes_per_token"],
             scheduler["context_length"],
         )
 
@@ -308,7 +313,8 @@ class Server:
             found.append(HttpServer(App(surfaces.metrics(probes), service), listeners.metrics))
         if listeners.admin is not None:
             loopback = listeners.admin_on_loopback
-            administration = surfaces.administration(service, probes, key=args.admin_key, loopback=loopback)
+            engine = Administration(service, args, functools.partial(self._workers.told, service.manager))
+            administration = surfaces.administration(service, probes, engine, key=args.admin_key, loopback=loopback)
             found.append(HttpServer(App(administration, service), listeners.admin))
         return found
 

@@ -19,9 +19,10 @@ from typing import Any, Protocol
 import msgspec
 
 from treeline_runtime.ids import IdMaker
-from treeline_runtime.ipc import AbortNamed, AnnouncedReq, SamplesReq
+from treeline_runtime.ipc import AbortNamed, AnnouncedReq, HeardReq, SamplesReq
 from treeline_runtime.messages import (
     AbortReq,
+    AdminReq,
     BatchTextOut,
     DetokenizeInit,
     FinishReason,
@@ -231,7 +232,7 @@ class TokenizerManager:
 
     def _send(self, id: str, request: GenerateReq) -> None:
         self._metrics.requests.inc()
-        self._to_detokenizer.send(DetokenizeInit.of(id, request.sampling, return_logprob_text=request.return_logprob))
+        self._to_detokenizer.send(DetokenizeInit.of(request, id))
         self._to_scheduler.send(msgspec.structs.replace(request, rid=id))
 
     def forget(self, inflight: InflightRequest) -> None:
@@ -299,6 +300,10 @@ class TokenizerManager:
             generation.last_at = now
             generation.tokens += fresh
             metrics.generation_tokens.inc(fresh)
+        if out.vector is not None:
+            metrics.vectors.inc()
+            metrics.prompt_tokens.inc(out.prompt_tokens)
+            metrics.cached_tokens.inc(out.cached_tokens)
         if out.finish is not None:
             metrics.e2e_request_latency.observe(now - generation.started_at)
             metrics.retracted.inc(out.retractions)
@@ -311,6 +316,11 @@ class TokenizerManager:
     async def flush(self, timeout_s: float = 10.0) -> Reply:
         id = self._new_id()
         return await self._ask(self._to_scheduler, FlushReq(id), id, timeout_s)
+
+    async def ask(self, question: Callable[[str], AdminReq], timeout_s: float) -> Reply:
+        """The scheduler's answer to the message that `question` makes with an id. Raises NoReply."""
+        id = self._new_id()
+        return await self._ask(self._to_scheduler, question(id), id, timeout_s)
 
     async def state(self, what: str, timeout_s: float = 10.0) -> dict[str, Any]:
         """The scheduler's `radix` or `load`. Raises NoReply."""
@@ -329,6 +339,11 @@ class TokenizerManager:
         """The metrics of a worker. Raises NoReply."""
         id = self._new_id()
         return ((await self._ask(worker, SamplesReq(id), id, timeout_s)).data or {})["samples"]
+
+    async def heard(self, worker: Sender, timeout_s: float) -> None:
+        """Returns when a worker has taken what it was sent before. Raises NoReply."""
+        id = self._new_id()
+        await self._ask(worker, HeardReq(id), id, timeout_s)
 
     async def _ask(self, sender: Sender, request: msgspec.Struct, id: str, timeout_s: float) -> Reply:
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()

@@ -25,6 +25,9 @@ ROUTINE_S = 0.25
 SAMPLES_S = 1.0
 """For a worker's metrics; those that it told last are taken then."""
 
+TOLD_S = 10.0
+"""For a worker to take what it is told: it may be at something else."""
+
 
 class HttpWorkers:
     """All workers of a server; there may be none. Made and used in a running event loop."""
@@ -75,6 +78,13 @@ class HttpWorkers:
 
         await asyncio.gather(*(ask(name, outbox) for name, outbox in self.outboxes.items()))
         return list(self._samples.values())
+
+    async def told(self, manager: TokenizerManager) -> None:
+        """Returns when all of them know the state as it is now. Raises NoReply. Not waited for once the server has
+        failed: then some may have ended."""
+        if self._state.failure is None:
+            self._tell()
+            await asyncio.gather(*(manager.heard(outbox, TOLD_S) for outbox in self.outboxes.values()))
 
     def _on_change(self, name: str) -> None:
         """Tells of all changes of this turn of the loop at once; of signs of life after a while."""

@@ -136,9 +136,23 @@ def test_before_any_engine_has_spoken_no_model_is_unknown() -> None:
 def test_paths_without_a_prompt_go_anywhere_that_has_the_model() -> None:
     assert pick("/health", b"", method="GET") == PickRequest("r1")
     assert pick("/v1/completions", None) == PickRequest("r1")  # the proxy does not show the body
-    assert pick("/v1/embeddings", {"model": "huge", "input": "x"}, served=TWO).pool == "big"
-    assert pick("/v1/embeddings", {"model": "nobody", "input": "x"}, served=TWO).pool is None
+    assert pick("/v1/responses", {"model": "huge", "input": "x"}, served=TWO).pool == "big"
+    assert pick("/v1/responses", {"model": "nobody", "input": "x"}, served=TWO).pool is None
     assert pick("/upload", b"\x00\x01", served=TWO).model is None
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/classify", "/v1/score", "/rerank", "/v2/rerank"])
+def test_vectors_are_routed_by_model_and_load_and_produce_no_tokens(path: str) -> None:
+    request = pick(path, {"model": "huge", "input": "x" * 400}, served=TWO)
+    assert (request.model, request.pool, request.key, request.max_output_tokens) == ("huge", "big", None, 0)
+    assert request.prompt_tokens_estimate >= 100
+    assert pick(path, {"input": "x"}).model == "tiny"
+    unknown = ask(path, {"model": "nobody", "input": "x"}, served=TWO)
+    assert (unknown.status, unknown.code, unknown.param) == (404, "model_not_found", "model")
+    missing = ask(path, {"input": "x"}, served=TWO)
+    assert (missing.status, missing.param) == (400, "model")
+    assert pick(path, {"model": "anything", "input": "x"}, served=ModelRegistry()).pool is None
+    assert pick(path, b"{", served=TWO).model is None  # the engine says what is wrong with it
 
 
 def test_models_are_answered_without_an_endpoint() -> None:

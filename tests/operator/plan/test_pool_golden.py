@@ -69,7 +69,14 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "sglang": {
         "model": {"uri": "pvc://weights/qwen3-8b", "name": "qwen3"},
         "accelerator": {"type": "nvidia", "tolerations": [{"key": "dedicated", "value": "llm"}]},
-        "engine": {"type": "sglang", "pageSize": 64, "maxQueuedRequests": 100, "schedulePolicy": "lpm"},
+        "engine": {
+            "type": "sglang",
+            "pageSize": 64,
+            "maxQueuedRequests": 100,
+            "schedulePolicy": "lpm",
+            "quantization": "fp8",
+            "kvCacheDtype": "fp8_e5m2",
+        },
         "drain": {"timeoutSeconds": 600},
         "autoscaling": {
             "type": "KEDA",

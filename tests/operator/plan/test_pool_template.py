@@ -183,6 +183,7 @@ ENGINES: list[dict[str, Any]] = [
     {},
     {"contextLength": 512, "pageSize": 32, "maxTotalTokens": 9000, "threads": 2, "dtype": "float32"},
     {"memoryFraction": 0.5, "maxRunningRequests": 8, "maxQueuedRequests": 9, "chunkedPrefillSize": 256},
+    {"quantization": "fp8", "kvCacheDtype": "fp8_e4m3"},
     {"schedulePolicy": "lpm", "evictionPolicy": "lfu", "args": ["--log-level", "debug"]},
     {"resources": {"limits": {"cpu": "2500m"}}},
 ]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import fp8
 from support.runtime_engine import DenseAttention
 from treeline_runtime.attention import ATTENTION_BACKENDS, AttentionBackend, Layout
 from treeline_runtime.config import ConfigError
@@ -22,8 +23,16 @@ class World:
     """Sequences whose keys and values are in a pool at scattered pages; the same numbers, contiguous, as the truth."""
 
     def __init__(
-        self, name: str, shape: tuple[int, int, int], page_size: int, seed: int = 0, num_pages: int = 64
+        self,
+        name: str,
+        shape: tuple[int, int, int],
+        page_size: int,
+        seed: int = 0,
+        num_pages: int = 64,
+        scales: list[tuple[float, float]] | None = None,
     ) -> None:
+        """scales: of an fp8 cache's two layers; None: the cache is float32."""
+        self.scales = scales
         self.heads, self.kv_heads, self.dim = shape
         self.page_size = page_size
         self.generator = torch.Generator().manual_seed(seed)
@@ -36,6 +45,8 @@ class World:
             head_dim=self.dim,
             dtype=torch.float32,
             device=torch.device("cpu"),
+            stored=torch.float8_e4m3fn if scales else None,
+            scales=scales,
         )
         self.backend: AttentionBackend = ATTENTION_BACKENDS.get(name)(self.pool, *shape)
         self.buffers: Any = None
@@ -71,7 +82,11 @@ class World:
             ks.append(k[cached:])
             vs.append(v[cached:])
             slots.append(where[cached:])
-            expected.append(self.truth(q, k, v))
+            if self.scales:
+                k_seen, v_seen = (fp8.rounded(x, s).float() for x, s in zip((k, v), self.scales[layer], strict=True))
+            else:
+                k_seen, v_seen = k, v
+            expected.append(self.truth(q, k_seen, v_seen))
         longest = max(map(len, tables))
         layout = Layout(
             q_lens=[new for _, new in lens],
@@ -175,6 +190,26 @@ def test_steps_that_are_planned_into_buffers_find_their_pages(backend: str) -> N
         pytest.skip("steps of this backend cannot be captured")
     for lens in ([(7, 1), (3, 1)], [(20, 1), (9, 1)], [(1, 1), (29, 1)]):
         world.check(lens)
+
+
+@pytest.mark.parametrize("scales", [[(1.0, 1.0)] * 2, [(1.0, 1.0), (0.02, 0.005)]], ids=str)
+@pytest.mark.parametrize("lens", [[(0, 19)], [(16, 21)], [(7, 1), (30, 1)], [(5, 1), (0, 9), (12, 1), (0, 1)]], ids=str)
+def test_a_cache_of_fp8_is_seen_as_it_was_stored(
+    lens: list[tuple[int, int]], scales: list[tuple[float, float]]
+) -> None:
+    """By every token alike: those of the prompt that stored it, and those that find it."""
+    World("torch_sdpa", (4, 2, 8), 4, scales=scales).check(lens)
+
+
+def test_what_lies_in_slots_of_fp8_that_nobody_sees_changes_no_bit() -> None:
+    outs = []
+    for garbage in (0x00, 0x7F, 0xFF, 0x7E):
+        world = World("torch_sdpa", (4, 2, 8), 4, scales=[(1.0, 1.0)] * 2)
+        for part in (*world.pool.keys, *world.pool.values):
+            part.view(torch.uint8).fill_(garbage)
+        outs.append(world.attend([(5, 1), (0, 9), (12, 1), (17, 6)])[0])
+    assert outs[0].isfinite().all()
+    assert all(torch.equal(out, outs[0]) for out in outs[1:])
 
 
 def test_layers_do_not_share_memory(backend: str) -> None:

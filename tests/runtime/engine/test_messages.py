@@ -15,18 +15,26 @@ FINISH = m.FinishReason("abort", message="gone", status=500)
 EXAMPLES: dict[Any, list[Any]] = {
     m.decode_to_scheduler: [
         m.GenerateReq("r", [1, 2**31], PARAMS, namespace="lora", return_logprob=True, logprob_start_len=0),
+        m.GenerateReq("r", [1], PARAMS, pools=True),
         m.AbortReq(),
         m.AbortReq("r"),
         m.FlushReq("f"),
         m.StateReq("s", "radix"),
         m.DrainReq(),
         m.StopReq("r", "END"),
+        m.SleepReq("i", 2),
+        m.WakeReq("i"),
+        m.UpdateWeightsReq("i", "/models/m"),
+        m.StartProfileReq("i", "/traces", 5),
+        m.StopProfileReq("i"),
     ],
     m.decode_to_detokenizer: [
-        m.DetokenizeInit.of("r", PARAMS, return_logprob_text=True),
+        m.DetokenizeInit.of(m.GenerateReq("r", [1], PARAMS, return_logprob=True), "r#1"),
         m.BatchTokenOut(
             [
                 m.TokenOut("r", [5], m.FinishReason("stop", matched=5), 3, 2, 1),
+                m.TokenOut("v", [], m.FinishReason("length"), 3, vector=b"\0\0\x80?"),
+                m.TokenOut("h", [], FINISH, hidden_states=m.HiddenStates(2, 1, b"\0\0\0\0")),
                 m.TokenOut(
                     "q",
                     [],
@@ -43,6 +51,7 @@ EXAMPLES: dict[Any, list[Any]] = {
     ipc.decode_to_http: [
         m.BatchTextOut([m.TextOut("r", "text", [5], m.FinishReason("stop", matched="END"))]),
         m.BatchTextOut([m.TextOut("r", "", [], logprobs=[msgspec.Raw(m.encode(LOGPROBS))])]),
+        m.BatchTextOut([m.TextOut("v", "", [], m.FinishReason("length"), vector=b"\0\0\x80?")]),
         m.Reply("f", ok=False, message="busy"),
         ipc.Ready("http-1", {}),
         ipc.Observed(answered=False, problem="no answer"),
@@ -50,7 +59,24 @@ EXAMPLES: dict[Any, list[Any]] = {
     ],
     ipc.decode_to_worker: [
         ipc.Begin({"context_length": 9}, None),
-        ipc.StateUpdate(True, False, None, "sick", 1.5, {"scheduler": 2.5}, 7, m.LoadUpdate(running=3)),
+        ipc.StateUpdate(
+            draining=True,
+            refusing=False,
+            failure=None,
+            problem="sick",
+            failing_since=1.5,
+            asleep=2,
+            operation="waking up",
+            pausing=True,
+            holding=False,
+            unheard=True,
+            model_path=None,
+            weight_version="step-7",
+            heartbeat_at={"scheduler": 2.5},
+            heartbeats=7,
+            load=m.LoadUpdate(running=3),
+        ),
+        ipc.HeardReq("q#1"),
         ipc.EndAll(FINISH),
         ipc.AbortNamed("r"),
         ipc.SamplesReq("q#0"),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support import fp8
 from treeline_runtime.kvcache import KVPool, PagePool
 
 
@@ -59,3 +60,45 @@ def test_tokens_land_in_their_slots() -> None:
     assert pool.keys[1][0, 0, 0].tolist() == [2.0, 3.0]
     assert pool.values[1][0, 0, 0].tolist() == [-2.0, -3.0]
     assert not pool.keys[0].any()
+
+
+def fp8_pool() -> KVPool:
+    return KVPool(
+        num_layers=2,
+        num_pages=3,
+        page_size=2,
+        num_kv_heads=1,
+        head_dim=4,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        stored=torch.float8_e4m3fn,
+        scales=[(1.0, 1.0), (0.5, 0.01)],
+    )
+
+
+def test_a_pool_of_fp8_takes_a_byte_for_each_number_and_divides_it_by_its_layers_scale() -> None:
+    pool = fp8_pool()
+    assert pool.keys[0].element_size() == 1
+    k = torch.tensor([[[0.3, -1.0, 500.0, 2.0]]], dtype=torch.bfloat16)
+    for layer, (key_scale, value_scale) in enumerate(((1.0, 1.0), (0.5, 0.01))):
+        pool.store(layer, torch.tensor([3]), k, -k)
+        keys, values = pool.gather(layer, torch.tensor([1]))
+        assert keys.dtype == torch.bfloat16
+        torch.testing.assert_close(keys[0, 1], fp8.rounded(k[0], key_scale).bfloat16())
+        torch.testing.assert_close(values[0, 1], fp8.rounded(-k[0], value_scale).bfloat16())
+        assert not keys[0, 0].any()
+    pool.clear(np.array([1]))
+    assert not pool.gather(1, torch.arange(4))[0].any()
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_fp8_that_was_not_finite_is_found_although_fp8_has_no_infinity(wrong: float) -> None:
+    for layer in (0, 1):
+        pool = fp8_pool()
+        x = torch.full((2, 1, 4), 1e4)
+        slots = torch.tensor([0, 5])
+        pool.store(layer, slots, x, x)
+        assert pool.are_finite(slots).tolist() == [True, True]
+        x[1, 0, 2] = wrong
+        pool.store(layer, slots, torch.ones(2, 1, 4), x)
+        assert pool.are_finite(slots).tolist() == [True, False]

@@ -199,6 +199,7 @@ ORDERS = {
     "filo": "cba",
     "lfu": "cab",
     "slru": "cab",
+    "priority": "bca",  # as lru, where all are alike
 }
 
 
@@ -214,6 +215,38 @@ def test_eviction_order(policy: str) -> None:
     tree.unlock(tree.lock(leaves["a"]))
     order = "".join(chr(page) for page in tree.evict(3))
     assert order == ORDERS[policy]
+
+
+def test_pages_are_as_urgent_as_the_most_urgent_request_that_used_them() -> None:
+    cache = RadixCache(1, "priority")
+    cache.insert(key_of([1, 2, 3, 4]), np.array([1, 2, 3, 4]), prompt_tokens=4, priority=-5)
+    cache.insert(key_of([8]), np.array([8]), prompt_tokens=1, priority=2)
+    cache.insert(key_of([9]), np.array([9]), prompt_tokens=1)
+    cache.unlock(cache.lock(cache.match(key_of([1, 2])), priority=3))
+    cache.unlock(cache.lock(cache.match(key_of([1])), priority=-9))
+    cache.insert(key_of([9]), np.array([0]), prompt_tokens=1, priority=1)
+    assert cache.evict(9).tolist() == [3, 4, 9, 8, 2, 1], "3 and 4 were never used by a request of priority 3"
+    cache.insert(key_of([1, 2]), np.array([1, 2]), prompt_tokens=2, priority=-1)
+    cache.insert(key_of([5]), np.array([5]), prompt_tokens=1)
+    assert cache.evict(1).tolist() == [2], "what was evicted is forgotten"
+
+
+def test_what_a_release_would_free_is_known_before() -> None:
+    tree = Tree()
+    tree.insert([1, 2, 3, 4, 5, 6])
+    tree.insert([1, 2, 9, 9])
+    nothing = tree.cache.match(key_of([7, 7]))
+    held = [tree.lock([1, 2, 3, 4, 5, 6]), tree.lock([1, 2, 9, 9]), None]
+    assert tree.cache.pages_of_unlock(held[:1], nothing) == 2
+    assert tree.cache.pages_of_unlock(held, nothing) == 4
+    assert tree.cache.pages_of_unlock(held, tree.cache.match(key_of([1, 2, 3, 4, 8, 8]))) == 2
+    third = tree.lock([1, 2, 3, 4])
+    assert tree.cache.pages_of_unlock(held, nothing) == 2
+    before = tree.cache.evictable_pages
+    for handle in held:
+        tree.unlock(handle)
+    assert tree.cache.evictable_pages == before + 2
+    tree.unlock(third)
 
 
 def test_every_policy_is_covered_and_unknown_ones_are_refused() -> None:

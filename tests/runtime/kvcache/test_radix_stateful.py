@@ -25,20 +25,24 @@ class TreeMachine(RuleBasedStateMachine):
         super().__init__()
         self.size = 1
         self.pool = PagePool(NUM_PAGES)
+        self.policy = "lru"
         self.tree = RadixCache(1)
+        self.priority: dict[Prefix, int] = {}
         self.model: dict[Prefix, int] = {}
         self.locks: list[Prefix] = []
         self.mirror: dict[int, int | None] = {}
 
-    @rule(size=st.sampled_from([1, 2, 3]), policy=st.sampled_from(EVICTION_POLICIES.names()))
+    @rule(size=st.sampled_from([1, 2, 3]), policy=st.sampled_from([*EVICTION_POLICIES.names(), *3 * ["priority"]]))
     @precondition(lambda self: not self.model)
     def configure(self, size: int, policy: str) -> None:
         self.size = size
+        self.policy = policy
         self.tree = RadixCache(size, policy)
         self.mirror.clear()
 
     tokens = st.lists(st.integers(0, 1), max_size=16)
     namespaces = st.sampled_from([None, None, "salt"])
+    priorities = st.integers(-2, 2)
 
     def whole(self, tokens: list[int]) -> list[tuple[int, ...]]:
         """Every prefix of whole pages."""
@@ -52,30 +56,39 @@ class TreeMachine(RuleBasedStateMachine):
             pages.append(self.model[namespace, prefix])
         return pages
 
-    @rule(tokens=tokens, namespace=namespaces, prompt=st.integers(0, 16))
-    def insert(self, tokens: list[int], namespace: str | None, prompt: int) -> None:
+    def use(self, tokens: list[int], namespace: str | None, priority: int) -> None:
+        for prefix in self.whole(tokens):
+            if (namespace, prefix) in self.model:
+                self.priority[namespace, prefix] = max(self.priority.get((namespace, prefix), priority), priority)
+
+    @rule(tokens=tokens, namespace=namespaces, prompt=st.integers(0, 16), priority=priorities)
+    def insert(self, tokens: list[int], namespace: str | None, prompt: int, priority: int) -> None:
         count = len(tokens) // self.size
         if count > self.pool.num_free:
             return
         pages = self.pool.alloc(count)
         expected = len(self.cached(tokens, namespace))
-        existing, node = self.tree.insert(key_of(tokens), pages, prompt_tokens=prompt, namespace=namespace)
+        existing, node = self.tree.insert(
+            key_of(tokens), pages, prompt_tokens=prompt, namespace=namespace, priority=priority
+        )
         assert existing == expected
         assert (node is None) == (count == 0)
         self.pool.free(pages[:existing])
         for prefix, page in zip(self.whole(tokens)[existing:], pages[existing:].tolist(), strict=True):
             self.model[namespace, prefix] = page
+        self.use(tokens, namespace, priority)
 
     @rule(tokens=tokens, namespace=namespaces)
     def match(self, tokens: list[int], namespace: str | None) -> None:
         match = self.tree.match(key_of(tokens), namespace)
         assert self.tree.pages_of(match).tolist() == self.cached(tokens, namespace)
 
-    @rule(target=handles, tokens=tokens, namespace=namespaces)
-    def lock(self, tokens: list[int], namespace: str | None) -> tuple[Node | None, Prefix]:
+    @rule(target=handles, tokens=tokens, namespace=namespaces, priority=priorities)
+    def lock(self, tokens: list[int], namespace: str | None, priority: int) -> tuple[Node | None, Prefix]:
         match = self.tree.match(key_of(tokens), namespace)
         prefix = (namespace, tuple(tokens[: match.num_pages * self.size]))
-        handle = self.tree.lock(match)
+        handle = self.tree.lock(match, priority)
+        self.use(list(prefix[1]), namespace, priority)
         if handle is not None:
             assert self.tree.pages_of(self.tree.whole(handle)).tolist() == self.cached(tokens, namespace)
         self.locks.append(prefix)
@@ -94,8 +107,13 @@ class TreeMachine(RuleBasedStateMachine):
         assert len(pages) == min(count, len(free))
         gone = {prefix for prefix, page in self.model.items() if page in set(pages)}
         assert gone <= free, "a locked page was evicted"
+        if self.policy == "priority" and gone:
+            # whatever lies behind a prefix was used by nobody more urgent, so the least urgent page is at an end
+            most = max(self.priority[prefix] for prefix in gone)
+            assert all(self.priority[prefix] >= most for prefix in free - gone)
         for prefix in gone:
             del self.model[prefix]
+            del self.priority[prefix]
         for namespace, tokens in self.model:
             assert all((namespace, p) in self.model for p in self.whole(list(tokens))), "a hole in a sequence"
         self.pool.free(np.array(pages, dtype=np.int64))
@@ -105,6 +123,7 @@ class TreeMachine(RuleBasedStateMachine):
     def reset(self) -> None:
         self.pool.free(self.tree.reset())
         self.model.clear()
+        self.priority.clear()
 
     def unlocked(self) -> set[Prefix]:
         locked = {(n, p) for n, tokens in self.locks for p in self.whole(list(tokens))}

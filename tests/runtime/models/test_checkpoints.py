@@ -163,9 +163,9 @@ def test_a_missing_key_means_what_it_means_to_transformers(tmp_path: Path, archi
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "'llama3' needs a low_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"model_type": "mistral"}, "architecture Qwen3ForCausalLM, but model_type 'mistral'"),
-        ({"compression_config": {"format": "float-quantized"}}, "not supported .*compression_config"),
-        ({"quantization": {"group_size": 64, "bits": 4}}, "not supported .*quantization"),
-        ({"quantization_config": "fp8"}, "quant_method 'fp8'"),
+        ({"compression_config": {"format": "float-quantized"}}, "compression_config .* is not supported"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, r"quantization \(quant_method 'unknown'\) is not supported"),
+        ({"quantization_config": "fp8"}, "quantization_config = 'fp8' is not supported"),
         ({"attention_bias": "false"}, "attention_bias must be true or false, not 'false'"),
         ({"num_attention_heads": 5}, "5 attention heads cannot share 2 key/value heads"),
         ({"head_dim": 7}, "even head_dim, not 7"),
@@ -196,9 +196,9 @@ def test_settings_without_effect_are_accepted(tmp_path: Path) -> None:
     [
         (
             "hf_quant_config.json",
-            r"quantised checkpoints are not supported \(ModelOpt's hf_quant_config.json",
+            r"ModelOpt's quantised checkpoints are not supported \(hf_quant_config.json",
         ),
-        ("quantize_config.json", "GPTQ's quantize_config.json"),
+        ("quantize_config.json", "GPTQ's quantised checkpoints"),
         ("adapter_config.json", "merge the adapter into the model"),
     ],
 )

@@ -22,12 +22,39 @@ from treeline_runtime.attention.extend import Extend  # noqa: E402
 from treeline_runtime.attention.torch_sdpa import TorchSDPA  # noqa: E402
 from treeline_runtime.core import Context  # noqa: E402
 from treeline_runtime.kvcache import KVPool  # noqa: E402
-from treeline_runtime.ops import Heads, kernels  # noqa: E402
+from treeline_runtime.models.quantization.fp8 import E4M3, dequantise, quantise, quantise_weight  # noqa: E402
+from treeline_runtime.ops import Heads, fp8, kernels  # noqa: E402
 from treeline_runtime.ops.torch_ops import TorchOps  # noqa: E402
 from treeline_runtime.ops.triton_ops import TritonOps  # noqa: E402
 from treeline_runtime.sampling.noise import row_keys  # noqa: E402
 
 FUSED, REFERENCE = TritonOps(), TorchOps()
+CONVERTS_FP8 = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
+"""GPUs before Ada do not."""
+
+
+def _mend_the_interpreter() -> None:
+    """Triton 3.9's interpreter makes 16 of 31.9 as fp8: it rounds the mantissa up and forgets the carry. So conversions
+    from and to fp8 are torch's there; on a GPU they are the device's."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    theirs = interpreter._convert_float
+    kinds = {tl.float8e4nv: E4M3, tl.bfloat16: torch.bfloat16, tl.float16: torch.float16, tl.float32: torch.float32}
+
+    def convert(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if tl.float8e4nv not in (source, target):
+            return theirs(data, source, target, mode)
+        size = target.primitive_bitwidth // 8
+        numbers = torch.from_numpy(np.frombuffer(data.tobytes(), np.uint8).copy()).view(kinds[source])
+        converted = numbers.to(kinds[target]).view(torch.uint8).numpy()
+        return converted.view(f"uint{8 * size}").reshape(data.shape)
+
+    interpreter._convert_float = convert
+
+
+if DEVICE == "cpu":
+    _mend_the_interpreter()
 GENERATOR = torch.Generator().manual_seed(0)
 
 
@@ -64,11 +91,18 @@ def gate(dtype: torch.dtype) -> None:
         close(FUSED.gate(x), REFERENCE.gate(x), dtype)
 
 
-def a_context(heads: Heads, tokens: int, dtype: torch.dtype, slots: torch.Tensor) -> Any:
+SCALES = [(0.5, 0.25), (0.03, 2.0)]
+"""Of keys and values of two layers."""
+
+
+def a_context(
+    heads: Heads, tokens: int, dtype: torch.dtype, slots: torch.Tensor, stored: torch.dtype | None = None
+) -> Any:
     device = torch.device(DEVICE)
     pool = KVPool(
-        num_layers=2, num_pages=9, page_size=4, num_kv_heads=heads.kv, head_dim=heads.dim, dtype=dtype, device=device
-    )
+        num_layers=2, num_pages=9, page_size=4, num_kv_heads=heads.kv, head_dim=heads.dim, dtype=dtype, device=device,
+        stored=stored, scales=SCALES,
+    )  # fmt: skip
     angles = torch.arange(tokens)[:, None] * torch.linspace(1, 0.01, heads.dim // 2)
     cos, sin = angles.cos(), angles.sin()
     return Context(
@@ -104,6 +138,85 @@ def rotate_and_store(dtype: torch.dtype) -> None:
                 context = a_context(heads, tokens, dtype, slots)
                 FUSED.rotate_and_store(broken, heads, 0, context)
                 assert FUSED.stored_finite(context).tolist() == [i != token for i in range(tokens)]
+
+
+def rotate_and_store_fp8(dtype: torch.dtype) -> None:
+    """What is stored is the reference's to the bit, but where the unrounded numbers differ in their last bits."""
+    if not CONVERTS_FP8:
+        return
+    heads, tokens = Heads(8, 2, 64, None, 1e-6), 6
+    slots = torch.randperm(36, generator=GENERATOR)[:tokens].to(DEVICE)
+    qkv = noise(tokens, 12 * 64, dtype=dtype)
+    qkv[2] *= 1e4  # beyond the largest e4m3
+    ours, theirs = (a_context(heads, tokens, dtype, slots, E4M3) for _ in range(2))
+    for layer in (0, 1):
+        FUSED.rotate_and_store(qkv.clone(), heads, layer, ours)
+        REFERENCE.rotate_and_store(qkv.clone(), heads, layer, theirs)
+        for kind in ("keys", "values"):
+            found, expected = (getattr(c.attention.pool, kind)[layer].float() for c in (ours, theirs))
+            assert expected.abs().max() == 448
+            assert (found == expected).float().mean() > (0.999 if dtype == torch.float32 else 0.95)
+            if dtype == torch.float32:  # the reference rounds to the model's dtype before it divides by the scale
+                torch.testing.assert_close(found, expected, rtol=0.13, atol=2**-8)
+    assert FUSED.stored_finite(ours).all()
+    assert REFERENCE.stored_finite(theirs).all()
+    for column in ((8 + 1) * 64 + 5, (8 + 3) * 64 + 40):  # a key, a value
+        for wrong in (torch.nan, torch.inf, -torch.inf):
+            broken = qkv.clone()
+            broken[3, column] = wrong
+            for ops in (FUSED, REFERENCE):
+                context = a_context(heads, tokens, dtype, slots, E4M3)
+                ops.rotate_and_store(broken.clone(), heads, 0, context)
+                assert ops.stored_finite(context).tolist() == [i != 3 for i in range(tokens)]
+
+
+def quantise_fp8(dtype: torch.dtype) -> None:
+    """Activations become the fp8 that they become by definition; a row that is not finite says so."""
+    if not CONVERTS_FP8:
+        return
+    for columns, group, static in (
+        (300, 300, None),
+        (300, 128, None),
+        (256, 128, None),
+        (64, 128, None),
+        (96, 96, 0.01),
+    ):
+        x = 3 * noise(5, columns, dtype=dtype)
+        x[1] *= 1e-20
+        x[2] = 0
+        values, scales = fp8.quantise(x, group, static)
+        expected, expected_scales = quantise(x, group, static)
+        torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0)
+        found = dequantise(values, scales, group)
+        assert (values.view(torch.uint8) == expected.view(torch.uint8)).float().mean() > 0.99
+        torch.testing.assert_close(found, dequantise(expected, expected_scales, group), rtol=0.13, atol=1e-3)
+        for wrong in (torch.nan, torch.inf, -torch.inf):
+            x[3, 7] = wrong
+            assert fp8.quantise(x, group, static)[0][3].float().isnan().any()
+
+
+def linear_fp8(dtype: torch.dtype) -> None:
+    """The products against the definition in float32: few tokens and many, sizes that are no multiples of tiles."""
+    if not CONVERTS_FP8:
+        return
+    sizes = ((1, 64, 96), (16, 300, 200), (17, 64, 256), (70, 144, 512), (3, 256, 384))
+    for tokens, outputs, inputs in sizes:
+        x, weight, bias = (noise(*shape, dtype=dtype) for shape in ((tokens, inputs), (outputs, inputs), (outputs,)))
+        for group in (inputs, 128):
+            if group == inputs:
+                values, scales = quantise_weight(weight * inputs**-0.5)
+            else:
+                values, scales = quantise(weight * inputs**-0.5, 128)
+            for static, given in ((None, None), (None, bias), (0.01, bias)):
+                if static and group != inputs:
+                    continue
+                rounded = dequantise(*quantise(x, group, static), group)
+                expected = rounded @ dequantise(values, scales, group).t() + (0 if given is None else given.float())
+                found = fp8.scaled_linear(x, values, scales, group, static, given)
+                assert found.dtype == dtype
+                # an activation that lies between two e4m3 may be rounded either way
+                torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=4e-2)
+                assert (found.float() - expected).norm() < 8e-3 * expected.norm()
 
 
 def overflow() -> None:
@@ -147,11 +260,13 @@ def pages() -> None:
     assert torch.equal(out, expected.int())
 
 
-def decode(dtype: torch.dtype) -> None:
+def decode(dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
     """The kernel of decode against attention in float64: any lengths, any number of shares, NaN where nobody looks."""
     random, device = Random(0), torch.device(DEVICE)
-    for query, kv, dim in ((8, 2, 64), (6, 1, 24), (4, 4, 128)):
-        for lens in ([1], [19], [7] * 3, [2, 301, 4, 91], [128, 1, 129, 64, 5, 256, 2, 3, 130]):
+    shapes = ((8, 2, 64), (6, 1, 24), (4, 4, 128))
+    batches = ([1], [19], [7] * 3, [2, 301, 4, 91], [128, 1, 129, 64, 5, 256, 2, 3, 130])
+    for query, kv, dim in shapes if stored is None else shapes[:2]:
+        for lens in batches if stored is None else batches[2:4]:
             page_size = random.choice([1, 16])
             counts = [-(-n // page_size) for n in lens]
             pool = KVPool(
@@ -162,9 +277,14 @@ def decode(dtype: torch.dtype) -> None:
                 head_dim=dim,
                 dtype=dtype,
                 device=device,
+                stored=stored,
+                scales=SCALES[:1],
             )
-            pool.keys[0].fill_(torch.nan)
-            pool.values[0].fill_(torch.nan)
+            for part in (pool.keys[0], pool.values[0]):
+                if stored is None:
+                    part.fill_(torch.nan)
+                else:
+                    part.view(torch.uint8).fill_(0x7F)
             backend = Decode(TorchSDPA(pool, query, kv, dim))
             free = torch.randperm(sum(counts), generator=GENERATOR)
             table = torch.zeros(len(lens) + 2, max(counts), dtype=torch.int64)
@@ -177,22 +297,28 @@ def decode(dtype: torch.dtype) -> None:
                 k, v = noise(n, kv, dim, dtype=dtype), noise(n, kv, dim, dtype=dtype)
                 slots = pages[tokens // page_size] * page_size + tokens % page_size
                 pool.store(0, slots.to(DEVICE), k, v)
+                if stored is not None:
+                    k, v = (
+                        torch.as_tensor((x.float() / s).to(stored).float() * s)
+                        for x, s in zip((k, v), SCALES[0], strict=True)
+                    )
                 k, v = (x.repeat_interleave(query // kv, 1).double() for x in (k, v))
                 weights = (torch.einsum("hd,khd->hk", q[i].double(), k) * dim**-0.5).softmax(-1)
                 expected.append(torch.einsum("hk,khd->hd", weights, v).flatten())
             layout = Layout([1] * len(lens), lens, table.to(DEVICE), rows.to(DEVICE))
-            for shares in (1, 3, 16):
+            for shares in (1, 3, 16) if stored is None else (3,):
                 backend._shares = shares
                 for buffers in (None, backend.capture_buffers(len(lens))):
                     found = backend.forward(0, q, q, q, backend.plan(layout, buffers))
                     close(found.double(), torch.stack(expected), dtype)
 
 
-def extend(dtype: torch.dtype) -> None:
+def extend(dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
     """The kernel of prompts against attention in float64: (cached, new) tokens, keys split or not, NaN outside."""
     random, device = Random(1), torch.device(DEVICE)
-    for query, kv, dim in ((8, 2, 64), (6, 1, 24), (2, 2, 128)):
-        for lens in ([(0, 1)], [(0, 19), (300, 1), (64, 129), (5, 7)], [(63, 2), (0, 64), (127, 65)]):
+    batches = ([(0, 1)], [(0, 19), (300, 1), (64, 129), (5, 7)], [(63, 2), (0, 64), (127, 65)])
+    for query, kv, dim in ((8, 2, 64), (6, 1, 24), (2, 2, 128))[: 3 if stored is None else 1]:
+        for lens in batches if stored is None else batches[1:2]:
             page_size = random.choice([1, 16])
             counts = [-(-(cached + new) // page_size) for cached, new in lens]
             pool = KVPool(
@@ -203,9 +329,14 @@ def extend(dtype: torch.dtype) -> None:
                 head_dim=dim,
                 dtype=dtype,
                 device=device,
+                stored=stored,
+                scales=SCALES[:1],
             )
-            pool.keys[0].fill_(torch.nan)
-            pool.values[0].fill_(torch.nan)
+            for part in (pool.keys[0], pool.values[0]):
+                if stored is None:
+                    part.fill_(torch.nan)
+                else:
+                    part.view(torch.uint8).fill_(0x7F)
             free = torch.randperm(sum(counts), generator=GENERATOR)
             table = torch.zeros(len(lens) + 2, max(counts), dtype=torch.int64)
             rows = torch.randperm(len(lens) + 2, generator=GENERATOR)[: len(lens)]
@@ -218,6 +349,11 @@ def extend(dtype: torch.dtype) -> None:
                 pool.store(0, (pages[tokens // page_size] * page_size + tokens % page_size).to(DEVICE), k, v)
                 q = noise(new, query, dim, dtype=dtype)
                 queries.append(q)
+                if stored is not None:
+                    k, v = (
+                        torch.as_tensor((x.float() / s).to(stored).float() * s)
+                        for x, s in zip((k, v), SCALES[0], strict=True)
+                    )
                 k, v = (x.repeat_interleave(query // kv, 1).double() for x in (k, v))
                 scores = torch.einsum("qhd,khd->hqk", q.double(), k) * dim**-0.5
                 hidden = torch.ones(new, cached + new, dtype=torch.bool, device=device).triu(cached + 1)
@@ -235,11 +371,23 @@ def extend(dtype: torch.dtype) -> None:
                 close(backend.forward(0, q, q, q, plan).double(), torch.cat(expected), dtype)
 
 
+def decode_fp8(dtype: torch.dtype) -> None:
+    if CONVERTS_FP8:
+        decode(dtype, E4M3)
+
+
+def extend_fp8(dtype: torch.dtype) -> None:
+    if CONVERTS_FP8:
+        extend(dtype, E4M3)
+
+
 if __name__ == "__main__":
-    for compare in (linear, norm, gate, rotate_and_store, choose, decode, extend):
+    fp8_too = (rotate_and_store_fp8, quantise_fp8, linear_fp8, decode_fp8, extend_fp8)
+    attention = (decode, decode_fp8, extend, extend_fp8)
+    for compare in (linear, norm, gate, rotate_and_store, choose, decode, extend, *fp8_too):
         run: Callable[[torch.dtype], None] = compare
-        # the interpreter is slow: one of attention's types is enough there
-        for dtype in (torch.float32, torch.bfloat16)[: 1 if compare in (decode, extend) and DEVICE == "cpu" else 2]:
+        # the interpreter is slow, and multiplies no bfloat16: one of attention's types is enough there
+        for dtype in (torch.float32, torch.bfloat16)[: 1 if compare in attention and DEVICE == "cpu" else 2]:
             run(dtype)
         sys.stdout.write(f"{compare.__name__}\n")
     for check in (pages, overflow):

@@ -38,7 +38,7 @@ def test_without_a_compiler_the_kernels_need_what_was_compiled_before(without_co
 def test_triton_takes_the_library_and_compiles_nothing_else(without_compiler: Path, tmp_path: Path) -> None:
     without_compiler.touch()
     driver.use_prebuilt()
-    arguments = ([], [], [], [])
+    arguments: tuple[list[str], ...] = ([], [], [], [])
     assert build._build("cuda_utils", str(driver._source()), str(tmp_path), *arguments) == str(without_compiler)
     with pytest.raises(RuntimeError, match="a C compiler is not here"):
         build._build("another", str(tmp_path / "another.c"), str(tmp_path), *arguments)

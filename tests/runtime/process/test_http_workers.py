@@ -52,6 +52,14 @@ class Three:
         return sum(float(value) for value in re.findall(rf"^treeline:{name}{{.*?}} (\S+)$", text, re.MULTILINE))
 
 
+def _info(client: httpx.Client) -> Any:
+    return client.get("/server_info").json()
+
+
+def _operation(client: httpx.Client) -> Any:
+    return _info(client)["operation"]
+
+
 @pytest.fixture(scope="module")
 def three(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
     gate = tmp_path_factory.mktemp("three") / "open"
@@ -144,6 +152,76 @@ def test_an_engine_that_fails_one_workers_requests_is_sick_for_all_until_it_answ
 
 def test_the_scheduler_is_asked_by_each_and_answers_who_asked(three: Three) -> None:
     assert three.each(lambda client: client.get("/v1/loads").json()["loads"][0]["pages_total"]) == [4096] * 3
+
+
+def test_asleep_none_of_them_serves_and_awake_all_do(three: Three) -> None:
+    """
+    1. a request at each; /sleep?mode=wait: all say so and refuse what is new
+    2. the requests end; the moment it has answered all are asleep, to probes and clients
+    3. the moment /wake_up has answered all serve
+    """
+    silent = {"input_ids": [Magic.SILENT]}
+    body = {"prompt": "hi", "max_tokens": 1}
+
+    def refused(client: httpx.Client) -> tuple[int, str, str | None]:
+        answer = client.post("/v1/completions", json=body)
+        return answer.status_code, answer.json()["error"]["message"], answer.headers.get("x-treeline-overloaded")
+
+    with ThreadPoolExecutor(4) as pool, three.server.admin() as admin, three.server.client_of_each(headers=KEY) as busy:
+        running = [pool.submit(client.post, "/generate", json=silent | {"rid": "awaited"}) for client in busy.values()]
+        eventually(lambda: three.total("num_running_reqs") == 3, what="all run")
+        with three.server.admin() as sleeper:
+            sleeping = pool.submit(sleeper.post, "/sleep?level=2&mode=wait")
+            eventually(lambda: set(three.each(_operation)) == {"going to sleep"}, what="all have been told")
+            assert three.each(refused) == [(503, "The engine is going to sleep", "true")] * 3
+            assert not any(answer.done() for answer in (sleeping, *running))
+            assert admin.post("/abort_request", json={"rid": "awaited"}).status_code == 200
+            assert sleeping.result(10).json() == {"asleep": 2}
+        assert three.each(refused) == [(503, "The engine is asleep", "true")] * 3
+        assert three.each(lambda client: client.get("/ready").json()["error"]["code"]) == ["asleep"] * 3
+        assert three.each(lambda client: client.get("/live").status_code) == [200] * 3
+        assert [info["asleep"] for info in three.each(_info)] == [2] * 3
+        assert [answer.result(10).status_code for answer in running] == [200] * 3
+        assert admin.post("/wake_up").json() == {"asleep": 0}
+        assert three.each(lambda client: client.get("/ready").status_code) == [200] * 3
+        assert [three.generate(name).status_code for name in ALL] == [200] * 3
+
+
+def test_new_weights_are_the_same_for_all_and_hold_back_the_requests_of_each(three: Three) -> None:
+    silent = {"input_ids": [Magic.SILENT]}
+    update = {"model_path": "/step-7", "weight_version": "step-7"}
+
+    def version(answer: Future[httpx.Response]) -> str:
+        return str(answer.result(10).json()["meta_info"]["weight_version"])
+
+    with ThreadPoolExecutor(5) as pool, three.server.admin() as admin, three.server.client_of_each(headers=KEY) as busy:
+        before = pool.submit(busy["http-2"].post, "/generate", json=silent | {"rid": "before"})
+        eventually(lambda: three.total("num_running_reqs") == 1, what="it runs")
+        with three.server.admin() as updater:
+            updating = pool.submit(updater.post, "/update_weights", json=update)
+            eventually(lambda: set(three.each(_operation)) == {"loading new weights"}, what="all have been told")
+            held = [pool.submit(three.generate, name) for name in three.clients]
+            eventually(lambda: three.total("http_requests_active") == 4, what="they are there")
+            assert not any(answer.done() for answer in (before, updating, *held))
+            assert three.total("num_running_reqs") == 1
+            assert admin.post("/abort_request", json={"rid": "before"}).status_code == 200
+            assert updating.result(10).json()["weight_version"] == "step-7"
+        assert (version(before), [version(answer) for answer in held]) == ("default", ["step-7"] * 3)
+        told = [(info["model_path"], info["weight_version"], info["operation"]) for info in three.each(_info)]
+        assert told == [("/step-7", "step-7", None)] * 3
+        running = [pool.submit(client.post, "/generate", json=silent) for client in busy.values()]
+        eventually(lambda: three.total("num_running_reqs") == 3, what="all run")
+        again = admin.post("/update_weights", json={"model_path": "/step-8", "abort_all_requests": True})
+        assert again.json()["weight_version"] == "/step-8"
+        assert [answer.result(10).json()["meta_info"]["finish_reason"]["type"] for answer in running] == ["abort"] * 3
+        assert [three.generate(name).json()["meta_info"]["weight_version"] for name in ALL] == ["/step-8"] * 3
+
+
+def test_a_worker_that_is_asked_says_what_it_is_doing_and_goes_on(three: Three) -> None:
+    with open(f"/proc/{three.server.children()['http-1']}/fd/0", "wb") as lifeline:
+        lifeline.write(b"?")
+    three.server.wait_for_log("http-1 .*asked what it is doing: 0 requests are being answered")
+    assert three.generate("http-1").status_code == 200
 
 
 def test_a_port_that_workers_share_is_not_shared_with_another_server(

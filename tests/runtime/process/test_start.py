@@ -14,7 +14,7 @@ import pytest
 import zmq
 from support.runtime_server import ServerProcess
 from treeline_runtime import scheduler_process
-from treeline_runtime.args import ServerArgs, parse_args
+from treeline_runtime.args import ServerArgs, build_parser, parse_args
 from treeline_runtime.child import ChildSpec, StartError
 from treeline_runtime.download import ModelNotFound, resolve_model
 from treeline_runtime.ipc import Addresses
@@ -80,6 +80,25 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     for word in ("examples:", "curl", "--pre-stop", "SIGTERM", "Exit status", "8000", "--admin-key-file"):
         assert word in shown
+
+
+def test_help_fits_two_screens_and_the_rest_of_the_flags_is_one_word_away(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(["--help"]) == 0
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) <= 100
+    assert "--help-all" in short
+    assert main(["--help-all"]) == 0
+    whole = capsys.readouterr().out
+    page = (Path(__file__).parents[3] / "docs" / "serve.md").read_text()
+    for action in build_parser()._actions:
+        for flag in action.option_strings:
+            if flag not in ("-h", "--help", "--help-all"):
+                assert f"{flag} " in whole or f"{flag}\n" in whole, flag
+                assert f"`{flag}`" in page, flag
+    assert parse_args(["--model", "m", "--page-size", "8"]).page_size == 8, "a rare flag is taken all the same"
 
 
 def test_the_api_key_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +225,8 @@ def test_while_loading_nothing_is_ready_and_a_failure_to_load_is_said(model: Pat
     ("old", "new", "args", "named"),
     [
         ("Qwen3ForCausalLM", "OddForCausalLM", {}, "OddForCausalLM"),
-        ("", "", {"schedule_policy": "random"}, "schedule policy 'random'"),
+        ("", "", {"schedule_policy": "magic"}, "schedule policy 'magic'"),
+        ("", "", {"priority_preemption_threshold": 5}, "needs schedule_policy priority"),
         ("", "", {"eviction_policy": "none"}, "eviction policy 'none'"),
         ("", "", {"context_length": 1 << 20}, "context_length"),
         ("", "", {"device": "abacus"}, "abacus"),

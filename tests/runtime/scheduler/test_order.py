@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 from support.runtime_engine import Harness, prompt
-from treeline_runtime.config import ConfigError
 from treeline_runtime.core import Phase, Req
 from treeline_runtime.kvcache import key_of
 from treeline_runtime.messages import GenerateReq, SamplingParams
 from treeline_runtime.scheduler.dedup import PendingPrefixes
-from treeline_runtime.scheduler.policy import MATCH_LIMIT, OVERTAKEN_LIMIT, SCHEDULE_POLICIES, note_overtaking
 
 
 def request(rid: str, ids: list[int], arrival: int = 0, namespace: str | None = None) -> Req:
@@ -55,30 +53,6 @@ def test_lpm_prefers_what_is_cached(tiny: Path) -> None:
     assert engine.prefills()[1:] == [["warmest"], ["warmer"], ["cold"]]
 
 
-def test_lpm_falls_back_to_fcfs_in_a_long_queue() -> None:
-    lpm = SCHEDULE_POLICIES.get("lpm")
-    waiting = [request(str(i), [i]) for i in range(MATCH_LIMIT + 1)]
-    assert lpm(waiting, lambda req: int(req.rid)) == waiting
-    assert lpm(waiting[1:], lambda req: int(req.rid)) == waiting[:0:-1]
-
-
-def test_lpm_does_not_starve_what_is_not_cached() -> None:
-    lpm = SCHEDULE_POLICIES.get("lpm")
-    unlucky = request("unlucky", [1], arrival=0)
-    for i in range(1, 1000):
-        waiting = [unlucky, request(str(i), [2], arrival=i)]
-        first = lpm(waiting, lambda req: 0 if req is unlucky else 10)[0]
-        if first is unlucky:
-            break
-        note_overtaking(first, [unlucky])
-    assert i == OVERTAKEN_LIMIT + 1
-
-
-def test_an_unknown_policy_is_refused(tiny: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown schedule policy 'magic'; known: fcfs, lpm"):
-        Harness(tiny, schedule_policy="magic")
-
-
 # ---- shared prefixes ------------------------------------------------------------------------------------
 
 
@@ -94,19 +68,6 @@ def test_pending_prefixes() -> None:
     assert not pending.saves_tokens(request("b", prompt(2, 60)), 0)
     pending.add(request("short", [1, 2]))
     assert not pending.saves_tokens(request("short", [1, 2]), 0)
-
-
-@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-def test_one_computes_a_shared_prefix_and_the_others_hit(tiny: Path, policy: str) -> None:
-    engine = Recorder(tiny, schedule_policy=policy)
-    shared = prompt(1, 64)
-    for i in range(6):
-        engine.submit(str(i), shared + prompt(10 + i, 5), max_new_tokens=3)
-    engine.submit("other", prompt(2, 50), max_new_tokens=3)
-    engine.run()
-    assert engine.prefills()[0] == ["0", "other"]
-    assert [engine.last(str(i)).cached_tokens for i in range(6)] == [0] + [64] * 5
-    assert engine.stats.total_prefill_tokens == 69 + 5 * 5 + 50
 
 
 def test_the_others_wait_for_all_chunks_of_a_shared_prefix(tiny: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import zmq
-from treeline_runtime.detokenizer_process import MESSAGE_SIZE, DetokenizerCore, DetokenizerOutput, waiter
+from treeline_runtime.detokenizer_process import LOGPROB_BYTES, MESSAGE_SIZE, DetokenizerCore, DetokenizerOutput, waiter
 from treeline_runtime.detokenizers import ToDetokenizers, detokenizers
 from treeline_runtime.ids import IdMaker
 from treeline_runtime.ipc import Addresses, Inbox
@@ -104,6 +104,34 @@ def test_each_http_process_has_its_texts_in_messages_of_its_own_and_in_order() -
     assert "".join(out.text for out in texts(turn) if out.rid == ids[1]) == "0123456789" * 30 + "!"
     replies = [message for message in turn.to_http if isinstance(message, Reply)]
     assert [waiter(reply) for reply in replies] == [2]
+
+
+def test_what_is_large_fills_the_messages_of_its_own_process_alone() -> None:
+    made = core()
+    small, large = (IdMaker(rank).make("a") for rank in (0, 1))
+    made.take([DetokenizeInit(small), DetokenizeInit(large)])
+    vector = b"\0" * (LOGPROB_BYTES * 9)
+    turn = made.take(
+        message
+        for _ in range(60)
+        for message in (BatchTokenOut([TokenOut(large, [], vector=vector)]), tokens(small, "x"))
+    )
+    sizes: dict[int, list[int]] = {0: [], 1: []}
+    for message in turn.to_http:
+        assert isinstance(message, BatchTextOut)
+        sizes[waiter(message)].append(len(message.outs))
+    assert sizes == {0: [60], 1: [26, 26, 8]}
+
+
+def test_what_follows_a_stop_string_goes_to_the_process_that_waits_for_it() -> None:
+    made = core()
+    id = IdMaker(2).make("a")
+    made.take([DetokenizeInit(id, stop=("END",), waits_for_end=True)])
+    ended = made.take([tokens(id, "some END")])
+    assert [(out.text, out.finish) for out in texts(ended)] == [("some ", None)]
+    last = made.take([tokens(id, "", FinishReason("stop", matched="END"))])
+    assert [(out.text, out.finish) for out in texts(last)] == [("", FinishReason("stop", matched="END"))]
+    assert [waiter(message) for turn in (ended, last) for message in turn.to_http] == [2, 2]
 
 
 def test_each_of_several_detokenizers_has_whole_requests_in_order(tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import zmq
 from support.publisher import Consumer
@@ -30,6 +33,7 @@ def server(model: Path) -> Iterator[ServerProcess]:
         "--max-total-tokens=4096",
         "--max-running-requests=4",
         "--max-queued-requests=4",
+        "--schedule-policy=priority",
     )
     with running(model, *flags) as server:
         yield server
@@ -94,6 +98,43 @@ def test_sampling_fields_reach_the_engine(http: httpx.Client) -> None:
     stopped = complete(http, logit_bias={"50": 100}, stop_token_ids=[50])
     assert stopped["choices"][0]["finish_reason"] == "stop"  # type: ignore[index]
     assert stopped["usage"]["completion_tokens"] == 1  # type: ignore[index]
+
+
+@pytest.mark.parametrize("api", ["/v1/chat/completions", "/v1/completions", "/generate"])
+def test_priorities_reach_the_engine(http: httpx.Client, server: ServerProcess, api: str) -> None:
+    """All rows are taken; of two that wait the urgent one, which came later, gets the first that is free."""
+
+    def body_of(tokens: int) -> dict[str, Any]:
+        if api == "/generate":
+            return {"text": "hello", "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}}
+        prompt = {"messages": [{"role": "user", "content": "hello"}]} if "chat" in api else {"prompt": "hello"}
+        return prompt | {"max_tokens": tokens, "ignore_eos": True}
+
+    ended: list[int] = []
+
+    def ask(priority: int) -> None:
+        with server.client() as client:
+            # long enough for the other to have ended by far
+            body = body_of(4 if priority > 0 else 300) | {"priority": priority}
+            assert client.post(api, json=body).status_code == 200
+            ended.append(priority)
+
+    def waiting(count: int) -> Callable[[], bool]:
+        return lambda: http.get("/v1/loads").json()["loads"][0]["num_waiting_reqs"] == count
+
+    with contextlib.ExitStack() as streams:
+        client = streams.enter_context(server.client())
+        body = {"prompt": "hello", "max_tokens": 1000, "ignore_eos": True, "stream": True, "priority": 9}
+        running = [streams.enter_context(client.stream("POST", "/v1/completions", json=body)) for _ in range(4)]
+        threads = [threading.Thread(target=ask, args=(priority,)) for priority in (-1, 1)]
+        for count, thread in enumerate(threads, 1):
+            thread.start()
+            eventually(waiting(count), 5, f"{count} wait")
+        running[0].close()
+        for thread in threads:
+            thread.join(30)
+    assert ended == [1, -1]
+    eventually(lambda: idle(http), 5, "everything is released")
 
 
 def test_scoring_a_prompt(http: httpx.Client) -> None:
@@ -317,3 +358,25 @@ def test_a_rid_in_flight_is_its_clients_own(fresh: httpx.Client) -> None:
 
 def test_the_server_says_that_it_separates_clients(fresh: httpx.Client) -> None:
     assert fresh.get("/server_info").json()["isolates_clients"] is True
+
+
+def test_an_idle_server_takes_no_cpu(server: ServerProcess, http: httpx.Client) -> None:
+    """Heartbeats and load reports are all that is left: a few milliseconds of CPU time a second and process."""
+    eventually(lambda: idle(http), 10, "nothing runs")
+    parent = psutil.Process(server.process.pid)
+    processes = [parent, *parent.children(recursive=True)]
+    assert len(processes) >= 4
+
+    def took_ms(seconds: float) -> dict[str, float]:
+        """Of CPU time in each second."""
+        before = [sum(process.cpu_times()[:2]) for process in processes]
+        time.sleep(seconds)  # which is what is measured
+        after = [sum(process.cpu_times()[:2]) for process in processes]
+        return {
+            f"{process.cmdline()[-1]} {process.pid}": 1e3 * (now - then) / seconds
+            for process, then, now in zip(processes, before, after, strict=True)
+        }
+
+    eventually(lambda: max(took_ms(0.3).values()) < 50, 20, "its reader processes have started")
+    measured = took_ms(3.0)
+    assert max(measured.values()) < 12, measured

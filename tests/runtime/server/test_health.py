@@ -32,6 +32,7 @@ class Engine:
         self.finish: FinishReason | None = ANSWERED
         self.refusal: ApiError | None = None
         self.asked = 0
+        self.pooling = None
         self.state = State(ready=True, heartbeat_at={"scheduler": float("inf")})
 
     def admit(self) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
-import jsonschema
 import pytest
+from support.openapi import Judge, Schema
 from support.runtime_server import ServerProcess, running, sse
 from treeline_runtime.server import native_fields as native
 from treeline_runtime.server import openai
+from treeline_runtime.server import pooling_fields as pooling
 from treeline_runtime.server.fields import HARMLESS, NATIVE_HARMLESS, NEUTRAL
-
-Schema = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -23,31 +21,6 @@ def document(http: httpx.Client) -> Schema:
     answer = http.get("/openapi.json")
     assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
     return dict(answer.json())
-
-
-class Judge:
-    """Validates values by a document's schemas, with objects closed: a member that is not told of is an error."""
-
-    def __init__(self, document: Schema, *, closed: bool = True) -> None:
-        self._components = copy.deepcopy(document["components"])
-        self._paths = document["paths"]
-        for found in self._components["schemas"].values() if closed else ():
-            found.setdefault("additionalProperties", False)
-
-    def body(self, path: str) -> Any:
-        return self._validator(self._paths[path]["post"]["requestBody"]["content"]["application/json"])
-
-    def answer(self, path: str, *, method: str = "post", kind: str = "application/json") -> Any:
-        responses = self._paths[path][method]["responses"]
-        return self._validator(responses["200"]["content"][kind])
-
-    def error(self) -> Any:
-        return self._validator({"schema": {"$ref": "#/components/schemas/Error"}})
-
-    def _validator(self, content: Schema) -> Any:
-        schema = {**content["schema"], "components": self._components}
-        jsonschema.Draft202012Validator.check_schema(schema)
-        return jsonschema.Draft202012Validator(schema)
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +46,16 @@ BODIES: Mapping[str, tuple[frozenset[str], Mapping[str, str]]] = {
     "NativeSampling": (native.SAMPLING_FIELDS, HARMLESS),
     "TokenizeBody": (native.TOKENIZE_FIELDS, HARMLESS),
     "DetokenizeBody": (native.DETOKENIZE_FIELDS, HARMLESS),
+    **{
+        body.__name__: (pooling.known(body), HARMLESS)
+        for body in (
+            pooling.EmbeddingBody,
+            pooling.PoolingBody,
+            pooling.ClassifyBody,
+            pooling.ScoreBody,
+            pooling.RerankBody,
+        )
+    },
     "StreamOptions": (frozenset(openai.StreamOptions.__struct_fields__), {}),
 }
 

@@ -170,6 +170,17 @@ def test_an_error_after_the_first_token_ends_the_stream_with_an_error_object(
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
 
 
+def test_a_request_that_takes_too_long_is_a_504_or_ends_its_stream_with_an_error(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", json={"prompt": [Magic.LATE, 50], "max_tokens": 9})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (504, "it took too long")
+    body = {"prompt": [Magic.LATE, 50], "max_tokens": 9, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        *chunks, error = sse(response)
+    assert len(chunks) == 2
+    assert error["error"]["message"] == "it took too long"
+
+
 def connected(server: ServerProcess, path: str, body: dict[str, object]) -> socket.socket:
     """Sends a request and leaves the answer unread."""
     host, port = server.url.removeprefix("http://").split(":")

@@ -12,8 +12,12 @@ from typing import Any
 import httpx
 import pytest
 from support.runtime_server import ServerProcess, eventually, running
+from treeline_runtime.server.surfaces import ADMIN_PATHS
 
-ADMINISTRATION = [("POST", "/flush_cache"), ("POST", "/abort_request"), ("GET", "/debug/radix")]
+ADMINISTRATION = [
+    *(("POST", path) for path in ADMIN_PATHS if path != "/debug/radix"),
+    ("GET", "/debug/radix"),
+]
 KEY = "correct-horse"
 BEARER = {"authorization": f"Bearer {KEY}"}
 
@@ -45,7 +49,7 @@ def message(answer: httpx.Response) -> str:
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE"])
-@pytest.mark.parametrize("path", ["/flush_cache", "/abort_request", "/debug/radix"])
+@pytest.mark.parametrize("path", ADMIN_PATHS)
 def test_administration_is_404_on_the_main_port_and_the_answer_says_where_it_is(
     fake: ServerProcess, method: str, path: str
 ) -> None:

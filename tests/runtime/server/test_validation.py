@@ -53,6 +53,8 @@ def refused(answer: httpx.Response, param: str | None, *, status: int = 400, cod
         {"stream_options": None},
         {"chat_template_kwargs": {"enable_thinking": False}},
         {"model": None},
+        {"priority": 0},
+        {"priority": None},
     ],
     ids=lambda fields: ",".join(fields),
 )
@@ -130,6 +132,9 @@ def test_any_other_unsupported_field_is_named(http: httpx.Client, field: str, va
         ("messages", None),
         ("model", 5),
         ("rid", ""),
+        ("priority", 2**31),
+        ("priority", "high"),
+        ("priority", 0.5),
         ("cache_salt", 5),
         ("chat_template_kwargs", [1]),
     ],
@@ -324,7 +329,7 @@ def test_wrong_native_requests_are_named(http: httpx.Client, body: dict[str, Any
 def test_unknown_paths_and_methods(http: httpx.Client) -> None:
     refused(http.get("/v2/nothing"), None, status=404, code="not_found")
     refused(http.get(CHAT), None, status=405, code="method_not_allowed")
-    refused(http.post("/v1/embeddings", json={}), None, status=404)
+    refused(http.post("/v1/audio/speech", json={}), None, status=404)
 
 
 def test_a_body_that_is_too_large_is_413(http: httpx.Client) -> None:
@@ -335,3 +340,12 @@ def test_abort_needs_to_know_what(admin: httpx.Client) -> None:
     refused(admin.post("/abort_request", json={}), "rid")
     refused(admin.post("/abort_request", json={"rid": "a", "abort_all": True}), "rid")
     assert admin.post("/abort_request", json={"rid": "unknown"}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/v1/rerank", "/classify"])
+def test_a_model_of_text_makes_no_vectors_and_says_what_to_ask_it(http: httpx.Client, path: str) -> None:
+    answer = http.post(path, json={"input": "hi"})
+    refused(answer, None, code="unsupported_task")
+    assert "makes text. Use /v1/chat/completions" in answer.json()["error"]["message"]
+    info = http.get("/server_info").json()
+    assert (info["task"], info["pooling"]) == ("generate", None)

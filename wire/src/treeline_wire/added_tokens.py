@@ -56,6 +56,7 @@ class AddedTokens:
 
     def __init__(self, tokens: list[AddedToken], normalize: TextTransform) -> None:
         self._normalize = normalize
+        self._demanding = any(t.single_word for t in tokens)
         self._raw = _Finder({t.content: t for t in tokens if t.content and not t.normalized})
         later = {normalize(t.content): t for t in tokens if t.content and t.normalized}
         later.pop("", None)
@@ -80,6 +81,21 @@ class AddedTokens:
                 part = "" if inner is not None else normal[inner_start:inner_stop]
                 segments.append(TextSegment(inner, part, start == 0 and inner_start == 0))
         return segments
+
+    def boundaries(self, text: str) -> list[int]:
+        """Where in a text added tokens begin that are found before it is normalized, in order: what lies before such a
+        place is tokenized as if the text ended there, and what follows as if it began there.
+
+        None where a token demands word boundaries: whether it is one depends on what is on the other side.
+        """
+        if self._demanding:
+            return []
+        places, done = [], 0
+        for token, start, stop in self._raw.find(text):
+            if token is not None and start >= done:  # else white space that the token before it has swallowed
+                places.append(start)
+            done = stop
+        return places
 
 
 class PlainScan:

@@ -41,7 +41,22 @@ _MODELS: Final = (
 _OPENAI: Final = ("/v1/chat/completions", "/v1/completions")
 _TOKENS: Final = ("/tokenize", "/detokenize")
 _POSTS: Final[Mapping[str, tuple[str, ...]]] = {
-    "treeline": (*_OPENAI, "/generate", *_TOKENS, "/v1/tokenize", "/v1/detokenize"),
+    "treeline": (
+        *_OPENAI,
+        "/generate",
+        "/v1/embeddings",
+        "/pooling",
+        "/classify",
+        "/v1/classify",
+        "/score",
+        "/v1/score",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+        *_TOKENS,
+        "/v1/tokenize",
+        "/v1/detokenize",
+    ),
     "vllm": (
         *_OPENAI,
         "/v1/chat/completions/batch",

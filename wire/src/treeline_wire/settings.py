@@ -50,6 +50,8 @@ class Setting:
     file_help: str | None = None
     """There is a flag `--NAME-file`, too, which names a file that holds the value; whoever parses reads it."""
     secret: bool = False
+    rare: bool = False
+    """Left out of the short `--help`."""
 
 
 def setting(default: Any = dataclasses.MISSING, /, **words: Any) -> Any:
@@ -91,9 +93,14 @@ def shown(value: Any) -> dict[str, Any]:
 
 
 def add_flags(
-    target: argparse._ActionsContainer, kind: type, group: str = "", environ: Mapping[str, str] = os.environ
+    target: argparse._ActionsContainer,
+    kind: type,
+    group: str = "",
+    environ: Mapping[str, str] = os.environ,
+    *,
+    short: bool = False,
 ) -> None:
-    """A flag for each setting of a dataclass that is in this group."""
+    """A flag for each setting of a dataclass that is in this group. `short`: help does not show the rare ones."""
     hints = typing.get_type_hints(kind)
     for name, (field, words) in settings_of(kind).items():
         if words.group == group:
@@ -101,7 +108,8 @@ def add_flags(
             if words.file_help is not None:
                 target.add_argument(flag + "-file", metavar="FILE", help=words.file_help)
             default = environ.get(words.env or "") or field.default
-            target.add_argument(flag, help=words.help, **_argument(words, hints[name], default))
+            said = argparse.SUPPRESS if short and words.rare else words.help
+            target.add_argument(flag, help=said, **_argument(words, hints[name], default))
 
 
 def values(kind: type, given: argparse.Namespace) -> dict[str, Any]:

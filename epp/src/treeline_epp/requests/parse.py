@@ -103,9 +103,7 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
             try:
                 target = self._resolve(model)
             except ModelNotFound:
-                if model is None:
-                    return bad_request("`model` is required: more than one model is served.", param="model")
-                return model_not_found(model)
+                return _unknown(model)
         keyer = self.registry.keyer_of(target.pool) if target is not None else None
         cache = self._cache(read, target)
         if isinstance(cache, Refusal):
@@ -122,19 +120,28 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
         return ParsedRequest(pick, learner, _rewrite(model, target), cache.members, self.outline)
 
     def other(self, body: bytes | Body) -> ParsedRequest | Refusal:
-        """A path that has no prompt that we know: its model still picks the pool, if it names one that is served."""
+        """A path that has no prompt that we know: its model still picks the pool, if it names one that is served.
+
+        A request for vectors must name one, or there is only one: of several pools the others could not answer it. It
+        has no key although its engine has a prefix cache: what such texts have in common, an instruction or a query,
+        is a few pages, and soon everywhere.
+        """
+        vectors = self.path.endswith(_VECTORS) and not self.registry.empty
         if self._must_salt() and not self.path.endswith(_WITHOUT_CACHE):
             return not_kept_apart("only chat and text completions and /generate take a salt")
         model: str | None = None
         target: ModelTarget | None = None
         try:
             model = _model_of(body, self.outline)
-            target = None if model is None else self._resolve(model)
+            target = None if model is None and not vectors else self._resolve(model)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             pass
         except ModelNotFound:
+            if vectors:
+                return _unknown(model)
             model = None
-        pick = self._pick(model, target, KeyedPrompt(None, len(body) // CHARS_PER_TOKEN))
+        most = 0 if vectors else None
+        pick = self._pick(model, target, KeyedPrompt(None, len(body) // CHARS_PER_TOKEN), max_output_tokens=most)
         return ParsedRequest(pick, rewrite=_rewrite(model, target), outline=self.outline)
 
     def _must_salt(self) -> bool:
@@ -220,6 +227,12 @@ def _decode_object(body: bytes) -> dict[str, Any]:
     return members
 
 
+def _unknown(model: str | None) -> Refusal:
+    if model is None:
+        return bad_request("`model` is required: more than one model is served.", param="model")
+    return model_not_found(model)
+
+
 def _rewrite(model: str | None, target: ModelTarget | None) -> str | None:
     if model is None or target is None or target.target in ("", model):
         return None
@@ -244,6 +257,7 @@ _COMPLETIONS = "/completions"
 _GENERATE = "/generate"
 _MESSAGES, _PROMPT, _TEXTS = ("messages",), ("prompt",), ("text", "input_ids")
 _WITH_PROMPT = (_COMPLETIONS, _GENERATE)  # the first also ends /chat/completions
+_VECTORS = ("/embeddings", "/pooling", "/classify", "/score", "/rerank")
 _WITHOUT_CACHE = ("/tokenize", "/detokenize")
 
 

@@ -35,6 +35,8 @@ SETTINGS: Final[Mapping[str, tuple[EngineType, ...]]] = {
     "chunkedPrefillSize": ("treeline", "sglang", "vllm"),
     "maxTotalTokens": ("treeline", "sglang"),
     "dtype": ("treeline", "sglang", "vllm"),
+    "quantization": ("treeline", "sglang", "vllm"),
+    "kvCacheDtype": ("treeline", "sglang", "vllm"),
     "threads": ("treeline",),
     "evictionPolicy": ("treeline", "sglang"),
     "schedulePolicy": ("treeline", "sglang", "vllm"),
@@ -194,6 +196,10 @@ class Engine(Part):
     """Tokens that the KV cache holds."""
     dtype: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]+$", max_length=32)] | None = None
     """Number format of weights and activations, in the engine's words."""
+    quantization: PolicyName | None = None
+    """How weights are quantised, in the engine's words: `fp8` does it at load. Absent: as the checkpoint has them."""
+    kv_cache_dtype: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]+$", max_length=32)] | None = None
+    """Number format of the KV cache, in the engine's words: `fp8_e4m3` holds twice the tokens of bfloat16."""
     threads: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
     """Threads of computation."""
     eviction_policy: PolicyName | None = None

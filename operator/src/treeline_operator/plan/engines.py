@@ -29,6 +29,8 @@ DEFAULT_IMAGES: Final[Mapping[str, str]] = {
 FLAGS: Final[Mapping[EngineType, Mapping[str, str]]] = {
     "treeline": {
         "dtype": "--dtype",
+        "quantization": "--quantization",
+        "kv_cache_dtype": "--kv-cache-dtype",
         "threads": "--threads",
         "context_length": "--context-length",
         "page_size": "--page-size",
@@ -42,6 +44,8 @@ FLAGS: Final[Mapping[EngineType, Mapping[str, str]]] = {
     },
     "sglang": {
         "dtype": "--dtype",
+        "quantization": "--quantization",
+        "kv_cache_dtype": "--kv-cache-dtype",
         "context_length": "--context-length",
         "page_size": "--page-size",
         "max_total_tokens": "--max-total-tokens",
@@ -56,6 +60,8 @@ FLAGS: Final[Mapping[EngineType, Mapping[str, str]]] = {
     },
     "vllm": {
         "dtype": "--dtype",
+        "quantization": "--quantization",
+        "kv_cache_dtype": "--kv-cache-dtype",
         "context_length": "--max-model-len",
         "page_size": "--block-size",
         "memory_fraction": "--gpu-memory-utilization",

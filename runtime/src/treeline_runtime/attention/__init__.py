@@ -30,7 +30,7 @@ def _triton(pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int) -> A
 
 def _flashinfer(pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
     """Decode in our own kernel, prompts in FlashInfer's."""
-    if obstacle := _obstacle(pool.keys[0].device, pool.keys[0].dtype, head_dim):
+    if obstacle := _obstacle(pool.keys[0].device, pool.dtype, head_dim):
         raise ConfigError(f"attention_backend flashinfer: {obstacle}")
     from treeline_runtime.attention.decode import Decode
     from treeline_runtime.attention.flashinfer import FlashInfer

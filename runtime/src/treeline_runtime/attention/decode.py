@@ -54,7 +54,8 @@ class Decode(AttentionBackend):
             properties = torch.cuda.get_device_properties(self._device)
             processors, shared_bytes = properties.multi_processor_count, properties.shared_memory_per_block_optin
         self._shares = max(1, _SHARES_OF_A_PROCESSOR * processors // self.num_kv_heads)
-        self._block = LARGEST_BLOCK
+        # converting fp8 takes registers: with 128 tokens 255 of them on sm_90, so that two programs fit and not three
+        self._block = LARGEST_BLOCK // 2 if self.pool.is_fp8 else LARGEST_BLOCK
         token_bytes = 2 * max(16, triton.next_power_of_2(self.head_dim)) * self.pool.keys[0].element_size()
         while self._block > 16 and self._block * token_bytes + _SPARE_BYTES > shared_bytes:
             self._block //= 2
@@ -101,7 +102,8 @@ class Decode(AttentionBackend):
             step.lens,
             step.partial,
             step.scores,
-            self.scale * _LOG2_E,
+            self.scale * _LOG2_E * self.pool.key_scales[layer],
+            self.pool.value_scales[layer],
             plan.page_table.shape[1],
             sequences,
             KV=self.num_kv_heads,

@@ -54,7 +54,7 @@ class Extend(AttentionBackend):
         self._block_dim = max(16, triton.next_power_of_2(head_dim))
         self._block_rows = max(ROWS, triton.next_power_of_2(group))
         self._tokens = self._block_rows // group
-        self._block, self._stages = self._largest(shared_bytes - _SPARE_BYTES, pool.keys[0].element_size())
+        self._block, self._stages = self._largest(shared_bytes - _SPARE_BYTES, pool.dtype.itemsize)
         self._programs = 2 * processors
         """As many as run at once: with fewer, keys are split."""
         parts = self._programs // num_kv_heads * self._tokens
@@ -108,7 +108,8 @@ class Extend(AttentionBackend):
             step.blocks,
             self._partial if split else out,
             self._scores,
-            self.scale * _LOG2_E,
+            self.scale * _LOG2_E * self.pool.key_scales[layer],
+            self.pool.value_scales[layer],
             step.page_table.shape[1],
             len(step.rows),
             tokens,

@@ -1,6 +1,6 @@
 """Prompts with FlashInfer's paged kernels, for CUDA. https://github.com/flashinfer-ai/flashinfer
 
-The FlashAttention 3 template on Hopper, FlashAttention 2 elsewhere.
+The FlashAttention 3 template on Hopper, FlashAttention 2 elsewhere, and for a cache of fp8.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class FlashInfer(AttentionBackend):
     def __init__(self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         super().__init__(pool, num_heads, num_kv_heads, head_dim)
         self._device = pool.keys[0].device
-        self._dtype = pool.keys[0].dtype
-        hopper = torch.cuda.get_device_capability(self._device) == (9, 0)
+        self._dtype, self._stored = pool.dtype, pool.keys[0].dtype
+        # FlashInfer's FlashAttention 3 reads fp8 only for queries that are fp8 too
+        hopper = torch.cuda.get_device_capability(self._device) == (9, 0) and not pool.is_fp8
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa3" if hopper else "fa2")
         pinned = self._wrapper._pin_memory_int_workspace_buffer
@@ -89,11 +90,13 @@ class FlashInfer(AttentionBackend):
             causal=True,
             sm_scale=self.scale,
             q_data_type=self._dtype,
-            kv_data_type=self._dtype,
+            kv_data_type=self._stored,
         )
         copied.record()
         return self._wrapper
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
-        out: torch.Tensor = plan.run(q, (self.pool.keys[layer], self.pool.values[layer]))
+        pool = self.pool
+        scales = {"k_scale": pool.key_scales[layer], "v_scale": pool.value_scales[layer]} if pool.is_fp8 else {}
+        out: torch.Tensor = plan.run(q, (pool.keys[layer], pool.values[layer]), **scales)
         return out.view(q.shape[0], self.num_heads * self.head_dim)

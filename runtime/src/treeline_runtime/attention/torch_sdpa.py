@@ -62,7 +62,7 @@ class TorchSDPA(AttentionBackend):
         token = 0
         for i, (q_len, kv_len) in enumerate(zip(layout.q_lens, layout.kv_lens, strict=True)):
             num_pages = -(-kv_len // page_size)
-            if q_len == kv_len:
+            if q_len == kv_len and not self.pool.is_fp8:  # of fp8 a prompt sees what later ones will see of it
                 extends.append(_Extend(token, token + q_len, kv_len, None))
             elif q_len == 1:
                 decodes.append((num_pages, i, token))
@@ -121,20 +121,21 @@ class TorchSDPA(AttentionBackend):
 
     def _decode(self, layer: int, q: torch.Tensor, group: _DecodeGroup) -> torch.Tensor:
         rows, heads = q.shape[0], self.num_kv_heads
-        keys = self._gather(self.pool.keys[layer], group.pages, rows, group.hidden)
-        values = self._gather(self.pool.values[layer], group.pages, rows, group.hidden)
+        keys, values = self._gather(layer, group.pages, rows, group.hidden)
         queries = q.view(rows, heads, self.num_heads // heads, self.head_dim)
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, scale=self.scale)
         return out.reshape(rows, self.num_heads * self.head_dim)
 
     def _gather(
-        self, cache: torch.Tensor, pages: torch.Tensor, rows: int, hidden: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """(pages,) → (rows, kv_heads, keys, head_dim), a view of one copy, with zeros at `hidden`."""
-        taken = cache.index_select(0, pages)
+        self, layer: int, pages: torch.Tensor, rows: int, hidden: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(pages,) → keys and values (rows, kv_heads, keys, head_dim), views of copies, with zeros at `hidden`."""
+        taken = self.pool.gather(layer, pages)
         if hidden is not None:
-            taken.view(-1, self.num_kv_heads, self.head_dim).index_fill_(0, hidden, 0)
-        return taken.view(rows, -1, self.num_kv_heads, self.head_dim).transpose(1, 2)
+            for copy in taken:
+                copy.view(-1, self.num_kv_heads, self.head_dim).index_fill_(0, hidden, 0)
+        keys, values = (copy.view(rows, -1, self.num_kv_heads, self.head_dim).transpose(1, 2) for copy in taken)
+        return keys, values
 
     def _extend(
         self,
@@ -154,8 +155,7 @@ class TorchSDPA(AttentionBackend):
             )
             out[start:end] = result[0].transpose(0, 1).reshape(end - start, -1)
             return
-        keys = self._gather(self.pool.keys[layer], extend.pages, 1)
-        values = self._gather(self.pool.values[layer], extend.pages, 1)
+        keys, values = self._gather(layer, extend.pages, 1)
         q_len = end - start
         cached_len = extend.kv_len - q_len
         for low in range(0, q_len, QUERY_BLOCK):

@@ -21,6 +21,8 @@ EVICTION_POLICIES: Registry[EvictionKey] = Registry(
         "filo": lambda node: (-node.created,),
         # segmented: what was hit twice is protected from what was seen once
         "slru": lambda node: (int(node.hit_count >= 2), node.last_access),
+        # of the most urgent request that used it
+        "priority": lambda node: (node.priority, node.last_access),
     },
 )
 

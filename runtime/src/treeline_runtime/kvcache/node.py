@@ -18,9 +18,12 @@ class Node:
         "lock_ref",
         "pages",
         "parent",
+        "priority",
     )
 
-    def __init__(self, parent: Node | None, key: bytes, pages: Pages, digests: list[bytes], now: int) -> None:
+    def __init__(
+        self, parent: Node | None, key: bytes, pages: Pages, digests: list[bytes], now: int, priority: int = 0
+    ) -> None:
         self.parent = parent
         self.key = key
         self.pages = pages
@@ -30,6 +33,7 @@ class Node:
         self.hit_count = 0
         self.created = now
         self.last_access = now
+        self.priority = priority
 
     def __repr__(self) -> str:
         return f"Node({len(self.pages)} pages, {len(self.children)} children, lock_ref={self.lock_ref})"

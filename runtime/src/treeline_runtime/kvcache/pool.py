@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from treeline_runtime.models.quantization.fp8 import E4M3, to_e4m3
 
 Pages = npt.NDArray[np.int64]
 """Page numbers, one-dimensional."""
@@ -57,6 +60,8 @@ class KVPool:
     A token's slot is page x page_size + offset. Slots that no token of a request was stored in may hold anything, NaN
     included: backends never let them matter. Page `num_pages` is nobody's: what pads a batch is stored there. On a CPU
     memory costs nothing until it is written.
+
+    The tensors may be e4m3: a number is then stored over its layer's scale (`key_scales`, `value_scales`).
     """
 
     def __init__(
@@ -69,21 +74,47 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        stored: torch.dtype | None = None,
+        scales: Sequence[tuple[float, float]] | None = None,
     ) -> None:
+        """dtype: of the model; stored: of the tensors, e4m3 or, by default, the model's; scales: (keys, values) of each
+        layer, by default 1; they concern e4m3 alone."""
         self.page_size = page_size
         self.num_pages = num_pages
-        # one tensor, so that what concerns a token in all layers is one operation
-        self._all = _zeros((num_layers, 2, num_pages + 1, page_size, num_kv_heads, head_dim), dtype, device)
+        self.dtype = dtype
+        self.is_fp8 = stored == E4M3
+        scales = scales if scales is not None and self.is_fp8 else [(1.0, 1.0)] * num_layers
+        self.key_scales, self.value_scales = ([pair[kind] for pair in scales] for kind in (0, 1))
+        # one tensor, so that what concerns a token in all layers is one operation; few are there for e4m3, so its
+        # bytes are moved
+        shape = (num_layers, 2, num_pages + 1, page_size, num_kv_heads, head_dim)
+        self._all = _zeros(shape, torch.uint8 if self.is_fp8 else dtype, device)
         self._slots = self._all.view(num_layers, 2, (num_pages + 1) * page_size, num_kv_heads, head_dim)
-        self.keys = [layer[0] for layer in self._all]
-        self.values = [layer[1] for layer in self._all]
+        told = self._all.view(E4M3) if self.is_fp8 else self._all
+        self.keys = [layer[0] for layer in told]
+        self.values = [layer[1] for layer in told]
         self._flat = [(layer[0], layer[1]) for layer in self._slots]
 
     def store(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write new tokens. slots (tokens,), k and v (tokens, kv_heads, head_dim)."""
         keys, values = self._flat[layer]
+        if self.is_fp8:
+            k, v = (
+                to_e4m3(x.float() / scale).view(torch.uint8)
+                for x, scale in zip((k, v), self._scales(layer), strict=True)
+            )
         keys.index_copy_(0, slots, k)
         values.index_copy_(0, slots, v)
+
+    def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """pages (n,) → copies of keys and values (n, page_size, kv_heads, head_dim) in the model's dtype."""
+        taken = [kind.index_select(0, pages) for kind in self._all[layer]]
+        if self.is_fp8:
+            taken = [x.view(E4M3).to(self.dtype) * scale for x, scale in zip(taken, self._scales(layer), strict=True)]
+        return taken[0], taken[1]
+
+    def _scales(self, layer: int) -> tuple[float, float]:
+        return self.key_scales[layer], self.value_scales[layer]
 
     def are_finite(self, slots: torch.Tensor) -> torch.Tensor:
         """slots (tokens,) → (tokens,) bool: whether a token's keys and values are finite in every layer."""
@@ -92,6 +123,8 @@ class KVPool:
         step = max(1, CHECKED_BYTES // max(1, layer_bytes))
         for first in range(0, len(self._slots), step):
             stored = self._slots[first : first + step].index_select(2, slots)
+            if self.is_fp8:  # e4m3 has no infinity, and NaN is where all bits but the sign are set
+                stored = torch.where(stored & 0x7F == 0x7F, torch.nan, 0.0)
             # a sum is NaN or infinite if anything in it is; one pass, where isfinite() and all() need three
             total += stored.sum((0, 1, 3, 4), dtype=torch.float32)
         return total.isfinite()

@@ -18,7 +18,7 @@ A page of the pool is either free, or in the tree, or held by a request; this cl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -160,10 +160,27 @@ class RadixCache:
             node = node.parent
         return total
 
+    def pages_of_unlock(self, handles: Iterable[Node | None], kept: Match) -> int:
+        """Pages that unlocking all of `handles` would make evictable, without those of the match `kept`. O(depth)."""
+        held: dict[Node, int] = {}
+        for handle in handles:
+            node = handle
+            while node is not None and node.parent is not None:
+                held[node] = held.get(node, 0) + 1
+                node = node.parent
+        spared: dict[Node, int] = {}
+        node, used = kept.node, kept.used_pages
+        while node is not None:
+            spared[node] = used
+            node = node.parent
+            used = len(node.pages) if node is not None else 0
+        return sum(len(n.pages) - spared.get(n, 0) for n, locks in held.items() if n.lock_ref == locks)
+
     # ---- keeping ------------------------------------------------------------------------------------------
 
-    def lock(self, match: Match) -> Node | None:
-        """Keep the matched pages until `unlock` of the returned handle. Counts as a hit. May split a node."""
+    def lock(self, match: Match, priority: int = 0) -> Node | None:
+        """Keep the matched pages until `unlock` of the returned handle. Counts as a hit of a request of that priority.
+        May split a node."""
         node = match.node
         if node is None:
             return None
@@ -174,7 +191,7 @@ class RadixCache:
         while step is not None:
             step.hit_count += 1
             step = step.parent
-        self._touch(node)
+        self._touch(node, priority)
         self.lock_node(node)
         return node
 
@@ -210,6 +227,7 @@ class RadixCache:
         *,
         prompt_tokens: int,
         namespace: str | None = None,
+        priority: int = 0,
     ) -> tuple[int, Node | None]:
         """Add `key` whose KV is in `pages` (one number per whole page of the key; a trailing partial page is ignored).
 
@@ -234,8 +252,8 @@ class RadixCache:
         cuts = [match.num_pages, boundary, total] if match.num_pages < boundary < total else [match.num_pages, total]
         if match.num_pages < total:
             for start, end in pairwise(cuts):
-                node = self._append(node, key, pages, start, end, prompt_tokens, namespace)
-        self._touch(node)
+                node = self._append(node, key, pages, start, end, prompt_tokens, namespace, priority)
+        self._touch(node, priority)
         return match.num_pages, node
 
     def evict(self, num_pages: int) -> Pages:
@@ -281,6 +299,7 @@ class RadixCache:
         end: int,
         prompt_tokens: int,
         namespace: str | None,
+        priority: int,
     ) -> Node:
         """A new leaf below `parent` for pages start … end of the key."""
         size = self._page_bytes
@@ -293,7 +312,7 @@ class RadixCache:
             digests.append(digest)
         if parent.parent is not None:
             self._queue.discard(parent)
-        node = Node(parent, run, pages[start:end].copy(), digests, self._now)
+        node = Node(parent, run, pages[start:end].copy(), digests, self._now, priority)
         parent.children[run[:size]] = node
         self._queue.add(node)
         self.evictable_pages += end - start
@@ -313,7 +332,7 @@ class RadixCache:
         assert parent is not None
         assert 0 < at < len(node.pages)
         size = self._page_bytes
-        upper = Node(parent, node.key[: at * size], node.pages[:at], node.digests[:at], node.created)
+        upper = Node(parent, node.key[: at * size], node.pages[:at], node.digests[:at], node.created, node.priority)
         upper.lock_ref = node.lock_ref
         upper.hit_count = node.hit_count
         upper.last_access = node.last_access
@@ -338,9 +357,10 @@ class RadixCache:
         else:
             self._roots = {name: root for name, root in self._roots.items() if root is not parent}
 
-    def _touch(self, node: Node | None) -> None:
+    def _touch(self, node: Node | None, priority: int) -> None:
         while node is not None:
             node.last_access = self._now
+            node.priority = max(node.priority, priority)
             self._queue.touch(node)
             node = node.parent
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from treeline_runtime.models.keys import unknown_rope_settings, unknown_settings
+from treeline_runtime.models.quantization.scheme import NotServed, Scheme, read_scheme
 
 
 class ModelError(Exception):
@@ -42,9 +43,11 @@ ROPE_NEEDS = {
 }
 MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 """Architecture → its model_type."""
+CAUSAL, CLASSIFIER, BASE = "ForCausalLM", "ForSequenceClassification", "Model"
+"""Endings of architectures: a decoder with a language-model head, with a classification head, and with none."""
 FOREIGN_FILES = {
-    "hf_quant_config.json": "quantised checkpoints are not supported (ModelOpt's {} is there)",
-    "quantize_config.json": "quantised checkpoints are not supported (GPTQ's {} is there)",
+    "hf_quant_config.json": "ModelOpt's quantised checkpoints are not supported ({} is there)",
+    "quantize_config.json": "GPTQ's quantised checkpoints are not supported ({} is there)",
     "adapter_config.json": "adapters are not supported ({} is there): merge the adapter into the model",
 }
 """Files beside config.json that change what the weights mean."""
@@ -71,6 +74,7 @@ class ModelConfig:
     qk_norm: bool
     rope: RopeConfig
     eos_token_ids: tuple[int, ...]
+    quantization: Scheme | None
 
     @property
     def longest_context(self) -> int:
@@ -100,7 +104,7 @@ class ModelConfig:
     @classmethod
     def _parse(cls, config: Mapping[str, Any], eos: tuple[int, ...]) -> ModelConfig:
         architecture = _architecture(config)
-        _refuse_quantised(config)
+        quantization = _quantization(config)
         _refuse_unknown(config)
         try:
             heads = int(config["num_attention_heads"])
@@ -129,6 +133,7 @@ class ModelConfig:
                 qk_norm=architecture == "Qwen3ForCausalLM",
                 rope=_rope(config, max_position),
                 eos_token_ids=eos,
+                quantization=quantization,
             )
         except KeyError as error:
             raise ModelError(f"config.json lacks {error}") from error
@@ -162,9 +167,19 @@ def _read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def decoder_architecture(name: str) -> str:
+    """The language model whose decoder an architecture has: `Qwen3ForCausalLM` for Qwen3ForSequenceClassification and
+    Qwen3Model, which differ in what comes behind it (see `pooling`)."""
+    for ending in (CLASSIFIER, BASE):
+        if name.endswith(ending):
+            return name.removesuffix(ending) + CAUSAL
+    return name
+
+
 def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures") or []
-    name = next((str(name) for name in names if name in MODEL_TYPES), None)
+    decoders = [decoder_architecture(str(name)) for name in names]
+    name = next((name for name in decoders if name in MODEL_TYPES), None)
     kind = config.get("model_type")
     if name is None:
         what = ", ".join(map(str, names)) or f"model_type {kind!r}"
@@ -174,13 +189,11 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return name
 
 
-def _refuse_quantised(config: Mapping[str, Any]) -> None:
-    for key in ("quantization_config", "compression_config", "quantization", "quant_config"):
-        if settings := config.get(key):
-            method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
-            raise ModelError(
-                f"quantised checkpoints are not supported (config.json has {key} with quant_method {method!r})"
-            )
+def _quantization(config: Mapping[str, Any]) -> Scheme | None:
+    try:
+        return read_scheme(config)
+    except NotServed as error:
+        raise ModelError(f"config.json: {error}") from error
 
 
 def _refuse_unknown(config: Mapping[str, Any]) -> None:

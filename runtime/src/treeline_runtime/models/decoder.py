@@ -12,6 +12,9 @@ import torch.nn.functional as F
 
 from treeline_runtime.core import Context
 from treeline_runtime.models.config import ModelConfig
+from treeline_runtime.models.pooler import Pooler
+from treeline_runtime.models.quantization.kv import kv_scales
+from treeline_runtime.models.quantization.product import new_product, stack
 from treeline_runtime.models.rope import rope_tables
 from treeline_runtime.models.weights import EMBEDDING, HEAD, Weights
 from treeline_runtime.ops import Heads, Ops, ops_for
@@ -20,31 +23,21 @@ logger = logging.getLogger(__name__)
 
 
 class Linear:
-    """Several projections of one input, stacked. `names` → their output sizes.
-
-    On a CPU the weight lies in memory as (inputs, outputs): with 2 to 16 rows its kernels are faster on it (measured
-    with models/tiny: a decode step of 8 rows by 7 %), with one row or many it makes no difference.
-    """
+    """Several projections of one input, stacked, in whatever format the weights are. `names` → their output sizes."""
 
     def __init__(
         self, weights: Weights, ops: Ops, prefix: str, names: dict[str, int], size: int, *, bias: bool
     ) -> None:
-        weight = _stack([weights.take(f"{prefix}{n}.weight", out, size) for n, out in names.items()])
-        self._ops = ops
         self._name = prefix + "+".join(names)
-        self._weight = weight.t().contiguous().t() if weight.device.type == "cpu" else weight
-        self._bias = _stack([weights.take(f"{prefix}{n}.bias", out) for n, out in names.items()]) if bias else None
+        self._product = new_product(weights, ops, prefix, names, size)
+        self._bias = stack([weights.take(f"{prefix}{n}.bias", out) for n, out in names.items()]) if bias else None
 
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        y = self._ops.linear(x, self._weight, self._bias)
+        y = self._product(x, self._bias)
         if context.adapters is None:
             return y
         delta = context.adapters.delta(self._name, x)
         return y if delta is None else y + delta
-
-
-def _stack(parts: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
 
 class Attention:
@@ -99,11 +92,15 @@ class Layer:
 class Decoder:
     """Embedding, layers, norm, head. `context_length` sizes the rope table."""
 
+    pooler: Pooler | None = None
+    """What makes vectors of its hidden states, where the model is served for these and not for text."""
+
     def __init__(self, config: ModelConfig, weights: Weights, context_length: int) -> None:
         self.config = config
         self._embedding, self._head = _embedding_and_head(config, weights)
         self.ops = ops_for(self._embedding.device)
         self._layers = [Layer(config, weights, self.ops, i) for i in range(config.num_layers)]
+        self.kv_scales = kv_scales(weights, config.num_layers)
         self._norm = weights.take("model.norm.weight", config.hidden_size)
         self._cos, self._sin = rope_tables(
             config.rope,

@@ -17,8 +17,10 @@ def _words(text: str) -> frozenset[str]:
 READ = _words(
     "architectures attention_bias eos_token_id head_dim hidden_act hidden_size intermediate_size layer_types "
     "max_position_embeddings mlp_bias model_type num_attention_heads num_hidden_layers num_key_value_heads "
-    "original_max_position_embeddings partial_rotary_factor rms_norm_eps rope_parameters rope_scaling rope_theta "
-    "sliding_window tie_word_embeddings use_sliding_window vocab_size"
+    "original_max_position_embeddings partial_rotary_factor quantization_config rms_norm_eps rope_parameters "
+    "rope_scaling rope_theta sliding_window tie_word_embeddings use_sliding_window vocab_size "
+    # how vectors are made of hidden states (`pooling`)
+    "is_matryoshka matryoshka_dimensions sbert_ce_default_activation_function sentence_transformers"
 )
 
 NO_EFFECT = _words(

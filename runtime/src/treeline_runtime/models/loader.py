@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+
 import torch
 
 from treeline_runtime.config import ConfigError, EngineConfig
-from treeline_runtime.models.config import ModelConfig
+from treeline_runtime.models.config import ModelConfig, ModelError
 from treeline_runtime.models.decoder import Decoder
-from treeline_runtime.models.weights import Checkpoint, RandomWeights
+from treeline_runtime.models.pooler import Pooler
+from treeline_runtime.models.pooling import Pooling, pooling_of
+from treeline_runtime.models.quantization.fp8 import E4M3
+from treeline_runtime.models.quantization.product import OLDEST, WEIGHT_SCALES, multiplies_fp8
+from treeline_runtime.models.quantization.scheme import ONLINE
+from treeline_runtime.models.weights import HEAD, Checkpoint, RandomWeights, Weights
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -35,6 +45,18 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return _DTYPES[name]
 
 
+def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Of the KV cache of a model of `dtype`. Raises ConfigError where the device cannot have it."""
+    if name == "auto":
+        return dtype
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
+        raise ConfigError(
+            f"kv_cache_dtype {name} needs a GPU from Ada on (compute capability 8.9); "
+            f"{torch.cuda.get_device_name(device)} is older: use auto"
+        )
+    return E4M3
+
+
 def resolve_context_length(config: EngineConfig, model: ModelConfig) -> int:
     """Tokens per request: what was asked for, checked against the model, or what the model was trained for."""
     if config.context_length is None:
@@ -54,10 +76,38 @@ def load_model(config: EngineConfig) -> Decoder:
     if device.index is not None:
         torch.cuda.set_device(device)
     model_config = ModelConfig.from_dir(config.model)
+    pooling = pooling_of(config.model, config.task, matryoshka=config.matryoshka)
     context_length = resolve_context_length(config, model_config)
+    scheme = model_config.quantization or (ONLINE if config.quantization == "fp8" else None)
+    if scheme is not None and device.type == "cuda" and not multiplies_fp8(device):
+        logger.warning(
+            "fp8 saves nothing here: products of fp8 need a GPU from Ada on (compute capability 8.9) and Triton, so "
+            "weights are kept as %s", str(dtype).removeprefix("torch."),
+        )  # fmt: skip
     if config.load_format == "dummy":
-        return Decoder(model_config, RandomWeights(config.seed, dtype, device), context_length)
-    checkpoint = Checkpoint(config.model, dtype, device)
-    model = Decoder(model_config, checkpoint, context_length)
-    checkpoint.close()
+        random = RandomWeights(config.seed, dtype, device, ONLINE if scheme else None)
+        return _build(model_config, random, context_length, pooling)
+    with Checkpoint(config.model, dtype, device, scheme) as checkpoint:
+        model = _build(model_config, checkpoint, context_length, pooling)
+        checkpoint.check_all_taken()
+        if scheme is not None and not (scheme.at_load or checkpoint.has_any(WEIGHT_SCALES)):
+            raise ModelError(
+                "config.json has a quantization_config, but no tensor has a scale: if the weights are not quantised, "
+                "remove the key"
+            )
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # so that the time of loading is told as it is
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what was free only to us while weights were stacked: the KV pool takes it
+    return model
+
+
+def _build(config: ModelConfig, weights: Weights, context_length: int, pooling: Pooling | None) -> Decoder:
+    """A model that makes vectors needs no language-model head: its embedding stands for it."""
+    if pooling is None:
+        return Decoder(config, weights, context_length)
+    pooler = Pooler(pooling, weights, config)
+    weights.ignore(HEAD)
+    model = Decoder(dataclasses.replace(config, tie_word_embeddings=True), weights, context_length)
+    model.pooler = pooler
     return model

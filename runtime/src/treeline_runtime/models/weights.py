@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,11 +12,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from treeline_runtime.models.config import ModelError
+from treeline_runtime.models.quantization.scheme import Scheme
+from treeline_runtime.models.stream import Entry, Streamed, read_header, reading_order
 
 logger = logging.getLogger(__name__)
 
 
-EMBEDDING = "model.embed_tokens.weight"
+PREFIX = "model."
+"""Of the decoder's tensors; a checkpoint of a decoder alone (`Qwen3Model`, an embedding model) is saved without it."""
+EMBEDDING = PREFIX + "embed_tokens.weight"
 HEAD = "lm_head.weight"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -24,27 +29,55 @@ SPARE = (".rotary_emb.inv_freq",)
 """Endings of tensors that nobody takes: old checkpoints carry rope's frequencies, which follow from config.json."""
 
 
+MAPPED = ("cpu",)
+"""Devices whose tensors are where the files are mapped into memory."""
+PROGRESS_S = 2.0
+"""Seconds between two lines of the log that say how far loading is."""
+
+
 class Weights(Protocol):
     """A model takes each tensor once, by the name and shape it expects."""
+
+    dtype: torch.dtype
+    """The engine's."""
+    scheme: Scheme | None
+    """How projections are quantised; None: they are not."""
 
     def has(self, name: str) -> bool:
         """Whether `take` would find it."""
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor, in the engine's dtype and on its device. Raises ModelError."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that may have several. Raises ModelError if it is missing."""
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The tensor on the engine's device, in its dtype or `dtype`; one of fp8 has to be that in the checkpoint.
+        Raises ModelError."""
+
+    def ignore(self, name: str) -> None:
+        """Nobody will take it: it need not be there, and may."""
 
 
 class Checkpoint:
     """The weights of a directory, from the files that transformers would read: model.safetensors, else the shards that
-    model.safetensors.index.json names. Other *.safetensors beside them (consolidated ones, say) are not read."""
+    model.safetensors.index.json names. Other *.safetensors beside them (consolidated ones, say) are not read.
 
-    def __init__(self, directory: str | Path, dtype: torch.dtype, device: torch.device) -> None:
+    On a CPU tensors are where the files are mapped into memory, until they are changed; other devices get theirs by
+    `stream.Streamed`. A context, which lets go of the files.
+    """
+
+    def __init__(
+        self, directory: str | Path, dtype: torch.dtype, device: torch.device, scheme: Scheme | None = None
+    ) -> None:
+        self.dtype = dtype
+        self.scheme = scheme
         self._dir = Path(directory)
-        self._dtype = dtype
         self._device = device
         self._open: dict[str, Any] = {}
         self._file_of = self._find()
         self._untaken = set(self._file_of)
+        self._bare = EMBEDDING.removeprefix(PREFIX) in self._file_of
+        self._streamed = None if device.type in MAPPED else self._stream()
+        self._progress = _Progress(sum((self._dir / file).stat().st_size for file in set(self._file_of.values())))
 
     def _find(self) -> dict[str, str]:
         """Tensor → file."""
@@ -93,24 +126,72 @@ class Checkpoint:
                 raise ModelError(f"cannot read {self._dir / file}: {error}") from error
         return self._open[file]
 
-    def has(self, name: str) -> bool:
-        return name in self._file_of
+    def _stream(self) -> Streamed:
+        found: dict[str, Entry] = {}
+        for file in set(self._file_of.values()):
+            found |= read_header(self._dir / file)
+        names = [name for name in self._file_of if not name.endswith(SPARE)]
+        return Streamed(
+            {name: found[name] for name in reading_order(names, (self._saved(EMBEDDING), HEAD))}, self._device
+        )
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        file = self._file_of.get(name)
-        if file is None:
-            raise ModelError(f"tensor {name} is missing in {self._dir}; is it a complete, unquantised checkpoint?")
+    def has(self, name: str) -> bool:
+        return self._saved(name) in self._file_of
+
+    def ignore(self, name: str) -> None:
+        """From now on the tensor is not there, whether or not it was."""
+        self._untaken.discard(self._saved(name))
+        self._file_of.pop(self._saved(name), None)
+
+    def _saved(self, name: str) -> str:
+        """What the files call it."""
+        return name.removeprefix(PREFIX) if self._bare else name
+
+    def has_any(self, endings: tuple[str, ...]) -> bool:
+        """Whether a tensor's name ends so."""
+        return any(name.endswith(endings) for name in self._file_of)
+
+    def _file(self, name: str) -> str:
+        """Of a tensor as the files call it. Raises ModelError."""
+        if name not in self._file_of:
+            raise ModelError(f"tensor {name} is missing in {self._dir}; is the checkpoint complete?")
+        return self._file_of[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        name = self._saved(name)
+        return tuple(self._handle(self._file(name)).get_slice(name).get_shape())
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        name = self._saved(name)
+        file = self._file(name)
+        streamed = self._streamed if name in self._untaken else None  # which gives a tensor once
         self._untaken.discard(name)
-        tensor: torch.Tensor = self._handle(file).get_tensor(name)
-        if tensor.dtype not in DTYPES:
-            raise ModelError(f"tensor {name} is {tensor.dtype}; quantised checkpoints are not supported")
+        tensor: torch.Tensor = streamed.read(name) if streamed is not None else self._handle(file).get_tensor(name)
+        wanted = dtype or self.dtype
+        if wanted not in DTYPES and tensor.dtype != wanted:
+            raise ModelError(f"tensor {name} is {tensor.dtype}, but as it has a scale it should be {wanted}")
+        if wanted in DTYPES and tensor.dtype not in DTYPES:
+            raise ModelError(
+                f"tensor {name} is {tensor.dtype}; quantised tensors without a scale, or of other types than fp8 "
+                "(e4m3), are not supported"
+            )
         if tuple(tensor.shape) != shape:
             raise ModelError(f"tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}")
-        return tensor.to(device=self._device, dtype=self._dtype)
+        self._progress.add(tensor.nbytes)
+        return tensor.to(device=self._device, dtype=wanted)
 
-    def close(self) -> None:
-        """Let go of the files. Raises ModelError for tensors that nobody took: the model is not what it seems."""
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._open.clear()
+        if self._streamed is not None:
+            self._streamed.close()
+        if kind is None:
+            self._progress.end()
+
+    def check_all_taken(self) -> None:
+        """Raises ModelError for tensors that nobody took: the model is not what it seems."""
         if spare := [name for name in self._untaken if not name.endswith(SPARE)]:
             raise ModelError(
                 f"{self._dir} has {len(spare)} tensors that this model does not have, e.g. {min(spare)}: served "
@@ -121,16 +202,43 @@ class Checkpoint:
 class RandomWeights:
     """Seeded noise, scaled so that activations neither vanish nor explode; norms are ones."""
 
-    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device, scheme: Scheme | None = None) -> None:
+        self.dtype = dtype
+        self.scheme = scheme
         self._generator = torch.Generator(device).manual_seed(seed)
-        self._dtype = dtype
         self._device = device
 
     def has(self, name: str) -> bool:
         return name != HEAD  # so that a tied one is tied
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
+    def ignore(self, name: str) -> None:
+        """There is nothing to leave out."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        raise ModelError(f"tensor {name}: random weights have any shape, and no scales")
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         if "norm" in name:
-            return torch.ones(shape, dtype=self._dtype, device=self._device)
+            return torch.ones(shape, dtype=dtype or self.dtype, device=self._device)
         tensor = torch.randn(shape, generator=self._generator, device=self._device)
-        return tensor.mul_(shape[-1] ** -0.5).to(self._dtype)
+        return tensor.mul_(shape[-1] ** -0.5).to(dtype or self.dtype)
+
+
+class _Progress:
+    """Says in the log how far loading is."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = 0
+        self._began = self._told = time.perf_counter()
+
+    def add(self, size: int) -> None:
+        self._done += size
+        now = time.perf_counter()
+        if now - self._told >= PROGRESS_S:
+            self._told = now
+            logger.info("weights: %.1f of %.1f GB", self._done / 1e9, self._total / 1e9)
+
+    def end(self) -> None:
+        seconds = time.perf_counter() - self._began
+        logger.info("weights: %.2f GB in %.1f s", self._done / 1e9, seconds)

@@ -5,8 +5,13 @@ Rows of activations are contiguous. Indices into pools and tables are 64 bits wi
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
+
+# Products and sums in one rounding, whatever a release of Triton takes for the default: it warns of its change.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 LOWEST = tl.constexpr(-1e30)
 """Below every score, and finite: differences of two of them are."""
@@ -68,13 +73,14 @@ def gate(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def rotate_and_store(
-    qkv_ptr, q_ptr, keys_ptr, values_ptr, slots_ptr, cos_ptr, sin_ptr, norm_ptr, unfinite_ptr, eps,
+    qkv_ptr, q_ptr, keys_ptr, values_ptr, slots_ptr, cos_ptr, sin_ptr, norm_ptr, unfinite_ptr, eps, key_scale,
+    value_scale,
     QUERY: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, NORM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    FP8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A block of one token's heads: norm and rotation of queries and keys, keys and values into the token's slot.
 
-    Queries go to q, rotated keys also to where they came from.
+    Queries go to q, rotated keys also to where they came from. FP8: the slots are e4m3, of numbers over their scale.
 
     cos and sin (tokens, dim) as `rope_tables` has them: sin carries the sign of the rotation in its first half.
     """
@@ -107,26 +113,36 @@ def rotate_and_store(
     tl.store(q_ptr + token * QUERY * dim + first + HALF, new_high.to(kind), to_q)
 
     slot = tl.load(slots_ptr + token) * KV * dim
-    stored = keys_ptr.dtype.element_ty
     to_k = inside & (heads[:, None] >= QUERY) & rotated
     to_v = inside & (heads[:, None] >= QUERY + KV)
-    where_k = slot + first - QUERY * dim
-    where_v = slot + first - (QUERY + KV) * dim
     tl.store(base + first, new_low.to(kind), to_k)
     tl.store(base + first + HALF, new_high.to(kind), to_k)
-    new_low = new_low.to(stored)
-    new_high = new_high.to(stored)
-    tl.store(keys_ptr + where_k, new_low, to_k)
-    tl.store(keys_ptr + where_k + HALF, new_high, to_k)
-    tl.store(values_ptr + where_v, new_low, to_v)
-    tl.store(values_ptr + where_v + HALF, new_high, to_v)
-
-    # as stored: float16 ends earlier than float32. x - x is 0, or NaN where x is NaN or infinite
-    low = new_low.to(tl.float32)
-    high = new_high.to(tl.float32)
-    wrong = tl.where((to_k | to_v) & ((low - low != 0.0) | (high - high != 0.0)), 1, 0)
+    where_k = keys_ptr + slot + first - QUERY * dim
+    where_v = values_ptr + slot + first - (QUERY + KV) * dim
+    scale = tl.where(rotated, key_scale, value_scale)
+    wrong = store(new_low, scale, where_k, to_k, where_v, to_v, FP8)
+    wrong += store(new_high, scale, where_k + HALF, to_k, where_v + HALF, to_v, FP8)
     if tl.sum(tl.sum(wrong, 1), 0) > 0:
         tl.store(unfinite_ptr + token, 1)
+
+
+@triton.jit
+def store(x, scale, where_k, to_k, where_v, to_v, FP8: tl.constexpr):
+    """Write what of x are keys and values → 1 where it is not finite, 0 elsewhere."""
+    if FP8:
+        x = within_e4m3(x / scale)
+    x = x.to(where_k.dtype.element_ty)
+    tl.store(where_k, x, to_k)
+    tl.store(where_v, x, to_v)
+    # as stored: float16 ends earlier than float32. x - x is 0, or NaN where x is NaN or infinite
+    x = x.to(tl.float32)
+    return tl.where((to_k | to_v) & (x - x != 0.0), 1, 0)
+
+
+@triton.jit
+def within_e4m3(x):
+    """x, at most the largest e4m3; NaN where it is not finite, as e4m3 has no infinity."""
+    return tl.where(x - x == 0.0, tl.minimum(tl.maximum(x, -448.0), 448.0), float("nan"))
 
 
 @triton.jit
@@ -204,8 +220,8 @@ def flatten_pages(table_ptr, rows_ptr, indptr_ptr, out_ptr, width, BLOCK: tl.con
 
 @triton.jit
 def decode_shares(
-    q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, lens_ptr, partial_ptr, scores_ptr, scale, width, sequences,
-    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, SHARES: tl.constexpr,
+    q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, lens_ptr, partial_ptr, scores_ptr, scale, value_scale, width,
+    sequences, KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, SHARES: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     """Attention of one KV head's queries over one share of all blocks of all sequences.
@@ -259,7 +275,7 @@ def decode_shares(
             mass = mass * fade + tl.sum(weights, 1)
             best = higher
         cell = (share + sequence) * KV * GROUP + heads
-        tl.store(partial_ptr + cell[:, None] * DIM + dims[None, :], out / mass[:, None], wanted)
+        tl.store(partial_ptr + cell[:, None] * DIM + dims[None, :], out * (value_scale / mass[:, None]), wanted)
         tl.store(scores_ptr + cell, best + tl.log2(mass), group < GROUP)
         block = last
         sequence += 1
@@ -335,8 +351,8 @@ def attend(
 
 @triton.jit
 def extend(
-    q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, lens_ptr, blocks_ptr, out_ptr, scores_ptr, scale, width,
-    sequences, tokens, splits,
+    q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, lens_ptr, blocks_ptr, out_ptr, scores_ptr, scale, value_scale,
+    width, sequences, tokens, splits,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
@@ -390,7 +406,7 @@ def extend(
         part = tl.program_id(2).to(tl.int64) * tokens * (KV * GROUP)
         place += part * DIM
         tl.store(scores_ptr + part + cell, tl.where(mass > 0.0, best + tl.log2(some), float("-inf")), wanted)
-    out = out / some[:, None]
+    out = out * (value_scale / some[:, None])
     tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), wanted[:, None] & (dims[None, :] < DIM))
 
 

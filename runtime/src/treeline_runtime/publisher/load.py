@@ -80,6 +80,6 @@ class LoadStream:
             load,
             epoch=self._epoch,
             seq=seq,
-            draining=load.draining or self._draining,
+            draining=load.draining or self._draining or self._load.asleep > 0,
             in_flight=load.running + load.waiting,
         )

@@ -1,5 +1,23 @@
-"""The scheduler and the managers that it is composed of."""
+"""The scheduler: it owns requests, pages and rows, and decides what is computed next."""
 
+import torch
+
+from treeline_runtime.config import SchedulerConfig
+from treeline_runtime.models.loader import load_model, resolve_device
+from treeline_runtime.scheduler.memory import TO_LOAD, told_as_settings
 from treeline_runtime.scheduler.scheduler import Scheduler
+from treeline_runtime.scheduler.transport import Transport
 
-__all__ = ["Scheduler"]
+__all__ = ["Scheduler", "Transport", "start"]
+
+
+def start(config: SchedulerConfig, transport: Transport) -> Scheduler:
+    """A scheduler with the model that `config` names, warm. Raises ModelError or ConfigError."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    with told_as_settings("the weights", resolve_device(config.device), hint=TO_LOAD):
+        model = load_model(config)
+    scheduler = Scheduler(config, model, transport)
+    del model  # the scheduler's alone: it may have to let go of it
+    scheduler.warm_up()
+    return scheduler

@@ -48,7 +48,7 @@ class CacheManager:
     def admit(self, req: Req, match: Match) -> None:
         """Give `req` a row and lock its match, which must be fresh."""
         req.row = self._table.alloc(req.tokens)
-        req.handle = self.tree.lock(match)
+        req.handle = self.tree.lock(match, req.priority)
         req.num_pages = match.num_pages
         req.tree_len = req.kv_len = req.device_len = match.num_pages * self.page_size
         if req.handle is not None:
@@ -87,6 +87,7 @@ class CacheManager:
             own,
             prompt_tokens=req.prompt_len,
             namespace=req.namespace,
+            priority=req.priority,
         )
         assert node is not None
         assert existing >= held, f"locked pages left the tree under {req}"
@@ -101,9 +102,18 @@ class CacheManager:
 
     def _discard(self, req: Req, pages: Pages) -> None:
         if req.in_flight:
-            req.deferred.append(pages)
+            req.deferred.append((req.in_flight, pages))
         else:
             self.pool.free(pages)
+
+    def batch_done(self, req: Req) -> None:
+        """A launched batch that held `req` is processed: free duplicates that none reads any more."""
+        deferred, req.deferred = req.deferred, []
+        for batches, pages in deferred:
+            if batches > 1:
+                req.deferred.append((batches - 1, pages))
+            else:
+                self.pool.free(pages)
 
     # ---- the end ------------------------------------------------------------------------------------------
 
@@ -117,7 +127,7 @@ class CacheManager:
         if insert:
             self.cache_unfinished(req)
         own = self._table.pages[req.row, req.tree_len // self.page_size : req.num_pages]
-        freed = np.concatenate([own, *req.deferred])
+        freed = np.concatenate([own, *(pages for _, pages in req.deferred)])
         self.pool.free(freed)
         req.deferred.clear()
         self.tree.unlock(req.handle)
@@ -127,6 +137,11 @@ class CacheManager:
         req.num_pages = req.tree_len = req.kv_len = req.device_len = 0
         return freed
 
+    def pages_of_release(self, reqs: list[Req], kept: Match) -> int:
+        """Pages that would be available besides if `reqs` were released, without those of the match `kept`."""
+        unlocked = self.tree.pages_of_unlock([req.handle for req in reqs], kept)
+        return unlocked + sum(self.held_pages(req) for req in reqs)
+
     def flush(self) -> None:
         """Empty the tree; no request may hold a lock."""
         self.pool.free(self.tree.reset())
@@ -134,7 +149,7 @@ class CacheManager:
     # ---- watching -----------------------------------------------------------------------------------------
 
     def held_pages(self, req: Req) -> int:
-        return req.num_pages - req.tree_len // self.page_size + sum(map(len, req.deferred))
+        return req.num_pages - req.tree_len // self.page_size + sum(len(pages) for _, pages in req.deferred)
 
     def is_balanced(self, held: int = 0) -> bool:
         return self.pool.num_free + self.tree.num_pages + held == self.pool.num_pages

@@ -30,5 +30,6 @@ class DecodeManager:
 
 
 def retraction_order(reqs: list[Req]) -> list[Req]:
-    """Who goes first when memory runs out: least output lost, then longest prompt (its prefix stays cached)."""
-    return sorted(reqs, key=lambda req: (req.output_len, -req.prompt_len))
+    """Who goes first when memory runs out: the least urgent, then who loses least output, then who has the longest
+    prompt (its prefix stays cached)."""
+    return sorted(reqs, key=lambda req: (req.priority, req.output_len, -req.prompt_len))

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from treeline_runtime.attention import Layout, new_attention
@@ -22,10 +23,12 @@ from treeline_runtime.core import Batch, Phase, Req
 from treeline_runtime.kvcache import KVPool, Pages
 from treeline_runtime.messages import TokenLogprob
 from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.models.pooler import Vector
 from treeline_runtime.sampling import Row, needs_history, needs_more, sample
 from treeline_runtime.sampling.logprobs import ROWS_AT_ONCE, Logprobs
 from treeline_runtime.scheduler.forward import DecodeInputs, Forward, Tokens
 from treeline_runtime.scheduler.graphs import DecodeGraphs
+from treeline_runtime.scheduler.pooled import Pooled
 from treeline_runtime.scheduler.table import TableManager
 from treeline_runtime.transfer import Readback, upload
 
@@ -40,6 +43,10 @@ class Sampled:
     top_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
+    pooled: Vector | None = None
+    """What the batch adds to the request's vector."""
+    hidden_states: npt.NDArray[np.float32] | None = None
+    """(tokens of the request in this batch, hidden), where they were asked for."""
     failed: str | None = None
 
 
@@ -58,6 +65,10 @@ class Launched:
         """Index into batch.reqs → logprobs of some of its prompt tokens, in order."""
         self.logprobs: tuple[list[int], Logprobs] | None = None
         """Indices into batch.reqs, and the logprobs of the tokens they sampled."""
+        self.pooled: Pooled | None = None
+        """Of a model that makes vectors."""
+        self.hidden_states: list[tuple[int, Readback]] = []
+        """Index into batch.reqs → hidden states of its tokens."""
 
     def result(self) -> list[Sampled]:
         """One per request of the batch."""
@@ -75,6 +86,12 @@ class Launched:
                 if not is_finite:
                     result.failed = NOT_FINITE
         self._take_logprobs(results)
+        for i, vector, is_finite in self.pooled.get() if self.pooled is not None else ():
+            results[i].pooled = vector
+            if not is_finite:
+                results[i].failed = NOT_FINITE
+        for i, copy in self.hidden_states:
+            results[i].hidden_states = copy.get()[0].numpy().copy()  # the batch's whole tensor need not stay
         return results
 
     def _take_logprobs(self, results: list[Sampled]) -> None:
@@ -103,9 +120,11 @@ class Executor:
         num_pages: int,
         dtype: torch.dtype,
         device: torch.device,
+        kv_dtype: torch.dtype | None = None,
         largest_graph: int = 0,
     ) -> None:
-        """largest_graph: sequences of the largest decode batch that is captured; 0: none is."""
+        """kv_dtype: of the KV cache; by default the model's. largest_graph: sequences of the largest decode batch that
+        is captured; 0: none is."""
         shape = model.config
         self._model = model
         self._table = table
@@ -119,6 +138,8 @@ class Executor:
                 head_dim=shape.head_dim,
                 dtype=dtype,
                 device=device,
+                stored=kv_dtype,
+                scales=model.kv_scales,
             )
             self._attention = new_attention(
                 config.attention_backend, self.pool, shape.num_heads, shape.num_kv_heads, shape.head_dim
@@ -137,7 +158,8 @@ class Executor:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _launch(self, batch: Batch) -> Launched:
-        if batch.phase is Phase.DECODE and len(batch.reqs) <= self._graphs.largest:
+        wants_hidden = any(req.return_hidden_states for req in batch.reqs)  # which graphs do not keep
+        if batch.phase is Phase.DECODE and len(batch.reqs) <= self._graphs.largest and not wants_hidden:
             inputs = DecodeInputs.of(batch.reqs, batch.starts)
             logits, tokens, kv_finite = self._graphs.replay(inputs, batch.ends)
             return self._finish(batch, list(range(len(batch.reqs))), logits, tokens, kv_finite, [])
@@ -149,18 +171,26 @@ class Executor:
         plan = self._attention.plan(Layout(batch.q_lens, batch.ends, self._table.page_table, rows_there))
         token_rows = upload(np.repeat(rows, batch.q_lens), self._device)
         hidden, kv_finite = self._forward.hidden(token_rows, upload(positions, self._device), plan)
+        if self._model.pooler is not None:
+            launched = Launched(batch, [], kv_finite, None)
+            launched.pooled = Pooled(batch, hidden, self._model.pooler)
+            return launched
         input_logprobs = self._input_logprobs(batch, hidden)
+        hidden_states = _hidden_states(batch, hidden) if wants_hidden else []
         sampling = [i for i, samples in enumerate(batch.samples) if samples]
         if not sampling:
             launched = Launched(batch, sampling, kv_finite, None)
             launched.input_logprobs = input_logprobs
+            launched.hidden_states = hidden_states
             return launched
         if len(sampling) < hidden.shape[0]:
             lasts = [n - 1 for n in accumulate(batch.q_lens)]
             hidden = hidden[upload(np.array([lasts[i] for i in sampling]), self._device)]
         inputs = DecodeInputs.of([batch.reqs[i] for i in sampling], [batch.ends[i] - 1 for i in sampling])
         logits, tokens = self._forward.choose(hidden, inputs.on(self._device))
-        return self._finish(batch, sampling, logits, tokens, kv_finite, input_logprobs)
+        launched = self._finish(batch, sampling, logits, tokens, kv_finite, input_logprobs)
+        launched.hidden_states = hidden_states
+        return launched
 
     def warm_up(self, lengths: list[int]) -> None:
         """Compute prompts of these lengths for nobody, so that the first request does not pay for what is done once:
@@ -175,6 +205,9 @@ class Executor:
         token_rows = upload(np.repeat(row, length), self._device)
         plan = self._attention.plan(layout)
         hidden, _ = self._forward.hidden(token_rows, upload(np.arange(length), self._device), plan)
+        if self._model.pooler is not None:
+            Readback(self._model.pooler.select(hidden, [0], [length], [True])).get()
+            return
         no_keys = np.zeros((1, 2), dtype=np.int32)
         inputs = DecodeInputs([self._table.scratch_row], [length - 1], [1.0], no_keys)
         _, tokens = self._forward.choose(hidden[-1:], inputs.on(self._device))
@@ -234,3 +267,13 @@ class Executor:
                 targets = self._table.token_pool[req.row, begin + 1 : end + 1]
                 found.append((i, Logprobs(logits, targets, req.top_logprobs_num)))
         return found
+
+
+def _hidden_states(batch: Batch, hidden: torch.Tensor) -> list[tuple[int, Readback]]:
+    """hidden (tokens of the batch, hidden) → those of the requests that want them, on their way to the host."""
+    ends = list(accumulate(batch.q_lens))
+    return [
+        (i, Readback(hidden[end - q_len : end].float()))
+        for i, (req, q_len, end) in enumerate(zip(batch.reqs, batch.q_lens, ends, strict=True))
+        if req.return_hidden_states
+    ]

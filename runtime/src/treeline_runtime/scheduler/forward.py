@@ -100,8 +100,8 @@ class Forward:
 
     def empty_logits(self, rows: int) -> torch.Tensor:
         """(rows, vocabulary), to be given as `out`."""
-        pool = self._attention.pool.keys[0]
-        return torch.empty(rows, self._model.config.vocab_size, dtype=pool.dtype, device=pool.device)
+        pool = self._attention.pool
+        return torch.empty(rows, self._model.config.vocab_size, dtype=pool.dtype, device=pool.keys[0].device)
 
     def choose(
         self, hidden: torch.Tensor, inputs: OnDevice, out: torch.Tensor | None = None

@@ -1,10 +1,13 @@
-"""How many pages the KV pool gets."""
+"""How many pages the KV pool gets, and what is said where there is no memory."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,9 +18,12 @@ from treeline_runtime.models.config import ModelConfig
 
 CPU_POOL_LIMIT = 1 << 30
 """Bytes: on a CPU the pool shares the machine with everything else."""
+DEFAULT_FRACTION = 0.85
+"""Of a CUDA device's memory, for weights and KV pool."""
 
 
 def bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
+    """dtype: of the KV cache"""
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
 
 
@@ -32,7 +38,7 @@ def num_pages(
     if config.max_total_tokens is None:
         budget = _cuda_budget(config, device) - reserved if device.type == "cuda" else _cpu_budget(config)
         if budget < page_bytes:
-            raise ConfigError("no memory is left for the KV pool: raise mem_fraction, or set max_total_tokens")
+            raise ConfigError(_no_pool(config, device, reserved, page_bytes))
         return budget // page_bytes
     pages = config.max_total_tokens // config.page_size
     if pages == 0:
@@ -47,25 +53,82 @@ def num_pages(
     return pages
 
 
+def _no_pool(config: EngineConfig, device: torch.device, reserved: int, page_bytes: int) -> str:
+    page = f"a page of {config.page_size} tokens takes {_mib(page_bytes)}"
+    if device.type != "cuda":
+        share = "a tenth" if config.mem_fraction is None else f"mem_fraction {config.mem_fraction}"
+        return (
+            f"no memory is left for the KV pool: {_gib(_available_memory())} are free, of which {share} is for it, and "
+            f"{page}: raise mem_fraction, or set max_total_tokens"
+        )
+    sizes = {"weights": torch.cuda.memory_allocated(device), "reserved for tables, workspaces and graphs": reserved}
+    return (
+        f"no memory is left for the KV pool at mem_fraction {config.mem_fraction or DEFAULT_FRACTION}: "
+        f"{_numbers(device, sizes)}; {page}: raise mem_fraction, lower max_running_requests, context_length or "
+        "max_graph_batch, or take a larger GPU or a smaller dtype"
+    )
+
+
+TO_SET = "lower mem_fraction (or max_total_tokens), chunked_prefill_size or max_graph_batch"
+TO_LOAD = "end what else uses it, or take a larger one, a smaller dtype or a smaller model"
+
+
 @contextmanager
-def told_as_settings(what: str) -> Iterator[None]:
-    """Where there is no memory for `what` on the device: ConfigError, which says what to set."""
+def told_as_settings(
+    what: str, device: torch.device, sizes: Mapping[str, int] | None = None, hint: str = TO_SET
+) -> Iterator[None]:
+    """Where there is no memory for `what` on the device: ConfigError, with the numbers and what to set.
+
+    sizes: bytes of what is to be there, by name.
+    """
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"no memory for {what}: lower mem_fraction (or max_total_tokens), chunked_prefill_size or max_graph_batch "
-            f"({error})"
-        ) from None
+    except (MemoryError, RuntimeError) as error:
+        of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not of_memory and "can't allocate memory" not in str(error):  # on a CPU torch has no type for it
+            raise
+        raise ConfigError(f"no memory for {what}: {_numbers(device, sizes or {})}: {hint} ({error})") from None
+
+
+def _numbers(device: torch.device, sizes: Mapping[str, int]) -> str:
+    said = [f"{name} {_gib(size)}" for name, size in sizes.items()]
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        said.append(f"{_gib(free)} of {_gib(total)} free on {device}")
+    else:
+        said.append(f"{_gib(_available_memory())} free")
+    return ", ".join(said)
+
+
+def let_go(error: BaseException) -> None:
+    """Whoever keeps the error shall not keep what was computed where it came from: models, pools."""
+    at: BaseException | None = error
+    while at is not None:
+        traceback.clear_frames(at.__traceback__)
+        at = at.__cause__ or at.__context__
+
+
+def give_back(device: torch.device) -> None:
+    """Memory that nobody refers to any more goes to the device, and what the heap can spare to the system."""
+    gc.unfreeze()  # circles among objects that were frozen would stay
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def _gib(size: int) -> str:
     return f"{size / (1 << 30):.2f} GiB"
 
 
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):.2f} MiB"
+
+
 def _cuda_budget(config: EngineConfig, device: torch.device) -> int:
     free, total = torch.cuda.mem_get_info(device)
-    return int(free - total * (1 - (config.mem_fraction or 0.85)))
+    return int(free - total * (1 - (config.mem_fraction or DEFAULT_FRACTION)))
 
 
 def _cpu_budget(config: EngineConfig) -> int:

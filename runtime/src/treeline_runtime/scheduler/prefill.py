@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import islice
 
-from treeline_runtime.config import SchedulerConfig
+from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.core import Batch, Phase, Req
 from treeline_runtime.kvcache import Match, key_of
 from treeline_runtime.scheduler.admission import cost_pages, reserved_pages
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.dedup import PendingPrefixes
-from treeline_runtime.scheduler.policy import SCHEDULE_POLICIES, note_overtaking
+from treeline_runtime.scheduler.policy import SCHEDULE_POLICIES, View, in_order
+from treeline_runtime.scheduler.preemption import candidates, fewest
 
 ESTIMATED_WAITING = 64
 """Waiting requests whose uncached tokens a load report looks up afresh; the others keep their last estimate."""
@@ -21,11 +22,20 @@ ESTIMATED_WAITING = 64
 class PrefillManager:
     """Owns the requests that are waiting, and the one whose prompt is being computed in chunks."""
 
-    def __init__(self, config: SchedulerConfig, chunk_tokens: int, cache: CacheManager) -> None:
+    def __init__(
+        self, config: SchedulerConfig, chunk_tokens: int, cache: CacheManager, clock: Callable[[], float]
+    ) -> None:
+        """Raises ConfigError for settings that do not go together."""
         self._cache = cache
+        self._clock = clock
         self._page_size = config.page_size
         self._chunk_tokens = chunk_tokens
-        self._order = SCHEDULE_POLICIES.get(config.schedule_policy)
+        self._policy = SCHEDULE_POLICIES.get(config.schedule_policy)
+        self._view = View(cache.match, config.seed)
+        self._starvation_bound = config.starvation_bound
+        self._threshold = config.priority_preemption_threshold
+        if self._threshold is not None and config.schedule_policy != "priority":
+            raise ConfigError("priority_preemption_threshold needs schedule_policy priority")
         self.waiting: OrderedDict[str, Req] = OrderedDict()
         self.chunked: Req | None = None
         self._estimated_version = -1
@@ -35,20 +45,17 @@ class PrefillManager:
     def queue(self, req: Req) -> None:
         """A new request, at the end."""
         req.key = key_of(req.tokens)
+        req.waiting_since = self._clock()
         self._estimate(req)
         self.waiting[req.rid] = req
 
     def requeue(self, req: Req) -> None:
         """A retracted request, at the front; its output so far is now part of what is prefilled."""
-        req.key = key_of(req.tokens)
-        self._estimate(req)
-        self.waiting[req.rid] = req
+        self.queue(req)
         self.waiting.move_to_end(req.rid, last=False)
 
-    def _estimate(self, req: Req) -> int:
-        matched = self._cache.match(req).num_pages * self._page_size
-        req.uncached_tokens = len(req.tokens) - matched
-        return matched
+    def _estimate(self, req: Req) -> None:
+        req.uncached_tokens = len(req.tokens) - self._cache.match(req).num_pages * self._page_size
 
     def uncached_tokens(self) -> int:
         """Tokens still to be prefilled."""
@@ -62,14 +69,21 @@ class PrefillManager:
 
     # ---- the choice ---------------------------------------------------------------------------------------
 
-    def next_batch(self, running: Collection[Req], free_rows: int, ratio: float) -> Batch | None:
-        """Admit what fits and give it pages; None if nothing can be prefilled now."""
+    def _in_order(self) -> list[Req]:
+        now, bound = self._clock(), self._starvation_bound
+        return in_order(self._policy, self.waiting.values(), self._view, now=now, starvation_bound=bound)
+
+    def next_batch(self, running: Collection[Req], free_rows: int, ratio: float, riding: int = 0) -> Batch | None:
+        """Admit what fits and give it pages; None if nothing can be prefilled now.
+
+        riding: tokens of the step's budget that decoding requests take, but for a page: else none might be left.
+        """
         if self.chunked is None and (not self.waiting or free_rows == 0):
             return None
         reserved = reserved_pages(running, ratio, self._page_size)
         batch = Batch(Phase.PREFILL, [], [], [], [])
         pending = PendingPrefixes()
-        tokens_left = self._chunk_tokens
+        tokens_left = max(self._chunk_tokens - riding, self._page_size)
         if self.chunked is not None:
             req = self.chunked
             tokens_left -= self._append(batch, req, tokens_left)
@@ -77,8 +91,7 @@ class PrefillManager:
             if req is self.chunked:
                 return batch if batch.reqs else None
             reserved += reserved_pages(batch.reqs, ratio, self._page_size)
-        waiting = list(self.waiting.values())
-        for req in self._order(waiting, self._estimate):
+        for req in self._in_order():
             if tokens_left <= 0 or free_rows == 0 or self.chunked is not None:
                 break
             match = self._cache.match(req)
@@ -97,21 +110,49 @@ class PrefillManager:
             free_rows -= 1
         return batch if batch.reqs else None
 
-    def _fits(self, req: Req, match: Match, reserved: int | None) -> bool:
+    def _fits(self, req: Req, match: Match, reserved: int | None, more: int = 0) -> bool:
         """`reserved`: pages that admitted requests will take. None: there are none, and then a request is admitted if
-        its prompt fits, whatever it may produce: else it would wait for ever."""
+        its prompt fits, whatever it may produce: else it would wait for ever. `more`: pages besides those available."""
         matched = match.num_pages * self._page_size
-        available = self._cache.available_pages - self._cache.tree.unlocked_pages(match)
+        available = self._cache.available_pages - self._cache.tree.unlocked_pages(match) + more
         if reserved is None:
-            return self._cache.pages_for(len(req.tokens) + 1) - match.num_pages <= available
+            prompt = len(req.tokens) + min(req.max_new_tokens, 1)
+            return self._cache.pages_for(prompt) - match.num_pages <= available
         return cost_pages(req, matched, self._page_size) <= available - reserved
+
+    def to_preempt(self, running: Collection[Req], free_rows: int, ratio: float) -> list[Req]:
+        """Who must be retracted so that the first in order can be admitted: the fewest, if more urgent than they are by
+        the threshold. [] if it need not, or may not, be done, or if it would not help."""
+        if self._threshold is None or not self.waiting:
+            return []
+        everyone = [*running] if self.chunked is None else [*running, self.chunked]
+        first = self._in_order()[0]
+        others = candidates(first, everyone, threshold=self._threshold, starvation_bound=self._starvation_bound)
+        others.sort(key=lambda req: req is not self.chunked)  # which loses nothing
+        match = self._cache.match(first)
+
+        def enough(victims: list[Req]) -> bool:
+            gone = set(victims)
+            staying = [req for req in everyone if req not in gone]
+            if self.chunked in staying:
+                return False  # nobody is admitted before its last chunk
+            reserved = reserved_pages(staying, ratio, self._page_size) if staying else None
+            more = self._cache.pages_of_release(victims, match)
+            return free_rows + len(victims) > 0 and self._fits(first, match, reserved, more)
+
+        return fewest(others, enough)
 
     def _admit(self, req: Req, match: Match) -> None:
         del self.waiting[req.rid]
-        note_overtaking(req, self.waiting.values())
+        req.waited_s += self._clock() - req.waiting_since
         self._cache.admit(req, match)
         if req.cached_tokens < 0:
             req.cached_tokens = req.tree_len
+
+    def least_urgent(self) -> Req | None:
+        """Of those that have not begun, whom a more urgent request may replace in a full queue: the last to come."""
+        fresh = [req for req in self.waiting.values() if not req.retractions]
+        return min(reversed(fresh), key=lambda req: req.priority, default=None)
 
     def _append(self, batch: Batch, req: Req, tokens_left: int) -> int:
         """Add as much of `req` as budget and memory allow. → tokens added. Sets `chunked` if not all of it was."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from treeline_runtime.core import Req
-from treeline_runtime.messages import BatchTokenOut, CacheUpdate, LoadUpdate, Reply, StateReq, TokenOut
+from treeline_runtime.messages import BatchTokenOut, CacheUpdate, HiddenStates, LoadUpdate, Reply, StateReq, TokenOut
 from treeline_runtime.publisher.client import PublisherClient
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.executor import Sampled
@@ -79,7 +80,7 @@ class Reporter:
 
 
 def token_out(req: Req, result: Sampled | None) -> TokenOut:
-    """What a step did to `req`: its new token, if there is one, and its end, if it has ended."""
+    """What a step did to `req`: its new token, if there is one, and its end, if it has ended, with its vector."""
     first = req.return_logprob and not req.input_logprobs_sent
     sampled = result is not None and result.token is not None
     out = TokenOut(
@@ -90,12 +91,17 @@ def token_out(req: Req, result: Sampled | None) -> TokenOut:
         cached_tokens=max(req.cached_tokens, 0),
         completion_tokens=req.output_len,
         retractions=req.retractions,
+        vector=req.vector,
     )
-    if not req.return_logprob:
-        return out
     extra: dict[str, Any] = {}
+    if req.hidden and req.finish is not None and req.finish.type != "error":
+        rows = np.concatenate(req.hidden)
+        data = rows.astype("<f4", copy=False).tobytes()
+        extra["hidden_states"] = HiddenStates(req.hidden_from, rows.shape[1], data)
+    if not req.return_logprob:
+        return msgspec.structs.replace(out, **extra) if extra else out
     if sampled and result is not None and result.logprob is not None:
-        extra = {"output_token_logprobs": [result.logprob], "output_top_logprobs": [result.top_logprobs]}
+        extra |= {"output_token_logprobs": [result.logprob], "output_top_logprobs": [result.top_logprobs]}
     if first and req.logprob_start_len >= 0:
         known = req.input_logprobs
         if req.logprob_start_len == 0:

@@ -10,7 +10,7 @@ import torch
 
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.models.decoder import Decoder
-from treeline_runtime.models.loader import resolve_context_length, resolve_device, resolve_dtype
+from treeline_runtime.models.loader import resolve_context_length, resolve_device, resolve_dtype, resolve_kv_dtype
 from treeline_runtime.scheduler.memory import bytes_per_token, num_pages
 
 GIB = 1 << 30
@@ -26,6 +26,7 @@ class Resolved:
 
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     context_length: int
     page_size: int
     num_pages: int
@@ -34,6 +35,8 @@ class Resolved:
     chunked_prefill_size: int
     overlap_depth: int
     max_graph_batch: int
+    reserved_bytes: int
+    """On a CUDA device, besides weights and KV pool."""
 
     @property
     def max_total_tokens(self) -> int:
@@ -47,32 +50,37 @@ class Resolved:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for the info endpoint."""
         derived = {"max_total_tokens": self.max_total_tokens, "longest_request": self.longest_request}
-        dtype = str(self.dtype).removeprefix("torch.")
-        return dataclasses.asdict(self) | derived | {"device": str(self.device), "dtype": dtype}
+        dtypes = {name: str(getattr(self, name)).removeprefix("torch.") for name in ("dtype", "kv_dtype")}
+        return dataclasses.asdict(self) | derived | dtypes | {"device": str(self.device)}
 
 
 def resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
     """Raises ConfigError where the settings and the machine do not go together."""
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, device)
     on_cpu = device.type == "cpu"
     chunk = config.chunked_prefill_size or (1024 if on_cpu else _cuda_chunk(device))
     running = config.max_running_requests or (64 if on_cpu else 256)
     graphs = min(running, LARGEST_GRAPH) if config.max_graph_batch is None else min(running, config.max_graph_batch)
+    if model.pooler is not None:
+        graphs = 0  # nothing is decoded
     context_length = resolve_context_length(config, model.config)
     reserved = 0 if on_cpu else _reserved(running, graphs, context_length, model, dtype)
     return Resolved(
         device=device,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         context_length=context_length,
         page_size=config.page_size,
-        num_pages=num_pages(config, model.config, dtype, device, reserved),
-        kv_bytes_per_token=bytes_per_token(model.config, dtype),
+        num_pages=num_pages(config, model.config, kv_dtype, device, reserved),
+        kv_bytes_per_token=bytes_per_token(model.config, kv_dtype),
         max_running_requests=running,
         # chunks end at page boundaries
         chunked_prefill_size=-(-chunk // config.page_size) * config.page_size,
         overlap_depth=(0 if on_cpu else 1) if config.overlap_depth is None else config.overlap_depth,
         max_graph_batch=0 if on_cpu else graphs,
+        reserved_bytes=reserved,
     )
 
 

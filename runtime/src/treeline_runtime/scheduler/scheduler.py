@@ -15,7 +15,6 @@ A `Transport` carries its messages; what a step has to say goes there through a 
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections import deque
 from collections.abc import Callable
@@ -27,27 +26,30 @@ from treeline_runtime.messages import (
     AbortReq,
     DrainReq,
     FinishReason,
-    FlushReq,
     GenerateReq,
     LoadUpdate,
-    Reply,
     StateReq,
     StopReq,
     TokenOut,
     ToScheduler,
 )
 from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.scheduler.activity import Activity
+from treeline_runtime.scheduler.administration import Administration
 from treeline_runtime.scheduler.admission import NewTokenRatio
+from treeline_runtime.scheduler.arrivals import Arrivals
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.decode import DecodeManager, retraction_order
 from treeline_runtime.scheduler.executor import Executor, Launched, Sampled
 from treeline_runtime.scheduler.memory import told_as_settings
 from treeline_runtime.scheduler.prefill import PrefillManager
-from treeline_runtime.scheduler.refusal import refusal
+from treeline_runtime.scheduler.profiler import Profiler
 from treeline_runtime.scheduler.reports import Reporter, token_out
+from treeline_runtime.scheduler.residence import AWAKE, Residence
 from treeline_runtime.scheduler.resolve import Resolved, resolve
 from treeline_runtime.scheduler.stats import SchedulerStats
 from treeline_runtime.scheduler.table import TableManager
+from treeline_runtime.scheduler.time_limits import TimeLimits
 from treeline_runtime.scheduler.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -59,7 +61,15 @@ WARM_UP_TOKENS = 16
 class Scheduler:
     """Runs requests on one model. Every accepted rid ends in exactly one TokenOut with `finish`."""
 
-    def __init__(self, config: SchedulerConfig, model: Decoder, transport: Transport) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        model: Decoder,
+        transport: Transport,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """clock: seconds, by which waiting is measured."""
         self.config = config
         self.limits: Resolved = resolve(config, model)
         limits = self.limits
@@ -71,45 +81,47 @@ class Scheduler:
             scratch_page=limits.num_pages,
         )
         self.cache = CacheManager(limits.num_pages, config.page_size, config.eviction_policy, self.table)
-        self.prefill = PrefillManager(config, limits.chunked_prefill_size, self.cache)
+        self.prefill = PrefillManager(config, limits.chunked_prefill_size, self.cache, clock)
         self.decode = DecodeManager(self.cache)
-        with told_as_settings("the KV pool, workspaces and graphs"):
-            self.executor = Executor(
-                config,
-                model,
-                self.table,
-                num_pages=limits.num_pages,
-                dtype=limits.dtype,
-                device=limits.device,
-                largest_graph=limits.max_graph_batch,
-            )
+        self.residence = Residence(config, limits, self.table, model, self.warm_up)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
+        self._clock = clock
+        self._time_limits = TimeLimits(config.waiting_timeout, config.request_timeout)
         self.stats = SchedulerStats()
         self.draining = False
-        self._model_config = model.config
+        self._pooler = model.pooler
+        pooling = None if model.pooler is None else model.pooler.pooling
+        self._arrivals = Arrivals(config, limits.longest_request, model.config, pooling)
         self._pending: deque[tuple[Launched, float]] = deque()
         self._leaving: dict[Req, bool] = {}  # finished, but in flight → whether what it computed is trusted
         self._processed_at = 0.0
         self._prefills_in_a_row = 0
-        self._arrivals = 0
-        self._random = random.Random()
         self._transport = transport
         self.reporter = Reporter(transport, self.cache)
+        self.activity = Activity(self._totals)
+        self.profiler = Profiler(limits.device)
+        administration = Administration(
+            self.residence, self.cache, self.profiler, is_idle=lambda: self.is_idle, reply=self.reporter.reply
+        )
         self._handlers: dict[type, Callable[[Any], None]] = {
             GenerateReq: self._on_generate,
             AbortReq: self._on_abort,
             StopReq: self._on_stop,
-            FlushReq: self._on_flush,
             StateReq: self._on_state,
             DrainReq: self._on_drain,
+            **administration.handlers,
         }
+
+    @property
+    def executor(self) -> Executor:
+        return self.residence.executor
 
     def warm_up(self) -> None:
         """Before the first request: see `Executor.warm_up`. Raises ConfigError where a full step has no memory."""
         chunk = min(self.limits.chunked_prefill_size, self.limits.context_length)
         lengths = [1, chunk] if self.limits.device.type == "cuda" else [min(WARM_UP_TOKENS, chunk)]
         started = time.perf_counter()
-        with told_as_settings(f"a step of {chunk} prompt tokens"):
+        with told_as_settings(f"a step of {chunk} prompt tokens", self.limits.device):
             self.executor.warm_up(lengths)
         logger.info("warmed up with %s tokens: %.1f s", " and ".join(map(str, lengths)), time.perf_counter() - started)
 
@@ -119,6 +131,7 @@ class Scheduler:
         """Step until `stop()`."""
         while not stop():
             if not self.step():
+                self.activity.begin("idle")
                 self.reporter.catch_up()
                 self._transport.wait()
 
@@ -127,9 +140,13 @@ class Scheduler:
         messages = self._transport.receive()
         for message in messages:
             self._handle(message)
+        for req, finish in self._time_limits.exceeded(self.prefill.waiting.values(), self._clock()):
+            self._finish(req, finish)
+        self.activity.begin("choosing a batch")
         batch = self._next_batch()
         if batch is not None:
             self._launch(batch)
+            self.profiler.step()
         worked = bool(messages or self._pending or self.reporter.has_tokens)
         while len(self._pending) > (self.limits.overlap_depth if batch is not None else 0):
             self._process(*self._pending.popleft())
@@ -138,6 +155,7 @@ class Scheduler:
         return worked
 
     def _handle(self, message: ToScheduler) -> None:
+        self.activity.begin(f"handling {type(message).__name__}")
         try:
             self._handlers[type(message)](message)
         except Exception as error:
@@ -147,26 +165,40 @@ class Scheduler:
                 self.reporter.tell(TokenOut(message.rid, [], finish))
 
     def _next_batch(self) -> Batch | None:
-        """Prefill first, but let decode have a step after every few prefills."""
-        runnable = self.decode.runnable()
-        if not runnable or self._prefills_in_a_row < self.config.prefills_in_a_row:
-            batch = self.prefill.next_batch(self.decode.running.values(), self.table.num_free, self.ratio.value)
+        """Prefill first; but decode has a step after every few prefills, or rides along with each (`mixed_chunk`)."""
+        if not self._preempt():
+            return None
+        config, runnable = self.config, self.decode.runnable()
+        short = self.decode.missing_pages(runnable) > self.cache.available_pages
+        riding = self.decode.next_batch(runnable) if config.mixed_chunk and runnable and not short else None
+        may_wait = not config.mixed_chunk and self._prefills_in_a_row < config.prefills_in_a_row
+        if riding is not None or may_wait or not runnable:
+            batch = self.prefill.next_batch(
+                self.decode.running.values(),
+                self.table.num_free,
+                self.ratio.value,
+                riding=len(runnable) if riding is not None else 0,
+            )
             if batch is not None:
                 self._prefills_in_a_row += 1
+                if riding is not None:
+                    self.ratio.on_decode()
+                    batch.take_along(riding)
                 return batch
-        self._prefills_in_a_row = 0
-        if self.decode.missing_pages(runnable) > self.cache.available_pages:
+        if short:
             if self._pending:
                 return None  # results in flight may end requests; retract only what is known
             runnable = self._make_room(runnable)
         if not runnable:
             return None
+        self._prefills_in_a_row = 0
         self.ratio.on_decode()
-        return self.decode.next_batch(runnable)
+        return riding if riding is not None else self.decode.next_batch(runnable)
 
     def _launch(self, batch: Batch) -> None:
         """Launch; if that fails, launch each request alone, so that only the faulty one ends."""
         started = time.perf_counter()
+        self.activity.begin("launching", batch)
         try:
             self._pending.append((self.executor.launch(batch), started))
         except Exception as error:
@@ -174,8 +206,8 @@ class Scheduler:
             if len(batch.reqs) == 1:
                 self._fail(batch.reqs[0], f"internal error: {error!r}")
                 return
-            for i, req in enumerate(batch.reqs):
-                self._launch(Batch(batch.phase, [req], [batch.starts[i]], [batch.ends[i]], [batch.samples[i]]))
+            for one in batch.apart():
+                self._launch(one)
             return
         for req, end, samples in zip(batch.reqs, batch.ends, batch.samples, strict=True):
             req.in_flight += 1
@@ -187,6 +219,7 @@ class Scheduler:
     def _process(self, launched: Launched, started: float) -> None:
         """Take the results of one batch into the requests."""
         batch = launched.batch
+        self.activity.begin("waiting for results", batch)
         try:
             results = launched.result()
         except Exception as error:
@@ -196,11 +229,13 @@ class Scheduler:
         seconds = now - max(started, self._processed_at)  # a step launched behind another begins when that one ends
         self._processed_at = now
         if batch.phase is Phase.PREFILL:
-            self.stats.on_prefill(batch.num_tokens, seconds)
+            self.stats.on_prefill(batch.num_tokens - batch.riding, seconds)
         else:
             self.stats.on_decode(seconds)
-        for req, end, result in zip(batch.reqs, batch.ends, results, strict=True):
+        for i, (req, end, result) in enumerate(zip(batch.reqs, batch.ends, results, strict=True)):
             req.in_flight -= 1
+            if req.deferred:
+                self.cache.batch_done(req)
             if req.finish is not None:
                 self._leaving[req] &= result.failed is None
                 self._release_if_idle(req)
@@ -208,7 +243,7 @@ class Scheduler:
                 self._fail(req, result.failed)
             else:
                 try:
-                    self._advance(req, end, batch.phase, result)
+                    self._advance(req, end, batch.phase_of(i), result)
                 except Exception as error:
                     logger.exception("a result could not be taken: %r", req)
                     self._fail(req, f"internal error: {error!r}")
@@ -216,13 +251,19 @@ class Scheduler:
     def _advance(self, req: Req, end: int, phase: Phase, result: Sampled) -> None:
         """One request is computed up to `end`, and perhaps one token longer."""
         req.kv_len = end
+        if result.hidden_states is not None:
+            req.take_hidden(result.hidden_states, end)
         if phase is Phase.PREFILL:
             self.cache.cache_unfinished(req)
             if req.wants_input_logprobs:
                 req.input_logprobs += result.input_logprobs
                 req.input_top_logprobs += result.input_top_logprobs
+            if result.pooled is not None:
+                req.pooled = result.pooled if req.pooled is None else req.pooled + result.pooled
             if result.token is None:
                 if req.kv_len == len(req.tokens):  # nothing to produce: max_new_tokens is 0
+                    if self._pooler is not None:
+                        req.vector = self._pooler.finish(req.pooled, len(req.tokens))
                     self._finish(req, FinishReason("length"))
                 return
         assert result.token is not None
@@ -259,6 +300,19 @@ class Scheduler:
         logger.info("retracted %d requests, new token ratio %.2f", retracted, self.ratio.value)
         return runnable
 
+    def _preempt(self) -> bool:
+        """Retract those who give way to a more urgent request. → False: not yet, since results are in flight."""
+        victims = self.prefill.to_preempt(self.decode.running.values(), self.table.num_free, self.ratio.value)
+        if victims and self._pending:
+            return False
+        for req in victims:
+            if req is self.prefill.chunked:
+                self.prefill.chunked = None
+            self._retract(req)
+        if victims:
+            logger.info("%d requests gave way to a more urgent one", len(victims))
+        return True
+
     def _retract(self, req: Req) -> None:
         """Release without caching, and wait at the front of the queue."""
         self.decode.running.pop(req.rid, None)
@@ -266,6 +320,7 @@ class Scheduler:
         req.launched_tokens = req.output_len
         req.input_logprobs.clear()
         req.input_top_logprobs.clear()
+        req.pooled = None
         req.retractions += 1
         self.prefill.requeue(req)
 
@@ -284,6 +339,7 @@ class Scheduler:
         req.finish = finish
         self.prefill.waiting.pop(req.rid, None)
         self.decode.running.pop(req.rid, None)
+        self._time_limits.end(req)
         if self.prefill.chunked is req:
             self.prefill.chunked = None
         self.reporter.tell(token_out(req, result))
@@ -318,24 +374,27 @@ class Scheduler:
         if finish is not None:
             self.reporter.tell(TokenOut(message.rid, [], finish, prompt_tokens=len(message.input_ids)))
             return
-        seed = message.sampling.seed
-        self._arrivals += 1
-        req = Req.of(
-            message,
-            seed=self._random.getrandbits(64) if seed is None else seed,
-            eos_ids=self._model_config.eos_token_ids,
-            max_new_tokens=min(message.sampling.max_new_tokens, self.limits.longest_request - len(message.input_ids)),
-            arrival=self._arrivals,
-        )
+        req = self._arrivals.new_req(message)
         self.prefill.queue(req)
+        self._time_limits.begin(req, self._clock())
 
     def _refusal(self, message: GenerateReq) -> FinishReason | None:
-        finish = refusal(message, vocab_size=self._model_config.vocab_size, longest_request=self.limits.longest_request)
+        if self.residence.level != AWAKE:
+            return FinishReason("error", message="the engine is asleep", status=503)
+        return self._arrivals.refusal(message) or self._find_place(message)
+
+    def _find_place(self, message: GenerateReq) -> FinishReason | None:
+        """503 if the queue is full, and nobody in it is less urgent and could leave."""
         most = self.config.max_queued_requests
         # those that find a free row in this step do not really wait
-        if finish is None and most is not None and len(self.prefill.waiting) >= most + self.table.num_free:
-            return FinishReason("error", message=f"the queue is full: {most} requests wait", status=503)
-        return finish
+        if most is None or len(self.prefill.waiting) < most + self.table.num_free:
+            return None
+        full = FinishReason("error", message=f"the queue is full: {most} requests wait", status=503)
+        least = self.prefill.least_urgent() if self.config.schedule_policy == "priority" else None
+        if least is None or least.priority >= self._arrivals.urgency(message):
+            return full
+        self._finish(least, full)
+        return None
 
     def _find(self, rid: str) -> Req | None:
         """The request of this id that has not ended."""
@@ -345,7 +404,7 @@ class Scheduler:
         return self.decode.running.get(rid) or self.prefill.waiting.get(rid) or self._in_flight().get(rid)
 
     def _in_flight(self) -> dict[str, Req]:
-        """Requests that live in a launched batch alone: a prompt with nothing to produce."""
+        """Requests that live in a launched batch alone: prompts with nothing to produce but a vector."""
         return {req.rid: req for launched, _ in self._pending for req in launched.batch.reqs if req.finish is None}
 
     def _everything(self) -> list[Req]:
@@ -370,13 +429,6 @@ class Scheduler:
         if req is not None:
             self._finish(req, FinishReason("stop", matched=message.matched))
 
-    def _on_flush(self, message: FlushReq) -> None:
-        if self.is_idle:
-            self.cache.flush()
-            self.reporter.reply(Reply(message.id))
-        else:
-            self.reporter.reply(Reply(message.id, ok=False, message="requests are running or waiting"))
-
     def _on_drain(self, _: DrainReq) -> None:
         self.draining = True
 
@@ -393,9 +445,9 @@ class Scheduler:
 
     def load(self) -> LoadUpdate:
         chunked = self.prefill.chunked
-        running = list(self.decode.running.values())
+        alone = {} if self._pooler is None else self._in_flight()  # where there is text these are a few at most
         return LoadUpdate(
-            running=len(running) + (chunked is not None),
+            running=len(self.decode.running) + len(alone) + (chunked is not None and chunked.rid not in alone),
             waiting=len(self.prefill.waiting),
             waiting_uncached_tokens=self.prefill.uncached_tokens(),
             pages_used=self.cache.used_pages,
@@ -409,6 +461,7 @@ class Scheduler:
             decode_step_ms=self.stats.decode_step_ms,
             draining=self.draining,
             max_running=self.limits.max_running_requests,
+            asleep=self.residence.level,
         )
 
     def _end_step(self) -> None:
@@ -417,6 +470,14 @@ class Scheduler:
             self.ratio.on_idle()
             if not self.cache.is_balanced():
                 logger.error("pages are lost: %d free, %d cached of %d", *self._page_counts())
+
+    def _totals(self) -> str:
+        free, cached, total = self._page_counts()
+        return (
+            f"{len(self.decode.running)} running, {len(self.prefill.waiting)} waiting, "
+            f"{len(self._pending)} launched batches unprocessed, {len(self._leaving)} requests leaving; "
+            f"pages: {free} free, {cached} cached of {total}"
+        )
 
     def _page_counts(self) -> tuple[int, int, int]:
         return self.cache.pool.num_free, self.cache.tree.num_pages, self.cache.pool.num_pages

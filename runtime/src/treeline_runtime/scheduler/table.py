@@ -26,12 +26,22 @@ class TableManager:
         # zeros of numpy are not touched until written: the tables cost what is used of them
         self.pages = np.zeros((num_rows + 1, -(-context_length // page_size)), dtype=np.int64)
         self.pages[num_rows] = scratch_page
-        tokens = np.zeros((num_rows + 1, context_length + 1), dtype=np.int64)
-        self.page_table = torch.from_numpy(self.pages).to(device)
-        self.token_pool = torch.from_numpy(tokens).to(device)
+        self._device = device
+        self._token_cells = (num_rows + 1, context_length + 1)
+        self.enter_device()
         self._mirrored = device.type != "cpu"
         self._new_tokens: dict[int, list[int]] = {}
         self._new_pages: list[tuple[int, int, int]] = []  # (row, start, end)
+
+    def enter_device(self) -> None:
+        """Make the tables on the device, without tokens."""
+        self.page_table = torch.from_numpy(self.pages).to(self._device)
+        self.token_pool = torch.from_numpy(np.zeros(self._token_cells, dtype=np.int64)).to(self._device)
+
+    def leave_device(self) -> None:
+        """Give their memory back; no row may be in use until `enter_device`."""
+        assert self.num_free == self.num_rows, "rows are in use"
+        self.page_table = self.token_pool = torch.empty(0, dtype=torch.int64)
 
     @property
     def num_free(self) -> int:

@@ -130,6 +130,17 @@ class Completion(Struct):
     usage: Usage | Maybe | None = UNSET
 
 
+class HiddenStates(Struct):
+    """Of the prompt's tokens from `first_position` on (those before were cached), and of the output's but the last."""
+
+    first_position: int
+    shape: list[int]
+    """Rows, and the size of each."""
+    dtype: Literal["float32"]
+    data: str
+    """Base64, little-endian, row by row."""
+
+
 class MetaInfo(Struct):
     id: str
     finish_reason: dict[str, Any] | None
@@ -143,6 +154,7 @@ class MetaInfo(Struct):
     output_token_logprobs: list[Any] | Maybe = UNSET
     input_top_logprobs: list[Any] | Maybe = UNSET
     output_top_logprobs: list[Any] | Maybe = UNSET
+    hidden_states: HiddenStates | Maybe = UNSET
 
 
 class Generated(Struct):
@@ -162,6 +174,90 @@ class Tokens(Struct):
 
 class Text(Struct):
     text: str | list[str]
+
+
+class VectorUsage(Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(Struct):
+    """A vector, or its float32 numbers (little endian) in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(Struct):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: VectorUsage
+
+
+class PooledItem(Struct):
+    object: Literal["pooling"]
+    index: int
+    data: list[float] | str
+
+
+class Pooled(Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PooledItem]
+    usage: VectorUsage
+
+
+class ClassifiedItem(Struct):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Classified(Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ClassifiedItem]
+    usage: VectorUsage
+
+
+class ScoreItem(Struct):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreItem]
+    usage: VectorUsage
+
+
+class RankedDocument(Struct):
+    text: str
+
+
+class Ranked(Struct):
+    index: int
+    relevance_score: float
+    document: RankedDocument | Maybe = UNSET
+
+
+class Ranking(Struct):
+    id: str
+    object: Literal["list"]
+    model: str
+    results: list[Ranked]
+    usage: VectorUsage
 
 
 class Model(Struct):

@@ -57,7 +57,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "best_of": (1,),
     "suffix": ("",),
-    "priority": (0,),
     "lora_path": ("",),
     "separate_reasoning": (True,),
     "stream_reasoning": (True,),

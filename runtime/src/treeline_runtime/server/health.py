@@ -103,17 +103,20 @@ class EngineHealth:
                 await asyncio.sleep(RETRY_S)
 
     async def check(self) -> None:
-        """Have a few tokens generated. Raises ApiError 503: requests do not work, or none is accepted now."""
+        """Have a few tokens generated, or a vector made. Raises ApiError 503: requests do not work, or none is accepted
+        now."""
         self._service.admit()
-        few = SamplingParams(max_new_tokens=TOKENS, temperature=0.0, ignore_eos=True)
-        inflight = await self._service.open(GenerationJob(new_rid("health"), [PromptSpec([0], few)]))
+        pools = self._service.pooling is not None
+        few = SamplingParams(max_new_tokens=0 if pools else TOKENS, temperature=0.0, ignore_eos=True)
+        job = GenerationJob(new_rid("health"), [PromptSpec([0], few)], pools=pools)
+        inflight = await self._service.open(job)
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 await self._service.collect(inflight)
         except TimeoutError:
             raise self._failed(f"no answer within {TIMEOUT_S:g} s") from None
         except ApiError as error:
-            if error.status == 503:  # a full queue, or the server is stopping
+            if error.status in (503, 504):  # a full queue, a limit of time, or the server is stopping
                 raise
             raise self._failed(str(error)) from None
         finally:

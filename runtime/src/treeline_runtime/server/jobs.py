@@ -27,6 +27,7 @@ class PromptSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
+    return_hidden_states: bool = False
 
 
 class GenerationJob(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -43,6 +44,9 @@ class GenerationJob(msgspec.Struct, frozen=True, omit_defaults=True):
     """Ids of the generations, where the client chose them."""
     hides_cache: bool = False
     """The answer's body does not tell what was cached."""
+    priority: int = 0
+    pools: bool = False
+    """A vector is wanted of each prompt, and no text."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -66,6 +70,9 @@ class GenerationJob(msgspec.Struct, frozen=True, omit_defaults=True):
                 return_logprob=prompt.return_logprob,
                 logprob_start_len=prompt.logprob_start_len,
                 top_logprobs_num=prompt.top_logprobs_num,
+                priority=self.priority,
+                pools=self.pools,
+                return_hidden_states=prompt.return_hidden_states,
             )
             for rid, (prompt, choice) in zip(rids, choices, strict=True)
         ]
@@ -108,6 +115,35 @@ class GenerateTask(msgspec.Struct, tag="generate", frozen=True):
     """Each logprob comes with its token's text."""
 
 
+class VectorsTask(msgspec.Struct, tag="vectors", frozen=True):
+    """Of `/v1/embeddings` and `/pooling`."""
+
+    job: GenerationJob
+    base64: bool
+    dimensions: int | None = None
+    """Those that are wanted; None = all."""
+
+
+class ClassifyTask(msgspec.Struct, tag="classify", frozen=True):
+    job: GenerationJob
+    activation: bool
+    """Probabilities are wanted, not the head's own outputs."""
+
+
+class ScoreTask(msgspec.Struct, tag="score", frozen=True):
+    job: GenerationJob
+    activation: bool
+
+
+class RerankTask(msgspec.Struct, tag="rerank", frozen=True):
+    job: GenerationJob
+    activation: bool
+    top_n: int | None
+    """Results that are wanted, the most relevant ones; None = all."""
+    documents: list[str] | None
+    """To be shown in the answer; None = they are not."""
+
+
 class Answered(msgspec.Struct, tag="answered", frozen=True):
     """The answer itself, as JSON."""
 
@@ -127,4 +163,4 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     """The name, where it is that."""
 
 
-Task = ChatTask | CompletionTask | GenerateTask | Answered
+Task = ChatTask | CompletionTask | GenerateTask | VectorsTask | ClassifyTask | ScoreTask | RerankTask | Answered

@@ -12,12 +12,16 @@ MAX_CONTROL_BYTES = 64 << 10
 INLINE_BYTES = 8 << 10
 """Smaller bodies are parsed and tokenized in the event loop: about 5 ms for the worst of them. Larger ones go to a
 process of their own (`reader_pool`)."""
+INLINE_TEXTS_BYTES = 2 << 10
+"""The same where a body may be a list of texts, each of which costs some 30 µs however short it is."""
 MAX_ANSWER_BYTES = 32 << 20
 """What `/detokenize` may answer."""
 MAX_PROMPT_TOKENS = 1 << 19
 """Prompt tokens in one HTTP request, all its prompts together; a model's context may be longer."""
 MAX_GENERATIONS = 1024
 """Generations that one HTTP request may start (prompts x n), and lists that it may have detokenized."""
+MAX_INPUTS = 2048
+"""Texts that one HTTP request may have made vectors of: OpenAI's limit."""
 BYTES_PER_TOKEN = 16
 """What a token of a prompt in flight is counted as: its entry in a list, here and in the scheduler."""
 

@@ -74,9 +74,12 @@ class Metrics:
         self.requests = self._counter("num_requests_total", "Generations sent to the scheduler")
         self.aborted = self._counter("num_aborted_requests_total", "Generations aborted because their client left")
         self.retracted = self._counter("num_retracted_requests_total", "Times that a request was taken back for memory")
-        self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of generations that began")
+        self.prompt_tokens = self._counter(
+            "prompt_tokens_total", "Prompt tokens of generations that began, and of vectors"
+        )
         self.cached_tokens = self._counter("cached_tokens_total", "Prompt tokens that the prefix cache supplied")
         self.generation_tokens = self._counter("generation_tokens_total", "Tokens generated")
+        self.vectors = self._counter("num_vectors_total", "Vectors made of prompts: embeddings, scores, rewards")
         self.rejected = self._counter("num_rejected_requests_total", "Requests answered 503: queue full or draining")
 
         self.time_to_first_token = self._histogram(

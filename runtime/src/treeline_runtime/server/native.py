@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import math
 import time
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from treeline_runtime.messages import FinishReason, TextOut, decode_logprobs
+from treeline_runtime.messages import FinishReason, HiddenStates, TextOut, decode_logprobs
 from treeline_runtime.server import openai
 from treeline_runtime.server.fields import check_unknown, convert
 from treeline_runtime.server.http import DONE, ApiError, Request, Response, encode_json, json_response
@@ -20,7 +21,8 @@ from treeline_runtime.server.pacing import Pacer, elements, open_object
 from treeline_runtime.server.service import Service, token_headers
 from treeline_runtime.tokenizer_manager import InflightRequest, NoReply
 
-WEIGHT_VERSION = "default"
+_BASE64_AT_ONCE = 3 << 18
+"""Bytes, a multiple of three: the texts of the parts put together are that of the whole."""
 
 
 async def generate(service: Service, request: Request) -> Response | None:
@@ -28,9 +30,22 @@ async def generate(service: Service, request: Request) -> Response | None:
     started_at = time.monotonic()
     task = await service.read(request, "generate", GenerateTask)
     job = task.job
+    if job.prompts[0].return_hidden_states and not service.gives_hidden_states:
+        raise ApiError(
+            400,
+            "Start the server with --enable-return-hidden-states to ask for them",
+            param="return_hidden_states",
+            code="disabled",
+        )
     inflight = await service.open(job)
     try:
-        answers = _Answers(inflight.rids, started_at, with_text=task.with_text, hides_cache=job.hides_cache)
+        answers = _Answers(
+            inflight.rids,
+            started_at,
+            with_text=task.with_text,
+            weight_version=service.state.weight_version,
+            hides_cache=job.hides_cache,
+        )
         if task.streaming.on:
             await _stream(service, request, task, inflight, answers)
             return None
@@ -53,6 +68,7 @@ class _Answers:
     rids: list[str]
     started_at: float
     with_text: bool
+    weight_version: str
     hides_cache: bool = False
     """Clients read the member, so it stays and says 0."""
     _so_far: dict[int, _SoFar] = field(default_factory=dict)
@@ -83,7 +99,7 @@ class _Answers:
             "prompt_tokens": out.prompt_tokens,
             "completion_tokens": out.completion_tokens,
             "cached_tokens": 0 if self.hides_cache else out.cached_tokens,
-            "weight_version": WEIGHT_VERSION,
+            "weight_version": self.weight_version,
             "num_retractions": out.retractions,
             "e2e_latency": time.monotonic() - self.started_at,
         }
@@ -92,6 +108,8 @@ class _Answers:
         pieces.append(encode_json(meta)[:-1])
         for name, listed in so_far.logprobs.items():
             pieces += [b',"%s":[' % name.encode(), bytes(listed), b"]"]
+        if out.hidden_states is not None:
+            pieces += await _hidden_states(out.hidden_states, pacer)
         return [*pieces, b"}}"]
 
     def _shown(self, item: Any) -> Any:
@@ -117,6 +135,17 @@ def _extend(known: bytearray, fresh: bytes) -> None:
     if known and fresh:
         known += b","
     known += fresh
+
+
+async def _hidden_states(states: HiddenStates, pacer: Pacer) -> list[bytes]:
+    """A member of `meta_info`: rows as base64, since as JSON they would be three times as long."""
+    shape = [len(states.data) // (4 * states.size), states.size]
+    head = {"first_position": states.first, "shape": shape, "dtype": "float32"}
+    pieces = [b',"hidden_states":', open_object(head, "data"), b'"']
+    for start in range(0, len(states.data), _BASE64_AT_ONCE):
+        pieces.append(base64.b64encode(states.data[start : start + _BASE64_AT_ONCE]))
+        await pacer.rest()
+    return [*pieces, b'"}']
 
 
 def _finish(finish: FinishReason | None, completion_tokens: int) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from treeline_runtime.server import openai
-from treeline_runtime.server.sampling import MAX_TOP_LOGPROBS, Count, SamplingFields, Seed, TokenId
+from treeline_runtime.server.sampling import MAX_TOP_LOGPROBS, Count, Priority, SamplingFields, Seed, TokenId
 
 StartLen = Annotated[int, Meta(ge=-1, le=1 << 31)]
 TopCount = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -27,10 +27,13 @@ class GenerateBody(Struct, frozen=True):
     sampling_params: dict[str, Any] | list[Any] | None = None
     rid: openai.Rid | list[openai.Rid] | None = None
     stream: bool | None = None
+    priority: Priority | None = None
+    """Of the whole batch."""
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: StartLen | list[StartLen] | None = None
     top_logprobs_num: TopCount | list[TopCount] | None = None
     return_text_in_logprobs: bool | None = None
+    return_hidden_states: bool | None = None
 
 
 class TokenizeBody(Struct, frozen=True):

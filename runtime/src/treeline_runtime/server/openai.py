@@ -17,7 +17,7 @@ from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.jobs import Caller, Streaming
 from treeline_runtime.server.pacing import Pacer, elements
 from treeline_runtime.server.prompts import Prompts
-from treeline_runtime.server.sampling import MAX_TOP_LOGPROBS, Count, PositiveCount, SamplingFields, Seed
+from treeline_runtime.server.sampling import MAX_TOP_LOGPROBS, Count, PositiveCount, Priority, SamplingFields, Seed
 
 if TYPE_CHECKING:
     from treeline_runtime.server.reader import Reader
@@ -38,6 +38,7 @@ class CommonBody(SamplingFields, frozen=True):
     seed: Seed | None = None
     min_tokens: Count | None = None
     rid: Rid | None = None
+    priority: Priority | None = None
     tools: list[Any] | None = None
     functions: list[Any] | None = None
 

@@ -7,10 +7,12 @@ from typing import Any
 
 from treeline_runtime.server import answers, openai
 from treeline_runtime.server import native_fields as native
+from treeline_runtime.server import pooling_fields as pooling
 from treeline_runtime.server.fields import NATIVE_HARMLESS
 from treeline_runtime.server.schema import Body, Operation, Schema
 
 OPENAI, NATIVE, STATE = "OpenAI's API", "SGLang's API", "Probes and information"
+VECTORS = "Rerankers, rewards and other vectors"
 
 MESSAGES: Schema = {
     "type": "array",
@@ -106,6 +108,43 @@ TOKENIZE_BODY = Body(
 DETOKENIZE_BODY = Body(
     struct=native.DetokenizeBody, description="Token ids: a list, or several.", others={"tokens": PROMPT}
 )
+_CHAT_OR_INPUT = {**_SALT, **_TEMPLATE, "messages": {"anyOf": [MESSAGES, {"type": "null"}]}}
+_INPUT = {"anyOf": [*PROMPT["anyOf"], {"type": "null"}], "description": PROMPT["description"]}
+_DOCUMENT = Body(struct=pooling.DocumentBody, description="A document as an object.", harmless={})
+EMBEDDING_BODY = Body(
+    struct=pooling.EmbeddingBody,
+    description="Texts, or their token ids. `dimensions` where the model was trained for it.",
+    others={**_SALT, "input": PROMPT},
+    required=("input",),
+)
+POOLING_BODY = Body(
+    struct=pooling.PoolingBody,
+    description="Either `input` or `messages`.",
+    others={**_CHAT_OR_INPUT, "input": _INPUT},
+)
+CLASSIFY_BODY = Body(
+    struct=pooling.ClassifyBody,
+    description="Either `input` or `messages`. Without `use_activation: false`, probabilities.",
+    others={**_CHAT_OR_INPUT, "input": _INPUT},
+)
+SCORE_BODY = Body(
+    struct=pooling.ScoreBody,
+    description="A text and others, or as many of both. `instruct` where the model's chat template has a place for it.",
+    others=_SALT,
+)
+RERANK_BODY = Body(
+    struct=pooling.RerankBody,
+    description="Documents, to be sorted by relevance to a query. `top_n` is all of them unless it is there.",
+    others={
+        **_SALT,
+        "documents": {
+            "type": "array",
+            "minItems": 1,
+            "items": {"anyOf": [{"type": "string"}, _DOCUMENT.reference]},
+        },
+    },
+    parts=(_DOCUMENT,),
+)
 
 CHAT = Operation(
     tag=OPENAI,
@@ -121,6 +160,15 @@ COMPLETION = Operation(
     answer=answers.Completion,
     event=answers.Completion,
 )
+EMBEDDINGS = Operation(tag=OPENAI, summary="Vectors of texts", body=EMBEDDING_BODY, answer=answers.Embeddings)
+POOLING = Operation(
+    tag=VECTORS, summary="What the model makes of texts, as it is", body=POOLING_BODY, answer=answers.Pooled
+)
+CLASSIFY = Operation(
+    tag=VECTORS, summary="What a classification head says of texts", body=CLASSIFY_BODY, answer=answers.Classified
+)
+SCORE = Operation(tag=VECTORS, summary="How relevant texts are to others", body=SCORE_BODY, answer=answers.Scores)
+RERANK = Operation(tag=VECTORS, summary="Documents by relevance", body=RERANK_BODY, answer=answers.Ranking)
 MODELS = Operation(tag=OPENAI, summary="The model that is served, as a list", answer=answers.Models)
 MODEL = Operation(
     tag=OPENAI,

@@ -12,6 +12,7 @@ import msgspec
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.ipc import Observed
 from treeline_runtime.messages import LoadUpdate
+from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server.errors import RETRY
 from treeline_runtime.server.health import EngineHealth
 from treeline_runtime.server.http import ApiError, Request, Response, json_response
@@ -70,6 +71,9 @@ class Probes:
             raise ApiError(503, "The model is still loading", type="server_error", headers=RETRY)
         if state.draining:
             raise ApiError(503, "The server is draining", type="server_error")
+        if state.asleep or state.operation is not None:
+            what = f"The engine is {state.operation or 'asleep'}"
+            raise ApiError(503, what, type="server_error", code="asleep" if state.asleep else None, headers=RETRY)
         if self.health.problem is not None:
             raise ApiError(503, self.health.problem, type="server_error")
         return json_response({"status": "ready"})
@@ -104,12 +108,13 @@ class Probes:
         info = self._info
         return json_response(
             {
-                "model_path": info.args.model,
+                "model_path": self._service.state.model_path or info.args.model,
                 "served_model_name": self._service.model_name,
                 "tokenizer_path": info.args.model,
-                "is_generation": True,
+                "is_generation": self._service.pooling is None,
+                "task": self._service.task,
                 "preferred_sampling_params": msgspec.to_builtins(self._service.defaults),
-                "weight_version": "default",
+                "weight_version": self._service.state.weight_version,
                 "load_format": info.args.load_format,
                 "reasoning_parser": None,
                 "tool_call_parser": None,
@@ -123,17 +128,23 @@ class Probes:
 
     async def server_info(self, _request: Request) -> Response:
         info, service = self._info, self._service
-        status = "ready" if service.state.ready else "loading"
+        status = "loading" if not service.state.ready else "asleep" if service.state.asleep else "ready"
         return json_response(
             {
                 **info.args.public(),
                 **self.scheduler_info,
                 "served_model_name": service.model_name,
+                "task": service.task,
+                "pooling": None if service.pooling is None else _pooling(service.pooling),
                 "tokenizer_path": info.args.model,
                 "disable_radix_cache": False,  # there is no way to switch it off; SGLang's kits ask
                 "version": info.version,
                 "status": "draining" if service.state.draining else status,
                 "draining": service.state.draining,
+                "asleep": service.state.asleep,
+                "operation": service.state.operation,
+                "model_path": service.state.model_path or info.args.model,
+                "weight_version": service.state.weight_version,
                 "started_at": info.started_at,
                 "epoch": info.epoch,
                 "tokenizer_fingerprint": service.prompts.bundle.fingerprint,
@@ -188,6 +199,18 @@ class Probes:
         announced = set(map(str, told["hashes"]))
         blocks = [block | {"announced": block["hash"] in announced} for block in tree["blocks"]]
         return json_response({"epoch": self._info.epoch, "seq": told["seq"], "blocks": blocks})
+
+
+def _pooling(pooling: Pooling) -> dict[str, Any]:
+    """How vectors are made; `dimensions` are those that clients may ask for beside all, None = any."""
+    return {
+        "method": pooling.method,
+        "normalize": pooling.normalize,
+        "size": pooling.size,
+        "labels": pooling.labels,
+        "activation": pooling.activation,
+        "dimensions": pooling.shorter,
+    }
 
 
 _PUBLISHERS = ("epoch", "seq", "in_flight", "adapters")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -19,6 +19,7 @@ from treeline_wire.tokenizer import BundleError, TokenizerBundle
 from treeline_runtime.server.fields import check_messages, check_unknown
 from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.limits import INLINE_BYTES, MAX_PROMPT_TOKENS, Limits
+from treeline_runtime.server.tokenization import CachedTokenizer
 from treeline_runtime.templates.pool import TemplatePool
 
 _ESCAPE_BYTES = 5
@@ -34,6 +35,7 @@ class Prompts:
         self._tokenizer = Tokenizer.from_str(bundle.tokenizer_json)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._cached = CachedTokenizer(self._tokenizer, bundle.tokenizer_json)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._pool = TemplatePool()
         self._template = ChatTemplate.from_bundle(bundle, self._pool)
@@ -54,14 +56,23 @@ class Prompts:
         templates = (self.bundle.chat_template, self.bundle.tool_template)
         return frozenset[str]().union(*(_names_read(text) for text in templates if text is not None))
 
-    def of_chat(self, body: Mapping[str, Any], limits: Limits | None = None) -> list[int]:
-        """The ids of a chat request. `limits`: a prompt that is certainly longer is refused untokenized."""
+    def of_chat(self, body: Mapping[str, Any], limits: Limits | None = None, namespace: str | None = None) -> list[int]:
+        """The ids of a chat request. `limits`: a prompt that is certainly longer is refused untokenized. `namespace`:
+        the prompt's; none can tell by the time what another has sent."""
         if self._template is None:
-            raise ApiError(400, "This model has no chat template; use /v1/completions", param="messages")
+            raise ApiError(
+                400,
+                "This model has no chat template: send a text ('prompt', or 'input') in place of messages",
+                param="messages",
+            )
         check_messages(body.get("messages"), self.template_reads)
         documents = body.get("documents")
         if isinstance(documents, list) and not self.template_reads("documents"):
             check_unknown({"documents": documents}, ())
+        return self._rendered(body, limits, "messages", namespace)
+
+    def _rendered(self, body: Mapping[str, Any], limits: Limits | None, param: str, namespace: str | None) -> list[int]:
+        assert self._template is not None
         try:
             prompt = prompt_of_chat(body, self._template)
         except PromptError as error:
@@ -70,24 +81,68 @@ class Prompts:
             raise ApiError(503, f"{error}; try again later", type="server_error") from None
         except TemplateError as error:
             raise ApiError(500, f"The model's chat template failed: {error}", type="server_error") from None
-        return self._ids(prompt, limits, "messages")
+        return self._ids(prompt, limits, param, namespace)
 
-    def of_completion(self, body: Mapping[str, Any], limits: Limits | None = None) -> list[list[int]]:
+    def of_completion(
+        self, body: Mapping[str, Any], limits: Limits | None = None, namespace: str | None = None
+    ) -> list[list[int]]:
         """The ids of each prompt of a completion request."""
         try:
-            return self.of_prompts(prompt_of_completion(body), limits, "prompt")
+            return self.of_prompts(prompt_of_completion(body), limits, "prompt", namespace)
         except PromptError as error:
             raise ApiError(400, _message(error), param=error.param) from None
 
     def of_prompts(
-        self, prompts: Sequence[Prompt], limits: Limits | None = None, param: str = "prompt"
+        self,
+        prompts: Sequence[Prompt],
+        limits: Limits | None = None,
+        param: str = "prompt",
+        namespace: str | None = None,
     ) -> list[list[int]]:
         """The ids of each prompt; together at most `MAX_PROMPT_TOKENS`, or one whole context."""
+        return self._together((self._ids(prompt, limits, param, namespace) for prompt in prompts), limits, param)
+
+    @property
+    def knows_pairs(self) -> bool:
+        """Whether the chat template has a place for a query and a document: rerankers' templates do."""
+        return self._template is not None and self.template_reads("query") and self.template_reads("document")
+
+    def of_pairs(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        limits: Limits | None = None,
+        param: str = "documents",
+        namespace: str | None = None,
+        *,
+        instruct: str | None = None,
+        add_generation_prompt: bool = False,
+    ) -> list[list[int]]:
+        """The ids of queries with a document each: as messages of these roles where the chat template knows them (with
+        `instruct` as the system's), else as the tokenizer joins two texts. Together at most as many as above."""
+        if self.knows_pairs:
+            head = [] if instruct is None else [{"role": "system", "content": instruct}]
+            chats = (
+                [*head, {"role": "query", "content": query}, {"role": "document", "content": document}]
+                for query, document in pairs
+            )
+            asked = ({"messages": chat, "add_generation_prompt": add_generation_prompt} for chat in chats)
+            return self._together((self._rendered(one, limits, param, namespace) for one in asked), limits, param)
+        if instruct is not None:
+            raise ApiError(400, "'instruct' needs a chat template with roles query and document", param="instruct")
+        return self._together((self._joined(*pair, limits, param) for pair in pairs), limits, param)
+
+    def _joined(self, query: str, document: str, limits: Limits | None, param: str) -> list[int]:
+        self._check_length(query, limits, param)
+        self._check_length(document, limits, param)
+        ids: list[int] = self._tokenizer.encode_batch_fast([(query, document)])[0].ids
+        return ids
+
+    def _together(self, lists: Iterable[list[int]], limits: Limits | None, param: str) -> list[list[int]]:
         most = max(MAX_PROMPT_TOKENS, limits.max_request_tokens if limits is not None else 0)
         made, total = list[list[int]](), 0
-        for prompt in prompts:
-            made.append(self._ids(prompt, limits, param))
-            total += len(made[-1])
+        for ids in lists:
+            made.append(ids)
+            total += len(ids)
             if total > most:
                 raise ApiError(
                     400,
@@ -96,9 +151,12 @@ class Prompts:
                 )
         return made
 
-    def _ids(self, prompt: Prompt, limits: Limits | None, param: str) -> list[int]:
+    def _ids(self, prompt: Prompt, limits: Limits | None, param: str, namespace: str | None) -> list[int]:
         if prompt.ids is None:
-            return self._encoded(prompt.text or "", prompt.add_special_tokens, limits, param)
+            self._check_length(prompt.text or "", limits, param)
+            return self._cached.encode(
+                prompt.text or "", add_special_tokens=prompt.add_special_tokens, namespace=namespace
+            )
         if max(prompt.ids) >= self.vocab_size:
             raise ApiError(
                 400,
@@ -107,14 +165,12 @@ class Prompts:
             )
         return prompt.ids
 
-    def _encoded(self, text: str, add_special: bool, limits: Limits | None, param: str) -> list[int]:
+    def _check_length(self, text: str, limits: Limits | None, param: str) -> None:
+        """Raises ApiError for what is certain to be too long."""
         if limits is not None and len(text) > INLINE_BYTES and self._bound is not None:
             least = self._bound.at_least(text)
             if least > limits.max_request_tokens:
                 raise limits.too_long(f"your prompt has at least {least} tokens. Please shorten it.", param)
-        # Several times faster than `encode`, which also keeps track of where each token was in the text.
-        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
-        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)

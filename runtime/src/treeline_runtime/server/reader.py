@@ -12,6 +12,7 @@ from typing import Any, Literal
 from treeline_wire.prompt import Prompt, PromptError, prompt_of_completion
 
 from treeline_runtime.messages import SamplingParams
+from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server import native_fields as native
 from treeline_runtime.server import openai
 from treeline_runtime.server.errors import UnknownModel
@@ -29,10 +30,13 @@ from treeline_runtime.server.jobs import (
     Task,
 )
 from treeline_runtime.server.limits import MAX_ANSWER_BYTES, MAX_GENERATIONS, Limits
+from treeline_runtime.server.pooling_reader import PoolingReader
 from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.sampling import SamplingDefaults
 
-Kind = Literal["chat", "completion", "generate", "tokenize", "detokenize"]
+Kind = Literal[
+    "chat", "completion", "generate", "tokenize", "detokenize", "embedding", "pooling", "classify", "score", "rerank"
+]
 DEFAULT_MAX_TOKENS = 16
 DEFAULT_MAX_NEW_TOKENS = 128
 """Of `/generate`."""
@@ -45,6 +49,8 @@ class Reader:
     model_name: str
     prompts: Prompts
     defaults: SamplingDefaults
+    pooling: Pooling | None = None
+    """How the model makes vectors; None: it makes text."""
 
     def read(self, kind: Kind, body: bytes, limits: Limits | None, caller: Caller) -> Task:
         """`limits` may be None for `tokenize` and `detokenize` alone. Raises NeedsWorkerError in an event loop, for
@@ -56,6 +62,11 @@ class Reader:
             "generate": self._generate,
             "tokenize": self._tokenize,
             "detokenize": self._detokenize,
+            "embedding": lambda *read: PoolingReader(self, *read).embedding(),
+            "pooling": lambda *read: PoolingReader(self, *read).pooling(),
+            "classify": lambda *read: PoolingReader(self, *read).classify(),
+            "score": lambda *read: PoolingReader(self, *read).score(),
+            "rerank": lambda *read: PoolingReader(self, *read).rerank(),
         }
         try:
             return readers[kind](json_object(body), limits, caller)
@@ -69,7 +80,8 @@ class Reader:
 
     def _chat(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> ChatTask:
         body = openai.read_chat(raw, self)
-        ids = self.prompts.of_chat(raw, limits)
+        namespace = openai.namespace(raw, caller)
+        ids = self.prompts.of_chat(raw, limits, namespace)
         asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         most = limits.max_new_tokens(len(ids), asked, None, "messages")
         spec = PromptSpec(
@@ -82,16 +94,18 @@ class Reader:
             body.rid or openai.new_rid("chatcmpl"),
             [spec],
             n=body.n or 1,
-            namespace=openai.namespace(raw, caller),
+            namespace=namespace,
             tenant=caller.tenant,
             hides_cache=caller.shares_cache,
+            priority=body.priority or 0,
         )
         return ChatTask(job, openai.streaming(body))
 
     def _completion(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> CompletionTask:
         body = openai.read_completion(raw, self)
         check_generations(raw.get("prompt"), body.n or 1, "prompt")
-        prompts = self.prompts.of_completion(raw, limits)
+        namespace = openai.namespace(raw, caller)
+        prompts = self.prompts.of_completion(raw, limits, namespace)
         specs = [
             PromptSpec(
                 ids,
@@ -110,9 +124,10 @@ class Reader:
             body.rid or openai.new_rid("cmpl"),
             specs,
             n=body.n or 1,
-            namespace=openai.namespace(raw, caller),
+            namespace=namespace,
             tenant=caller.tenant,
             hides_cache=caller.shares_cache,
+            priority=body.priority or 0,
         )
         return CompletionTask(job, openai.streaming(body), echoes)
 
@@ -121,7 +136,8 @@ class Reader:
     def _generate(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> GenerateTask:
         check_unknown(raw, native.GENERATE_FIELDS, harmless=NATIVE_HARMLESS)
         body = convert(raw, native.GenerateBody)
-        prompts, batched = self._native_prompts(body, limits)
+        namespace = openai.namespace(raw, caller)
+        prompts, batched = self._native_prompts(body, limits, namespace)
         specs, n = self._prompt_specs(body, prompts, limits)
         rids = body.rid if isinstance(body.rid, list) else None
         if rids is not None and len(rids) != len(specs) * n:
@@ -134,15 +150,20 @@ class Reader:
             name,
             specs,
             n=n,
-            namespace=openai.namespace(raw, caller),
+            namespace=namespace,
             tenant=caller.tenant,
             rids=rids,
             hides_cache=caller.shares_cache,
+            priority=body.priority or 0,
         )
         streaming = Streaming(bool(body.stream))
+        if body.stream and body.return_hidden_states:
+            raise ApiError(400, "Hidden states come with whole answers, not with streams", param="return_hidden_states")
         return GenerateTask(job, streaming, batched, bool(body.return_text_in_logprobs))
 
-    def _native_prompts(self, body: native.GenerateBody, limits: Limits) -> tuple[list[list[int]], bool]:
+    def _native_prompts(
+        self, body: native.GenerateBody, limits: Limits, namespace: str | None
+    ) -> tuple[list[list[int]], bool]:
         """The prompts as ids, and whether the request was a batch."""
         if (body.text is None) == (body.input_ids is None):
             raise ApiError(400, "Give exactly one of 'text' and 'input_ids'", param="text")
@@ -156,7 +177,7 @@ class Reader:
         if name == "input_ids" and any(prompt.ids is None for prompt in prompts):
             raise ApiError(400, "'input_ids' holds token ids, not text", param="input_ids")
         batched = isinstance(value, list) and bool(value) and not isinstance(value[0], int | float)
-        return self.prompts.of_prompts(prompts, limits, name), batched
+        return self.prompts.of_prompts(prompts, limits, name, namespace), batched
 
     def _prompt_specs(
         self, body: native.GenerateBody, prompts: list[list[int]], limits: Limits
@@ -181,7 +202,8 @@ class Reader:
                     f"'logprob_start_len' is {start}, but the prompt has {len(ids)} tokens",
                     param="logprob_start_len",
                 )
-            specs.append(PromptSpec(ids, sampling, bool(logprob), -1 if start is None else start, top or 0))
+            start = -1 if start is None else start
+            specs.append(PromptSpec(ids, sampling, bool(logprob), start, top or 0, bool(body.return_hidden_states)))
             ns.add(n)
         if len(ns) > 1:
             raise ApiError(400, "'n' must be the same for all prompts of a batch", param="sampling_params.n")
@@ -208,7 +230,7 @@ class Reader:
 
     # ---- texts and ids --------------------------------------------------------------------------------------
 
-    def _tokenize(self, raw: Mapping[str, Any], limits: Limits | None, _caller: Caller) -> Answered:
+    def _tokenize(self, raw: Mapping[str, Any], limits: Limits | None, caller: Caller) -> Answered:
         """`{"prompt": text or texts}`, or `{"messages": …}` as in a chat → `tokens`, `count`, `max_model_len`."""
         check_unknown(raw, native.TOKENIZE_FIELDS)
         body = convert(raw, native.TokenizeBody)
@@ -216,7 +238,7 @@ class Reader:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "Give exactly one of 'prompt' and 'messages'", param="prompt")
         if body.messages is not None:
-            tokens: Any = self.prompts.of_chat(raw, limits)
+            tokens: Any = self.prompts.of_chat(raw, limits, openai.namespace(raw, caller))
             count: Any = len(tokens)
         else:
             single = isinstance(body.prompt, str)
@@ -224,7 +246,7 @@ class Reader:
             check_generations(texts, 1, "prompt")
             special = body.add_special_tokens is not False
             prompts = [Prompt(text=openai.encodable(text), add_special_tokens=special) for text in texts]
-            lists = self.prompts.of_prompts(prompts, limits)
+            lists = self.prompts.of_prompts(prompts, limits, namespace=openai.namespace(raw, caller))
             tokens = lists[0] if single else lists
             count = len(lists[0]) if single else [len(ids) for ids in lists]
         limit = limits.context_length if limits is not None else None

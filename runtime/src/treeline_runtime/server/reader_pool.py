@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from treeline_runtime.launch import spawn
+from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server.errors import UnknownModel, overloaded
 from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.jobs import Caller, Refused, Task
@@ -33,7 +34,10 @@ from treeline_runtime.server.sampling import SamplingDefaults
 if TYPE_CHECKING:
     from treeline_runtime.server.reader import Kind
 
-KINDS: Final[tuple[Kind, ...]] = ("chat", "completion", "generate", "tokenize", "detokenize")
+KINDS: Final[tuple[Kind, ...]] = (
+    *("chat", "completion", "generate", "tokenize", "detokenize"),
+    *("embedding", "pooling", "classify", "score", "rerank"),
+)
 ORDER = struct.Struct("!BQQQQ")
 """Index in KINDS, context length, longest request (0: not known yet), bytes of the caller (msgpack) that follows, and
 of the body after it."""
@@ -72,6 +76,7 @@ class ReaderSpec(msgspec.Struct, frozen=True):
     model_name: str
     defaults: SamplingDefaults
     log_level: str
+    pooling: Pooling | None = None
 
 
 @dataclass

@@ -53,7 +53,7 @@ def main() -> int:
         datefmt="%H:%M:%S",
         force=True,
     )
-    reader = Reader(spec.model_name, Prompts(TokenizerBundle.from_dir(spec.model_dir)), spec.defaults)
+    reader = Reader(spec.model_name, Prompts(TokenizerBundle.from_dir(spec.model_dir)), spec.defaults, spec.pooling)
     loaded = _data_bytes()
     connection.sendall(b"+")
     while True:

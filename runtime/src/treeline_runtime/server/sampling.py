@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from treeline_runtime.messages import SamplingParams
+from treeline_runtime.messages import LARGEST_PRIORITY, SamplingParams
 from treeline_runtime.server.generation_config import parse_generation_config
 from treeline_runtime.server.http import ApiError
 
@@ -29,6 +29,7 @@ Count = Annotated[int, Meta(ge=0, le=1 << 31)]
 PositiveCount = Annotated[int, Meta(ge=1, le=1 << 31)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Priority = Annotated[int, Meta(ge=-LARGEST_PRIORITY, le=LARGEST_PRIORITY)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 
 

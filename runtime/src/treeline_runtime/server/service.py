@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from treeline_wire import headers as wire_headers
 from treeline_wire.chat import NeedsWorkerError
 
-from treeline_runtime.messages import FinishReason, LoadUpdate, TextOut
+from treeline_runtime.messages import NO_PRIORITY, FinishReason, LoadUpdate, TextOut
+from treeline_runtime.models.pooling import Pooling, Task
 from treeline_runtime.server import errors
 from treeline_runtime.server.errors import RETRY
 from treeline_runtime.server.http import ApiError, Header, Request, event, in_pieces
-from treeline_runtime.server.jobs import Caller, GenerationJob, Task
-from treeline_runtime.server.limits import BYTES_PER_TOKEN, INLINE_BYTES, ByteBudget, Limits, Reservation
+from treeline_runtime.server.jobs import Caller, GenerationJob
+from treeline_runtime.server.jobs import Task as Read
+from treeline_runtime.server.limits import (
+    BYTES_PER_TOKEN,
+    INLINE_BYTES,
+    INLINE_TEXTS_BYTES,
+    ByteBudget,
+    Limits,
+    Reservation,
+)
 from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.server.pacing import Pacer
 from treeline_runtime.server.prompts import Prompts
@@ -25,12 +34,23 @@ from treeline_runtime.server.reader_pool import ReaderPool
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.tokenizer_manager import DuplicateRid, InflightRequest, TokenizerManager, merge
 
-T = TypeVar("T", bound=Task)
+T = TypeVar("T", bound=Read)
+_OF_TEXTS: frozenset[Kind] = frozenset({"embedding", "pooling", "classify", "score", "rerank"})
+
+
+_DOES: Mapping[Task, tuple[str, str]] = {
+    "generate": ("makes text", "/v1/chat/completions or /v1/completions"),
+    "embed": ("makes embeddings", "/v1/embeddings"),
+    "score": ("scores documents", "/v1/rerank or /v1/score"),
+    "reward": ("judges texts", "/classify or /pooling"),
+}
+"""What a server does, and which paths are for that."""
 
 
 @dataclass
 class State:
-    """Where the server is in its life. Only the first HTTP process changes it; it tells its workers (`StateUpdate`)."""
+    """Where the server is in its life. Only the first HTTP process changes it (`serve`, and administration what is its
+    own); it tells its workers (`StateUpdate`)."""
 
     ready: bool = False
     draining: bool = False
@@ -47,16 +67,40 @@ class State:
     """Why requests do not work (`health`); None while they do, as far as is known."""
     failing_since: float = 0.0
     """When a problem was first found, monotonic seconds."""
+    asleep: int = 0
+    """Its level; 0 = awake."""
+    operation: str | None = None
+    """What administration does with the whole engine now."""
+    pausing: bool = False
+    """New generations get 503 because of that."""
+    _resumed: asyncio.Event = field(default_factory=asyncio.Event, init=False, repr=False)
+    """Follows `holding`, and must be there before it."""
+    holding: bool = False
+    """New generations wait for its end: new weights are awaited."""
+    unheard: bool = False
+    """The scheduler is at it, and nobody is missed."""
+    model_path: str | None = None
+    """The weights that are served, where they are not those of the start."""
+    weight_version: str = "default"
     on_change: Callable[[str], None] | None = field(default=None, repr=False)
     """Called after each change of a field, with its name."""
 
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
+        if name == "holding":
+            (self._resumed.clear if value else self._resumed.set)()
         if self.on_change is not None:
             self.on_change(name)
 
+    async def resumed(self) -> None:
+        """Waits while new generations are held back."""
+        while self.holding:
+            await self._resumed.wait()
+
     def most_stale_child(self, now: float) -> tuple[str, float]:
         """The child that has not moved for longest, and for how many seconds."""
+        if self.unheard:
+            return "", 0.0
         process = min(self.heartbeat_at, key=self.heartbeat_at.__getitem__)
         return process, now - self.heartbeat_at[process]
 
@@ -73,17 +117,44 @@ class Service:
     state: State
     budget: ByteBudget
     """Bytes of bodies and prompts in flight."""
+    pooling: Pooling | None = None
+    """How the model makes vectors; None: it makes text."""
     pool: ReaderPool | None = None
     """Reads large bodies; None: they are read in the event loop."""
     limits: Limits | None = None
     """Known once the scheduler is ready."""
+    uses_priority: bool = False
+    """Whether the priority of a request changes anything."""
+    gives_hidden_states: bool = False
     active: int = 0
     """HTTP requests that generate, from admission to their last byte."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.idle.set()
-        self.reader = Reader(self.model_name, self.prompts, self.defaults)
+        self.reader = Reader(self.model_name, self.prompts, self.defaults, self.pooling)
+
+    @property
+    def task(self) -> Task:
+        """What this server does."""
+        return "generate" if self.pooling is None else self.pooling.task
+
+    def pools(self) -> Pooling:
+        """How the model makes vectors, behind a path that is served where it does."""
+        assert self.pooling is not None
+        return self.pooling
+
+    def check_task(self, path: str, tasks: Collection[Task]) -> None:
+        """Raises ApiError 400 for a path that needs another model, and says what to do."""
+        if self.task in tasks:
+            return
+        does, instead = _DOES[self.task]
+        raise ApiError(
+            400,
+            f"{path} is not for this model: {self.model_name!r} {does}. Use {instead}, or a server with "
+            f"--task {' or '.join(tasks)}",
+            code="unsupported_task",
+        )
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
@@ -107,6 +178,8 @@ class Service:
             raise ApiError(503, "The model is still loading", type="server_error", headers=RETRY)
         if self.state.refusing:
             raise self.overloaded("The server is shutting down")
+        if self.state.asleep or self.state.pausing:
+            raise self.overloaded(f"The engine is {self.state.operation or 'asleep'}")
         return self.limits
 
     def overloaded(self, message: str) -> ApiError:
@@ -116,8 +189,9 @@ class Service:
     async def read(self, request: Request, kind: Kind, type: type[T]) -> T:
         """What the request's body asks for: read here when it is small, else in another process. Raises ApiError."""
         caller = Caller(request.tenant, request.shares_cache)
-        task: Task | None = None
-        if self.pool is None or request.size <= INLINE_BYTES:
+        task: Read | None = None
+        inline = INLINE_TEXTS_BYTES if kind in _OF_TEXTS else INLINE_BYTES
+        if self.pool is None or request.size <= inline:
             try:
                 task = self.reader.read(kind, request.body, self.limits, caller)
             except NeedsWorkerError:  # the chat template is not a plain one: rendering it may take long
@@ -132,11 +206,18 @@ class Service:
         assert isinstance(task, type)
         return task
 
-    async def open(self, job: GenerationJob) -> InflightRequest:
-        """Starts the job's generations; the caller closes the request. Raises ApiError, TooMuchInFlight."""
+    async def open(self, job: GenerationJob, *, answer_bytes: int = 0) -> InflightRequest:
+        """Starts the job's generations; the caller closes the request. `answer_bytes`: what it may take besides its
+        prompts. Raises ApiError, TooMuchInFlight."""
         self.admit()
+        if job.priority and not self.uses_priority:
+            message = f"'priority' is not supported: {NO_PRIORITY}"
+            raise ApiError(400, message, param="priority", code="unsupported_parameter")
+        if self.state.holding:
+            await self.state.resumed()
+            self.admit()
         reservation = Reservation(self.budget)
-        reservation.grow(BYTES_PER_TOKEN * job.prompt_tokens * job.n)
+        reservation.grow(BYTES_PER_TOKEN * job.prompt_tokens * job.n + answer_bytes)
         try:
             return await self.manager.open(
                 job.requests(), name=job.rid, on_close=reservation.release, tenant=job.tenant

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
-from treeline_runtime.server import native, operations
+from treeline_runtime.models.pooling import Task
+from treeline_runtime.server import native, operations, vectors
 from treeline_runtime.server.access import admin_key, api_key, read_only
+from treeline_runtime.server.administration import Administration
 from treeline_runtime.server.app import Handler, Route, Surface
 from treeline_runtime.server.chat import chat_completions
 from treeline_runtime.server.completions import completions
@@ -18,7 +20,16 @@ from treeline_runtime.server.service import Service
 
 ServiceHandler = Callable[[Service, Request], Awaitable[Response | None]]
 METRICS_PATH = "/metrics"
-ADMIN_PATHS = ("/flush_cache", "/abort_request", "/debug/radix")
+ADMIN_PATHS = (
+    "/flush_cache",
+    "/abort_request",
+    "/sleep",
+    "/wake_up",
+    "/update_weights",
+    "/start_profile",
+    "/stop_profile",
+    "/debug/radix",
+)
 
 
 def inference(
@@ -38,8 +49,8 @@ def inference(
     def info(handler: Handler, operation: Operation) -> Route:
         return Route(handler, open=True, operation=operation)
 
-    def generating(handler: ServiceHandler, operation: Operation) -> Route:
-        bound = functools.partial(handler, service)
+    def generating(handler: ServiceHandler, operation: Operation, *tasks: Task) -> Route:
+        bound = functools.partial(_for_tasks, service, handler, tasks or ("generate",))
         return Route(bound, generates=True, max_body=MAX_BODY_BYTES, operation=operation)
 
     def converting(handler: ServiceHandler, operation: Operation) -> Route:
@@ -54,6 +65,7 @@ def inference(
         ("POST", "/v1/chat/completions"): generating(chat_completions, operations.CHAT),
         ("POST", "/v1/completions"): generating(completions, operations.COMPLETION),
         ("POST", "/generate"): generating(native.generate, operations.GENERATE),
+        **_vector_routes(generating),
         ("GET", "/v1/models"): Route(probes.models, operation=operations.MODELS),
         ("GET", "/v1/models/{model:path}"): Route(probes.model, operation=operations.MODEL),
         ("GET", "/v1/loads"): Route(probes.loads, operation=operations.LOADS),
@@ -76,18 +88,47 @@ def inference(
     return Surface(routes, api_key(key), served_by_other, documented)
 
 
+def _vector_routes(route: Callable[..., Route]) -> dict[tuple[str, str], Route]:
+    """Paths in the spellings of OpenAI, vLLM, Jina and Cohere, each for the tasks that it can be asked of."""
+    pooling = route(vectors.pooling, operations.POOLING, "embed", "score", "reward")
+    classify = route(vectors.classify, operations.CLASSIFY, "reward", "score")
+    score = route(vectors.score, operations.SCORE, "score")
+    rerank = route(vectors.rerank, operations.RERANK, "score")
+    return {
+        ("POST", "/v1/embeddings"): route(vectors.embeddings, operations.EMBEDDINGS, "embed"),
+        ("POST", "/pooling"): pooling,
+        **dict.fromkeys([("POST", path) for path in ("/classify", "/v1/classify")], classify),
+        **dict.fromkeys([("POST", path) for path in ("/score", "/v1/score")], score),
+        **dict.fromkeys([("POST", path) for path in ("/rerank", "/v1/rerank", "/v2/rerank")], rerank),
+    }
+
+
+async def _for_tasks(
+    service: Service, handler: ServiceHandler, tasks: Collection[Task], request: Request
+) -> Response | None:
+    service.check_task(request.path, tasks)
+    return await handler(service, request)
+
+
 def metrics(probes: Probes) -> Surface:
     """Prometheus' page, for whoever can connect."""
     return Surface({("GET", METRICS_PATH): Route(probes.metrics)}, read_only)
 
 
-def administration(service: Service, probes: Probes, *, key: str | None, loopback: bool) -> Surface:
+def administration(
+    service: Service, probes: Probes, engine: Administration, *, key: str | None, loopback: bool
+) -> Surface:
     """What changes the server for everybody, or shows what others have asked. Nothing that changes it is a GET: a link
     must not do that.
     """
     routes = {
         ("POST", "/flush_cache"): Route(functools.partial(native.flush_cache, service)),
         ("POST", "/abort_request"): Route(functools.partial(native.abort_request, service)),
+        ("POST", "/sleep"): Route(engine.sleep),
+        ("POST", "/wake_up"): Route(engine.wake_up),
+        ("POST", "/update_weights"): Route(engine.update_weights),
+        ("POST", "/start_profile"): Route(engine.start_profile),
+        ("POST", "/stop_profile"): Route(engine.stop_profile),
         ("GET", "/debug/radix"): Route(probes.debug_radix),
     }
     return Surface(routes, admin_key(key, loopback=loopback))

@@ -1,0 +1,140 @@
+"""Rounds: the same prompts to each server in turn, the servers in alternating order."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from treeline_bench.serving.datasets.base import Texts
+from treeline_bench.serving.messages import Conversation, Order, Progress, Record, Told
+from treeline_bench.serving.plan import Plan
+from treeline_bench.serving.processes import Load
+from treeline_bench.serving.server import Server, ServerError
+from treeline_bench.serving.summary import Summary, summarise
+
+
+class Shown(Protocol):
+    """Where the run says how far it is."""
+
+    def phase(self, text: str, total: int) -> None:
+        """Something of so many requests begins."""
+
+    def update(self, progress: Progress) -> None:
+        """How far it is."""
+
+
+@dataclass
+class Measured:
+    """One server's rounds."""
+
+    server: Server
+    rounds: list[Summary] = field(default_factory=list)
+
+
+@dataclass
+class Run:
+    """All servers'. `interrupted`: Ctrl-C ended it, and the last summary is of what there was until then."""
+
+    measured: list[Measured]
+    interrupted: bool = False
+
+    @property
+    def gone(self) -> str:
+        """Of the first server that went away."""
+        return next((one.gone for each in self.measured for one in each.rounds if one.gone), "")
+
+
+def run(plan: Plan, servers: Sequence[Server], texts: Texts, limits: dict[str, float], shown: Shown) -> Run:
+    """Raises ServerError where a warm-up request fails, DatasetError, ClientFailed."""
+    found = Run([Measured(server) for server in servers])
+    with tempfile.TemporaryDirectory(prefix="treeline-bench-") as name:
+        folder = Path(name)
+        if plan.warm_up:
+            for server in servers:
+                shown.phase(f"{server.name}: warm-up", plan.warm_up)
+                _check(server, _carry_out(plan.warm_up_order(server, texts), 1, folder, shown.update))
+        try:
+            _rounds(plan, found.measured, texts, limits, shown, folder)
+        except KeyboardInterrupt:
+            found.interrupted = True
+    return found
+
+
+def _rounds(
+    plan: Plan, all_measured: list[Measured], texts: Texts, limits: dict[str, float], shown: Shown, folder: Path
+) -> None:
+    """Until all are done, or a server is gone."""
+    for round_ in range(plan.rounds):
+        shown.phase("making prompts", 0)
+        conversations = plan.conversations(texts, round_)
+        for measured in all_measured if round_ % 2 == 0 else all_measured[::-1]:
+            shown.phase(_title(measured.server, plan, round_), _requests(conversations))
+            order = plan.order(measured.server, conversations, round_)
+            _round(order, plan, folder, limits, measured, shown.update)
+            if measured.rounds[-1].gone:
+                return
+
+
+def _title(server: Server, plan: Plan, round_: int) -> str:
+    return server.name if plan.rounds == 1 else f"{server.name}, round {round_ + 1} of {plan.rounds}"
+
+
+def _requests(conversations: Sequence[Conversation]) -> int:
+    return sum(len(conversation.turns) for conversation in conversations)
+
+
+def _round(
+    order: Order,
+    plan: Plan,
+    folder: Path,
+    limits: dict[str, float],
+    measured: Measured,
+    progress: Callable[[Progress], None],
+) -> None:
+    """One load. After a Ctrl-C (KeyboardInterrupt) the part of a first round is kept; later ones have whole rounds to
+    stand beside, which a part would distort."""
+    with Load(order, plan.processes, folder) as load:
+        try:
+            told = load.run(progress)
+        except KeyboardInterrupt:
+            told = load.stop()
+            if not measured.rounds and any(one.records for one in told):
+                measured.rounds.append(summarise(told, limits))
+            raise
+    measured.rounds.append(summarise(told, limits))
+
+
+def _carry_out(order: Order, processes: int, folder: Path, progress: Callable[[Progress], None]) -> list[Told]:
+    with Load(order, processes, folder) as load:
+        return load.run(progress)
+
+
+def _check(server: Server, told: Sequence[Told]) -> None:
+    """Raises ServerError for the first warm-up request that failed."""
+    failed = next((record for one in told for record in one.records if record.error), None)
+    if failed is not None:
+        raise ServerError(f"{server.name}: {explain(failed)}")
+
+
+def explain(record: Record) -> str:
+    """An error of a first request, with what to do about it."""
+    said = f"{record.error}: {record.detail}" if record.detail else record.error
+    match record.error:
+        case "HTTP 401" | "HTTP 403":
+            return f"{said}\nGive --api-key KEY, or OPENAI_API_KEY in the environment."
+        case "HTTP 404":
+            return f"{said}\nIs that its model (--model), and does it serve this path (--chat for the other one)?"
+        case "HTTP 400" | "HTTP 422":
+            return f"{said}\nIf it does not know ignore_eos: --respect-eos. Other fields: --extra-body."
+        case "no usage":
+            return (
+                f"{said}: token counts would be guesses. The server has to know "
+                'stream_options {"include_usage": true}; some gateways remove it.'
+            )
+        case "not a stream" | "not HTTP" | "cut short":
+            return f"{said}\nIs this an OpenAI server, and does nothing on the way buffer or change its streams?"
+        case _:
+            return f"the first request failed: {said}"

@@ -1,0 +1,155 @@
+"""What a run leaves: all of it as JSON, and rows as the other benchmarks have them."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from treeline_bench.machine import this_machine, versions
+from treeline_bench.metrics import row
+from treeline_bench.report import page
+from treeline_bench.results import Result, Row, write_result, write_whole
+from treeline_bench.serving.figures import figures, medians, ratios
+from treeline_bench.serving.measure import Measured, Run
+from treeline_bench.serving.plan import Plan
+
+PREFIX = "serving-"
+"""Of results in bench/results: one a dataset."""
+LEFT_OUT = ("--api-key", "--output", "--results")
+ROW_FIGURES = (
+    "requests_s",
+    "output_tokens_s",
+    "goodput_s",
+    "cached_share",
+    "errors",
+    *(
+        f"{name}.{quantile}"
+        for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")
+        for quantile in ("p50", "p90", "p99")
+    ),
+)
+
+
+def command_of(argv: Sequence[str], *, public: bool) -> str:
+    """The command that measured, without the key. `public`: also without hosts but this one, and without paths."""
+    words: list[str] = []
+    skip = False
+    for word in argv:
+        name = word.partition("=")[0]
+        if skip:
+            skip = False
+        elif name in LEFT_OUT and (public or name == "--api-key"):
+            skip = word == name
+        else:
+            words.append(_public(word) if public else word)
+    return shlex.join(["treeline", "bench", "serving", *words])
+
+
+def _public(word: str) -> str:
+    def host(found: re.Match[str]) -> str:
+        kept = found[2] in ("127.0.0.1", "localhost", "[::1]")
+        return found[0] if kept else f"{found[1]}SERVER"
+
+    if "://" in word:
+        return re.sub(r"(https?://)(\[[^\]]*\]|[^:/?#]+)", host, word)
+    flag, equals, value = word.rpartition("=")
+    return f"{flag}{equals}{Path(value).name}" if "/" in value and Path(value).exists() else word
+
+
+def write_json(path: Path, run: Run, plan: Plan, argv: Sequence[str]) -> None:
+    """Everything, each round of each server; `path` is replaced whole."""
+    first = run.measured[0].rounds
+    document = {
+        "benchmark": "serving",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command_of(argv, public=False),
+        "interrupted": run.interrupted,
+        "machine": this_machine(),
+        "versions": versions(),
+        "workload": _workload(plan),
+        "servers": [_server(one) for one in run.measured],
+        "ratios": {other.server.name: ratios(first, other.rounds) for other in run.measured[1:]},
+    }
+    text = msgspec.json.format(msgspec.json.encode(document), indent=2)
+    write_whole(path, text + b"\n")
+
+
+def _workload(plan: Plan) -> dict[str, Any]:
+    return {
+        "dataset": plan.dataset.name,
+        **{
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in vars(plan.shape).items()
+            if value is not None
+        },
+        "seed": plan.seed,
+        "request_rate": plan.rate_per_s,
+        "burstiness": plan.burstiness if plan.rate_per_s is not None else None,
+        "concurrency": plan.concurrency if plan.rate_per_s is None else None,
+        "duration_s": plan.duration_s,
+        "rounds": plan.rounds,
+        "processes": plan.processes,
+        "chat": plan.chat,
+        "body": plan.body,
+    }
+
+
+def _server(one: Measured) -> dict[str, Any]:
+    server = one.server
+    return {
+        "name": server.name,
+        "url": server.url,
+        "model": server.model,
+        "engine": server.engine,
+        "version": server.version,
+        "medians": medians(one.rounds),
+        "rounds": [msgspec.to_builtins(summary) | {"figures": figures(summary)} for summary in one.rounds],
+    }
+
+
+def write_results(folder: Path, run: Run, plan: Plan, argv: Sequence[str]) -> Result:
+    """JSON, Markdown and SVG as `make bench` leaves them. Needs whole rounds of every server."""
+    from treeline_bench.plots import plot  # drawing is slow to load, and optional elsewhere
+
+    told = {one.server.name: f"{one.server.engine} {one.server.version}".strip() for one in run.measured}
+    result = Result(
+        benchmark=PREFIX + plan.dataset.name,
+        date=datetime.date.today().isoformat(),
+        machine=this_machine(),
+        versions=versions() | {name: said for name, said in told.items() if said},
+        command=command_of(argv, public=True),
+        rows=rows(run, plan),
+    )
+    write_result(result, folder)
+    write_whole(folder / f"{result.benchmark}.md", page(result, f"Serving: {plan.dataset.name}").encode())
+    plot(result, folder / f"{result.benchmark}.svg")
+    return result
+
+
+def rows(run: Run, plan: Plan) -> list[Row]:
+    """Of each server; the first one's stand beside those of the second. Then, for each other one, how much better the
+    first is: its throughput ÷ the other's, and the other's waiting for the first token (p90) ÷ its own."""
+    ours, *others = run.measured
+    beside = medians(others[0].rounds) if others else {}
+    found = []
+    for one in run.measured:
+        values = medians(one.rounds)
+        found += [
+            row(f"serving.{name}.{one.server.name}", values[name], beside.get(name) if one is ours else None)
+            for name in ROW_FIGURES
+            if name in values
+        ]
+    for other in others:
+        against = ratios(ours.rounds, other.rounds)
+        vs = f"serving.vs_{other.server.name}.{plan.dataset.name}"
+        if "output_tokens_s" in against:
+            found.append(row(f"{vs}.throughput", against["output_tokens_s"]))
+        if against.get("ttft_ms.p90"):
+            found.append(row(f"{vs}.ttft_p90", 1 / against["ttft_ms.p90"]))
+    return found

@@ -1,0 +1,92 @@
+"""What is to be sent: to which servers, how fast, for how long."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from treeline_bench.serving.arrivals import arrivals
+from treeline_bench.serving.datasets.base import Dataset, Shape, Texts
+from treeline_bench.serving.messages import Conversation, Order, Turn
+from treeline_bench.serving.server import Server
+
+WARM_UP_IN, WARM_UP_OUT = 64, 16
+MARGIN = 1.1
+"""Of arrivals in a duration: more than the rate says, since they come at random."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One workload. An open loop has a `rate_per_s`, a closed one a `concurrency`."""
+
+    dataset: Dataset
+    shape: Shape
+    seed: int
+    rate_per_s: float | None
+    burstiness: float
+    concurrency: int
+    duration_s: float | None
+    timeout_s: float
+    processes: int
+    warm_up: int
+    rounds: int
+    chat: bool
+    body: dict[str, Any]
+    """What bodies have beside model, prompt and length."""
+
+    def conversations(self, texts: Texts, round_: int) -> list[Conversation]:
+        """Of one round: others in each, so that no round finds the last one's prompts cached. Raises DatasetError."""
+        shape = self.shape
+        counts = "num_prompts" in self.dataset.options and shape.num_prompts is None
+        if counts and self.rate_per_s is not None and self.duration_s is not None:
+            shape = replace(shape, num_prompts=math.ceil(self.rate_per_s * self.duration_s * MARGIN) + 10)
+        return self.dataset.make(shape, texts, random.Random(f"{self.seed} {round_} prompts"))
+
+    def warm_up_conversations(self, texts: Texts) -> list[Conversation]:
+        """Short ones, which no round repeats."""
+        rng = random.Random(f"{self.seed} warm up")
+        return [Conversation([Turn(texts.make(WARM_UP_IN, rng), WARM_UP_IN, WARM_UP_OUT)]) for _ in range(self.warm_up)]
+
+    def order(self, server: Server, conversations: list[Conversation], round_: int) -> Order:
+        """For one server; the same moments for all."""
+        moments = None
+        if self.rate_per_s is not None:
+            rng = random.Random(f"{self.seed} {round_} arrivals")
+            moments = arrivals(len(conversations), self.rate_per_s, self.burstiness, rng)
+        base = self._base(server, conversations)
+        return msgspec.structs.replace(base, arrivals=moments, concurrency=self.concurrency, seconds=self.duration_s)
+
+    def warm_up_order(self, server: Server, texts: Texts) -> Order:
+        """As many at once as there are."""
+        base = self._base(server, self.warm_up_conversations(texts))
+        return msgspec.structs.replace(base, concurrency=max(self.warm_up, 1))
+
+    def _base(self, server: Server, conversations: list[Conversation]) -> Order:
+        host, port, tls = server.address
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        return Order(
+            host=host,
+            port=port,
+            tls=tls,
+            path=server.base_path + ("/v1/chat/completions" if self.chat else "/v1/completions"),
+            headers=server.headers,
+            chat=self.chat,
+            fields={"model": server.model, **stream, **self.body},
+            conversations=conversations,
+            timeout_s=self.timeout_s,
+        )
+
+    def words(self) -> str:
+        """One line for people."""
+        if self.rate_per_s is not None:
+            pace = f"{self.rate_per_s:g} requests/s" + (
+                "" if self.burstiness == 1 else f", burstiness {self.burstiness:g}"
+            )
+        else:
+            pace = f"{self.concurrency} at once"
+        bound = "" if self.duration_s is None else f", {self.duration_s:g} s"
+        return f"{self.dataset.name}, {pace}{bound}, seed {self.seed}"

@@ -1,0 +1,178 @@
+"""The load processes: an order shared out, begun at one moment, followed, stopped, and put together again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import msgspec
+
+from treeline_bench.client.process import ClientFailed
+from treeline_bench.processes import before_exec
+from treeline_bench.serving.messages import Order, Progress, Told
+
+HEAD_START_S = 0.05
+"""From the word to begin to the beginning."""
+START_S = 60.0
+STOP_S = 10.0
+
+
+def shares(order: Order, processes: int) -> list[Order]:
+    """Every so-manieth conversation for each, and its part of the concurrency. Never more parts than conversations, or
+    than conversations at once."""
+    count = min(processes, len(order.conversations))
+    if order.arrivals is None:
+        count = min(count, order.concurrency)
+    return [
+        msgspec.structs.replace(
+            order,
+            conversations=order.conversations[part::count],
+            arrivals=None if order.arrivals is None else order.arrivals[part::count],
+            concurrency=order.concurrency // count + (part < order.concurrency % count),
+        )
+        for part in range(count)
+    ]
+
+
+class Load:
+    """An order that is being carried out. Use as a context manager: leaving it ends the processes."""
+
+    def __init__(self, order: Order, processes: int, folder: Path) -> None:
+        self._folder = folder
+        self._parts = shares(order, processes)
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._began = False
+
+    def __enter__(self) -> Load:
+        try:
+            for number, part in enumerate(self._parts):
+                path = self._folder / f"order{number}.msgpack"
+                path.write_bytes(msgspec.msgpack.encode(part))
+                self._children.append(self._spawn(path, number))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self._children:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            for pipe in (child.stdin, child.stdout):
+                with contextlib.suppress(OSError):
+                    cast(BinaryIO, pipe).close()
+
+    def run(self, progress: Callable[[Progress], None]) -> list[Told]:
+        """Begin, and wait for the end; `progress` is told the sum of all now and then. Raises ClientFailed.
+
+        A Ctrl-C comes out as KeyboardInterrupt; `stop` then has what there is.
+        """
+        self._await_ready()
+        self._began = True
+        begin = time.monotonic_ns() + int(HEAD_START_S * 1e9)
+        self._write(f"{begin}\n".encode())
+        self._follow(progress)
+        return self._told()
+
+    def stop(self) -> list[Told]:
+        """End early; what there is so far, which is nothing before the beginning. Raises ClientFailed."""
+        if not self._began:
+            return []
+        self._write(b"stop\n")
+        deadline = time.monotonic() + STOP_S
+        for child in self._children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(deadline - time.monotonic(), 0.1))
+        return self._told()
+
+    # ---- children -------------------------------------------------------------------------------------------
+
+    def _spawn(self, order_path: Path, number: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "treeline_bench.serving.worker_process"]
+        with self._log(number).open("wb") as log:
+            return subprocess.Popen(
+                [*command, str(order_path), str(self._told_path(number))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # a Ctrl-C reaches us alone, and we stop them in order
+                preexec_fn=before_exec(None),
+            )
+
+    def _await_ready(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for number, child in enumerate(self._children):
+                selector.register(cast(BinaryIO, child.stdout), selectors.EVENT_READ, number)
+            deadline = time.monotonic() + START_S
+            while selector.get_map():
+                ready = selector.select(max(deadline - time.monotonic(), 0))
+                if not ready:
+                    raise ClientFailed(f"the load processes did not start within {START_S:g} s")
+                for key, _ in ready:
+                    if cast(BinaryIO, key.fileobj).readline() != b"ready\n":
+                        raise self._failed(key.data)
+                    selector.unregister(key.fileobj)
+
+    def _write(self, line: bytes) -> None:
+        for child in self._children:
+            with contextlib.suppress(OSError):  # one that has ended says so in another way
+                pipe = cast(BinaryIO, child.stdin)
+                pipe.write(line)
+                pipe.flush()
+
+    def _follow(self, progress: Callable[[Progress], None]) -> None:
+        """Until all have closed their output."""
+        latest = [Progress(0, 0, 0, 0) for _ in self._children]
+        rests = [b""] * len(self._children)
+        with selectors.DefaultSelector() as selector:
+            for number, child in enumerate(self._children):
+                selector.register(cast(BinaryIO, child.stdout), selectors.EVENT_READ, number)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    data = os.read(key.fd, 1 << 16)
+                    if not data:
+                        selector.unregister(key.fileobj)
+                        continue
+                    *lines, rests[key.data] = (rests[key.data] + data).split(b"\n")
+                    if lines:
+                        latest[key.data] = msgspec.json.decode(lines[-1], type=Progress)
+                progress(_sum(latest))
+
+    def _told(self) -> list[Told]:
+        found = []
+        for number, child in enumerate(self._children):
+            path = self._told_path(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(STOP_S)
+            if child.returncode != 0 or not path.exists():
+                raise self._failed(number)
+            found.append(msgspec.msgpack.decode(path.read_bytes(), type=Told))
+        return found
+
+    def _failed(self, number: int) -> ClientFailed:
+        said = self._log(number).read_text(errors="replace")[-2000:]
+        return ClientFailed(f"a load process ended:\n{said}")
+
+    def _log(self, number: int) -> Path:
+        return self._folder / f"load{number}.log"
+
+    def _told_path(self, number: int) -> Path:
+        return self._folder / f"told{number}.msgpack"
+
+
+def _sum(parts: Sequence[Progress]) -> Progress:
+    return Progress(
+        sum(part.running for part in parts),
+        sum(part.ended for part in parts),
+        sum(part.failed for part in parts),
+        sum(part.tokens for part in parts),
+    )

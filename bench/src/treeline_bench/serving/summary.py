@@ -1,0 +1,188 @@
+"""From records to figures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from treeline_bench.serving.goodput import is_good
+from treeline_bench.serving.messages import UNFINISHED, Record, Told
+from treeline_bench.stats import at_percent
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """Of many values of one kind. Percentiles as in `treeline_bench.stats`."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Figures | None:
+        """None of none."""
+        if not values:
+            return None
+        ordered = sorted(values)
+        p50, p90, p99 = (at_percent(ordered, q) for q in (50, 90, 99))
+        return cls(sum(ordered) / len(ordered), p50, p90, p99, ordered[-1])
+
+
+class Client(msgspec.Struct, frozen=True):
+    """Whether we kept up ourselves. `late_ms`: how much later than due we turned to requests; `lag_ms`: how late timers
+    were, which is how late we saw what had arrived; `busy_share`: of a core, the busiest process."""
+
+    processes: int
+    late_ms_p99: float
+    lag_ms_p99: float
+    busy_share: float
+
+    @property
+    def words(self) -> str:
+        """One line, whatever it says."""
+        lag = f"late {self.late_ms_p99:.1f} ms, timers {self.lag_ms_p99:.1f} ms (p99)"
+        return f"processes: {self.processes}, busy {self.busy_share:.0%}, {lag}"
+
+    @property
+    def trouble(self) -> str:
+        """What is to be said about it; empty when all is well."""
+        found = []
+        if self.busy_share > BUSY:
+            found.append(f"a load process was busy {self.busy_share:.0%} of the time")
+        if self.late_ms_p99 > LATE_MS:
+            found.append(f"requests were sent {self.late_ms_p99:.0f} ms late (p99)")
+        if self.lag_ms_p99 > LATE_MS:
+            found.append(f"timers were {self.lag_ms_p99:.0f} ms late (p99)")
+        return " and ".join(found)
+
+
+BUSY = 0.85
+LATE_MS = 20.0
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """One load on one server. Times in milliseconds but for `duration_s`; tokens as the server counted them.
+
+    ttft: due to the first output. itl: between chunks of output. tpot: (last − first) ÷ (tokens − 1). e2e: due to the
+    end of the answer. Rates are whole answers, and their tokens, over the time from the start to the last end.
+    """
+
+    duration_s: float
+    requests: int
+    completed: int
+    unfinished: int
+    errors: dict[str, int]
+    """Kind → how many; without those that we ended ourselves."""
+    examples: dict[str, str]
+    """Kind → what one of them said."""
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int | None
+    """None where the server does not tell."""
+    short: int
+    """Answers with fewer tokens than asked for."""
+    prompt_difference: int
+    """Tokens that first prompts had more, on the whole, than they were made with (templates, BOS)."""
+    tokens_per_chunk: float
+    mean_concurrency: float
+    ttft_ms: Figures | None
+    itl_ms: Figures | None
+    tpot_ms: Figures | None
+    e2e_ms: Figures | None
+    good: int | None
+    """Answers within the limits; None where there are none."""
+    client: Client
+    gone: str = ""
+
+    @property
+    def requests_s(self) -> float:
+        return self.completed / self.duration_s
+
+    @property
+    def prompt_tokens_s(self) -> float:
+        return self.prompt_tokens / self.duration_s
+
+    @property
+    def output_tokens_s(self) -> float:
+        return self.output_tokens / self.duration_s
+
+    @property
+    def goodput_s(self) -> float | None:
+        """Good answers a second."""
+        return None if self.good is None else self.good / self.duration_s
+
+    @property
+    def cached_share(self) -> float | None:
+        """Of prompt tokens."""
+        if self.cached_tokens is None or not self.prompt_tokens:
+            return None
+        return self.cached_tokens / self.prompt_tokens
+
+    @property
+    def failed(self) -> int:
+        return sum(self.errors.values())
+
+
+def measures(record: Record) -> dict[str, float | None]:
+    """ttft, tpot and e2e of a whole answer in ms. None: it has none."""
+    first = record.tokens_ns[0] if record.tokens_ns else None
+    tpot = None
+    if first is not None and record.output_tokens > 1 and len(record.tokens_ns) > 1:
+        tpot = (record.tokens_ns[-1] - first) / (record.output_tokens - 1) / 1e6
+    return {
+        "ttft": None if first is None else (first - record.due_ns) / 1e6,
+        "tpot": tpot,
+        "e2e": (record.done_ns - record.due_ns) / 1e6,
+    }
+
+
+def summarise(told: Sequence[Told], limits: Mapping[str, float]) -> Summary:
+    """All processes of one load together. `limits`: of a good answer, in ms; none are asked for when empty."""
+    records = [record for one in told for record in one.records]
+    whole = [record for record in records if not record.error]
+    failed = [record for record in records if record.error not in ("", UNFINISHED)]
+    measured = [measures(record) for record in whole]
+    begin = min(one.begin_ns for one in told)
+    end = max((record.done_ns for record in records), default=begin)
+    duration_s = max(end - begin, 1) / 1e9
+    chunks = sum(len(record.tokens_ns) for record in whole)
+    output_tokens = sum(record.output_tokens for record in whole)
+    tells = any(record.cached_tokens >= 0 for record in whole)
+    firsts = [record for record in whole if record.turn == 0]
+    return Summary(
+        duration_s=duration_s,
+        requests=len(records),
+        completed=len(whole),
+        unfinished=len(records) - len(whole) - len(failed),
+        errors=dict(Counter(record.error for record in failed).most_common()),
+        examples={record.error: record.detail for record in reversed(failed)},
+        prompt_tokens=sum(record.prompt_tokens for record in whole),
+        output_tokens=output_tokens,
+        cached_tokens=sum(max(record.cached_tokens, 0) for record in whole) if tells else None,
+        short=sum(record.output_tokens < record.asked_output_tokens for record in whole),
+        prompt_difference=sum(record.prompt_tokens - record.asked_prompt_tokens for record in firsts),
+        tokens_per_chunk=output_tokens / chunks if chunks else 0.0,
+        mean_concurrency=sum(record.done_ns - record.sent_ns for record in records) / 1e9 / duration_s,
+        ttft_ms=Figures.of([value for one in measured if (value := one["ttft"]) is not None]),
+        itl_ms=Figures.of([(b - a) / 1e6 for record in whole for a, b in pairwise(record.tokens_ns)]),
+        tpot_ms=Figures.of([value for one in measured if (value := one["tpot"]) is not None]),
+        e2e_ms=Figures.of([value for one in measured if (value := one["e2e"]) is not None]),
+        good=sum(is_good(one, limits) for one in measured) if limits else None,
+        client=_client(told, records),
+        gone=next((one.gone for one in told if one.gone), ""),
+    )
+
+
+def _client(told: Sequence[Told], records: Sequence[Record]) -> Client:
+    late = Figures.of([(record.begun_ns - record.due_ns) / 1e6 for record in records])
+    lag = Figures.of([each / 1e6 for one in told for each in one.lag_ns])
+    return Client(
+        processes=len(told),
+        late_ms_p99=late.p99 if late else 0.0,
+        lag_ms_p99=lag.p99 if lag else 0.0,
+        busy_share=max(one.busy_share for one in told),
+    )

@@ -1,0 +1,213 @@
+"""Carries out an order: conversations in an open or a closed loop, timed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from treeline_bench.serving.connection import Connection
+from treeline_bench.serving.datasets.base import joined
+from treeline_bench.serving.messages import UNFINISHED, Conversation, Order, Piece, Progress, Record, Told
+
+TICK_S = 0.01
+TELL_S = 0.25
+GONE_AFTER = 20
+"""Connections refused one after the other until we believe that nobody is there any more."""
+RETRY_S = 0.1
+"""Between two of them, in a closed loop: a server that is gone would else be asked as fast as we can."""
+
+
+class Worker:
+    """One order. It owns connections and records."""
+
+    def __init__(self, order: Order, tell: Callable[[Progress], None]) -> None:
+        self.records: list[Record] = []
+        self._order, self._tell = order, tell
+        self._head = _head(order)
+        self._idle: list[Connection] = []
+        self._busy: set[Connection] = set()
+        self._next = iter(enumerate(order.conversations))
+        self._stopping = asyncio.Event()
+        self._ssl = ssl.create_default_context() if order.tls else None
+        self._refused = 0
+        self._gone = ""
+        self._tokens = self._failed = self._ended = 0
+        self._lag_ns: list[int] = []
+        self._end_ns = 0
+
+    def stop(self) -> None:
+        """Send nothing more, and end what is under way: its records say `UNFINISHED`."""
+        self._stopping.set()
+        for connection in list(self._busy):
+            connection.end()
+
+    async def run(self, begin_ns: int) -> Told:
+        """Begin at a moment of the monotonic clock; ends when everything has ended."""
+        order = self._order
+        if order.seconds is not None:
+            self._end_ns = begin_ns + int(order.seconds * 1e9)
+        await self._until(begin_ns)
+        watch = asyncio.create_task(self._watch())
+        computed_s = time.process_time()
+        try:
+            async with asyncio.TaskGroup() as group:  # a fault of ours in one ends all, and is raised
+                if order.arrivals is not None:
+                    await self._pace(order.arrivals, begin_ns, group)
+                else:
+                    for _ in range(order.concurrency):
+                        group.create_task(self._user())
+        finally:
+            watch.cancel()
+            for connection in [*self._idle, *self._busy]:
+                connection.end()
+        took_s = max(time.monotonic_ns() - begin_ns, 1) / 1e9
+        self._progress()
+        busy = (time.process_time() - computed_s) / took_s
+        return Told(self.records, begin_ns, self._lag_ns, busy, self._gone)
+
+    # ---- arrivals -------------------------------------------------------------------------------------------
+
+    async def _pace(self, moments: list[float], begin_ns: int, group: asyncio.TaskGroup) -> None:
+        """Whatever became of the others, a conversation begins when it is due."""
+        for moment, (index, conversation) in zip(moments, self._next, strict=True):
+            due_ns = begin_ns + int(moment * 1e9)
+            if self._end_ns and due_ns >= self._end_ns:
+                return
+            await self._until(due_ns)
+            if not self._more():
+                return
+            group.create_task(self._converse(index, conversation, due_ns))
+
+    async def _user(self) -> None:
+        """One of a fixed number: the next conversation when the last has ended."""
+        for index, conversation in self._next:
+            if not self._more():
+                return
+            await self._converse(index, conversation, time.monotonic_ns())
+
+    async def _until(self, moment_ns: int) -> None:
+        wait_s = (moment_ns - time.monotonic_ns()) / 1e9
+        if wait_s > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), wait_s)
+
+    def _more(self) -> bool:
+        if self._stopping.is_set():
+            return False
+        return not self._end_ns or time.monotonic_ns() < self._end_ns
+
+    # ---- requests -------------------------------------------------------------------------------------------
+
+    async def _converse(self, index: int, conversation: Conversation, due_ns: int) -> None:
+        """All turns, each with what was said before; one that fails ends the conversation."""
+        said: list[Piece] = []
+        tokens = 0
+        for number, turn in enumerate(conversation.turns):
+            said.append(turn.piece)
+            tokens += turn.piece_tokens
+            record = Record(index, number, tokens, turn.output_tokens, due_ns)
+            body = self._body(said, turn.output_tokens)
+            last = number + 1 == len(conversation.turns)
+            answer = await self._ask(body, record, keep_text=not last)
+            if record.error or last or not self._more():
+                return
+            tokens += record.output_tokens
+            said.append(self._answer_of(turn.piece, answer, record))
+            due_ns = time.monotonic_ns()  # a user who answers at once
+
+    def _answer_of(self, piece: Piece, answer: str, record: Record) -> Piece:
+        """What the next prompt has as the answer: its text; where prompts are ids, as many of the question's."""
+        if isinstance(piece, str):
+            return answer
+        return [piece[index % len(piece)] for index in range(record.output_tokens)]
+
+    def _body(self, said: list[Piece], output_tokens: int) -> bytes:
+        fields = {**self._order.fields, "max_tokens": output_tokens}
+        if not self._order.chat:
+            return msgspec.json.encode({**fields, "prompt": joined(said)})
+        roles = ("user", "assistant")
+        messages = [{"role": roles[index % 2], "content": piece} for index, piece in enumerate(said)]
+        return msgspec.json.encode({**fields, "messages": messages})
+
+    async def _ask(self, body: bytes, record: Record, *, keep_text: bool) -> str:
+        self.records.append(record)
+        record.begun_ns = time.monotonic_ns()
+        request = self._head % len(body) + body
+        answer = ""
+        connection = await self._connection(record)
+        if connection is not None:
+            self._busy.add(connection)
+            answer = await connection.ask(request, record, self._order.timeout_s, keep_text=keep_text)
+            self._busy.discard(connection)
+            if not connection.closed:
+                self._idle.append(connection)
+        self._ended += 1
+        self._failed += record.error not in ("", UNFINISHED)
+        return answer
+
+    async def _connection(self, record: Record) -> Connection | None:
+        """One that is free, or a new one. None when there is none to be had: the record says why."""
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.closed:
+                return connection
+        loop = asyncio.get_running_loop()
+        order = self._order
+        try:
+            async with asyncio.timeout(order.timeout_s):
+                _, fresh = await loop.create_connection(
+                    lambda: Connection(self._count), order.host, order.port, ssl=self._ssl
+                )
+        except OSError as error:  # TimeoutError is one
+            record.sent_ns = record.done_ns = time.monotonic_ns()
+            record.error, record.detail = "cannot connect", str(error) or type(error).__name__
+            await self._on_refused(record.detail)
+            return None
+        self._refused = 0
+        if self._stopping.is_set():
+            record.sent_ns = record.done_ns = time.monotonic_ns()
+            record.error = UNFINISHED
+            fresh.end()
+            return None
+        return fresh
+
+    async def _on_refused(self, why: str) -> None:
+        self._refused += 1
+        if self._refused >= GONE_AFTER and not self._gone:
+            self._gone = f"{self._refused} connections in a row could not be opened: {why}"
+            self.stop()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), RETRY_S)
+
+    def _count(self, chunks: int) -> None:
+        self._tokens += chunks
+
+    # ---- watching -------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """How late timers are, and a line of progress now and then."""
+        told_ns = due_ns = time.monotonic_ns()
+        while True:
+            due_ns = max(due_ns + int(TICK_S * 1e9), time.monotonic_ns())
+            await asyncio.sleep((due_ns - time.monotonic_ns()) / 1e9)
+            now = time.monotonic_ns()
+            self._lag_ns.append(max(0, now - due_ns))
+            if now - told_ns > TELL_S * 1e9:
+                told_ns = now
+                self._progress()
+
+    def _progress(self) -> None:
+        self._tell(Progress(len(self._busy), self._ended, self._failed, self._tokens))
+
+
+def _head(order: Order) -> bytes:
+    """Everything before the body but its length, which is filled in by `%`."""
+    host = f"[{order.host}]" if ":" in order.host else order.host
+    lines = [f"POST {order.path} HTTP/1.1", f"host: {host}:{order.port}", "content-type: application/json"]
+    lines += ["accept: text/event-stream", *(f"{name}: {value}" for name, value in order.headers.items())]
+    return "\r\n".join(lines).replace("%", "%%").encode() + b"\r\ncontent-length: %d\r\n\r\n"

@@ -1,0 +1,100 @@
+"""A model's tensors to the host and back, whatever model it is: found by looking, not by asking.
+
+Tensors keep their identity, their strides and what they share, so nothing that refers to them notices; what was
+captured with their addresses (CUDA graphs) does, and must be made anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+def tensors_of(root: object) -> list[torch.Tensor]:
+    """Every tensor that `root` refers to by attributes of our classes, torch modules, containers, closures."""
+    found: list[torch.Tensor] = []
+    seen: dict[int, object] = {}
+    waiting: list[object] = [root]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        else:
+            waiting.extend(_parts(value))
+    return found
+
+
+def _parts(value: Any) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list | tuple | set | frozenset):
+        return value
+    if isinstance(value, functools.partial):
+        return (value.func, value.args, value.keywords)
+    if isinstance(value, types.MethodType):
+        return (value.__self__, value.__func__)
+    if isinstance(value, types.FunctionType):
+        return [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+    ours = type(value).__module__.partition(".")[0] == _PACKAGE
+    return _attributes(value) if ours or isinstance(value, torch.nn.Module) else ()
+
+
+def _attributes(value: object) -> Iterator[object]:
+    yield from getattr(value, "__dict__", {}).values()
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            yield getattr(value, name, None)
+
+
+def size_of(root: object) -> int:
+    """Bytes of the tensors of `root`, shared memory once."""
+    return sum(storage.nbytes() for storage in _storages(tensors_of(root)).values())
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    found = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage for storage in found if storage.nbytes()}
+
+
+class Offloaded:
+    """The tensors of a model, on the host; on their device they are empty until `restore`."""
+
+    @torch.inference_mode()
+    def __init__(self, model: object) -> None:
+        tensors = tensors_of(model)
+        self._bytes: dict[int, tuple[torch.device, torch.Tensor]] = {}
+        for address, storage in _storages(tensors).items():
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            self._bytes[address] = storage.device, whole.to("cpu", copy=True)
+        self._tensors = [
+            (tensor, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.size(), tensor.stride())
+            for tensor in tensors
+            if tensor.untyped_storage().data_ptr() in self._bytes
+        ]
+        self.release()
+
+    @torch.inference_mode()
+    def release(self) -> None:
+        """Empty them again, after a `restore` that led to nothing."""
+        for tensor, *_ in self._tensors:
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    @torch.inference_mode()
+    def restore(self) -> None:
+        """Raises OutOfMemoryError, and then has changed nothing."""
+        storages = {
+            address: copy.to(device, copy=True).untyped_storage() for address, (device, copy) in self._bytes.items()
+        }
+        for tensor, address, offset, size, stride in self._tensors:
+            there = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            tensor.data = there.set_(storages[address], offset, size, stride)

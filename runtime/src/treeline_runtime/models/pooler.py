@@ -1,0 +1,65 @@
+"""Hidden states → vectors: what a `Pooling` says, computed. Sums on the device, what is small on the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from treeline_runtime.models.config import ModelConfig, ModelError
+from treeline_runtime.models.pooling import Pooling
+from treeline_runtime.models.weights import EMBEDDING, HEAD, Weights
+from treeline_runtime.transfer import upload
+
+Vector = npt.NDArray[np.float32]
+
+SCORE = "score.weight"
+"""Of a classification head; the architectures of transformers give it no bias."""
+_SHORTEST = 1e-12
+"""As torch's `normalize`: what is divided by at least."""
+
+
+class Pooler:
+    """`select` on the device, for each step; `finish` on the host, once for each text."""
+
+    def __init__(self, pooling: Pooling, weights: Weights, config: ModelConfig) -> None:
+        """Takes the head's tensors. Raises ModelError."""
+        self.pooling = pooling
+        self._head: torch.Tensor | None = None
+        """(outputs, hidden) float32: a few rows, whose sums are worth the exactness."""
+        if pooling.labels:
+            self._head = weights.take(SCORE, len(pooling.labels), config.hidden_size).float()
+        elif pooling.answers:
+            if max(pooling.answers) >= config.vocab_size:
+                raise ModelError(
+                    f"LogitScore names token {max(pooling.answers)}; the vocabulary has {config.vocab_size}"
+                )
+            # transformers' rule, too: a head that is there counts, whatever config.json says of ties
+            name = EMBEDDING if config.tie_word_embeddings and not weights.has(HEAD) else HEAD
+            self._head = weights.take(name, config.vocab_size, config.hidden_size)[list(pooling.answers)].float()
+
+    def select(self, hidden: torch.Tensor, starts: list[int], ends: list[int], whole: list[bool]) -> torch.Tensor:
+        """hidden (tokens, hidden) of several texts, text i at rows starts[i] … ends[i] → float32, in order: with `mean`
+        the sum of each text's rows (texts, hidden), with `last` what the last row gives, of those that are `whole`
+        (whole texts, hidden or outputs)."""
+        if self.pooling.method == "mean":
+            return torch.stack(
+                [hidden[start:end].sum(0, dtype=torch.float32) for start, end in zip(starts, ends, strict=True)]
+            )
+        lasts = [end - 1 for end, is_whole in zip(ends, whole, strict=True) if is_whole]
+        rows = hidden[upload(np.array(lasts), hidden.device)].float()
+        return rows if self._head is None else rows @ self._head.t()
+
+    def finish(self, pooled: Vector | None, tokens: int) -> bytes:
+        """What `select` gave of a text, summed over its steps, and how many tokens it has → its vector."""
+        assert pooled is not None, "a text is never empty"
+        if self.pooling.method == "mean":
+            pooled = pooled / np.float32(tokens)
+        if len(self.pooling.answers) > 1:
+            pooled = pooled[:1] - pooled[1:]
+        return (normalized(pooled) if self.pooling.normalize else pooled).tobytes()
+
+
+def normalized(vector: Vector) -> Vector:
+    """With a length of 1."""
+    return vector / max(np.linalg.norm(vector), np.float32(_SHORTEST))

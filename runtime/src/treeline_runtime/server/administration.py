@@ -1,0 +1,235 @@
+"""Administration that concerns the whole engine: sleep, new weights, profiles. On the admin listener alone.
+
+One operation at a time. What becomes of requests in flight is the caller's choice, as in the field: `sleep` ends them
+or waits for them and refuses new ones (vLLM); `update_weights` waits for them or ends them, and holds new ones back
+until the new weights are there (SGLang). Once the scheduler is at it, an operation goes on when the caller leaves.
+
+The scheduler is asked once all HTTP processes refuse requests or hold them back, and the caller has the answer once all
+of them know what came of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from treeline_runtime.args import ServerArgs
+from treeline_runtime.messages import (
+    MAX_PROFILE_STEPS,
+    AdminReq,
+    Reply,
+    SleepReq,
+    StartProfileReq,
+    StopProfileReq,
+    UpdateWeightsReq,
+    WakeReq,
+)
+from treeline_runtime.server.fields import as_api_error, check_unknown, convert
+from treeline_runtime.server.http import ApiError, Request, Response, json_response
+from treeline_runtime.server.service import Service
+from treeline_runtime.tokenizer_manager import NoReply
+
+POLL_S = 0.05
+"""Between two questions whether requests still run."""
+_NAME_CHARS = 256
+
+
+class SleepQuery(Struct, frozen=True):
+    level: Literal[1, 2] = 1
+    mode: Literal["abort", "wait"] = "abort"
+
+
+class NoFields(Struct, frozen=True):
+    """Neither query nor body says anything."""
+
+
+class UpdateBody(Struct, frozen=True):
+    model_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    weight_version: Annotated[str, Meta(min_length=1, max_length=_NAME_CHARS)] | None = None
+    abort_all_requests: bool = False
+
+
+class ProfileBody(Struct, frozen=True):
+    num_steps: Annotated[int, Meta(ge=1, le=MAX_PROFILE_STEPS)] = 100
+
+
+class Administration:
+    """The handlers; `service.state` is what they change for everybody else."""
+
+    def __init__(self, service: Service, args: ServerArgs, told: Callable[[], Awaitable[None]]) -> None:
+        """`told` returns when all HTTP processes know the state as it is, or raises NoReply."""
+        self._service = service
+        self._args = args
+        self._told = told
+
+    # ---- endpoints ------------------------------------------------------------------------------------------
+
+    async def sleep(self, request: Request) -> Response:
+        """Gives up weights and KV cache. `?level=1` keeps the weights in the host's memory, `2` reads them again;
+        `?mode=abort` ends what runs, `wait` waits for it."""
+        query = _query(request, SleepQuery)
+        _no_body(request)
+        state = self._service.state
+
+        def asleep(_: Reply) -> None:
+            state.asleep = query.level
+
+        async with self._operation("going to sleep", refuses=True):
+            await self._carry_out(lambda id: SleepReq(id, query.level), asleep, abort=query.mode == "abort")
+        return json_response({"asleep": query.level})
+
+    async def wake_up(self, request: Request) -> Response:
+        """Back to where it was, with an empty cache."""
+        _query(request, NoFields)
+        _no_body(request)
+        state = self._service.state
+
+        def awake(_: Reply) -> None:
+            state.asleep = 0
+
+        async with self._operation("waking up", refuses=True):
+            await self._carry_out(WakeReq, awake)
+        return json_response({"asleep": 0})
+
+    async def update_weights(self, request: Request) -> Response:
+        """Serves another checkpoint of the same architecture; with any failure the old weights serve on."""
+        _query(request, NoFields)
+        body = _body(request, UpdateBody)
+        state = self._service.state
+
+        def updated(_: Reply) -> None:
+            state.model_path = body.model_path
+            state.weight_version = body.weight_version or body.model_path[-_NAME_CHARS:]
+
+        started = time.monotonic()
+        async with self._operation("loading new weights", refuses=False):
+            await self._carry_out(
+                lambda id: UpdateWeightsReq(id, body.model_path), updated, abort=body.abort_all_requests
+            )
+        seconds = time.monotonic() - started
+        return json_response({"success": True, "weight_version": state.weight_version, "seconds": seconds})
+
+    async def start_profile(self, request: Request) -> Response:
+        """Traces the scheduler's next `num_steps` steps into a file in --profile-dir."""
+        _query(request, NoFields)
+        body = _body(request, ProfileBody)
+        folder = self._args.profile_dir
+        if folder is None:
+            raise ApiError(404, "Start the server with --profile-dir DIR to profile it", code="disabled")
+        await self._ask(lambda id: StartProfileReq(id, folder, body.num_steps))
+        return json_response({"num_steps": body.num_steps, "folder": folder})
+
+    async def stop_profile(self, request: Request) -> Response:
+        """Ends the profile before its last step; answers with the trace's file."""
+        _query(request, NoFields)
+        _no_body(request)
+        reply = await self._ask(StopProfileReq)
+        return json_response(reply.data)
+
+    # ---- pieces ---------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _operation(self, what: str, *, refuses: bool) -> AsyncIterator[None]:
+        """The only one. Meanwhile new requests are refused, or else held back. Raises ApiError: 409 where there is
+        another, 503."""
+        state = self._service.state
+        if state.operation is not None:
+            raise ApiError(409, f"Another operation is under way: {state.operation}", code="conflict")
+        if not state.ready:
+            raise ApiError(503, "The model is still loading", type="server_error")
+        state.operation, state.pausing, state.holding = what, refuses, not refuses
+        try:
+            await self._begin()
+            yield
+        finally:
+            state.operation, state.pausing, state.holding = None, False, False
+            with suppress(NoReply):  # one that is late hears of it, too
+                await self._told()
+
+    async def _begin(self) -> None:
+        """From here on no HTTP process begins a request."""
+        try:
+            await self._told()
+        except NoReply as error:
+            raise ApiError(503, f"An HTTP worker does not answer: {error}", type="server_error") from None
+
+    async def _carry_out(
+        self, question: Callable[[str], AdminReq], on_ok: Callable[[Reply], None], *, abort: bool = False
+    ) -> None:
+        """Asks until no request runs any more. Raises ApiError where the scheduler refuses."""
+        while True:
+            if abort:
+                self._service.manager.abort("")
+            reply = await _to_its_end(self._attempt(question, on_ok))
+            if reply.ok:
+                return
+            if not (reply.data or {}).get("busy"):
+                raise _refused(reply)
+            await asyncio.sleep(POLL_S)
+
+    async def _attempt(self, question: Callable[[str], AdminReq], on_ok: Callable[[Reply], None]) -> Reply:
+        """The scheduler says nothing while it loads, and is not missed for as long as loading may take."""
+        state = self._service.state
+        state.unheard = True
+        try:
+            reply = await self._service.manager.ask(question, timeout_s=self._args.start_timeout)
+        except NoReply as error:
+            raise _no_answer(error) from None
+        finally:
+            state.unheard = False
+            state.heartbeat_at = dict.fromkeys(state.heartbeat_at, time.monotonic())
+        if reply.ok:
+            on_ok(reply)
+        return reply
+
+    async def _ask(self, question: Callable[[str], AdminReq]) -> Reply:
+        try:
+            reply = await self._service.manager.ask(question, timeout_s=60.0)
+        except NoReply as error:
+            raise _no_answer(error) from None
+        if not reply.ok:
+            raise _refused(reply)
+        return reply
+
+
+async def _to_its_end(work: Awaitable[Reply]) -> Reply:
+    """Waits for `work` also when cancelled: what the scheduler has begun must be known to have ended."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
+
+
+def _no_answer(error: NoReply) -> ApiError:
+    return ApiError(503, f"The scheduler does not answer: {error}", type="server_error")
+
+
+def _refused(reply: Reply) -> ApiError:
+    return ApiError(400, f"Refused: {reply.message}", code="refused")
+
+
+def _query(request: Request, type: type[Any]) -> Any:
+    """Parameters of the URL, as typed. Raises ApiError 400."""
+    check_unknown(request.query, frozenset(type.__struct_fields__))
+    try:
+        return msgspec.convert(request.query, type, strict=False)
+    except msgspec.ValidationError as error:
+        raise as_api_error(error) from None
+
+
+def _body(request: Request, type: type[Any]) -> Any:
+    raw: Mapping[str, Any] = request.json()
+    check_unknown(raw, frozenset(type.__struct_fields__))
+    return convert(raw, type)
+
+
+def _no_body(request: Request) -> None:
+    _body(request, NoFields)

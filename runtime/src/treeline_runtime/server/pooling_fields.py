@@ -1,0 +1,78 @@
+"""Typed bodies of the endpoints that make vectors and numbers of texts: OpenAI's embeddings, vLLM's pooling, classify
+and score, Jina's and Cohere's rerank."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from treeline_runtime.server import openai
+from treeline_runtime.server.sampling import PositiveCount, Priority
+
+EncodingFormat = Literal["float", "base64"]
+TEXTS = str | list[str]
+
+
+class PoolingFields(Struct, frozen=True):
+    """What all of them have."""
+
+    model: str | None = None
+    rid: openai.Rid | None = None
+    priority: Priority | None = None
+
+
+class EmbeddingBody(PoolingFields, frozen=True):
+    """What of a `/v1/embeddings` request we act on."""
+
+    input: Any = None
+    encoding_format: EncodingFormat | None = None
+    dimensions: PositiveCount | None = None
+    add_special_tokens: bool | None = None
+
+
+class PoolingBody(PoolingFields, frozen=True):
+    """`/pooling`: either `input`, or one conversation."""
+
+    input: Any = None
+    messages: Any = None
+    encoding_format: EncodingFormat | None = None
+    add_special_tokens: bool | None = None
+
+
+class ClassifyBody(PoolingFields, frozen=True):
+    """`/classify`: the same."""
+
+    input: Any = None
+    messages: Any = None
+    use_activation: bool | None = None
+    """False: the head's own outputs."""
+    add_special_tokens: bool | None = None
+
+
+class ScoreBody(PoolingFields, frozen=True, kw_only=True):
+    """`/v1/score`: one text and many, or as many of both."""
+
+    text_1: TEXTS
+    text_2: TEXTS
+    instruct: str | None = None
+    use_activation: bool | None = None
+
+
+class DocumentBody(Struct, frozen=True):
+    text: str
+
+
+class RerankBody(PoolingFields, frozen=True, kw_only=True):
+    query: str
+    documents: list[str | DocumentBody]
+    top_n: PositiveCount | None = None
+    return_documents: bool | None = None
+    instruct: str | None = None
+    use_activation: bool | None = None
+
+
+def known(body: type[Struct]) -> frozenset[str]:
+    """The fields that a request of this body may have with any value."""
+    names = frozenset(body.__struct_fields__) | openai.NAMESPACE_FIELDS
+    return names | openai.TEMPLATE_FIELDS if "messages" in names else names

@@ -1,0 +1,180 @@
+"""Bodies of requests for vectors → what they ask for, as `reader` does it for text."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from treeline_wire.prompt import PromptError, prompt_of_completion
+
+from treeline_runtime.messages import SamplingParams
+from treeline_runtime.server import openai
+from treeline_runtime.server import pooling_fields as fields
+from treeline_runtime.server.fields import check_unknown, convert
+from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.jobs import (
+    Caller,
+    ClassifyTask,
+    GenerationJob,
+    PromptSpec,
+    RerankTask,
+    ScoreTask,
+    VectorsTask,
+)
+from treeline_runtime.server.limits import MAX_INPUTS, Limits
+
+if TYPE_CHECKING:
+    from treeline_runtime.models.pooling import Pooling
+    from treeline_runtime.server.prompts import Prompts
+    from treeline_runtime.server.reader import Reader
+
+T = TypeVar("T", bound=fields.PoolingFields)
+InputsOrChat = fields.PoolingBody | fields.ClassifyBody
+_NOTHING = SamplingParams(max_new_tokens=0)
+
+
+def check_template(pooling: Pooling | None, prompts: Prompts) -> None:
+    """Raises ValueError for a language model that reranks, but cannot be asked."""
+    if pooling is not None and pooling.answers and not prompts.knows_pairs:
+        raise ValueError(
+            "a language model that reranks (LogitScore) needs a chat template (chat_template.jinja) for messages of "
+            "the roles query and document"
+        )
+
+
+@dataclass(frozen=True)
+class PoolingReader:
+    """Reads one body. Raises ApiError 400, or UnknownModel."""
+
+    reader: Reader
+    raw: Mapping[str, Any]
+    limits: Limits
+    caller: Caller
+
+    def embedding(self) -> VectorsTask:
+        body = self._body(fields.EmbeddingBody)
+        return VectorsTask(
+            self._job(body, "embd", self._inputs(body)), body.encoding_format == "base64", body.dimensions
+        )
+
+    def pooling(self) -> VectorsTask:
+        body = self._body(fields.PoolingBody)
+        return VectorsTask(self._job(body, "pool", self._inputs_or_chat(body)), body.encoding_format == "base64")
+
+    def classify(self) -> ClassifyTask:
+        body = self._body(fields.ClassifyBody)
+        job = self._job(body, "classify", self._inputs_or_chat(body))
+        return ClassifyTask(job, body.use_activation is not False)
+
+    def score(self) -> ScoreTask:
+        body = self._body(fields.ScoreBody)
+        first = _texts([body.text_1] if isinstance(body.text_1, str) else body.text_1, "text_1")
+        second = _texts([body.text_2] if isinstance(body.text_2, str) else body.text_2, "text_2")
+        if len(first) == 1:
+            first = first * len(second)
+        if len(first) != len(second):
+            raise ApiError(400, f"{len(first)} texts in 'text_1' for {len(second)} in 'text_2'", param="text_1")
+        prompts = self._pairs(list(zip(first, second, strict=True)), body.instruct, "text_2")
+        return ScoreTask(self._job(body, "score", prompts), body.use_activation is not False)
+
+    def rerank(self) -> RerankTask:
+        body = self._body(fields.RerankBody)
+        (query,) = _texts([body.query], "query")
+        documents = _texts([one if isinstance(one, str) else one.text for one in body.documents], "documents")
+        prompts = self._pairs([(query, document) for document in documents], body.instruct, "documents")
+        return RerankTask(
+            self._job(body, "rerank", prompts),
+            body.use_activation is not False,
+            body.top_n,
+            None if body.return_documents is False else documents,
+        )
+
+    def _body(self, type: type[T]) -> T:
+        check_unknown(self.raw, fields.known(type))
+        body = convert(self.raw, type)
+        self.reader.check_model(body.model)
+        return body
+
+    @functools.cached_property
+    def _namespace(self) -> str | None:
+        return openai.namespace(self.raw, self.caller)
+
+    def _job(self, body: fields.PoolingFields, kind: str, prompts: list[list[int]]) -> GenerationJob:
+        return GenerationJob(
+            body.rid or openai.new_rid(kind),
+            [PromptSpec(ids, _NOTHING) for ids in prompts],
+            namespace=self._namespace,
+            tenant=self.caller.tenant,
+            hides_cache=self.caller.shares_cache,
+            pools=True,
+            priority=body.priority or 0,
+        )
+
+    def _inputs(self, body: fields.EmbeddingBody | InputsOrChat) -> list[list[int]]:
+        """OpenAI's `input`: a text or its token ids, or several of them."""
+        value = body.input
+        if value is None:
+            raise ApiError(400, "Missing required parameter: 'input'", param="input", code="missing_required_parameter")
+        if isinstance(value, list) and value and isinstance(value[0], str | list):
+            _check_count(value, "input")
+        try:
+            prompts = prompt_of_completion({"prompt": value, "add_special_tokens": body.add_special_tokens})
+        except PromptError as error:
+            raise ApiError(400, f"Invalid value for 'input': {error}", param="input") from None
+        if any(prompt.text == "" for prompt in prompts):
+            raise ApiError(400, "Invalid value for 'input': must not be an empty string", param="input")
+        return self._fitting(self.reader.prompts.of_prompts(prompts, self.limits, "input", self._namespace), "input")
+
+    def _inputs_or_chat(self, body: InputsOrChat) -> list[list[int]]:
+        if (body.input is None) == (body.messages is None):
+            raise ApiError(400, "Give exactly one of 'input' and 'messages'", param="input")
+        if body.messages is None:
+            for name in openai.TEMPLATE_FIELDS & self.raw.keys():
+                check_unknown({name: self.raw[name]}, ())  # nothing is rendered
+            return self._inputs(body)
+        if body.add_special_tokens:
+            problem = "'add_special_tokens' is for 'input': a chat template writes its own"
+            raise ApiError(400, problem, param="add_special_tokens")
+        # what is judged is there: nobody goes on with it, unless the client says so
+        asked = {**self.raw, "add_generation_prompt": self.raw.get("add_generation_prompt") or False}
+        return self._fitting([self.reader.prompts.of_chat(asked, self.limits, self._namespace)], "messages")
+
+    def _pairs(self, pairs: Sequence[tuple[str, str]], instruct: str | None, param: str) -> list[list[int]]:
+        if instruct is not None:
+            _check_text(instruct, "instruct")
+        pooling = self.reader.pooling
+        prompts = self.reader.prompts.of_pairs(
+            pairs,
+            self.limits,
+            param,
+            self._namespace,
+            instruct=instruct,
+            add_generation_prompt=pooling is not None and bool(pooling.answers),
+        )
+        return self._fitting(prompts, param)
+
+    def _fitting(self, prompts: list[list[int]], param: str) -> list[list[int]]:
+        for ids in prompts:
+            self.limits.max_new_tokens(len(ids), 0, None, param)
+        return prompts
+
+
+def _texts(texts: list[str], param: str) -> list[str]:
+    if not texts:
+        raise ApiError(400, f"Invalid value for {param!r}: must not be an empty list", param=param)
+    _check_count(texts, param)
+    for text in texts:
+        _check_text(text, param)
+    return texts
+
+
+def _check_text(text: str, param: str) -> None:
+    if not text:
+        raise ApiError(400, f"Invalid value for {param!r}: must not be an empty string", param=param)
+
+
+def _check_count(values: Sequence[object], param: str) -> None:
+    if len(values) > MAX_INPUTS:
+        raise ApiError(400, f"{len(values)} in {param!r}: at most {MAX_INPUTS} in one request", param=param)

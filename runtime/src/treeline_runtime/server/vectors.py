@@ -1,0 +1,189 @@
+"""`/v1/embeddings`, `/pooling`, `/classify`, `/v1/score` and `/v1/rerank`: vectors of texts, and what is told of them.
+
+Numbers are read and written without numpy, which this process does without. Vectors are float32, little endian as all
+machines that run models are.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from treeline_runtime.messages import TextOut
+from treeline_runtime.models.pooling import Activation, Pooling
+from treeline_runtime.server import openai
+from treeline_runtime.server.http import ApiError, Header, Request, Response, encode_json, json_response
+from treeline_runtime.server.jobs import ClassifyTask, GenerationJob, RerankTask, ScoreTask, VectorsTask
+from treeline_runtime.server.pacing import Pacer, open_object
+from treeline_runtime.server.service import Service, token_headers
+
+FLOAT_BYTES = 24
+"""What a number of a vector takes while an answer is made: as JSON, and before that as a float."""
+
+
+async def embeddings(service: Service, request: Request) -> Response:
+    service.admit()
+    task = await service.read(request, "embedding", VectorsTask)
+    if task.dimensions is not None:
+        check_dimensions(service.pools(), task.dimensions)
+    outs = await _outs(service, task.job)
+    head = {"object": "list", "model": service.model_name, "usage": _usage(task.job)}
+    return await _answer(service, task, outs, head, "embedding", "embedding")
+
+
+async def pooling(service: Service, request: Request) -> Response:
+    service.admit()
+    task = await service.read(request, "pooling", VectorsTask)
+    outs = await _outs(service, task.job)
+    head = openai.envelope(task.job.rid, "list", service.model_name) | {"usage": _usage(task.job)}
+    return await _answer(service, task, outs, head, "pooling", "data")
+
+
+async def classify(service: Service, request: Request) -> Response:
+    service.admit()
+    task = await service.read(request, "classify", ClassifyTask)
+    outs = await _outs(service, task.job)
+    made = service.pools()
+    labels = made.labels or ("LABEL_0",)
+
+    def item(index: int) -> bytes:
+        probs = activated(_floats(outs[index]), made.activation if task.activation else "identity")
+        likeliest = max(range(len(probs)), key=probs.__getitem__)
+        return encode_json({"index": index, "label": labels[likeliest], "probs": probs, "num_classes": len(probs)})
+
+    head = openai.envelope(task.job.rid, "list", service.model_name) | {"usage": _usage(task.job)}
+    return await _listed(head, "data", item, len(outs), _headers(task.job, outs))
+
+
+async def score(service: Service, request: Request) -> Response:
+    service.admit()
+    task = await service.read(request, "score", ScoreTask)
+    outs = await _outs(service, task.job)
+    scores = _scores(service, outs, activation=task.activation)
+    data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
+    head = openai.envelope(task.job.rid, "list", service.model_name)
+    return json_response(head | {"data": data, "usage": _usage(task.job)}, headers=_headers(task.job, outs))
+
+
+async def rerank(service: Service, request: Request) -> Response:
+    service.admit()
+    task = await service.read(request, "rerank", RerankTask)
+    outs = await _outs(service, task.job)
+    scores = _scores(service, outs, activation=task.activation)
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])[: task.top_n]  # the earlier one among equals
+
+    def item(place: int) -> bytes:
+        index = order[place]
+        result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+        if task.documents is not None:
+            result["document"] = {"text": task.documents[index]}
+        return encode_json(result)
+
+    head = {"id": task.job.rid, "object": "list", "model": service.model_name, "usage": _usage(task.job)}
+    return await _listed(head, "results", item, len(order), _headers(task.job, outs))
+
+
+# ---- vectors --------------------------------------------------------------------------------------------------------
+
+
+async def _outs(service: Service, job: GenerationJob) -> list[TextOut]:
+    """One for each prompt, each with its vector. Raises ApiError."""
+    inflight = await service.open(job, answer_bytes=FLOAT_BYTES * service.pools().size * len(job.prompts))
+    try:
+        outs = await service.collect(inflight)
+    finally:
+        inflight.close()
+    if any(out.vector is None for out in outs):  # by an operator, or the engine is being stopped
+        raise ApiError(503, "The request was aborted", type="server_error")
+    return outs
+
+
+async def _answer(
+    service: Service, task: VectorsTask, outs: Sequence[TextOut], head: dict[str, Any], kind: str, member: str
+) -> Response:
+    """`data` with an object of this `kind` for each vector, which is its `member`."""
+    made = service.pools()
+
+    def item(index: int) -> bytes:
+        vector = _vector(outs[index])
+        if task.dimensions is not None:
+            vector = cut(vector, task.dimensions, normalize=made.normalize)
+        written = base64.b64encode(vector).decode() if task.base64 else vector.tolist()
+        return encode_json({"object": kind, "index": index, member: written})
+
+    return await _listed(head, "data", item, len(outs), _headers(task.job, outs))
+
+
+async def _listed(
+    head: dict[str, Any], name: str, item: Callable[[int], bytes], count: int, headers: tuple[Header, ...]
+) -> Response:
+    """An answer with a list of `count` items, each written in its turn."""
+    pieces, pacer = [open_object(head, name), b"["], Pacer()
+    for index in range(count):
+        pieces += [b"," if index else b"", item(index)]
+        await pacer.rest()
+    return Response([*pieces, b"]}"], headers=headers)
+
+
+def _headers(job: GenerationJob, outs: Sequence[TextOut]) -> tuple[Header, ...]:
+    return tuple(token_headers(job.prompt_tokens, sum(out.cached_tokens for out in outs)))
+
+
+def _usage(job: GenerationJob) -> dict[str, int]:
+    return {"prompt_tokens": job.prompt_tokens, "total_tokens": job.prompt_tokens}
+
+
+def _vector(out: TextOut) -> array[float]:
+    return array("f", out.vector or b"")
+
+
+def _floats(out: TextOut) -> list[float]:
+    return _vector(out).tolist()
+
+
+def check_dimensions(made: Pooling, dimensions: int) -> None:
+    """Raises ApiError 400 where vectors may not be cut to so many."""
+    size, shorter = made.size, made.shorter
+    if dimensions == size or (dimensions < size and (shorter is None or dimensions in shorter)):
+        return
+    problem = f"this model's embeddings have {size} dimensions"
+    if shorter:
+        problem += f", and may be cut to {', '.join(map(str, shorter))} alone"
+    elif dimensions < size:
+        problem += (
+            ", and config.json does not say that they may be cut (is_matryoshka): start the server with --matryoshka"
+        )
+    raise ApiError(400, f"Invalid value for 'dimensions': {problem}", param="dimensions")
+
+
+def cut(vector: array[float], dimensions: int, *, normalize: bool) -> array[float]:
+    """The first dimensions of a vector; with a length of 1 again, where vectors have that."""
+    short = vector[:dimensions]
+    if not normalize:
+        return short
+    length = max(math.hypot(*short), 1e-12)
+    return array("f", [value / length for value in short])
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+
+def _scores(service: Service, outs: Sequence[TextOut], *, activation: bool) -> list[float]:
+    name = service.pools().activation if activation else "identity"
+    return [activated(_floats(out), name)[0] for out in outs]
+
+
+def activated(outputs: list[float], activation: Activation) -> list[float]:
+    """What a head's outputs mean, where they are not taken as they are."""
+    if activation == "sigmoid":
+        # of the two forms the one that does not overflow
+        return [1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x)) for x in outputs]
+    if activation == "softmax":
+        top = max(outputs)
+        shares = [math.exp(x - top) for x in outputs]
+        total = sum(shares)
+        return [share / total for share in shares]
+    return outputs

@@ -1,0 +1,176 @@
+"""The scripts of runtime/benchmarks and what the benchmarks make of their rows."""
+
+import importlib.util
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from support.bench import Remembered
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+from treeline_bench import engine, radix, server, versus_transformers
+from treeline_bench.context import BenchmarkError, Context
+from treeline_bench.prompts import PromptMaker
+
+FOLDER = Path(__file__).resolve().parents[2] / "runtime" / "benchmarks"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def beside() -> Iterator[None]:
+    """Scripts import each other as they do when one is run."""
+    sys.path.insert(0, str(FOLDER))
+    yield
+    sys.path.remove(str(FOLDER))
+    for name in ("engine", "dummy_model"):
+        sys.modules.pop(name, None)
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"script_{name}", FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# -- a made-up tokenizer
+
+
+def test_every_token_of_a_dummy_model_is_a_word_and_comes_back(tmp_path: Path) -> None:
+    script("dummy_model").write_model(tmp_path, "tiny")
+    ids = random.Random(1).choices(range(4096), k=500)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    assert tokenizer.encode(text).ids == ids
+    assert AutoTokenizer.from_pretrained(tmp_path).encode(text) == ids  # as other engines read the folder
+    maker = PromptMaker.of_model(tmp_path)
+    assert len(maker.words) == 4096
+    assert maker.count(maker.text(77, random.Random(2))) == 77
+
+
+# -- what the GPU waits for
+
+
+def trace(gap_us: float, waits_us: float, steps: int = 20) -> list[dict[str, object]]:
+    """Steps of ten kernels of 10 µs with small gaps, and a wait after each step; and things that do not count."""
+    events: list[dict[str, object]] = [{"ph": "M", "name": "process_name"}]
+    now = 5000.0
+    for _ in range(steps):
+        for _ in range(10):
+            events.append({"ph": "X", "cat": "kernel", "ts": now, "dur": 10.0})
+            events.append({"ph": "X", "cat": "gpu_memcpy", "ts": now + 2, "dur": 3.0})  # beside it, on another stream
+            events.append({"ph": "X", "cat": "cuda_runtime", "ts": now + 9, "dur": 500.0})  # the CPU's
+            now += 10 + gap_us
+        now += waits_us - gap_us
+    return events
+
+
+def test_idle_is_what_lies_between_steps_and_not_between_their_kernels() -> None:
+    shares = script("profiled_scheduler").idle_shares
+    busy = shares(trace(gap_us=0.0, waits_us=0.0), 20)
+    assert (busy["idle_share"], busy["gap_share"]) == (0, 0)
+    found = shares(trace(gap_us=1.0, waits_us=20.0, steps=400), 400)
+    step_us = 10 * 10 + 9 * 1 + 20
+    assert found["step_ms"] == pytest.approx(step_us / 1e3, rel=0.01)
+    assert found["idle_share"] == pytest.approx(20 / step_us, rel=0.01)
+    assert found["gap_share"] == pytest.approx(29 / step_us, rel=0.01)
+
+
+def test_the_beginning_and_the_end_of_a_record_are_left_out() -> None:
+    events = trace(gap_us=0.0, waits_us=0.0)
+    for event in events[30:]:
+        event["ts"] = float(event["ts"]) + 1e6  # type: ignore[arg-type]
+    events[-3]["ts"] = 9e6
+    assert script("profiled_scheduler").idle_shares(events, 20)["idle_share"] == 0
+
+
+def test_a_profiler_that_saw_nothing_is_no_idle_gpu() -> None:
+    with pytest.raises(ValueError, match="0 kernels and copies in 20 steps"):
+        script("profiled_scheduler").idle_shares([{"ph": "X", "cat": "cuda_runtime", "ts": 1.0, "dur": 1.0}], 20)
+
+
+# -- hit rates
+
+
+def test_the_best_hit_rate_computes_everything_once() -> None:
+    """Two questions behind the same examples: the second finds the examples, and nothing could find more."""
+    found = script("radix")
+    programs = found.Shapes(0, 0.1).few_shot(subjects=2, questions=2, shots=64, question=16)
+    rates = found.hit_rates(programs, {"page_size": 1, "threads": 1})
+    subjects = len(programs) // 2
+    assert rates.prompt == len(programs) * 80
+    assert rates.best == subjects * 64
+    assert rates.found == rates.best
+
+
+def test_nested_calls_are_timed_once() -> None:
+    class Target:
+        def outer(self) -> int:
+            return self.inner() + 1
+
+        def inner(self) -> int:
+            return sum(range(10_000))
+
+    target = Target()
+    clock = script("radix").Clock(target, ("outer", "inner"))
+    alone = clock.seconds
+    assert target.outer() == sum(range(10_000)) + 1
+    first = clock.seconds - alone
+    target.inner()
+    assert 0 < clock.seconds - alone - first < 10 * first
+
+
+# -- the benchmarks that wrap them
+
+
+def printing(folder: Path, **values: float) -> Path:
+    lines = [json.dumps({"metric": name, "value": value}) for name, value in values.items()]
+    path = folder / "script.py"
+    path.write_text(f"print({chr(10).join(lines)!r})")
+    return path
+
+
+def test_rows_of_the_server_have_the_bounds_that_were_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(engine, "has_cuda", lambda: True)
+    monkeypatch.setattr(engine, "shapes", lambda: ("tiny",))
+    values = {"server_over_offline.tiny": 0.57, "overlap.idle_share.tiny": 0.015, "start.warm_s.tiny": 6.0}
+    monkeypatch.setattr(server, "SCRIPT", printing(tmp_path, **values))
+    ratios = {row.metric: row.ratio for row in server.run(Context(Remembered(), tmp_path))}
+    assert ratios == {"server_over_offline.tiny": 0.6, "overlap.idle_share.tiny": 0.5, "start.warm_s.tiny": 0.5}
+    monkeypatch.setattr(engine, "has_cuda", lambda: False)  # the bounds are a GPU's
+    assert [row.ratio for row in server.run(Context(Remembered(), tmp_path))] == [None, None, None]
+    monkeypatch.setattr(server, "SCRIPT", printing(tmp_path, other=1.0))
+    with pytest.raises(BenchmarkError, match="did not report server_over_offline"):
+        server.run(Context(Remembered(), tmp_path))
+
+
+def test_rows_of_radix_and_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(
+        radix, "SCRIPT", printing(tmp_path, **{"radix.hit_vs_optimal": 0.96, "radix.share.tiny": 0.006})
+    )
+    optimal, share = radix.run(Context(Remembered(), tmp_path, quick=True))
+    assert (optimal.ratio, share.ratio) == (1.0, 2.0)
+    monkeypatch.setattr(versus_transformers, "SCRIPT", printing(tmp_path, **{"cpu.vs_transformers.b1": 1.4}))
+    [row] = versus_transformers.run(Context(Remembered(), tmp_path))
+    assert (row.metric, row.value, row.unit) == ("cpu.vs_transformers.b1", 1.4, "×")
+
+
+@pytest.mark.integration
+def test_a_server_of_a_dummy_model_answers_the_scripts_client(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = script("server")
+    found.write_model(tmp_path, "tiny")
+    [rate] = found.through_http("tiny", tmp_path, {"threads": 1}, [found.Work.of(4, 20, seed=0)])
+    assert rate > 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["metric"] == "start.warm_s.tiny"
+    assert said["value"] > 0

@@ -1,0 +1,187 @@
+"""What a request may take, in tokens, places and seconds: what exceeds it is told so, what does not is served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.runtime_engine import Harness, prompt
+from treeline_runtime.config import ConfigError, SchedulerConfig
+from treeline_runtime.core import Req
+from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams
+from treeline_runtime.scheduler.time_limits import TimeLimits
+
+
+def finish(engine: Harness, rid: str) -> FinishReason:
+    found = engine.last(rid).finish
+    assert found is not None
+    return found
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# ---- what can never fit ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("limit", [{"max_total_tokens": 48}, {"context_length": 48, "max_total_tokens": 1024}])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_at_every_bound_a_prompt_is_refused_or_served(
+    tiny: Path, limit: dict[str, int], page_size: int, depth: int
+) -> None:
+    engine = Harness(tiny, page_size=page_size, overlap_depth=depth, chunked_prefill_size=16, **limit)
+    for length in (46, 47, 48, 49):
+        for new in (0, 1, 2, 500):
+            rid = f"{length} {new}"
+            engine.submit(rid, prompt(length, length), max_new_tokens=new, return_logprob=True, logprob_start_len=0)
+            if page_size == 4:
+                engine.run()  # else all at once
+    engine.run()
+    for rid in engine.outs:
+        length, new = map(int, rid.split())
+        if length + min(new, 1) > 48:
+            assert finish(engine, rid).status == 400, rid
+            assert f"the prompt has {length} tokens; at most {47 if new else 48} fit" in str(
+                finish(engine, rid).message
+            )
+        else:
+            assert finish(engine, rid) == FinishReason("length"), rid
+            assert len(engine.tokens(rid)) == min(new, 48 - length)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_equal_prompts_that_are_computed_twice_do_not_hold_memory_twice(tiny: Path, depth: int) -> None:
+    """Prompt logprobs make each compute all of it; the copies that the tree had already are given back at once."""
+    engine = Harness(tiny, max_total_tokens=48, overlap_depth=depth, chunked_prefill_size=16)
+    for i in range(4):
+        engine.submit(str(i), prompt(1, 46), max_new_tokens=2, return_logprob=True, logprob_start_len=0)
+    engine.run()
+    assert all(finish(engine, str(i)) == FinishReason("length") for i in range(4))
+
+
+@pytest.mark.parametrize("settings", [{}, {"overlap_depth": 1, "mixed_chunk": True}])
+def test_whatever_fits_alone_ends_in_company_too(tiny: Path, settings: dict[str, Any]) -> None:
+    """Requests of the pool's size each: none ends with an error, whatever the others hold."""
+    engine = Harness(tiny, max_total_tokens=64, chunked_prefill_size=16, **settings)
+    for i in range(6):
+        engine.submit(str(i), prompt(i, 10 * i + 3), max_new_tokens=61 - 10 * i)
+        engine.step()
+    engine.run()
+    assert all(finish(engine, str(i)) == FinishReason("length") for i in range(6))
+
+
+# ---- what takes too long --------------------------------------------------------------------------------
+
+
+def test_who_waits_too_long_is_told_to_go_elsewhere(tiny: Path) -> None:
+    clock = Clock()
+    engine = Harness(tiny, clock=clock, max_running_requests=1, waiting_timeout=5.0)
+    engine.submit("running", prompt(1, 8), max_new_tokens=20)
+    engine.submit("first", prompt(2, 8), max_new_tokens=20)
+    engine.step()
+    clock.now += 3.0
+    engine.submit("second", prompt(3, 8), max_new_tokens=2)
+    engine.step()
+    clock.now += 2.0
+    engine.step()
+    assert finish(engine, "first").status == 503
+    assert "waited for 5 s" in str(finish(engine, "first").message)
+    assert list(engine.prefill.waiting) == ["second"]
+    engine.run()
+    assert finish(engine, "running") == finish(engine, "second") == FinishReason("length")
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_request_ends_when_its_time_is_over_wherever_it_is(tiny: Path, depth: int) -> None:
+    clock = Clock()
+    engine = Harness(
+        tiny, clock=clock, overlap_depth=depth, max_running_requests=2, chunked_prefill_size=8, request_timeout=10.0
+    )
+    engine.submit("decoding", prompt(1, 8), max_new_tokens=400)
+    engine.step()
+    engine.submit("chunked", prompt(2, 200), max_new_tokens=2)
+    engine.submit("waiting", prompt(3, 8), max_new_tokens=2)
+    for _ in range(5):
+        engine.step()
+    assert engine.prefill.chunked is not None
+    clock.now += 9.0
+    engine.submit("later", prompt(4, 8), max_new_tokens=2)
+    engine.step()
+    clock.now += 1.0
+    engine.run()
+    for rid in ("decoding", "chunked", "waiting"):
+        assert finish(engine, rid).status == 504, rid
+        assert "longer than 10 s" in str(finish(engine, rid).message)
+    assert finish(engine, "later") == FinishReason("length")
+    assert 0 < len(engine.tokens("decoding")) < 20
+    assert not engine._time_limits._came, "who has ended is forgotten"
+
+
+def test_a_retracted_request_has_begun(tiny: Path) -> None:
+    """It may be streaming: only the time of the whole request ends it."""
+    clock = Clock()
+    engine = Harness(tiny, clock=clock, max_total_tokens=88, waiting_timeout=5.0)
+    engine.ratio.value = engine.ratio.initial = engine.ratio.minimum = 0.0
+    for i in range(2):
+        engine.submit(str(i), prompt(i, 9), max_new_tokens=40)
+    while engine.is_idle or not engine.prefill.waiting:
+        assert engine.step()
+    assert all(req.retractions for req in engine.prefill.waiting.values())
+    clock.now += 6.0
+    engine.run()
+    assert all(finish(engine, str(i)) == FinishReason("length") for i in range(2))
+
+
+def test_a_limit_is_above_zero() -> None:
+    for name in ("waiting_timeout", "request_timeout"):
+        with pytest.raises(ConfigError, match=f"{name} must be above 0, got 0"):
+            SchedulerConfig(model="m", **{name: 0})
+
+
+LIMIT = st.one_of(st.none(), st.integers(1, 10))
+
+
+@given(waiting_s=LIMIT, total_s=LIMIT, steps=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=30))
+@settings(max_examples=80, deadline=None)
+def test_exactly_those_beyond_a_limit_are_found(
+    waiting_s: int | None, total_s: int | None, steps: list[tuple[int, int]]
+) -> None:
+    """Against the definition, for requests that come, begin, go back to the queue and end."""
+    limits, now = TimeLimits(waiting_s, total_s), 0.0
+    came: dict[Req, float] = {}
+    waiting: list[Req] = []
+    for seconds, action in steps:
+        now += seconds
+        if action == 0:
+            req = Req.of(
+                GenerateReq("", [1], SamplingParams()), seed=0, eos_ids=(), max_new_tokens=1, arrival=len(came)
+            )
+            req.waiting_since = came[req] = now
+            limits.begin(req, now)
+            waiting.append(req)
+        elif action == 1 and waiting:
+            waiting.pop(0)
+        elif action == 2 and (begun := [req for req in came if req not in waiting]):
+            begun[-1].retractions, begun[-1].waiting_since = 1, now
+            waiting.insert(0, begun[-1])
+        elif action == 3 and came:
+            req = next(iter(came))
+            del came[req]
+            waiting = [other for other in waiting if other is not req]
+            limits.end(req)
+        expected = {req: 504 for req, since in came.items() if total_s is not None and now - since >= total_s}
+        for req in waiting:
+            if waiting_s is not None and not req.retractions and now - req.waiting_since >= waiting_s:
+                expected.setdefault(req, 503)
+        assert {req: end.status for req, end in limits.exceeded(waiting, now)} == expected

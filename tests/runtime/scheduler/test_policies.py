@@ -1,0 +1,239 @@
+"""Schedule policies: each is a permutation, none starves anybody, and the answers do not depend on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.runtime_engine import Harness, prompt
+from treeline_runtime.config import ConfigError
+from treeline_runtime.core import Batch, Phase, Req
+from treeline_runtime.kvcache import Match, Node, RadixCache, key_of
+from treeline_runtime.messages import GenerateReq, SamplingParams
+from treeline_runtime.scheduler.policy import MATCH_LIMIT, SCHEDULE_POLICIES, View, in_order
+
+POLICIES = SCHEDULE_POLICIES.names()
+
+
+class Recorder(Harness):
+    """Remembers who was prefilled with whom; its clock counts the steps."""
+
+    def __init__(self, model: Path, **settings: Any) -> None:
+        self.prefills: list[list[str]] = []
+        super().__init__(model, clock=lambda: float(self.steps), **settings)
+
+    def _launch(self, batch: Batch) -> None:
+        if batch.phase is Phase.PREFILL:
+            self.prefills.append([req.rid for i, req in enumerate(batch.reqs) if batch.phase_of(i) is Phase.PREFILL])
+        super()._launch(batch)
+
+
+def request(ids: list[int], arrival: int = 0, *, priority: int = 0, since: float = 0.0, waited: float = 0.0) -> Req:
+    message = GenerateReq(str(arrival), ids, SamplingParams())
+    req = Req.of(message, seed=0, eos_ids=(), max_new_tokens=8, arrival=arrival, priority=priority)
+    req.key, req.waiting_since, req.waited_s = key_of(ids), since, waited
+    return req
+
+
+def names(reqs: list[Req]) -> str:
+    return "".join(req.rid for req in reqs)
+
+
+def tree_of(*cached: list[int]) -> Callable[[Req], Match]:
+    """The matches of a cache with pages of one token."""
+    tree, page = RadixCache(1), 0
+    for tokens in cached:
+        tree.insert(key_of(tokens), np.arange(page, page + len(tokens)), prompt_tokens=len(tokens))
+        page += len(tokens)
+    return lambda req: tree.match(req.key)
+
+
+def pages(count: int) -> Match:
+    return Match(None, 0, count)
+
+
+# ---- each policy ----------------------------------------------------------------------------------------
+
+
+def test_lpm_takes_the_longest_cached_prefix_first() -> None:
+    waiting = [request([1], 0), request([2], 1), request([3], 2)]
+    order = SCHEDULE_POLICIES.get("lpm")(waiting, View(lambda req: pages([0, 5, 2][req.arrival])))
+    assert names(order) == "120"
+
+
+@pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
+def test_a_long_queue_is_first_come_first_served(policy: str) -> None:
+    order = SCHEDULE_POLICIES.get(policy)
+    waiting = [request([i], i) for i in range(MATCH_LIMIT + 1)]
+    view = View(tree_of(*([i] for i in range(MATCH_LIMIT, MATCH_LIMIT // 2, -1))))
+    assert order(waiting, view) == waiting
+    assert order(waiting[1:], view) != waiting[1:]
+
+
+def test_dfs_weight_goes_where_most_requests_wait() -> None:
+    match = tree_of([1, 1, 1], [1, 1, 2], [1, 3], [9, 9])
+    # below 1: six, of whom three wait below 1·1 and two at 1·3; below 9: two; 7 is not cached
+    wanted = {0: [7], 1: [9, 9, 5], 2: [1, 3, 5], 3: [1, 1, 2], 4: [1, 8], 5: [1, 3, 6], 6: [9, 9, 6]}
+    wanted |= {7: [1, 1, 1, 5], 8: [1, 1, 2, 6]}
+    order = SCHEDULE_POLICIES.get("dfs-weight")([request(ids, i) for i, ids in wanted.items()], View(match))
+    assert names(order) == "387" + "25" + "4" + "16" + "0"
+
+
+def dfs_weight(waiting: list[Req], match: Callable[[Req], Match]) -> list[Req]:
+    """The definition: children by the number of requests below them, each wholly before the next and the parent."""
+
+    def path(req: Req) -> list[Node]:
+        node, found = match(req).node, []
+        while node is not None:
+            found.append(node)
+            node = node.parent
+        return found[::-1]
+
+    def visit(depth: int, group: list[Req]) -> list[Req]:
+        children: dict[Node, list[Req]] = {}
+        for req in group:
+            if len(path(req)) > depth:
+                children.setdefault(path(req)[depth], []).append(req)
+        order = [r for child in sorted(children.values(), key=len, reverse=True) for r in visit(depth + 1, child)]
+        return order + [req for req in group if len(path(req)) == depth]
+
+    return visit(0, waiting)
+
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+
+
+@given(cached=st.lists(TOKENS, max_size=8), asked=st.lists(TOKENS, max_size=12))
+@settings(max_examples=60, deadline=None)
+def test_dfs_weight_is_what_its_definition_says(cached: list[list[int]], asked: list[list[int]]) -> None:
+    match = tree_of(*cached)
+    waiting = [request(ids, i) for i, ids in enumerate(asked)]
+    assert SCHEDULE_POLICIES.get("dfs-weight")(waiting, View(match)) == dfs_weight(waiting, match)
+
+
+def test_a_deep_tree_does_not_end_the_recursion() -> None:
+    ids = [i % 7 for i in range(1050)]
+    match = tree_of(*(ids[:n] for n in range(1, 1051)))
+    waiting = [request(ids, 0), request(ids[:5], 1)]
+    assert SCHEDULE_POLICIES.get("dfs-weight")(waiting, View(match)) == waiting
+
+
+def test_random_is_an_order_of_its_own_that_a_seed_repeats() -> None:
+    waiting = [request([1], i) for i in range(60)]
+    policy = SCHEDULE_POLICIES.get("random")
+    order = policy(waiting, View(lambda _: pages(0), seed=1))
+    assert order != waiting
+    assert order == policy(waiting, View(lambda _: pages(0), seed=1))
+    assert order != policy(waiting, View(lambda _: pages(0), seed=2))
+    assert policy(waiting[:30], View(lambda _: pages(0), seed=1)) == [r for r in order if r.arrival < 30], "who leaves"
+
+
+def test_priority_takes_the_highest_and_of_equals_the_first() -> None:
+    waiting = [request([1], i, priority=p) for i, p in enumerate([0, 5, -3, 5, 0])]
+    assert names(SCHEDULE_POLICIES.get("priority")(waiting, View(lambda _: pages(0)))) == "13042"
+
+
+def test_an_unknown_policy_is_refused(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown schedule policy 'magic'; known: dfs-weight, fcfs, lpm, priority, r"):
+        Harness(tiny, schedule_policy="magic")
+
+
+# ---- all of them ----------------------------------------------------------------------------------------
+
+WAITING = st.lists(st.tuples(TOKENS, st.integers(-2, 2), st.floats(0, 50), st.floats(0, 50)), max_size=20)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(cached=st.lists(TOKENS, max_size=6), asked=WAITING)
+@settings(max_examples=40, deadline=None)
+def test_every_order_is_a_permutation_that_begins_with_who_waited_too_long(
+    policy: str, cached: list[list[int]], asked: list[tuple[list[int], int, float, float]]
+) -> None:
+    waiting = [request(ids, i, priority=p, since=s, waited=w) for i, (ids, p, s, w) in enumerate(asked)]
+    before, view = list(waiting), View(tree_of(*cached), seed=3)
+    order = in_order(SCHEDULE_POLICIES.get(policy), waiting, view, now=50.0, starvation_bound=40.0)
+    assert sorted(order, key=lambda req: req.arrival) == before == waiting, "nobody is lost, the queue is as it was"
+    overdue = [req for req in waiting if req.waited_s + 50.0 - req.waiting_since >= 40.0]
+    assert order[: len(overdue)] == overdue, "in the order of their arrival"
+    again = in_order(SCHEDULE_POLICIES.get(policy), waiting, view, now=50.0, starvation_bound=40.0)
+    assert again == order
+
+
+def hostile(engine: Recorder, policy: str, i: int) -> None:
+    """A request that `policy` prefers to one without priority and without anything cached."""
+    priority = 5 if policy == "priority" else 0
+    engine.submit(str(i), [*prompt(9, 40), i % 90], max_new_tokens=2, priority=priority)
+
+
+def steps_until_served(tiny: Path, policy: str, *, bound: float, depth: int, limit: int = 250) -> int | None:
+    """An unlucky request meets a stream that never lets the queue run empty of preferred ones."""
+    engine = Recorder(tiny, schedule_policy=policy, starvation_bound=bound, max_running_requests=1, overlap_depth=depth)
+    for i in range(4):
+        hostile(engine, policy, i)
+    for _ in range(4):
+        engine.step()
+    engine.submit("unlucky", prompt(1, 30), max_new_tokens=2)
+    begun = engine.steps
+    while engine.steps < begun + limit:
+        while len(engine.prefill.waiting) + len(engine.inbox) < 4:
+            i += 1
+            hostile(engine, policy, i)
+        engine.step()
+        if any("unlucky" in rids for rids in engine.prefills):
+            return engine.steps - begun
+    return None
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_stream_of_preferred_requests_starves_nobody(tiny: Path, policy: str, depth: int) -> None:
+    """Each step takes a second: at the bound of 30 s one request runs, which takes less than 5 s more."""
+    steps = steps_until_served(tiny, policy, bound=30.0, depth=depth)
+    assert steps is not None
+    assert steps <= 35
+
+
+@pytest.mark.parametrize("policy", ["lpm", "dfs-weight", "priority"])
+def test_without_the_bound_that_stream_would_starve_it(tiny: Path, policy: str) -> None:
+    assert steps_until_served(tiny, policy, bound=1e9, depth=0) is None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_computes_a_shared_prefix_and_the_others_hit(tiny: Path, policy: str) -> None:
+    engine = Recorder(tiny, schedule_policy=policy)
+    shared = prompt(1, 64)
+    for i in range(6):
+        engine.submit(str(i), shared + prompt(10 + i, 5), max_new_tokens=3, priority=i if policy == "priority" else 0)
+    engine.submit("other", prompt(2, 50), max_new_tokens=3)
+    engine.run()
+    assert len(engine.prefills[0]) == 2
+    assert "other" in engine.prefills[0]
+    assert sorted(engine.last(str(i)).cached_tokens for i in range(6)) == [0] + [64] * 5
+    assert engine.stats.total_prefill_tokens == 69 + 5 * 5 + 50
+
+
+@pytest.mark.parametrize("mixed_chunk", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_answers_do_not_depend_on_the_policy(tiny: Path, policy: str, mixed_chunk: bool) -> None:
+    asked = {str(i): (prompt(i % 3, 20 + 9 * (i % 3)) + prompt(50 + i, 1 + i), 3 + i % 5) for i in range(14)}
+    quiet = Harness(tiny, max_total_tokens=4096)
+    alone = {rid: quiet.generate(rid, ids, max_new_tokens=new) for rid, (ids, new) in asked.items()}
+    engine = Harness(
+        tiny,
+        schedule_policy=policy,
+        mixed_chunk=mixed_chunk,
+        max_total_tokens=160,
+        max_running_requests=4,
+        chunked_prefill_size=16,
+        overlap_depth=1,
+    )
+    for rid, (ids, new) in asked.items():
+        engine.submit(rid, ids, max_new_tokens=new, priority=int(rid) % 4 if policy == "priority" else 0)
+        engine.step()
+    engine.run()
+    assert {rid: engine.tokens(rid) for rid in asked} == alone
