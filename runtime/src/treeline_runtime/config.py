@@ -32,6 +32,7 @@ class EngineConfig:
     matryoshka: bool = setting(
         False,
         group="engine",
+        rare=True,
         help="clients may have embeddings cut (`dimensions`) though config.json has no is_matryoshka",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
@@ -161,6 +162,7 @@ class SchedulerConfig(EngineConfig):
     prefills_in_a_row: int = setting(
         1,
         group="scheduling",
+        rare=True,
         metavar="N",
         at_least=1,
         help="prefill steps that running requests wait for at most, before they decode (default: 1)",
@@ -175,6 +177,7 @@ class SchedulerConfig(EngineConfig):
     starvation_bound: float = setting(
         30.0,
         group="scheduling",
+        rare=True,
         metavar="S",
         at_least=0,
         help="a request that has waited longer is next, whatever the policy (default: 30)",
@@ -182,6 +185,7 @@ class SchedulerConfig(EngineConfig):
     priority_preemption_threshold: int | None = setting(
         None,
         group="scheduling",
+        rare=True,
         metavar="N",
         at_least=0,
         help="a waiting request takes the place of running ones whose priority is lower by more than N (default: none)",
@@ -189,6 +193,7 @@ class SchedulerConfig(EngineConfig):
     schedule_low_priority_values_first: bool = setting(
         False,
         group="scheduling",
+        rare=True,
         help="a lower priority is more urgent, as for vLLM; else a higher one, as for SGLang",
     )
     eviction_policy: str = setting(

@@ -14,7 +14,7 @@ from support.runtime_engine import Harness, dummy_model, prompt, write_config
 from support.runtime_server import make_checkpoint
 from treeline_runtime import Engine, GenerationError, SamplingParams
 from treeline_runtime.config import ConfigError, SchedulerConfig
-from treeline_runtime.messages import Cleared, SleepReq, UpdateWeightsReq, WakeReq
+from treeline_runtime.messages import Cleared, GenerateReq, SleepReq, UpdateWeightsReq, WakeReq
 from treeline_runtime.models.offload import Offloaded, size_of, tensors_of
 from treeline_runtime.scheduler.executor import Executor
 
@@ -247,3 +247,29 @@ def test_weights_that_do_not_fit_beside_leave_the_old_ones(
         with pytest.raises(RuntimeError, match="no memory for the KV pool"):
             engine.update_weights(checkpoints[1])
         assert engine.generate(IDS, GREEDY).token_ids == before
+
+
+def test_an_embedding_model_sleeps_and_gets_new_weights_too(tmp_path: Path) -> None:
+    old, new = make_checkpoint(tmp_path / "old", seed=1), make_checkpoint(tmp_path / "new", seed=2)
+    for path in (old, new):
+        _change(path, tie_word_embeddings=False)  # without a head, which vectors do not need
+
+    def vector(engine: Harness, rid: str) -> bytes | None:
+        engine.inbox.append(GenerateReq(rid, IDS, SamplingParams(max_new_tokens=0), pools=True))
+        engine.run()
+        return engine.last(rid).vector
+
+    engine = Harness(old, task="embed", load_format="auto")
+    before = vector(engine, "old")
+    engine.inbox.append(UpdateWeightsReq("u", str(new)))
+    engine.run()
+    assert engine.replies[-1].ok, engine.replies[-1].message
+    fresh = vector(engine, "new")
+    engine.inbox += [SleepReq("s", 2), WakeReq("w")]
+    engine.run()
+    assert vector(engine, "again") == fresh != before
+    _change(old, architectures=["Qwen3ForSequenceClassification"], num_labels=2)
+    engine.inbox.append(UpdateWeightsReq("u", str(old)))
+    engine.run()
+    assert not engine.replies[-1].ok
+    assert vector(engine, "still") == fresh

@@ -75,6 +75,17 @@ def test_layers_are_read_in_their_order_and_what_is_first_first() -> None:
     assert reading_order(names, ("model.embed", "lm_head")) == expected
 
 
+def test_what_is_skipped_is_not_waited_for_and_the_rest_comes(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(100), "b": torch.ones(1000), "c": torch.full((100,), 3.0)}, path)
+    streamed = Streamed(entries_of([path]), CPU)
+    assert torch.equal(streamed.read("a"), torch.ones(100))
+    streamed.skip("b")
+    assert torch.equal(streamed.read("c"), torch.full((100,), 3.0))
+    streamed.close()
+    assert threads() == 0
+
+
 def test_a_file_that_ends_early_is_named_with_its_tensor(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(100), "b": torch.ones(1000)}, path)

@@ -27,8 +27,8 @@ targets = pytest.importorskip("triton.backends.compiler")
 
 pytestmark = pytest.mark.integration
 
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
-"""Of a thread block, by compute capability: A100, H100."""
+SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
+"""Of a thread block, by compute capability: A100, L4 and L40, H100."""
 DTYPES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
@@ -36,6 +36,7 @@ DTYPES = {
     torch.int64: "i64",
     torch.uint32: "u32",
     torch.bool: "i1",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 CPU = torch.device("cpu")
 
@@ -95,7 +96,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """What is launched in the test, instead of being run."""
     found: list[Launch] = []
 
-    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    def record(kernel: Any, *args: Any, grid: Any, **options: Any) -> None:
+        del options["warmup"]
         names = [parameter.name for parameter in kernel.params]
         given = dict(zip(names, args, strict=False)) | {name: options.pop(name) for name in names if name in options}
         found.append(Launch(kernel, given, options))
@@ -118,29 +120,54 @@ def operations(shape: Shape) -> None:
     ops.norm(noise(2, shape.hidden), noise(shape.hidden), 1e-5)
     ops.add_norm(noise(2, shape.hidden), noise(2, shape.hidden), noise(shape.hidden), 1e-5)
     ops.gate(noise(2, 2 * shape.inner))
+    storing(shape, a_pool(shape))
+    keys = torch.from_numpy(row_keys(range(2), range(2)))
+    ops.choose(noise(2, shape.vocab), torch.zeros(2), keys)
+
+
+def storing(shape: Shape, pool: KVPool) -> None:
+    """Of keys and values."""
+    from treeline_runtime.ops.triton_ops import TritonOps
+
     heads = Heads(
         shape.query, shape.kv, shape.dim, noise(shape.query + shape.kv, shape.dim) if shape.normed else None, 1e-6
     )
     angles = noise(2, 1, shape.dim)
     context = Context(
-        SimpleNamespace(pool=a_pool(shape)),  # type: ignore[arg-type]
+        SimpleNamespace(pool=pool),  # type: ignore[arg-type]
         None,
         torch.zeros(2, dtype=torch.int64),
         angles,
         angles,
         torch.zeros(2, dtype=torch.int32),
     )
-    ops.rotate_and_store(noise(2, (shape.query + 2 * shape.kv) * shape.dim), heads, 0, context)
-    keys = torch.from_numpy(row_keys(range(2), range(2)))
-    ops.choose(noise(2, shape.vocab), torch.zeros(2), keys)
+    TritonOps().rotate_and_store(noise(2, (shape.query + 2 * shape.kv) * shape.dim), heads, 0, context)
 
 
-def attention(shape: Shape) -> None:
+def products_of_fp8(shape: Shape) -> None:
+    """Of few tokens and many, with a scale for a row and for each block of it."""
+    from treeline_runtime.ops.fp8 import scaled_linear
+
+    outputs, inputs = 2 * shape.inner, shape.hidden
+    values = torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn)
+    for tokens in (2, 200):
+        for group in (inputs, 128):
+            scaled_linear(noise(tokens, inputs), values, torch.empty(inputs // group, outputs), group, None, None)
+    scaled_linear(noise(2, inputs), values, torch.empty(1, outputs), inputs, 0.1, noise(outputs))
+
+
+def cache_of_fp8(shape: Shape) -> None:
+    pool = a_pool(shape, torch.float8_e4m3fn)
+    storing(shape, pool)
+    attention(shape, pool)
+
+
+def attention(shape: Shape, pool: KVPool | None = None) -> None:
     """Decode, and prompts with their keys split and not."""
     from treeline_runtime.attention.decode import Decode
     from treeline_runtime.attention.extend import Extend
 
-    prompts = Extend(a_pool(shape), shape.query, shape.kv, shape.dim)
+    prompts = Extend(pool or a_pool(shape), shape.query, shape.kv, shape.dim)
     backend = Decode(prompts)
     table, rows = torch.zeros(2, 64, dtype=torch.int64), torch.arange(2)
     for q_len, programs in ((1, 1), (100, 1), (100, 1000)):
@@ -149,7 +176,7 @@ def attention(shape: Shape) -> None:
         backend.forward(0, q, q, q, backend.plan(Layout([q_len] * 2, [1000] * 2, table, rows)))
 
 
-def a_pool(shape: Shape) -> KVPool:
+def a_pool(shape: Shape, stored: torch.dtype | None = None) -> KVPool:
     return KVPool(
         num_layers=1,
         num_pages=1,
@@ -158,17 +185,23 @@ def a_pool(shape: Shape) -> KVPool:
         head_dim=shape.dim,
         dtype=torch.bfloat16,
         device=CPU,
+        stored=stored,
     )
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("what", [operations, attention])
-def test_the_kernels_compile(what: Any, shape: Shape, launches: list[Launch], tmp_path: Path) -> None:
-    what(shape)
+CAPABILITIES = {operations: (90,), attention: (80, 90), products_of_fp8: (89, 90), cache_of_fp8: (90,)}
+"""What is launched, and what it is compiled for."""
+CASES = [(what, name) for what in (operations, attention) for name in SHAPES]
+CASES += [(products_of_fp8, "llama8b"), (cache_of_fp8, "llama8b")]
+
+
+@pytest.mark.parametrize(("what", "shape"), CASES)
+def test_the_kernels_compile(what: Any, shape: str, launches: list[Launch], tmp_path: Path) -> None:
+    what(SHAPES[shape])
     different = {launch.key: launch for launch in launches}.values()
     assert len(different) > 4
     for launch in different:
-        for capability in (80, 90) if what is attention else (90,):
+        for capability in CAPABILITIES[what]:
             made = launch.compile(capability)
             where = f"{launch.kernel.__name__} for {capability}"
             assert made.metadata.shared <= SHARED_BYTES[capability], where

@@ -68,6 +68,11 @@ def resolve_context_length(config: EngineConfig, model: ModelConfig) -> int:
     return config.context_length
 
 
+def architecture_of(config: EngineConfig) -> tuple[ModelConfig, Pooling | None]:
+    """All that the checkpoint's files but its weights say of the model. Raises ModelError or ConfigError."""
+    return ModelConfig.from_dir(config.model), pooling_of(config.model, config.task, matryoshka=config.matryoshka)
+
+
 @torch.inference_mode()
 def load_model(config: EngineConfig) -> Decoder:
     """Build the model that `config` names. Raises ModelError or ConfigError."""
@@ -75,8 +80,7 @@ def load_model(config: EngineConfig) -> Decoder:
     dtype = resolve_dtype(config.dtype, device)
     if device.index is not None:
         torch.cuda.set_device(device)
-    model_config = ModelConfig.from_dir(config.model)
-    pooling = pooling_of(config.model, config.task, matryoshka=config.matryoshka)
+    model_config, pooling = architecture_of(config)
     context_length = resolve_context_length(config, model_config)
     scheme = model_config.quantization or (ONLINE if config.quantization == "fp8" else None)
     if scheme is not None and device.type == "cuda" and not multiplies_fp8(device):

@@ -132,6 +132,11 @@ class Streamed:
         del self._missing[name]
         return self._arriving.pop(name).view(entry.dtype).view(entry.shape)
 
+    def skip(self, name: str) -> None:
+        """Nobody will ask for it: what has not been read of it is not."""
+        with self._lock:
+            self._unread.pop(name, None)
+
     def _upload(self, piece: _Piece, buffer: _Buffer, problem: str | None) -> None:
         if problem is not None:
             self._free.put(buffer)

@@ -142,6 +142,8 @@ class Checkpoint:
         """From now on the tensor is not there, whether or not it was."""
         self._untaken.discard(self._saved(name))
         self._file_of.pop(self._saved(name), None)
+        if self._streamed is not None:
+            self._streamed.skip(self._saved(name))
 
     def _saved(self, name: str) -> str:
         """What the files call it."""

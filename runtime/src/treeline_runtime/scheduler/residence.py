@@ -16,9 +16,9 @@ from pathlib import Path
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.models.config import ModelConfig, ModelError
 from treeline_runtime.models.decoder import Decoder
-from treeline_runtime.models.loader import load_model
+from treeline_runtime.models.loader import architecture_of, load_model
 from treeline_runtime.models.offload import Offloaded, size_of
-from treeline_runtime.models.pooling import pooling_of
+from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.scheduler.executor import Executor
 from treeline_runtime.scheduler.memory import TO_LOAD, give_back, let_go, told_as_settings
 from treeline_runtime.scheduler.resolve import Resolved
@@ -46,8 +46,7 @@ class Residence:
         self._limits = limits
         self._table = table
         self._warm_up = warm_up
-        self._model_config = model.config
-        self._pooling = None if model.pooler is None else model.pooler.pooling
+        self._architecture = architecture_of(config)
         self._model: Decoder | None = model
         self._offloaded: Offloaded | None = None
         self._executor: Executor | None = self._new_executor(model)
@@ -108,18 +107,10 @@ class Residence:
         """Raises ModelError unless the checkpoint at `path` has the architecture that is served."""
         if not Path(path).is_dir():
             raise ModelError(f"{path} is not a folder on the server's machine")
-        found = ModelConfig.from_dir(path)
-        if found != self._model_config:
-            names = [field.name for field in dataclasses.fields(found)]
-            name = next(name for name in names if getattr(found, name) != getattr(self._model_config, name))
-            raise ModelError(
-                f"{path} is another architecture than the one served: {name} is {getattr(found, name)!r}, not "
-                f"{getattr(self._model_config, name)!r}"
-            )
-        if pooling_of(path, self._config.task, matryoshka=self._config.matryoshka) != self._pooling:
-            raise ModelError(
-                f"{path} makes vectors in another way than the checkpoint served, or only one of them does"
-            )
+        found = architecture_of(dataclasses.replace(self._config, model=path))
+        if found != self._architecture:
+            difference = _difference(*found, *self._architecture)
+            raise ModelError(f"{path} is another architecture than the one served: {difference}")
 
     def update(self, path: str) -> None:
         """Serve the weights at `path`, which `check` has passed. Raises ModelError or ConfigError, and then the old
@@ -161,3 +152,12 @@ class Residence:
                 device=limits.device,
                 largest_graph=limits.max_graph_batch,
             )
+
+
+def _difference(found: ModelConfig, pools: Pooling | None, served: ModelConfig, served_pools: Pooling | None) -> str:
+    """The first setting in which two architectures differ, in words."""
+    for field in dataclasses.fields(found):
+        here, there = getattr(found, field.name), getattr(served, field.name)
+        if here != there:
+            return f"{field.name} is {here!r}, not {there!r}"
+    return f"it makes {pools or 'text'}, not {served_pools or 'text'}"
