@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import zmq
 from treeline_runtime.child import ChildSpec, StartError, run_child, tell_when_asked
+from treeline_runtime.detokenizers import ToDetokenizers
 from treeline_runtime.ipc import Heartbeat, Inbox, Outbox, Ready
 from treeline_runtime.messages import (
     AbortReq,
@@ -27,10 +28,13 @@ from treeline_runtime.messages import (
     GenerateReq,
     LoadUpdate,
     Reply,
+    SleepReq,
     StateReq,
     StopReq,
     Stored,
     TokenOut,
+    UpdateWeightsReq,
+    WakeReq,
     decode_to_scheduler,
 )
 from treeline_runtime.models.pooling import pooling_of
@@ -76,15 +80,17 @@ class Run:
 class FakeScheduler:
     def __init__(self, spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.inbox = Inbox(context, spec.addresses.scheduler, decode_to_scheduler)
-        self.detokenizer = Outbox(context, spec.addresses.detokenizer)
+        self.detokenizer = ToDetokenizers(context, spec.addresses, spec.args.detokenizers)
         self.publisher = None if spec.args.no_events else Outbox(context, spec.addresses.publisher)
         self.http = Outbox(context, spec.addresses.http)
         self.page_size = spec.args.page_size
         self.runs: dict[str, Run] = {}
+        self.outs: list[TokenOut] = []
         self.hashes = itertools.count(1)
         self.updates = 0
         self.blocks: list[dict[str, object]] = []
         self.sick = False
+        self.asleep = 0
         pooling = pooling_of(spec.model_dir, spec.args.task, matryoshka=spec.args.matryoshka)
         self.size = 0 if pooling is None else pooling.size
         tell_when_asked(lambda: f"{len(self.runs)} runs")
@@ -99,6 +105,9 @@ class FakeScheduler:
             for message in self.inbox.take():
                 self.take(message)
             self.advance()
+            if self.outs:
+                self.detokenizer.send(BatchTokenOut(self.outs))
+                self.outs = []
             load = self.load()
             if self.publisher is not None:
                 self.publisher.send(load)
@@ -122,6 +131,16 @@ class FakeScheduler:
             case FlushReq(id=id):
                 busy = bool(self.runs)
                 self.detokenizer.send(Reply(id, not busy, "requests are running" if busy else None))
+            case SleepReq() | UpdateWeightsReq() if self.runs:
+                self.detokenizer.send(Reply(message.id, ok=False, message="requests are running", data={"busy": True}))
+            case SleepReq(id=id, level=level):
+                self.asleep = level
+                self.detokenizer.send(Reply(id))
+            case WakeReq(id=id):
+                self.asleep = 0
+                self.detokenizer.send(Reply(id))
+            case UpdateWeightsReq(id=id):
+                self.detokenizer.send(Reply(id))
             case StateReq(id=id, what="radix"):
                 self.detokenizer.send(Reply(id, data={"blocks": self.blocks, "updates": self.updates}))
             case StateReq(id=id):
@@ -131,7 +150,10 @@ class FakeScheduler:
         first = request.input_ids[0]
         if first in (Magic.SICKEN, Magic.CURE):
             self.sick = first == Magic.SICKEN
-        if self.sick:
+        if self.asleep:
+            asleep = FinishReason("error", message="the engine is asleep", status=503)
+            self.send(TokenOut(request.rid, [], asleep))
+        elif self.sick:
             self.send(TokenOut(request.rid, [], FinishReason("error", message="it is sick", status=500)))
         elif first == Magic.REFUSE:
             refusal = FinishReason("error", message="the queue is full", status=503)
@@ -202,7 +224,7 @@ class FakeScheduler:
         self.blocks.append({"hash": str(block), "parent": None, "tokens": page, "namespace": request.namespace})
 
     def send(self, out: TokenOut) -> None:
-        self.detokenizer.send(BatchTokenOut([out]))
+        self.outs.append(out)
 
 
 def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:

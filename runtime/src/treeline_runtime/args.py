@@ -31,6 +31,8 @@ signals: SIGTERM drains (--pre-stop, then --drain-timeout), exit status 0; Ctrl-
 Logs go to standard error. Exit status: 0 stopped as asked, 1 something failed, 2 wrong arguments.
 """
 
+LEAST_BYTES_IN_FLIGHT = 1 << 20
+"""Of one HTTP worker."""
 
 GROUPS = {
     "serving": "serving",
@@ -83,6 +85,24 @@ class ServerArgs(SchedulerConfig):
         help="demand 'Authorization: Bearer KEY' (probes and information stay open); better TREELINE_API_KEY in the "
         "environment, since everyone on the machine sees the list of processes",
     )
+    http_workers: int = setting(
+        1,
+        group="serving",
+        metavar="N",
+        at_least=1,
+        at_most=64,
+        help="processes that answer HTTP, on one port; one is good for some 15,000 streamed chunks a second "
+        "(default: %(default)s)",
+    )
+    detokenizers: int = setting(
+        1,
+        group="serving",
+        metavar="N",
+        at_least=1,
+        at_most=16,
+        help="processes that make text of tokens; one is good for some 50,000 streamed chunks a second "
+        "(default: %(default)s)",
+    )
     sampling_defaults: Literal["model", "openai"] = setting(
         "model",
         group="serving",
@@ -118,8 +138,9 @@ class ServerArgs(SchedulerConfig):
         group="serving",
         rare=True,
         metavar="BYTES",
-        at_least=1 << 20,
-        help="memory for large bodies and prompts of all requests together; beyond it 503 (default: %(default)s)",
+        at_least=LEAST_BYTES_IN_FLIGHT,
+        help="memory for large bodies and prompts of all requests together, each HTTP worker has an equal part; "
+        "beyond it 503 (default: %(default)s)",
     )
 
     metrics_host: str = setting(
@@ -287,6 +308,12 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
     key = _admin_key(parser, given.admin_key, given.admin_key_file)
     args = ServerArgs(**values(ServerArgs, given) | {"admin_key": key})
     _check_ports(parser, args)
+    least = LEAST_BYTES_IN_FLIGHT * args.http_workers
+    if args.max_bytes_in_flight < least:
+        parser.error(
+            f"argument --max-bytes-in-flight: must be at least {least}, {LEAST_BYTES_IN_FLIGHT} for each of "
+            f"{args.http_workers} HTTP workers"
+        )
     return args
 
 

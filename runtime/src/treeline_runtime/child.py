@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -37,6 +38,10 @@ class ChildSpec(msgspec.Struct, frozen=True):
     epoch: int
     rank: int = 0
     """Of this process, among those of its kind."""
+    started_at: float = 0.0
+    """When the server was started, Unix seconds."""
+    listener: int | None = None
+    """An HTTP worker's: descriptor of the socket that it listens on."""
 
 
 class StartError(Exception):
@@ -54,18 +59,24 @@ def setup_logging(process: str, level: str) -> None:
     )
 
 
-def run_child(kind: str, run: Callable[[ChildSpec, zmq.Context[zmq.Socket[bytes]]], None]) -> int:
-    """Runs `run` as a child of this kind; returns the exit status (0 only when told to stop)."""
+def run_child(
+    kind: str, run: Callable[[ChildSpec, zmq.Context[zmq.Socket[bytes]]], None], *, farewell_s: float = 0.0
+) -> int:
+    """Runs `run` as a child of this kind; returns the exit status (0 only when told to stop). `farewell_s`: what `run`
+    has to end by itself when standard input ends (`call_at_end`).
+    """
     if kind == "scheduler":
         _die_with_parent()
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildSpec)
     process = Process(kind, spec.rank).name
     setup_logging(process, spec.args.log_level)
     faulthandler.enable()  # the watchdog ends a stuck child with SIGABRT: then its stacks are in the log
-    threading.Thread(target=_watch_parent, args=(spec.addresses,), name="lifeline", daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(spec.addresses, farewell_s), name="lifeline", daemon=True).start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         run(spec, context)
+        context.destroy(linger=0)
+        return 0
     except StartError as error:
         _report(context, spec, Failed(process, str(error)))
     except Exception as error:
@@ -75,6 +86,7 @@ def run_child(kind: str, run: Callable[[ChildSpec, zmq.Context[zmq.Socket[bytes]
 
 
 _activity: list[Callable[[], str]] = []
+_endings: list[Callable[[], object]] = []
 
 
 def tell_when_asked(describe: Callable[[], str]) -> None:
@@ -82,11 +94,19 @@ def tell_when_asked(describe: Callable[[], str]) -> None:
     _activity.append(describe)
 
 
-def _watch_parent(addresses: Addresses) -> None:
+def call_at_end(end: Callable[[], object]) -> None:
+    """`end` has `run` end by itself when standard input ends; it is called in another thread, and must not raise."""
+    _endings.append(end)
+
+
+def _watch_parent(addresses: Addresses, farewell_s: float) -> None:
     while os.read(0, 1):
         for describe in _activity:
             logger.error("asked what it is doing: %s", describe())
     addresses.remove()  # the parent does it too, unless it was killed
+    for end in _endings:
+        end()
+    time.sleep(farewell_s)
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""The detokenizer process: token ids in, text out, stop strings found on the way.
+"""A detokenizer process: token ids in, text out, stop strings found on the way.
 
 A stop string ends a request here first: its text goes out as finished at once, the scheduler is told (StopReq), and
 what it still sends for the request is dropped until its terminal message comes.
@@ -17,7 +17,8 @@ import zmq
 from tokenizers import Tokenizer
 
 from treeline_runtime.child import ChildSpec, run_child
-from treeline_runtime.ipc import HEARTBEAT_S, HeartbeatSender, Inbox, Outbox, Ready
+from treeline_runtime.ids import maker
+from treeline_runtime.ipc import HEARTBEAT_S, HeartbeatSender, Inbox, Outbox, Process, Ready
 from treeline_runtime.messages import (
     BatchTextOut,
     BatchTokenOut,
@@ -40,7 +41,7 @@ from treeline_runtime.tokens import IncrementalDetokenizer
 TOKEN_TEXTS = 65_536
 """Texts of single tokens that are remembered, for logprobs."""
 MESSAGE_SIZE = 256
-"""Outputs in one message to the HTTP process, and positions of a prompt whose log probabilities come together."""
+"""Outputs in one message to an HTTP process, and positions of a prompt whose log probabilities come together."""
 LOGPROB_BYTES = 4096
 """Of log probabilities or a vector: they count as another output."""
 
@@ -51,6 +52,8 @@ class _Request:
 
     init: DetokenizeInit
     text: IncrementalDetokenizer
+    http: int
+    """Rank of the HTTP process that waits for its text."""
     stopped: TextOut | None = None
     """Its text has ended at a stop string with this; the scheduler does not know yet."""
 
@@ -79,7 +82,7 @@ class DetokenizerCore:
         return len(self._requests) + len(self._early)
 
     def take(self, messages: Iterable[ToDetokenizer]) -> DetokenizerOutput:
-        """Handles what arrived, in order; texts of neighbouring batches leave as one."""
+        """Handles what arrived, in order; texts of neighbouring batches leave as one for each HTTP process."""
         turn, texts = DetokenizerOutput(), _Texts()
         for message in messages:
             match message:
@@ -105,7 +108,7 @@ class DetokenizerCore:
             no_stop_trim=init.no_stop_trim,
             min_tokens=init.min_new_tokens,
         )
-        return _Request(init, text)
+        return _Request(init, text, maker(init.rid))
 
     def _push(self, out: TokenOut, texts: _Texts, turn: DetokenizerOutput) -> None:
         request = self._requests.get(out.rid)
@@ -116,7 +119,7 @@ class DetokenizerCore:
             del self._requests[out.rid]
         if request.stopped is not None:
             if out.finish is not None and request.init.waits_for_end:
-                texts.append(_ended(request.stopped, out))
+                texts.append(request.http, _ended(request.stopped, out))
             return
         delta = request.text.push(out.token_ids, out.finish)
         finish = out.finish
@@ -124,14 +127,14 @@ class DetokenizerCore:
             finish = FinishReason("stop", matched=delta.matched)
         with_text = request.init.return_logprob_text
         for part in _parts(out):
-            texts.append(self._text_out(part, "", None, with_text=with_text))
+            texts.append(request.http, self._text_out(part, "", None, with_text=with_text))
         last = self._text_out(_rest(out), delta.text, finish, with_text=with_text)
         if finish is not None and out.finish is None:
             request.stopped = last
             turn.to_scheduler.append(StopReq(out.rid, delta.matched))
             if request.init.waits_for_end:
                 last = msgspec.structs.replace(last, finish=None)
-        texts.append(last)
+        texts.append(request.http, last)
 
     def _text_out(self, out: TokenOut, text: str, finish: FinishReason | None, *, with_text: bool) -> TextOut:
         return TextOut(
@@ -177,21 +180,31 @@ def _ended(stopped: TextOut, out: TokenOut) -> TextOut:
 
 
 class _Texts:
-    """Texts on their way to the HTTP process, in messages that hold up its event loop for a few milliseconds only."""
+    """Texts on their way to HTTP processes, in messages that hold up an event loop for a few milliseconds only."""
 
     def __init__(self) -> None:
-        self._batches: list[list[TextOut]] = [[]]
-        self._size = 0
+        self._full: list[BatchTextOut] = []
+        self._open: dict[int, list[TextOut]] = {}
+        self._sizes: dict[int, int] = {}
 
-    def append(self, out: TextOut) -> None:
-        self._batches[-1].append(out)
-        self._size += 1 + (sum(map(len, out.logprobs)) + len(out.vector or b"")) // LOGPROB_BYTES
-        if self._size >= MESSAGE_SIZE:
-            self._batches.append([])
-            self._size = 0
+    def append(self, http: int, out: TextOut) -> None:
+        outs = self._open.setdefault(http, [])
+        outs.append(out)
+        large = sum(map(len, out.logprobs)) + len(out.vector or b"")
+        size = self._sizes.get(http, 0) + 1 + large // LOGPROB_BYTES
+        if size >= MESSAGE_SIZE:
+            self._full.append(BatchTextOut(self._open.pop(http)))
+            size = 0
+        self._sizes[http] = size
 
     def batches(self) -> list[BatchTextOut]:
-        return [BatchTextOut(outs) for outs in self._batches if outs]
+        """In order, for each of the processes; `waiter` says whose each is."""
+        return [*self._full, *map(BatchTextOut, self._open.values())]
+
+
+def waiter(message: ToTokenizer) -> int:
+    """The rank of the HTTP process that waits for a message."""
+    return maker(message.outs[0].rid if isinstance(message, BatchTextOut) else message.id)
 
 
 def _parts(out: TokenOut) -> list[TokenOut]:
@@ -226,19 +239,20 @@ def _rest(out: TokenOut) -> TokenOut:
 def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     tokenizer = Tokenizer.from_file(f"{spec.model_dir}/tokenizer.json")
     core = DetokenizerCore(lambda ids, skip: str(tokenizer.decode(ids, skip_special_tokens=skip)))
-    inbox = Inbox(context, spec.addresses.detokenizer, decode_to_detokenizer)
-    http = Outbox(context, spec.addresses.http)
+    process = Process("detokenizer", spec.rank)
+    inbox = Inbox(context, spec.addresses.of(process), decode_to_detokenizer)
+    https = [Outbox(context, spec.addresses.of(Process("http", rank))) for rank in range(spec.args.http_workers)]
     scheduler = Outbox(context, spec.addresses.scheduler)
     gc.collect()
     gc.freeze()  # the tokenizer stays
-    http.send(Ready("detokenizer", {}))
-    heartbeat = HeartbeatSender("detokenizer", http)
+    https[0].send(Ready(process.name, {}))
+    heartbeat = HeartbeatSender(process.name, https[0])
     while True:
         heartbeat.beat()
         inbox.wait(int(HEARTBEAT_S * 1000))
         turn = core.take(inbox.take())
         for message in turn.to_http:
-            http.send(message)
+            https[waiter(message)].send(message)
         for stop in turn.to_scheduler:
             scheduler.send(stop)
 

@@ -1,8 +1,9 @@
 """How the runtime's processes reach each other: one inbox (ZMQ PULL, ipc) per process; everybody else connects to it.
 
-    http process ──▶ scheduler.ipc, detokenizer.ipc, publisher.ipc
-    scheduler    ──▶ detokenizer.ipc, publisher.ipc, http.ipc (control only)
-    detokenizer  ──▶ http.ipc, scheduler.ipc (StopReq)
+    http process ──▶ scheduler.ipc, detokenizer.ipc …, publisher.ipc, http-1.ipc … (`--http-workers`)
+    http workers ──▶ scheduler.ipc, detokenizer.ipc …, http.ipc (control only)
+    scheduler    ──▶ detokenizer.ipc …, publisher.ipc, http.ipc (control only)
+    detokenizers ──▶ http.ipc, http-1.ipc …, scheduler.ipc (StopReq)
     publisher    ──▶ http.ipc (control only)
 
 Messages between engine parts are in `messages`; those below are about the processes themselves. The sockets lie in a
@@ -62,14 +63,89 @@ class AnnouncedReq(msgspec.Struct, tag=True, frozen=True):
     after_updates: int
 
 
-decode_to_http = msgspec.msgpack.Decoder(messages.BatchTextOut | messages.Reply | Ready | Failed | Heartbeat).decode
+# ---- between the first HTTP process and its workers ------------------------------------------------------
+
+
+class Begin(msgspec.Struct, tag=True, frozen=True):
+    """The engine is ready: serve. Answered by Ready."""
+
+    scheduler: dict[str, Any]
+    """What the scheduler said about itself."""
+    kv_events: dict[str, Any] | None
+    """Where events are published; None: nowhere."""
+
+
+class StateUpdate(msgspec.Struct, tag=True, frozen=True):
+    """Where the server is in its life: the fields of the same names of `server.service.State`, which has their meaning.
+    Sent whenever one of them has changed; that a worker may serve is said by Begin."""
+
+    draining: bool
+    refusing: bool
+    failure: str | None
+    problem: str | None
+    failing_since: float
+    asleep: int
+    operation: str | None
+    pausing: bool
+    holding: bool
+    unheard: bool
+    model_path: str | None
+    weight_version: str
+    heartbeat_at: dict[str, float]
+    heartbeats: int
+    load: messages.LoadUpdate
+
+
+class HeardReq(msgspec.Struct, tag=True, frozen=True):
+    """Ask whether what was sent before has been taken. Answered by Reply."""
+
+    id: str
+
+
+class EndAll(msgspec.Struct, tag=True, frozen=True):
+    """End whatever is in flight, now."""
+
+    finish: messages.FinishReason
+
+
+class AbortNamed(msgspec.Struct, tag=True, frozen=True):
+    """Abort what clients call so. Idempotent; legal for unknown names."""
+
+    name: str
+
+
+class SamplesReq(msgspec.Struct, tag=True, frozen=True):
+    """Ask for the metrics. Answered by Reply; `data` has the `samples` (`server.metrics.Samples`)."""
+
+    id: str
+
+
+class Observed(msgspec.Struct, tag=True, frozen=True):
+    """What a worker has seen of the engine: it answered; or a request failed; or (`problem`) it failed a check."""
+
+    answered: bool
+    problem: str | None = None
+
+
+class Idle(msgspec.Struct, tag=True, frozen=True):
+    """The server stops, and this worker answers no request any more."""
+
+    process: str
+
+
+ToHttp = messages.BatchTextOut | messages.Reply | Ready | Failed | Heartbeat | Observed | Idle
+ToWorker = messages.BatchTextOut | messages.Reply | Begin | StateUpdate | HeardReq | EndAll | AbortNamed | SamplesReq
+
+decode_to_http = msgspec.msgpack.Decoder(ToHttp).decode
+"""Of the first HTTP process."""
+decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_to_publisher = msgspec.msgpack.Decoder(
     messages.CacheUpdate | messages.LoadUpdate | messages.DrainReq | AnnouncedReq
 ).decode
 
 
 class Process(msgspec.Struct, frozen=True):
-    """A child by what it does and, where several do the same, by its rank."""
+    """A process by what it does and, where several do the same, by its rank. The parent is the first `http`."""
 
     kind: str
     rank: int = 0
@@ -86,16 +162,13 @@ class Addresses(msgspec.Struct, frozen=True):
 
     @property
     def http(self) -> str:
+        """The parent's, which hears of every process."""
         return self._at("http")
 
     @property
     def scheduler(self) -> str:
         """The first rank's, which every message to the engine goes to."""
         return self.of(Process("scheduler"))
-
-    @property
-    def detokenizer(self) -> str:
-        return self._at("detokenizer")
 
     @property
     def publisher(self) -> str:
@@ -142,7 +215,7 @@ class Outbox:
 
 
 class HeartbeatSender:
-    """Tells the HTTP process that `process` moves; `beat` is called whenever its loop comes round."""
+    """Tells the parent that `process` moves; `beat` is called whenever its loop comes round."""
 
     def __init__(self, process: str, http: Outbox) -> None:
         self._http = http

@@ -8,11 +8,12 @@ import fcntl
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ MODULES = {
     "scheduler": "treeline_runtime.scheduler_process",
     "detokenizer": "treeline_runtime.detokenizer_process",
     "publisher": "treeline_runtime.publisher.process",
+    "http": "treeline_runtime.http_worker",
 }
 STOP_S = 3.0
 """What children get to end by themselves before they are killed."""
@@ -90,9 +92,11 @@ def _remove_stale(base: Path) -> None:
                 os.close(descriptor)
 
 
-def spawn(module: str, stdin: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def spawn(
+    module: str, stdin: int, environment: Mapping[str, str], descriptors: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
     """A process of ours. It inherits blocked signals: Ctrl-C reaches the whole terminal group, but only the parent
-    decides. What it prints goes to standard error."""
+    decides. Of our file descriptors it has these. What it prints goes to standard error."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         return subprocess.Popen(
@@ -100,6 +104,7 @@ def spawn(module: str, stdin: int, environment: Mapping[str, str]) -> subprocess
             stdin=stdin,
             stdout=sys.__stderr__,
             env={**environment, "TOKENIZERS_PARALLELISM": "false"},
+            pass_fds=descriptors,
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -113,13 +118,15 @@ class ProcessGroup:
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._ended: dict[str, asyncio.Future[None]] = {}
 
-    def start(self, started: Process, spec: ChildSpec) -> None:
-        """Starts one child and hands it its orders (see `child`)."""
+    def start(self, started: Process, spec: ChildSpec, listener: socket.socket | None = None) -> None:
+        """Starts one child and hands it its orders (see `child`), and the socket that it is to listen on."""
         process = started.name
-        child = spawn(MODULES[started.kind], subprocess.PIPE, os.environ)
+        descriptor = None if listener is None else listener.fileno()
+        child = spawn(MODULES[started.kind], subprocess.PIPE, os.environ, [] if descriptor is None else [descriptor])
         self._children[process] = child
         assert child.stdin is not None
-        child.stdin.write(msgspec.json.encode(msgspec.structs.replace(spec, rank=started.rank)) + b"\n")
+        orders = msgspec.structs.replace(spec, rank=started.rank, listener=descriptor)
+        child.stdin.write(msgspec.json.encode(orders) + b"\n")
         child.stdin.flush()
         loop = asyncio.get_running_loop()
         ended = self._ended[process] = loop.create_future()

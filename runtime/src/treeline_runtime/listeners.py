@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from treeline_wire.security import is_loopback
 
 from treeline_runtime.args import ServerArgs
+
+SPREADS = sys.platform == "linux"
+"""Whether new connections are spread over the sockets that share a port (SO_REUSEPORT means other things elsewhere)."""
 
 
 class ListenError(Exception):
@@ -23,6 +27,8 @@ class Listeners:
     http: socket.socket
     metrics: socket.socket | None
     admin: socket.socket | None
+    workers: tuple[socket.socket, ...] = ()
+    """One for each HTTP worker, on the port of `http`. On Linux they are bound and do not listen yet."""
 
     @property
     def admin_on_loopback(self) -> bool:
@@ -34,7 +40,9 @@ class Listeners:
 def listening(args: ServerArgs) -> Iterator[Listeners]:
     """The sockets that `args` ask for, closed at the end of the block. Raises ListenError."""
     with contextlib.ExitStack() as stack:
-        http = stack.enter_context(contextlib.closing(listen(args.host, args.port, "")))
+        http = listen(args.host, args.port, "", shared=args.http_workers > 1)
+        stack.enter_context(contextlib.closing(http))
+        workers = tuple(stack.enter_context(contextlib.closing(join(http))) for _ in range(1, args.http_workers))
         metrics = admin = None
         if args.metrics_port is not None:
             metrics = listen(args.metrics_host, args.metrics_port, "metrics-")
@@ -42,11 +50,12 @@ def listening(args: ServerArgs) -> Iterator[Listeners]:
         if args.admin_port is not None:
             admin = listen(args.admin_host, args.admin_port, "admin-", closed=args.admin_key is None)
             stack.enter_context(contextlib.closing(admin))
-        yield Listeners(http, metrics, admin)
+        yield Listeners(http, metrics, admin, workers)
 
 
-def listen(host: str, port: int, flag: str, *, closed: bool = False) -> socket.socket:
-    """A listening socket; its flags are `--{flag}host` and `--{flag}port`. `closed`: on loopback only.
+def listen(host: str, port: int, flag: str, *, closed: bool = False, shared: bool = False) -> socket.socket:
+    """A listening socket; its flags are `--{flag}host` and `--{flag}port`. `closed`: on loopback only. `shared`: others
+    can `join`.
 
     Raises ListenError.
     """
@@ -63,11 +72,27 @@ def listen(host: str, port: int, flag: str, *, closed: bool = False) -> socket.s
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind(where)
+        if shared and SPREADS:  # not before `bind`: that fails on a port that another server of this user shares
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         made.listen(2048)
     except OSError as error:
         made.close()
         fix = " (0 = any free port; off = none)" if flag else ""
         raise ListenError(f"--{flag}port: cannot listen on {host}:{port}: {error.strerror}{fix}") from None
+    made.setblocking(False)
+    return made
+
+
+def join(first: socket.socket) -> socket.socket:
+    """Another socket on the address of one that is `shared`. Once it listens the system gives it its part of new
+    connections; where the system does not spread them, it is the same socket, and connections are whose who is first.
+    """
+    if not SPREADS:
+        return first.dup()
+    made = socket.socket(first.family, first.type)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    made.bind(first.getsockname())
     made.setblocking(False)
     return made
 
@@ -80,5 +105,8 @@ def address(listener: socket.socket) -> tuple[str, int]:
 
 def url(listener: socket.socket) -> str:
     """Where clients on this machine reach it."""
-    host, port = address(listener)
+    return url_of(*address(listener))
+
+
+def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

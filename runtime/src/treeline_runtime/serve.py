@@ -9,128 +9,70 @@ end of a child (requests in flight get an error, status 1).
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
 import dataclasses
-import gc
-import importlib.metadata
+import functools
 import logging
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-import uvicorn
 import uvloop
 import zmq
-from treeline_wire.chat import TemplateError
 from treeline_wire.load import LOAD_TOPIC
-from treeline_wire.tokenizer import BundleError, TokenizerBundle
 
 from treeline_runtime.args import ServerArgs, parse_args
 from treeline_runtime.child import ChildSpec, setup_logging
+from treeline_runtime.detokenizers import detokenizers
 from treeline_runtime.download import ModelNotFound, resolve_model
+from treeline_runtime.frontend import (
+    FAREWELL_S,
+    STOPPED,
+    Frontend,
+    HttpServer,
+    ServedModel,
+    ServeError,
+    give_back_large_blocks,
+    stop_all,
+)
 from treeline_runtime.ipc import (
     Addresses,
     AsyncInbox,
+    Begin,
     Failed,
     Heartbeat,
+    Idle,
+    Observed,
     Outbox,
     Process,
     Ready,
+    ToHttp,
     decode_to_http,
 )
 from treeline_runtime.launch import Ended, ProcessGroup, SocketFolder
 from treeline_runtime.listeners import ListenError, Listeners, address, listening, url
 from treeline_runtime.messages import BatchTextOut, DrainReq, FinishReason, Reply
-from treeline_runtime.models.config import ModelError
-from treeline_runtime.models.pooling import Pooling, pooling_of
 from treeline_runtime.publisher.sockets import EventsError, check_event_ports, open_keys
 from treeline_runtime.server import surfaces
 from treeline_runtime.server.administration import Administration
 from treeline_runtime.server.app import App
-from treeline_runtime.server.cors import Cors
-from treeline_runtime.server.limits import ByteBudget, Limits
-from treeline_runtime.server.metrics import Metrics
-from treeline_runtime.server.pooling_reader import check_template
-from treeline_runtime.server.probes import Probes, ServerInfo
-from treeline_runtime.server.prompts import Prompts
-from treeline_runtime.server.reader_pool import ReaderPool, ReaderSpec
-from treeline_runtime.server.sampling import SamplingDefaults
-from treeline_runtime.server.service import Service, State
-from treeline_runtime.server.timeouts import HttpProtocol
-from treeline_runtime.tokenizer_manager import TokenizerManager
+from treeline_runtime.server.service import State
+from treeline_runtime.workers import HttpWorkers
 
-KEEP_ALIVE_S = 3700
-"""Longer than proxies keep idle connections (Envoy: an hour), so that it is never we who close one under a request."""
 INTERRUPT_DRAIN_S = 3.0
 """What Ctrl-C gives requests in flight."""
-FAREWELL_S = 1.0
-"""Time for error answers to leave."""
 LAST_WORDS_S = 0.2
-M_MMAP_THRESHOLD = -3
-LARGE_BLOCK_BYTES = 32 << 10
 SCHEDULER_RANKS = 1
 """Processes that compute one model together: the first is told everything, and passes it on to the others."""
-STOPPED = FinishReason("error", message="The server is shutting down", status=503)
-MAX_SERVED_NAME = 256
 
 logger = logging.getLogger("treeline")
 
 
-class ServeError(Exception):
-    """The server cannot start or go on; the message says why."""
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handling: signals mean more here than stopping HTTP."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def served_name(args: ServerArgs) -> str:
-    """What requests call the model: as asked, the Hub id, or the folder's name."""
-    if args.served_model_name:
-        return args.served_model_name[:MAX_SERVED_NAME]
-    path = Path(args.model).expanduser()
-    return path.resolve().name if path.is_dir() else args.model
-
-
-@dataclasses.dataclass(frozen=True)
-class ServedModel:
-    """What the HTTP process reads of a checkpoint."""
-
-    directory: Path
-    config: dict[str, Any]
-    prompts: Prompts
-    defaults: SamplingDefaults
-    pooling: Pooling | None
-
-    @classmethod
-    def read(cls, args: ServerArgs, directory: Path) -> ServedModel:
-        """Raises ServeError."""
-        try:
-            defaults = SamplingDefaults()
-            if args.sampling_defaults == "model":
-                defaults = SamplingDefaults.from_model(directory)
-            pooling = pooling_of(directory, args.task, matryoshka=args.matryoshka)
-            prompts = Prompts(TokenizerBundle.from_dir(directory))
-            check_template(pooling, prompts)
-            return cls(directory, _read_json(directory / "config.json"), prompts, defaults, pooling)
-        except (BundleError, ModelError, TemplateError, ValueError) as error:
-            raise ServeError(f"--model: {error}") from None
-
-
 class Server:
-    """One runtime: the HTTP process and its children. Made in a running event loop; `run` once."""
+    """One runtime: the first HTTP process and its children. Made in a running event loop; `run` once."""
 
     def __init__(
         self,
@@ -143,48 +85,32 @@ class Server:
         self._args = args
         self._listeners = listeners
         self._context = context
-        self._spec = ChildSpec(args, addresses, str(model.directory), secrets.randbits(64) or 1)
+        self._spec = ChildSpec(args, addresses, str(model.directory), secrets.randbits(64) or 1, started_at=time.time())
         self._started = time.monotonic()
         self._state = State()
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         self._schedulers = [Process("scheduler", rank) for rank in range(SCHEDULER_RANKS)]
-        self._processes = [*self._schedulers, Process("detokenizer")]
+        self._engine = [*self._schedulers, *detokenizers(args.detokenizers)]
         if not args.no_events:
-            self._processes.append(Process("publisher"))
+            self._engine.append(Process("publisher"))
+        self._https = [Process("http", rank) for rank in range(1, args.http_workers)]
         self._ready: dict[str, dict[str, Any]] = {}
+        self._begin: Begin | None = None
+        """What the workers were told when the engine was ready."""
         self._stopping = False
-        self._to_scheduler = Outbox(context, addresses.scheduler)
         self._to_publisher = None if args.no_events else Outbox(context, addresses.publisher)
-        self._metrics = Metrics(served_name(args))
-        self._pool = ReaderPool(
-            ReaderSpec(str(model.directory), served_name(args), model.defaults, args.log_level, model.pooling)
+        self._workers = HttpWorkers(context, addresses, self._https, self._state)
+        self._front = Frontend(
+            self._spec,
+            model,
+            context,
+            self._state,
+            to_publisher=self._to_publisher,
+            to_workers=list(self._workers.outboxes.values()),
         )
-        self._service = Service(
-            model_name=served_name(args),
-            prompts=model.prompts,
-            defaults=model.defaults,
-            manager=TokenizerManager(
-                self._metrics, self._to_scheduler, Outbox(context, addresses.detokenizer), self._to_publisher
-            ),
-            metrics=self._metrics,
-            state=self._state,
-            budget=ByteBudget(args.max_bytes_in_flight),
-            pooling=model.pooling,
-            pool=self._pool,
-            uses_priority=args.uses_priority,
-            gives_hidden_states=args.enable_return_hidden_states,
-        )
-        self._probes = Probes(
-            self._service,
-            ServerInfo(
-                args=args,
-                version=importlib.metadata.version("treeline-runtime"),
-                epoch=self._spec.epoch,
-                model_config=model.config,
-                started_at=time.time(),
-            ),
-        )
+        self._service, self._probes = self._front.service, self._front.probes
+        self._probes.counted_elsewhere = functools.partial(self._workers.samples, self._service.manager)
 
     # ---- life -----------------------------------------------------------------------------------------------
 
@@ -198,9 +124,12 @@ class Server:
         inbox = None
         try:
             inbox = AsyncInbox(self._context, self._spec.addresses.http, decode_to_http, self._on_message)
-            for process in self._processes:
+            for process in self._engine:
                 group.start(process, self._spec)
-            serving = [asyncio.create_task(server.serve([listener])) for server, listener in servers]
+            for process, listener in zip(self._https, self._listeners.workers, strict=True):
+                group.start(process, self._spec, listener)
+                listener.close()  # only its owner holds it, so that nobody waits at the socket of one that has died
+            serving = [server.start() for server in servers]
             watchdog = asyncio.create_task(self._watch(group))
             health = asyncio.create_task(self._probes.health.watch())
             try:
@@ -208,14 +137,10 @@ class Server:
             finally:
                 watchdog.cancel()
                 health.cancel()
-                for number in (signal.SIGTERM, signal.SIGINT):  # stop, and do not wait
-                    for server, _ in servers:
-                        server.handle_exit(number, None)
-                await asyncio.wait(serving, timeout=FAREWELL_S)
+                await stop_all(servers, serving)
         finally:
             self._stopping = True
-            self._service.prompts.close()
-            await self._pool.stop()
+            await self._front.close()
             await group.stop()
             if inbox is not None:
                 inbox.close()
@@ -236,14 +161,16 @@ class Server:
         if self._failure.done():
             return await self._fail(self._failure.result())
         logger.warning("%s again: stopping without waiting", again.result().name)
-        self._service.manager.fail_all(STOPPED)
+        self._state.refusing = True
+        self._end_all(STOPPED)
+        await self._settle(FAREWELL_S)
         return 128 + again.result()
 
     async def _fail(self, why: str) -> int:
         """Tells everybody who waits, then ends with status 1."""
         logger.error("%s; stopping", why)
         self._state.failure = why
-        cut = self._service.manager.fail_all(FinishReason("error", message=f"The server failed: {why}", status=503))
+        cut = self._end_all(FinishReason("error", message=f"The server failed: {why}", status=503))
         if cut:
             logger.error("%d requests in flight were ended", cut)
         await self._settle(FAREWELL_S)
@@ -253,7 +180,7 @@ class Server:
         """SIGTERM: routers learn of it now, new requests are taken during --pre-stop, then those in flight finish."""
         args, state = self._args, self._state
         state.draining = True
-        self._to_scheduler.send(DrainReq())
+        self._front.to_scheduler.send(DrainReq())
         if self._to_publisher is not None:
             self._to_publisher.send(DrainReq())
         if number == signal.SIGTERM:
@@ -265,15 +192,21 @@ class Server:
             limit_s = min(args.drain_timeout, INTERRUPT_DRAIN_S)
         state.refusing = True
         if not await self._settle(limit_s):
-            cut = self._service.manager.fail_all(STOPPED)
+            cut = self._end_all(STOPPED)
             logger.warning("%d requests had not finished after %g s and were ended", cut, limit_s)
             await self._settle(FAREWELL_S)
+
+    def _end_all(self, finish: FinishReason) -> int:
+        """Ends what is in flight, in all HTTP processes; returns how many requests that were in this one."""
+        self._workers.end_all(finish)
+        return self._service.manager.fail_all(finish)
 
     async def _settle(self, timeout_s: float) -> bool:
         """Waits until no request is being answered; False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._service.idle.wait()
+                await self._workers.idle()
         except TimeoutError:
             return False
         return True
@@ -284,7 +217,7 @@ class Server:
         while not state.ready:
             await asyncio.sleep(0.2)
             if time.monotonic() - self._started > args.start_timeout:
-                missing = [process.name for process in self._processes if process.name not in self._ready]
+                missing = self._awaited(self._engine) or self._awaited(self._https)
                 self._report(f"not ready after {args.start_timeout:g} s: waiting for {', '.join(missing)}")
                 return
         while args.watchdog_timeout:
@@ -297,45 +230,54 @@ class Server:
                 group.abort(process)
                 return
 
+    def _awaited(self, processes: Sequence[Process]) -> list[str]:
+        """Those that are not ready."""
+        return [process.name for process in processes if process.name not in self._ready]
+
     # ---- what children say --------------------------------------------------------------------------------
 
-    def _on_message(self, message: BatchTextOut | Reply | Ready | Failed | Heartbeat) -> None:
+    def _on_message(self, message: ToHttp) -> None:
         match message:
             case BatchTextOut():
-                self._service.manager.on_batch(message)
-                self._probes.health.on_batch(message)
+                self._front.on_batch(message)
             case Heartbeat():
-                if self._state.ready:
+                if self._state.heartbeat_at:
                     self._state.heartbeat_at[message.process] = time.monotonic()
                 self._state.heartbeats += 1
                 if message.load is not None:
                     self._state.load = message.load
             case Reply():
                 self._service.manager.on_reply(message)
+            case Observed():
+                self._probes.health.observe(message)
+            case Idle():
+                self._workers.on_idle(message.process)
             case Ready():
                 self._ready[message.process] = message.info
-                if len(self._ready) == len(self._processes):
-                    self._on_ready()
+                if message.process not in self._workers.outboxes and not self._awaited(self._engine):
+                    self._on_engine_ready()
+                if self._begin is not None and not self._awaited(self._https):
+                    self._on_ready(self._begin)
             case Failed():
                 self._report(f"the {message.process} process failed: {message.message}")
 
-    def _on_ready(self) -> None:
-        args, scheduler = self._args, self._ready[self._schedulers[0].name]
-        self._service.limits = Limits(
-            context_length=scheduler["context_length"], max_request_tokens=scheduler["longest_request"]
-        )
-        self._probes.scheduler_info = scheduler
-        if not args.no_events:
-            self._probes.kv_events = _kv_events(self._ready["publisher"], args.page_size)
-        self._state.heartbeat_at = dict.fromkeys([process.name for process in self._processes], time.monotonic())
+    def _on_engine_ready(self) -> None:
+        """The workers go first: whoever hears that the server is ready may reach any of them."""
+        publisher = self._ready.get("publisher")
+        kv_events = None if publisher is None else _kv_events(publisher, self._args.page_size)
+        self._begin = Begin(self._ready[self._schedulers[0].name], kv_events)
+        names = [process.name for process in (*self._engine, *self._https)]
+        self._state.heartbeat_at = dict.fromkeys(names, time.monotonic())
+        self._workers.begin(self._begin)
+
+    def _on_ready(self, begin: Begin) -> None:
+        args, scheduler, metrics = self._args, begin.scheduler, self._front.metrics
+        self._front.begin(begin)
         self._state.ready = True
-        self._pool.start()
-        gc.collect()
-        gc.freeze()  # what is there now stays: no later collection walks through it while requests wait
         took_s = time.monotonic() - self._started
-        self._metrics.set("startup_time_seconds", took_s)
-        self._metrics.set("context_len", scheduler["context_length"])
-        self._metrics.set("page_size", args.page_size)
+        metrics.set("startup_time_seconds", took_s)
+        metrics.set("context_len", scheduler["context_length"])
+        metrics.set("page_size", args.page_size)
         logger.info(
             "ready after %.1f s: %s on %s, cache of %d tokens (%s, %d bytes each), contexts of %d",
             took_s,
@@ -350,6 +292,7 @@ class Server:
     def _on_end(self, ended: Ended) -> None:
         if self._stopping:
             return
+        self._workers.on_idle(ended.process)
         if ended.status == 1:  # it may have said why: that message may still be on its way
             asyncio.get_running_loop().call_later(LAST_WORDS_S, self._report, str(ended))
         else:
@@ -362,47 +305,18 @@ class Server:
 
     # ---- pieces -------------------------------------------------------------------------------------------
 
-    def _servers(self) -> list[tuple[_HttpServer, socket.socket]]:
+    def _servers(self) -> list[HttpServer]:
         """An HTTP server for each listener. All of them answer until the last request has been drained."""
         args, listeners, service, probes = self._args, self._listeners, self._service, self._probes
-        metrics, admin = listeners.metrics, listeners.admin
-        inference = surfaces.inference(
-            service,
-            probes,
-            key=args.api_key,
-            metrics_at=None if metrics is None else url(metrics),
-            admin_at=None if admin is None else url(admin),
-            documented=not args.no_docs,
-        )
-        found = [(inference, listeners.http)]
-        if metrics is not None:
-            found.append((surfaces.metrics(probes), metrics))
-        if admin is not None:
+        found = [HttpServer(self._front.inference(), listeners.http)]
+        if listeners.metrics is not None:
+            found.append(HttpServer(App(surfaces.metrics(probes), service), listeners.metrics))
+        if listeners.admin is not None:
             loopback = listeners.admin_on_loopback
-            engine = Administration(service, args)
+            engine = Administration(service, args, functools.partial(self._workers.told, service.manager))
             administration = surfaces.administration(service, probes, engine, key=args.admin_key, loopback=loopback)
-            found.append((administration, admin))
-        # Pages of other origins may be let in to inference alone.
-        apps: list[App | Cors] = [App(surface, service) for surface, _ in found]
-        apps[0] = Cors(apps[0], args.cors_allow_origin)
-        listened = [listener for _, listener in found]
-        return [(_HttpServer(_http_config(app)), at) for app, at in zip(apps, listened, strict=True)]
-
-
-def _http_config(app: App | Cors) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=HttpProtocol,
-        loop="none",
-        ws="none",
-        lifespan="off",
-        interface="asgi3",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-    )
+            found.append(HttpServer(App(administration, service), listeners.admin))
+        return found
 
 
 async def _first(*futures: asyncio.Future[Any]) -> None:
@@ -424,23 +338,6 @@ def _kv_events(publisher: dict[str, Any], page_size: int) -> dict[str, Any]:
         "dp_size": 1,
         "curve": publisher["curve"],
     }
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError, ValueError) as error:
-        raise ServeError(f"--model: cannot read {path}: {error}") from None
-
-
-def _give_back_large_blocks() -> None:
-    """Parts of bodies and answers get memory of their own from the system, and their going gives it back.
-
-    By default glibc takes it from the heap, where whatever was allocated since keeps it from shrinking.
-    """
-    if sys.platform == "linux":
-        with contextlib.suppress(AttributeError):  # another C library
-            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 def serve(args: ServerArgs) -> int:
@@ -488,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else 1
     setup_logging("http", args.log_level)
     signal.signal(signal.SIGTERM, _quit)
-    _give_back_large_blocks()
+    give_back_large_blocks()
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     try:
         return serve(args)

@@ -5,21 +5,21 @@ whoever opens it closes it in a `finally`, and closing aborts what has not ended
 as the HTTP request that asked for it. Closing is legal in every state and any number of times.
 
 Names belong to clients, who may use one again as soon as its request is over for them. Other processes may not be done
-with it then, so they see ids of ours that are never used twice. Every tenant has names of its own: none learns which
-ones another uses, and none can take them first.
+with it then, so they see ids of ours that are never used twice (`ids`). Every tenant has names of its own: none learns
+which ones another uses, and none can take them first. HTTP workers do not know each other's names.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from treeline_runtime.ipc import AnnouncedReq
+from treeline_runtime.ids import IdMaker
+from treeline_runtime.ipc import AbortNamed, AnnouncedReq, HeardReq, SamplesReq
 from treeline_runtime.messages import (
     AbortReq,
     AdminReq,
@@ -47,6 +47,12 @@ class Sender(Protocol):
     """Where messages to another process go; never blocks."""
 
     def send(self, message: msgspec.Struct) -> bool: ...
+
+
+class DetokenizerSender(Protocol):
+    """The same, for the detokenizers alone."""
+
+    def send(self, message: DetokenizeInit) -> bool: ...
 
 
 class DuplicateRid(Exception):
@@ -159,19 +165,24 @@ class TokenizerManager:
         self,
         metrics: Metrics,
         to_scheduler: Sender,
-        to_detokenizer: Sender,
+        to_detokenizer: DetokenizerSender,
         to_publisher: Sender | None = None,
+        *,
+        to_workers: Sequence[Sender] = (),
+        rank: int = 0,
     ) -> None:
+        """`rank`: of this HTTP process; `to_workers`: those that follow it."""
         self._metrics = metrics
         self._to_scheduler = to_scheduler
         self._to_detokenizer = to_detokenizer
         self._to_publisher = to_publisher
+        self._to_workers = to_workers
         self._running: dict[str, _Generation] = {}
         """By our own ids."""
         self._named: dict[tuple[str | None, str], list[str]] = {}
         """By tenant: what clients call a request or one of its generations → our ids of those."""
         self._asked: dict[str, asyncio.Future[Reply]] = {}
-        self._ids = itertools.count()
+        self._ids = IdMaker(rank)
 
     async def open(
         self,
@@ -204,7 +215,7 @@ class TokenizerManager:
 
     def _register(self, requests: Sequence[GenerateReq], name: str | None, tenant: str | None) -> InflightRequest:
         rids = [request.rid for request in requests]
-        ids = [f"{rid}#{next(self._ids)}" for rid in rids]
+        ids = [self._ids.make(rid) for rid in rids]
         names: dict[tuple[str | None, str], list[str]] = {}
         for rid, id in zip(rids, ids, strict=True):
             if (tenant, rid) in names or (tenant, rid) in self._named:
@@ -244,6 +255,8 @@ class TokenizerManager:
             if known == name:
                 for id in ids:
                     self._to_scheduler.send(AbortReq(id))
+        for worker in self._to_workers:
+            worker.send(AbortNamed(name))
 
     def fail_all(self, finish: FinishReason) -> int:
         """Ends everything in flight here and now, without the scheduler; returns how many there were."""
@@ -322,6 +335,16 @@ class TokenizerManager:
         id = self._new_id()
         return (await self._ask(self._to_publisher, AnnouncedReq(id, after_updates), id, timeout_s)).data or {}
 
+    async def samples(self, worker: Sender, timeout_s: float) -> Any:
+        """The metrics of a worker. Raises NoReply."""
+        id = self._new_id()
+        return ((await self._ask(worker, SamplesReq(id), id, timeout_s)).data or {})["samples"]
+
+    async def heard(self, worker: Sender, timeout_s: float) -> None:
+        """Returns when a worker has taken what it was sent before. Raises NoReply."""
+        id = self._new_id()
+        await self._ask(worker, HeardReq(id), id, timeout_s)
+
     async def _ask(self, sender: Sender, request: msgspec.Struct, id: str, timeout_s: float) -> Reply:
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._asked[id] = future
@@ -335,4 +358,4 @@ class TokenizerManager:
             del self._asked[id]
 
     def _new_id(self) -> str:
-        return f"q{next(self._ids)}"
+        return self._ids.make("q")

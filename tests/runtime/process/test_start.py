@@ -48,6 +48,11 @@ def run(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, st
         (["--model", "m", "--drain-timeout", "-1"], "--drain-timeout"),
         (["--model", "m", "--drain-timeout", "soon"], "--drain-timeout: expected seconds"),
         (["--model", "m", "--mem-fraction", "1.5"], "--mem-fraction"),
+        (["--model", "m", "--http-workers", "0"], "--http-workers: must be at least 1 and at most 64, got 0"),
+        (
+            ["--model", "m", "--http-workers", "3", "--max-bytes-in-flight", "3000000"],
+            "--max-bytes-in-flight: must be at least 3145728, 1048576 for each of 3 HTTP workers",
+        ),
         (["--model", "m", "--api-key", ""], "--api-key"),
         (["--model", "m", "--metrics-port", "8000"], "argument --metrics-port: port 8000 is also --port's"),
         (

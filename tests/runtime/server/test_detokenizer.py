@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from treeline_runtime.detokenizer_process import MESSAGE_SIZE, DetokenizerCore, DetokenizerOutput
+from pathlib import Path
+
+import zmq
+from treeline_runtime.detokenizer_process import LOGPROB_BYTES, MESSAGE_SIZE, DetokenizerCore, DetokenizerOutput, waiter
+from treeline_runtime.detokenizers import ToDetokenizers, detokenizers
+from treeline_runtime.ids import IdMaker
+from treeline_runtime.ipc import Addresses, Inbox
 from treeline_runtime.messages import (
     BatchTextOut,
     BatchTokenOut,
@@ -13,6 +19,7 @@ from treeline_runtime.messages import (
     TextOut,
     TokenOut,
     decode_logprobs,
+    decode_to_detokenizer,
 )
 
 LENGTH = FinishReason("length")
@@ -80,6 +87,76 @@ def test_texts_of_a_turn_leave_as_one_message() -> None:
     turn = made.take([tokens("a", "x"), tokens("b", "y"), tokens("a", "z")])
     assert len(turn.to_http) == 1
     assert [out.rid for out in texts(turn)] == ["a", "b", "a"]
+
+
+def test_each_http_process_has_its_texts_in_messages_of_its_own_and_in_order() -> None:
+    made = core()
+    ids = [IdMaker(rank).make("a") for rank in range(3)]
+    made.take([DetokenizeInit(id) for id in ids])
+    rounds = [tokens(id, f"{number % 10}") for number in range(MESSAGE_SIZE + 44) for id in ids]
+    question = IdMaker(2).make("q")
+    turn = made.take([*rounds, Reply(question), *(tokens(id, "!") for id in ids)])
+    for rank, id in enumerate(ids):
+        mine = [message for message in turn.to_http if waiter(message) == rank]
+        sizes = [len(message.outs) for message in mine if isinstance(message, BatchTextOut)]
+        assert sizes == [MESSAGE_SIZE, 44, 1]
+        assert [out.rid for message in mine if isinstance(message, BatchTextOut) for out in message.outs] == [id] * 301
+    assert "".join(out.text for out in texts(turn) if out.rid == ids[1]) == "0123456789" * 30 + "!"
+    replies = [message for message in turn.to_http if isinstance(message, Reply)]
+    assert [waiter(reply) for reply in replies] == [2]
+
+
+def test_what_is_large_fills_the_messages_of_its_own_process_alone() -> None:
+    made = core()
+    small, large = (IdMaker(rank).make("a") for rank in (0, 1))
+    made.take([DetokenizeInit(small), DetokenizeInit(large)])
+    vector = b"\0" * (LOGPROB_BYTES * 9)
+    turn = made.take(
+        message
+        for _ in range(60)
+        for message in (BatchTokenOut([TokenOut(large, [], vector=vector)]), tokens(small, "x"))
+    )
+    sizes: dict[int, list[int]] = {0: [], 1: []}
+    for message in turn.to_http:
+        assert isinstance(message, BatchTextOut)
+        sizes[waiter(message)].append(len(message.outs))
+    assert sizes == {0: [60], 1: [26, 26, 8]}
+
+
+def test_what_follows_a_stop_string_goes_to_the_process_that_waits_for_it() -> None:
+    made = core()
+    id = IdMaker(2).make("a")
+    made.take([DetokenizeInit(id, stop=("END",), waits_for_end=True)])
+    ended = made.take([tokens(id, "some END")])
+    assert [(out.text, out.finish) for out in texts(ended)] == [("some ", None)]
+    last = made.take([tokens(id, "", FinishReason("stop", matched="END"))])
+    assert [(out.text, out.finish) for out in texts(last)] == [("", FinishReason("stop", matched="END"))]
+    assert [waiter(message) for turn in (ended, last) for message in turn.to_http] == [2, 2]
+
+
+def test_each_of_several_detokenizers_has_whole_requests_in_order(tmp_path: Path) -> None:
+    addresses, context = Addresses(str(tmp_path)), zmq.Context[zmq.Socket[bytes]]()
+    inboxes = [Inbox(context, addresses.of(process), decode_to_detokenizer) for process in detokenizers(3)]
+    ids = [IdMaker(number % 4).make(f"cmpl-{number}") for number in range(40)]
+    senders = [ToDetokenizers(context, addresses, 3) for _ in range(2)]  # as scheduler and HTTP process have them
+    for id in ids:
+        assert senders[0].send(DetokenizeInit(id))
+    for step in range(3):
+        assert senders[1].send(BatchTokenOut([TokenOut(id, [step]) for id in ids]))
+    assert senders[1].send(Reply("q#0"))
+    taken: list[list[object]] = [[] for _ in inboxes]
+    for _ in range(40 + 3 * 3 + 1):
+        ready = zmq.select([inbox.socket for inbox in inboxes], [], [], 5)[0]
+        index = next(index for index, inbox in enumerate(inboxes) if inbox.socket in ready)
+        taken[index] += inboxes[index].take(1)
+    context.destroy(linger=0)
+    began = [[message.rid for message in one if isinstance(message, DetokenizeInit)] for one in taken]
+    assert sorted(id for one in began for id in one) == sorted(ids)
+    assert all(len(one) > 4 for one in began), "they share the work"
+    for one, mine in zip(taken, began, strict=True):
+        outs = [out for message in one if isinstance(message, BatchTokenOut) for out in message.outs]
+        assert [(out.rid, out.token_ids) for out in outs] == [(id, [step]) for step in range(3) for id in mine]
+    assert [sum(isinstance(message, Reply) for message in one) for one in taken] == [1, 0, 0]
 
 
 def test_logprobs_carry_the_text_of_each_token_when_asked_for() -> None:

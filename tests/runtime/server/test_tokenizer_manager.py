@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from treeline_runtime.ids import maker
+from treeline_runtime.ipc import AbortNamed
 from treeline_runtime.messages import (
     AbortReq,
     BatchTextOut,
@@ -221,3 +223,21 @@ def test_merging_joins_lists_and_keeps_the_last_counts() -> None:
     merged = merge([first, second])
     assert (merged.text, merged.token_ids, merged.finish, merged.completion_tokens) == ("xy", [1, 2], DONE, 2)
     assert b"".join(map(bytes, merged.logprobs)) == b"123"
+
+
+async def test_ids_say_whose_they_are_and_an_abort_by_name_is_passed_on_to_workers() -> None:
+    scheduler, detokenizer, worker = Sent(), Sent(), Sent()
+    first = TokenizerManager(Metrics("m"), scheduler, detokenizer, to_workers=[worker])
+    third = TokenizerManager(Metrics("m"), scheduler, detokenizer, rank=2)
+    opened = [await manager.open([GenerateReq("a", [1], SamplingParams())]) for manager in (first, third)]
+    assert [maker(message.rid) for message in scheduler] == [maker(message.rid) for message in detokenizer] == [0, 2]
+    ids = [message.rid for message in scheduler]
+    assert ids[0] != ids[1]
+    first.abort("a")
+    assert (scheduler[2:], worker) == ([AbortReq(ids[0])], [AbortNamed("a")])
+    third.abort("a")
+    assert scheduler[3:] == [AbortReq(ids[1])]
+    first.abort("")
+    assert (scheduler[4:], len(worker)) == ([AbortReq("")], 1), "the scheduler ends all, whoever asked for them"
+    for inflight in opened:
+        inflight.close()

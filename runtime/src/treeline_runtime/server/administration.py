@@ -3,14 +3,17 @@
 One operation at a time. What becomes of requests in flight is the caller's choice, as in the field: `sleep` ends them
 or waits for them and refuses new ones (vLLM); `update_weights` waits for them or ends them, and holds new ones back
 until the new weights are there (SGLang). Once the scheduler is at it, an operation goes on when the caller leaves.
+
+The scheduler is asked once all HTTP processes refuse requests or hold them back, and the caller has the answer once all
+of them know what came of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -59,9 +62,11 @@ class ProfileBody(Struct, frozen=True):
 class Administration:
     """The handlers; `service.state` is what they change for everybody else."""
 
-    def __init__(self, service: Service, args: ServerArgs) -> None:
+    def __init__(self, service: Service, args: ServerArgs, told: Callable[[], Awaitable[None]]) -> None:
+        """`told` returns when all HTTP processes know the state as it is, or raises NoReply."""
         self._service = service
         self._args = args
+        self._told = told
 
     # ---- endpoints ------------------------------------------------------------------------------------------
 
@@ -75,7 +80,7 @@ class Administration:
         def asleep(_: Reply) -> None:
             state.asleep = query.level
 
-        with self._operation("going to sleep", refuses=True):
+        async with self._operation("going to sleep", refuses=True):
             await self._carry_out(lambda id: SleepReq(id, query.level), asleep, abort=query.mode == "abort")
         return json_response({"asleep": query.level})
 
@@ -88,7 +93,7 @@ class Administration:
         def awake(_: Reply) -> None:
             state.asleep = 0
 
-        with self._operation("waking up", refuses=True):
+        async with self._operation("waking up", refuses=True):
             await self._carry_out(WakeReq, awake)
         return json_response({"asleep": 0})
 
@@ -103,7 +108,7 @@ class Administration:
             state.weight_version = body.weight_version or body.model_path[-_NAME_CHARS:]
 
         started = time.monotonic()
-        with self._operation("loading new weights", refuses=False):
+        async with self._operation("loading new weights", refuses=False):
             await self._carry_out(
                 lambda id: UpdateWeightsReq(id, body.model_path), updated, abort=body.abort_all_requests
             )
@@ -129,22 +134,30 @@ class Administration:
 
     # ---- pieces ---------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _operation(self, what: str, *, refuses: bool) -> Iterator[None]:
-        """The only one. Meanwhile new requests are refused, or else held back. Raises ApiError 409."""
+    @asynccontextmanager
+    async def _operation(self, what: str, *, refuses: bool) -> AsyncIterator[None]:
+        """The only one. Meanwhile new requests are refused, or else held back. Raises ApiError: 409 where there is
+        another, 503."""
         state = self._service.state
         if state.operation is not None:
             raise ApiError(409, f"Another operation is under way: {state.operation}", code="conflict")
         if not state.ready:
             raise ApiError(503, "The model is still loading", type="server_error")
-        state.operation, state.pausing = what, refuses
-        if not refuses:
-            state.resumed.clear()
+        state.operation, state.pausing, state.holding = what, refuses, not refuses
         try:
+            await self._begin()
             yield
         finally:
-            state.operation, state.pausing = None, False
-            state.resumed.set()
+            state.operation, state.pausing, state.holding = None, False, False
+            with suppress(NoReply):  # one that is late hears of it, too
+                await self._told()
+
+    async def _begin(self) -> None:
+        """From here on no HTTP process begins a request."""
+        try:
+            await self._told()
+        except NoReply as error:
+            raise ApiError(503, f"An HTTP worker does not answer: {error}", type="server_error") from None
 
     async def _carry_out(
         self, question: Callable[[str], AdminReq], on_ok: Callable[[Reply], None], *, abort: bool = False

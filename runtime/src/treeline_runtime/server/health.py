@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from treeline_runtime.ipc import Observed
 from treeline_runtime.messages import BatchTextOut, SamplingParams
 from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.jobs import GenerationJob, PromptSpec
@@ -32,32 +33,64 @@ TOKENS = 4
 
 
 class EngineHealth:
-    """`on_batch` sees every output; `watch` runs as a task; `check` may be called at any time."""
+    """`on_batch` sees every output; `watch` runs as a task; `check` may be called at any time.
 
-    def __init__(self, service: Service, clock: Callable[[], float] = time.monotonic) -> None:
+    A worker has one that only reports what it sees: the first HTTP process observes for all (`observe`), and what it
+    finds is in the state that all of them share. As long as nothing fails, workers report nothing; so what counts as
+    failed in a row may have had other workers' answers between, which leads to a check at most.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        clock: Callable[[], float] = time.monotonic,
+        report: Callable[[Observed], object] | None = None,
+    ) -> None:
+        """`report`: a worker's way to the first HTTP process."""
         self._service = service
         self._clock = clock
+        self._report = report
         self._failures = 0
         self._suspected = asyncio.Event()
-        self._failing_since = 0.0
-        self.problem: str | None = None
+
+    @property
+    def problem(self) -> str | None:
         """Why requests do not work; None while they do, as far as is known."""
+        return self._service.state.problem
 
     @property
     def failing_s(self) -> float:
         """Seconds since the first failed check; 0 while there is no problem."""
-        return 0.0 if self.problem is None else self._clock() - self._failing_since
+        return 0.0 if self.problem is None else self._clock() - self._service.state.failing_since
 
     def on_batch(self, batch: BatchTextOut) -> None:
         for out in batch.outs:
             if out.finish is None:
                 continue
             if out.finish.type in ("stop", "length"):
-                self._recover()
+                self._tell(Observed(answered=True))
             elif out.finish.type == "error" and out.finish.status == 500:
-                self._failures += 1
-                if self._failures >= FAILURES:
-                    self._suspected.set()
+                self._tell(Observed(answered=False))
+
+    def _tell(self, observed: Observed) -> None:
+        if observed.answered and not self._failures and self.problem is None:
+            return  # nothing new
+        if self._report is None:
+            self.observe(observed)
+        else:
+            self._failures = 0 if observed.answered else self._failures + 1
+            self._report(observed)
+
+    def observe(self, observed: Observed) -> None:
+        """What this process has seen, or a worker."""
+        if observed.answered:
+            self._recover()
+        elif observed.problem is not None:
+            self._fail(observed.problem)
+        else:
+            self._failures += 1
+            if self._failures >= FAILURES:
+                self._suspected.set()
 
     async def watch(self) -> None:
         """Check whenever there is a suspicion, until it is gone."""
@@ -81,24 +114,29 @@ class EngineHealth:
             async with asyncio.timeout(TIMEOUT_S):
                 await self._service.collect(inflight)
         except TimeoutError:
-            raise self._fail(f"no answer within {TIMEOUT_S:g} s") from None
+            raise self._failed(f"no answer within {TIMEOUT_S:g} s") from None
         except ApiError as error:
             if error.status in (503, 504):  # a full queue, a limit of time, or the server is stopping
                 raise
-            raise self._fail(str(error)) from None
+            raise self._failed(str(error)) from None
         finally:
             inflight.close()
-        self._recover()
+        self._tell(Observed(answered=True))
 
-    def _fail(self, why: str) -> ApiError:
-        if self.problem is None:
-            self._failing_since = self._clock()
-        self.problem = f"The engine cannot answer: {why}"
-        return ApiError(503, self.problem, type="server_error")
+    def _failed(self, why: str) -> ApiError:
+        problem = f"The engine cannot answer: {why}"
+        self._tell(Observed(answered=False, problem=problem))
+        return ApiError(503, problem, type="server_error")
+
+    def _fail(self, problem: str) -> None:
+        state = self._service.state
+        if state.problem is None:
+            state.failing_since = self._clock()
+        state.problem = problem
 
     def _recover(self) -> None:
         if self.problem is not None:
             logger.info("the engine answers again")
+            self._service.state.problem = None
         self._failures = 0
-        self.problem = None
         self._suspected.clear()

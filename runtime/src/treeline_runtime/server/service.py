@@ -49,7 +49,8 @@ _DOES: Mapping[Task, tuple[str, str]] = {
 
 @dataclass
 class State:
-    """Where the server is in its life. Only `serve` changes it, and administration what is its own."""
+    """Where the server is in its life. Only the first HTTP process changes it (`serve`, and administration what is its
+    own); it tells its workers (`StateUpdate`)."""
 
     ready: bool = False
     draining: bool = False
@@ -62,22 +63,39 @@ class State:
     """When each child last moved, monotonic seconds. Empty until all are ready."""
     heartbeats: int = 0
     load: LoadUpdate = field(default_factory=LoadUpdate)
+    problem: str | None = None
+    """Why requests do not work (`health`); None while they do, as far as is known."""
+    failing_since: float = 0.0
+    """When a problem was first found, monotonic seconds."""
     asleep: int = 0
     """Its level; 0 = awake."""
     operation: str | None = None
     """What administration does with the whole engine now."""
     pausing: bool = False
     """New generations get 503 because of that."""
+    _resumed: asyncio.Event = field(default_factory=asyncio.Event, init=False, repr=False)
+    """Follows `holding`, and must be there before it."""
+    holding: bool = False
+    """New generations wait for its end: new weights are awaited."""
     unheard: bool = False
     """The scheduler is at it, and nobody is missed."""
-    resumed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Generations begin. Not while new weights are awaited."""
     model_path: str | None = None
     """The weights that are served, where they are not those of the start."""
     weight_version: str = "default"
+    on_change: Callable[[str], None] | None = field(default=None, repr=False)
+    """Called after each change of a field, with its name."""
 
-    def __post_init__(self) -> None:
-        self.resumed.set()
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "holding":
+            (self._resumed.clear if value else self._resumed.set)()
+        if self.on_change is not None:
+            self.on_change(name)
+
+    async def resumed(self) -> None:
+        """Waits while new generations are held back."""
+        while self.holding:
+            await self._resumed.wait()
 
     def most_stale_child(self, now: float) -> tuple[str, float]:
         """The child that has not moved for longest, and for how many seconds."""
@@ -195,8 +213,8 @@ class Service:
         if job.priority and not self.uses_priority:
             message = f"'priority' is not supported: {NO_PRIORITY}"
             raise ApiError(400, message, param="priority", code="unsupported_parameter")
-        if not self.state.resumed.is_set():
-            await self.state.resumed.wait()
+        if self.state.holding:
+            await self.state.resumed()
             self.admit()
         reservation = Reservation(self.budget)
         reservation.grow(BYTES_PER_TOKEN * job.prompt_tokens * job.n + answer_bytes)
