@@ -107,6 +107,14 @@ def test_the_log_odds_of_two_tokens(tmp_path: Path, tied: bool, no: int | None) 
     close(engine(path).pool("a", IDS), (logits[9] - (0 if no is None else logits[no]))[None])
 
 
+def test_the_logits_of_two_tokens_are_capped_as_all_are(tmp_path: Path) -> None:
+    theirs = reference("Gemma2", {"head_dim": 16, "final_logit_softcapping": 0.5})
+    path = add_logit_score(save(theirs, tmp_path), 9, 7)
+    with torch.inference_mode():
+        logits = theirs(torch.tensor([IDS])).logits[0, -1]
+    close(engine(path).pool("a", IDS), (logits[9] - logits[7])[None])
+
+
 # ---- the cache, and others ------------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ class Pooler:
     def __init__(self, pooling: Pooling, weights: Weights, config: ModelConfig) -> None:
         """Takes the head's tensors. Raises ModelError."""
         self.pooling = pooling
+        self._cap = config.logit_softcap if pooling.answers else None
         self._head: torch.Tensor | None = None
         """(outputs, hidden) float32: a few rows, whose sums are worth the exactness."""
         if pooling.labels:
@@ -48,7 +49,10 @@ class Pooler:
             )
         lasts = [end - 1 for end, is_whole in zip(ends, whole, strict=True) if is_whole]
         rows = hidden[upload(np.array(lasts), hidden.device)].float()
-        return rows if self._head is None else rows @ self._head.t()
+        if self._head is None:
+            return rows
+        outputs = rows @ self._head.t()
+        return outputs if self._cap is None else torch.tanh(outputs / self._cap) * self._cap
 
     def finish(self, pooled: Vector | None, tokens: int) -> bytes:
         """What `select` gave of a text, summed over its steps, and how many tokens it has → its vector."""
