@@ -136,6 +136,7 @@ class SchedulerConfig(EngineConfig):
     waiting_timeout: float | None = setting(
         None,
         group="scheduling",
+        rare=True,
         metavar="S",
         above=0,
         help="503 for a request that has not begun after S seconds (default: no limit)",
@@ -143,6 +144,7 @@ class SchedulerConfig(EngineConfig):
     request_timeout: float | None = setting(
         None,
         group="scheduling",
+        rare=True,
         metavar="S",
         above=0,
         help="504 for a request that has not ended S seconds after it came (default: no limit)",
@@ -157,6 +159,7 @@ class SchedulerConfig(EngineConfig):
     mixed_chunk: bool = setting(
         False,
         group="scheduling",
+        rare=True,
         help="running requests decode in the steps that prefill, too, and never wait for one",
     )
     prefills_in_a_row: int = setting(
