@@ -97,6 +97,7 @@ class ServerArgs(SchedulerConfig):
     detokenizers: int = setting(
         1,
         group="serving",
+        rare=True,
         metavar="N",
         at_least=1,
         at_most=16,

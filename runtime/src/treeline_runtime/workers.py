@@ -24,7 +24,6 @@ ROUTINE = ("heartbeats", "load")
 ROUTINE_S = 0.25
 SAMPLES_S = 1.0
 """For a worker's metrics; those that it told last are taken then."""
-
 TOLD_S = 10.0
 """For a worker to take what it is told: it may be at something else."""
 

@@ -299,7 +299,7 @@ TINY = Path(__file__).parents[3] / "models" / "tiny"
 
 
 @pytest.mark.skipif(not (TINY / "model.safetensors").exists(), reason="models/tiny is not trained yet")
-def test_the_real_engine_answers_the_same_through_each_and_all_end_with_a_parent_that_is_killed() -> None:
+def test_the_real_engine_answers_and_sleeps_the_same_for_each_and_all_end_with_a_parent_that_is_killed() -> None:
     prompts = [f"The capital of country number {number} is" for number in range(6)]
     with Engine(model=TINY, threads=1, max_total_tokens=4096) as engine:
         outputs = engine.generate(prompts, SamplingParams(max_new_tokens=24, temperature=0.0))
@@ -321,6 +321,10 @@ def test_the_real_engine_answers_the_same_through_each_and_all_end_with_a_parent
             thread.start()
         for thread in asking:
             thread.join(30)
+        with server.admin() as admin:
+            for path, status in (("/sleep", 503), ("/wake_up", 200)):
+                assert admin.post(path).status_code == 200
+                assert {client.get("/ready").status_code for client in clients.values()} == {status}
         children = server.children()
         server.process.kill()
         eventually(lambda: all(gone(pid) for pid in children.values()), 4, "the children are gone")
