@@ -45,7 +45,7 @@ class EngineConfig:
         help="auto, cpu, cuda or cuda:N (default: what the machine has)",
     )
     load_format: Literal["auto", "dummy"] = setting(
-        "auto", group="engine", help="dummy = random weights (default: auto)"
+        "auto", group="engine", rare=True, help="dummy = random weights (default: auto)"
     )
     quantization: Literal["auto", "fp8"] = setting(
         "auto",
@@ -92,7 +92,12 @@ class EngineConfig:
         help="cache page = event block (default: %(default)s)",
     )
     max_total_tokens: int | None = setting(
-        None, group="engine", metavar="TOKENS", at_least=1, help="size of the KV cache (default: from memory)"
+        None,
+        group="engine",
+        rare=True,
+        metavar="TOKENS",
+        at_least=1,
+        help="size of the KV cache (default: from memory)",
     )
     mem_fraction: float | None = setting(
         None,
