@@ -126,6 +126,7 @@ def test_a_scheduler_that_dies_is_an_error_for_everybody_who_waits(model: Path) 
 
 def test_a_closed_or_forgotten_engine_leaves_nothing(model: Path) -> None:
     process, threads = psutil.Process(), threading.active_count()
+    children, connections = process.children(), process.net_connections()  # of tests that share this process
     closed = Engine(model, **SETTINGS)
     told: list[BaseException] = []
 
@@ -147,8 +148,8 @@ def test_a_closed_or_forgotten_engine_leaves_nothing(model: Path) -> None:
     del forgotten
     gc.collect()
     assert threading.active_count() == threads
-    assert process.children() == []
-    assert process.net_connections() == []
+    assert set(process.children()) <= set(children)
+    assert set(process.net_connections()) <= set(connections)
 
 
 def test_a_bar_is_shown_where_it_is_asked_for(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:

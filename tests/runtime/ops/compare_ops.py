@@ -1,4 +1,5 @@
-"""Compares every kernel with the reference, prints what it compared. On CUDA, or else in Triton's interpreter."""
+"""Compares every kernel with the reference, or those of the groups that are named; prints what it compared. On CUDA, or
+else in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -479,18 +480,23 @@ def extend_fp8(dtype: torch.dtype) -> None:
         extend(dtype, E4M3)
 
 
+ATTENTION = (decode, decode_fp8, extend, extend_fp8)
+PRODUCTS = (linear, linear_fp8, quantise_fp8, route, experts)
+REST = (norm, gate, softcap, rotate_and_store, rotate_and_store_fp8, choose)
+GROUPS = {"attention": ATTENTION, "products": PRODUCTS, "rest": REST}
+
+
 if __name__ == "__main__":
-    fp8_too = (rotate_and_store_fp8, quantise_fp8, linear_fp8, decode_fp8, extend_fp8)
-    attention = (decode, decode_fp8, extend, extend_fp8)
-    for compare in (linear, norm, gate, softcap, route, experts, rotate_and_store, choose, decode, extend, *fp8_too):
+    asked = sys.argv[1:] or GROUPS
+    for compare in (compare for name in asked for compare in GROUPS[name]):
         run: Callable[[torch.dtype], None] = compare
         # the interpreter is slow, and multiplies no bfloat16: one of attention's types is enough there
         dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
-        if DEVICE == "cpu" and compare in (*attention, experts):
+        if DEVICE == "cpu" and compare in (*ATTENTION, experts):
             dtypes = (torch.float32, torch.float16) if compare is experts else (torch.float32,)
         for dtype in dtypes:
             run(dtype)
         sys.stdout.write(f"{compare.__name__}\n")
-    for check in (pages, overflow):
+    for check in (pages, overflow) if "rest" in asked else ():
         check()
         sys.stdout.write(f"{check.__name__}\n")
