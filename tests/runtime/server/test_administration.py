@@ -222,5 +222,8 @@ def test_hidden_states_are_in_the_answer_up_to_its_end(http: httpx.Client) -> No
     stopped = ask(cache_salt="b", sampling={"stop": [stop]})
     assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
     assert len(rows(stopped)) == 20 + stopped["meta_info"]["completion_tokens"] - 1
+    many = {"max_new_tokens": 3000, "n": 1024}  # a small body, and an answer of 500 MB
+    body = {"text": "x", "return_hidden_states": True, "sampling_params": many}
+    assert "all the memory" in told(http.post("/generate", json=body), 503)
     body = {"text": "x", "return_hidden_states": True, "stream": True}
     assert "not with streams" in told(http.post("/generate", json=body), 400)
