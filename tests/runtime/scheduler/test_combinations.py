@@ -26,6 +26,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "mistral",
         "sliding_window": 12,
     },
+    "gpt-oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 12,
+    },
     "moe": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -46,7 +53,7 @@ def states(out: TokenOut) -> Any:
     ("model", "kv", "mixed", "depth"),
     [
         ("dense", "auto", True, 1),
-        ("dense", "fp8_e4m3", True, 1),
+        ("gpt-oss", "fp8_e4m3", True, 1),
         ("windows", "fp8_e4m3", True, 1),
         ("moe", "fp8_e4m3", True, 0),
         ("moe", "auto", False, 1),
