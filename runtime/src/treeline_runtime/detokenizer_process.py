@@ -43,7 +43,7 @@ TOKEN_TEXTS = 65_536
 MESSAGE_SIZE = 256
 """Outputs in one message to an HTTP process, and positions of a prompt whose log probabilities come together."""
 LOGPROB_BYTES = 4096
-"""Of log probabilities or a vector: they count as another output."""
+"""Of log probabilities, a vector or hidden states: they count as another output."""
 
 
 @dataclass(slots=True)
@@ -190,7 +190,8 @@ class _Texts:
     def append(self, http: int, out: TextOut) -> None:
         outs = self._open.setdefault(http, [])
         outs.append(out)
-        large = sum(map(len, out.logprobs)) + len(out.vector or b"")
+        states = b"" if out.hidden_states is None else out.hidden_states.data
+        large = sum(map(len, out.logprobs)) + len(out.vector or b"") + len(states)
         size = self._sizes.get(http, 0) + 1 + large // LOGPROB_BYTES
         if size >= MESSAGE_SIZE:
             self._full.append(BatchTextOut(self._open.pop(http)))

@@ -60,8 +60,7 @@ class Engine:
         """`config`: fields of SchedulerConfig. Raises ModelError, ConfigError."""
         self.config = SchedulerConfig(model=str(model), **config)
         self._ids = map(str, itertools.count())
-        path = Path(model) / "tokenizer.json"
-        self.tokenizer: Tokenizer | None = Tokenizer.from_file(str(path)) if path.is_file() else None
+        self.tokenizer = _tokenizer(Path(model) / "tokenizer.json")
         outputs = self._outputs = Outputs(stop=lambda stop: thread.tell(stop))
         thread = self._thread = SchedulerThread(self.config, outputs.take, outputs.on_death)
         self._finalizer = weakref.finalize(self, thread.close)  # forgotten engines end too, at the latest at exit
@@ -321,6 +320,19 @@ class Engine:
             no_stop_trim=sampling.no_stop_trim,
             min_tokens=sampling.min_new_tokens,
         )
+
+
+def _tokenizer(path: Path) -> Tokenizer | None:
+    """None where there is none. What it says of cutting and filling up texts is for training. Raises ModelError."""
+    if not path.is_file():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more exact
+        raise ModelError(f"cannot read {path}: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _loops_event() -> tuple[asyncio.Event, Callable[[], None]]:

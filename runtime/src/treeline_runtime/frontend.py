@@ -80,6 +80,12 @@ class ServedModel:
     defaults: SamplingDefaults
     pooling: Pooling | None
 
+    @property
+    def hidden_size(self) -> int:
+        """0 where config.json does not say it: then the scheduler refuses to start."""
+        size = self.config.get("hidden_size")
+        return size if isinstance(size, int) else 0
+
     @classmethod
     def read(cls, args: ServerArgs, directory: Path) -> ServedModel:
         """Raises ServeError."""
@@ -140,7 +146,7 @@ class Frontend:
             pooling=model.pooling,
             pool=self.pool,
             uses_priority=args.uses_priority,
-            gives_hidden_states=args.enable_return_hidden_states,
+            hidden_size=model.hidden_size if args.enable_return_hidden_states else None,
         )
         info = ServerInfo(
             args=args,

@@ -140,6 +140,20 @@ def test_sampling_parameters_may_be_a_mapping_and_are_checked(model: Path) -> No
         assert engine.scheduler.is_idle
 
 
+def test_texts_are_neither_cut_nor_filled_up(model: Path, tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(pad_id=3)
+    tokenizer.save(str(path / "tokenizer.json"))
+    with Engine(model=path, **SETTINGS) as engine:
+        assert len(engine.encode("Hello world")) == 11
+        assert [out.prompt_tokens for out in engine.generate(["Hello world", "a"], GREEDY)] == [11, 1]
+    (path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match="cannot read"):
+        Engine(model=path, **SETTINGS)
+
+
 def test_without_a_tokenizer_prompts_are_ids(tmp_path: Path) -> None:
     with Engine(model=write_config(tmp_path), **SETTINGS) as engine:
         out = engine.generate([1, 2, 3], GREEDY)

@@ -13,6 +13,7 @@ from support.runtime_engine import TINY_CONFIG, write_config
 from treeline_runtime.config import ConfigError, EngineConfig, SchedulerConfig
 from treeline_runtime.models import ModelConfig, ModelError
 from treeline_runtime.models.loader import load_model, resolve_device, resolve_dtype
+from treeline_runtime.models.pooling import pooling_of
 
 
 def test_several_eos_ids_come_from_generation_config(tmp_path: Path) -> None:
@@ -22,6 +23,34 @@ def test_several_eos_ids_come_from_generation_config(tmp_path: Path) -> None:
     assert ModelConfig.from_dir(tmp_path).eos_token_ids == (7, 9)
     (tmp_path / "generation_config.json").write_text("{}")
     assert ModelConfig.from_dir(tmp_path).eos_token_ids == (5,)
+
+
+@pytest.mark.parametrize("eos", ["x", {"a": 1}, [None], [[1]]], ids=str)
+def test_eos_ids_that_are_none_are_refused_wherever_they_are(tmp_path: Path, eos: Any) -> None:
+    write_config(tmp_path, eos_token_id=eos)
+    with pytest.raises(ModelError):
+        ModelConfig.from_dir(tmp_path)
+    write_config(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(ModelError):
+        ModelConfig.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["Gemma2ForCausalLM", "MixtralForCausalLM", "LlamaForCausalLM"])
+def test_a_model_of_more_layers_than_memory_could_list_is_refused(tmp_path: Path, architecture: str) -> None:
+    experts = {"num_local_experts": 2} if architecture.startswith("Mixtral") else {}
+    activation = {"query_pre_attn_scalar": 8} if architecture.startswith("Gemma") else {}
+    known = {"architectures": [architecture], "model_type": None, "num_hidden_layers": 1 << 70}
+    write_config(tmp_path, **known, **experts, **activation)
+    with pytest.raises(ModelError, match="num_hidden_layers"):
+        ModelConfig.from_dir(tmp_path)
+
+
+def test_files_nested_too_deeply_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 200_000)
+    for read in (ModelConfig.from_dir, pooling_of):
+        with pytest.raises(ModelError, match="cannot read"):
+            read(tmp_path)
 
 
 @pytest.mark.parametrize(

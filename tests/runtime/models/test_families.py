@@ -181,7 +181,7 @@ def test_whatever_a_key_holds_it_is_read_or_refused_in_words(architecture: str) 
     for key in READ | FAMILIES[architecture].reads | {"layer_types", "hidden_act", "hidden_activation"}:
         for value in VALUES if key != "num_hidden_layers" else VALUES[:7]:
             with contextlib.suppress(ModelError):
-                ModelConfig._parse(good | {key: value}, ())
+                ModelConfig._parse(good | {key: value}, {})
 
 
 def test_a_window_that_hides_nothing_is_none(tmp_path: Path) -> None:

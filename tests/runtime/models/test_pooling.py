@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,9 @@ def test_files_of_sentence_transformers_that_say_more(tmp_path: Path, file: str,
     [
         ({"id2label": {"0": "a", "2": "b"}}, "labels 0, 1, 2"),
         ({"id2label": {"x": "a"}}, "labels 0, 1, 2"),
-        ({"num_labels": 0}, "num_labels must be at least 1"),
+        ({"num_labels": 0}, "num_labels must be a number from 1"),
+        ({"num_labels": 1 << 70}, "num_labels must be a number from 1"),
+        ({"num_labels": True}, "num_labels must be a number from 1"),
         ({"sentence_transformers": {"activation_fn": "torch.nn.Tanh"}}, "torch.nn.Tanh is not supported"),
         ({"matryoshka_dimensions": "64"}, "list of sizes"),
         ({"matryoshka_dimensions": [0]}, "list of sizes"),
@@ -190,6 +193,43 @@ def test_files_of_sentence_transformers_that_say_more(tmp_path: Path, file: str,
 def test_settings_that_make_no_sense(tmp_path: Path, config: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelError, match=says):
         pooling_of(checkpoint(tmp_path, "Qwen3ForSequenceClassification", **config))
+
+
+@pytest.mark.parametrize("asked", ["auto", "generate", "embed", "score", "reward"])
+def test_whatever_a_key_holds_it_is_read_or_refused_in_words(tmp_path: Path, asked: Any) -> None:
+    values = (None, True, -1, 2.5, float("inf"), float("nan"), "x", [], {}, [1], [[]], ["x", None], {"a": 1}, {"0": []})
+    keys = [
+        "architectures",
+        "id2label",
+        "num_labels",
+        "pad_token_id",
+        "problem_type",
+        "sentence_transformers",
+        "hidden_size",
+        "is_matryoshka",
+        "sbert_ce_default_activation_function",
+        "matryoshka_dimensions",
+    ]
+    for architecture in ("Qwen3ForCausalLM", "Qwen3ForSequenceClassification", "Qwen3Model"):
+        for key in keys:
+            for value in values:
+                path = checkpoint(tmp_path, architecture, **{key: value})
+                with contextlib.suppress(ModelError):
+                    pooling_of(path, asked)
+    path = checkpoint(tmp_path, architectures=5)
+    with pytest.raises(ModelError, match="not iterable"):
+        pooling_of(path, asked)
+
+
+@pytest.mark.parametrize("mode", [5, {}, [{}], [[]], {"a": 1}, ["mean", "cls"]], ids=str)
+def test_whatever_a_pooling_module_holds_it_is_refused_in_words(tmp_path: Path, mode: Any) -> None:
+    modules = [{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": "p"}]
+    path = checkpoint(tmp_path)
+    (path / "modules.json").write_text(json.dumps(modules))
+    (path / "p").mkdir()
+    (path / "p" / "config.json").write_text(json.dumps({"pooling_mode": mode}))
+    with pytest.raises(ModelError):
+        pooling_of(path)
 
 
 @pytest.mark.parametrize("tokens", [(-1, 5), ("yes", "no"), (None, 5), (True, 2)])

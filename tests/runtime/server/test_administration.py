@@ -19,7 +19,7 @@ from treeline_wire.load import TREELINE_LOAD_TOPIC, TreelineLoad, decode_load
 
 pytestmark = pytest.mark.integration
 
-FLAGS = ("--enable-debug-endpoints", "--enable-return-hidden-states")
+FLAGS = ("--enable-debug-endpoints", "--enable-return-hidden-states", "--max-bytes-in-flight=67108864")
 BODY = {"prompt": "hello world, how are you?", "max_tokens": 8, "temperature": 0}
 
 
@@ -84,6 +84,10 @@ def test_asleep_nobody_is_served_and_routers_know(
     assert http.get("/v1/loads").json()["loads"][0]["asleep"] == level
     assert admin.get("/debug/radix").json()["blocks"] == []
     assert told(admin.post("/sleep"), 400) == f"Refused: it sleeps already, at level {level}"
+    same = {"model_path": info["model_path"]}
+    assert admin.post("/update_weights", json=same).status_code == 200
+    assert http.get("/server_info").json()["asleep"] == 2, "the weights on the host were the old ones"
+    assert http.get("/v1/loads").json()["loads"][0]["asleep"] == 2
     assert admin.post("/wake_up").json() == {"asleep": 0}
     assert told(admin.post("/wake_up"), 400) == "Refused: it is awake"
     assert http.get("/ready").status_code == 200
@@ -222,5 +226,8 @@ def test_hidden_states_are_in_the_answer_up_to_its_end(http: httpx.Client) -> No
     stopped = ask(cache_salt="b", sampling={"stop": [stop]})
     assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
     assert len(rows(stopped)) == 20 + stopped["meta_info"]["completion_tokens"] - 1
+    many = {"max_new_tokens": 1000, "n": 128}  # a small body, and an answer of hundreds of MB
+    body = {"text": ["x"] * 8, "return_hidden_states": True, "sampling_params": many}
+    assert "all the memory" in told(http.post("/generate", json=body), 503)
     body = {"text": "x", "return_hidden_states": True, "stream": True}
     assert "not with streams" in told(http.post("/generate", json=body), 400)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import zmq
 from treeline_runtime.detokenizer_process import LOGPROB_BYTES, MESSAGE_SIZE, DetokenizerCore, DetokenizerOutput, waiter
 from treeline_runtime.detokenizers import ToDetokenizers, detokenizers
@@ -14,6 +16,7 @@ from treeline_runtime.messages import (
     BatchTokenOut,
     DetokenizeInit,
     FinishReason,
+    HiddenStates,
     Reply,
     StopReq,
     TextOut,
@@ -106,15 +109,18 @@ def test_each_http_process_has_its_texts_in_messages_of_its_own_and_in_order() -
     assert [waiter(reply) for reply in replies] == [2]
 
 
-def test_what_is_large_fills_the_messages_of_its_own_process_alone() -> None:
+LARGE = b"\0" * (LOGPROB_BYTES * 9)
+
+
+@pytest.mark.parametrize(
+    "extra", [{"vector": LARGE}, {"hidden_states": HiddenStates(0, 4, LARGE)}], ids=["vector", "states"]
+)
+def test_what_is_large_fills_the_messages_of_its_own_process_alone(extra: dict[str, Any]) -> None:
     made = core()
     small, large = (IdMaker(rank).make("a") for rank in (0, 1))
     made.take([DetokenizeInit(small), DetokenizeInit(large)])
-    vector = b"\0" * (LOGPROB_BYTES * 9)
     turn = made.take(
-        message
-        for _ in range(60)
-        for message in (BatchTokenOut([TokenOut(large, [], vector=vector)]), tokens(small, "x"))
+        message for _ in range(60) for message in (BatchTokenOut([TokenOut(large, [], **extra)]), tokens(small, "x"))
     )
     sizes: dict[int, list[int]] = {0: [], 1: []}
     for message in turn.to_http:

@@ -313,6 +313,8 @@ def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(http: httpx.Clien
         ({"text": "a", "sampling_params": {"stop": [""]}}, "sampling_params.stop"),
         ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
         ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params.n"),
+        ({"text": ["a"] * 9, "sampling_params": {"n": 128}}, "sampling_params.n"),
+        ({"input_ids": [[1]] * 1024, "sampling_params": [{"n": 2}] * 1024}, "sampling_params.n"),
         ({"text": "a", "image_data": "x"}, "image_data"),
         ({"text": "a", "logprob_start_len": -5}, "logprob_start_len"),
         ({"text": "a", "return_logprob": True, "logprob_start_len": 1}, "logprob_start_len"),

@@ -18,6 +18,8 @@ from treeline_runtime.models.settings import FULL, ModelError, flag
 
 __all__ = ["ModelConfig", "ModelError", "RopeConfig"]
 
+MOST_LAYERS = 4096
+"""No model comes near: a number beyond is a slip, and memory would end before anything said so."""
 CAUSAL, CLASSIFIER, BASE = "ForCausalLM", "ForSequenceClassification", "Model"
 """Endings of architectures: a decoder with a language-model head, with a classification head, and with none."""
 FOREIGN_FILES = {
@@ -88,11 +90,11 @@ class ModelConfig:
             if (directory / name).exists():
                 raise ModelError(problem.format(name))
         generation = directory / "generation_config.json"
-        return cls._parse(config, _eos_ids(_read_json(generation)) if generation.is_file() else ())
+        return cls._parse(config, _read_json(generation) if generation.is_file() else {})
 
     @classmethod
-    def _parse(cls, config: Mapping[str, Any], eos: tuple[int, ...]) -> ModelConfig:
-        """eos: what generation_config.json says of them; (): nothing."""
+    def _parse(cls, config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+        """generation: generation_config.json; {}: there is none."""
         try:
             family = _family(config)
             quantization = _quantization(config, family)
@@ -114,9 +116,11 @@ class ModelConfig:
                 max_position=max_position,
                 tie_word_embeddings=flag(config, "tie_word_embeddings"),
                 rope=family.rope(config, max_position),
-                eos_token_ids=eos or _eos_ids(config),
+                eos_token_ids=_eos_ids(generation) or _eos_ids(config),
                 quantization=quantization,
             )
+            if common.num_layers > MOST_LAYERS:  # families make lists of that length
+                raise ModelError(f"config.json: num_hidden_layers is {common.num_layers}, more than {MOST_LAYERS}")
             model = family.describe(common, config)
             model._check(family)
             return model
@@ -148,7 +152,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path} is missing: a model directory has the Hugging Face layout") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     if not isinstance(data, dict):
         raise ModelError(f"{path} is not a JSON object")

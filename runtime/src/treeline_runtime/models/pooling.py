@@ -42,6 +42,8 @@ _OLD_METHODS = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 """Flags of sentence-transformers before 5.4 → what its `pooling_mode` is called since."""
+MOST_LABELS = 1 << 20
+"""Each has a name here: a number beyond is a slip that would take all memory."""
 _ACTIVATIONS: Mapping[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "identity"}
 
 
@@ -91,7 +93,16 @@ def pooling_of(directory: str | Path, asked: AskedTask = "auto", *, matryoshka: 
     `matryoshka`: vectors may be cut whatever config.json says. Raises ModelError where the checkpoint cannot do what
     was asked, or would do it in a way that is not known here.
     """
-    directory = Path(directory)
+    try:
+        return _pooling_of(Path(directory), asked, matryoshka=matryoshka)
+    except (TypeError, OverflowError) as error:
+        raise ModelError(
+            f"{directory}: config.json, or a file beside it that says how vectors are made: {error}"
+        ) from error
+
+
+def _pooling_of(directory: Path, asked: AskedTask, *, matryoshka: bool) -> Pooling | None:
+    """The same. Raises ModelError, or TypeError or OverflowError for values of wrong types."""
     config = _read(directory / "config.json")
     names = [str(name) for name in config.get("architectures") or ()]
     if asked == "generate":
@@ -150,8 +161,8 @@ def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
         except (KeyError, ValueError):
             raise ModelError("config.json: id2label must name labels 0, 1, 2 …") from None
     count = config.get("num_labels", 2)
-    if not isinstance(count, int) or count < 1:
-        raise ModelError(f"config.json: num_labels must be at least 1, not {count!r}")
+    if type(count) is not int or not 1 <= count <= MOST_LABELS:
+        raise ModelError(f"config.json: num_labels must be a number from 1 to {MOST_LABELS}, not {count!r}")
     return tuple(f"LABEL_{number}" for number in range(count))
 
 
@@ -264,5 +275,5 @@ def _read_any(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path} is missing: a model directory has the Hugging Face layout") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error

@@ -102,7 +102,7 @@ class Checkpoint:
         index = self._dir / INDEX
         try:
             file_of = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ModelError(f"{index} is not a safetensors index: {error!r}") from error
         for file in sorted(set(map(str, file_of.values()))):
             if Path(file).name != file:

@@ -35,6 +35,8 @@ from treeline_runtime.server.http import ApiError, Request, Response, json_respo
 from treeline_runtime.server.service import Service
 from treeline_runtime.tokenizer_manager import NoReply
 
+NO_WEIGHTS = 2
+"""A level of sleep."""
 POLL_S = 0.05
 """Between two questions whether requests still run."""
 _NAME_CHARS = 256
@@ -105,6 +107,7 @@ class Administration:
 
         def updated(_: Reply) -> None:
             state.model_path = body.model_path
+            state.asleep = state.asleep and NO_WEIGHTS  # what the host kept were the old ones
             state.weight_version = body.weight_version or body.model_path[-_NAME_CHARS:]
 
         started = time.monotonic()

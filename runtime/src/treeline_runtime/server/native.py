@@ -16,11 +16,13 @@ from treeline_runtime.messages import FinishReason, HiddenStates, TextOut, decod
 from treeline_runtime.server import openai
 from treeline_runtime.server.fields import check_unknown, convert
 from treeline_runtime.server.http import DONE, ApiError, Request, Response, encode_json, json_response
-from treeline_runtime.server.jobs import Answered, GenerateTask
+from treeline_runtime.server.jobs import Answered, GenerateTask, GenerationJob
 from treeline_runtime.server.pacing import Pacer, elements, open_object
 from treeline_runtime.server.service import Service, token_headers
 from treeline_runtime.tokenizer_manager import InflightRequest, NoReply
 
+HIDDEN_BYTES = 10
+"""What an element of a hidden state takes while an answer is made: as float32, and that as base64."""
 _BASE64_AT_ONCE = 3 << 18
 """Bytes, a multiple of three: the texts of the parts put together are that of the whole."""
 
@@ -30,14 +32,7 @@ async def generate(service: Service, request: Request) -> Response | None:
     started_at = time.monotonic()
     task = await service.read(request, "generate", GenerateTask)
     job = task.job
-    if job.prompts[0].return_hidden_states and not service.gives_hidden_states:
-        raise ApiError(
-            400,
-            "Start the server with --enable-return-hidden-states to ask for them",
-            param="return_hidden_states",
-            code="disabled",
-        )
-    inflight = await service.open(job)
+    inflight = await service.open(job, answer_bytes=_hidden_bytes(service, job))
     try:
         answers = _Answers(
             inflight.rids,
@@ -59,6 +54,21 @@ async def generate(service: Service, request: Request) -> Response | None:
         return Response([*pieces, b"]" if several else b""], headers=tuple(headers))
     finally:
         inflight.close()
+
+
+def _hidden_bytes(service: Service, job: GenerationJob) -> int:
+    """What the hidden states of an answer may take. Raises ApiError 400 where there are none to be had."""
+    if not job.prompts[0].return_hidden_states:
+        return 0
+    if service.hidden_size is None:
+        raise ApiError(
+            400,
+            "Start the server with --enable-return-hidden-states to ask for them",
+            param="return_hidden_states",
+            code="disabled",
+        )
+    rows = job.n * sum(len(prompt.ids) + prompt.sampling.max_new_tokens for prompt in job.prompts)
+    return HIDDEN_BYTES * service.hidden_size * rows
 
 
 @dataclass

@@ -103,7 +103,7 @@ class Reader:
 
     def _completion(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> CompletionTask:
         body = openai.read_completion(raw, self)
-        check_generations(raw.get("prompt"), body.n or 1, "prompt")
+        check_generations(raw.get("prompt"), body.n or 1, "prompt" if (body.n or 1) == 1 else "n")
         namespace = openai.namespace(raw, caller)
         prompts = self.prompts.of_completion(raw, limits, namespace)
         specs = [
@@ -139,6 +139,7 @@ class Reader:
         namespace = openai.namespace(raw, caller)
         prompts, batched = self._native_prompts(body, limits, namespace)
         specs, n = self._prompt_specs(body, prompts, limits)
+        check_generations(prompts, n, "sampling_params.n")
         rids = body.rid if isinstance(body.rid, list) else None
         if rids is not None and len(rids) != len(specs) * n:
             raise ApiError(400, f"{len(rids)} rids for {len(specs) * n} generations", param="rid")
@@ -286,7 +287,7 @@ def check_generations(prompts: Any, n: int, param: str) -> None:
         raise ApiError(
             400,
             f"More than {MAX_GENERATIONS} prompts, or choices of them, in one request",
-            param="n" if n > 1 else param,
+            param=param,
         )
 
 

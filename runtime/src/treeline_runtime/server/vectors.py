@@ -23,6 +23,9 @@ from treeline_runtime.server.service import Service, token_headers
 FLOAT_BYTES = 24
 """What a number of a vector takes while an answer is made: as JSON, and before that as a float."""
 
+SHOWN_BYTES = 2
+"""What a character of a document takes that is shown in an answer: itself, and as JSON. Most are ASCII."""
+
 
 async def embeddings(service: Service, request: Request) -> Response:
     service.admit()
@@ -71,7 +74,8 @@ async def score(service: Service, request: Request) -> Response:
 async def rerank(service: Service, request: Request) -> Response:
     service.admit()
     task = await service.read(request, "rerank", RerankTask)
-    outs = await _outs(service, task.job)
+    texts = sum(map(len, task.documents or ()))
+    outs = await _outs(service, task.job, shown_bytes=SHOWN_BYTES * texts)
     scores = _scores(service, outs, activation=task.activation)
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: task.top_n]  # the earlier one among equals
 
@@ -89,9 +93,10 @@ async def rerank(service: Service, request: Request) -> Response:
 # ---- vectors --------------------------------------------------------------------------------------------------------
 
 
-async def _outs(service: Service, job: GenerationJob) -> list[TextOut]:
-    """One for each prompt, each with its vector. Raises ApiError."""
-    inflight = await service.open(job, answer_bytes=FLOAT_BYTES * service.pools().size * len(job.prompts))
+async def _outs(service: Service, job: GenerationJob, shown_bytes: int = 0) -> list[TextOut]:
+    """One for each prompt, each with its vector. `shown_bytes`: of what else the answer has. Raises ApiError."""
+    made = FLOAT_BYTES * service.pools().size * len(job.prompts)
+    inflight = await service.open(job, answer_bytes=made + shown_bytes)
     try:
         outs = await service.collect(inflight)
     finally:
