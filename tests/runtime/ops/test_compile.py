@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from treeline_runtime.attention import Layout
@@ -21,6 +22,7 @@ from treeline_runtime.models.moe_config import ClampedGate
 from treeline_runtime.models.scoring import PLAIN, Scoring
 from treeline_runtime.ops import Experts, Heads
 from treeline_runtime.sampling.noise import row_keys
+from treeline_runtime.scheduler.forward import DecodeInputs
 
 triton = pytest.importorskip("triton")
 compiler = pytest.importorskip("triton.compiler")
@@ -85,6 +87,24 @@ class Launch:
         types = tuple(str(value.dtype) if isinstance(value, torch.Tensor) else value for value in self.args.values())
         return self.kernel.__name__, types, tuple(self.options.items())
 
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        """What Triton takes for granted of the arguments that may vary: whether they are 1, or multiples of 16."""
+        found: list[Any] = []
+        for parameter in self.kernel.params:
+            value = self.args[parameter.name]
+            if isinstance(value, torch.Tensor):
+                found.append(parameter.do_not_specialize_on_alignment or value.data_ptr() % 16 == 0)
+            elif isinstance(value, int) and not (parameter.is_constexpr or parameter.do_not_specialize):
+                found.append((value == 1, value % 16 == 0))
+        return tuple(found)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """The kernel with its constants."""
+        constants = tuple(self.args[parameter.name] for parameter in self.kernel.params if parameter.is_constexpr)
+        return self.kernel.__name__, constants, tuple(self.options.items())
+
     def compile(self, capability: int) -> Any:
         signature, constants, attributes = {}, {}, {}
         for i, parameter in enumerate(self.kernel.params):
@@ -96,7 +116,8 @@ class Launch:
                 signature[parameter.name] = f"*{DTYPES[value.dtype]}"
             else:
                 signature[parameter.name] = "i32" if isinstance(value, int) else "fp32"
-            if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            is_aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+            if is_aligned and not parameter.do_not_specialize:
                 attributes[i,] = [["tt.divisibility", 16]]
         source = compiler.ASTSource(self.kernel, signature, constants, attributes)
         return triton.compile(source, target=targets.GPUTarget("cuda", capability, 32), options=self.options)
@@ -234,6 +255,38 @@ def test_the_kernels_compile(what: Any, shape: str, launches: list[Launch], tmp_
             assert stack_bytes(made.asm["cubin"], tmp_path / "kernel") <= 64, f"{where} spills registers"
             if launch.kernel.__name__ == "extend" and capability == 90:
                 assert "wgmma.mma_async" in made.asm["ptx"], "it does not use Hopper's matrix units"
+
+
+def test_steps_of_all_sizes_share_their_kernels(launches: list[Launch]) -> None:
+    """Else the first step with one request, or with sixteen, has all others wait for the compiler."""
+    from treeline_runtime.attention.decode import Decode
+    from treeline_runtime.attention.extend import Extend
+    from treeline_runtime.ops.fp8 import scaled_linear
+    from treeline_runtime.ops.triton_ops import TritonOps
+
+    shape = SHAPES["llama8b"]
+    prompts = Extend(a_pool(shape), shape.query, shape.kv, shape.dim)
+    prompts._partial = torch.empty(100_000, 1)
+    backend, ops = Decode(prompts), TritonOps()
+    values = torch.empty(shape.hidden, shape.hidden, dtype=torch.float8_e4m3fn)
+    table = torch.zeros(64, 64, dtype=torch.int64)
+    for sequences in (1, 2, 3, 16):
+        for q_len, programs in ((1, 1), (9, 1), (9, 1000), (9, 100_000)):
+            prompts._programs = programs
+            q = noise(sequences * q_len, shape.query, shape.dim)
+            layout = Layout([q_len] * sequences, [5000] * sequences, table, torch.arange(sequences))
+            backend.forward(0, q, q, q, backend.plan(layout))
+        for group in (shape.hidden, 128):
+            scales = torch.empty(shape.hidden // group, shape.hidden)
+            scaled_linear(noise(sequences, shape.hidden), values, scales, group, None, None)
+        keys = np.zeros((sequences, 2), dtype=np.int32)
+        inputs = DecodeInputs([0] * sequences, [0] * sequences, [1.0] * sequences, keys).on(CPU)
+        ops.choose(noise(sequences, shape.vocab), inputs.temperatures, inputs.keys)
+    variants: dict[Any, set[Any]] = {}
+    for launch in launches:
+        variants.setdefault(launch.kind, set()).add(launch.variant)
+    assert len(variants) >= 10
+    assert [kind for kind, found in variants.items() if len(found) > 1] == []
 
 
 def stack_bytes(cubin: bytes, path: Path) -> int:
