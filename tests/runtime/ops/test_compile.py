@@ -239,7 +239,7 @@ CAPABILITIES = {operations: (90,), attention: (80, 90), products_of_fp8: (89, 90
 CASES = [
     (what, name) for what in (operations, attention) for name in SHAPES if (what, name) != (attention, "phi4_mini")
 ]
-CASES += [(products_of_fp8, "llama8b"), (cache_of_fp8, "llama8b"), (experts, "llama8b")]
+CASES += [(products_of_fp8, "llama8b"), (cache_of_fp8, "llama8b"), (cache_of_fp8, "gemma"), (experts, "llama8b")]
 
 
 @pytest.mark.parametrize(("what", "shape"), CASES)
