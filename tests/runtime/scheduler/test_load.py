@@ -63,6 +63,30 @@ def test_a_step_does_not_look_at_the_whole_queue(tiny: Path, waiting: int) -> No
     engine.check_integrity()
 
 
+def test_a_full_queue_is_not_searched_for_the_least_urgent_at_each_arrival(tiny: Path) -> None:
+    engine = Harness(tiny, max_running_requests=1, max_queued_requests=300, schedule_policy="priority")
+    for i in range(301):
+        engine.submit(str(i), prompt(1, 8), max_new_tokens=40, priority=i % 3)
+    Scheduler.step(engine)
+    engine.prefill.waiting = Counted(engine.prefill.waiting)
+    Counted.looks = 0
+    for i in range(100):
+        engine._handle(GenerateReq(f"urgent {i}", prompt(2, 8), SamplingParams(max_new_tokens=1), priority=5))
+    assert Counted.looks == 0
+    refused = [rid for rid, req in engine.outs.items() if req[-1].finish]
+    assert not refused, "nothing is told before the step ends"
+    Scheduler.step(engine)
+    least = [rid for rid, outs in engine.outs.items() if outs[-1].finish]
+    assert least == [str(i) for i in range(300, -1, -1) if i % 3 == 0][: len(least)]
+    assert len(least) == 100
+    for i in range(2000):  # those that left are not kept
+        engine._handle(GenerateReq(f"{i} goes", prompt(2, 8), SamplingParams(max_new_tokens=1), priority=9 + i))
+        engine._handle(AbortReq(f"{i} goes"))
+    assert len(engine.prefill._urgencies) <= 2 * len(engine.prefill.waiting) + AT_ONCE + 1
+    engine.abort()
+    engine.run()
+
+
 def test_an_arrival_does_not_look_through_launched_batches(tiny: Path) -> None:
     engine = crowded(tiny, 0, rows=32)
     assert engine._pending

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
+from heapq import heapify, heappop, heappush
 from itertools import islice
 
 from treeline_runtime.config import ConfigError, SchedulerConfig
@@ -36,6 +37,7 @@ class PrefillManager:
         self._chunk_tokens = chunk_tokens
         self._policy = SCHEDULE_POLICIES.get(config.schedule_policy)
         self._comes_first = config.schedule_policy == "fcfs"
+        self._by_priority = config.schedule_policy == "priority"
         self._view = View(cache.match, config.seed)
         self._starvation_bound = config.starvation_bound
         self._threshold = config.priority_preemption_threshold
@@ -45,6 +47,9 @@ class PrefillManager:
         self.chunked: Req | None = None
         self._uncached_waiting = 0
         """The sum over `waiting`: a report that added them up would take as long as the queue is, in every step."""
+        self._urgencies: list[tuple[int, int, Req]] = []
+        """A heap of those that came and have not begun, the least urgent first, of these the last; and of some that have
+        left."""
         self._estimated_version = -1
 
     # ---- the queue ----------------------------------------------------------------------------------------
@@ -56,6 +61,11 @@ class PrefillManager:
         req.uncached_tokens = 0
         self._estimate(req)
         self.waiting[req.rid] = req
+        if self._by_priority and not req.retractions:
+            if len(self._urgencies) > 2 * len(self.waiting) + AT_ONCE:
+                self._urgencies = [entry for entry in self._urgencies if not self._has_begun(entry[2])]
+                heapify(self._urgencies)
+            heappush(self._urgencies, (req.priority, -req.arrival, req))
 
     def requeue(self, req: Req) -> None:
         """A retracted request, at the front; its output so far is now part of what is prefilled."""
@@ -178,8 +188,13 @@ class PrefillManager:
 
     def least_urgent(self) -> Req | None:
         """Of those that have not begun, whom a more urgent request may replace in a full queue: the last to come."""
-        fresh = [req for req in self.waiting.values() if not req.retractions]
-        return min(reversed(fresh), key=lambda req: req.priority, default=None)
+        heap = self._urgencies
+        while heap and self._has_begun(heap[0][2]):
+            heappop(heap)
+        return heap[0][2] if heap else None
+
+    def _has_begun(self, req: Req) -> bool:
+        return req.retractions > 0 or self.waiting.get(req.rid) is not req
 
     def _append(self, batch: Batch, req: Req, tokens_left: int) -> int:
         """Add as much of `req` as budget and memory allow. → tokens added. Sets `chunked` if not all of it was."""
