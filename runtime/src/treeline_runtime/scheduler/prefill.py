@@ -48,8 +48,8 @@ class PrefillManager:
         self._uncached_waiting = 0
         """The sum over `waiting`: a report that added them up would take as long as the queue is, in every step."""
         self._urgencies: list[tuple[int, int, Req]] = []
-        """A heap of those that came and have not begun, the least urgent first, of these the last; and of some that have
-        left."""
+        """A heap of those that came and have not begun, the least urgent first, of these the last; and of some that
+        have left."""
         self._estimated_version = -1
 
     # ---- the queue ----------------------------------------------------------------------------------------
