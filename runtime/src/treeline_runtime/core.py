@@ -91,6 +91,8 @@ class Req:
     """The position of the first row of `hidden`."""
     hidden: list[npt.NDArray[np.float32]] = field(default_factory=list)
     """Hidden states of consecutive positions, in parts; they outlive a retraction."""
+    hidden_end: int = 0
+    """The position after the last row of `hidden`."""
     vector: bytes | None = None
     """The vector, when its prompt is computed."""
 
@@ -135,19 +137,16 @@ class Req:
     def wants_input_logprobs(self) -> bool:
         return self.return_logprob and self.logprob_start_len >= 0 and not self.input_logprobs_sent
 
-    @property
-    def hidden_end(self) -> int:
-        return self.hidden_from + sum(map(len, self.hidden))
-
     def take_hidden(self, rows: npt.NDArray[np.float32], end: int) -> None:
         """rows (positions, hidden), the last one of position end - 1; those that are known already are left out."""
         start = end - len(rows)
         if not self.hidden:
-            self.hidden_from = start
+            self.hidden_from = self.hidden_end = start
         elif start < self.hidden_end:
             rows = rows[self.hidden_end - start :]
         if len(rows):
             self.hidden.append(rows)
+            self.hidden_end += len(rows)
 
     @property
     def cacheable_len(self) -> int:

@@ -179,8 +179,8 @@ class TokenizerManager:
         self._to_workers = to_workers
         self._running: dict[str, _Generation] = {}
         """By our own ids."""
-        self._named: dict[tuple[str | None, str], list[str]] = {}
-        """By tenant: what clients call a request or one of its generations → our ids of those."""
+        self._named: dict[str, dict[str | None, list[str]]] = {}
+        """What clients call a request or one of its generations → by tenant, our ids of those."""
         self._asked: dict[str, asyncio.Future[Reply]] = {}
         self._ids = IdMaker(rank)
 
@@ -218,14 +218,15 @@ class TokenizerManager:
         ids = [self._ids.make(rid) for rid in rids]
         names: dict[tuple[str | None, str], list[str]] = {}
         for rid, id in zip(rids, ids, strict=True):
-            if (tenant, rid) in names or (tenant, rid) in self._named:
+            if (tenant, rid) in names or tenant in self._named.get(rid, ()):
                 raise DuplicateRid(rid)
             names[tenant, rid] = [id]
         if name is not None:
-            if (tenant, name) in self._named:
+            if tenant in self._named.get(name, ()):
                 raise DuplicateRid(name)
             names[tenant, name] = ids
-        self._named |= names
+        for (_, known), ids_of_it in names.items():
+            self._named.setdefault(known, {})[tenant] = ids_of_it
         inflight = InflightRequest(self, rids, ids, names)
         self._running.update(inflight._generations)
         return inflight
@@ -237,8 +238,11 @@ class TokenizerManager:
 
     def forget(self, inflight: InflightRequest) -> None:
         """Aborts what has not ended of a request that nobody waits for any more."""
-        for name in inflight.names:
-            del self._named[name]
+        for tenant, name in inflight.names:
+            tenants = self._named[name]
+            del tenants[tenant]
+            if not tenants:
+                del self._named[name]
         inflight.names = []
         for id in inflight.ids:
             if self._running.pop(id, None) is not None:
@@ -251,10 +255,9 @@ class TokenizerManager:
         if not name:
             self._to_scheduler.send(AbortReq(""))
             return
-        for (_, known), ids in self._named.items():
-            if known == name:
-                for id in ids:
-                    self._to_scheduler.send(AbortReq(id))
+        for ids in self._named.get(name, {}).values():
+            for id in ids:
+                self._to_scheduler.send(AbortReq(id))
         for worker in self._to_workers:
             worker.send(AbortNamed(name))
 

@@ -5,6 +5,7 @@ The launches are those that the host code makes for the shapes of real models: t
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from treeline_runtime.attention import Layout
@@ -21,6 +23,7 @@ from treeline_runtime.models.moe_config import ClampedGate
 from treeline_runtime.models.scoring import PLAIN, Scoring
 from treeline_runtime.ops import Experts, Heads
 from treeline_runtime.sampling.noise import row_keys
+from treeline_runtime.scheduler.forward import DecodeInputs
 
 triton = pytest.importorskip("triton")
 compiler = pytest.importorskip("triton.compiler")
@@ -85,6 +88,24 @@ class Launch:
         types = tuple(str(value.dtype) if isinstance(value, torch.Tensor) else value for value in self.args.values())
         return self.kernel.__name__, types, tuple(self.options.items())
 
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        """What Triton takes for granted of the arguments that may vary: whether they are 1, or multiples of 16."""
+        found: list[Any] = []
+        for parameter in self.kernel.params:
+            value = self.args[parameter.name]
+            if isinstance(value, torch.Tensor):
+                found.append(parameter.do_not_specialize_on_alignment or value.data_ptr() % 16 == 0)
+            elif isinstance(value, int) and not (parameter.is_constexpr or parameter.do_not_specialize):
+                found.append((value == 1, value % 16 == 0))
+        return tuple(found)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """The kernel with its constants."""
+        constants = tuple(self.args[parameter.name] for parameter in self.kernel.params if parameter.is_constexpr)
+        return self.kernel.__name__, constants, tuple(self.options.items())
+
     def compile(self, capability: int) -> Any:
         signature, constants, attributes = {}, {}, {}
         for i, parameter in enumerate(self.kernel.params):
@@ -96,7 +117,8 @@ class Launch:
                 signature[parameter.name] = f"*{DTYPES[value.dtype]}"
             else:
                 signature[parameter.name] = "i32" if isinstance(value, int) else "fp32"
-            if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            is_aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+            if is_aligned and not parameter.do_not_specialize:
                 attributes[i,] = [["tt.divisibility", 16]]
         source = compiler.ASTSource(self.kernel, signature, constants, attributes)
         return triton.compile(source, target=targets.GPUTarget("cuda", capability, 32), options=self.options)
@@ -188,6 +210,19 @@ def attention(shape: Shape, pool: KVPool | None = None) -> None:
         backend.forward(0, q, q, q, backend.plan(Layout([q_len] * 2, [5000] * 2, table, rows)))
 
 
+def prompts_of_float32(shape: Shape) -> None:
+    """Which no tensor core multiplies: what is held in registers is all that limits it."""
+    from treeline_runtime.attention.extend import Extend
+
+    for dim in (128, 256):
+        pool = a_pool(dataclasses.replace(shape, dim=dim), dtype=torch.float32)
+        prompts, q = Extend(pool, shape.query, shape.kv, dim), torch.zeros(200, shape.query, dim)
+        for programs in (1, 1000):
+            prompts._programs, prompts._partial = programs, torch.empty(4000, 1)
+            layout = Layout([100] * 2, [5000] * 2, torch.zeros(2, 64, dtype=torch.int64), torch.arange(2))
+            prompts.forward(0, q, q, q, prompts.plan(layout))
+
+
 def experts(shape: Shape) -> None:
     """Of gpt-oss-20b, which has all that others have and more: every tile, tokens sorted and not."""
     from treeline_runtime.ops.triton_ops import TritonOps
@@ -200,25 +235,33 @@ def experts(shape: Shape) -> None:
     ops.experts(noise(1, hidden), weights, scores, ids)
 
 
-def a_pool(shape: Shape, stored: torch.dtype | None = None) -> KVPool:
+def a_pool(shape: Shape, stored: torch.dtype | None = None, dtype: torch.dtype = torch.bfloat16) -> KVPool:
     return KVPool(
         num_layers=1,
         num_pages=1,
         page_size=16,
         num_kv_heads=shape.kv,
         head_dim=shape.dim,
-        dtype=torch.bfloat16,
+        dtype=dtype,
         device=CPU,
         stored=stored,
     )
 
 
-CAPABILITIES = {operations: (90,), attention: (80, 90), products_of_fp8: (89, 90), cache_of_fp8: (90,), experts: (90,)}
+CAPABILITIES = {
+    operations: (90,),
+    attention: (80, 90),
+    products_of_fp8: (89, 90),
+    cache_of_fp8: (90,),
+    experts: (90,),
+    prompts_of_float32: (90,),
+}
 """What is launched, and what it is compiled for."""
 CASES = [
     (what, name) for what in (operations, attention) for name in SHAPES if (what, name) != (attention, "phi4_mini")
 ]
-CASES += [(products_of_fp8, "llama8b"), (cache_of_fp8, "llama8b"), (experts, "llama8b")]
+CASES += [(products_of_fp8, "llama8b"), (cache_of_fp8, "llama8b"), (cache_of_fp8, "gemma"), (experts, "llama8b")]
+CASES += [(prompts_of_float32, "llama8b")]
 
 
 @pytest.mark.parametrize(("what", "shape"), CASES)
@@ -232,8 +275,40 @@ def test_the_kernels_compile(what: Any, shape: str, launches: list[Launch], tmp_
             where = f"{launch.kernel.__name__} for {capability}"
             assert made.metadata.shared <= SHARED_BYTES[capability], where
             assert stack_bytes(made.asm["cubin"], tmp_path / "kernel") <= 64, f"{where} spills registers"
-            if launch.kernel.__name__ == "extend" and capability == 90:
+            if launch.kernel.__name__ == "extend" and capability == 90 and what is not prompts_of_float32:
                 assert "wgmma.mma_async" in made.asm["ptx"], "it does not use Hopper's matrix units"
+
+
+def test_steps_of_all_sizes_share_their_kernels(launches: list[Launch]) -> None:
+    """Else the first step with one request, or with sixteen, has all others wait for the compiler."""
+    from treeline_runtime.attention.decode import Decode
+    from treeline_runtime.attention.extend import Extend
+    from treeline_runtime.ops.fp8 import scaled_linear
+    from treeline_runtime.ops.triton_ops import TritonOps
+
+    shape = SHAPES["llama8b"]
+    prompts = Extend(a_pool(shape), shape.query, shape.kv, shape.dim)
+    prompts._partial = torch.empty(100_000, 1)
+    backend, ops = Decode(prompts), TritonOps()
+    values = torch.empty(shape.hidden, shape.hidden, dtype=torch.float8_e4m3fn)
+    table = torch.zeros(64, 64, dtype=torch.int64)
+    for sequences in (1, 2, 3, 16):
+        for q_len, programs in ((1, 1), (9, 1), (9, 1000), (9, 100_000)):
+            prompts._programs = programs
+            q = noise(sequences * q_len, shape.query, shape.dim)
+            layout = Layout([q_len] * sequences, [5000] * sequences, table, torch.arange(sequences))
+            backend.forward(0, q, q, q, backend.plan(layout))
+        for group in (shape.hidden, 128):
+            scales = torch.empty(shape.hidden // group, shape.hidden)
+            scaled_linear(noise(sequences, shape.hidden), values, scales, group, None, None)
+        keys = np.zeros((sequences, 2), dtype=np.int32)
+        inputs = DecodeInputs([0] * sequences, [0] * sequences, [1.0] * sequences, keys).on(CPU)
+        ops.choose(noise(sequences, shape.vocab), inputs.temperatures, inputs.keys)
+    variants: dict[Any, set[Any]] = {}
+    for launch in launches:
+        variants.setdefault(launch.kind, set()).add(launch.variant)
+    assert len(variants) >= 10
+    assert [kind for kind, found in variants.items() if len(found) > 1] == []
 
 
 def stack_bytes(cubin: bytes, path: Path) -> int:

@@ -241,3 +241,24 @@ async def test_ids_say_whose_they_are_and_an_abort_by_name_is_passed_on_to_worke
     assert (scheduler[4:], len(worker)) == ([AbortReq("")], 1), "the scheduler ends all, whoever asked for them"
     for inflight in opened:
         inflight.close()
+
+
+class Unwalked(dict[str, Any]):
+    """Whoever goes through all of it fails."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("it may have a hundred thousand entries")
+
+    items = values = keys = __iter__
+
+
+async def test_an_abort_does_not_go_through_the_names_of_all_requests() -> None:
+    world = World()
+    opened = [await world.manager.open(world.requests(rid), tenant=tenant) for rid in "ab" for tenant in (None, "ada")]
+    world.manager._named = Unwalked(world.manager._named)
+    world.manager.abort("a")
+    world.manager.abort("nobody's")
+    assert world.aborted == ["a", "a"]
+    for inflight in opened:
+        inflight.close()
+    assert not len(world.manager._named)

@@ -64,8 +64,11 @@ class Decode(AttentionBackend):
             processors, shared_bytes = properties.multi_processor_count, properties.shared_memory_per_block_optin
         at_once = _SHARES_OF_A_PROCESSOR if self.head_dim <= 128 else _SHARES_OF_WIDE_HEADS
         self._shares = max(1, at_once * processors // self.num_kv_heads)
-        # converting fp8 takes registers: with 128 tokens 255 of them on sm_90, so that two programs fit and not three
-        self._block = LARGEST_BLOCK // 2 if self.pool.is_fp8 else LARGEST_BLOCK
+        # converting fp8 takes registers: with 128 tokens 255 of them on sm_90, so that two programs fit and not three;
+        # with wide heads 64 are too many, where a window is looked at
+        self._block = LARGEST_BLOCK
+        if self.pool.is_fp8:
+            self._block //= 2 if self.head_dim <= 128 else 4
         token_bytes = 2 * max(16, triton.next_power_of_2(self.head_dim)) * self.pool.keys[0].element_size()
         room = min(LARGEST_BLOCK_BYTES, shared_bytes - _SPARE_BYTES)
         while self._block > 16 and self._block * token_bytes > room:

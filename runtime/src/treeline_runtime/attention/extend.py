@@ -55,8 +55,9 @@ class Extend(AttentionBackend):
             processors, shared_bytes = properties.multi_processor_count, properties.shared_memory_per_block_optin
         group = num_heads // num_kv_heads
         self._block_dim = max(16, triton.next_power_of_2(head_dim))
-        self._narrower = max(1, self._block_dim // 128)
-        """Wider heads take more registers: fewer rows and tokens at once make up for it."""
+        self._narrower = max(1, self._block_dim // (128 if pool.dtype.itemsize < 4 else 32))
+        """Wider heads take more registers, and float32, which tensor cores do not multiply, far more: fewer rows and
+        tokens at once make up for it."""
         self._block_rows = max(ROWS // self._narrower, triton.next_power_of_2(group))
         self._tokens = self._block_rows // group
         self._block, self._stages = self._largest(shared_bytes - _SPARE_BYTES, pool.dtype.itemsize)
@@ -69,8 +70,8 @@ class Extend(AttentionBackend):
     def _largest(self, room_bytes: int, element_size: int) -> tuple[int, int]:
         """(block, stages of the pipeline) that shared memory has room for beside the queries."""
         room_tokens = room_bytes // (element_size * self._block_dim)
-        largest = LARGEST_BLOCK // self._narrower
-        for block in (largest, largest // 2):
+        largest = max(16, LARGEST_BLOCK // self._narrower)
+        for block in (largest, max(16, largest // 2)):
             for stages in (3, 2):
                 if self._block_rows + 2 * stages * block <= room_tokens:
                     return block, stages

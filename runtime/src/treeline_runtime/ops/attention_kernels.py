@@ -1,6 +1,9 @@
 """The Triton kernels of attention, and the one that lays out pages for FlashInfer's.
 
 Rows of activations are contiguous. Indices into pools and tables are 64 bits wide: those have more than 2^31 elements.
+
+Numbers that vary from step to step are not specialized: Triton would compile a kernel again where one is 1, or the
+first multiple of 16, while all requests wait.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ def capped(scores, cap, CAPPED: tl.constexpr):
     return scores
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def decode_shares(
     q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, lens_ptr, partial_ptr, scores_ptr, scale, value_scale, cap, width,
     sequences,
@@ -111,7 +114,7 @@ def decode_shares(
         sequence += 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def merge_shares(
     partial_ptr, scores_ptr, lens_ptr, sinks_ptr, out_ptr, sequences,
     HEADS: tl.constexpr, DIM: tl.constexpr, SHARES: tl.constexpr, SINKS: tl.constexpr, BLOCK_DIM: tl.constexpr,
@@ -203,7 +206,7 @@ def key_ranges(
     return start, old, common, stop
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "tokens", "splits"])
 def extend(
     q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, lens_ptr, blocks_ptr, out_ptr, scores_ptr, sinks_ptr, scale,
     value_scale, cap, width, sequences, tokens, splits,
@@ -266,7 +269,7 @@ def extend(
     tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), wanted[:, None] & (dims[None, :] < DIM))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "splits"])
 def merge_splits(
     partial_ptr, scores_ptr, sinks_ptr, out_ptr, heads, splits,
     HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr, BLOCK_DIM: tl.constexpr,

@@ -11,7 +11,7 @@ _LARGEST: tl.constexpr = tl.constexpr(448.0)
 _SMALLEST_AMAX: tl.constexpr = tl.constexpr(1e-12)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def quantise_groups(x_ptr, values_ptr, scales_ptr, static, rows, columns, STATIC: tl.constexpr, BLOCK: tl.constexpr):
     """One group of a row: its scale, its elements over the scale as e4m3; NaN for those that are not finite."""
     row = tl.program_id(0).to(tl.int64)
@@ -25,7 +25,7 @@ def quantise_groups(x_ptr, values_ptr, scales_ptr, static, rows, columns, STATIC
     tl.store(scales_ptr + group * rows + row, scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def scaled_product(
     x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, rows, outputs, inputs,
     BIAS: tl.constexpr, GROUPED: tl.constexpr, EVEN: tl.constexpr,

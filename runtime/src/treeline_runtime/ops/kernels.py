@@ -174,7 +174,7 @@ def mix(x, times: tl.constexpr):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperatures_ptr", "keys_ptr"])  # parts of one upload
 def best_of_block(logits_ptr, temperatures_ptr, keys_ptr, scores_ptr, best_ptr, vocab, blocks, BLOCK: tl.constexpr):
     """The best token of one block of one row: its logit over the temperature, less the logarithm of its arrival time.
 

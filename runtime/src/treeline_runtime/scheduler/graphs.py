@@ -74,7 +74,8 @@ class DecodeGraphs:
             self._forward.decode(views, plan, logits[:size])
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            # an application around the engine may use the device in its own threads meanwhile
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 outputs = self._forward.decode(views, plan, logits[:size])
             pool = graph.pool()
             self._captured[size] = _Captured(graph, inputs, buffers, outputs)

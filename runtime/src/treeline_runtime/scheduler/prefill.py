@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
+from heapq import heapify, heappop, heappush
 from itertools import islice
 
 from treeline_runtime.config import ConfigError, SchedulerConfig
@@ -19,6 +20,10 @@ ESTIMATED_WAITING = 64
 """Waiting requests whose uncached tokens a load report looks up afresh; the others keep their last estimate."""
 
 
+AT_ONCE = 256
+"""Waiting requests that are considered before it is known whether more have to be."""
+
+
 class PrefillManager:
     """Owns the requests that are waiting, and the one whose prompt is being computed in chunks."""
 
@@ -31,6 +36,8 @@ class PrefillManager:
         self._page_size = config.page_size
         self._chunk_tokens = chunk_tokens
         self._policy = SCHEDULE_POLICIES.get(config.schedule_policy)
+        self._comes_first = config.schedule_policy == "fcfs"
+        self._by_priority = config.schedule_policy == "priority"
         self._view = View(cache.match, config.seed)
         self._starvation_bound = config.starvation_bound
         self._threshold = config.priority_preemption_threshold
@@ -38,6 +45,11 @@ class PrefillManager:
             raise ConfigError("priority_preemption_threshold needs schedule_policy priority")
         self.waiting: OrderedDict[str, Req] = OrderedDict()
         self.chunked: Req | None = None
+        self._uncached_waiting = 0
+        """The sum over `waiting`: a report that added them up would take as long as the queue is, in every step."""
+        self._urgencies: list[tuple[int, int, Req]] = []
+        """A heap of those that came and have not begun, the least urgent first, of these the last; and of some that
+        have left."""
         self._estimated_version = -1
 
     # ---- the queue ----------------------------------------------------------------------------------------
@@ -46,16 +58,32 @@ class PrefillManager:
         """A new request, at the end."""
         req.key = key_of(req.tokens)
         req.waiting_since = self._clock()
+        req.uncached_tokens = 0
         self._estimate(req)
         self.waiting[req.rid] = req
+        if self._by_priority and not req.retractions:
+            if len(self._urgencies) > 2 * len(self.waiting) + AT_ONCE:
+                self._urgencies = [entry for entry in self._urgencies if not self._has_begun(entry[2])]
+                heapify(self._urgencies)
+            heappush(self._urgencies, (req.priority, -req.arrival, req))
 
     def requeue(self, req: Req) -> None:
         """A retracted request, at the front; its output so far is now part of what is prefilled."""
         self.queue(req)
         self.waiting.move_to_end(req.rid, last=False)
 
+    def leave(self, req: Req) -> None:
+        """It waits no longer, if it did."""
+        if self.waiting.pop(req.rid, None) is not None:
+            self._uncached_waiting -= req.uncached_tokens
+
+    def check_integrity(self) -> None:
+        assert self._uncached_waiting == sum(req.uncached_tokens for req in self.waiting.values())
+
     def _estimate(self, req: Req) -> None:
+        before = req.uncached_tokens
         req.uncached_tokens = len(req.tokens) - self._cache.match(req).num_pages * self._page_size
+        self._uncached_waiting += req.uncached_tokens - before
 
     def uncached_tokens(self) -> int:
         """Tokens still to be prefilled."""
@@ -64,14 +92,23 @@ class PrefillManager:
             self._estimated_version = version
             for req in islice(self.waiting.values(), ESTIMATED_WAITING):
                 self._estimate(req)
-        total = sum(req.uncached_tokens for req in self.waiting.values())
-        return total + (len(self.chunked.tokens) - self.chunked.device_len if self.chunked else 0)
+        return self._uncached_waiting + (len(self.chunked.tokens) - self.chunked.device_len if self.chunked else 0)
 
     # ---- the choice ---------------------------------------------------------------------------------------
 
-    def _in_order(self) -> list[Req]:
+    def _in_order(self) -> Iterable[Req]:
+        if self._comes_first and not next(iter(self.waiting.values())).retractions:
+            return self._as_they_came()
         now, bound = self._clock(), self._starvation_bound
         return in_order(self._policy, self.waiting.values(), self._view, now=now, starvation_bound=bound)
+
+    def _as_they_came(self) -> Iterator[Req]:
+        """What `in_order` makes of a queue without retracted requests, but no longer than is asked for: a step with a
+        free row admits a few of thousands. Those who were given may leave the queue meanwhile."""
+        first = list(islice(self.waiting.values(), AT_ONCE))
+        yield from first
+        given = set(first)
+        yield from [req for req in self.waiting.values() if req not in given]
 
     def next_batch(self, running: Collection[Req], free_rows: int, ratio: float, riding: int = 0) -> Batch | None:
         """Admit what fits and give it pages; None if nothing can be prefilled now.
@@ -91,7 +128,7 @@ class PrefillManager:
             if req is self.chunked:
                 return batch if batch.reqs else None
             reserved += reserved_pages(batch.reqs, ratio, self._page_size)
-        for req in self._in_order():
+        for req in self._in_order() if self.waiting else ():
             if tokens_left <= 0 or free_rows == 0 or self.chunked is not None:
                 break
             match = self._cache.match(req)
@@ -126,7 +163,7 @@ class PrefillManager:
         if self._threshold is None or not self.waiting:
             return []
         everyone = [*running] if self.chunked is None else [*running, self.chunked]
-        first = self._in_order()[0]
+        first = next(iter(self._in_order()))
         others = candidates(first, everyone, threshold=self._threshold, starvation_bound=self._starvation_bound)
         others.sort(key=lambda req: req is not self.chunked)  # which loses nothing
         match = self._cache.match(first)
@@ -143,7 +180,7 @@ class PrefillManager:
         return fewest(others, enough)
 
     def _admit(self, req: Req, match: Match) -> None:
-        del self.waiting[req.rid]
+        self.leave(req)
         req.waited_s += self._clock() - req.waiting_since
         self._cache.admit(req, match)
         if req.cached_tokens < 0:
@@ -151,8 +188,13 @@ class PrefillManager:
 
     def least_urgent(self) -> Req | None:
         """Of those that have not begun, whom a more urgent request may replace in a full queue: the last to come."""
-        fresh = [req for req in self.waiting.values() if not req.retractions]
-        return min(reversed(fresh), key=lambda req: req.priority, default=None)
+        heap = self._urgencies
+        while heap and self._has_begun(heap[0][2]):
+            heappop(heap)
+        return heap[0][2] if heap else None
+
+    def _has_begun(self, req: Req) -> bool:
+        return req.retractions > 0 or self.waiting.get(req.rid) is not req
 
     def _append(self, batch: Batch, req: Req, tokens_left: int) -> int:
         """Add as much of `req` as budget and memory allow. → tokens added. Sets `chunked` if not all of it was."""

@@ -94,6 +94,7 @@ class Scheduler:
         self._arrivals = Arrivals(config, limits.longest_request, model.config, pooling)
         self._pending: deque[tuple[Launched, float]] = deque()
         self._leaving: dict[Req, bool] = {}  # finished, but in flight → whether what it computed is trusted
+        self._last_step: dict[str, Req] = {}  # in a launched batch alone: nothing is left to do but take its result
         self._processed_at = 0.0
         self._prefills_in_a_row = 0
         self._transport = transport
@@ -215,6 +216,8 @@ class Scheduler:
             if samples:
                 req.launched_tokens += 1
                 self.decode.running[req.rid] = req
+            elif end == len(req.tokens):
+                self._last_step[req.rid] = req
 
     def _process(self, launched: Launched, started: float) -> None:
         """Take the results of one batch into the requests."""
@@ -337,8 +340,9 @@ class Scheduler:
         """
         assert req.finish is None, f"ended twice: {req}"
         req.finish = finish
-        self.prefill.waiting.pop(req.rid, None)
+        self.prefill.leave(req)
         self.decode.running.pop(req.rid, None)
+        self._last_step.pop(req.rid, None)
         self._time_limits.end(req)
         if self.prefill.chunked is req:
             self.prefill.chunked = None
@@ -401,11 +405,7 @@ class Scheduler:
         chunked = self.prefill.chunked
         if chunked is not None and chunked.rid == rid:
             return chunked
-        return self.decode.running.get(rid) or self.prefill.waiting.get(rid) or self._in_flight().get(rid)
-
-    def _in_flight(self) -> dict[str, Req]:
-        """Requests that live in a launched batch alone: prompts with nothing to produce but a vector."""
-        return {req.rid: req for launched, _ in self._pending for req in launched.batch.reqs if req.finish is None}
+        return self.decode.running.get(rid) or self.prefill.waiting.get(rid) or self._last_step.get(rid)
 
     def _everything(self) -> list[Req]:
         """Requests that have not ended, each once."""
@@ -413,7 +413,7 @@ class Scheduler:
         reqs = [
             *self.decode.running.values(),
             *chunked,
-            *self._in_flight().values(),
+            *self._last_step.values(),
             *self.prefill.waiting.values(),
         ]
         return list(dict.fromkeys(reqs))
@@ -445,9 +445,8 @@ class Scheduler:
 
     def load(self) -> LoadUpdate:
         chunked = self.prefill.chunked
-        alone = {} if self._pooler is None else self._in_flight()  # where there is text these are a few at most
         return LoadUpdate(
-            running=len(self.decode.running) + len(alone) + (chunked is not None and chunked.rid not in alone),
+            running=len(self.decode.running) + len(self._last_step) + (chunked is not None),
             waiting=len(self.prefill.waiting),
             waiting_uncached_tokens=self.prefill.uncached_tokens(),
             pages_used=self.cache.used_pages,
@@ -487,3 +486,4 @@ class Scheduler:
         reqs = [req for req in self._everything() if req.row >= 0] + list(self._leaving)
         assert len(set(reqs)) == len(reqs)
         self.cache.check_integrity(reqs)
+        self.prefill.check_integrity()

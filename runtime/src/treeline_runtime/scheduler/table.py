@@ -23,6 +23,7 @@ class TableManager:
     ) -> None:
         self.num_rows = num_rows
         self._free = list(range(num_rows - 1, -1, -1))
+        self._is_free = [True] * num_rows
         # zeros of numpy are not touched until written: the tables cost what is used of them
         self.pages = np.zeros((num_rows + 1, -(-context_length // page_size)), dtype=np.int64)
         self.pages[num_rows] = scratch_page
@@ -54,6 +55,7 @@ class TableManager:
     def alloc(self, tokens: list[int]) -> int:
         """A row that begins with these tokens."""
         row = self._free.pop()
+        self._is_free[row] = False
         if self._mirrored:
             self._new_tokens[row] = tokens[:]
         else:
@@ -61,7 +63,8 @@ class TableManager:
         return row
 
     def free(self, row: int) -> None:
-        assert row not in self._free
+        assert not self._is_free[row], f"row {row} is freed twice"
+        self._is_free[row] = True
         self._free.append(row)
 
     def write_pages(self, row: int, start: int, pages: Pages) -> None:
