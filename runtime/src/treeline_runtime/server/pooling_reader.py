@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from treeline_wire.prompt import PromptError, prompt_of_completion
@@ -55,12 +56,14 @@ class PoolingReader:
 
     def embedding(self) -> VectorsTask:
         body = self._body(fields.EmbeddingBody)
+        self._check_as_made(body)
         return VectorsTask(
             self._job(body, "embd", self._inputs(body)), body.encoding_format == "base64", body.dimensions
         )
 
     def pooling(self) -> VectorsTask:
         body = self._body(fields.PoolingBody)
+        self._check_as_made(body)
         return VectorsTask(self._job(body, "pool", self._inputs_or_chat(body)), body.encoding_format == "base64")
 
     def classify(self) -> ClassifyTask:
@@ -69,9 +72,8 @@ class PoolingReader:
         return ClassifyTask(job, body.use_activation is not False)
 
     def score(self) -> ScoreTask:
-        body = self._body(fields.ScoreBody)
-        first = _texts([body.text_1] if isinstance(body.text_1, str) else body.text_1, "text_1")
-        second = _texts([body.text_2] if isinstance(body.text_2, str) else body.text_2, "text_2")
+        body = self._body(fields.ScoreBody, fields.SCORE_NAMES)
+        first, second = _one_or_more(body.text_1, "text_1"), _one_or_more(body.text_2, "text_2")
         if len(first) == 1:
             first = first * len(second)
         if len(first) != len(second):
@@ -87,15 +89,34 @@ class PoolingReader:
         return RerankTask(
             self._job(body, "rerank", prompts),
             body.use_activation is not False,
-            body.top_n,
+            body.top_n or None,
             None if body.return_documents is False else documents,
         )
 
-    def _body(self, type: type[T]) -> T:
-        check_unknown(self.raw, fields.known(type))
-        body = convert(self.raw, type)
+    def _body(self, type: type[T], other_names: Mapping[str, str] = MappingProxyType({})) -> T:
+        """`other_names`: what fields of the type may be called besides."""
+        raw = dict(self.raw)
+        for name, ours in other_names.items():
+            value = raw.pop(name, None)
+            if value is not None and raw.get(ours) is not None:
+                raise ApiError(400, f"{name!r} is another name of {ours!r}, which is there, too", param=name)
+            if value is not None:
+                raw[ours] = value
+        check_unknown(raw, fields.known(type))
+        body = convert(raw, type)
         self.reader.check_model(body.model)
         return body
+
+    def _check_as_made(self, body: fields.VectorFields) -> None:
+        """Vectors come as the model makes them, whatever is asked: with a length of 1 or not, and the outputs of a head
+        as they are."""
+        pooling = self.reader.pooling
+        made = pooling is not None and pooling.normalize
+        for name in ("normalize", "use_activation"):
+            asked = getattr(body, name)
+            if asked is not None and asked != made:
+                problem = f"{name!r} cannot be chosen here: this model's vectors are made with {str(made).lower()}"
+                raise ApiError(400, problem, param=name, code="unsupported_parameter")
 
     @functools.cached_property
     def _namespace(self) -> str | None:
@@ -159,6 +180,13 @@ class PoolingReader:
         for ids in prompts:
             self.limits.max_new_tokens(len(ids), 0, None, param)
         return prompts
+
+
+def _one_or_more(texts: str | list[str] | None, param: str) -> list[str]:
+    if texts is None:
+        problem = f"Missing required parameter: {param!r}"
+        raise ApiError(400, problem, param=param, code="missing_required_parameter")
+    return _texts([texts] if isinstance(texts, str) else texts, param)
 
 
 def _texts(texts: list[str], param: str) -> list[str]:
