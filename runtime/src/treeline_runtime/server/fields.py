@@ -71,7 +71,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Values beyond null, false, [] and {} that ask for nothing."""
 
-ON_BY_DEFAULT = frozenset({"normalize", "use_activation", "activation", "softmax", "add_special_tokens"})
+ON_BY_DEFAULT = frozenset({"normalize", "use_activation", "activation", "softmax"})
 """Fields that clients know with the default true (vLLM's, today's and older ones): where they are not acted on, false
 is not nothing."""
 

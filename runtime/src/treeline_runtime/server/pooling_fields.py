@@ -59,27 +59,32 @@ class ClassifyBody(PoolingFields, frozen=True):
     add_special_tokens: bool | None = None
 
 
-class ScoreBody(PoolingFields, frozen=True, kw_only=True):
+class PairFields(PoolingFields, frozen=True, kw_only=True):
+    """What is compared, and how."""
+
+    instruct: str | None = None
+    use_activation: bool | None = None
+    add_special_tokens: bool | None = None
+    """False is refused: a pair is not a pair without them."""
+
+
+class ScoreBody(PairFields, frozen=True, kw_only=True):
     """`/v1/score`: one text and many, or as many of both."""
 
     text_1: TEXTS | None = None
     text_2: TEXTS | None = None
-    instruct: str | None = None
-    use_activation: bool | None = None
 
 
 class DocumentBody(Struct, frozen=True):
     text: str
 
 
-class RerankBody(PoolingFields, frozen=True, kw_only=True):
+class RerankBody(PairFields, frozen=True, kw_only=True):
     query: str
     documents: list[str | DocumentBody]
     top_n: Count | None = None
     """0, vLLM's default: all of them."""
     return_documents: bool | None = None
-    instruct: str | None = None
-    use_activation: bool | None = None
 
 
 SCORE_NAMES: Mapping[str, str] = {

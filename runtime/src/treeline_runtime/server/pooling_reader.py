@@ -78,14 +78,14 @@ class PoolingReader:
             first = first * len(second)
         if len(first) != len(second):
             raise ApiError(400, f"{len(first)} texts in 'text_1' for {len(second)} in 'text_2'", param="text_1")
-        prompts = self._pairs(list(zip(first, second, strict=True)), body.instruct, "text_2")
+        prompts = self._pairs(list(zip(first, second, strict=True)), body, "text_2")
         return ScoreTask(self._job(body, "score", prompts), body.use_activation is not False)
 
     def rerank(self) -> RerankTask:
         body = self._body(fields.RerankBody)
         (query,) = _texts([body.query], "query")
         documents = _texts([one if isinstance(one, str) else one.text for one in body.documents], "documents")
-        prompts = self._pairs([(query, document) for document in documents], body.instruct, "documents")
+        prompts = self._pairs([(query, document) for document in documents], body, "documents")
         return RerankTask(
             self._job(body, "rerank", prompts),
             body.use_activation is not False,
@@ -162,16 +162,19 @@ class PoolingReader:
         asked = {**self.raw, "add_generation_prompt": self.raw.get("add_generation_prompt") or False}
         return self._fitting([self.reader.prompts.of_chat(asked, self.limits, self._namespace)], "messages")
 
-    def _pairs(self, pairs: Sequence[tuple[str, str]], instruct: str | None, param: str) -> list[list[int]]:
-        if instruct is not None:
-            _check_text(instruct, "instruct")
+    def _pairs(self, pairs: Sequence[tuple[str, str]], body: fields.PairFields, param: str) -> list[list[int]]:
+        if body.instruct is not None:
+            _check_text(body.instruct, "instruct")
+        if body.add_special_tokens is False:
+            problem = "'add_special_tokens' cannot be false: they are what tells the two texts of a pair apart"
+            raise ApiError(400, problem, param="add_special_tokens", code="unsupported_parameter")
         pooling = self.reader.pooling
         prompts = self.reader.prompts.of_pairs(
             pairs,
             self.limits,
             param,
             self._namespace,
-            instruct=instruct,
+            instruct=body.instruct,
             add_generation_prompt=pooling is not None and bool(pooling.answers),
         )
         return self._fitting(prompts, param)
