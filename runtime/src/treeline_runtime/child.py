@@ -25,6 +25,8 @@ from treeline_runtime.args import ServerArgs
 from treeline_runtime.ipc import Addresses, Failed, Outbox, Process
 
 PR_SET_PDEATHSIG = 1
+NOTICE_S = 0.1
+"""Until a child has noticed that it is told to stop, beside those that were told with it."""
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ def run_child(
     kind: str, run: Callable[[ChildSpec, zmq.Context[zmq.Socket[bytes]]], None], *, farewell_s: float = 0.0
 ) -> int:
     """Runs `run` as a child of this kind; returns the exit status (0 only when told to stop). `farewell_s`: what `run`
-    has to end by itself when standard input ends (`call_at_end`).
+    has to end by itself when standard input ends, if it has said how by then (`call_at_end`).
     """
     if kind == "scheduler":
         _die_with_parent()
@@ -80,6 +82,9 @@ def run_child(
     except StartError as error:
         _report(context, spec, Failed(process, str(error)))
     except Exception as error:
+        if _told_to_stop.wait(NOTICE_S):  # whoever notices first removes the folder of all children's sockets
+            context.destroy(linger=0)
+            return 0
         logger.exception("the %s process failed", process)
         _report(context, spec, Failed(process, f"{type(error).__name__}: {error}"))
     return 1
@@ -87,6 +92,7 @@ def run_child(
 
 _activity: list[Callable[[], str]] = []
 _endings: list[Callable[[], object]] = []
+_told_to_stop = threading.Event()
 
 
 def tell_when_asked(describe: Callable[[], str]) -> None:
@@ -103,10 +109,12 @@ def _watch_parent(addresses: Addresses, farewell_s: float) -> None:
     while os.read(0, 1):
         for describe in _activity:
             logger.error("asked what it is doing: %s", describe())
+    _told_to_stop.set()
     addresses.remove()  # the parent does it too, unless it was killed
     for end in _endings:
         end()
-    time.sleep(farewell_s)
+    if _endings:
+        time.sleep(farewell_s)
     os._exit(0)
 
 

@@ -242,3 +242,20 @@ def test_a_scheduler_that_cannot_start_says_what_to_change(
     spec = ChildSpec(ServerArgs(model=str(odd), **args), Addresses(str(tmp_path)), str(odd), 1)
     with zmq.Context() as context, pytest.raises(StartError, match=named):
         scheduler_process.run(spec, context)
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ({"schedule_policy": "magic"}, "schedule policy 'magic'"),
+        ({"priority_preemption_threshold": 5}, "needs schedule_policy priority"),
+        ({"eviction_policy": "none"}, "eviction policy 'none'"),
+    ],
+)
+def test_a_wrong_policy_is_told_before_weights_are_read(
+    model: Path, tmp_path: Path, args: dict[str, Any], named: str
+) -> None:
+    shutil.copytree(model, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    spec = ChildSpec(ServerArgs(model="bare", **args), Addresses(str(tmp_path)), str(tmp_path / "bare"), 1)
+    with zmq.Context() as context, pytest.raises(StartError, match=named):
+        scheduler_process.run(spec, context)

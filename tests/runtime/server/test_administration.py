@@ -70,7 +70,9 @@ def test_asleep_nobody_is_served_and_routers_know(
     server: ServerProcess, http: httpx.Client, admin: httpx.Client, level: int
 ) -> None:
     before = text(http)
+    assert admin.get("/is_sleeping").json() == {"is_sleeping": False}
     assert admin.post(f"/sleep?level={level}").json() == {"asleep": level}
+    assert admin.get("/is_sleeping").json() == {"is_sleeping": True}
     refused = http.post("/v1/completions", json=BODY)
     assert told(refused, 503) == "The engine is asleep"
     assert refused.headers["retry-after"] == "1"
@@ -188,6 +190,7 @@ def test_a_profile_is_a_file_of_so_many_steps(http: httpx.Client, admin: httpx.C
         ("/wake_up?tags=kv_cache", None, "'tags' is not supported"),
         ("/update_weights", {}, "model_path"),
         ("/update_weights", {"model_path": ""}, "model_path"),
+        ("/update_weights_from_disk", {"model_path": ""}, "model_path"),
         ("/update_weights", {"model_path": "/nowhere"}, "/nowhere is not a folder on the server's machine"),
         ("/update_weights", {"model_path": "/m\0"}, "is not a folder"),
         ("/update_weights", {"model_path": "/m", "load_format": "pt"}, "'load_format' is not supported"),

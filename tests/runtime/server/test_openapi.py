@@ -13,7 +13,7 @@ from support.runtime_server import ServerProcess, running, sse
 from treeline_runtime.server import native_fields as native
 from treeline_runtime.server import openai
 from treeline_runtime.server import pooling_fields as pooling
-from treeline_runtime.server.fields import HARMLESS, NATIVE_HARMLESS, NEUTRAL
+from treeline_runtime.server.fields import HARMLESS, NATIVE_HARMLESS, NEUTRAL, ON_BY_DEFAULT
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,10 @@ BODIES: Mapping[str, tuple[frozenset[str], Mapping[str, str]]] = {
     "TokenizeBody": (native.TOKENIZE_FIELDS, HARMLESS),
     "DetokenizeBody": (native.DETOKENIZE_FIELDS, HARMLESS),
     **{
-        body.__name__: (pooling.known(body), HARMLESS)
+        body.__name__: (
+            pooling.known(body) | (set(pooling.SCORE_NAMES) if body is pooling.ScoreBody else set()),
+            HARMLESS,
+        )
         for body in (
             pooling.EmbeddingBody,
             pooling.PoolingBody,
@@ -65,12 +68,14 @@ def test_a_body_has_the_fields_that_its_reader_knows(document: Schema, name: str
     known, harmless = BODIES[name]
     assert not known & set(harmless), "a field is acted on, or harmless"
     told = document["components"]["schemas"][name]["properties"]
-    assert set(told) == known | set(harmless) | set(NEUTRAL)
+    assert set(told) == known | set(harmless) | set(NEUTRAL) | ON_BY_DEFAULT
     for field in set(harmless):
         assert "type" not in told[field]
         assert told[field]["description"].startswith("Changes nothing")
     for field in set(NEUTRAL) - known:
         assert told[field] == {"enum": [None, False, [], {}, *NEUTRAL[field]]}
+    for field in ON_BY_DEFAULT - known:
+        assert told[field] == {"enum": [None, [], {}]}
 
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"

@@ -14,10 +14,8 @@ import pytest
 from support.runtime_server import ServerProcess, eventually, running
 from treeline_runtime.server.surfaces import ADMIN_PATHS
 
-ADMINISTRATION = [
-    *(("POST", path) for path in ADMIN_PATHS if path != "/debug/radix"),
-    ("GET", "/debug/radix"),
-]
+ASKED = ("/debug/radix", "/is_sleeping")
+ADMINISTRATION = [("GET" if path in ASKED else "POST", path) for path in ADMIN_PATHS]
 KEY = "correct-horse"
 BEARER = {"authorization": f"Bearer {KEY}"}
 
@@ -231,6 +229,30 @@ def test_localhost_is_a_name_of_loopback(fake: ServerProcess) -> None:
 def test_without_a_key_administration_listens_on_loopback_alone(fake: ServerProcess) -> None:
     assert fake.admin_url.startswith("http://127.0.0.1:")
     assert fake.metrics_url.startswith("http://127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        ("/flush_cache?timeot=3", "timeot"),
+        ("/reset_prefix_cache?reset_running_requests=true", "reset_running_requests"),
+        ("/abort_request?rid=x", "rid"),
+        ("/is_sleeping?level=1", "level"),
+    ],
+)
+def test_a_parameter_that_is_not_acted_on_is_named(fake: ServerProcess, path: str, named: str) -> None:
+    answer = ask(fake.admin_url, "GET" if path.startswith("/is_") else "POST", path)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, named)
+
+
+@pytest.mark.parametrize(
+    ("path", "instead"), [("/release_memory_occupation", "/sleep"), ("/resume_memory_occupation", "/wake_up")]
+)
+def test_other_engines_paths_name_ours(fake: ServerProcess, path: str, instead: str) -> None:
+    for url in (fake.url, fake.admin_url):
+        answer = ask(url, "POST", path)
+        assert answer.status_code == 404
+        assert f"POST {instead}" in message(answer)
 
 
 # ---- until when -----------------------------------------------------------------------------------------------------

@@ -119,6 +119,10 @@ def test_fewer_dimensions_are_the_first_ones_with_a_length_of_1(embed: httpx.Cli
         ({"input": "a", "stream": True}, "stream", "not supported"),
         ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, "messages", "not supported"),
         ({"input": "a", "cache_salt": 5}, "cache_salt", ""),
+        ({"input": "a", "normalize": False}, "normalize", "made with true"),
+        ({"input": "a", "use_activation": False}, "use_activation", "made with true"),
+        ({"input": "a", "softmax": False}, "softmax", "not supported"),
+        ({"input": "a", "embed_dtype": "float16"}, "embed_dtype", "not supported"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -131,7 +135,11 @@ def test_what_is_refused(embed: httpx.Client, body: dict[str, Any], param: str, 
 
 def test_other_models_and_unknown_ones(embed: httpx.Client) -> None:
     assert embed.post(EMBEDDINGS, json={"model": "other", "input": "a"}).status_code == 404
-    for body in ({"input": "a", "user": "me"}, {"input": "a", "dimensions": None, "truncate_prompt_tokens": -1}):
+    for body in (
+        {"input": "a", "user": "me"},
+        {"input": "a", "dimensions": None, "truncate_prompt_tokens": -1},
+        {"input": "a", "normalize": True, "use_activation": True, "embed_dtype": "float32", "endianness": "native"},
+    ):
         assert embed.post(EMBEDDINGS, json=body).status_code == 200
 
 
@@ -233,7 +241,8 @@ def test_a_short_ranking_without_its_documents(reranker: httpx.Client) -> None:
     whole = reranker.post("/rerank", json=body).json()["results"]
     short = reranker.post("/rerank", json=body | {"top_n": 2, "return_documents": False}).json()["results"]
     assert short == [{"index": one["index"], "relevance_score": one["relevance_score"]} for one in whole[:2]]
-    assert len(reranker.post("/rerank", json=body | {"top_n": 99}).json()["results"]) == 3
+    for everything in (99, 0):  # 0 is what vLLM's clients send for all of them
+        assert len(reranker.post("/rerank", json=body | {"top_n": everything}).json()["results"]) == 3
     equal = reranker.post("/rerank", json=body | {"documents": ["same"] * 5}).json()["results"]
     assert [one["index"] for one in equal] == [0, 1, 2, 3, 4]
 
@@ -251,6 +260,8 @@ def test_scores(reranker: httpx.Client, path: str) -> None:
     np.testing.assert_allclose(ask(text_1=["hello"], text_2=TEXTS), many)
     pairs = [sigmoid(outputs(reranker, a, b)) for a, b in zip(TEXTS, reversed(TEXTS), strict=True)]
     np.testing.assert_allclose(ask(text_1=TEXTS, text_2=TEXTS[::-1]), pairs)
+    for others in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+        np.testing.assert_allclose(ask(**dict(zip(others, ("hello", TEXTS), strict=True)), text_1=None), many)
     raw = ask(text_1="hello", text_2=TEXTS, use_activation=False)
     assert raw == [outputs(reranker, "hello", text) for text in TEXTS]
 
@@ -266,7 +277,7 @@ def test_scores(reranker: httpx.Client, path: str) -> None:
         ("/v1/rerank", {"query": "a", "documents": [{"text": "b"}, {"title": "c"}]}, "documents[1].text"),
         ("/v1/rerank", {"query": ["a"], "documents": ["b"]}, "query"),
         ("/v1/rerank", {"query": "a", "documents": "b"}, "documents"),
-        ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "max_chunks_per_doc": 3}, "max_chunks_per_doc"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "instruct": "judge"}, "instruct"),
         ("/v1/rerank", {"query": "a", "documents": ["b"] * 2049}, "documents"),
@@ -276,6 +287,12 @@ def test_scores(reranker: httpx.Client, path: str) -> None:
         ("/v1/score", {"text_1": ["a", "b"], "text_2": "c"}, "text_1"),
         ("/v1/score", {"text_1": [], "text_2": "c"}, "text_1"),
         ("/v1/score", {"text_1": 5, "text_2": "c"}, "text_1"),
+        ("/v1/score", {"text_1": "a", "queries": "b", "text_2": "c"}, "queries"),
+        ("/v1/score", {"queries": "b", "data_1": "b", "text_2": "c"}, "queries"),
+        ("/v1/score", {"query": "b", "items": ["c"], "label_token_ids": [1]}, "query"),
+        ("/v1/score", {"text_1": "a", "text_2": "c", "activation": False}, "activation"),
+        ("/v1/score", {"text_1": "a", "text_2": "c", "add_special_tokens": False}, "add_special_tokens"),
+        ("/pooling", {"input": "a", "use_activation": True}, "use_activation"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -332,6 +349,8 @@ def test_a_conversation_is_judged_as_it_stands(judge_of_texts: httpx.Client) -> 
         ("reranker", "/rerank", {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}),
         ("reranker", "/v1/rerank", {"query": "a", "documents": ["b"], "return_documents": False}),
         ("reranker", "/v1/score", {"text_1": "a", "text_2": ["b"], "use_activation": None}),
+        ("reranker", "/v1/score", {"queries": ["a"], "documents": ["b"]}),
+        ("reranker", "/pooling", {"input": "a", "use_activation": False, "embed_dtype": "float32"}),
         ("judge_of_texts", "/classify", {"input": [1, 2]}),
         ("judge_of_texts", "/v1/classify", {"messages": [{"role": "user", "content": "a"}], "cache_salt": "s"}),
         ("judge_of_texts", "/pooling", {"input": "a"}),

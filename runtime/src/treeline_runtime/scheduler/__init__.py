@@ -5,6 +5,7 @@ import torch
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.models.loader import load_model, resolve_device
 from treeline_runtime.scheduler.memory import TO_LOAD, told_as_settings
+from treeline_runtime.scheduler.prefill import check_policies
 from treeline_runtime.scheduler.scheduler import Scheduler
 from treeline_runtime.scheduler.transport import Transport
 
@@ -15,6 +16,7 @@ def start(config: SchedulerConfig, transport: Transport) -> Scheduler:
     """A scheduler with the model that `config` names, warm. Raises ModelError or ConfigError."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    check_policies(config)  # before minutes of loading
     with told_as_settings("the weights", resolve_device(config.device), hint=TO_LOAD):
         model = load_model(config)
     scheduler = Scheduler(config, model, transport)

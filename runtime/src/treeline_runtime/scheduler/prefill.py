@@ -9,7 +9,7 @@ from itertools import islice
 
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.core import Batch, Phase, Req
-from treeline_runtime.kvcache import Match, key_of
+from treeline_runtime.kvcache import EVICTION_POLICIES, Match, key_of
 from treeline_runtime.scheduler.admission import cost_pages, reserved_pages
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.dedup import PendingPrefixes
@@ -24,13 +24,22 @@ AT_ONCE = 256
 """Waiting requests that are considered before it is known whether more have to be."""
 
 
+def check_policies(config: SchedulerConfig) -> None:
+    """Raises ConfigError for names of policies that there are not, and for settings that do not go together."""
+    SCHEDULE_POLICIES.get(config.schedule_policy)
+    EVICTION_POLICIES.get(config.eviction_policy)
+    if config.priority_preemption_threshold is not None and config.schedule_policy != "priority":
+        raise ConfigError("priority_preemption_threshold needs schedule_policy priority")
+
+
 class PrefillManager:
     """Owns the requests that are waiting, and the one whose prompt is being computed in chunks."""
 
     def __init__(
         self, config: SchedulerConfig, chunk_tokens: int, cache: CacheManager, clock: Callable[[], float]
     ) -> None:
-        """Raises ConfigError for settings that do not go together."""
+        """Raises ConfigError as `check_policies`."""
+        check_policies(config)
         self._cache = cache
         self._clock = clock
         self._page_size = config.page_size
@@ -41,8 +50,6 @@ class PrefillManager:
         self._view = View(cache.match, config.seed)
         self._starvation_bound = config.starvation_bound
         self._threshold = config.priority_preemption_threshold
-        if self._threshold is not None and config.schedule_policy != "priority":
-            raise ConfigError("priority_preemption_threshold needs schedule_policy priority")
         self.waiting: OrderedDict[str, Req] = OrderedDict()
         self.chunked: Req | None = None
         self._uncached_waiting = 0

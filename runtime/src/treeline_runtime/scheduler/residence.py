@@ -160,4 +160,9 @@ def _difference(found: ModelConfig, pools: Pooling | None, served: ModelConfig, 
         here, there = getattr(found, field.name), getattr(served, field.name)
         if here != there:
             return f"{field.name} is {here!r}, not {there!r}"
-    return f"it makes {pools or 'text'}, not {served_pools or 'text'}"
+    for field in dataclasses.fields(Pooling) if pools and served_pools else ():
+        here, there = getattr(pools, field.name), getattr(served_pools, field.name)
+        if here != there:
+            return f"{field.name} of its pooling is {here!r}, not {there!r}"
+    makes, made = ("vectors" if one else "text" for one in (pools, served_pools))
+    return f"it makes {makes}, not {made}"

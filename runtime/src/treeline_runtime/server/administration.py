@@ -99,6 +99,11 @@ class Administration:
             await self._carry_out(WakeReq, awake)
         return json_response({"asleep": 0})
 
+    async def is_sleeping(self, request: Request) -> Response:
+        """vLLM's."""
+        _query(request, NoFields)
+        return json_response({"is_sleeping": bool(self._service.state.asleep)})
+
     async def update_weights(self, request: Request) -> Response:
         """Serves another checkpoint of the same architecture; with any failure the old weights serve on."""
         _query(request, NoFields)

@@ -65,8 +65,15 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (-1,),
     "detokenize": (True,),
     "length_penalty": (1.0, 1),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "max_tokens_per_doc": (0,),
 }
 """Values beyond null, false, [] and {} that ask for nothing."""
+
+ON_BY_DEFAULT = frozenset({"normalize", "use_activation", "activation", "softmax"})
+"""Fields that clients know with the default true (vLLM's, today's and older ones): where they are not acted on, false
+is not nothing."""
 
 
 def check_unknown(
@@ -108,7 +115,7 @@ def check_messages(messages: Any, template_reads: Callable[[str], bool]) -> None
 
 
 def is_neutral(name: str, value: Any) -> bool:
-    if value is None or value is False or value == [] or value == {}:
+    if value is None or (value is False and name not in ON_BY_DEFAULT) or value == [] or value == {}:
         return True
     # 1 == True in Python: compare types too
     return any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL.get(name, ()))

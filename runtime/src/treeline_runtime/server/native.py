@@ -196,6 +196,8 @@ async def detokenize(service: Service, request: Request) -> Response:
 
 async def flush_cache(service: Service, request: Request) -> Response:
     """Empties the prefix cache; 400 while requests run. `?timeout=S` waits up to S seconds for them to end."""
+    check_unknown(request.query, {"timeout"})
+    check_unknown(request.json(), ())
     try:
         timeout_s = float(request.query.get("timeout", 0))
     except ValueError:
@@ -222,6 +224,7 @@ class AbortBody(Struct, frozen=True):
 
 async def abort_request(service: Service, request: Request) -> Response:
     """Ends one request (`rid`) or all (`abort_all`). Answers 200 whether or not there was anything to end."""
+    check_unknown(request.query, ())
     raw: Mapping[str, Any] = request.json()
     check_unknown(raw, frozenset(AbortBody.__struct_fields__))
     body = convert(raw, AbortBody)

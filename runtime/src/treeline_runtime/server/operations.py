@@ -127,10 +127,14 @@ CLASSIFY_BODY = Body(
     description="Either `input` or `messages`. Without `use_activation: false`, probabilities.",
     others={**_CHAT_OR_INPUT, "input": _INPUT},
 )
+_TEXTS: list[Schema] = [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]
+_OTHER_NAMES = {
+    name: {"description": f"Another name of `{ours}`.", "anyOf": _TEXTS} for name, ours in pooling.SCORE_NAMES.items()
+}
 SCORE_BODY = Body(
     struct=pooling.ScoreBody,
     description="A text and others, or as many of both. `instruct` where the model's chat template has a place for it.",
-    others=_SALT,
+    others={**_SALT, **_OTHER_NAMES},
 )
 RERANK_BODY = Body(
     struct=pooling.RerankBody,

@@ -3,12 +3,13 @@ and score, Jina's and Cohere's rerank."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from msgspec import Struct
 
 from treeline_runtime.server import openai
-from treeline_runtime.server.sampling import PositiveCount, Priority
+from treeline_runtime.server.sampling import Count, PositiveCount, Priority
 
 EncodingFormat = Literal["float", "base64"]
 TEXTS = str | list[str]
@@ -22,7 +23,15 @@ class PoolingFields(Struct, frozen=True):
     priority: Priority | None = None
 
 
-class EmbeddingBody(PoolingFields, frozen=True):
+class VectorFields(PoolingFields, frozen=True):
+    """What of vectors cannot be chosen, but may be said as it is."""
+
+    normalize: bool | None = None
+    """The former name of `use_activation`."""
+    use_activation: bool | None = None
+
+
+class EmbeddingBody(VectorFields, frozen=True):
     """What of a `/v1/embeddings` request we act on."""
 
     input: Any = None
@@ -31,7 +40,7 @@ class EmbeddingBody(PoolingFields, frozen=True):
     add_special_tokens: bool | None = None
 
 
-class PoolingBody(PoolingFields, frozen=True):
+class PoolingBody(VectorFields, frozen=True):
     """`/pooling`: either `input`, or one conversation."""
 
     input: Any = None
@@ -50,26 +59,42 @@ class ClassifyBody(PoolingFields, frozen=True):
     add_special_tokens: bool | None = None
 
 
-class ScoreBody(PoolingFields, frozen=True, kw_only=True):
-    """`/v1/score`: one text and many, or as many of both."""
+class PairFields(PoolingFields, frozen=True, kw_only=True):
+    """What is compared, and how."""
 
-    text_1: TEXTS
-    text_2: TEXTS
     instruct: str | None = None
     use_activation: bool | None = None
+    add_special_tokens: bool | None = None
+    """False is refused: a pair is not a pair without them."""
+
+
+class ScoreBody(PairFields, frozen=True, kw_only=True):
+    """`/v1/score`: one text and many, or as many of both."""
+
+    text_1: TEXTS | None = None
+    text_2: TEXTS | None = None
 
 
 class DocumentBody(Struct, frozen=True):
     text: str
 
 
-class RerankBody(PoolingFields, frozen=True, kw_only=True):
+class RerankBody(PairFields, frozen=True, kw_only=True):
     query: str
     documents: list[str | DocumentBody]
-    top_n: PositiveCount | None = None
+    top_n: Count | None = None
+    """0, vLLM's default: all of them."""
     return_documents: bool | None = None
-    instruct: str | None = None
-    use_activation: bool | None = None
+
+
+SCORE_NAMES: Mapping[str, str] = {
+    "data_1": "text_1",
+    "queries": "text_1",
+    "data_2": "text_2",
+    "documents": "text_2",
+    "items": "text_2",
+}
+"""What vLLM calls the texts of `/v1/score` besides → how we do."""
 
 
 def known(body: type[Struct]) -> frozenset[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from treeline_wire.prompt import PromptError, prompt_of_completion
@@ -55,12 +56,14 @@ class PoolingReader:
 
     def embedding(self) -> VectorsTask:
         body = self._body(fields.EmbeddingBody)
+        self._check_as_made(body)
         return VectorsTask(
             self._job(body, "embd", self._inputs(body)), body.encoding_format == "base64", body.dimensions
         )
 
     def pooling(self) -> VectorsTask:
         body = self._body(fields.PoolingBody)
+        self._check_as_made(body)
         return VectorsTask(self._job(body, "pool", self._inputs_or_chat(body)), body.encoding_format == "base64")
 
     def classify(self) -> ClassifyTask:
@@ -69,33 +72,51 @@ class PoolingReader:
         return ClassifyTask(job, body.use_activation is not False)
 
     def score(self) -> ScoreTask:
-        body = self._body(fields.ScoreBody)
-        first = _texts([body.text_1] if isinstance(body.text_1, str) else body.text_1, "text_1")
-        second = _texts([body.text_2] if isinstance(body.text_2, str) else body.text_2, "text_2")
+        body = self._body(fields.ScoreBody, fields.SCORE_NAMES)
+        first, second = _one_or_more(body.text_1, "text_1"), _one_or_more(body.text_2, "text_2")
         if len(first) == 1:
             first = first * len(second)
         if len(first) != len(second):
             raise ApiError(400, f"{len(first)} texts in 'text_1' for {len(second)} in 'text_2'", param="text_1")
-        prompts = self._pairs(list(zip(first, second, strict=True)), body.instruct, "text_2")
+        prompts = self._pairs(list(zip(first, second, strict=True)), body, "text_2")
         return ScoreTask(self._job(body, "score", prompts), body.use_activation is not False)
 
     def rerank(self) -> RerankTask:
         body = self._body(fields.RerankBody)
         (query,) = _texts([body.query], "query")
         documents = _texts([one if isinstance(one, str) else one.text for one in body.documents], "documents")
-        prompts = self._pairs([(query, document) for document in documents], body.instruct, "documents")
+        prompts = self._pairs([(query, document) for document in documents], body, "documents")
         return RerankTask(
             self._job(body, "rerank", prompts),
             body.use_activation is not False,
-            body.top_n,
+            body.top_n or None,
             None if body.return_documents is False else documents,
         )
 
-    def _body(self, type: type[T]) -> T:
-        check_unknown(self.raw, fields.known(type))
-        body = convert(self.raw, type)
+    def _body(self, type: type[T], other_names: Mapping[str, str] = MappingProxyType({})) -> T:
+        """`other_names`: what fields of the type may be called besides."""
+        raw = dict(self.raw)
+        for name, ours in other_names.items():
+            value = raw.pop(name, None)
+            if value is not None and raw.get(ours) is not None:
+                raise ApiError(400, f"{name!r} is another name of {ours!r}, which is there, too", param=name)
+            if value is not None:
+                raw[ours] = value
+        check_unknown(raw, fields.known(type))
+        body = convert(raw, type)
         self.reader.check_model(body.model)
         return body
+
+    def _check_as_made(self, body: fields.VectorFields) -> None:
+        """Vectors come as the model makes them, whatever is asked: with a length of 1 or not, and the outputs of a head
+        as they are."""
+        pooling = self.reader.pooling
+        made = pooling is not None and pooling.normalize
+        for name in ("normalize", "use_activation"):
+            asked = getattr(body, name)
+            if asked is not None and asked != made:
+                problem = f"{name!r} cannot be chosen here: this model's vectors are made with {str(made).lower()}"
+                raise ApiError(400, problem, param=name, code="unsupported_parameter")
 
     @functools.cached_property
     def _namespace(self) -> str | None:
@@ -141,16 +162,19 @@ class PoolingReader:
         asked = {**self.raw, "add_generation_prompt": self.raw.get("add_generation_prompt") or False}
         return self._fitting([self.reader.prompts.of_chat(asked, self.limits, self._namespace)], "messages")
 
-    def _pairs(self, pairs: Sequence[tuple[str, str]], instruct: str | None, param: str) -> list[list[int]]:
-        if instruct is not None:
-            _check_text(instruct, "instruct")
+    def _pairs(self, pairs: Sequence[tuple[str, str]], body: fields.PairFields, param: str) -> list[list[int]]:
+        if body.instruct is not None:
+            _check_text(body.instruct, "instruct")
+        if body.add_special_tokens is False:
+            problem = "'add_special_tokens' cannot be false: they are what tells the two texts of a pair apart"
+            raise ApiError(400, problem, param="add_special_tokens", code="unsupported_parameter")
         pooling = self.reader.pooling
         prompts = self.reader.prompts.of_pairs(
             pairs,
             self.limits,
             param,
             self._namespace,
-            instruct=instruct,
+            instruct=body.instruct,
             add_generation_prompt=pooling is not None and bool(pooling.answers),
         )
         return self._fitting(prompts, param)
@@ -159,6 +183,13 @@ class PoolingReader:
         for ids in prompts:
             self.limits.max_new_tokens(len(ids), 0, None, param)
         return prompts
+
+
+def _one_or_more(texts: str | list[str] | None, param: str) -> list[str]:
+    if texts is None:
+        problem = f"Missing required parameter: {param!r}"
+        raise ApiError(400, problem, param=param, code="missing_required_parameter")
+    return _texts([texts] if isinstance(texts, str) else texts, param)
 
 
 def _texts(texts: list[str], param: str) -> list[str]:

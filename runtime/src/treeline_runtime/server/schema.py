@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from treeline_runtime.server.answers import Error
-from treeline_runtime.server.fields import HARMLESS, NEUTRAL
+from treeline_runtime.server.fields import HARMLESS, NEUTRAL, ON_BY_DEFAULT
 
 Schema = dict[str, Any]
 
@@ -54,10 +54,11 @@ class Body:
         made = components([self.struct])[self.struct.__name__]
         harmless = {name: {"description": f"Changes nothing: {why}."} for name, why in self.harmless.items()}
         neutral = {name: {"enum": [*NOTHING, *values]} for name, values in NEUTRAL.items()}
+        on = {name: {"enum": [value for value in NOTHING if value is not False]} for name in ON_BY_DEFAULT}
         acted_on = made["properties"] | self.others
         own = made | {
             "description": self.description,
-            "properties": acted_on | neutral | harmless | acted_on,  # these first, and as they are
+            "properties": acted_on | neutral | on | harmless | acted_on,  # these first, and as they are
             "required": sorted({*made["required"], *self.required}),
             "additionalProperties": {"enum": list(NOTHING)},
         }

@@ -22,14 +22,25 @@ ServiceHandler = Callable[[Service, Request], Awaitable[Response | None]]
 METRICS_PATH = "/metrics"
 ADMIN_PATHS = (
     "/flush_cache",
+    "/reset_prefix_cache",
     "/abort_request",
     "/sleep",
     "/wake_up",
+    "/is_sleeping",
     "/update_weights",
+    "/update_weights_from_disk",
     "/start_profile",
     "/stop_profile",
     "/debug/radix",
 )
+
+
+SAID_OTHERWISE = {
+    "/release_memory_occupation": "There is no /release_memory_occupation: POST /sleep?level=1 gives up weights and KV "
+    "cache together, level=2 without a copy of the weights",
+    "/resume_memory_occupation": "There is no /resume_memory_occupation: POST /wake_up takes weights and KV cache back",
+}
+"""SGLang's paths of administration that do less than ours, and what there is in their place."""
 
 
 def inference(
@@ -84,6 +95,7 @@ def inference(
         ("GET", "/treeline/tokenizer"): info(probes.tokenizer, operations.TOKENIZER),
     }
     served_by_other = {path: _served_by_other(path, "administration", "--admin-port", admin_at) for path in ADMIN_PATHS}
+    served_by_other |= SAID_OTHERWISE
     served_by_other[METRICS_PATH] = _served_by_other(METRICS_PATH, "metrics", "--metrics-port", metrics_at)
     return Surface(routes, api_key(key), served_by_other, documented)
 
@@ -119,19 +131,24 @@ def administration(
     service: Service, probes: Probes, engine: Administration, *, key: str | None, loopback: bool
 ) -> Surface:
     """What changes the server for everybody, or shows what others have asked. Nothing that changes it is a GET: a link
-    must not do that.
+    must not do that. Some paths have a second name, vLLM's or SGLang's.
     """
+    flush_cache = Route(functools.partial(native.flush_cache, service))
+    update_weights = Route(engine.update_weights)
     routes = {
-        ("POST", "/flush_cache"): Route(functools.partial(native.flush_cache, service)),
+        ("POST", "/flush_cache"): flush_cache,
+        ("POST", "/reset_prefix_cache"): flush_cache,
         ("POST", "/abort_request"): Route(functools.partial(native.abort_request, service)),
         ("POST", "/sleep"): Route(engine.sleep),
         ("POST", "/wake_up"): Route(engine.wake_up),
-        ("POST", "/update_weights"): Route(engine.update_weights),
+        ("GET", "/is_sleeping"): Route(engine.is_sleeping),
+        ("POST", "/update_weights"): update_weights,
+        ("POST", "/update_weights_from_disk"): update_weights,
         ("POST", "/start_profile"): Route(engine.start_profile),
         ("POST", "/stop_profile"): Route(engine.stop_profile),
         ("GET", "/debug/radix"): Route(probes.debug_radix),
     }
-    return Surface(routes, admin_key(key, loopback=loopback))
+    return Surface(routes, admin_key(key, loopback=loopback), SAID_OTHERWISE)
 
 
 def _served_by_other(path: str, what: str, flag: str, url: str | None) -> str:

@@ -1,0 +1,57 @@
+"""A child that is told to stop while it starts: it goes at once, and says nothing on a terminal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from treeline_runtime.args import ServerArgs
+from treeline_runtime.child import ChildSpec
+from treeline_runtime.ipc import Addresses
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from treeline_runtime.child import call_at_end, run_child
+
+def run(spec, context):
+    folder = Path(spec.addresses.folder)
+    print("started", flush=True)
+    {}
+
+sys.exit(run_child("http", run, farewell_s=600))
+"""
+LOADS = "time.sleep(600)"
+FINDS_NO_FOLDER = """call_at_end(lambda: None)
+    while folder.exists():
+        time.sleep(0.01)
+    (folder / "socket").touch()"""
+
+
+def ended(tmp_path: Path, does: str) -> tuple[int, str]:
+    """Exit status and log of a child whose parent goes while it starts."""
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    spec = ChildSpec(ServerArgs(model="m"), Addresses(str(folder)), "m", 1)
+    command = [sys.executable, "-c", CHILD.format(does)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as child:
+        try:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            child.stdin.write(msgspec.json.encode(spec) + b"\n")
+            child.stdin.flush()
+            assert child.stdout.readline() == b"started\n"
+            _, log = child.communicate(timeout=30)
+        finally:
+            child.kill()
+    assert not folder.exists()
+    return child.returncode, log.decode()
+
+
+@pytest.mark.parametrize("does", [LOADS, FINDS_NO_FOLDER], ids=["loads", "finds no folder"])
+def test_a_child_that_is_told_to_stop_as_it_starts_goes_without_a_word(tmp_path: Path, does: str) -> None:
+    assert ended(tmp_path, does) == (0, "")
