@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import Iterator
@@ -54,8 +55,13 @@ class Conversation:
         self.writer.close()
 
     async def until_closed(self) -> bytes:
+        """What came, also where the end is a reset: of a connection into which was still written."""
+        said = b""
         async with asyncio.timeout(10):
-            return await self.reader.read()
+            with contextlib.suppress(ConnectionResetError):
+                while part := await self.reader.read(65536):
+                    said += part
+        return said
 
 
 class Served:
