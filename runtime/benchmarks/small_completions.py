@@ -17,56 +17,25 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import re
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
+from fake_server import ROOT, cpu_s, serving
+
 BODY = b'{"model":"m","prompt":"The capital of France is","max_tokens":1,"temperature":0}'
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 REQUEST = HEAD % len(BODY) + BODY
-START_S = 120.0
 
 
-class Server:
+class Server(NamedTuple):
     """One server on a free port, measured from outside."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
-        self.port = port
-        self._pid = process.pid
-
-    def cpu_s(self) -> float:
-        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-@contextlib.contextmanager
-def server(module: str, model: Path) -> Iterator[Server]:
-    """A server that is ready."""
-    flags = ["--model", str(model), "--served-model-name", "m", "--no-events"]
-    ports = ["--port=0", "--metrics-port=off", "--admin-port=off"]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-m", module, *flags, *ports]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    assert process.stderr is not None
-    try:
-        port = 0
-        for line in process.stderr:
-            if found := re.search(r"listening on http://127\.0\.0\.1:(\d+)", line):
-                port = int(found[1])
-            if "ready after" in line:
-                break
-        else:
-            raise SystemExit(f"{module} did not start")
-        yield Server(process, port)
-    finally:
-        process.terminate()
-        process.communicate(timeout=START_S)
+    pid: int
+    port: int
 
 
 async def client(port: int, count: int) -> None:
@@ -87,10 +56,10 @@ async def clients(port: int, count: int, total: int) -> None:
 
 def measure(one: Server, count: int, total: int) -> tuple[float, float]:
     """Answers a second, and microseconds of the HTTP process for one."""
-    computed_s, began = one.cpu_s(), time.perf_counter()
+    computed_s, began = cpu_s(one.pid), time.perf_counter()
     asyncio.run(clients(one.port, count, total))
     took_s = time.perf_counter() - began
-    return total / took_s, 1e6 * (one.cpu_s() - computed_s) / total
+    return total / took_s, 1e6 * (cpu_s(one.pid) - computed_s) / total
 
 
 def row(metric: str, value: float) -> None:
@@ -107,7 +76,7 @@ def main() -> int:
     args = parser.parse_args()
     modules = ["support.fake_serve"] + ([args.against] if args.against else [])
     with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(server(module, args.model)) for module in modules]
+        servers = [Server(*stack.enter_context(serving(args.model, module=module))) for module in modules]
         for one in servers:
             measure(one, args.clients, args.requests // 4)
         rounds = [[measure(one, args.clients, args.requests) for one in servers] for _ in range(args.rounds)]

@@ -15,15 +15,13 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
-import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from fake_server import ROOT, cpu_s, serving
+
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 PREFIX = b"data: "
 
@@ -46,39 +44,15 @@ def processes(parent: int) -> dict[int, str]:
     return found
 
 
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 @contextlib.contextmanager
 def server(model: Path, workers: int, step_ms: float) -> Iterator[Server]:
     """A server that is ready."""
-    flags = ["--model", str(model), "--served-model-name", "m", "--no-events", f"--http-workers={workers}"]
-    ports = ["--port=0", "--metrics-port=off", "--admin-port=off"]
-    environment = os.environ | {
-        "PYTHONPATH": f"{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}",
-        "FAKE_TOKEN_S": str(step_ms / 1000),
-    }
-    command = [sys.executable, "-m", "support.fake_serve", *flags, *ports]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    assert process.stderr is not None
-    try:
-        port = 0
-        for line in process.stderr:
-            if found := re.search(r"listening on http://127\.0\.0\.1:(\d+)", line):
-                port = int(found[1])
-            if "ready after" in line:
-                break
-        else:
-            raise SystemExit("the server did not start")
-        children = processes(process.pid)
-        https = [process.pid, *(pid for pid, command in children.items() if "http_worker" in command)]
-        [detokenizer] = [pid for pid, command in children.items() if "detokenizer" in command]
+    environment = {"FAKE_TOKEN_S": str(step_ms / 1000)}
+    with serving(model, f"--http-workers={workers}", environment=environment) as (pid, port):
+        children = processes(pid)
+        https = [pid, *(child for child, command in children.items() if "http_worker" in command)]
+        [detokenizer] = [child for child, command in children.items() if "detokenizer" in command]
         yield Server(port, https, detokenizer)
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
 
 
 async def stream(port: int, tokens: int) -> int:

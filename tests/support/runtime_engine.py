@@ -33,6 +33,8 @@ from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import load_model
 from treeline_runtime.scheduler import Scheduler
 
+from support.runtime_models import IDS
+
 VOCAB = 96
 
 TINY_CONFIG: dict[str, Any] = {
@@ -252,3 +254,15 @@ class DenseAttention(AttentionBackend):
 
 
 ATTENTION_BACKENDS.register("dense", DenseAttention)
+
+
+def assert_generates_the_same(engine: Harness, theirs: Any) -> None:
+    """Prompts of several lengths at once have the greedy answers of transformers' model `theirs`, one by one."""
+    prompts = [IDS[:n] for n in (1, 7, 16, 33, 50)]
+    for rid, ids in enumerate(prompts):
+        engine.submit(str(rid), ids, max_new_tokens=12)
+    engine.run()
+    for rid, ids in enumerate(prompts):
+        with torch.inference_mode():
+            answer = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
+        assert engine.tokens(str(rid)) == answer

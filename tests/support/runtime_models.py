@@ -88,3 +88,18 @@ def ours(path: Path, **config: Any) -> Decoder:
 
 
 IDS = torch.randint(0, 128, (50,), generator=torch.Generator().manual_seed(2)).tolist()
+
+
+def logits_of(theirs: Any) -> torch.Tensor:
+    """(tokens, vocabulary): what transformers' model computes of `IDS`."""
+    with torch.inference_mode():
+        logits: torch.Tensor = theirs(torch.tensor([IDS])).logits[0]
+    assert logits.std() > 0.1
+    return logits
+
+
+def fed_in_pieces(model: Decoder) -> torch.Tensor:
+    """The logits of `IDS` from a model of ours: prompts behind a cached prefix, then a token at a time."""
+    runner = Runner(model)
+    pieces = [runner.feed(IDS[:16]), runner.feed(IDS[16:17]), runner.feed(IDS[17:40])]
+    return torch.cat([*pieces, *(runner.feed([token]) for token in IDS[40:])])

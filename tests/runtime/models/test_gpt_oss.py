@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.runtime_engine import Harness
-from support.runtime_models import IDS, Runner, ours, reference, save
+from support.runtime_engine import Harness, assert_generates_the_same
+from support.runtime_models import IDS, Runner, fed_in_pieces, logits_of, ours, reference, save
 from treeline_runtime.models import ModelConfig, ModelError
 from treeline_runtime.models.gpt_oss import GptOssDecoder
 from treeline_runtime.models.mxfp import dequantise
@@ -41,13 +41,6 @@ def new_reference(changes: dict[str, Any]) -> Any:
     return theirs
 
 
-def expected(theirs: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        logits: torch.Tensor = theirs(torch.tensor([IDS])).logits[0]
-    assert logits.std() > 0.1
-    return logits
-
-
 def assert_close(found: torch.Tensor, logits: torch.Tensor) -> None:
     np.testing.assert_allclose(found, logits, rtol=1e-4, atol=3e-4)
 
@@ -57,24 +50,14 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     theirs = new_reference(CASES[case])
     model = ours(save(theirs, tmp_path))
     assert isinstance(model, GptOssDecoder)
-    logits = expected(theirs)
+    logits = logits_of(theirs)
     assert_close(Runner(model).feed(IDS), logits)
-    runner = Runner(model)
-    pieces = [runner.feed(IDS[:16]), runner.feed(IDS[16:17]), runner.feed(IDS[17:40])]
-    assert_close(torch.cat([*pieces, *(runner.feed([token]) for token in IDS[40:])]), logits)
+    assert_close(fed_in_pieces(model), logits)
 
 
 def test_many_sequences_at_once_are_what_transformers_generates(tmp_path: Path) -> None:
     theirs = new_reference({})
-    prompts = [IDS[:n] for n in (1, 7, 16, 33, 50)]
-    engine = Harness(save(theirs, tmp_path), load_format="auto", chunked_prefill_size=16)
-    for rid, ids in enumerate(prompts):
-        engine.submit(str(rid), ids, max_new_tokens=12)
-    engine.run()
-    for rid, ids in enumerate(prompts):
-        with torch.inference_mode():
-            answer = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
-        assert engine.tokens(str(rid)) == answer
+    assert_generates_the_same(Harness(save(theirs, tmp_path), load_format="auto", chunked_prefill_size=16), theirs)
 
 
 # ---- MXFP4 ------------------------------------------------------------------------------------------------
@@ -105,7 +88,7 @@ def packed(path: Path, theirs: Any) -> Path:
 def test_mxfp4_experts_are_made_whole_as_transformers_makes_them(tmp_path: Path) -> None:
     theirs = new_reference({})
     path = packed(tmp_path, theirs)
-    assert_close(Runner(ours(path)).feed(IDS), expected(theirs))
+    assert_close(Runner(ours(path)).feed(IDS), logits_of(theirs))
 
 
 def test_every_byte_and_scale_of_mxfp4_is_the_number_that_the_format_says() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.runtime_engine import Harness
-from support.runtime_models import IDS, Runner, ours, reference, save
+from support.runtime_models import IDS, Runner, fed_in_pieces, logits_of, ours, reference, save
 from treeline_runtime.core import Batch, Phase, Req
 from treeline_runtime.messages import GenerateReq, SamplingParams
 
@@ -129,14 +129,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     theirs = reference(*CASES[case])
     model = ours(save(theirs, tmp_path))
-    with torch.inference_mode():
-        expected = theirs(torch.tensor([IDS])).logits[0]
-    assert expected.std() > 0.1
+    expected = logits_of(theirs)
     np.testing.assert_allclose(Runner(model).feed(IDS), expected, rtol=1e-4, atol=2e-4)
-    runner = Runner(model)
-    pieces = [runner.feed(IDS[:16]), runner.feed(IDS[16:17]), runner.feed(IDS[17:40])]
-    pieces += [runner.feed([token]) for token in IDS[40:]]
-    np.testing.assert_allclose(torch.cat(pieces), expected, rtol=1e-4, atol=2e-4)
+    np.testing.assert_allclose(fed_in_pieces(model), expected, rtol=1e-4, atol=2e-4)
 
 
 def test_keys_of_older_configurations_mean_the_same(tmp_path: Path) -> None:

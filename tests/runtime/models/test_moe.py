@@ -14,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from support.runtime_engine import Harness
-from support.runtime_models import IDS, Runner, ours, reference, save
+from support.runtime_engine import Harness, assert_generates_the_same
+from support.runtime_models import IDS, Runner, fed_in_pieces, logits_of, ours, reference, save
 from treeline_runtime.core import Context
 from treeline_runtime.models import ModelConfig, ModelError
 from treeline_runtime.models.moe import MoeDecoder, new_moe, take_experts
@@ -57,13 +57,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def expected(theirs: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        logits: torch.Tensor = theirs(torch.tensor([IDS])).logits[0]
-    assert logits.std() > 0.1
-    return logits
-
-
 def assert_close(found: torch.Tensor, logits: torch.Tensor) -> None:
     np.testing.assert_allclose(found, logits, rtol=1e-4, atol=2e-4)
 
@@ -73,11 +66,9 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     theirs = reference(*CASES[case])
     model = ours(save(theirs, tmp_path))
     assert isinstance(model, MoeDecoder)
-    logits = expected(theirs)
+    logits = logits_of(theirs)
     assert_close(Runner(model).feed(IDS), logits)
-    runner = Runner(model)
-    pieces = [runner.feed(IDS[:16]), runner.feed(IDS[16:17]), runner.feed(IDS[17:40])]
-    assert_close(torch.cat([*pieces, *(runner.feed([token]) for token in IDS[40:])]), logits)
+    assert_close(fed_in_pieces(model), logits)
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen2-step-2", "qwen3-dense-among-sparse"])
@@ -88,7 +79,7 @@ def test_stacked_experts_equal_those_that_are_named_one_by_one(case: str, tmp_pa
     assert any(name.endswith("mlp.experts.gate_up_proj") for name in load_file(stacked / "model.safetensors"))
     logits = Runner(ours(one_by_one)).feed(IDS)
     assert torch.equal(Runner(ours(stacked)).feed(IDS), logits)
-    assert_close(logits, expected(theirs))
+    assert_close(logits, logits_of(theirs))
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen2", "qwen3"])
@@ -98,20 +89,12 @@ def test_every_token_to_the_same_experts_and_none_to_the_others(case: str, tmp_p
         for name, parameter in theirs.named_parameters():
             if name.endswith("mlp.gate.weight"):
                 parameter.zero_()
-    assert_close(Runner(ours(save(theirs, tmp_path))).feed(IDS), expected(theirs))
+    assert_close(Runner(ours(save(theirs, tmp_path))).feed(IDS), logits_of(theirs))
 
 
 def test_many_sequences_at_once_are_what_transformers_generates(tmp_path: Path) -> None:
     theirs = reference(*CASES["qwen3-dense-among-sparse"])
-    prompts = [IDS[:n] for n in (1, 7, 16, 33, 50)]
-    engine = Harness(save(theirs, tmp_path), load_format="auto", chunked_prefill_size=16)
-    for rid, ids in enumerate(prompts):
-        engine.submit(str(rid), ids, max_new_tokens=12)
-    engine.run()
-    for rid, ids in enumerate(prompts):
-        with torch.inference_mode():
-            answer = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
-        assert engine.tokens(str(rid)) == answer
+    assert_generates_the_same(Harness(save(theirs, tmp_path), load_format="auto", chunked_prefill_size=16), theirs)
 
 
 def test_an_expert_that_is_not_finite_ends_those_who_met_it_and_nobody_else(tmp_path: Path) -> None:
