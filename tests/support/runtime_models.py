@@ -78,7 +78,7 @@ class Runner:
         self.length += len(ids)
         slots = self.pages[positions // self.page_size] * self.page_size + positions % self.page_size
         layout = Layout([len(ids)], [self.length], self.pages[None], torch.zeros(1, dtype=torch.int64))
-        cos, sin = self.model.rope(positions)
+        cos, sin = (table[:, positions].unsqueeze(2) for table in self.model.rope)
         context = Context(self.attention, self.attention.plan(layout), slots, cos, sin)
         return self.model.logits(self.model.forward(torch.tensor(ids), context))
 

@@ -76,6 +76,15 @@ class EngineConfig:
         help="decode batches up to this size are captured as CUDA graphs; 0 = none (default: max_running_requests, at "
         "most 256)",
     )
+    max_graph_tokens: int | None = setting(
+        None,
+        group="engine",
+        rare=True,
+        metavar="N",
+        at_least=0,
+        help="steps of prompts of up to so many tokens are captured as CUDA graphs; 0 = none (default: by the model's "
+        "size, 256 to 4096)",
+    )
     context_length: int | None = setting(
         None,
         group="engine",

@@ -21,7 +21,7 @@ from treeline_runtime.core import Context
 from treeline_runtime.kvcache import KVPool
 from treeline_runtime.models.moe_config import ClampedGate
 from treeline_runtime.models.scoring import PLAIN, Scoring
-from treeline_runtime.ops import Experts, Heads
+from treeline_runtime.ops import Experts, Heads, Tables
 from treeline_runtime.sampling.noise import row_keys
 from treeline_runtime.scheduler.forward import DecodeInputs
 
@@ -107,7 +107,9 @@ class Launch:
         return self.kernel.__name__, constants, tuple(self.options.items())
 
     def compile(self, capability: int) -> Any:
-        signature, constants, attributes = {}, {}, {}
+        signature, constants, attributes, options = {}, {}, {}, dict(self.options)
+        if capability < 90 and options.pop("launch_pdl", False):
+            return dataclasses.replace(self, args=self.args | {"EARLY": False}, options=options).compile(capability)
         for i, parameter in enumerate(self.kernel.params):
             value = self.args[parameter.name]
             if parameter.is_constexpr:
@@ -136,6 +138,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         found.append(Launch(kernel, given, options))
 
     monkeypatch.setattr(triton.runtime.JITFunction, "run", record)
+    early = {"EARLY": True, "launch_pdl": True}
+    monkeypatch.setattr("treeline_runtime.ops.triton_ops.early_launch", lambda _: early)
     return found
 
 
@@ -148,6 +152,10 @@ def operations(shape: Shape) -> None:
     from treeline_runtime.ops.triton_ops import TritonOps
 
     ops = TritonOps()
+    cells, angles = torch.zeros(2, 2, dtype=torch.int32), noise(2, 64, shape.rotary)
+    table = torch.zeros(4, 64, dtype=torch.int64)
+    ops.look_up(cells[0], cells[1], Tables(table, table, 16, angles, angles))
+    ops.put(table[0, :2], table[:, 1:], cells[0], cells[1])
     for outputs, inputs in ((shape.hidden, shape.query * shape.dim), (2 * shape.inner, shape.hidden)):
         ops.linear(noise(1, inputs), torch.empty(outputs, inputs, dtype=torch.bfloat16), None)
     weight = noise(shape.hidden).to(shape.norms)
@@ -304,6 +312,9 @@ def test_steps_of_all_sizes_share_their_kernels(launches: list[Launch]) -> None:
         keys = np.zeros((sequences, 2), dtype=np.int32)
         inputs = DecodeInputs([0] * sequences, [0] * sequences, [1.0] * sequences, keys).on(CPU)
         ops.choose(noise(sequences, shape.vocab), inputs.temperatures, inputs.keys)
+        angles = noise(2, 64, shape.rotary)
+        found = ops.look_up(inputs.rows, inputs.positions, Tables(table, table, 16, angles, angles))
+        ops.put(found.ids, table[:, 1:], inputs.rows, inputs.positions)
     variants: dict[Any, set[Any]] = {}
     for launch in launches:
         variants.setdefault(launch.kind, set()).add(launch.variant)

@@ -79,8 +79,9 @@ class AttentionBackend(ABC):
         v: torch.Tensor,
         plan: Any,
         sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q (tokens, heads, head_dim) → (tokens, heads x head_dim).
+        """q (tokens, heads, head_dim) → (tokens, heads x head_dim), in `out` if given.
 
         k, v (tokens, kv_heads, head_dim): what the step has stored, for kernels that need not look it up.
         sinks (heads,) float32: where `Scoring.sinks`, and only there.

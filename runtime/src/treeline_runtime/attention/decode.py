@@ -113,11 +113,13 @@ class Decode(AttentionBackend):
         v: torch.Tensor,
         plan: Any,
         sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if not isinstance(plan, _Step):
-            return self._others.forward(layer, q, k, v, plan, sinks)
+            return self._others.forward(layer, q, k, v, plan, sinks, out)
         sequences, step = q.shape[0], plan.buffers
-        out = torch.empty(sequences, self.num_heads * self.head_dim, dtype=q.dtype, device=q.device)
+        if out is None:
+            out = torch.empty(sequences, self.num_heads * self.head_dim, dtype=q.dtype, device=q.device)
         group = self.num_heads // self.num_kv_heads
         window, cap = self.scoring.window(layer), self.scoring.softcap
         lens, key_scale = step.lens[self._windows.index(window)], self.pool.key_scales[layer]

@@ -115,10 +115,12 @@ class Extend(AttentionBackend):
         v: torch.Tensor,
         plan: _Step,
         sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         window, cap = self.scoring.window(layer), self.scoring.softcap
         tokens, splits, split = len(q), plan.splits[window], plan.splits[window] > 1
-        out = torch.empty(tokens, self.num_heads * self.head_dim, dtype=q.dtype, device=q.device)
+        if out is None:
+            out = torch.empty(tokens, self.num_heads * self.head_dim, dtype=q.dtype, device=q.device)
         kernels.extend[(self.num_kv_heads, len(plan.blocks), splits)](
             q,
             self.pool.keys[layer],

@@ -51,9 +51,8 @@ class _Wrapper:
         self._wrapper.plan(*arguments, window_left=self._window_left, **options)
         copied.record()
 
-    def run(self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], **scales: float) -> torch.Tensor:
-        out: torch.Tensor = self._wrapper.run(q, cache, **scales)
-        return out
+    def run(self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], **options: Any) -> None:
+        self._wrapper.run(q, cache, **options)
 
 
 class FlashInfer(AttentionBackend):
@@ -126,9 +125,13 @@ class FlashInfer(AttentionBackend):
         v: torch.Tensor,
         plan: Any,
         sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert sinks is None, "its kernels know no sinks"
         pool = self.pool
         scales = {"k_scale": pool.key_scales[layer], "v_scale": pool.value_scales[layer]} if pool.is_fp8 else {}
-        out: torch.Tensor = plan[self.scoring.window(layer)].run(q, (pool.keys[layer], pool.values[layer]), **scales)
-        return out.view(q.shape[0], self.num_heads * self.head_dim)
+        if out is None:
+            out = torch.empty(q.shape[0], self.num_heads * self.head_dim, dtype=q.dtype, device=q.device)
+        wrapper = plan[self.scoring.window(layer)]
+        wrapper.run(q, (pool.keys[layer], pool.values[layer]), out=out.view(q.shape), **scales)
+        return out

@@ -149,11 +149,13 @@ class TorchSDPA(AttentionBackend):
         v: torch.Tensor,
         plan: dict[int | None, _Plan],
         sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         this = plan[self.scoring.window(layer)]
-        if len(this.decodes) == 1 and this.decodes[0].rows is None:
+        if len(this.decodes) == 1 and this.decodes[0].rows is None and out is None:
             return self._decode(layer, q, this.decodes[0], sinks)
-        out = torch.empty(q.shape[0], self.num_heads * self.head_dim, dtype=q.dtype, device=q.device)
+        if out is None:
+            out = torch.empty(q.shape[0], self.num_heads * self.head_dim, dtype=q.dtype, device=q.device)
         for group in this.decodes:
             assert group.rows is not None
             out[group.rows] = self._decode(layer, q[group.rows], group, sinks)

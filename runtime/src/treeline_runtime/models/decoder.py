@@ -175,9 +175,10 @@ class Decoder:
         cos, sin = zip(*(rope_tables(rope, dim, trained, length, dtype, device) for rope in ropes), strict=True)
         return torch.stack(cos), torch.stack(sin)
 
-    def rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines for these positions, as `Context` wants them."""
-        return self._cos[:, positions].unsqueeze(2), self._sin[:, positions].unsqueeze(2)
+    @property
+    def rope(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, each (ropes, positions, rotated elements of a head)."""
+        return self._cos, self._sin
 
     def forward(self, input_ids: torch.Tensor, context: Context) -> torch.Tensor:
         """input_ids (tokens,) → normalised hidden states (tokens, hidden)."""

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from treeline_runtime.ops import driver
-from treeline_runtime.ops.base import Activation, Experts, Heads, Ops
+from treeline_runtime.ops.base import Activation, Experts, Found, Heads, Ops, Tables
 
-__all__ = ["Activation", "Experts", "Heads", "Ops", "obstacle_to_triton", "ops_for"]
+__all__ = ["Activation", "Experts", "Found", "Heads", "Ops", "Tables", "obstacle_to_triton", "ops_for"]
 
 # Products and sums in one rounding, whatever a release of Triton takes for the default: it warns of its change.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -46,7 +46,7 @@ def ops_for(device: torch.device) -> Ops:
             from treeline_runtime.ops.triton_ops import TritonOps
 
             driver.use_prebuilt()
-            return TritonOps()
+            return TritonOps(device)
         logger.warning("slow: operations are not fused and decode is not captured: %s", obstacle)
     from treeline_runtime.ops.torch_ops import TorchOps
 

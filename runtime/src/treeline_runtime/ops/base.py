@@ -6,7 +6,7 @@ Tensors are flat over the step: (tokens, …).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -48,11 +48,45 @@ class Experts:
     clamped: ClampedGate | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Where a step finds its input."""
+
+    tokens: torch.Tensor
+    """(rows, positions) int64: `TableManager.token_pool`."""
+    pages: torch.Tensor
+    """(rows, pages) int64"""
+    page_size: int
+    cos: torch.Tensor
+    """(ropes, positions, rotated elements of a head)"""
+    sin: torch.Tensor
+
+
+class Found(NamedTuple):
+    """What a step's cells of the tables hold."""
+
+    ids: torch.Tensor
+    """(tokens,) int64"""
+    slots: torch.Tensor
+    """(tokens,) int64: where a token's keys and values go."""
+    cos: torch.Tensor
+    """(ropes, tokens, 1, rotated elements of a head)"""
+    sin: torch.Tensor
+    unfinite: torch.Tensor
+    """(tokens,) int32, zeros."""
+
+
 class Ops(Protocol):
     """May overwrite its inputs where it says so; results are new tensors otherwise.
 
     Weights of norms have the type of what they multiply, or float32, in which all of a norm is computed then.
     """
+
+    def look_up(self, rows: torch.Tensor, positions: torch.Tensor, tables: Tables) -> Found:
+        """rows, positions (tokens,) int32: the cells of the step's tokens."""
+
+    def put(self, ids: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
+        """tokens[rows, positions] = ids; rows, positions and ids (tokens,), the first two int32."""
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x (tokens, inputs), weight (outputs, inputs), bias (outputs,) → (tokens, outputs)."""

@@ -8,17 +8,57 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from treeline_runtime.ops.early_kernels import let_next_begin, take_turn, wait_for_others
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])  # parts of one upload
+def look_up(
+    rows_ptr, positions_ptr, tokens_ptr, pages_ptr, cos_ptr, sin_ptr, ids_ptr, slots_ptr, cos_out_ptr, sin_out_ptr,
+    unfinite_ptr, token_width, page_width, length,
+    PAGE: tl.constexpr, ROPES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One token's id, slot and angles, by its row and position."""
+    take_turn(EARLY)
+    token = tl.program_id(0)
+    row = tl.load(rows_ptr + token).to(tl.int64)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    tl.store(ids_ptr + token, tl.load(tokens_ptr + row * token_width + position))
+    page = tl.load(pages_ptr + row * page_width + position // PAGE)
+    tl.store(slots_ptr + token, page * PAGE + position % PAGE)
+    tl.store(unfinite_ptr + token, 0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    for rope in tl.static_range(ROPES):
+        source = (rope * length + position) * SIZE + columns
+        target = (rope * tl.num_programs(0) + token) * SIZE + columns
+        tl.store(cos_out_ptr + target, tl.load(cos_ptr + source, inside, other=0.0), inside)
+        tl.store(sin_out_ptr + target, tl.load(sin_ptr + source, inside, other=0.0), inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["tokens_ptr", "rows_ptr", "positions_ptr"])
+def put(ids_ptr, tokens_ptr, rows_ptr, positions_ptr, width, EARLY: tl.constexpr):
+    """One token's id into its cell."""
+    take_turn(EARLY)
+    token = tl.program_id(0)
+    cell = tl.load(rows_ptr + token).to(tl.int64) * width + tl.load(positions_ptr + token)
+    tl.store(tokens_ptr + cell, tl.load(ids_ptr + token))
+
 
 @triton.jit
 def matrix_times_vector(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, inputs, BIAS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, weight_ptr, bias_ptr, out_ptr, inputs, BIAS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS elements of weight x x; `inputs` is a multiple of BLOCK."""
+    let_next_begin(EARLY)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     columns = tl.arange(0, BLOCK)
     rows = weight_ptr + outputs[:, None].to(tl.int64) * inputs
-    total = tl.zeros((OUTPUTS, BLOCK), tl.float32)
-    for start in range(0, inputs, BLOCK):
+    # the first weights are on their way while the kernel before this one ends
+    weights = tl.load(rows + columns[None, :]).to(tl.float32)
+    wait_for_others(EARLY)
+    total = weights * tl.load(x_ptr + columns).to(tl.float32)[None, :]
+    for start in range(BLOCK, inputs, BLOCK):
         x = tl.load(x_ptr + start + columns).to(tl.float32)
         total += tl.load(rows + start + columns[None, :]).to(tl.float32) * x[None, :]
     result = tl.sum(total, 1)
@@ -30,12 +70,13 @@ def matrix_times_vector(
 @triton.jit
 def norm(
     x_ptr, after_ptr, residual_ptr, weight_ptr, out_ptr, size, stride, eps,
-    AFTER: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr,
+    AFTER: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """RMS norm of a row (NORM), with ADD of its sum with the residual, which the sum replaces.
 
     AFTER: the row is normed by itself before it is added. Rows of x and out begin `stride` apart.
     """
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
@@ -56,8 +97,9 @@ def norm(
 
 
 @triton.jit
-def gate(gate_up_ptr, out_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def gate(gate_up_ptr, out_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """silu(gate) x up, or with GELU gelu(gate) x up, for one block of a row."""
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -98,7 +140,7 @@ def rotate_and_store(
     qkv_ptr, q_ptr, keys_ptr, values_ptr, slots_ptr, cos_ptr, sin_ptr, norm_ptr, unfinite_ptr, eps, key_scale,
     value_scale,
     QUERY: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    NORM: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A block of one token's heads: norm and rotation of queries and keys, keys and values into the token's slot.
 
@@ -106,6 +148,7 @@ def rotate_and_store(
 
     cos and sin (tokens, 2 x PAIRS) as `rope_tables` has them: sin carries the sign of the rotation in its first half.
     """
+    take_turn(EARLY)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     half, low_at, high_at = pairs_of(HALF, PAIRS, BLOCK_HALF)
@@ -175,12 +218,16 @@ def mix(x, times: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperatures_ptr", "keys_ptr"])  # parts of one upload
-def best_of_block(logits_ptr, temperatures_ptr, keys_ptr, scores_ptr, best_ptr, vocab, blocks, BLOCK: tl.constexpr):
+def best_of_block(
+    logits_ptr, temperatures_ptr, keys_ptr, scores_ptr, best_ptr, vocab, blocks, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     """The best token of one block of one row: its logit over the temperature, less the logarithm of its arrival time.
 
     The arrival times are those of `sampling.noise.negative_exponentials`; at temperature 0 there are none. A score of
     NaN stands for logits that are not finite (-inf is, as a token that may not be chosen).
     """
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = ids < vocab
@@ -213,8 +260,9 @@ def best_of_block(logits_ptr, temperatures_ptr, keys_ptr, scores_ptr, best_ptr, 
 
 
 @triton.jit
-def best_of_blocks(scores_ptr, best_ptr, tokens_ptr, finite_ptr, blocks, BLOCK: tl.constexpr):
+def best_of_blocks(scores_ptr, best_ptr, tokens_ptr, finite_ptr, blocks, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """The best of a row's blocks; the row is finite if no block was NaN and some token may be chosen."""
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < blocks

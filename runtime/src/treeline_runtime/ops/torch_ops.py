@@ -8,11 +8,24 @@ import torch.nn.functional as F
 from treeline_runtime.core import Context
 from treeline_runtime.models.moe_config import ClampedGate
 from treeline_runtime.models.rope import rotate
-from treeline_runtime.ops.base import Activation, Experts, Heads
+from treeline_runtime.ops.base import Activation, Experts, Found, Heads, Tables
 from treeline_runtime.sampling.sampler import choose
 
 
 class TorchOps:
+    def look_up(self, rows: torch.Tensor, positions: torch.Tensor, tables: Tables) -> Found:
+        pages = tables.pages[rows, positions // tables.page_size]
+        return Found(
+            tables.tokens[rows, positions],
+            pages * tables.page_size + positions % tables.page_size,
+            tables.cos[:, positions].unsqueeze(2),
+            tables.sin[:, positions].unsqueeze(2),
+            torch.zeros(len(rows), dtype=torch.int32, device=rows.device),
+        )
+
+    def put(self, ids: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
+        tokens[rows, positions] = ids
+
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(x, weight, bias)
 

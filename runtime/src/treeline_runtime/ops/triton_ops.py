@@ -8,7 +8,8 @@ import triton
 
 from treeline_runtime.core import Context
 from treeline_runtime.ops import expert_kernels, kernels
-from treeline_runtime.ops.base import Activation, Experts, Heads
+from treeline_runtime.ops.base import Activation, Experts, Found, Heads, Tables
+from treeline_runtime.ops.early_kernels import early_launch
 from treeline_runtime.ops.fused_experts import FusedExperts
 
 _GATE_BLOCK = 1024
@@ -21,8 +22,28 @@ VOCAB_BLOCK = 4096
 
 
 class TritonOps:
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        """device: that of the tensors, if it may make use of what only some GPUs can."""
+        self._early = early_launch(device)
         self._experts = FusedExperts()
+
+    def look_up(self, rows: torch.Tensor, positions: torch.Tensor, tables: Tables) -> Found:
+        tokens, (ropes, length, size) = len(rows), tables.cos.shape
+        # each by itself: kernels are compiled for where a tensor begins
+        ids, slots = (torch.empty(tokens, dtype=torch.int64, device=rows.device) for _ in range(2))
+        angles = ropes, tokens, 1, size
+        cos, sin = (torch.empty(angles, dtype=tables.cos.dtype, device=rows.device) for _ in range(2))
+        unfinite = torch.empty(tokens, dtype=torch.int32, device=rows.device)
+        kernels.look_up[(tokens,)](
+            rows, positions, tables.tokens, tables.pages, tables.cos, tables.sin, ids, slots, cos, sin, unfinite,
+            tables.tokens.stride(0), tables.pages.stride(0), length,
+            PAGE=tables.page_size, ROPES=ropes, SIZE=size, BLOCK=triton.next_power_of_2(size), num_warps=1,
+            **self._early,
+        )  # fmt: skip
+        return Found(ids, slots, cos, sin, unfinite)
+
+    def put(self, ids: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
+        kernels.put[(len(ids),)](ids, tokens, rows, positions, tokens.stride(0), num_warps=1, **self._early)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """One token alone takes a kernel that only streams the weights, which cuBLAS does more slowly."""
@@ -41,6 +62,7 @@ class TritonOps:
             OUTPUTS=_OUTPUTS_AT_ONCE,
             BLOCK=block,
             num_warps=4,
+            **self._early,
         )
         return out
 
@@ -88,13 +110,14 @@ class TritonOps:
             NORM=weight is not None,
             BLOCK=block,
             num_warps=min(max(block // 512, 1), 16),
+            **self._early,
         )
 
     def gate(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
         kernels.gate[(rows, triton.cdiv(size, _GATE_BLOCK))](
-            gate_up, out, size, GELU=activation == "gelu_tanh", BLOCK=_GATE_BLOCK, num_warps=4
+            gate_up, out, size, GELU=activation == "gelu_tanh", BLOCK=_GATE_BLOCK, num_warps=4, **self._early
         )
         return out
 
@@ -152,6 +175,7 @@ class TritonOps:
             FP8=pool.is_fp8,
             BLOCK=_HEADS_AT_ONCE,
             num_warps=4,
+            **self._early,
         )
         return q, qkv[:, heads.query : heads.query + heads.kv], qkv[:, heads.query + heads.kv :]
 
@@ -170,9 +194,9 @@ class TritonOps:
         tokens = torch.empty(rows, dtype=torch.int64, device=device)
         finite = torch.empty(rows, dtype=torch.bool, device=device)
         kernels.best_of_block[(rows, blocks)](
-            logits, temperatures, keys, scores, best, vocab, blocks, BLOCK=VOCAB_BLOCK, num_warps=8
+            logits, temperatures, keys, scores, best, vocab, blocks, BLOCK=VOCAB_BLOCK, num_warps=8, **self._early
         )
         kernels.best_of_blocks[(rows,)](
-            scores, best, tokens, finite, blocks, BLOCK=triton.next_power_of_2(blocks), num_warps=1
+            scores, best, tokens, finite, blocks, BLOCK=triton.next_power_of_2(blocks), num_warps=1, **self._early
         )
         return tokens, finite

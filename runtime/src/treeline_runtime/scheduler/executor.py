@@ -29,6 +29,7 @@ from treeline_runtime.sampling.logprobs import ROWS_AT_ONCE, Logprobs
 from treeline_runtime.scheduler.forward import DecodeInputs, Forward, Tokens
 from treeline_runtime.scheduler.graphs import DecodeGraphs
 from treeline_runtime.scheduler.pooled import Pooled
+from treeline_runtime.scheduler.prompt_graphs import PromptGraphs
 from treeline_runtime.scheduler.table import TableManager
 from treeline_runtime.transfer import Readback, upload
 
@@ -122,9 +123,10 @@ class Executor:
         device: torch.device,
         kv_dtype: torch.dtype | None = None,
         largest_graph: int = 0,
+        largest_prompt_graph: int = 0,
     ) -> None:
         """kv_dtype: of the KV cache; by default the model's. largest_graph: sequences of the largest decode batch that
-        is captured; 0: none is."""
+        is captured, largest_prompt_graph: tokens of the largest step of prompts; 0: none is."""
         shape = model.config
         self._model = model
         self._table = table
@@ -146,6 +148,7 @@ class Executor:
             )
             self._forward = Forward(model, self._attention, table)
             self._graphs = DecodeGraphs(self._forward, self._attention, table, largest_graph, device)
+            self._prompts = PromptGraphs(self._forward, self._attention, table, largest_prompt_graph, device)
 
     def launch(self, batch: Batch) -> Launched:
         """Compute the batch; pages for all of it are in the table."""
@@ -164,13 +167,11 @@ class Executor:
             logits, tokens, kv_finite = self._graphs.replay(inputs, batch.ends)
             return self._finish(batch, list(range(len(batch.reqs))), logits, tokens, kv_finite, [])
         rows = np.array([req.row for req in batch.reqs], dtype=np.int64)
-        positions = np.concatenate(
-            [np.arange(start, end, dtype=np.int64) for start, end in zip(batch.starts, batch.ends, strict=True)]
-        )
+        positions = [np.arange(start, end) for start, end in zip(batch.starts, batch.ends, strict=True)]
+        cells = np.stack((np.repeat(rows, batch.q_lens), np.concatenate(positions))).astype(np.int32)
         rows_there = upload(rows, self._device)
         plan = self._attention.plan(Layout(batch.q_lens, batch.ends, self._table.page_table, rows_there))
-        token_rows = upload(np.repeat(rows, batch.q_lens), self._device)
-        hidden, kv_finite = self._forward.hidden(token_rows, upload(positions, self._device), plan)
+        hidden, kv_finite = self._prompts.hidden(cells, plan)
         if self._model.pooler is not None:
             launched = Launched(batch, [], kv_finite, None)
             launched.pooled = Pooled(batch, hidden, self._model.pooler)
@@ -202,9 +203,8 @@ class Executor:
     def _compute_for_nobody(self, length: int) -> None:
         row = np.array([self._table.scratch_row])
         layout = Layout([length], [length], self._table.page_table, upload(row, self._device))
-        token_rows = upload(np.repeat(row, length), self._device)
-        plan = self._attention.plan(layout)
-        hidden, _ = self._forward.hidden(token_rows, upload(np.arange(length), self._device), plan)
+        cells = np.stack((np.repeat(row, length), np.arange(length))).astype(np.int32)
+        hidden, _ = self._prompts.hidden(cells, self._attention.plan(layout))
         if self._model.pooler is not None:
             Readback(self._model.pooler.select(hidden, [0], [length], [True])).get()
             return

@@ -13,6 +13,7 @@ import torch
 from treeline_runtime.attention import AttentionBackend
 from treeline_runtime.core import Context, Req
 from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.ops import Tables
 from treeline_runtime.sampling import needs_more
 from treeline_runtime.sampling.noise import row_keys
 from treeline_runtime.scheduler.table import TableManager
@@ -87,15 +88,19 @@ class Forward:
         self._attention = attention
         self._table = table
 
-    def hidden(self, rows: torch.Tensor, positions: torch.Tensor, plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """rows, positions (tokens,): the cells of the input → hidden states, whether keys and values are finite."""
+    def hidden(
+        self, rows: torch.Tensor, positions: torch.Tensor, plan: Any, attention: AttentionBackend | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """rows, positions (tokens,) int32: the cells of the input → hidden states, whether keys and values are finite.
+
+        attention: who attends instead of the backend."""
+        cos, sin = self._model.rope
         page_size = self._attention.pool.page_size
-        pages = self._table.page_table[rows, positions // page_size]
-        slots = pages * page_size + positions % page_size
-        cos, sin = self._model.rope(positions)
-        unfinite = torch.zeros(len(rows), dtype=torch.int32, device=rows.device)
-        context = Context(self._attention, plan, slots, cos, sin, unfinite)
-        hidden = self._model.forward(self._table.token_pool[rows, positions], context)
+        tables = Tables(self._table.token_pool, self._table.page_table, page_size, cos, sin)
+        found = self._model.ops.look_up(rows, positions, tables)
+        attention = self._attention if attention is None else attention
+        context = Context(attention, plan, found.slots, found.cos, found.sin, found.unfinite)
+        hidden = self._model.forward(found.ids, context)
         return hidden, self._model.ops.stored_finite(context)
 
     def empty_logits(self, rows: int) -> torch.Tensor:
@@ -109,7 +114,7 @@ class Forward:
         """hidden (rows, hidden) → logits (rows, vocabulary), in `out` if given; tokens, which are in the table too."""
         logits = self._model.logits(hidden, out)
         tokens = Tokens(*self._model.ops.choose(logits, inputs.temperatures, inputs.keys))
-        self._table.token_pool[inputs.rows, inputs.positions + 1] = tokens.ids
+        self._model.ops.put(tokens.ids, self._table.token_pool[:, 1:], inputs.rows, inputs.positions)
         return logits, tokens
 
     def decode(

@@ -151,6 +151,7 @@ class Residence:
                 kv_dtype=limits.kv_dtype,
                 device=limits.device,
                 largest_graph=limits.max_graph_batch,
+                largest_prompt_graph=limits.max_graph_tokens,
             )
 
 

@@ -13,6 +13,7 @@ from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import resolve_context_length, resolve_device, resolve_dtype, resolve_kv_dtype
 from treeline_runtime.scheduler.memory import bytes_per_token, num_pages
+from treeline_runtime.scheduler.prompt_graphs import worth_capturing
 
 GIB = 1 << 30
 OTHER_BYTES = GIB
@@ -36,6 +37,7 @@ class Resolved:
     chunked_prefill_size: int
     overlap_depth: int
     max_graph_batch: int
+    max_graph_tokens: int
     reserved_bytes: int
     """On a CUDA device, besides weights and KV pool."""
 
@@ -66,6 +68,8 @@ def resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
     graphs = min(running, LARGEST_GRAPH) if config.max_graph_batch is None else min(running, config.max_graph_batch)
     if model.pooler is not None:
         graphs = 0  # nothing is decoded
+    prompt_graphs = worth_capturing(model.config) if config.max_graph_tokens is None else config.max_graph_tokens
+    prompt_graphs = min(prompt_graphs, chunk)
     context_length = resolve_context_length(config, model.config)
     reserved = 0 if on_cpu else _reserved(running, graphs, chunk, context_length, model.config, dtype)
     return Resolved(
@@ -81,6 +85,7 @@ def resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
         chunked_prefill_size=-(-chunk // config.page_size) * config.page_size,
         overlap_depth=(0 if on_cpu else 1) if config.overlap_depth is None else config.overlap_depth,
         max_graph_batch=0 if on_cpu else graphs,
+        max_graph_tokens=0 if on_cpu else prompt_graphs,
         reserved_bytes=reserved,
     )
 

@@ -1,0 +1,205 @@
+"""Steps of prompts as CUDA graphs: the host needs longer to launch a short step than the device to run it.
+
+Decode steps are captured whole (`graphs.py`), as all their sequences have one new token. Prompts have any lengths, and
+FlashInfer plans anew for each step, so a step is captured in pieces: all that lies between two calls of attention,
+which depends on the number of tokens alone. Attention itself runs between the pieces, on as many tokens as there are.
+A step runs in the smallest size that holds it; what is left over are tokens of the table's scratch row.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from treeline_runtime.attention import AttentionBackend
+from treeline_runtime.models.config import ModelConfig
+from treeline_runtime.scheduler.forward import Forward
+from treeline_runtime.scheduler.table import TableManager
+from treeline_runtime.transfer import pinned, upload
+
+logger = logging.getLogger(__name__)
+
+_LEAST, _MOST = 256, 4096
+_WORTH = 1.1e11
+"""Weights of a layer times tokens, beyond which the device needs longer for a layer than the host to launch it: about
+360 µs, of which an H200 makes 600 TFLOP/s."""
+
+
+def worth_capturing(model: ModelConfig) -> int:
+    """Tokens of a step up to which graphs save time."""
+    heads = model.num_heads + model.num_kv_heads
+    inner = model.intermediate_size if model.moe is None else model.moe.top_k * model.moe.intermediate_size
+    weights = model.hidden_size * (2 * heads * model.head_dim + 3 * inner)
+    return min(max(int(_WORTH / weights), _LEAST), _MOST)
+
+
+def sizes_up_to(largest: int) -> list[int]:
+    """Four for each power of two from 64 on, every 16 below: at most a quarter of a step is padding."""
+    sizes: list[int] = []
+    step = 16
+    while (sizes[-1] if sizes else 0) < largest:
+        sizes.append(min((sizes[-1] if sizes else 0) + step, largest))
+        step = max(16, 1 << (sizes[-1].bit_length() - 3))
+    return sizes
+
+
+class _Memory:
+    """A tensor's memory without the tensor: whoever made it may use it for something else once it is read."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+            "typestr": f"<i{size}",  # numpy has no bfloat16
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements, without keeping the memory from others of the graphs' pool: as pieces run in the order in
+    which they were captured, the next to use it does so when this use is over."""
+    return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Attend:
+    """A call of attention between two pieces."""
+
+    layer: int
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sinks: torch.Tensor | None
+    out: torch.Tensor
+
+
+class _Passing:
+    """In the place of attention, while kernels are compiled and chosen: all that is attended to is zero."""
+
+    def __init__(self, attention: AttentionBackend) -> None:
+        self.pool = attention.pool
+        self._size = attention.num_heads * attention.head_dim
+
+    def forward(self, layer: int, q: torch.Tensor, *_: Any) -> torch.Tensor:
+        return torch.zeros(len(q), self._size, dtype=q.dtype, device=q.device)
+
+
+class _Pieces:
+    """In the place of attention while a step is captured: a call ends one graph and begins the next."""
+
+    def __init__(self, attention: AttentionBackend, memory: Any) -> None:
+        self.pool = attention.pool
+        self._size = attention.num_heads * attention.head_dim
+        self._memory = memory
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.calls: list[_Attend] = []
+
+    def begin(self) -> None:
+        self.graphs.append(torch.cuda.CUDAGraph())
+        # an application around the engine may use the device in its own threads meanwhile
+        self.graphs[-1].capture_begin(pool=self._memory, capture_error_mode="thread_local")
+
+    def end(self) -> None:
+        self.graphs[-1].capture_end()
+
+    def forward(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: Any,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        out = torch.empty(len(q), self._size, dtype=q.dtype, device=q.device)
+        self.end()
+        self.calls.append(_Attend(layer, _borrowed(q), _borrowed(k), _borrowed(v), sinks, _borrowed(out)))
+        self.begin()
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Captured:
+    cells: torch.Tensor
+    """(2, size) int32: rows and positions."""
+    graphs: list[torch.cuda.CUDAGraph]
+    calls: list[_Attend]
+    """One fewer than graphs."""
+    outputs: tuple[torch.Tensor, torch.Tensor]
+    """Of `Forward.hidden`."""
+
+
+class PromptGraphs:
+    """largest: tokens of the largest step that is captured; 0: none is."""
+
+    def __init__(
+        self, forward: Forward, attention: AttentionBackend, table: TableManager, largest: int, device: torch.device
+    ) -> None:
+        self._forward = forward
+        self._attention = attention
+        self._table = table
+        self._device = device
+        self._sizes = sizes_up_to(largest) if device.type == "cuda" else []
+        self._captured: dict[int, _Captured] = {}
+        if self._sizes:
+            self._capture()
+
+    @torch.inference_mode()
+    def _capture(self) -> None:
+        started, free = time.perf_counter(), torch.cuda.mem_get_info(self._device)[0]
+        memory = torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            for size in reversed(self._sizes):
+                self._captured[size] = self._capture_one(size, memory)
+        torch.cuda.synchronize(self._device)
+        logger.info(
+            "captured steps of prompts of %d sizes up to %d tokens: %.1f s, %.2f GiB", len(self._sizes),
+            self._sizes[-1], time.perf_counter() - started,
+            (free - torch.cuda.mem_get_info(self._device)[0]) / (1 << 30),
+        )  # fmt: skip
+
+    def _capture_one(self, size: int, memory: Any) -> _Captured:
+        cells = upload(self._cells(size), self._device)
+        passing: Any = _Passing(self._attention)
+        self._forward.hidden(cells[0], cells[1], None, passing)
+        torch.cuda.synchronize(self._device)
+        pieces = _Pieces(self._attention, memory)
+        between: Any = pieces
+        pieces.begin()
+        hidden, finite = self._forward.hidden(cells[0], cells[1], None, between)
+        pieces.end()
+        return _Captured(cells, pieces.graphs, pieces.calls, (_borrowed(hidden), _borrowed(finite)))
+
+    def _cells(self, size: int) -> npt.NDArray[np.int32]:
+        """So many tokens of nobody."""
+        cells = np.zeros((2, size), dtype=np.int32)
+        cells[0] = self._table.scratch_row
+        return cells
+
+    def hidden(self, cells: npt.NDArray[np.int32], plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """`Forward.hidden` of cells (2, tokens): rows and positions. The next step may overwrite the result."""
+        tokens = cells.shape[1]
+        at = bisect_left(self._sizes, tokens)
+        if at == len(self._sizes):
+            there = upload(cells, self._device)
+            return self._forward.hidden(there[0], there[1], plan)
+        captured = self._captured[self._sizes[at]]
+        padded = self._cells(self._sizes[at])
+        padded[:, :tokens] = cells
+        captured.cells.copy_(pinned(padded, self._device), non_blocking=True)
+        captured.graphs[0].replay()
+        for graph, call in zip(captured.graphs[1:], captured.calls, strict=True):
+            q, k, v, out = (x[:tokens] for x in (call.q, call.k, call.v, call.out))
+            self._attention.forward(call.layer, q, k, v, plan, call.sinks, out)
+            graph.replay()
+        hidden, finite = captured.outputs
+        return hidden[:tokens], finite[:tokens]
