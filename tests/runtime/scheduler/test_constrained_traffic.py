@@ -32,7 +32,11 @@ def test_random_traffic(tiny: Path, settings: dict[str, Any]) -> None:
         if action < 0.4:
             rid, ids = str(len(asked)), rng.choice(families)[: rng.randint(1, 12)] + prompt(rng.randint(0, 9), 3)
             rule = rng.choice([None, alternating, follows, only(90, 3, 3, 64, 31, 32, 0, 95)])
-            options = {"max_new_tokens": rng.choice([0, 1, 12, 40, 40]), "temperature": rng.choice([0.0, 1.2]), "seed": 5}
+            options = {
+                "max_new_tokens": rng.choice([0, 1, 12, 40, 40]),
+                "temperature": rng.choice([0.0, 1.2]),
+                "seed": 5,
+            }
             asked[rid] = ids, rule, options
             fails, after = rng.choice(["", "", "", "", "fill", "accept"]), rng.randint(0, 9)
             engine.ask(rid, ids, Toy(rule, fails=fails, after=after) if rule else None, **options)
