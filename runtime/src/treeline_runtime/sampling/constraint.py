@@ -21,11 +21,11 @@ class Constraint(Protocol):
     """
 
     def accept(self, token: int) -> None:
-        """The output is longer by `token`. Raises where that is not allowed: the request ends with what is raised."""
+        """The output is longer by `token`. Raises where that is not allowed; that ends the request, with an error."""
 
     def fill(self, row: npt.NDArray[np.int32]) -> None:
-        """row (words,) of zeros: set bit i % 32 of word i // 32 where token i is allowed next. Bits beyond the
-        vocabulary mean nothing. Raises as `accept`."""
+        """row (words,) of zeros, not to be kept: set bit i % 32 of word i // 32 where token i is allowed next. Bits
+        beyond the vocabulary mean nothing. What is raised ends the request, as with `accept`."""
 
     @property
     def finished(self) -> bool:
