@@ -82,6 +82,7 @@ class Constrained(Harness):
         super().__init__(model, overlap_depth=min(overlap_depth, 1), **settings)
         self.limits = dataclasses.replace(self.limits, overlap_depth=overlap_depth)
         self.toys: dict[str, Toy] = {}
+        self._watched: dict[str, Toy] = {}
         new_req = self._arrivals.new_req
 
         def constrained(message: GenerateReq) -> Req:
@@ -93,14 +94,16 @@ class Constrained(Harness):
 
     def ask(self, rid: str, ids: list[int], toy: Toy | None = None, **options: Any) -> None:
         if toy is not None:
-            self.toys[rid] = toy
+            self.toys[rid] = self._watched[rid] = toy
         self.submit(rid, ids, **options)
 
     def step(self) -> bool:
         worked = super().step()
-        for rid, toy in self.toys.items():
-            told = self.tokens(rid) if rid in self.outs else []
-            assert toy.output == told, f"{rid} was told what it did not take"
+        for rid, toy in list(self._watched.items()):
+            taken = self.tokens(rid) if rid in self.outs else []
+            assert toy.output == taken, f"{rid} was told what it did not take"
+            if rid in self.outs and self.last(rid).finish is not None and self.is_idle:
+                del self._watched[rid]
         return worked
 
     def fault(self, rid: str) -> str:

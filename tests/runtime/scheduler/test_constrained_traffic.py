@@ -27,7 +27,7 @@ def test_random_traffic(tiny: Path, settings: dict[str, Any]) -> None:
     engine, calm = Constrained(tiny, **settings), Constrained(tiny)
     families = [prompt(seed, 12) for seed in range(3)]
     asked: dict[str, tuple[list[int], Rule | None, dict[str, Any]]] = {}
-    for _ in range(140):
+    for _ in range(100):
         action = rng.random()
         if action < 0.4:
             rid, ids = str(len(asked)), rng.choice(families)[: rng.randint(1, 12)] + prompt(rng.randint(0, 9), 3)
