@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from treeline_runtime.kvcache import Node, Pages
     from treeline_runtime.models.pooler import Vector
     from treeline_runtime.models.pooling import Pooling
+    from treeline_runtime.sampling import Constraint
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +52,8 @@ class Req:
     needs_all: bool = False
     """A vector is made of every position's hidden state: the cache supplies none of them."""
     return_hidden_states: bool = False
+    constraint: Constraint | None = None
+    """What its output must obey; it has accepted exactly that output. None: anything goes."""
 
     # waiting: filled by PrefillManager
     key: bytes = b""
@@ -132,6 +135,20 @@ class Req:
     @property
     def output_len(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    def take_token(self, token: int) -> FinishReason | None:
+        """The output is longer by `token`. → why it ends there; None if it does not. Raises what the constraint
+        raises, and then the output is as it was."""
+        done = False
+        if self.constraint is not None:
+            self.constraint.accept(token)
+            done = self.constraint.finished
+        self.tokens.append(token)
+        if token in self.stop_ids and self.output_len > self.sampling.min_new_tokens:
+            return FinishReason("stop", matched=token)
+        if done:
+            return FinishReason("stop")
+        return FinishReason("length") if self.output_len >= self.max_new_tokens else None
 
     @property
     def wants_input_logprobs(self) -> bool:

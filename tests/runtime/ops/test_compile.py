@@ -22,6 +22,7 @@ from treeline_runtime.kvcache import KVPool
 from treeline_runtime.models.moe_config import ClampedGate
 from treeline_runtime.models.scoring import PLAIN, Scoring
 from treeline_runtime.ops import Experts, Heads, Tables
+from treeline_runtime.sampling import mask_words
 from treeline_runtime.sampling.noise import row_keys
 from treeline_runtime.scheduler.forward import DecodeInputs
 
@@ -166,6 +167,7 @@ def operations(shape: Shape) -> None:
     storing(shape, a_pool(shape))
     keys = torch.from_numpy(row_keys(range(2), range(2)))
     ops.choose(noise(2, shape.vocab), torch.zeros(2), keys)
+    ops.forbid(torch.zeros(2, shape.vocab), torch.zeros(2, mask_words(shape.vocab), dtype=torch.int32))
 
 
 def storing(shape: Shape, pool: KVPool) -> None:
@@ -315,6 +317,8 @@ def test_steps_of_all_sizes_share_their_kernels(launches: list[Launch]) -> None:
         angles = noise(2, 64, shape.rotary)
         found = ops.look_up(inputs.rows, inputs.positions, Tables(table, table, 16, angles, angles))
         ops.put(found.ids, table[:, 1:], inputs.rows, inputs.positions)
+        masks = torch.zeros(sequences, mask_words(shape.vocab), dtype=torch.int32)
+        ops.forbid(torch.zeros(sequences, shape.vocab), masks)
     variants: dict[Any, set[Any]] = {}
     for launch in launches:
         variants.setdefault(launch.kind, set()).add(launch.variant)

@@ -144,3 +144,9 @@ class Ops(Protocol):
 
         temperatures (rows,) float32, 0 = greedy; keys (rows, 2) int32 of `sampling.noise.row_keys`.
         """
+
+    def forbid(self, logits: torch.Tensor, masks: torch.Tensor) -> None:
+        """logits (rows, vocabulary), contiguous, become -inf where they may not be chosen: NaN as well.
+
+        masks (rows, words) int32: token i is allowed if bit i % 32 of word i // 32 is set.
+        """

@@ -105,6 +105,11 @@ class TorchOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return choose(logits, temperatures, keys)
 
+    def forbid(self, logits: torch.Tensor, masks: torch.Tensor) -> None:
+        places = torch.arange(32, dtype=torch.int32, device=masks.device)
+        bits = masks[:, :, None].bitwise_right_shift(places).bitwise_and_(1).flatten(1)
+        logits.masked_fill_(bits[:, : logits.shape[1]] == 0, float("-inf"))
+
 
 def _clamped_gate(gate_up: torch.Tensor, clamped: ClampedGate) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)

@@ -68,7 +68,7 @@ def choose(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor)
 
 
 def sample(logits: torch.Tensor, rows: list[Row]) -> torch.Tensor:
-    """logits (rows, vocabulary) float32, may be overwritten → token ids (rows,) int64. Never waits for the device,
+    """logits (rows, vocabulary) float32, adjusted in place → token ids (rows,) int64. Never waits for the device,
     but where top_p or min_p leave more than `RANKED` tokens of a row.
 
     Order: penalties, bias, minimum length; temperature; then top_k, top_p of what is left, min_p.

@@ -3,10 +3,14 @@
 `launch` reads its input tokens from the table and writes the sampled ones there, so on a GPU the next launch can be
 issued before this one's result is known on the CPU; nothing in it waits for the device. It changes no request: a launch
 that raises can be tried again.
+
+What a constrained row may become depends on its last token, which the CPU may not know yet. `launch` computes its
+logits as those of every row, and `sample_delayed` samples it once the results before are known.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -24,7 +28,7 @@ from treeline_runtime.kvcache import KVPool, Pages
 from treeline_runtime.messages import TokenLogprob
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.pooler import Vector
-from treeline_runtime.sampling import Row, needs_history, needs_more, sample
+from treeline_runtime.sampling import Row, fill_masks, mask_words, needs_history, needs_more, sample
 from treeline_runtime.sampling.logprobs import ROWS_AT_ONCE, Logprobs
 from treeline_runtime.scheduler.forward import DecodeInputs, Forward, Tokens
 from treeline_runtime.scheduler.graphs import DecodeGraphs
@@ -32,6 +36,8 @@ from treeline_runtime.scheduler.pooled import Pooled
 from treeline_runtime.scheduler.prompt_graphs import PromptGraphs
 from treeline_runtime.scheduler.table import TableManager
 from treeline_runtime.transfer import Readback, upload
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -52,16 +58,39 @@ class Sampled:
 
 
 NOT_FINITE = "the model computed NaN or infinity"
+NOTHING_ALLOWED = "no token is allowed: the request's constraint and its logit_bias and min_tokens leave none"
+
+
+@dataclass(slots=True)
+class Step:
+    """What a launch left on the device to choose tokens from. The next launch may overwrite it."""
+
+    reqs: list[Req]
+    """Those who sample, and how long they are then, without the sampled token."""
+    ends: list[int]
+    logits: torch.Tensor
+    """(requests, vocabulary), the model's own."""
+    tokens: Tokens
+    kv_finite: torch.Tensor
+    """(tokens of the batch,)"""
+    allowed: torch.Tensor | None = None
+    """(requests,) bool, where some are constrained: whether there was a token for them to choose."""
 
 
 class Launched:
     """A batch on the device. `result` waits for it."""
 
-    def __init__(self, batch: Batch, sampling: list[int], kv_finite: torch.Tensor, tokens: Tokens | None) -> None:
-        """sampling: indices into batch.reqs of those who sample; kv_finite (tokens of the batch,)."""
+    def __init__(self, batch: Batch, sampling: list[int]) -> None:
+        """sampling: indices into batch.reqs of those who sample."""
         self.batch = batch
-        self._sampling = sampling
-        self._copies = Readback(kv_finite, *((tokens.ids, tokens.finite) if tokens is not None else ()))
+        self.sampling = sampling
+        self._copies: Readback | None = None
+        self.delayed: Step | None = None
+        """Of a batch with constrained rows, until they are sampled: the result is not on its way before."""
+        self.unsampled: dict[int, str] = {}
+        """Index among those who sample → why a constrained one could not."""
+        self.error: Exception | None = None
+        """What kept the result from being sent on its way; `result` raises it."""
         self.input_logprobs: list[tuple[int, Logprobs]] = []
         """Index into batch.reqs → logprobs of some of its prompt tokens, in order."""
         self.logprobs: tuple[list[int], Logprobs] | None = None
@@ -71,16 +100,20 @@ class Launched:
         self.hidden_states: list[tuple[int, Readback]] = []
         """Index into batch.reqs → hidden states of its tokens."""
 
+    def read_back(self, kv_finite: torch.Tensor, *sampled: torch.Tensor) -> None:
+        """Send the result on its way. kv_finite (tokens of the batch,); of those who sample, if any, tokens, whether
+        logits are finite, and where some are constrained, whether there was a token to choose."""
+        self._copies = Readback(kv_finite, *sampled)
+
     def result(self) -> list[Sampled]:
         """One per request of the batch."""
+        if self.error is not None:
+            raise self.error
+        assert self._copies is not None, "constrained rows are not sampled yet"
         results = [Sampled() for _ in self.batch.reqs]
         kv_finite, *sampled = (copy.numpy() for copy in self._copies.get())
         if sampled:
-            tokens, finite = sampled
-            for i, token, is_finite in zip(self._sampling, tokens.tolist(), finite.tolist(), strict=True):
-                results[i].token = token
-                if not is_finite:
-                    results[i].failed = NOT_FINITE
+            self._take_tokens(results, *(copy.tolist() for copy in sampled))
         if not kv_finite.all():
             firsts = np.cumsum([0, *self.batch.q_lens[:-1]])
             for result, is_finite in zip(results, np.logical_and.reduceat(kv_finite, firsts), strict=True):
@@ -94,6 +127,18 @@ class Launched:
         for i, copy in self.hidden_states:
             results[i].hidden_states = copy.get()[0].numpy().copy()  # the batch's whole tensor need not stay
         return results
+
+    def _take_tokens(
+        self, results: list[Sampled], tokens: list[int], finite: list[bool], allowed: list[bool] | None = None
+    ) -> None:
+        for j, (i, token) in enumerate(zip(self.sampling, tokens, strict=True)):
+            results[i].token = token
+            if not finite[j]:
+                results[i].failed = NOT_FINITE
+            elif j in self.unsampled:
+                results[i].failed = self.unsampled[j]
+            elif allowed is not None and not allowed[j]:
+                results[i].failed = NOTHING_ALLOWED
 
     def _take_logprobs(self, results: list[Sampled]) -> None:
         for i, logprobs in self.input_logprobs:
@@ -173,14 +218,16 @@ class Executor:
         plan = self._attention.plan(Layout(batch.q_lens, batch.ends, self._table.page_table, rows_there))
         hidden, kv_finite = self._prompts.hidden(cells, plan)
         if self._model.pooler is not None:
-            launched = Launched(batch, [], kv_finite, None)
+            launched = Launched(batch, [])
+            launched.read_back(kv_finite)
             launched.pooled = Pooled(batch, hidden, self._model.pooler)
             return launched
         input_logprobs = self._input_logprobs(batch, hidden)
         hidden_states = _hidden_states(batch, hidden) if wants_hidden else []
         sampling = [i for i, samples in enumerate(batch.samples) if samples]
         if not sampling:
-            launched = Launched(batch, sampling, kv_finite, None)
+            launched = Launched(batch, sampling)
+            launched.read_back(kv_finite)
             launched.input_logprobs = input_logprobs
             launched.hidden_states = hidden_states
             return launched
@@ -210,7 +257,9 @@ class Executor:
             return
         no_keys = np.zeros((1, 2), dtype=np.int32)
         inputs = DecodeInputs([self._table.scratch_row], [length - 1], [1.0], no_keys)
-        _, tokens = self._forward.choose(hidden[-1:], inputs.on(self._device))
+        logits, tokens = self._forward.choose(hidden[-1:], inputs.on(self._device))
+        masks = torch.zeros(1, mask_words(logits.shape[1]), dtype=torch.int32, device=self._device)
+        self._model.ops.forbid(logits.float(), masks)
         Readback(tokens.ids).get()
 
     @torch.inference_mode()
@@ -227,26 +276,79 @@ class Executor:
         kv_finite: torch.Tensor,
         input_logprobs: list[tuple[int, Logprobs]],
     ) -> Launched:
-        """Sample what takes more than a temperature, and start the results on their way."""
-        reqs = [batch.reqs[i] for i in sampling]
-        wanted = [j for j, req in enumerate(reqs) if req.return_logprob]
-        more = [j for j, req in enumerate(reqs) if needs_more(req.sampling)]
-        if more:
-            ends = [batch.ends[sampling[j]] for j in more]
-            sampled = [self._row(reqs[j], end) for j, end in zip(more, ends, strict=True)]
-            where = upload(np.array(more), self._device)
-            ids = sample(logits[where].float(), sampled)
-            tokens.ids[where] = ids
-            cells = upload(np.array([[reqs[j].row for j in more], ends]), self._device)
-            self._table.token_pool[cells[0], cells[1]] = ids
-        launched = Launched(batch, sampling, kv_finite, tokens)
+        """Sample free rows that take more than a temperature; without constrained ones, results start on their way."""
+        ends = [batch.ends[i] for i in sampling]
+        step = Step([batch.reqs[i] for i in sampling], ends, logits, tokens, kv_finite)
+        launched = Launched(batch, sampling)
         launched.input_logprobs = input_logprobs
+        free = [j for j, req in enumerate(step.reqs) if req.constraint is None]
+        if more := [j for j in free if needs_more(step.reqs[j].sampling)]:
+            self._sample(step, more)
+        if len(free) < len(step.reqs):
+            launched.delayed = step
+        else:
+            self._read_back(launched, step)
+        return launched
+
+    def sample_delayed(self, launched: Launched) -> None:
+        """Sample the constrained rows of the newest batch, whose constraints know all results before it; then its
+        results start on their way. What a constraint raises is the result of its request alone; raises nothing."""
+        step, launched.delayed = launched.delayed, None
+        assert step is not None
+        try:
+            with torch.inference_mode(), self._on_device():
+                step.allowed = torch.ones(len(step.reqs), dtype=torch.bool, device=self._device)
+                launched.unsampled = self._sample_constrained(step)
+                self._read_back(launched, step)
+        except Exception as error:  # a device in trouble
+            launched.error = error
+
+    def _sample_constrained(self, step: Step) -> dict[int, str]:
+        """→ which rows could not be sampled, and why. Nobody will look at the rows of those who have ended."""
+        constrained = [(j, req.constraint) for j, req in enumerate(step.reqs) if req.finish is None]
+        live = [(j, constraint) for j, constraint in constrained if constraint is not None]
+        if not live:
+            return {}
+        rows, constraints = zip(*live, strict=True)
+        masks, failed = fill_masks(constraints, step.logits.shape[1], self._device)
+        return self._sample_each(step, list(rows), masks) | {rows[i]: message for i, message in failed.items()}
+
+    def _sample_each(self, step: Step, rows: list[int], masks: torch.Tensor) -> dict[int, str]:
+        """`_sample`; if that fails, row by row. → those for which it does, and why."""
+        try:
+            self._sample(step, rows, masks)
+        except Exception as error:
+            logger.exception("%d constrained rows could not be sampled", len(rows))
+            if len(rows) == 1:
+                return {rows[0]: f"internal error: {error!r}"}
+            alone = (self._sample_each(step, rows[i : i + 1], masks[i : i + 1]) for i in range(len(rows)))
+            return {row: message for failed in alone for row, message in failed.items()}
+        return {}
+
+    def _sample(self, step: Step, rows: list[int], masks: torch.Tensor | None = None) -> None:
+        """Sample rows of a step by all of their parameters. masks: what they may choose, for `Ops.forbid`."""
+        reqs, ends = [step.reqs[j] for j in rows], [step.ends[j] for j in rows]
+        where = upload(np.array(rows), self._device)
+        logits = step.logits[where].float()
+        if masks is not None:
+            self._model.ops.forbid(logits, masks)
+        ids = sample(logits, [self._row(req, end) for req, end in zip(reqs, ends, strict=True)])
+        step.tokens.ids[where] = ids
+        cells = upload(np.array([[req.row for req in reqs], ends]), self._device)
+        self._table.token_pool[cells[0], cells[1]] = ids
+        if step.allowed is not None:
+            step.allowed[where] = logits.gather(1, ids[:, None]).squeeze(1) > float("-inf")
+
+    def _read_back(self, launched: Launched, step: Step) -> None:
+        """Start the results on their way, with the logprobs of what was chosen."""
+        allowed = () if step.allowed is None else (step.allowed,)
+        launched.read_back(step.kv_finite, *step.tokens, *allowed)
+        wanted = [j for j, req in enumerate(step.reqs) if req.return_logprob]
         if wanted:
             where = upload(np.array(wanted), self._device)
-            top = max(reqs[j].top_logprobs_num for j in wanted)
-            logprobs = Logprobs(logits[where].float(), tokens.ids[where], top)
-            launched.logprobs = [sampling[j] for j in wanted], logprobs
-        return launched
+            top = max(step.reqs[j].top_logprobs_num for j in wanted)
+            logprobs = Logprobs(step.logits[where].float(), step.tokens.ids[where], top)
+            launched.logprobs = [launched.sampling[j] for j in wanted], logprobs
 
     def _row(self, req: Req, end: int) -> Row:
         history = self._table.token_pool[req.row, :end] if needs_history(req.sampling) else None

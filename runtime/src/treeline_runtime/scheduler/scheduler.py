@@ -7,6 +7,8 @@ makes depth 1 safe:
 - a request counts the launched batches that hold it (`in_flight`); whatever ends it queues its terminal message at
   once, but its pages, row and lock are released only when that count is zero;
 - a batch that still holds a finished request is computed for nothing there, and its result is dropped;
+- constrained rows are launched with the rest, and sampled once all results before theirs are taken (`_sample_delayed`),
+  still before the next launch;
 - memory is taken back from running requests (retraction) only when nothing is in flight.
 
 A `Transport` carries its messages; what a step has to say goes there through a `Reporter`, at its end.
@@ -147,10 +149,10 @@ class Scheduler:
         batch = self._next_batch()
         if batch is not None:
             self._launch(batch)
+            self._sample_delayed()
             self.profiler.step()
         worked = bool(messages or self._pending or self.reporter.has_tokens)
-        while len(self._pending) > (self.limits.overlap_depth if batch is not None else 0):
-            self._process(*self._pending.popleft())
+        self._process_all_but(self.limits.overlap_depth if batch is not None else 0)
         if worked:
             self._end_step()
         return worked
@@ -208,7 +210,9 @@ class Scheduler:
                 self._fail(batch.reqs[0], f"internal error: {error!r}")
                 return
             for one in batch.apart():
-                self._launch(one)
+                if one.reqs[0].finish is None:  # sampling the one before takes results, which may end this one
+                    self._launch(one)
+                    self._sample_delayed()
             return
         for req, end, samples in zip(batch.reqs, batch.ends, batch.samples, strict=True):
             req.in_flight += 1
@@ -218,6 +222,18 @@ class Scheduler:
                 self.decode.running[req.rid] = req
             elif end == len(req.tokens):
                 self._last_step[req.rid] = req
+
+    def _sample_delayed(self) -> None:
+        """Constrained rows of the newest batch: what they may become, their constraints know at the tokens before."""
+        if self._pending and self._pending[-1][0].delayed is not None:
+            self._process_all_but(1)
+            launched, _ = self._pending[0]
+            self.activity.begin("sampling constrained rows", launched.batch)
+            self.executor.sample_delayed(launched)
+
+    def _process_all_but(self, count: int) -> None:
+        while len(self._pending) > count:
+            self._process(*self._pending.popleft())
 
     def _process(self, launched: Launched, started: float) -> None:
         """Take the results of one batch into the requests."""
@@ -270,13 +286,7 @@ class Scheduler:
                     self._finish(req, FinishReason("length"))
                 return
         assert result.token is not None
-        req.tokens.append(result.token)
-        finish = None
-        if result.token in req.stop_ids and req.output_len > req.sampling.min_new_tokens:
-            finish = FinishReason("stop", matched=result.token)
-        elif req.output_len >= req.max_new_tokens:
-            finish = FinishReason("length")
-        if finish is not None:
+        if (finish := req.take_token(result.token)) is not None:
             self._finish(req, finish, result)
         else:
             self.reporter.tell(token_out(req, result))
