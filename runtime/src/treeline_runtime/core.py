@@ -240,3 +240,5 @@ class Context:
     unfinite: torch.Tensor | None = None
     """(tokens,) int32, zeros; fused operations write 1 where a token's keys or values are not finite."""
     adapters: Adapters | None = None
+    query_scales: torch.Tensor | None = None
+    """(tokens, 1, 1) float32: by what queries grow with their positions, in layers that know no others (Llama 4's)."""

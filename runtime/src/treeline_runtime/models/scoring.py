@@ -14,12 +14,20 @@ class Scoring:
     softcap: float | None = None
     windows: tuple[int | None, ...] = ()
     """Of each layer, how many tokens one sees, itself the last of them; None: all before it. (): no layer has one."""
+    chunked: bool = False
+    """Windows stand still: a token sees those of its own chunk, and chunks begin at multiples of the window's size."""
     sinks: bool = False
     """Whether each query head has a sink: the score of a key that every token sees, whose value is zero. The scores
     are weights; `AttentionBackend.forward` is given them."""
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
+
+    def oldest(self, length: int, window: int | None) -> int:
+        """The first token that the last of so many sees, in a layer with that window."""
+        if window is None:
+            return 0
+        return (length - 1) // window * window if self.chunked else max(length - window, 0)
 
     @property
     def kinds(self) -> tuple[int | None, ...]:

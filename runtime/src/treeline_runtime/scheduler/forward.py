@@ -94,7 +94,8 @@ class Forward:
         slots = pages * page_size + positions % page_size
         cos, sin = self._model.rope(positions)
         unfinite = torch.zeros(len(rows), dtype=torch.int32, device=rows.device)
-        context = Context(self._attention, plan, slots, cos, sin, unfinite)
+        scales = self._model.query_scales(positions)
+        context = Context(self._attention, plan, slots, cos, sin, unfinite, query_scales=scales)
         hidden = self._model.forward(self._table.token_pool[rows, positions], context)
         return hidden, self._model.ops.stored_finite(context)
 
