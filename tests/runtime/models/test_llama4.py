@@ -79,3 +79,58 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     logits = logits_of(theirs)
     assert_close(Runner(model).feed(IDS), logits)
     assert_close(fed_in_pieces(model), logits)
+
+
+def test_many_sequences_at_once_are_what_transformers_generates(tmp_path: Path) -> None:
+    theirs = new_reference({"interleave_moe_layer_step": 2})
+    assert_generates_the_same(Harness(save(theirs, tmp_path), load_format="auto", chunked_prefill_size=16), theirs)
+
+
+# ---- with images around it --------------------------------------------------------------------------------
+
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "vision_output_dim": 16,
+    "projector_input_dim": 16,
+    "projector_output_dim": 16,
+}
+
+
+def new_wrapped(changes: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    config = transformers.Llama4Config(text_config=TEXT | changes, vision_config=VISION)
+    return noisy(transformers.Llama4ForConditionalGeneration(config))
+
+
+def test_the_language_model_of_one_with_images_is_served_alone(tmp_path: Path) -> None:
+    theirs = new_wrapped({"rope_parameters": LLAMA3})
+    path = save(theirs, tmp_path, max_shard_size="100KB")
+    names = set(json.loads((path / "model.safetensors.index.json").read_text())["weight_map"])
+    assert {name.partition(".")[0] for name in names} == {"language_model", "multi_modal_projector", "vision_model"}
+    assert_close(Runner(ours(path)).feed(IDS), logits_of(theirs))
+    assert pooling_of(path) is pooling_of(path, "generate") is None
+
+
+def test_what_is_missing_or_spare_in_the_language_model_is_named_as_the_files_name_it(tmp_path: Path) -> None:
+    path = save(new_wrapped({}), tmp_path)
+    file = path / "model.safetensors"
+    good = load_file(file)
+    layer = "language_model.model.layers.1."
+    down = f"{layer}feed_forward.experts.down_proj"
+    for tensors, message in (
+        ({k: v for k, v in good.items() if k != down}, f"tensor {down} is missing"),
+        (good | {down: torch.zeros(4, 64, 24)}, rf"tensor {down} has shape \(4, 64, 24\), .* asks for \(4, 24, 64\)"),
+        (good | {f"{layer}self_attn.q_norm.weight": torch.ones(16)}, "1 tensors that this model does not have"),
+        (good | {"vision_model.spare": torch.ones(1)}, None),
+    ):
+        save_file(tensors, file)
+        if message is None:
+            ours(path)
+            continue
+        with pytest.raises(ModelError, match=message):
+            ours(path)

@@ -99,6 +99,16 @@ def gate(dtype: torch.dtype) -> None:
 
 
 def route(dtype: torch.dtype) -> None:
+    for experts, top_k in ((16, 1), (5, 4), (128, 1)):  # large logits, of which all sigmoids are 1, and NaN first
+        logits = 30 * noise(4, experts, dtype=dtype)
+        logits[1, experts - 2], logits[2, 0], logits[3] = torch.nan, -torch.inf, torch.inf
+        scores, ids = FUSED.route(logits, top_k, normalise=False, sigmoid=True)
+        expected, expected_ids = REFERENCE.route(logits, top_k, normalise=False, sigmoid=True)
+        torch.testing.assert_close(scores, expected, rtol=2e-6, atol=1e-7, equal_nan=True)
+        assert ids[1, 0] == experts - 2
+        assert all(len(set(row)) == top_k for row in ids.tolist())
+        if dtype == torch.float32:
+            assert torch.equal(ids[:3], expected_ids[:3].int())
     for experts, top_k, normalise in ((4, 1, False), (5, 4, True), (60, 4, False), (128, 8, True)):
         logits = 3 * noise(4, experts, dtype=dtype)
         logits[2] = 0.5  # which ones are chosen is not said
@@ -194,9 +204,11 @@ def rotate_and_store(dtype: torch.dtype) -> None:
         (6, 2, 128, 96, False, False),  # Phi-4-mini
         (3, 1, 24, 8, True, False),
         (5, 3, 24, 24, True, True),  # OLMo 2
+        (10, 2, 128, 0, False, False),  # Llama 4's layers without rope
+        (10, 2, 24, 0, True, False),
     ):
         weights = noise(query + kv, dim, dtype=torch.float32 if dim == 256 else dtype) if with_norm else None
-        heads = Heads(query, kv, dim, weights, 1e-6, over_heads, rope=query % 2)
+        heads = Heads(query, kv, dim, weights, 1e-6, over_heads, rope=query % 2 if rotary else None)
         tokens = 6
         slots = torch.randperm(36, generator=GENERATOR)[:tokens].to(DEVICE)
         qkv = noise(tokens, (query + 2 * kv) * dim, dtype=dtype)
@@ -342,12 +354,14 @@ def pages() -> None:
 
 WINDOWS = Scoring(windows=(100, 200), sinks=True)
 CAPPED = Scoring(0.2, 1.5, (128, 1))
+CHUNKED = Scoring(windows=(64, 100), chunked=True)
 RULES = (
     (8, 2, 64, PLAIN),
     (6, 1, 24, PLAIN),
     (2, 2, 128, PLAIN),
     (2, 1, 256, PLAIN),
     (4, 2, 16, WINDOWS),
+    (2, 1, 16, CHUNKED),
     (3, 1, 24, CAPPED),
 )
 """(heads, kv_heads, head_dim, how scores are made)"""
@@ -418,8 +432,10 @@ class Attended:
         scores = torch.einsum("qhd,khd->hqk", q.double(), k) * (self.scoring.scale or q.shape[2] ** -0.5)
         if cap := self.scoring.softcap:
             scores = cap * torch.tanh(scores / cap)
-        ages = torch.arange(len(k) - len(q), len(k), device=DEVICE)[:, None] - torch.arange(len(k), device=DEVICE)
-        hidden = (ages < 0) | (ages >= (window or len(k)))
+        queries, keys = torch.arange(len(k) - len(q), len(k), device=DEVICE)[:, None], torch.arange(len(k), device=DEVICE)
+        hidden = (keys > queries) | (keys <= queries - (window or len(k)))
+        if self.scoring.chunked and window:
+            hidden = (keys > queries) | (keys // window < queries // window)
         scores = scores.masked_fill(hidden, -torch.inf)
         if self.sinks is not None:
             scores = torch.cat((scores, self.sinks.double()[:, None, None].expand(-1, len(q), 1)), dim=-1)
@@ -430,7 +446,8 @@ def decode(dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
     """The kernel of decode: any lengths, any number of shares."""
     for *shape, scoring in RULES if stored is None else FP8_RULES:
         for lens in ([1], [19], [7] * 3, [2, 301, 4, 91], [128, 1, 129, 64, 5, 256, 2, 3, 130]):
-            if DEVICE == "cpu" and (lens != [19] if 256 in shape else scoring is not PLAIN and len(lens) < 4):
+            few = 9 if scoring is CHUNKED else 4
+            if DEVICE == "cpu" and (lens != [19] if 256 in shape else scoring is not PLAIN and len(lens) < few):
                 continue  # the interpreter is slow
             if stored is not None and len(lens) not in (3, 4):
                 continue
