@@ -1,4 +1,4 @@
-"""Llama 4's text models: logits equal those of transformers, from either kind of checkpoint; what differs is refused."""
+"""Llama 4's text models: logits equal transformers', with and without images around them; what differs is refused."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from support.runtime_models import IDS, SIZES, Runner, fed_in_pieces, logits_of,
 from treeline_runtime.models import ModelConfig, ModelError
 from treeline_runtime.models.llama4 import Llama4Decoder
 from treeline_runtime.models.pooling import pooling_of
+from treeline_runtime.models.scoring import Scoring
 
 transformers = pytest.importorskip("transformers")
 
@@ -134,3 +135,135 @@ def test_what_is_missing_or_spare_in_the_language_model_is_named_as_the_files_na
             continue
         with pytest.raises(ModelError, match=message):
             ours(path)
+
+
+# ---- config.json ------------------------------------------------------------------------------------------
+
+EVERY_FOURTH = [int((layer + 1) % 4 != 0) for layer in range(48)]
+
+
+def write(path: Path, config: dict[str, Any]) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def config_of(path: Path, **changes: Any) -> Path:
+    """What transformers writes for a default configuration, with keys changed; ... removes one."""
+    config = transformers.Llama4TextConfig().to_dict() | {"architectures": ["Llama4ForCausalLM"]}
+    return write(path, {key: value for key, value in (config | changes).items() if value is not ...})
+
+
+def wrapped(path: Path, around: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """The same as the text part of one with images."""
+    config = transformers.Llama4Config().to_dict() | {"architectures": ["Llama4ForConditionalGeneration"]}
+    text = json.loads((config_of(path, **changes) / "config.json").read_text())
+    return write(path, config | {"text_config": text, "vision_config": {"model_type": "x"}} | (around or {}))
+
+
+def test_what_is_published_is_accepted_and_a_missing_key_means_what_it_means_to_transformers(tmp_path: Path) -> None:
+    whole = ModelConfig.from_dir(config_of(tmp_path))
+    assert whole.irope is not None
+    assert whole.moe is not None
+    assert whole.scoring.windows[:5] == (8192, 8192, 8192, None, 8192)
+    assert whole.scoring.chunked
+    assert whole.irope.rotated == {layer for layer in range(48) if EVERY_FOURTH[layer]}
+    assert (whole.intermediate_size, whole.moe.intermediate_size) == (16384, 8192)
+    names = (
+        "attention_bias attention_chunk_size attn_scale attn_temperature_tuning eos_token_id floor_scale head_dim "
+        "interleave_moe_layer_step intermediate_size_mlp layer_types moe_layers no_rope_layer_interval no_rope_layers "
+        "num_experts_per_tok num_key_value_heads num_local_experts rms_norm_eps rope_parameters tie_word_embeddings "
+        "use_qk_norm"
+    )
+    assert ModelConfig.from_dir(config_of(tmp_path, **dict.fromkeys(names.split(), ...))) == whole
+    old = {"attn_temperature_tuning": 4, "no_rope_layers": [], "for_llm_compressor": False, "rope_theta": 500000.0}
+    assert ModelConfig.from_dir(config_of(tmp_path, rope_parameters=..., rope_scaling=None, **old)) == whole
+    assert ModelConfig.from_dir(wrapped(tmp_path, torch_dtype="bfloat16")) == whole
+    assert pooling_of(tmp_path) is None
+
+
+def test_maverick_has_experts_on_every_second_layer(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "moe_layers": ...,
+        "interleave_moe_layer_step": 2,
+        "use_qk_norm": False,
+        "num_local_experts": 128,
+    }
+    model = ModelConfig.from_dir(wrapped(tmp_path, **changes))
+    assert model.moe is not None
+    assert model.moe.layers == set(range(1, 48, 2))
+    assert not model.qk_norm
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_chunk_size": None}, "layers of type chunked_attention, but no attention_chunk_size"),
+        ({"attention_chunk_size": 0}, "attention_chunk_size must be a whole number of at least 1, not 0"),
+        ({"attention_chunk_size": 8192.5}, "attention_chunk_size must be a whole number"),
+        ({"layer_types": ["sliding_attention"] * 48}, "layers of type sliding_attention are not supported"),
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers must have a 0 or 1 for each of 48 layers"),
+        ({"no_rope_layers": [2] * 48}, "no_rope_layers must have a 0 or 1"),
+        ({"no_rope_layers": ..., "no_rope_layer_interval": 0}, "no_rope_layer_interval must be a whole number"),
+        ({"moe_layers": ["1"]}, "moe_layers must be a list of layers' numbers"),
+        ({"moe_layers": [48]}, "moe_layers has layer 48, but there are 48"),
+        ({"moe_layers": ..., "interleave_moe_layer_step": 0}, "interleave_moe_layer_step must be a whole number"),
+        ({"num_experts_per_tok": 17}, "num_experts_per_tok = 17 experts, but there are 16"),
+        ({"attn_temperature_tuning": "yes"}, "attn_temperature_tuning must be true or false, not 'yes'"),
+        ({"floor_scale": 0}, "floor_scale must be above 0"),
+        ({"attn_scale": None}, "attn_scale must be a number, not None"),
+        ({"use_qk_norm": "no"}, "use_qk_norm must be true or false"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not supported for Llama 4"),
+        ({"for_llm_compressor": True}, "for_llm_compressor = True"),
+        ({"model_type": "llama4"}, "but model_type 'llama4': which is it"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+            "fp8 weights are not supported for Llama4ForCausalLM, which has experts",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_served_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_dir(config_of(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("around", "message"),
+    [
+        ({"text_config": None}, "a Llama4ForConditionalGeneration has a text_config"),
+        ({"model_type": "llama"}, "architecture Llama4ForConditionalGeneration, but model_type 'llama'"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings, and another in its text_config"),
+        ({"audio_config": {}}, "audio_config = {}"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+            "fp8 weights are not supported for Llama4ForCausalLM, which has experts",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_served_of_one_with_images_is_named(
+    tmp_path: Path, around: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_dir(wrapped(tmp_path, around))
+
+
+def test_experts_are_not_quantised_as_they_are_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="--quantization fp8 is not supported for Llama4ForCausalLM"):
+        ours(save(new_reference({"num_hidden_layers": 1}), tmp_path), quantization="fp8")
+
+
+def test_windows_that_hide_nothing_of_a_context_are_none() -> None:
+    scoring = Scoring(windows=(8, None, 4), chunked=True)
+    assert scoring.within(9) == scoring
+    assert scoring.within(8) == Scoring(windows=(None, None, 4), chunked=True)
+    assert scoring.within(4) == Scoring()
+
+
+def test_random_weights_are_repeatable_and_of_the_right_sizes(tmp_path: Path) -> None:
+    path = save(new_reference({"interleave_moe_layer_step": 2}), tmp_path)
+    first, second = (Runner(ours(path, load_format="dummy")).feed(IDS) for _ in range(2))
+    assert torch.equal(first, second)
+    assert first.isfinite().all()
+    assert 0.1 < first.std() < 10

@@ -432,7 +432,8 @@ class Attended:
         scores = torch.einsum("qhd,khd->hqk", q.double(), k) * (self.scoring.scale or q.shape[2] ** -0.5)
         if cap := self.scoring.softcap:
             scores = cap * torch.tanh(scores / cap)
-        queries, keys = torch.arange(len(k) - len(q), len(k), device=DEVICE)[:, None], torch.arange(len(k), device=DEVICE)
+        keys = torch.arange(len(k), device=DEVICE)
+        queries = keys[len(k) - len(q) :, None]
         hidden = (keys > queries) | (keys <= queries - (window or len(k)))
         if self.scoring.chunked and window:
             hidden = (keys > queries) | (keys // window < queries // window)

@@ -15,7 +15,6 @@ from treeline_runtime.core import Context
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.decoder import Attention, Decoder, FeedForward, Layer, Linear
 from treeline_runtime.models.moe_config import MoeConfig
-from treeline_runtime.models.quantization.scheme import Scheme
 from treeline_runtime.models.weights import Weights
 from treeline_runtime.ops import Experts, Ops
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,12 @@ class Scoring:
         if window is None:
             return 0
         return (length - 1) // window * window if self.chunked else max(length - window, 0)
+
+    def within(self, length: int) -> Scoring:
+        """The same of sequences that are no longer: a window that hides none of their tokens is none."""
+        windows = tuple(None if window is None or window >= length else window for window in self.windows)
+        some = any(windows)
+        return replace(self, windows=windows if some else (), chunked=self.chunked and some)
 
     @property
     def kinds(self) -> tuple[int | None, ...]:

@@ -140,7 +140,8 @@ class Checkpoint:
             found |= read_header(self._dir / file)
         names = [name for name in self._file_of if not name.endswith(SPARE)]
         return Streamed(
-            {name: found[name] for name in reading_order(names, (self._saved(EMBEDDING), self._saved(HEAD)))}, self.device
+            {name: found[name] for name in reading_order(names, (self._saved(EMBEDDING), self._saved(HEAD)))},
+            self.device,
         )
 
     def has(self, name: str) -> bool:

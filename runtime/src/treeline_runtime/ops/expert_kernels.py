@@ -11,7 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
 LOWEST = tl.constexpr(-3e38)
 """Above minus infinity, which marks what is not to be chosen."""
 

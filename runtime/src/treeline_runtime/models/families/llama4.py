@@ -56,7 +56,7 @@ def _rotated(config: Config, layers: int) -> frozenset[int]:
     if not given:
         every = whole(config, "no_rope_layer_interval")
         return frozenset(layer for layer in range(layers) if (layer + 1) % every)
-    if not isinstance(given, list) or len(given) != layers or any(flag not in (0, 1) for flag in given):
+    if not isinstance(given, list) or len(given) != layers or any(value not in (0, 1) for value in given):
         raise ModelError(f"config.json: no_rope_layers must have a 0 or 1 for each of {layers} layers, not {given!r}")
     return frozenset(layer for layer in range(layers) if given[layer])
 
@@ -69,6 +69,8 @@ def _sparse(config: Config, layers: int) -> frozenset[int]:
         return frozenset(range(step - 1, layers, step))
     if not isinstance(given, list) or any(type(layer) is not int for layer in given):
         raise ModelError(f"config.json: moe_layers must be a list of layers' numbers, not {given!r}")
+    if outside := [layer for layer in given if not 0 <= layer < layers]:
+        raise ModelError(f"config.json: moe_layers has layer {outside[0]}, but there are {layers}")
     return frozenset(given)
 
 
@@ -76,7 +78,11 @@ def _temperature(config: Config) -> Temperature | None:
     tuning = config.get("attn_temperature_tuning")  # true; the first files have 4, which means no more
     if not isinstance(tuning, int | float):
         raise ModelError(f"config.json: attn_temperature_tuning must be true or false, not {tuning!r}")
-    return Temperature(needed(config, "floor_scale"), float(config["attn_scale"])) if tuning else None
+    if not tuning:
+        return None
+    if not isinstance(scale := config.get("attn_scale"), int | float) or not abs(scale) < float("inf"):
+        raise ModelError(f"config.json: attn_scale must be a number, not {scale!r}")
+    return Temperature(needed(config, "floor_scale"), scale)
 
 
 def _rope(config: Config, max_position: int) -> RopeConfig:
