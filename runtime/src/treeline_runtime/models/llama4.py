@@ -27,7 +27,7 @@ class Translated:
 
     - Its rope turns pairs of neighbours in a head; ours, the kernels' too, elements that are half a head apart. So of
       each head of queries and keys the first elements of all pairs come first, then the second ones. Products of
-      queries with keys are the same in any order that both have.
+      queries with keys are the same in any order that both have. (What an adapter adds to them needs that order too.)
     - It divides queries and keys by their root mean square once they are rotated. As that is the same before, this is
       the shared decoder's norm, with weights of one.
     - It has another name for feed-forwards.
@@ -88,11 +88,14 @@ class Llama4Moe:
         self._shared = FeedForward(weights, ops, shared, hidden, moe.shared_intermediate_size, bias=False)
 
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        return self._shared(x, context).add_(self._routed(x, context))
+
+    def _routed(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         scores, ids = self._ops.route(self._router(x, context), self._top_k, normalise=False, sigmoid=True)
         # each pair of a token and an expert is a token of its own here: what they read differs
         scaled = (x[:, None] * scores[..., None].to(x.dtype)).flatten(0, 1)
         pairs = self._ops.experts(scaled, self._experts, torch.ones_like(scores).view(-1, 1), ids.view(-1, 1))
-        return self._shared(x, context).add_(pairs.view(*ids.shape, -1).sum(1))
+        return pairs.view(*ids.shape, -1).sum(1)
 
 
 def take_experts(weights: Weights, prefix: str, moe: MoeConfig, hidden: int) -> Experts:
