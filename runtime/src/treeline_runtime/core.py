@@ -241,4 +241,4 @@ class Context:
     """(tokens,) int32, zeros; fused operations write 1 where a token's keys or values are not finite."""
     adapters: Adapters | None = None
     query_scales: torch.Tensor | None = None
-    """(tokens, 1, 1) float32: by what queries grow with their positions, in layers that know no others (Llama 4's)."""
+    """(tokens, 1, 1) float32: what queries are multiplied by in layers that do not rotate (Llama 4's)."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Temperature:
-    """Queries at position p grow by 1 + scale x log(1 + floor((p + 1) / floor)), as attention over more tokens spreads
-    (https://arxiv.org/abs/2501.19399)."""
+    """Queries at position p are multiplied by 1 + scale x log(1 + floor((p + 1) / floor)), since attention over more
+    tokens spreads (https://arxiv.org/abs/2501.19399)."""
 
     floor: float
     """Tokens."""

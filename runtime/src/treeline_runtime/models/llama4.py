@@ -99,13 +99,17 @@ class Llama4Moe:
 
 
 def take_experts(weights: Weights, prefix: str, moe: MoeConfig, hidden: int) -> Experts:
-    """Stacked, with their inputs first, as a CPU wants them in memory (`moe.new_stack`)."""
     count, inner = moe.num_experts, moe.intermediate_size
-    gate_up = weights.take(f"{prefix}gate_up_proj", count, hidden, 2 * inner).transpose(1, 2)
-    down = weights.take(f"{prefix}down_proj", count, inner, hidden).transpose(1, 2)
-    if weights.device.type == "cpu":
-        return Experts(gate_up, down)
-    return Experts(gate_up.contiguous(), down.contiguous())
+    return Experts(
+        _take_stack(weights, f"{prefix}gate_up_proj", count, hidden, 2 * inner),
+        _take_stack(weights, f"{prefix}down_proj", count, inner, hidden),
+    )
+
+
+def _take_stack(weights: Weights, name: str, count: int, inputs: int, outputs: int) -> torch.Tensor:
+    """(count, outputs, inputs). Checkpoints have inputs first, as a CPU wants them in memory (`moe.new_stack`)."""
+    stack = weights.take(name, count, inputs, outputs).transpose(1, 2)
+    return stack if weights.device.type == "cpu" else stack.contiguous()
 
 
 class Llama4Layer(Layer):

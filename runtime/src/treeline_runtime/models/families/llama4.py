@@ -50,8 +50,8 @@ def _describe(common: ModelConfig, config: Config) -> ModelConfig:
 
 
 def _rotated(config: Config, layers: int) -> frozenset[int]:
-    """no_rope_layers has, despite its name, a 1 for each layer with rope. An empty one, as in Maverick's file, is as
-    good as none: then every no_rope_layer_interval-th layer has no rope."""
+    """no_rope_layers has, despite its name, a 1 for each layer with rope. An empty one is as good as none: then every
+    no_rope_layer_interval-th layer has no rope."""
     given = config.get("no_rope_layers")
     if not given:
         every = whole(config, "no_rope_layer_interval")
