@@ -73,8 +73,7 @@ def decode_shares(
 
     lens: a row of `attention.decode._Buffers.lens`. Of each sequence it meets, the share leaves its output in
     partial[share + sequence], a sum that no others have, and the base-2 logarithm of its softmax's denominator in
-    scores. WINDOW: 0 or how many tokens are seen, CHUNKED: at most; a sequence's blocks begin with that of the first of
-    them.
+    scores. WINDOW: 0 or how many tokens are seen at most; a sequence's blocks begin with that of the first of them.
 
     Keys and values may be e4m3: what they are to be multiplied by is part of `scale`, and `value_scale`.
     """
