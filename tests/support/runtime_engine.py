@@ -239,7 +239,9 @@ class DenseAttention(AttentionBackend):
             keys = self.pool.keys[layer][pages].flatten(0, 1)[:kv_len]
             values = self.pool.values[layer][pages].flatten(0, 1)[:kv_len]
             for position in range(kv_len - q_len, kv_len):
-                seen = slice(max(position + 1 - (self.scoring.window(layer) or kv_len), 0), position + 1)
+                window = self.scoring.window(layer) or kv_len
+                oldest = position // window * window if self.scoring.chunked else max(position + 1 - window, 0)
+                seen = slice(oldest, position + 1)
                 for head in range(self.num_heads):
                     group = head * self.num_kv_heads // self.num_heads
                     scores = keys[seen, group] @ q[token, head] * self.scale

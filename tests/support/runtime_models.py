@@ -79,7 +79,8 @@ class Runner:
         slots = self.pages[positions // self.page_size] * self.page_size + positions % self.page_size
         layout = Layout([len(ids)], [self.length], self.pages[None], torch.zeros(1, dtype=torch.int64))
         cos, sin = (table[:, positions].unsqueeze(2) for table in self.model.rope)
-        context = Context(self.attention, self.attention.plan(layout), slots, cos, sin)
+        plan, scales = self.attention.plan(layout), self.model.query_scales(positions)
+        context = Context(self.attention, plan, slots, cos, sin, query_scales=scales)
         return self.model.logits(self.model.forward(torch.tensor(ids), context))
 
 

@@ -34,6 +34,7 @@ from treeline_runtime.listeners import url_of
 from treeline_runtime.messages import BatchTextOut, FinishReason
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.pooling import Pooling, pooling_of
+from treeline_runtime.models.wrapped import language_model
 from treeline_runtime.server import surfaces
 from treeline_runtime.server.app import App
 from treeline_runtime.server.cors import Cors
@@ -83,7 +84,7 @@ class ServedModel:
     @property
     def hidden_size(self) -> int:
         """0 where config.json does not say it: then the scheduler refuses to start."""
-        size = self.config.get("hidden_size")
+        size = language_model(self.config).get("hidden_size")
         return size if isinstance(size, int) else 0
 
     @classmethod

@@ -65,7 +65,7 @@ def test_files_nested_too_deeply_are_refused(tmp_path: Path) -> None:
             {"quantization_config": {"quant_method": "awq"}},
             "quant_method = 'awq' is not supported: take the unquantised checkpoint",
         ),
-        ({"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"}, "architecture Llama4ForCausalLM"),
+        ({"architectures": ["Llama5ForCausalLM"], "model_type": "llama5_text"}, "architecture Llama5ForCausalLM"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
         ({"rope_parameters": {"rope_type": "proportional"}}, "rope type 'proportional'"),
         ({"rope_parameters": {"rope_type": "linear"}}, "needs a factor"),

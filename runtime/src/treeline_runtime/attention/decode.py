@@ -6,8 +6,8 @@ ends in the middle of a sequence leaves a partial result, and a second kernel pu
 planned on the host but where each sequence begins, so a captured step needs two small arrays, and no workspace that
 depends on lengths.
 
-Where layers have windows, a sequence has the blocks in which the window's tokens are, and begins elsewhere in layers
-with another window: one row of beginnings for each.
+Where layers have windows, a sequence has the blocks in which the window's tokens are (or what there is of the newest
+token's chunk), and begins elsewhere in layers with another window: one row of beginnings for each.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 
@@ -97,13 +98,19 @@ class Decode(AttentionBackend):
         lens[:, sequences + 1 :] = layout.kv_lens
         for row, window in zip(lens, self._windows, strict=True):
             tokens = row[sequences + 1 :]
-            unseen = 0 if window is None else np.maximum(tokens - window, 0) // self._block
-            np.cumsum(-(-tokens // self._block) - unseen, out=row[1 : sequences + 1])
+            np.cumsum(-(-tokens // self._block) - self._unseen(tokens, window), out=row[1 : sequences + 1])
         if buffers is None:
             return _Step(layout.page_table, self._buffers(layout.rows, upload(lens, self._device)))
         buffers.lens.copy_(pinned(lens, self._device), non_blocking=True)
         buffers.rows.copy_(layout.rows)
         return _Step(layout.page_table, buffers)
+
+    def _unseen(self, tokens: npt.NDArray[np.int32], window: int | None) -> npt.NDArray[np.int32]:
+        """tokens: of each sequence → blocks before that of the oldest token that its newest sees; see `oldest_of`."""
+        if window is None:
+            return np.zeros_like(tokens)
+        oldest = (tokens - 1) // window * window if self.scoring.chunked else np.maximum(tokens - window, 0)
+        return oldest // self._block
 
     def forward(
         self,
@@ -143,6 +150,7 @@ class Decode(AttentionBackend):
             PAGE=self.pool.page_size,
             SHARES=self._shares,
             WINDOW=window or 0,
+            CHUNKED=self.scoring.chunked,
             CAPPED=cap is not None,
             BLOCK=self._block,
             BLOCK_GROUP=max(16, triton.next_power_of_2(group)),

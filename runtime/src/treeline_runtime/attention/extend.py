@@ -146,6 +146,7 @@ class Extend(AttentionBackend):
             TOKENS=self._tokens,
             SPLIT=split,
             WINDOW=window or 0,
+            CHUNKED=self.scoring.chunked,
             CAPPED=cap is not None,
             SINKS=sinks is not None,
             BLOCK_ROWS=self._block_rows,
@@ -155,17 +156,21 @@ class Extend(AttentionBackend):
             num_stages=self._stages,
         )
         if split:
-            kernels.merge_splits[(tokens * self.num_heads,)](
-                self._partial,
-                self._scores,
-                out if sinks is None else sinks,
-                out,
-                tokens * self.num_heads,
-                splits,
-                HEADS=self.num_heads,
-                DIM=self.head_dim,
-                SINKS=sinks is not None,
-                BLOCK_DIM=triton.next_power_of_2(self.head_dim),
-                num_warps=1,
-            )
+            self._merge(out, splits, sinks)
         return out
+
+    def _merge(self, out: torch.Tensor, splits: int, sinks: torch.Tensor | None) -> None:
+        heads = len(out) * self.num_heads
+        kernels.merge_splits[(heads,)](
+            self._partial,
+            self._scores,
+            out if sinks is None else sinks,
+            out,
+            heads,
+            splits,
+            HEADS=self.num_heads,
+            DIM=self.head_dim,
+            SINKS=sinks is not None,
+            BLOCK_DIM=triton.next_power_of_2(self.head_dim),
+            num_warps=1,
+        )

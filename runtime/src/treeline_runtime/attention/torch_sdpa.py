@@ -71,7 +71,7 @@ class TorchSDPA(AttentionBackend):
         token = 0
         for i, (q_len, kv_len) in enumerate(zip(layout.q_lens, layout.kv_lens, strict=True)):
             end_page = -(-kv_len // page_size)
-            first_page = self._oldest(kv_len - q_len + 1, window) // page_size
+            first_page = self.scoring.oldest(kv_len - q_len + 1, window) // page_size
             if q_len == kv_len and not self.pool.is_fp8:  # of fp8 a prompt sees what later ones will see of it
                 extends.append(_Extend(token, token + q_len, kv_len, 0, None))
             elif q_len == 1:
@@ -82,11 +82,6 @@ class TorchSDPA(AttentionBackend):
                 extends.append(_Extend(token, token + q_len, kv_len, first_page * page_size, pages))
             token += q_len
         return _Plan(window, self._group(decodes, layout, token, window), extends)
-
-    @staticmethod
-    def _oldest(length: int, window: int | None) -> int:
-        """The first token that the last of so many sees."""
-        return 0 if window is None else max(length - window, 0)
 
     def _group(
         self, decodes: list[tuple[int, int, int]], layout: Layout, tokens: int, window: int | None
@@ -123,7 +118,7 @@ class TorchSDPA(AttentionBackend):
         device, page_size = layout.page_table.device, self.pool.page_size
         num_pages = max(item[0] for item in group)
         ends = np.array([layout.kv_lens[item[1]] for item in group])
-        oldest = np.array([self._oldest(int(end), window) for end in ends])
+        oldest = np.array([self.scoring.oldest(int(end), window) for end in ends])
         if window is None:
             pages = layout.page_table[table_rows, :num_pages].reshape(-1)
         else:
@@ -242,12 +237,15 @@ class TorchSDPA(AttentionBackend):
         cached_len = extend.kv_len - q_len
         for low in range(0, q_len, QUERY_BLOCK):
             high = min(low + QUERY_BLOCK, q_len)
-            oldest = max(self._oldest(cached_len + low + 1, window), extend.first)
+            oldest = max(self.scoring.oldest(cached_len + low + 1, window), extend.first)
             seen = slice(oldest - extend.first, cached_len + high - extend.first)
             mask = torch.ones(high - low, seen.stop - seen.start, dtype=torch.bool, device=q.device)
             diagonal = cached_len + low - oldest  # where the first query itself is, among the keys
             mask = mask.tril(diagonal)
-            if window is not None:
+            if window is not None and self.scoring.chunked:
+                chunks = torch.arange(oldest, cached_len + high, device=q.device) // window
+                mask &= chunks == chunks[diagonal:, None]
+            elif window is not None:
                 mask = mask.triu(diagonal - window + 1)
             result = self._attend(
                 queries[:, :, low:high], keys[:, :, seen], values[:, :, seen], mask[None, None], sinks

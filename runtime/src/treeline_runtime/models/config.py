@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from treeline_runtime.models.families import FAMILIES, PRE_NORMS, Family, Norms
+from treeline_runtime.models.irope import IRope
 from treeline_runtime.models.keys import unknown_settings
 from treeline_runtime.models.moe_config import MoeConfig
 from treeline_runtime.models.quantization.scheme import NotServed, Scheme, read_scheme
 from treeline_runtime.models.rope_config import RopeConfig
 from treeline_runtime.models.scoring import PLAIN, Scoring
 from treeline_runtime.models.settings import FULL, ModelError, flag
+from treeline_runtime.models.wrapped import WRAPPERS, language_model
 
 __all__ = ["ModelConfig", "ModelError", "RopeConfig"]
 
@@ -67,6 +69,8 @@ class ModelConfig:
     scoring: Scoring = PLAIN
     local_rope: RopeConfig | None = None
     """Of the layers that have a window; None: the same as of the others."""
+    irope: IRope | None = None
+    """None: every layer rotates queries and keys."""
     moe: MoeConfig | None = None
     """None: every layer's feed-forward is dense."""
 
@@ -96,6 +100,7 @@ class ModelConfig:
     def _parse(cls, config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
         """generation: generation_config.json; {}: there is none."""
         try:
+            config = language_model(config)
             family = _family(config)
             quantization = _quantization(config, family)
             _refuse_unknown(config, family)
@@ -175,7 +180,7 @@ def _family(config: Mapping[str, Any]) -> Family:
     kind = config.get("model_type")
     if family is None:
         what = ", ".join(map(str, names)) or f"model_type {kind!r}"
-        raise ModelError(f"architecture {what} is not supported; supported: {', '.join(FAMILIES)}")
+        raise ModelError(f"architecture {what} is not supported; supported: {', '.join((*FAMILIES, *WRAPPERS))}")
     if kind not in (None, family.model_type):
         raise ModelError(f"config.json has architecture {family.architecture}, but model_type {kind!r}: which is it?")
     return family

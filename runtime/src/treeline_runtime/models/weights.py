@@ -22,6 +22,8 @@ PREFIX = "model."
 """Of the decoder's tensors; a checkpoint of a decoder alone (`Qwen3Model`, an embedding model) is saved without it."""
 EMBEDDING = PREFIX + "embed_tokens.weight"
 HEAD = "lm_head.weight"
+LANGUAGE_MODEL = "language_model."
+"""Before the names of all of a decoder's tensors, in a checkpoint of a model of texts and images."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -40,6 +42,8 @@ class Weights(Protocol):
 
     dtype: torch.dtype
     """The engine's."""
+    device: torch.device
+    """Where they go."""
     scheme: Scheme | None
     """How projections are quantised; None: they are not."""
 
@@ -71,9 +75,13 @@ class Checkpoint:
         self.dtype = dtype
         self.scheme = scheme
         self._dir = Path(directory)
-        self._device = device
+        self.device = device
         self._open: dict[str, Any] = {}
         self._file_of = self._find()
+        self._prefix = LANGUAGE_MODEL if LANGUAGE_MODEL + EMBEDDING in self._file_of else ""
+        if self._prefix:
+            logger.info("the language model alone is served: what is not under %s is not read", LANGUAGE_MODEL)
+            self._file_of = {name: file for name, file in self._file_of.items() if name.startswith(self._prefix)}
         self._untaken = set(self._file_of)
         self._bare = EMBEDDING.removeprefix(PREFIX) in self._file_of
         self._streamed = None if device.type in MAPPED else self._stream()
@@ -132,7 +140,8 @@ class Checkpoint:
             found |= read_header(self._dir / file)
         names = [name for name in self._file_of if not name.endswith(SPARE)]
         return Streamed(
-            {name: found[name] for name in reading_order(names, (self._saved(EMBEDDING), HEAD))}, self._device
+            {name: found[name] for name in reading_order(names, (self._saved(EMBEDDING), self._saved(HEAD)))},
+            self.device,
         )
 
     def has(self, name: str) -> bool:
@@ -147,7 +156,7 @@ class Checkpoint:
 
     def _saved(self, name: str) -> str:
         """What the files call it."""
-        return name.removeprefix(PREFIX) if self._bare else name
+        return name.removeprefix(PREFIX) if self._bare else self._prefix + name
 
     def has_any(self, endings: tuple[str, ...]) -> bool:
         """Whether a tensor's name ends so."""
@@ -180,7 +189,7 @@ class Checkpoint:
         if tuple(tensor.shape) != shape:
             raise ModelError(f"tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}")
         self._progress.add(tensor.nbytes)
-        return tensor.to(device=self._device, dtype=wanted)
+        return tensor.to(device=self.device, dtype=wanted)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -208,7 +217,7 @@ class RandomWeights:
         self.dtype = dtype
         self.scheme = scheme
         self._generator = torch.Generator(device).manual_seed(seed)
-        self._device = device
+        self.device = device
 
     def has(self, name: str) -> bool:
         return name != HEAD  # so that a tied one is tied
@@ -221,8 +230,8 @@ class RandomWeights:
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         if "norm" in name:
-            return torch.ones(shape, dtype=dtype or self.dtype, device=self._device)
-        tensor = torch.randn(shape, generator=self._generator, device=self._device)
+            return torch.ones(shape, dtype=dtype or self.dtype, device=self.device)
+        tensor = torch.randn(shape, generator=self._generator, device=self.device)
         return tensor.mul_(shape[-1] ** -0.5).to(dtype or self.dtype)
 
 

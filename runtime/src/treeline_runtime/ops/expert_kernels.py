@@ -11,20 +11,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LOWEST = tl.constexpr(-3e38)
+"""Above minus infinity, which marks what is not to be chosen."""
+
 
 @triton.jit
 def route(
-    logits_ptr, scores_ptr, ids_ptr, experts, TOP_K: tl.constexpr, NORMALISE: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    logits_ptr, scores_ptr, ids_ptr, experts, TOP_K: tl.constexpr, NORMALISE: tl.constexpr, SIGMOID: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The TOP_K largest of a token's softmax; of equal ones the first."""
+    """The TOP_K largest of a token's softmax, or with SIGMOID of its logits; of equal ones the first."""
     token = tl.program_id(0).to(tl.int64)
     ids = tl.arange(0, BLOCK)
     logits = tl.load(logits_ptr + token * experts + ids, ids < experts, other=float("-inf")).to(tl.float32)
-    scores = tl.exp(logits - tl.max(logits, 0))
-    scores = scores / tl.sum(scores, 0)
-    # NaN loses to nothing that may be chosen: ids stay distinct and below `experts` whatever the logits are
-    left = tl.where(ids < experts, tl.where(scores == scores, scores, 0.0), -1.0)
+    if SIGMOID:  # chosen by their logits: of large ones the sigmoids are all 1
+        scores = tl.sigmoid(logits)
+        rank = tl.maximum(tl.where(logits == logits, logits, float("inf")), LOWEST)
+    else:
+        scores = tl.exp(logits - tl.max(logits, 0))
+        scores = scores / tl.sum(scores, 0)
+        # NaN loses to nothing that may be chosen: ids stay distinct and below `experts` whatever the logits are
+        rank = tl.where(scores == scores, scores, 0.0)
+    left = tl.where(ids < experts, rank, float("-inf"))
     places = tl.arange(0, BLOCK_K)
     best_ids = tl.zeros((BLOCK_K,), tl.int32)
     best_scores = tl.zeros((BLOCK_K,), tl.float32)
@@ -32,7 +40,7 @@ def route(
         best = tl.argmax(left, 0)
         best_ids = tl.where(places == place, best, best_ids)
         best_scores = tl.where(places == place, tl.sum(tl.where(ids == best, scores, 0.0), 0), best_scores)
-        left = tl.where(ids == best, -1.0, left)
+        left = tl.where(ids == best, float("-inf"), left)
     if NORMALISE:
         best_scores = best_scores / tl.sum(best_scores, 0)
     tl.store(ids_ptr + token * TOP_K + places, best_ids, places < TOP_K)

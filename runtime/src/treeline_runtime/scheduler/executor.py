@@ -188,8 +188,9 @@ class Executor:
                 stored=kv_dtype,
                 scales=model.kv_scales,
             )
+            scoring = shape.scoring.within(table.pages.shape[1] * config.page_size)
             self._attention = new_attention(
-                config.attention_backend, self.pool, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.scoring
+                config.attention_backend, self.pool, shape.num_heads, shape.num_kv_heads, shape.head_dim, scoring
             )
             self._forward = Forward(model, self._attention, table)
             self._graphs = DecodeGraphs(self._forward, self._attention, table, largest_graph, device)

@@ -99,7 +99,8 @@ class Forward:
         tables = Tables(self._table.token_pool, self._table.page_table, page_size, cos, sin)
         found = self._model.ops.look_up(rows, positions, tables)
         attention = self._attention if attention is None else attention
-        context = Context(attention, plan, found.slots, found.cos, found.sin, found.unfinite)
+        scales = self._model.query_scales(positions)
+        context = Context(attention, plan, found.slots, found.cos, found.sin, found.unfinite, query_scales=scales)
         hidden = self._model.forward(found.ids, context)
         return hidden, self._model.ops.stored_finite(context)
 
