@@ -14,7 +14,7 @@ pytestmark = pytest.mark.integration
 GROUPS = {
     "attention": "decode decode_fp8 extend extend_fp8",
     "products": "linear linear_fp8 quantise_fp8 route experts",
-    "rest": "norm gate softcap rotate_and_store rotate_and_store_fp8 choose pages overflow",
+    "rest": "cells norm gate softcap rotate_and_store rotate_and_store_fp8 choose pages overflow",
 }
 
 
