@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from support.runtime_engine import Harness, prompt
+from treeline_operator.api.engine import WORDS
 from treeline_runtime.config import ConfigError
 from treeline_runtime.core import Batch, Phase, Req
-from treeline_runtime.kvcache import Match, Node, RadixCache, key_of
+from treeline_runtime.kvcache import EVICTION_POLICIES, Match, Node, RadixCache, key_of
 from treeline_runtime.messages import GenerateReq, SamplingParams
 from treeline_runtime.scheduler.policy import MATCH_LIMIT, SCHEDULE_POLICIES, Policy, View
 from treeline_runtime.scheduler.waiting import WaitingOrder
@@ -153,6 +154,11 @@ def test_priority_takes_the_highest_and_of_equals_the_first() -> None:
 def test_an_unknown_policy_is_refused(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="unknown schedule policy 'magic'; known: dfs-weight, fcfs, lpm, priority, r"):
         Harness(tiny, schedule_policy="magic")
+
+
+def test_pools_may_name_the_policies_that_there_are() -> None:
+    assert sorted(WORDS["schedulePolicy"]) == POLICIES
+    assert sorted(WORDS["evictionPolicy"]) == EVICTION_POLICIES.names()
 
 
 # ---- all of them ----------------------------------------------------------------------------------------
