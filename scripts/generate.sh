@@ -3,10 +3,12 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 py=.venv/bin/python
+shopt -s nullglob
 
 PYTHONPATH=tools $py -m treeline_tools # crds/, the chart's CRDs, policies and rights, docs/api.md, docs/reasons.md, docs/serve.md
 $py scripts/image_requirements.py     # images/requirements/
 $py scripts/chart_readme.py           # charts/treeline/README.md
 scripts/control_plane.sh helm >/dev/null
 $py scripts/install_manifest.py       # manifests/install.yaml, from the chart
+$py scripts/step_timeline.py docs/img/*-timeline.json # docs/img/, from records of a GPU
 $py scripts/code_map.py               # the code map in docs/architecture.md

@@ -6,7 +6,8 @@ The server is `treeline serve` with `tests/support/fake_scheduler.py` in place o
 token every `--step-ms`. What counts is computing time, which a busy machine disturbs less than rates: microseconds of
 all HTTP processes for a chunk (`http.chunk_us`), of the detokenizer (`detokenizer.chunk_us`), and how many chunks a
 second there can be before the busiest HTTP process is busy all the time (`http.limit_chunks_s`), as far as the machine
-has a core for each. Steps have to be long enough that no two chunks become one: `chunks_a_token` must be near 1.
+has a core for each. Steps have to be long enough that no two chunks become one: `chunks_a_token` must be near 1. Runs
+too short for the system's clock of computing time, which counts hundredths of a second, have no limit to tell.
 """
 
 from __future__ import annotations
@@ -79,12 +80,13 @@ def measure(one: Server, count: int, tokens: int) -> dict[str, float]:
     before, detokenizer = [cpu_s(pid) for pid in one.https], cpu_s(one.detokenizer)
     chunks = asyncio.run(streams(one.port, count, tokens))
     computed = [cpu_s(pid) - was for pid, was in zip(one.https, before, strict=True)]
-    return {
+    figures = {
         "chunks_a_token": chunks / (count * tokens),
         "http.chunk_us": 1e6 * sum(computed) / chunks,
         "detokenizer.chunk_us": 1e6 * (cpu_s(one.detokenizer) - detokenizer) / chunks,
-        "http.limit_chunks_s": chunks / max(computed),
     }
+    busiest = max(computed)
+    return figures | ({"http.limit_chunks_s": chunks / busiest} if busiest else {})
 
 
 def main() -> int:
@@ -97,7 +99,7 @@ def main() -> int:
     args = parser.parse_args()
     for workers in args.http_workers:
         with server(args.model, workers, args.step_ms) as one:
-            measure(one, args.streams, args.tokens // 4)  # not counted
+            asyncio.run(streams(one.port, args.streams, max(1, args.tokens // 4)))  # not counted
             for metric, value in measure(one, args.streams, args.tokens).items():
                 row = {"metric": metric, "http_workers": workers, "value": float(f"{value:.4g}")}
                 sys.stdout.write(json.dumps(row) + "\n")

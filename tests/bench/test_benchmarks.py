@@ -189,5 +189,5 @@ def test_the_engine_really_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_free_ports_are_different_and_have_free_neighbours() -> None:
-    ports = free_ports(5, run=2)
-    assert len({port + offset for port in ports for offset in range(2)}) == 10
+    ports = free_ports(5, run=2) + free_ports(5, run=2)
+    assert len({port + offset for port in ports for offset in range(2)}) == 20

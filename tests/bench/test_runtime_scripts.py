@@ -25,7 +25,7 @@ def beside() -> Iterator[None]:
     sys.path.insert(0, str(FOLDER))
     yield
     sys.path.remove(str(FOLDER))
-    for name in ("engine", "dummy_model"):
+    for name in ("engine", "dummy_model", "fake_server"):
         sys.modules.pop(name, None)
 
 
@@ -93,6 +93,24 @@ def test_the_beginning_and_the_end_of_a_record_are_left_out() -> None:
 def test_a_profiler_that_saw_nothing_is_no_idle_gpu() -> None:
     with pytest.raises(ValueError, match="0 kernels and copies in 20 steps"):
         script("profiled_scheduler").idle_shares([{"ph": "X", "cat": "cuda_runtime", "ts": 1.0, "dur": 1.0}], 20)
+
+
+# -- what chunks cost
+
+
+def test_processes_that_computed_nothing_that_the_system_counts_have_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = script("streamed_chunks")
+
+    async def streams(port: int, count: int, tokens: int) -> int:
+        return count * tokens
+
+    monkeypatch.setattr(found, "streams", streams)
+    monkeypatch.setattr(found, "cpu_s", lambda pid: 0.0)
+    one = found.Server(1, https=[2, 3], detokenizer=4)
+    assert found.measure(one, 1, 4) == {"chunks_a_token": 1.0, "http.chunk_us": 0.0, "detokenizer.chunk_us": 0.0}
+    spent = iter([0.0, 0.0, 0.0, 0.02, 0.04, 0.01])
+    monkeypatch.setattr(found, "cpu_s", lambda pid: next(spent))
+    assert found.measure(one, 1, 4)["http.limit_chunks_s"] == 4 / 0.04
 
 
 # -- hit rates

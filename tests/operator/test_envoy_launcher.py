@@ -18,7 +18,8 @@ from typing import Any
 
 import httpx
 import pytest
-from support.envoy import ENVOY, free_ports, self_signed
+from support.envoy import ENVOY, self_signed
+from support.ports import free_ports
 from treeline_operator.envoy import EnvoyConfig, Tls, bootstrap, tls_json
 from treeline_operator.envoy.launcher import main, options_of
 

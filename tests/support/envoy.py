@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -23,15 +22,6 @@ from support.http import client
 Patch = Callable[[dict[str, Any]], None]
 
 ENVOY = Path(sys.executable).parent / "envoy"
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
 
 
 def validate(config: EnvoyConfig, folder: Path) -> str:

@@ -31,8 +31,9 @@ from treeline_wire.load import encode as encode_load
 from treeline_wire.security import CurveKeys
 from treeline_wire.tokenizer import TokenizerBundle
 
-from support.envoy import Envoy, Patch, free_ports, running_envoy
+from support.envoy import Envoy, Patch, running_envoy
 from support.http import client
+from support.ports import free_ports
 
 
 async def until(

@@ -1,40 +1,72 @@
-"""Ports that nobody holds.
+"""Ports that nobody holds, for processes that must be told one.
 
-They come from below the range that the system uses for outgoing connections, so that none of those takes a port between
-its choice and the moment a server binds it; parallel test workers choose from ranges of their own.
+They come from outside of the range that the system uses for outgoing connections, so that none of those takes a port
+between its choice and the moment a server binds it; parallel test workers choose from ranges of their own.
 """
 
-import itertools
 import os
 import random
 import socket
 from contextlib import ExitStack
+from pathlib import Path
 
-WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-FIRST, SPAN = 10_000, 5_500
-_next = itertools.count(random.Random(os.getpid()).randrange(SPAN))
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def outside(first: int, last: int) -> range:
+    """The ports to choose from where outgoing connections have `first` to `last`. Benchmarks take 20,000 and more."""
+    return max(range(10_000, min(first, 20_000)), range(max(last + 1, 10_000), 1 << 16), key=len)
+
+
+def slice_of(ports: range, worker: int, workers: int) -> range:
+    """The part of one of `workers` test processes."""
+    each = len(ports) // workers
+    return ports[worker * each : (worker + 1) * each]
+
+
+def _own() -> range:
+    first, last = map(int, EPHEMERAL.read_text().split()) if EPHEMERAL.exists() else (32_768, 65_535)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    return slice_of(outside(first, last), worker, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+class Ports:
+    """Owns which port of a range is tried next."""
+
+    def __init__(self, own: range, start: int) -> None:
+        self._own, self._next = own, start
+
+    def base(self, count: int) -> int:
+        """A port such that it and the `count` - 1 above it are free; none was returned before, until all have been.
+        Raises OSError where there is no such place."""
+        for _ in range(2 * len(self._own)):
+            if self._next + count > len(self._own):
+                self._next = 0
+            found = self._own[self._next : self._next + count]
+            try:
+                with ExitStack() as stack:
+                    for port in found:
+                        stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                self._next += 1
+                continue
+            self._next += count
+            return found[0]
+        raise OSError(f"no {count} free ports in a row from {self._own[0]} to {self._own[-1]}")
+
+
+_OWN = _own()
+_PORTS = Ports(_OWN, random.Random(os.getpid()).randrange(len(_OWN)))  # another run beside this begins elsewhere
 
 
 def free_base(count: int) -> int:
-    """A port such that it and the `count` - 1 above it are free; no earlier call in this process returned any."""
-    while True:
-        offset = next(_next) % (SPAN - count)
-        base = FIRST + (WORKER % 4) * SPAN + offset
-        try:
-            with ExitStack() as stack:
-                for port in range(base, base + count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        for _ in range(count - 1):
-            next(_next)
-        return base
+    return _PORTS.base(count)
 
 
 def free_ports(count: int) -> list[int]:
     """`count` different ports of the loopback address that are free."""
-    return [free_base(1) for _ in range(count)]
+    return [_PORTS.base(1) for _ in range(count)]
 
 
 def free_port() -> int:
-    return free_base(1)
+    return _PORTS.base(1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import socket
@@ -127,18 +128,23 @@ def answers(url: str) -> bool:
 def free_ports(count: int, run: int = 1) -> list[int]:
     """`count` ports of the loopback address, each the first of `run` neighbours that are all free now.
 
-    The kernel's ephemeral range is avoided: a client's connection could take such a port before it is bound. Raises
-    OSError when there is no such place left.
+    The kernel's ephemeral range is avoided: a client's connection could take such a port before it is bound. No two
+    calls give the same, even if nothing has bound the first one's. Raises OSError when there is no such place left.
     """
     found: list[int] = []
-    first = 20_000 + (os.getpid() * 97) % 10_000
-    while len(found) < count:
-        if first + run > 32_000:
-            raise OSError("no free ports below the ephemeral range")
-        if all(_is_free(first + offset) for offset in range(run)):
+    for _ in range(_PORTS):
+        if len(found) == count:
+            return found
+        first = next(_first_ports)
+        for _ in range(run - 1):
+            next(_first_ports)
+        if first + run <= 20_000 + _PORTS and all(_is_free(first + offset) for offset in range(run)):
             found.append(first)
-        first += run
-    return found
+    raise OSError("no free ports below the ephemeral range")
+
+
+_PORTS = 12_000
+_first_ports = (20_000 + place % _PORTS for place in itertools.count(os.getpid() * 97))
 
 
 def _is_free(port: int) -> bool:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.envoy import free_ports
 from support.epp_io import Plane, data_plane, engines, until
 from support.http import client
+from support.ports import free_ports
 from support.raw_http import http1, http2
 from treeline_operator.envoy.config import Limits
 

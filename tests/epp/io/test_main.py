@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from support.envoy import free_ports
 from support.epp_io import running_picker
 from support.http import client
+from support.ports import free_ports
 from treeline_epp.main import StartError, main
 from treeline_epp.options import options_of
 

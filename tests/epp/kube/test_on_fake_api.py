@@ -14,11 +14,12 @@ from typing import Any
 
 import httpx
 import pytest
-from support.envoy import free_ports, running_envoy
+from support.envoy import running_envoy
 from support.epp_io import FakeEngine, FakePublisher, RunningPicker, engines, running_picker, until
 from support.epp_kube import asked, models
 from support.http import client
 from support.kube_api import MODELS, PODS, POOLS, FakeApi, fake_api, own_model, own_pool, pod
+from support.ports import free_ports
 from treeline_operator.envoy import EnvoyConfig
 from treeline_wire.load import TREELINE_LOAD_TOPIC, TreelineLoad
 

@@ -155,6 +155,11 @@ REFUSED_POOLS = [
     ),
     ("{model: {uri: hf://o/n}, engine: {type: vllm, threads: 2}}", "threads is a setting of treeline"),
     ("{model: {uri: hf://o/n}, engine: {type: vllm, maxTotalTokens: 2}}", "of treeline and sglang"),
+    ("engine: {quantization: awq}", "engine treeline takes auto or fp8 as quantization: choose one of them"),
+    ("engine: {dtype: int8}", "engine treeline takes auto, float32, bfloat16 or float16 as dtype"),
+    ("engine: {kvCacheDtype: fp8_e5m2}", "engine treeline takes auto or fp8_e4m3 as kvCacheDtype"),
+    ("engine: {evictionPolicy: random}", "engine treeline takes lru, lfu, fifo, mru, filo, slru or priority as"),
+    ("engine: {schedulePolicy: lifo}", "engine treeline takes fcfs, lpm, dfs-weight, random or priority as"),
     (
         "{model: {uri: hf://o/n, name: m}, engine: {type: vllm, adapters: [{name: m, uri: hf://o/a}]}}",
         "an adapter has the name of the model",
@@ -339,6 +344,9 @@ ACCEPTED_POOLS = [
     "model: {uri: 'hf://Qwen/Qwen3@refs/pr/1', tokenSecretRef: {name: hf, key: t}, size: 2Gi, cache: {size: 2Gi}}",
     "model: {uri: hf://o/n, size: 3, cache: {claimName: weights}}",
     "{model: {uri: path:///m, tokenizer: hf://o/t, tokenSecretRef: {name: h}, cache: {size: 1}}, engine: {type: vllm}}",
+    "engine: {dtype: auto, quantization: auto, kvCacheDtype: auto, schedulePolicy: dfs-weight}",
+    "{model: {uri: hf://o/n}, engine: {type: vllm, quantization: gptq_marlin, kvCacheDtype: fp8, dtype: half}}",
+    "{model: {uri: hf://o/n}, engine: {type: sglang, quantization: w8a8_int8, schedulePolicy: lof}}",
     "engine: {threads: 2, contextLength: 8, evictionPolicy: lru, resources: {requests: {cpu: 1, memory: 1Gi}}}",
     "{accelerator: {type: nvidia, class: H100, tolerations: [{operator: Exists}]}, drain: {timeoutSeconds: 3600}}",
     "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 8},"

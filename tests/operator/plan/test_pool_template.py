@@ -6,7 +6,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic.alias_generators import to_snake
 from support.api_specs import document
 from support.pool_world import SimCluster, a_pool, runtime, template
-from treeline_operator.api.engine import SETTINGS
+from treeline_operator.api.engine import SETTINGS, WORDS
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
 from treeline_operator.plan.download import files
@@ -26,6 +26,7 @@ from treeline_operator.plan.security import exceptions
 from treeline_operator.world import Images
 from treeline_runtime import fetch
 from treeline_runtime.args import parse_args
+from treeline_runtime.config import EngineConfig
 
 
 def patched(**container: Any) -> dict[str, Any]:
@@ -198,6 +199,13 @@ def test_our_runtime_takes_the_command_line(engine: dict[str, Any]) -> None:
     assert args.curve_dir == "/var/run/treeline/keys"
     if "resources" in engine:
         assert args.threads == 2
+
+
+def test_the_words_that_a_pool_may_use_are_those_that_our_runtime_takes() -> None:
+    """Those of policies: tests/runtime/scheduler/test_policies.py."""
+    fields = get_type_hints(EngineConfig)
+    closed = {setting: get_args(fields[to_snake(setting)]) for setting in WORDS if not setting.endswith("Policy")}
+    assert closed == {setting: WORDS[setting] for setting in ("dtype", "quantization", "kvCacheDtype")}
 
 
 def test_the_download_takes_its_command_line() -> None:

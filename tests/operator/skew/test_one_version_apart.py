@@ -19,9 +19,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import gateway_cluster, released
-from support.envoy import ENVOY, free_ports, running_envoy
+from support.envoy import ENVOY, running_envoy
 from support.epp_io import engines, running_picker
 from support.pool_world import SimCluster, a_pool
+from support.ports import free_ports
 from treeline_epp.kube.pools import own_pool
 from treeline_epp.options import options_of as picker_options
 from treeline_operator import names

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,15 +18,22 @@ build = pytest.importorskip("triton.runtime.build")
 CPU = torch.device("cpu")
 
 
+def look_again() -> None:
+    driver.prebuilt.cache_clear()
+    obstacle_to_triton.cache_clear()
+
+
 @pytest.fixture
-def without_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def without_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """No C compiler is found, and a compiled driver would lie at this path."""
     place = tmp_path / "driver.so"
     monkeypatch.setattr(driver, "_place", lambda source: place)
     monkeypatch.setattr(triton.knobs.build, "impl", None)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    return place
+    look_again()
+    yield place
+    look_again()
 
 
 def test_without_a_compiler_the_kernels_need_what_was_compiled_before(without_compiler: Path) -> None:
@@ -32,7 +41,20 @@ def test_without_a_compiler_the_kernels_need_what_was_compiled_before(without_co
     driver.use_prebuilt()
     assert triton.knobs.build.impl is None, "there is nothing to use"
     without_compiler.touch()
+    look_again()
     assert obstacle_to_triton(CPU) is None
+
+
+def test_what_a_start_asks_for_again_and_again_is_looked_for_once(
+    without_compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_compiler.touch()
+    looked = itertools.count()
+    monkeypatch.setattr(driver, "_place", lambda source: (next(looked), without_compiler)[1])
+    for _ in range(3):
+        assert obstacle_to_triton(CPU) is None
+        driver.use_prebuilt()
+    assert next(looked) == 1
 
 
 def test_triton_takes_the_library_and_compiles_nothing_else(without_compiler: Path, tmp_path: Path) -> None:

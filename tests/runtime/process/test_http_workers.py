@@ -104,7 +104,9 @@ def test_each_asks_for_the_key_and_refuses_large_bodies_beyond_its_part_of_memor
     half = {"prompt": " " * (600 << 10), "max_tokens": 1}
     whole = {"prompt": " " * (1100 << 10), "max_tokens": 1}
     assert three.each(lambda client: client.post("/v1/completions", json=half).status_code) == [400] * 3
-    assert three.each(lambda client: client.post("/v1/completions", json=whole).status_code) == [503] * 3
+    too_large = three.each(lambda client: client.post("/v1/completions", json=whole))
+    assert [answer.status_code for answer in too_large] == [413] * 3
+    assert all("more than the 1048576" in answer.json()["error"]["message"] for answer in too_large), "of 3145728"
 
 
 def test_metrics_are_the_sum_at_once(three: Three) -> None:

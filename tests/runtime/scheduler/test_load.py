@@ -11,7 +11,9 @@ import pytest
 from support.runtime_engine import Harness, prompt
 from treeline_runtime.core import Req
 from treeline_runtime.messages import AbortReq, GenerateReq, SamplingParams
-from treeline_runtime.scheduler.prefill import AT_ONCE, ESTIMATED_WAITING
+from treeline_runtime.scheduler.policy import SCHEDULE_POLICIES
+from treeline_runtime.scheduler.prefill import ESTIMATED_WAITING
+from treeline_runtime.scheduler.ranked import Ranked
 from treeline_runtime.scheduler.scheduler import Scheduler
 
 
@@ -37,9 +39,9 @@ class CountedList(list[Req]):
         return super().__iter__()
 
 
-def crowded(tiny: Path, waiting: int, rows: int = 1) -> Harness:
+def crowded(tiny: Path, waiting: int, rows: int = 1, **settings: Any) -> Harness:
     """One request runs, the others wait."""
-    engine = Harness(tiny, max_running_requests=rows, overlap_depth=1)
+    engine = Harness(tiny, max_running_requests=rows, overlap_depth=1, **settings)
     for i in range(waiting + rows):
         engine.submit(str(i), prompt(1, 8), max_new_tokens=2 if i < rows - 1 else 40)
     Scheduler.step(engine)
@@ -59,8 +61,32 @@ def test_a_step_does_not_look_at_the_whole_queue(tiny: Path, waiting: int) -> No
     for _ in range(4):
         Scheduler.step(engine)
     assert len(engine.prefill.waiting) == before - 1
-    assert 0 < Counted.looks <= 4 * (AT_ONCE + ESTIMATED_WAITING + 2), "one is admitted"
+    assert Counted.looks <= 4 * ESTIMATED_WAITING, "one is admitted"
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("policy", SCHEDULE_POLICIES.names())
+def test_a_step_orders_no_more_of_the_queue_than_it_admits(
+    tiny: Path, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = crowded(tiny, 1000, schedule_policy=policy, starvation_bound=1e9)
+    given: list[Req] = []
+    whole = Ranked.__iter__
+
+    def counted(self: Ranked) -> Iterator[Req]:
+        for req in whole(self):
+            given.append(req)
+            yield req
+
+    monkeypatch.setattr(Ranked, "__iter__", counted)
+    Scheduler.step(engine)
+    assert not given, "none can be admitted"
+    engine.inbox.append(AbortReq(next(iter(engine.decode.running))))
+    before = len(engine.prefill.waiting)
+    for _ in range(4):
+        Scheduler.step(engine)
+    assert len(engine.prefill.waiting) == before - 1
+    assert 1 <= len(given) <= 4, "one is admitted"
 
 
 def test_a_full_queue_is_not_searched_for_the_least_urgent_at_each_arrival(tiny: Path) -> None:
@@ -82,7 +108,7 @@ def test_a_full_queue_is_not_searched_for_the_least_urgent_at_each_arrival(tiny:
     for i in range(2000):  # those that left are not kept
         engine._handle(GenerateReq(f"{i} goes", prompt(2, 8), SamplingParams(max_new_tokens=1), priority=9 + i))
         engine._handle(AbortReq(f"{i} goes"))
-    assert len(engine.prefill._urgencies) <= 2 * len(engine.prefill.waiting) + AT_ONCE + 1
+    assert len(engine.prefill._replaceable) == len(engine.prefill.waiting)
     engine.abort()
     engine.run()
 

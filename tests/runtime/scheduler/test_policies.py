@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from support.runtime_engine import Harness, prompt
+from treeline_operator.api.engine import WORDS
 from treeline_runtime.config import ConfigError
 from treeline_runtime.core import Batch, Phase, Req
-from treeline_runtime.kvcache import Match, Node, RadixCache, key_of
+from treeline_runtime.kvcache import EVICTION_POLICIES, Match, Node, RadixCache, key_of
 from treeline_runtime.messages import GenerateReq, SamplingParams
-from treeline_runtime.scheduler.policy import MATCH_LIMIT, SCHEDULE_POLICIES, View, in_order
+from treeline_runtime.scheduler.policy import MATCH_LIMIT, SCHEDULE_POLICIES, Policy, View
+from treeline_runtime.scheduler.waiting import WaitingOrder
 
 POLICIES = SCHEDULE_POLICIES.names()
 
@@ -57,22 +60,31 @@ def pages(count: int) -> Match:
     return Match(None, 0, count)
 
 
+def in_order(
+    policy: str, waiting: list[Req], view: View, *, now: float = 0.0, starvation_bound: float = 1e9
+) -> list[Req]:
+    """Of requests that came one after another."""
+    order = WaitingOrder(SCHEDULE_POLICIES.get(policy), view, starvation_bound)
+    for req in waiting:
+        order.put(req)
+    return list(order.in_order(now))
+
+
 # ---- each policy ----------------------------------------------------------------------------------------
 
 
 def test_lpm_takes_the_longest_cached_prefix_first() -> None:
     waiting = [request([1], 0), request([2], 1), request([3], 2)]
-    order = SCHEDULE_POLICIES.get("lpm")(waiting, View(lambda req: pages([0, 5, 2][req.arrival])))
+    order = in_order("lpm", waiting, View(lambda req: pages([0, 5, 2][req.arrival])))
     assert names(order) == "120"
 
 
 @pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
 def test_a_long_queue_is_first_come_first_served(policy: str) -> None:
-    order = SCHEDULE_POLICIES.get(policy)
     waiting = [request([i], i) for i in range(MATCH_LIMIT + 1)]
     view = View(tree_of(*([i] for i in range(MATCH_LIMIT, MATCH_LIMIT // 2, -1))))
-    assert order(waiting, view) == waiting
-    assert order(waiting[1:], view) != waiting[1:]
+    assert in_order(policy, waiting, view) == waiting
+    assert in_order(policy, waiting[1:], view) != waiting[1:]
 
 
 def test_dfs_weight_goes_where_most_requests_wait() -> None:
@@ -80,7 +92,7 @@ def test_dfs_weight_goes_where_most_requests_wait() -> None:
     # below 1: six, of whom three wait below 1·1 and two at 1·3; below 9: two; 7 is not cached
     wanted = {0: [7], 1: [9, 9, 5], 2: [1, 3, 5], 3: [1, 1, 2], 4: [1, 8], 5: [1, 3, 6], 6: [9, 9, 6]}
     wanted |= {7: [1, 1, 1, 5], 8: [1, 1, 2, 6]}
-    order = SCHEDULE_POLICIES.get("dfs-weight")([request(ids, i) for i, ids in wanted.items()], View(match))
+    order = in_order("dfs-weight", [request(ids, i) for i, ids in wanted.items()], View(match))
     assert names(order) == "387" + "25" + "4" + "16" + "0"
 
 
@@ -113,34 +125,40 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 def test_dfs_weight_is_what_its_definition_says(cached: list[list[int]], asked: list[list[int]]) -> None:
     match = tree_of(*cached)
     waiting = [request(ids, i) for i, ids in enumerate(asked)]
-    assert SCHEDULE_POLICIES.get("dfs-weight")(waiting, View(match)) == dfs_weight(waiting, match)
+    assert in_order("dfs-weight", waiting, View(match)) == dfs_weight(waiting, match)
 
 
 def test_a_deep_tree_does_not_end_the_recursion() -> None:
     ids = [i % 7 for i in range(1050)]
     match = tree_of(*(ids[:n] for n in range(1, 1051)))
     waiting = [request(ids, 0), request(ids[:5], 1)]
-    assert SCHEDULE_POLICIES.get("dfs-weight")(waiting, View(match)) == waiting
+    assert in_order("dfs-weight", waiting, View(match)) == waiting
 
 
 def test_random_is_an_order_of_its_own_that_a_seed_repeats() -> None:
     waiting = [request([1], i) for i in range(60)]
-    policy = SCHEDULE_POLICIES.get("random")
-    order = policy(waiting, View(lambda _: pages(0), seed=1))
+    order = in_order("random", waiting, View(lambda _: pages(0), seed=1))
     assert order != waiting
-    assert order == policy(waiting, View(lambda _: pages(0), seed=1))
-    assert order != policy(waiting, View(lambda _: pages(0), seed=2))
-    assert policy(waiting[:30], View(lambda _: pages(0), seed=1)) == [r for r in order if r.arrival < 30], "who leaves"
+    assert order == in_order("random", waiting[::-1], View(lambda _: pages(0), seed=1))
+    assert order != in_order("random", waiting, View(lambda _: pages(0), seed=2))
+    assert in_order("random", waiting[:30], View(lambda _: pages(0), seed=1)) == [r for r in order if r.arrival < 30], (
+        "who leaves"
+    )
 
 
 def test_priority_takes_the_highest_and_of_equals_the_first() -> None:
     waiting = [request([1], i, priority=p) for i, p in enumerate([0, 5, -3, 5, 0])]
-    assert names(SCHEDULE_POLICIES.get("priority")(waiting, View(lambda _: pages(0)))) == "13042"
+    assert names(in_order("priority", waiting, View(lambda _: pages(0)))) == "13042"
 
 
 def test_an_unknown_policy_is_refused(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="unknown schedule policy 'magic'; known: dfs-weight, fcfs, lpm, priority, r"):
         Harness(tiny, schedule_policy="magic")
+
+
+def test_pools_may_name_the_policies_that_there_are() -> None:
+    assert sorted(WORDS["schedulePolicy"]) == POLICIES
+    assert sorted(WORDS["evictionPolicy"]) == EVICTION_POLICIES.names()
 
 
 # ---- all of them ----------------------------------------------------------------------------------------
@@ -155,13 +173,83 @@ def test_every_order_is_a_permutation_that_begins_with_who_waited_too_long(
     policy: str, cached: list[list[int]], asked: list[tuple[list[int], int, float, float]]
 ) -> None:
     waiting = [request(ids, i, priority=p, since=s, waited=w) for i, (ids, p, s, w) in enumerate(asked)]
-    before, view = list(waiting), View(tree_of(*cached), seed=3)
-    order = in_order(SCHEDULE_POLICIES.get(policy), waiting, view, now=50.0, starvation_bound=40.0)
-    assert sorted(order, key=lambda req: req.arrival) == before == waiting, "nobody is lost, the queue is as it was"
-    overdue = [req for req in waiting if req.waited_s + 50.0 - req.waiting_since >= 40.0]
+    view = View(tree_of(*cached), seed=3)
+    order = in_order(policy, waiting, view, now=50.0, starvation_bound=40.0)
+    assert sorted(order, key=lambda req: req.arrival) == waiting, "nobody is lost"
+    overdue = [req for req in waiting if 50.0 - (req.waiting_since - req.waited_s) >= 40.0]
     assert order[: len(overdue)] == overdue, "in the order of their arrival"
-    again = in_order(SCHEDULE_POLICIES.get(policy), waiting, view, now=50.0, starvation_bound=40.0)
-    assert again == order
+
+
+def by_definition(waiting: list[Req], policy: Policy, view: View, now: float, bound: float) -> list[Req]:
+    """All that wait, sorted anew; `waiting`: who was put at the front, then the others as they came."""
+    overdue = [req for req in waiting if now - (req.waiting_since - req.waited_s) >= bound]
+    others = sorted((req for req in waiting if req not in overdue), key=lambda req: policy.rank(req, view))
+    if policy.reorder is not None and len(others) <= MATCH_LIMIT:
+        others = policy.reorder(others, view)
+    return sorted(overdue, key=lambda req: req.arrival) + others
+
+
+class Comings(RuleBasedStateMachine):
+    """Requests come, leave, are admitted in order and retracted, and time passes."""
+
+    policy = "fcfs"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.view = View(tree_of([1, 1, 1], [1, 2], [2, 2]), seed=5)
+        self.order = WaitingOrder(SCHEDULE_POLICIES.get(self.policy), self.view, 10.0)
+        self.waiting: list[Req] = []
+        self.running: list[Req] = []
+        self.now, self.count = 0.0, 0
+
+    @rule(ids=TOKENS, priority=st.integers(-2, 2))
+    def come(self, ids: list[int], priority: int) -> None:
+        self.count += 1
+        req = request(ids, self.count, priority=priority, since=self.now)
+        self.order.put(req)
+        self.waiting.append(req)
+
+    @rule(which=st.integers(0, 20))
+    def leave(self, which: int) -> None:
+        if self.waiting:
+            req = self.waiting.pop(which % len(self.waiting))
+            self.order.leave(req)
+            self.order.leave(req)
+
+    @rule(skipped=st.lists(st.booleans(), min_size=1, max_size=6))
+    def admit(self, skipped: list[bool]) -> None:
+        """In order, but for some that are passed over; each leaves as soon as it is given."""
+        for req, skip in zip(self.order.in_order(self.now), skipped, strict=False):
+            if not skip:
+                req.waited_s += self.now - req.waiting_since
+                self.order.leave(req)
+                self.waiting.remove(req)
+                self.running.append(req)
+
+    @rule(which=st.integers(0, 20))
+    def retract(self, which: int) -> None:
+        if self.running:
+            req = self.running.pop(which % len(self.running))
+            req.waiting_since = self.now
+            self.order.put(req, front=True)
+            self.waiting.insert(0, req)
+
+    @rule(seconds=st.integers(1, 4))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+
+    @invariant()
+    def the_order_is_what_sorting_says(self) -> None:
+        wanted = by_definition(self.waiting, SCHEDULE_POLICIES.get(self.policy), self.view, self.now, 10.0)
+        assert list(self.order.in_order(self.now)) == wanted
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_order_is_kept_as_requests_come_and_leave(policy: str) -> None:
+    machine = type("ComingsBy", (Comings,), {"policy": policy})
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=25, stateful_step_count=40, deadline=None, derandomize=True)
+    )
 
 
 def hostile(engine: Recorder, policy: str, i: int) -> None:

@@ -21,18 +21,24 @@ def fake(model: Path) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def admin(fake: ServerProcess) -> Iterator[httpx.Client]:
-    with fake.admin() as client:
+def server(fake: ServerProcess) -> ServerProcess:
+    """Whom the clients below ask: a module may have another one of this name."""
+    return fake
+
+
+@pytest.fixture(scope="module")
+def http(server: ServerProcess) -> Iterator[httpx.Client]:
+    with server.client() as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def metrics(fake: ServerProcess) -> Iterator[httpx.Client]:
-    with fake.metrics() as client:
+def admin(server: ServerProcess) -> Iterator[httpx.Client]:
+    with server.admin() as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def http(fake: ServerProcess) -> Iterator[httpx.Client]:
-    with fake.client() as client:
+def metrics(server: ServerProcess) -> Iterator[httpx.Client]:
+    with server.metrics() as client:
         yield client

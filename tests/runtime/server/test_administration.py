@@ -30,18 +30,6 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         yield server
 
 
-@pytest.fixture(scope="module")
-def http(server: ServerProcess) -> Iterator[httpx.Client]:
-    with server.client() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def admin(server: ServerProcess) -> Iterator[httpx.Client]:
-    with server.admin() as client:
-        yield client
-
-
 def text(http: httpx.Client) -> str:
     answer = http.post("/v1/completions", json=BODY)
     assert answer.status_code == 200, answer.text
@@ -231,6 +219,6 @@ def test_hidden_states_are_in_the_answer_up_to_its_end(http: httpx.Client) -> No
     assert len(rows(stopped)) == 20 + stopped["meta_info"]["completion_tokens"] - 1
     many = {"max_new_tokens": 1000, "n": 128}  # a small body, and an answer of hundreds of MB
     body = {"text": ["x"] * 8, "return_hidden_states": True, "sampling_params": many}
-    assert "all the memory" in told(http.post("/generate", json=body), 503)
+    assert "--max-bytes-in-flight" in told(http.post("/generate", json=body), 413)
     body = {"text": "x", "return_hidden_states": True, "stream": True}
     assert "not with streams" in told(http.post("/generate", json=body), 400)

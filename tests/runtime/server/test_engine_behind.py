@@ -39,18 +39,6 @@ def server(model: Path) -> Iterator[ServerProcess]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def http(server: ServerProcess) -> Iterator[httpx.Client]:
-    with server.client() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def admin(server: ServerProcess) -> Iterator[httpx.Client]:
-    with server.admin() as client:
-        yield client
-
-
 def idle(http: httpx.Client) -> bool:
     load = http.get("/v1/loads").json()["loads"][0]
     return bool(load["num_total_reqs"] == 0 and load["pages_used"] == 0)

@@ -9,11 +9,13 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from support.fake_scheduler import Magic
 from support.loop_watch import Holds
 from support.runtime_server import ServerProcess, eventually, running
 
@@ -146,7 +148,8 @@ def post(server: ServerProcess, name: str) -> None:
     body = body_of(name)
     with server.client() as http:
         if name in NEVER_ANSWERED:
-            leave_when_running(server, http, path, body)
+            with being_answered(server, http, path, body, count=128):
+                pass
         else:
             answer = http.post(path, content=body, timeout=250)
             assert answer.status_code in (200, 400, 404, 413), answer.text[:300]
@@ -154,13 +157,17 @@ def post(server: ServerProcess, name: str) -> None:
         assert http.get("/live").status_code == 200
 
 
-def leave_when_running(server: ServerProcess, http: httpx.Client, path: str, body: bytes) -> None:
+@contextmanager
+def being_answered(server: ServerProcess, http: httpx.Client, path: str, body: bytes, count: int) -> Iterator[None]:
+    """While so many generations of a request run; then its client leaves."""
+
     def running_now() -> int:
         return int(http.get("/v1/loads").json()["loads"][0]["running"])
 
     with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0), timeout=10) as client:
         client.sendall(f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
-        eventually(lambda: running_now() == 128, what="all run")
+        eventually(lambda: running_now() == count, what="all run")
+        yield
     eventually(lambda: running_now() == 0, what="all have ended")
 
 
@@ -215,18 +222,28 @@ def test_memory_stays_where_it_was(watched: ServerProcess) -> None:
         assert rss_mb(watched.process.pid) - before < 100
 
 
-def test_bodies_beyond_the_budget_are_told_to_come_again(model: Path) -> None:
+def test_requests_beyond_the_budget_are_told_to_come_again_or_that_they_never_fit(model: Path) -> None:
     budget = ("--max-bytes-in-flight", str(4 * MB))
     with running(model, *budget, "--no-events", fake=True) as server, server.client() as http:
-        answer = http.post(TEXT, content=text(prompt="a" * 5 * MB))
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-        assert answer.headers["x-treeline-overloaded"] == "true"
-        assert answer.json()["error"]["code"] == "overloaded"
+        large = text(prompt="a" * 5 * MB)
+        for body in (large, iter([large[: 3 * MB], large[3 * MB :]])):  # announced, and in chunks
+            never = http.post(TEXT, content=body)
+            assert (never.status_code, never.json()["error"]["code"]) == (413, "request_too_large")
+            assert f"more than the {4 * MB} that all requests together" in never.json()["error"]["message"]
+            assert "--max-bytes-in-flight" in never.json()["error"]["message"]
+            assert not {"retry-after", "x-treeline-overloaded"} & set(never.headers)
+        # prompts that are being answered count too: 3,000 tokens x 64 choices x 16 bytes are 3 MB
+        silent = text(prompt=[[Magic.SILENT] * 3_000], n=64, max_tokens=1)
+        with being_answered(server, http, TEXT, silent, count=64):
+            answer = http.post(TEXT, content=text(prompt="a" * 2 * MB))
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert answer.headers["x-treeline-overloaded"] == "true"
+            assert answer.json()["error"]["code"] == "overloaded"
+            assert http.post(TEXT, content=text()).status_code == 200
         for _ in range(8):  # what was taken is given back, whatever becomes of the request
             assert http.post(TEXT, content=text(prompt="a" * 3 * MB)).status_code == 400
-        # prompts that are being answered count too: 3,000 tokens x 128 choices x 16 bytes
         many = text(prompt=[[50] * 3_000], n=128, max_tokens=1)
-        assert http.post(TEXT, content=many).status_code == 503
+        assert http.post(TEXT, content=many).status_code == 413
         assert http.post(TEXT, content=text()).status_code == 200
 
 

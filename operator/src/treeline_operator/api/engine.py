@@ -43,19 +43,37 @@ SETTINGS: Final[Mapping[str, tuple[EngineType, ...]]] = {
 }
 """Setting → the engines that have it. For the others it is refused, since it would be ignored."""
 
+WORDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "quantization": ("auto", "fp8"),
+    "kvCacheDtype": ("auto", "fp8_e4m3"),
+    "evictionPolicy": ("lru", "lfu", "fifo", "mru", "filo", "slru", "priority"),
+    "schedulePolicy": ("fcfs", "lpm", "dfs-weight", "random", "priority"),
+}
+"""Setting → what engine treeline takes. The others' words change with their releases and plugins: they say themselves
+what they refuse."""
+
 
 KV_PORTS: Final = frozenset({ports.EVENTS, ports.REPLAY, ports.LOAD})
 
 
-def _listed(words: tuple[str, ...]) -> str:
+def _listed(words: tuple[str, ...], conjunction: str = "and") -> str:
     *others, last = words
-    return f"{', '.join(others)} and {last}" if others else last
+    return f"{', '.join(others)} {conjunction} {last}" if others else last
 
 
 def _setting_rule(setting: str, engines: tuple[EngineType, ...]) -> Rule:
     return forbidden(
         f"!has(self.{setting}) || self.type in {list(engines)}",
         f"{setting} is a setting of {_listed(engines)}: remove it, or pass the engine's own flag in args",
+        field=f".{setting}",
+    )
+
+
+def _word_rule(setting: str, words: tuple[str, ...]) -> Rule:
+    return Rule(
+        f"self.type != 'treeline' || !has(self.{setting}) || self.{setting} in {list(words)}",
+        f"engine treeline takes {_listed(words, 'or')} as {setting}: choose one of them, or remove it",
         field=f".{setting}",
     )
 
@@ -125,6 +143,7 @@ class Engine(Part):
 
     RULES = (
         *(_setting_rule(setting, engines) for setting, engines in SETTINGS.items()),
+        *(_word_rule(setting, words) for setting, words in WORDS.items()),
         Rule(
             "self.type != 'custom' || has(self.image)",
             "engine custom has no image of its own: set engine.image",

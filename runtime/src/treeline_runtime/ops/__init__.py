@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -25,8 +26,9 @@ OLDEST = (8, 0)
 """Compute capability: below it there is no bfloat16, and too little shared memory."""
 
 
+@functools.cache
 def obstacle_to_triton(device: torch.device) -> str | None:
-    """Why our kernels cannot run on a CUDA device; None if they can."""
+    """Why our kernels cannot run on a CUDA device; None if they can. Looked for once: every projection in fp8 asks."""
     if find_spec("triton") is None:
         return "the package triton is not installed"
     if driver.prebuilt() is None:  # Triton compiles it at its first use

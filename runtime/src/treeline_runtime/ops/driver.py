@@ -9,6 +9,7 @@ This file imports nothing but the standard library until a GPU is used: the buil
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import subprocess
 import sys
@@ -19,8 +20,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 
+@functools.cache
 def prebuilt() -> Path | None:
-    """The library for the Triton that is installed; None if nobody has compiled it."""
+    """The library for the Triton that is installed; None if nobody has compiled it. Looked for once."""
     place = _place(_source())
     return place if place.exists() else None
 

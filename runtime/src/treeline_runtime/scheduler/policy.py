@@ -1,12 +1,12 @@
 """In which order waiting requests are considered: pure functions of who waits and what is cached.
 
-No policy starves anybody: whoever has waited longer than a bound comes before all others (`in_order`), so a stream of
-requests that a policy prefers delays another one by the bound, and then by those that have waited as long.
+No policy starves anybody: whoever has waited longer than a bound comes before all others (`WaitingOrder`), so a stream
+of requests that a policy prefers delays another one by the bound, and then by those that have waited as long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from treeline_runtime.core import Req
@@ -26,25 +26,23 @@ class View:
     seed: int = 0
 
 
-Policy = Callable[[list[Req], View], list[Req]]
-"""(waiting: retracted requests, then the others as they came; a view) → the same requests in order of admission."""
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """By itself, first come first served; retracted requests come before the others."""
 
-
-def _first_come_first_served(waiting: list[Req], _: View) -> list[Req]:
-    return waiting
+    rank: Callable[[Req, View], int] = lambda _req, _view: 0
+    """The smallest is first; it may not change while the request waits."""
+    reorder: Callable[[list[Req], View], list[Req]] | None = None
+    """(who waits, as ranked; a view) → the same requests in order of admission. Asked in each step, of short queues."""
 
 
 def _longest_prefix_match(waiting: list[Req], view: View) -> list[Req]:
-    if len(waiting) > MATCH_LIMIT:
-        return waiting
     return sorted(waiting, key=lambda req: -view.match(req).num_pages)
 
 
 def _depth_first_by_weight(waiting: list[Req], view: View) -> list[Req]:
     """Through the tree of cached prefixes, children before parents, those first below which most requests wait: each
     prefix is used by all who want it before it can be evicted. SGLang's `dfs-weight`; ties go to who came first."""
-    if len(waiting) > MATCH_LIMIT:
-        return waiting
     ending: dict[Node | None, list[Req]] = {}
     below: dict[Node | None, dict[Node, None]] = {}  # None: above the roots of all namespaces
     weight: dict[Node, int] = {}
@@ -68,36 +66,17 @@ def _depth_first_by_weight(waiting: list[Req], view: View) -> list[Req]:
     return order
 
 
-def _random(waiting: list[Req], view: View) -> list[Req]:
-    """Everyone draws a lot on arrival, so the order of two stays what it is."""
-    return sorted(waiting, key=lambda req: _lot(view.seed, req.arrival))
-
-
-def _by_priority(waiting: list[Req], _: View) -> list[Req]:
-    return sorted(waiting, key=lambda req: -req.priority)
-
-
 SCHEDULE_POLICIES: Registry[Policy] = Registry(
     "schedule policy",
     {
-        "fcfs": _first_come_first_served,
-        "lpm": _longest_prefix_match,
-        "dfs-weight": _depth_first_by_weight,
-        "random": _random,
-        "priority": _by_priority,
+        "fcfs": Policy(),
+        "lpm": Policy(reorder=_longest_prefix_match),
+        "dfs-weight": Policy(reorder=_depth_first_by_weight),
+        # everyone draws a lot on arrival, so the order of two stays what it is
+        "random": Policy(rank=lambda req, view: _lot(view.seed, req.arrival)),
+        "priority": Policy(rank=lambda req, _: -req.priority),
     },
 )
-
-
-def in_order(policy: Policy, waiting: Iterable[Req], view: View, *, now: float, starvation_bound: float) -> list[Req]:
-    """Who has waited `starvation_bound` seconds or more, oldest first; then the others as the policy has it."""
-    overdue: list[Req] = []
-    others: list[Req] = []
-    for req in waiting:
-        waited = req.waited_s + now - req.waiting_since
-        (overdue if waited >= starvation_bound else others).append(req)
-    overdue.sort(key=lambda req: req.arrival)
-    return overdue + policy(others, view)
 
 
 def _lot(seed: int, number: int) -> int:

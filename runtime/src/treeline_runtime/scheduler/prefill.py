@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable, Collection, Iterator
 from itertools import islice
 
 from treeline_runtime.config import ConfigError, SchedulerConfig
@@ -13,15 +12,13 @@ from treeline_runtime.kvcache import EVICTION_POLICIES, Match, key_of
 from treeline_runtime.scheduler.admission import cost_pages, reserved_pages
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.dedup import PendingPrefixes
-from treeline_runtime.scheduler.policy import SCHEDULE_POLICIES, View, in_order
+from treeline_runtime.scheduler.policy import SCHEDULE_POLICIES, View
 from treeline_runtime.scheduler.preemption import candidates, fewest
+from treeline_runtime.scheduler.ranked import Ranked
+from treeline_runtime.scheduler.waiting import WaitingOrder
 
 ESTIMATED_WAITING = 64
 """Waiting requests whose uncached tokens a load report looks up afresh; the others keep their last estimate."""
-
-
-AT_ONCE = 256
-"""Waiting requests that are considered before it is known whether more have to be."""
 
 
 def check_policies(config: SchedulerConfig) -> None:
@@ -44,48 +41,53 @@ class PrefillManager:
         self._clock = clock
         self._page_size = config.page_size
         self._chunk_tokens = chunk_tokens
-        self._policy = SCHEDULE_POLICIES.get(config.schedule_policy)
-        self._comes_first = config.schedule_policy == "fcfs"
+        policy = SCHEDULE_POLICIES.get(config.schedule_policy)
+        self._order = WaitingOrder(policy, View(cache.match, config.seed), config.starvation_bound)
         self._by_priority = config.schedule_policy == "priority"
-        self._view = View(cache.match, config.seed)
         self._starvation_bound = config.starvation_bound
         self._threshold = config.priority_preemption_threshold
         self.waiting: OrderedDict[str, Req] = OrderedDict()
         self.chunked: Req | None = None
         self._uncached_waiting = 0
         """The sum over `waiting`: a report that added them up would take as long as the queue is, in every step."""
-        self._urgencies: list[tuple[int, int, Req]] = []
-        """A heap of those that came and have not begun, the least urgent first, of these the last; and of some that
-        have left."""
+        self._replaceable = Ranked()
+        """Those that came and have not begun, the least urgent first, of these the last; where that is ever asked."""
         self._estimated_version = -1
 
     # ---- the queue ----------------------------------------------------------------------------------------
 
     def queue(self, req: Req) -> None:
         """A new request, at the end."""
+        self._enter(req)
+        self._order.put(req)
+        if self._by_priority:
+            self._replaceable.put(req, (req.priority, -req.arrival))
+
+    def requeue(self, req: Req) -> None:
+        """A retracted request, at the front; its output so far is now part of what is prefilled."""
+        self._enter(req)
+        self.waiting.move_to_end(req.rid, last=False)
+        self._order.put(req, front=True)
+
+    def _enter(self, req: Req) -> None:
         req.key = key_of(req.tokens)
         req.waiting_since = self._clock()
         req.uncached_tokens = 0
         self._estimate(req)
         self.waiting[req.rid] = req
-        if self._by_priority and not req.retractions:
-            if len(self._urgencies) > 2 * len(self.waiting) + AT_ONCE:
-                self._urgencies = [entry for entry in self._urgencies if not self._has_begun(entry[2])]
-                heapify(self._urgencies)
-            heappush(self._urgencies, (req.priority, -req.arrival, req))
-
-    def requeue(self, req: Req) -> None:
-        """A retracted request, at the front; its output so far is now part of what is prefilled."""
-        self.queue(req)
-        self.waiting.move_to_end(req.rid, last=False)
 
     def leave(self, req: Req) -> None:
         """It waits no longer, if it did."""
         if self.waiting.pop(req.rid, None) is not None:
             self._uncached_waiting -= req.uncached_tokens
+            self._order.leave(req)
+            self._replaceable.leave(req)
 
     def check_integrity(self) -> None:
         assert self._uncached_waiting == sum(req.uncached_tokens for req in self.waiting.values())
+        order = list(self._in_order())
+        assert len(order) == len(self.waiting)
+        assert set(order) == set(self.waiting.values())
 
     def _estimate(self, req: Req) -> None:
         before = req.uncached_tokens
@@ -103,19 +105,8 @@ class PrefillManager:
 
     # ---- the choice ---------------------------------------------------------------------------------------
 
-    def _in_order(self) -> Iterable[Req]:
-        if self._comes_first and not next(iter(self.waiting.values())).retractions:
-            return self._as_they_came()
-        now, bound = self._clock(), self._starvation_bound
-        return in_order(self._policy, self.waiting.values(), self._view, now=now, starvation_bound=bound)
-
-    def _as_they_came(self) -> Iterator[Req]:
-        """What `in_order` makes of a queue without retracted requests, but no longer than is asked for: a step with a
-        free row admits a few of thousands. Those who were given may leave the queue meanwhile."""
-        first = list(islice(self.waiting.values(), AT_ONCE))
-        yield from first
-        given = set(first)
-        yield from [req for req in self.waiting.values() if req not in given]
+    def _in_order(self) -> Iterator[Req]:
+        return self._order.in_order(self._clock())
 
     def next_batch(self, running: Collection[Req], free_rows: int, ratio: float, riding: int = 0) -> Batch | None:
         """Admit what fits and give it pages; None if nothing can be prefilled now.
@@ -135,7 +126,7 @@ class PrefillManager:
             if req is self.chunked:
                 return batch if batch.reqs else None
             reserved += reserved_pages(batch.reqs, ratio, self._page_size)
-        for req in self._in_order() if self.waiting else ():
+        for req in self._in_order():
             if tokens_left <= 0 or free_rows == 0 or self.chunked is not None:
                 break
             match = self._cache.match(req)
@@ -170,7 +161,7 @@ class PrefillManager:
         if self._threshold is None or not self.waiting:
             return []
         everyone = [*running] if self.chunked is None else [*running, self.chunked]
-        first = next(iter(self._in_order()))
+        first = next(self._in_order())
         others = candidates(first, everyone, threshold=self._threshold, starvation_bound=self._starvation_bound)
         others.sort(key=lambda req: req is not self.chunked)  # which loses nothing
         match = self._cache.match(first)
@@ -195,13 +186,8 @@ class PrefillManager:
 
     def least_urgent(self) -> Req | None:
         """Of those that have not begun, whom a more urgent request may replace in a full queue: the last to come."""
-        heap = self._urgencies
-        while heap and self._has_begun(heap[0][2]):
-            heappop(heap)
-        return heap[0][2] if heap else None
-
-    def _has_begun(self, req: Req) -> bool:
-        return req.retractions > 0 or self.waiting.get(req.rid) is not req
+        last = self._replaceable.first()
+        return None if last is None else last[1]
 
     def _append(self, batch: Batch, req: Req, tokens_left: int) -> int:
         """Add as much of `req` as budget and memory allow. → tokens added. Sets `chunked` if not all of it was."""

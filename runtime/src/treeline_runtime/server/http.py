@@ -175,10 +175,13 @@ class Request:
     async def read_body(self, limit: int, reservation: Reservation) -> None:
         """Reads all of it into `parts`, for as long as `reservation` can grow with them.
 
-        Raises ApiError 413 beyond `limit`, ClientGone when the client leaves first, what the reservation raises.
+        Raises ApiError 413 beyond `limit`, ClientGone when the client leaves first, what the reservation raises. A body
+        that is announced as too large is not waited for.
         """
         self.reservation = reservation
-        self._check_size(_content_length(self), limit)
+        announced = _content_length(self)
+        self._check_size(announced, limit)
+        reservation.check(announced)
         self.query = dict(parse_qsl(self.scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True))
         while True:
             message = await self.receive()

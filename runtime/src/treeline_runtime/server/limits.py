@@ -59,11 +59,23 @@ class Reservation:
         self._held = 0
 
     def grow(self, size: int) -> None:
-        """Raises TooMuchInFlight."""
+        """Raises TooMuchInFlight, or ApiError as `check`; then it is as large as before."""
+        self.check(size)
         free = min(size, self._free)
         self._budget.reserve(size - free)
         self._free -= free
         self._held += size - free
+
+    def check(self, size: int) -> None:
+        """Raises ApiError 413 if so much more would not fit if there were no other requests."""
+        needed, limit = self._held + size - self._free, self._budget.limit
+        if needed > limit:
+            raise ApiError(
+                413,
+                f"The request takes {needed} bytes of memory, more than the {limit} that all requests together may "
+                "take here (--max-bytes-in-flight, of which each HTTP worker has an equal part)",
+                code="request_too_large",
+            )
 
     def release(self) -> None:
         """Idempotent."""
