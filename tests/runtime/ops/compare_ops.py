@@ -6,7 +6,6 @@ import itertools
 import os
 import sys
 from collections.abc import Callable
-from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,15 +16,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
-from treeline_runtime.attention import Layout  # noqa: E402
-from treeline_runtime.attention.decode import Decode  # noqa: E402
-from treeline_runtime.attention.extend import Extend  # noqa: E402
-from treeline_runtime.attention.torch_sdpa import TorchSDPA  # noqa: E402
 from treeline_runtime.core import Context  # noqa: E402
 from treeline_runtime.kvcache import KVPool  # noqa: E402
 from treeline_runtime.models.moe_config import ClampedGate  # noqa: E402
 from treeline_runtime.models.quantization.fp8 import E4M3, dequantise, quantise, quantise_weight  # noqa: E402
-from treeline_runtime.models.scoring import PLAIN, Scoring  # noqa: E402
 from treeline_runtime.ops import Experts, Heads, attention_kernels, fp8, fused_experts  # noqa: E402
 from treeline_runtime.ops.torch_ops import TorchOps  # noqa: E402
 from treeline_runtime.ops.triton_ops import TritonOps  # noqa: E402
@@ -58,7 +52,7 @@ def _mend_the_interpreter() -> None:
 
 if DEVICE == "cpu":
     _mend_the_interpreter()
-GENERATOR, RANDOM = torch.Generator().manual_seed(0), Random(0)
+GENERATOR = torch.Generator().manual_seed(0)
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -340,158 +334,18 @@ def pages() -> None:
     assert torch.equal(out, expected.int())
 
 
-WINDOWS = Scoring(windows=(100, 200), sinks=True)
-CAPPED = Scoring(0.2, 1.5, (128, 1))
-RULES = (
-    (8, 2, 64, PLAIN),
-    (6, 1, 24, PLAIN),
-    (2, 2, 128, PLAIN),
-    (2, 1, 256, PLAIN),
-    (4, 2, 16, WINDOWS),
-    (3, 1, 24, CAPPED),
-)
-"""(heads, kv_heads, head_dim, how scores are made)"""
-FP8_RULES = (RULES[0], RULES[-1])
-
-
-class Attended:
-    """Sequences of (cached, new) tokens in scattered pages of two layers, NaN everywhere else."""
-
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        scoring: Scoring,
-        lens: list[tuple[int, int]],
-        dtype: torch.dtype,
-        stored: torch.dtype | None = None,
-    ) -> None:
-        query, kv, dim = shape
-        self.sinks = 2 * noise(query) if scoring.sinks else None
-        self.scoring, self.page_size, self.stored = scoring, RANDOM.choice([1, 16]), stored
-        counts = [-(-(cached + new) // self.page_size) for cached, new in lens]
-        self.pool = KVPool(
-            num_layers=2,
-            num_pages=sum(counts),
-            page_size=self.page_size,
-            num_kv_heads=kv,
-            head_dim=dim,
-            dtype=dtype,
-            device=torch.device(DEVICE),
-            stored=stored,
-            scales=SCALES,
-        )
-        for part in (*self.pool.keys, *self.pool.values):
-            if stored is None:
-                part.fill_(torch.nan)
-            else:
-                part.view(torch.uint8).fill_(0x7F)
-        free = torch.randperm(sum(counts), generator=GENERATOR)
-        table = torch.zeros(len(lens) + 2, max(counts), dtype=torch.int64)
-        rows = torch.randperm(len(lens) + 2, generator=GENERATOR)[: len(lens)]
-        self.each = []
-        for row, count, (cached, new) in zip(rows, counts, lens, strict=True):
-            pages, free = free[:count], free[count:]
-            table[row, :count] = pages
-            tokens = torch.arange(cached + new)
-            k, v = noise(len(tokens), kv, dim, dtype=dtype), noise(len(tokens), kv, dim, dtype=dtype)
-            for layer in (0, 1):
-                slots = pages[tokens // self.page_size] * self.page_size + tokens % self.page_size
-                self.pool.store(layer, slots.to(DEVICE), k, v)
-            self.each.append((noise(new, query, dim, dtype=dtype), k, v))
-        self.q = torch.cat([q for q, _, _ in self.each])
-        self.layout = Layout([n for _, n in lens], [c + n for c, n in lens], table.to(DEVICE), rows.to(DEVICE))
-
-    def expected(self, layer: int) -> torch.Tensor:
-        """In float64: (new tokens, heads x dim)."""
-        return torch.cat(
-            [self._exact(q, *self._kept(layer, k, v), self.scoring.window(layer)) for q, k, v in self.each]
-        )
-
-    def _kept(self, layer: int, *parts: torch.Tensor) -> list[torch.Tensor]:
-        """Keys and values as the cache has them."""
-        if self.stored is None:
-            return list(parts)
-        return [(x.float() / s).to(self.stored).float() * s for x, s in zip(parts, SCALES[layer], strict=True)]
-
-    def _exact(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1).double() for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q.double(), k) * (self.scoring.scale or q.shape[2] ** -0.5)
-        if cap := self.scoring.softcap:
-            scores = cap * torch.tanh(scores / cap)
-        ages = torch.arange(len(k) - len(q), len(k), device=DEVICE)[:, None] - torch.arange(len(k), device=DEVICE)
-        hidden = (ages < 0) | (ages >= (window or len(k)))
-        scores = scores.masked_fill(hidden, -torch.inf)
-        if self.sinks is not None:
-            scores = torch.cat((scores, self.sinks.double()[:, None, None].expand(-1, len(q), 1)), dim=-1)
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v).flatten(1)
-
-
-def decode(dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
-    """The kernel of decode: any lengths, any number of shares."""
-    for *shape, scoring in RULES if stored is None else FP8_RULES:
-        for lens in ([1], [19], [7] * 3, [2, 301, 4, 91], [128, 1, 129, 64, 5, 256, 2, 3, 130]):
-            if DEVICE == "cpu" and (lens != [19] if 256 in shape else scoring is not PLAIN and len(lens) < 4):
-                continue  # the interpreter is slow
-            if stored is not None and len(lens) not in (3, 4):
-                continue
-            world = Attended(tuple(shape), scoring, [(n - 1, 1) for n in lens], dtype, stored)
-            backend = Decode(TorchSDPA(world.pool, *shape, scoring))
-            for layer in range(len(scoring.kinds)):
-                expected = world.expected(layer)
-                for shares, captured in ((1, True), (3, False), (13, True)):
-                    backend._shares = shares
-                    buffers = backend.capture_buffers(len(lens)) if captured else None
-                    plan = backend.plan(world.layout, buffers)
-                    found = backend.forward(layer, world.q, world.q, world.q, plan, world.sinks)
-                    close(found.double(), expected, dtype)
-
-
-def extend(dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
-    """The kernel of prompts: keys split or not."""
-    for *shape, scoring in RULES if stored is None else FP8_RULES:
-        for lens in ([(0, 1)], [(0, 19), (300, 1), (64, 129), (5, 7)], [(63, 2), (0, 64), (127, 65)]):
-            if DEVICE == "cpu" and (len(lens) > 1 if 256 in shape else scoring is not PLAIN and len(lens) < 3):
-                continue  # the interpreter is slow
-            if stored is not None and len(lens) != 4:
-                continue
-            world = Attended(tuple(shape), scoring, lens, dtype, stored)
-            backend = Extend(world.pool, *shape, scoring)
-            for programs in (1, 64):
-                backend._programs = programs
-                backend._partial = torch.full((2000, *shape[::2]), torch.nan, device=DEVICE)
-                backend._scores = torch.full((2000, shape[0]), torch.nan, device=DEVICE)
-                plan = backend.plan(world.layout)
-                if programs == 1 or (len(lens) == 4 and scoring is PLAIN):
-                    assert (max(plan.splits.values()) > 1) == (programs > 1), plan.splits
-                for layer in range(len(scoring.kinds)):
-                    found = backend.forward(layer, world.q, world.q, world.q, plan, world.sinks)
-                    close(found.double(), world.expected(layer), dtype)
-
-
-def decode_fp8(dtype: torch.dtype) -> None:
-    if CONVERTS_FP8:
-        decode(dtype, E4M3)
-
-
-def extend_fp8(dtype: torch.dtype) -> None:
-    if CONVERTS_FP8:
-        extend(dtype, E4M3)
-
-
-ATTENTION = (decode, decode_fp8, extend, extend_fp8)
 PRODUCTS = (linear, linear_fp8, quantise_fp8, route, experts)
 REST = (norm, gate, softcap, rotate_and_store, rotate_and_store_fp8, choose)
-GROUPS = {"attention": ATTENTION, "products": PRODUCTS, "rest": REST}
+GROUPS = {"products": PRODUCTS, "rest": REST}
 
 
 if __name__ == "__main__":
     asked = sys.argv[1:] or GROUPS
     for compare in (compare for name in asked for compare in GROUPS[name]):
         run: Callable[[torch.dtype], None] = compare
-        # the interpreter is slow, and multiplies no bfloat16: one of attention's types is enough there
         dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
-        if DEVICE == "cpu" and compare in (*ATTENTION, experts):
-            dtypes = (torch.float32, torch.float16) if compare is experts else (torch.float32,)
+        if DEVICE == "cpu" and compare is experts:  # the interpreter multiplies no bfloat16
+            dtypes = (torch.float32, torch.float16)
         for dtype in dtypes:
             run(dtype)
         sys.stdout.write(f"{compare.__name__}\n")
