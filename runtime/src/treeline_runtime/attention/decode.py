@@ -90,7 +90,7 @@ class Decode(AttentionBackend):
         self._alone = Segments(0, self._block)
         """Of the last number of sequences, where none shares anything."""
         self._shared: tuple[Any, Segments] = None, self._alone
-        """Of the last batch that shared something, and what tells it from others."""
+        """Of the last batch, and what tells it from others."""
         self._partial = torch.empty(0, device=self._device)
         self._scores = torch.empty(0, device=self._device)
 
