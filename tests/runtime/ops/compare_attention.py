@@ -1,4 +1,4 @@
-"""Compares the kernels of attention with float64; prints which. On CUDA, or in the interpreter."""
+"""Compares the kernels of attention with float64, all or the groups named; prints which. On CUDA, or interpreted."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import torch
 from compare_ops import (
@@ -182,20 +183,23 @@ def _decode_shared(world: Attended, backend: Decode, padding: int | None, dtype:
     backwards = replace(backwards, host=HostPages(world.host.pages, world.host.rows[::-1], 1))
     # of a step before, what is shared is known when the others come, longer by a token
     backend.plan(replace(layout, kv_lens=[max(n - 1, 1) for n in layout.kv_lens]), buffers)
-    blocks = []
-    for given in (layout, replace(layout, host=None), backwards):
+    apart = _blocks(backend.plan(replace(layout, host=None), buffers))
+    for given in (layout, backwards):
         plan = backend.plan(given, buffers)
+        assert _blocks(plan) < apart
         for part in (plan.buffers.partial, plan.buffers.scores):
             part.fill_(torch.nan)
-        blocks.append(plan.buffers.segments[0, 4 * plan.buffers.shape.most].item())
         for layer in range(len(backend.scoring.kinds)):
             expected = world.expected(layer)
             turned = given is backwards
             queries = torch.cat((world.q.flip(0) if turned else world.q, q[len(lens) :]))
             found = backend.forward(layer, queries, queries, queries, plan, world.sinks)[: len(lens)]
             close(found.double(), expected.flip(0) if turned else expected, dtype)
-    assert blocks[0] < blocks[1]
-    assert blocks[2] < blocks[1]
+
+
+def _blocks(plan: Any) -> int:
+    """That are read in layers without a window."""
+    return int(plan.buffers.segments[0, 4 * plan.buffers.shape.most])
 
 
 def extend(dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
@@ -235,8 +239,14 @@ def extend_fp8(dtype: torch.dtype) -> None:
         extend(dtype, E4M3)
 
 
+GROUPS = {
+    "attention": (decode, decode_fp8, extend, extend_fp8),
+    "shared_prefixes": (decode_shared, decode_shared_fp8),
+}
+
+
 if __name__ == "__main__":
-    for compare in (decode, decode_fp8, decode_shared, decode_shared_fp8, extend, extend_fp8):
+    for compare in (compare for name in sys.argv[1:] or GROUPS for compare in GROUPS[name]):
         run: Callable[[torch.dtype], None] = compare
         # the interpreter is slow, and multiplies no bfloat16: one type is enough there
         for dtype in (torch.float32,) if DEVICE == "cpu" else (torch.float32, torch.bfloat16):
