@@ -1,10 +1,12 @@
-"""Compares the kernels of attention with float64; prints which. On CUDA, or in the interpreter."""
+"""Compares the kernels of attention with float64, all or the groups named; prints which. On CUDA, or interpreted."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
+from typing import Any
 
 import torch
 from compare_ops import (
@@ -15,7 +17,7 @@ from compare_ops import (
     close,
     noise,
 )  # before kernels: it mends the interpreter
-from treeline_runtime.attention import Layout
+from treeline_runtime.attention import HostPages, Layout
 from treeline_runtime.attention.decode import Decode
 from treeline_runtime.attention.extend import Extend
 from treeline_runtime.attention.torch_sdpa import TorchSDPA
@@ -51,10 +53,13 @@ class Attended:
         lens: list[tuple[int, int]],
         dtype: torch.dtype,
         stored: torch.dtype | None = None,
+        page_size: int | None = None,
+        begins_as: dict[int, tuple[int, int]] | None = None,
     ) -> None:
+        """begins_as: sequence i has so many of its first tokens in the pages of sequence j < i: i → (j, tokens)."""
         query, kv, dim = shape
         self.sinks = 2 * noise(query) if scoring.sinks else None
-        self.scoring, self.page_size, self.stored = scoring, RANDOM.choice([1, 16]), stored
+        self.scoring, self.page_size, self.stored = scoring, page_size or RANDOM.choice([1, 16]), stored
         counts = [-(-(cached + new) // self.page_size) for cached, new in lens]
         self.pool = KVPool(
             num_layers=2,
@@ -73,20 +78,26 @@ class Attended:
             else:
                 part.view(torch.uint8).fill_(0x7F)
         free = torch.randperm(sum(counts), generator=GENERATOR)
-        table = torch.zeros(len(lens) + 2, max(counts), dtype=torch.int64)
+        table = torch.full((len(lens) + 2, max(counts)), int(free[0]))
         rows = torch.randperm(len(lens) + 2, generator=GENERATOR)[: len(lens)]
         self.each = []
-        for row, count, (cached, new) in zip(rows, counts, lens, strict=True):
+        for i, (row, count, (cached, new)) in enumerate(zip(rows, counts, lens, strict=True)):
             pages, free = free[:count], free[count:]
+            other, common = (begins_as or {}).get(i, (i, 0))
+            common = common // self.page_size * self.page_size
+            pages[: common // self.page_size] = table[rows[other], : common // self.page_size]
             table[row, :count] = pages
             tokens = torch.arange(cached + new)
             k, v = noise(len(tokens), kv, dim, dtype=dtype), noise(len(tokens), kv, dim, dtype=dtype)
+            if common:
+                k[:common], v[:common] = self.each[other][1][:common], self.each[other][2][:common]
             for layer in (0, 1):
                 slots = pages[tokens // self.page_size] * self.page_size + tokens % self.page_size
                 self.pool.store(layer, slots.to(DEVICE), k, v)
             self.each.append((noise(new, query, dim, dtype=dtype), k, v))
         self.q = torch.cat([q for q, _, _ in self.each])
         self.layout = Layout([n for _, n in lens], [c + n for c, n in lens], table.to(DEVICE), rows.to(DEVICE))
+        self.host = HostPages(table.numpy(), rows.tolist(), 0)
 
     def expected(self, layer: int) -> torch.Tensor:
         """In float64: (new tokens, heads x dim)."""
@@ -137,6 +148,66 @@ def decode(dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
                     close(found.double(), expected, dtype)
 
 
+ONE_PREFIX = (
+    [161, 177, 130, 161, 200, 19, 145],
+    {1: (0, 144), 2: (0, 128), 3: (0, 160), 4: (0, 160), 6: (0, 144)},
+)
+"""Lengths, and which begin as others: more than a tile holds; whole blocks to the last token, which is left to each."""
+NESTED = (
+    [70, 150, 200, 71, 1, 149, 214],
+    {1: (0, 64), 2: (1, 144), 3: (0, 64), 5: (1, 144), 6: (2, 192)},
+)
+"""A prefix of most, longer ones of some."""
+SHARING = (
+    ((8, 2, 64, PLAIN), ONE_PREFIX, 16, 3, 2),
+    ((8, 2, 64, PLAIN), NESTED, 1, 13, None),
+    ((3, 1, 24, Scoring(0.2, 1.5)), NESTED, 24, 1, 0),
+    ((2, 2, 128, PLAIN), ONE_PREFIX, 32, 13, 0),
+    ((7, 1, 16, Scoring(windows=(None, 100), sinks=True)), NESTED, 16, 3, 1),
+)
+"""(rules, lengths, page size, shares, sequences of nobody behind them in captured buffers or None: no buffers)"""
+
+
+def decode_shared(dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
+    """Prefixes in the same pages are read once for several sequences; buffers are planned anew with other prefixes."""
+    for (*shape, scoring), (lens, begins_as), page_size, shares, padding in SHARING if stored is None else SHARING[2:3]:
+        world = Attended(tuple(shape), scoring, [(n - 1, 1) for n in lens], dtype, stored, page_size, begins_as)
+        backend = Decode(TorchSDPA(world.pool, *shape, scoring))
+        backend._shares, backend._block = shares, 16
+        _decode_shared(world, backend, padding, dtype)
+
+
+def _decode_shared(world: Attended, backend: Decode, padding: int | None, dtype: torch.dtype) -> None:
+    lens, layout = world.layout.kv_lens, world.layout
+    nobodys = next(row for row in range(len(lens) + 2) if row not in world.host.rows)
+    rows = torch.cat((layout.rows, layout.rows.new_full((padding or 0,), nobodys)))
+    q = torch.cat((world.q, world.q[:1].expand(padding or 0, -1, -1)))
+    layout = Layout([1] * len(q), lens + [1] * (padding or 0), layout.page_table, rows, world.host)
+    buffers = None if padding is None else backend.capture_buffers(len(q))
+    backwards = replace(layout, kv_lens=lens[::-1] + layout.kv_lens[len(lens) :], rows=rows.clone())
+    backwards.rows[: len(lens)] = layout.rows[: len(lens)].flip(0)
+    backwards = replace(backwards, host=HostPages(world.host.pages, world.host.rows[::-1], 1))
+    # of a step before, what is shared is known when the others come, longer by a token
+    backend.plan(replace(layout, kv_lens=[max(n - 1, 1) for n in layout.kv_lens]), buffers)
+    apart = _blocks(backend.plan(replace(layout, host=None), buffers))
+    for given in (layout, backwards):
+        plan = backend.plan(given, buffers)
+        assert _blocks(plan) < apart
+        for part in (plan.buffers.partial, plan.buffers.scores):
+            part.fill_(torch.nan)
+        for layer in range(len(backend.scoring.kinds)):
+            expected = world.expected(layer)
+            turned = given is backwards
+            queries = torch.cat((world.q.flip(0) if turned else world.q, q[len(lens) :]))
+            found = backend.forward(layer, queries, queries, queries, plan, world.sinks)[: len(lens)]
+            close(found.double(), expected.flip(0) if turned else expected, dtype)
+
+
+def _blocks(plan: Any) -> int:
+    """That are read in layers without a window."""
+    return int(plan.buffers.segments[0, 4 * plan.buffers.shape.most])
+
+
 def extend(dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
     """The kernel of prompts: keys split or not."""
     for *shape, scoring in RULES if stored is None else FP8_RULES:
@@ -164,13 +235,24 @@ def decode_fp8(dtype: torch.dtype) -> None:
         decode(dtype, E4M3)
 
 
+def decode_shared_fp8(dtype: torch.dtype) -> None:
+    if CONVERTS_FP8:
+        decode_shared(dtype, E4M3)
+
+
 def extend_fp8(dtype: torch.dtype) -> None:
     if CONVERTS_FP8:
         extend(dtype, E4M3)
 
 
+GROUPS = {
+    "attention": (decode, decode_fp8, extend, extend_fp8),
+    "shared_prefixes": (decode_shared, decode_shared_fp8),
+}
+
+
 if __name__ == "__main__":
-    for compare in (decode, decode_fp8, extend, extend_fp8):
+    for compare in (compare for name in sys.argv[1:] or GROUPS for compare in GROUPS[name]):
         run: Callable[[torch.dtype], None] = compare
         # the interpreter is slow, and multiplies no bfloat16: one type is enough there
         for dtype in (torch.float32,) if DEVICE == "cpu" else (torch.float32, torch.bfloat16):

@@ -35,6 +35,8 @@ pytestmark = pytest.mark.integration
 
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 """Of a thread block, by compute capability: A100, L4 and L40, H100."""
+REGISTERS = 64 << 10
+"""Of a processor, in all of them."""
 DTYPES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
@@ -141,7 +143,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
     monkeypatch.setattr(triton.runtime.JITFunction, "run", record)
     early = {"EARLY": True, "launch_pdl": True}
-    monkeypatch.setattr("treeline_runtime.ops.triton_ops.early_launch", lambda _: early)
+    for module in ("ops.triton_ops", "attention.decode"):
+        monkeypatch.setattr(f"treeline_runtime.{module}.early_launch", lambda _: early)
     return found
 
 
@@ -301,7 +304,11 @@ def test_the_kernels_compile(what: Any, shape: str, launches: list[Launch], tmp_
             made = launch.compile(capability)
             where = f"{launch.kernel.__name__} for {capability}"
             assert made.metadata.shared <= SHARED_BYTES[capability], where
-            assert stack_bytes(made.asm["cubin"], tmp_path / "kernel") <= 64, f"{where} spills registers"
+            registers, stack_bytes = resources(made.asm["cubin"], tmp_path / "kernel")
+            assert stack_bytes <= 64, f"{where} spills registers"
+            if launch.kernel.__name__ == "decode_shares":
+                at_once = 2 if launch.args["DIM"] > 128 else 3  # its shares are counted on running all at once
+                assert at_once * 32 * launch.options["num_warps"] * registers <= REGISTERS, where
             if launch.kernel.__name__ == "extend" and capability == 90 and what is not prompts_of_float32:
                 assert "wgmma.mma_async" in made.asm["ptx"], "it does not use Hopper's matrix units"
 
@@ -343,11 +350,12 @@ def test_steps_of_all_sizes_share_their_kernels(launches: list[Launch]) -> None:
     assert [kind for kind, found in variants.items() if len(found) > 1] == []
 
 
-def stack_bytes(cubin: bytes, path: Path) -> int:
-    """What a thread keeps in local memory, as the compiler's own tool says it. `path`: for the tool to read."""
+def resources(cubin: bytes, path: Path) -> tuple[int, int]:
+    """A thread's registers, and bytes that it keeps in local memory, as the compiler's own tool says it. `path`: for
+    the tool to read."""
     path.write_bytes(cubin)
     tool = Path(backends.__file__).parent / "bin" / "cuobjdump"
     said = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"STACK:(\d+)", said)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
     assert found, said
-    return int(found.group(1))
+    return int(found.group(1)), int(found.group(2))

@@ -12,17 +12,18 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.integration
 
 GROUPS = {
-    "attention": "decode decode_fp8 extend extend_fp8",
-    "products": "linear linear_fp8 quantise_fp8 route experts",
-    "rest": "cells norm gate softcap rotate_and_store rotate_and_store_fp8 choose pages overflow",
+    "attention": ("compare_attention.py", "decode decode_fp8 extend extend_fp8"),
+    "shared_prefixes": ("compare_attention.py", "decode_shared decode_shared_fp8"),
+    "products": ("compare_ops.py", "linear linear_fp8 quantise_fp8 route experts"),
+    "rest": ("compare_ops.py", "cells norm gate softcap rotate_and_store rotate_and_store_fp8 choose pages overflow"),
 }
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_the_kernels_compute_what_the_reference_does(group: str) -> None:
     """In a process of its own: the interpreter is chosen where the kernels are imported."""
-    script, asked = ("compare_attention.py", ()) if group == "attention" else ("compare_ops.py", (group,))
+    script, compared = GROUPS[group]
     path = Path(__file__).with_name(script)
-    result = subprocess.run([sys.executable, path, *asked], capture_output=True, text=True, timeout=110)
+    result = subprocess.run([sys.executable, path, group], capture_output=True, text=True, timeout=110)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.split() == GROUPS[group].split()
+    assert result.stdout.split() == compared.split()

@@ -7,14 +7,14 @@ from importlib.util import find_spec
 
 import torch
 
-from treeline_runtime.attention.base import ATTENTION_BACKENDS, AttentionBackend, Layout
+from treeline_runtime.attention.base import ATTENTION_BACKENDS, AttentionBackend, HostPages, Layout
 from treeline_runtime.attention.torch_sdpa import TorchSDPA
 from treeline_runtime.config import ConfigError
 from treeline_runtime.kvcache.pool import KVPool
 from treeline_runtime.models.scoring import Scoring
 from treeline_runtime.ops import obstacle_to_triton
 
-__all__ = ["ATTENTION_BACKENDS", "AttentionBackend", "Layout", "new_attention"]
+__all__ = ["ATTENTION_BACKENDS", "AttentionBackend", "HostPages", "Layout", "new_attention"]
 
 logger = logging.getLogger(__name__)
 

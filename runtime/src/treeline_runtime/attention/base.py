@@ -22,11 +22,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from treeline_runtime.kvcache.pool import KVPool
 from treeline_runtime.models.scoring import PLAIN, Scoring
 from treeline_runtime.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class HostPages:
+    """What the host knows of a step's pages: enough to see which sequences have some in common."""
+
+    pages: npt.NDArray[np.int64]
+    """The page table, as the device has it by the time of the step."""
+    rows: list[int]
+    """Of the step's sequences; of those that pad it none, they are the last."""
+    version: int
+    """Where it is what it was, the tokens that rows had then are in the same pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +55,8 @@ class Layout:
     """(rows, >= pages of the longest) int64: pages in order; entries past a sequence's end are any valid page."""
     rows: torch.Tensor
     """(sequences,) int64: each sequence's row of the page table."""
+    host: HostPages | None = None
+    """None: nobody knows what sequences have in common."""
 
 
 class AttentionBackend(ABC):

@@ -6,8 +6,13 @@ ends in the middle of a sequence leaves a partial result, and a second kernel pu
 planned on the host but where each sequence begins, so a captured step needs two small arrays, and no workspace that
 depends on lengths.
 
+A tile of queries has at least 16 rows, as matrix units want it, of which one sequence fills few: where prefixes are
+shared, the others are those of more sequences, and the prefix is read once for all of them. So what is cut are the
+blocks of segments, each a shared prefix or the rest of a sequence: `attention.segments`.
+
 Where layers have windows, a sequence has the blocks in which the window's tokens are (or what there is of the newest
-token's chunk), and begins elsewhere in layers with another window: one row of beginnings for each.
+token's chunk), and begins elsewhere in layers with another window: one row of segments for each, in which no prefix is
+shared.
 """
 
 from __future__ import annotations
@@ -20,8 +25,11 @@ import numpy.typing as npt
 import torch
 import triton
 
-from treeline_runtime.attention.base import AttentionBackend, Layout
+from treeline_runtime.attention.base import AttentionBackend, HostPages, Layout
+from treeline_runtime.attention.segments import Segments
+from treeline_runtime.attention.shared_prefixes import shared_prefixes
 from treeline_runtime.ops import attention_kernels as kernels
+from treeline_runtime.ops.early_kernels import early_launch
 from treeline_runtime.transfer import pinned, upload
 
 _LOG2_E = 1.4426950408889634
@@ -43,12 +51,15 @@ class _Buffers:
     """What the kernels of a step read and write besides the pool. A captured graph knows where it lies."""
 
     rows: torch.Tensor
-    lens: torch.Tensor
-    """(windows, 2 x sequences + 1) int32: where each sequence's blocks begin, and their end; then its tokens."""
+    segments: torch.Tensor
+    """(windows, size) int32: a row for layers with each window, as `Segments.write` fills it."""
     partial: torch.Tensor
-    """(shares + sequences, heads, head_dim): one for each share, and one more wherever it holds another sequence."""
+    """(shares x most members + 2 x sequences, heads, head_dim): a share has as many for each segment as it has members,
+    and a sequence is in two at most."""
     scores: torch.Tensor
-    """(shares + sequences, heads)"""
+    """(shares x most members + 2 x sequences, heads)"""
+    shape: Segments
+    """Of as many sequences: where things are in a row."""
 
 
 class Decode(AttentionBackend):
@@ -59,6 +70,7 @@ class Decode(AttentionBackend):
         self._others = others
         self._windows = self.scoring.kinds
         self._device = self.pool.keys[0].device
+        self._early = early_launch(self._device)
         processors, shared_bytes = 1, 1 << 20
         if self._device.type == "cuda":
             properties = torch.cuda.get_device_properties(self._device)
@@ -74,43 +86,67 @@ class Decode(AttentionBackend):
         room = min(LARGEST_BLOCK_BYTES, shared_bytes - _SPARE_BYTES)
         while self._block > 16 and self._block * token_bytes > room:
             self._block //= 2
+        group = self.num_heads // self.num_kv_heads
+        self._block_group = max(16, triton.next_power_of_2(group))
+        self._sharers = self._block_group // group
+        """Sequences whose queries are a tile."""
+        self._alone = Segments(0, self._block)
+        """Of the last number of sequences, where none shares anything."""
+        self._shared: tuple[Any, Segments] = None, self._alone
+        """Of the last batch, and what tells it from others."""
         self._partial = torch.empty(0, device=self._device)
         self._scores = torch.empty(0, device=self._device)
 
     def capture_buffers(self, sequences: int) -> _Buffers:
         rows = torch.empty(sequences, dtype=torch.int32, device=self._device)
-        shape = (len(self._windows), 2 * sequences + 1)
-        return self._buffers(rows, torch.empty(shape, dtype=torch.int32, device=self._device))
+        shape = Segments(sequences, self._block)
+        segments = torch.empty(len(self._windows), shape.size, dtype=torch.int32, device=self._device)
+        return self._buffers(rows, segments, shape)
 
-    def _buffers(self, rows: torch.Tensor, lens: torch.Tensor) -> _Buffers:
+    def _buffers(self, rows: torch.Tensor, segments: torch.Tensor, shape: Segments) -> _Buffers:
         """With room for partial results; steps share it, as the stream runs one after another."""
-        shape = (self._shares + len(rows), self.num_heads, self.head_dim)
-        if len(self._partial) < shape[0]:
-            self._partial = torch.empty(shape, dtype=torch.float32, device=self._device)
-            self._scores = torch.empty(shape[:2], dtype=torch.float32, device=self._device)
-        return _Buffers(rows, lens, self._partial, self._scores)
+        cells = self._shares * self._sharers + 2 * len(rows)
+        if len(self._partial) < cells:
+            size = (cells, self.num_heads, self.head_dim)
+            self._partial = torch.empty(size, dtype=torch.float32, device=self._device)
+            self._scores = torch.empty(size[:2], dtype=torch.float32, device=self._device)
+        return _Buffers(rows, segments, self._partial, self._scores, shape)
 
     def plan(self, layout: Layout, buffers: _Buffers | None = None) -> Any:
         if buffers is None and any(q_len != 1 for q_len in layout.q_lens):
             return self._others.plan(layout)
-        sequences = len(layout.q_lens)
-        lens = np.zeros((len(self._windows), 2 * sequences + 1), dtype=np.int32)
-        lens[:, sequences + 1 :] = layout.kv_lens
-        for row, window in zip(lens, self._windows, strict=True):
-            tokens = row[sequences + 1 :]
-            np.cumsum(-(-tokens // self._block) - self._unseen(tokens, window), out=row[1 : sequences + 1])
+        kv_lens = np.array(layout.kv_lens)
+        if self._alone.sequences != len(kv_lens):
+            self._alone = Segments(len(kv_lens), self._block)
+        shared = self._sharing(layout.host, kv_lens) if None in self._windows else self._alone
+        segments = np.empty((len(self._windows), shared.size), dtype=np.int32)
+        for row, window in zip(segments, self._windows, strict=True):
+            (shared if window is None else self._alone).write(
+                row, kv_lens, self._shares, window, chunked=self.scoring.chunked
+            )
         if buffers is None:
-            return _Step(layout.page_table, self._buffers(layout.rows, upload(lens, self._device)))
-        buffers.lens.copy_(pinned(lens, self._device), non_blocking=True)
+            return _Step(layout.page_table, self._buffers(layout.rows, upload(segments, self._device), shared))
+        buffers.segments.copy_(pinned(segments, self._device), non_blocking=True)
         buffers.rows.copy_(layout.rows)
         return _Step(layout.page_table, buffers)
 
-    def _unseen(self, tokens: npt.NDArray[np.int32], window: int | None) -> npt.NDArray[np.int32]:
-        """tokens: of each sequence → blocks before that of the oldest token that its newest sees; see `oldest_of`."""
-        if window is None:
-            return np.zeros_like(tokens)
-        oldest = (tokens - 1) // window * window if self.scoring.chunked else np.maximum(tokens - window, 0)
-        return oldest // self._block
+    def _sharing(self, host: HostPages | None, kv_lens: npt.NDArray[np.int64]) -> Segments:
+        """Found anew only where sequences came, went, or have their tokens in other pages: steps add some behind."""
+        if host is None:
+            return self._alone
+        key = (len(kv_lens), host.version, host.rows)
+        if key != self._shared[0]:
+            prefixes = shared_prefixes(
+                host.pages,
+                host.rows,
+                kv_lens[: len(host.rows)],
+                page_size=self.pool.page_size,
+                block=self._block,
+                most=self._sharers,
+            )
+            segments = Segments(len(kv_lens), self._block, prefixes) if prefixes else self._alone
+            self._shared = (*key[:2], host.rows[:]), segments
+        return self._shared[1]
 
     def forward(
         self,
@@ -127,25 +163,25 @@ class Decode(AttentionBackend):
         sequences, step = q.shape[0], plan.buffers
         if out is None:
             out = torch.empty(sequences, self.num_heads * self.head_dim, dtype=q.dtype, device=q.device)
-        group = self.num_heads // self.num_kv_heads
         window, cap = self.scoring.window(layer), self.scoring.softcap
-        lens, key_scale = step.lens[self._windows.index(window)], self.pool.key_scales[layer]
+        segments, key_scale = step.segments[self._windows.index(window)], self.pool.key_scales[layer]
         kernels.decode_shares[(self.num_kv_heads, self._shares)](
             q,
             self.pool.keys[layer],
             self.pool.values[layer],
             plan.page_table,
             step.rows,
-            lens,
+            segments,
+            segments[step.shape.members_at :],
             step.partial,
             step.scores,
             key_scale * (self.scale * _LOG2_E if cap is None else 2 * self.scale / cap),
             self.pool.value_scales[layer],
             0.0 if cap is None else cap * _LOG2_E,
             plan.page_table.shape[1],
-            sequences,
+            step.shape.most,
             KV=self.num_kv_heads,
-            GROUP=group,
+            GROUP=self.num_heads // self.num_kv_heads,
             DIM=self.head_dim,
             PAGE=self.pool.page_size,
             SHARES=self._shares,
@@ -153,24 +189,25 @@ class Decode(AttentionBackend):
             CHUNKED=self.scoring.chunked,
             CAPPED=cap is not None,
             BLOCK=self._block,
-            BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
+            BLOCK_GROUP=self._block_group,
             BLOCK_DIM=max(16, triton.next_power_of_2(self.head_dim)),
             num_warps=4,
             num_stages=3,
+            **self._early,
         )
         kernels.merge_shares[(sequences, self.num_heads)](
             step.partial,
             step.scores,
-            lens,
+            segments[step.shape.parts_at :],
             out if sinks is None else sinks,
             out,
-            sequences,
             HEADS=self.num_heads,
             DIM=self.head_dim,
-            SHARES=self._shares,
+            SHARERS=self._sharers,
             SINKS=sinks is not None,
             BLOCK_DIM=triton.next_power_of_2(self.head_dim),
             num_warps=1,
+            **self._early,
         )
         return out
 

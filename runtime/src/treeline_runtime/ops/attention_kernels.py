@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from treeline_runtime.ops.early_kernels import take_turn
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
 """Below every score, and finite: differences of two of them are."""
@@ -30,13 +32,13 @@ def flatten_pages(table_ptr, rows_ptr, indptr_ptr, out_ptr, width, BLOCK: tl.con
 
 
 @triton.jit
-def sequence_of(block, lens_ptr, sequences):
-    """The sequence to which a block belongs."""
+def segment_of(block, table_ptr, segments):
+    """The segment to which a block belongs."""
     low = 0
-    high = sequences
+    high = segments
     while low + 1 < high:
         middle = (low + high) // 2
-        if tl.load(lens_ptr + middle) <= block:
+        if tl.load(table_ptr + 4 * middle) <= block:
             low = middle
         else:
             high = middle
@@ -61,51 +63,57 @@ def oldest_of(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
     return oldest
 
 
-@triton.jit(do_not_specialize=["sequences"])
+@triton.jit(do_not_specialize=["segments"])
 def decode_shares(
-    q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, lens_ptr, partial_ptr, scores_ptr, scale, value_scale, cap, width,
-    sequences,
+    q_ptr, keys_ptr, values_ptr, pages_ptr, rows_ptr, table_ptr, members_ptr, partial_ptr, scores_ptr, scale,
+    value_scale, cap, width, segments,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, SHARES: tl.constexpr,
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_GROUP: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one KV head's queries over one share of all blocks of all sequences.
+    """Attention of one KV head's queries over one share of all blocks of all segments: see `attention.segments`.
 
-    lens: a row of `attention.decode._Buffers.lens`. Of each sequence it meets, the share leaves its output in
-    partial[share + sequence], a sum that no others have, and the base-2 logarithm of its softmax's denominator in
-    scores. WINDOW: 0 or how many tokens are seen at most; a sequence's blocks begin with that of the first of them.
+    The rows of a tile are the query heads of a segment's members. For each of these the share leaves its output in
+    partial[share x most members + place], a sum that no others have, and the base-2 logarithm of its softmax's
+    denominator in scores. WINDOW: 0 or how many tokens are seen at most; a segment then begins with the block of the
+    first.
 
     Keys and values may be e4m3: what they are to be multiplied by is part of `scale`, and `value_scale`.
     """
+    take_turn(EARLY)
     head = tl.program_id(0)
     share = tl.program_id(1)
-    total = tl.load(lens_ptr + sequences)
+    total = tl.load(table_ptr + 4 * segments)
     shares = tl.minimum(total, SHARES)  # none is empty
     block = tl.minimum(share * total // shares, total)
     end = tl.minimum((share + 1) * total // shares, total)
-    sequence = sequence_of(block, lens_ptr, sequences)
+    segment = segment_of(block, table_ptr, segments)
     dims = tl.arange(0, BLOCK_DIM)
     group = tl.arange(0, BLOCK_GROUP)
-    heads = head * GROUP + group
-    wanted = (group[:, None] < GROUP) & (dims[None, :] < DIM)
     while block < end:
-        first = tl.load(lens_ptr + sequence)
-        last = tl.minimum(tl.load(lens_ptr + sequence + 1), end)
-        length = tl.load(lens_ptr + sequences + 1 + sequence)
-        row = tl.load(rows_ptr + sequence).to(tl.int64) * width
-        oldest = tl.maximum(oldest_of(length - 1, WINDOW, CHUNKED), 0) if WINDOW > 0 else 0
-        skipped = oldest // BLOCK * BLOCK
-        q = tl.load(q_ptr + (sequence * KV * GROUP + heads[:, None]) * DIM + dims[None, :], wanted, other=0.0)
+        first = tl.load(table_ptr + 4 * segment)
+        begin = tl.load(table_ptr + 4 * segment + 1) * BLOCK  # the compiler is to know what it is a multiple of
+        length = tl.load(table_ptr + 4 * segment + 2)
+        place = tl.load(table_ptr + 4 * segment + 3)
+        last = tl.minimum(tl.load(table_ptr + 4 * segment + 4), end)
+        there = group < (tl.load(table_ptr + 4 * segment + 7) - place) * GROUP
+        wanted = there[:, None] & (dims[None, :] < DIM)
+        # members have the pages in common: those of the first are read
+        row = tl.load(rows_ptr + tl.load(members_ptr + place)).to(tl.int64) * width
+        sequence = tl.load(members_ptr + place + group // GROUP, there, other=0)
+        heads = (sequence * KV + head) * GROUP + group % GROUP
+        q = tl.load(q_ptr + heads[:, None] * DIM + dims[None, :], wanted, other=0.0)
         best = tl.full((BLOCK_GROUP,), float("-inf"), tl.float32)
         mass = tl.zeros((BLOCK_GROUP,), tl.float32)
         out = tl.zeros((BLOCK_GROUP, BLOCK_DIM), tl.float32)
-        stop = tl.minimum(skipped + (last - first) * BLOCK, length)
-        for start in range(skipped + (block - first) * BLOCK, stop, BLOCK):
+        oldest = tl.maximum(oldest_of(length - 1, WINDOW, CHUNKED), 0) if WINDOW > 0 else 0
+        stop = tl.minimum(begin + (last - first) * BLOCK, length)
+        for start in range(begin + (block - first) * BLOCK, stop, BLOCK):
             tokens = start + tl.arange(0, BLOCK)
             seen = tokens < stop
             if WINDOW > 0:
                 seen &= tokens >= oldest
-            page = tl.load(table_ptr + row + tokens // PAGE, seen, other=0)
+            page = tl.load(pages_ptr + row + tokens // PAGE, seen, other=0)
             slot = (page * PAGE + tokens % PAGE) * (KV * DIM) + head * DIM
             k = tl.load(keys_ptr + slot[None, :] + dims[:, None], seen[None, :] & (dims[:, None] < DIM), other=0.0)
             weights = capped(tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale, cap, CAPPED)
@@ -117,29 +125,27 @@ def decode_shares(
             out = out * fade[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
             mass = mass * fade + tl.sum(weights, 1)
             best = higher
-        cell = (share + sequence) * KV * GROUP + heads
+        cell = share * (BLOCK_GROUP // GROUP) + place + group // GROUP
+        cell = (cell * KV + head) * GROUP + group % GROUP
         tl.store(partial_ptr + cell[:, None] * DIM + dims[None, :], out * (value_scale / mass[:, None]), wanted)
-        tl.store(scores_ptr + cell, best + tl.log2(mass), group < GROUP)
+        tl.store(scores_ptr + cell, best + tl.log2(mass), there)
         block = last
-        sequence += 1
+        segment += 1
 
 
-@triton.jit(do_not_specialize=["sequences"])
+@triton.jit
 def merge_shares(
-    partial_ptr, scores_ptr, lens_ptr, sinks_ptr, out_ptr, sequences,
-    HEADS: tl.constexpr, DIM: tl.constexpr, SHARES: tl.constexpr, SINKS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    partial_ptr, scores_ptr, parts_ptr, sinks_ptr, out_ptr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, SHARERS: tl.constexpr, SINKS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One head of one sequence: the sum of what `decode_shares` left of it, each part by its share of the softmax.
 
-    SINKS: the softmax begins with the head's sink, whose value is zero.
+    SHARERS: most members of a segment. SINKS: the softmax begins with the head's sink, whose value is zero.
     """
+    take_turn(EARLY)
     sequence = tl.program_id(0)
     head = tl.program_id(1)
-    total = tl.load(lens_ptr + sequences)
-    shares = tl.minimum(total, SHARES)
-    # share s has the blocks from s x total / shares on: so block b is in share ceil((b + 1) x shares / total) - 1
-    first = ((tl.load(lens_ptr + sequence) + 1) * shares - 1) // total
-    last = (tl.load(lens_ptr + sequence + 1) * shares - 1) // total
     dims = tl.arange(0, BLOCK_DIM)
     best = float("-inf")
     mass = 0.0
@@ -147,15 +153,18 @@ def merge_shares(
         best = tl.load(sinks_ptr + head) * LOG2_E
         mass = 1.0
     out = tl.zeros((BLOCK_DIM,), tl.float32)
-    for share in range(first, last + 1):
-        cell = (share + sequence) * HEADS + head
-        score = tl.load(scores_ptr + cell)
-        higher = tl.maximum(best, score)
-        fade = tl.exp2(best - higher)
-        part = tl.exp2(score - higher)
-        out = out * fade + part * tl.load(partial_ptr + cell * DIM + dims, dims < DIM, other=0.0)
-        mass = mass * fade + part
-        best = higher
+    for part in tl.static_range(2):  # its own segment, and the shared one
+        at = parts_ptr + 6 * sequence + 3 * part
+        place = tl.load(at + 2)
+        for share in range(tl.load(at), tl.load(at + 1)):
+            cell = (share * SHARERS + place) * HEADS + head
+            score = tl.load(scores_ptr + cell)
+            higher = tl.maximum(best, score)
+            fade = tl.exp2(best - higher)
+            weight = tl.exp2(score - higher)
+            out = out * fade + weight * tl.load(partial_ptr + cell * DIM + dims, dims < DIM, other=0.0)
+            mass = mass * fade + weight
+            best = higher
     place = (sequence * HEADS + head) * DIM + dims
     tl.store(out_ptr + place, (out / mass).to(out_ptr.dtype.element_ty), dims < DIM)
 

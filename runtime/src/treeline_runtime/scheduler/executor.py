@@ -212,11 +212,12 @@ class Executor:
             inputs = DecodeInputs.of(batch.reqs, batch.starts)
             logits, tokens, kv_finite = self._graphs.replay(inputs, batch.ends)
             return self._finish(batch, list(range(len(batch.reqs))), logits, tokens, kv_finite, [])
-        rows = np.array([req.row for req in batch.reqs], dtype=np.int64)
+        on_host = self._table.on_host([req.row for req in batch.reqs])
+        rows = np.array(on_host.rows, dtype=np.int64)
         positions = [np.arange(start, end) for start, end in zip(batch.starts, batch.ends, strict=True)]
         cells = np.stack((np.repeat(rows, batch.q_lens), np.concatenate(positions))).astype(np.int32)
         rows_there = upload(rows, self._device)
-        plan = self._attention.plan(Layout(batch.q_lens, batch.ends, self._table.page_table, rows_there))
+        plan = self._attention.plan(Layout(batch.q_lens, batch.ends, self._table.page_table, rows_there, on_host))
         hidden, kv_finite = self._prompts.hidden(cells, plan)
         if self._model.pooler is not None:
             launched = Launched(batch, [])

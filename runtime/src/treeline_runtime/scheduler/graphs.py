@@ -68,7 +68,7 @@ class DecodeGraphs:
             buffers = self._attention.capture_buffers(size)
             if buffers is None:
                 return
-            plan = self._plan(size, [], inputs, buffers)
+            plan = self._plan(size, [], [], inputs, buffers)
             views = OnDevice.of(inputs)
             # kernels are compiled and chosen outside of the capture
             self._forward.decode(views, plan, logits[:size])
@@ -95,12 +95,12 @@ class DecodeGraphs:
         size = len(captured.packed) // 5
         packed = pinned(inputs.packed(size, self._table.scratch_row), self._device)
         captured.packed.copy_(packed, non_blocking=True)
-        self._plan(size, ends, captured.packed, captured.buffers)
+        self._plan(size, inputs.rows, ends, captured.packed, captured.buffers)
         captured.graph.replay()
         logits, tokens, kv_finite = captured.outputs
         return logits[:n], Tokens(tokens.ids[:n], tokens.finite[:n]), kv_finite[:n]
 
-    def _plan(self, size: int, ends: list[int], packed: torch.Tensor, buffers: Any) -> Any:
+    def _plan(self, size: int, rows: list[int], ends: list[int], packed: torch.Tensor, buffers: Any) -> Any:
         kv_lens = ends + [1] * (size - len(ends))
-        layout = Layout([1] * size, kv_lens, self._table.page_table, packed[:size])
+        layout = Layout([1] * size, kv_lens, self._table.page_table, packed[:size], self._table.on_host(rows))
         return self._attention.plan(layout, buffers)

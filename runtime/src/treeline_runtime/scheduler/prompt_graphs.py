@@ -37,7 +37,8 @@ def worth_capturing(model: ModelConfig) -> int:
     heads = model.num_heads + model.num_kv_heads
     inner = model.intermediate_size if model.moe is None else model.moe.top_k * model.moe.intermediate_size
     weights = model.hidden_size * (2 * heads * model.head_dim + 3 * inner)
-    return min(max(int(_WORTH / weights), _LEAST), _MOST)
+    tokens = -(-int(_WORTH / weights) // 64) * 64
+    return min(max(tokens, _LEAST), _MOST)
 
 
 def sizes_up_to(largest: int) -> list[int]:
@@ -139,7 +140,7 @@ class _Captured:
 
 
 class PromptGraphs:
-    """largest: tokens of the largest step that is captured; 0: none is."""
+    """largest: tokens of the largest step that is captured; 0: none is, nor where decode steps cannot be."""
 
     def __init__(
         self, forward: Forward, attention: AttentionBackend, table: TableManager, largest: int, device: torch.device
@@ -148,7 +149,8 @@ class PromptGraphs:
         self._attention = attention
         self._table = table
         self._device = device
-        self._sizes = sizes_up_to(largest) if device.type == "cuda" else []
+        is_captured = device.type == "cuda" and attention.capture_buffers(1) is not None
+        self._sizes = sizes_up_to(largest) if is_captured else []
         self._captured: dict[int, _Captured] = {}
         if self._sizes:
             self._capture()

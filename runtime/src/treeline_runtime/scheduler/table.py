@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from treeline_runtime.attention import HostPages
 from treeline_runtime.kvcache import Pages
 from treeline_runtime.transfer import upload
 
@@ -27,6 +28,7 @@ class TableManager:
         # zeros of numpy are not touched until written: the tables cost what is used of them
         self.pages = np.zeros((num_rows + 1, -(-context_length // page_size)), dtype=np.int64)
         self.pages[num_rows] = scratch_page
+        self._version = 0
         self._device = device
         self._token_cells = (num_rows + 1, context_length + 1)
         self.enter_device()
@@ -68,10 +70,16 @@ class TableManager:
         self._free.append(row)
 
     def write_pages(self, row: int, start: int, pages: Pages) -> None:
+        """Behind those that the row has, or from 0: its first ones, or others in their place."""
+        if start == 0:
+            self._version += 1
         end = start + len(pages)
         self.pages[row, start:end] = pages
         if self._mirrored:
             self._new_pages.append((row, start, end))
+
+    def on_host(self, rows: list[int]) -> HostPages:
+        return HostPages(self.pages, rows, self._version)
 
     def flush(self) -> None:
         """Everything written since the last time, in one copy and one kernel for each table."""

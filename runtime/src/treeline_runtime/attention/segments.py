@@ -1,0 +1,97 @@
+"""What decode attention reads, segment by segment: a prefix that several sequences share, or the rest of one of them.
+
+All of it is one row of int32, so that a step refreshes it with one copy. Its size depends on the number of sequences
+alone, and so does where its three parts begin, each aligned to 16 bytes:
+
+    table (most segments + 1, 4)   the first of all blocks that is its, where that is in its sequences (in blocks), the
+                                   token after its last, and where its members begin; segments without blocks fill it
+    members (2 x sequences,)       sequences, segment by segment
+    parts (sequences, 2, 3)        of its own segment, and of the shared one: the first share that has some of it, the
+                                   one after the last, and its place among the members; no shares where there is none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from treeline_runtime.attention.shared_prefixes import SharedPrefix
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 4) * 4
+
+
+class Segments:
+    """Those of a batch, with the prefixes that are shared in it: for as many steps as these stay the same."""
+
+    def __init__(self, sequences: int, block: int, prefixes: Sequence[SharedPrefix] = ()) -> None:
+        """block: tokens. prefixes: with members below `sequences`, each in one at most."""
+        self.sequences = sequences
+        self.most = sequences + sequences // 2
+        """Segments; a shared one has two members at least."""
+        self.members_at = 4 * (self.most + 1)
+        self.parts_at = self.members_at + _aligned(2 * sequences)
+        self.size = self.parts_at + _aligned(6 * sequences)
+        self._block = block
+        self._fixed = np.zeros(self.size, dtype=np.int32)
+        table, parts = self._table(self._fixed), self._parts(self._fixed)
+        sharers = [member for prefix in prefixes for member in prefix.members]
+        alone = np.ones(sequences, dtype=np.bool_)
+        alone[sharers] = False
+        # a prefix is followed by what its members have besides: each share of the blocks gets some of both
+        each = [members for prefix in prefixes for members in (prefix.members, *zip(prefix.members))]
+        sizes = np.array([len(members) for members in each] + [1] * int(alone.sum()), dtype=np.int64)
+        members = np.concatenate((np.array(list(chain.from_iterable(each)), dtype=np.int64), np.flatnonzero(alone)))
+        self._fixed[self.members_at : self.members_at + len(members)] = members
+        np.cumsum(sizes, out=table[1 : len(sizes) + 1, 3])
+        table[len(sizes) + 1 :, 3] = len(members)
+        segment = np.repeat(np.arange(len(sizes)), sizes)
+        """Of each place among the members."""
+        own, shared = np.flatnonzero(sizes[segment] == 1), np.flatnonzero(sizes[segment] > 1)
+        parts[members[own], 0, 2], parts[members[shared], 1, 2] = own, shared
+        self._own = np.empty(sequences, dtype=np.int64)
+        """Of each sequence, its own segment."""
+        self._own[members[own]] = segment[own]
+        self._sharers, self._shared = members[shared], segment[shared]
+        """Sequences, and of each its prefix."""
+        common = np.array([prefix.blocks for prefix in prefixes for _ in prefix.members], dtype=np.int64)
+        table[self._shared, 2], table[self._own[self._sharers], 1] = common * block, common
+
+    def _table(self, row: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        return row[: self.members_at].reshape(-1, 4)
+
+    def _parts(self, row: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        return row[self.parts_at : self.parts_at + 6 * self.sequences].reshape(-1, 2, 3)
+
+    def write(
+        self,
+        row: npt.NDArray[np.int32],
+        kv_lens: npt.NDArray[np.int64],
+        shares: int,
+        window: int | None = None,
+        *,
+        chunked: bool = False,
+    ) -> None:
+        """Fill `row` (size,) for a step in which sequences have so many tokens. All blocks are cut into `shares`, or
+        one each if they are fewer. window, chunked: how many tokens are seen (`Scoring`), where no prefix is shared."""
+        assert window is None or not len(self._shared)
+        row[:] = self._fixed
+        table, parts = self._table(row), self._parts(row)
+        table[self._own, 2] = kv_lens
+        if window is not None:
+            oldest = (kv_lens - 1) // window * window if chunked else np.maximum(kv_lens - window, 0)
+            table[self._own, 1] = oldest // self._block
+        begins = np.zeros(self.most + 1, dtype=np.int64)
+        np.cumsum(-(-table[:-1, 2] // self._block) - table[:-1, 1], out=begins[1:])
+        table[:, 0] = begins
+        total = int(begins[-1])
+        shares = min(shares, total)
+        # share s has the blocks from s x total // shares on: block b is in share ceil((b + 1) x shares / total) - 1
+        of_block = (begins * shares - 1) // total
+        first, end = (begins[:-1] * shares + shares - 1) // total, of_block[1:] + 1
+        parts[:, 0, 0], parts[:, 0, 1] = first[self._own], end[self._own]
+        parts[self._sharers, 1, 0], parts[self._sharers, 1, 1] = first[self._shared], end[self._shared]
