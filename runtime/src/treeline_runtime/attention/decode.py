@@ -42,6 +42,8 @@ _SHARES_OF_A_PROCESSOR = 3
 """As many as it runs at once."""
 _SHARES_OF_WIDE_HEADS = 2
 """The same for heads beyond 128, of which registers hold the output of no more."""
+_WARPS = 4
+_REGISTERS_OF_A_PROCESSOR = 1 << 16
 _SPARE_BYTES = 25 << 10
 """Of shared memory, for everything but keys and values."""
 
@@ -77,6 +79,8 @@ class Decode(AttentionBackend):
             processors, shared_bytes = properties.multi_processor_count, properties.shared_memory_per_block_optin
         at_once = _SHARES_OF_A_PROCESSOR if self.head_dim <= 128 else _SHARES_OF_WIDE_HEADS
         self._shares = max(1, at_once * processors // self.num_kv_heads)
+        self._registers = min(_REGISTERS_OF_A_PROCESSOR // (at_once * 32 * _WARPS) // 8 * 8, 255)
+        self._limits: dict[str, int] = {}
         # converting fp8 takes registers: with 128 tokens 255 of them on sm_90, so that two programs fit and not three;
         # with wide heads 64 are too many, where a window is looked at
         self._block = LARGEST_BLOCK
@@ -165,7 +169,7 @@ class Decode(AttentionBackend):
             out = torch.empty(sequences, self.num_heads * self.head_dim, dtype=q.dtype, device=q.device)
         window, cap = self.scoring.window(layer), self.scoring.softcap
         segments, key_scale = step.segments[self._windows.index(window)], self.pool.key_scales[layer]
-        kernels.decode_shares[(self.num_kv_heads, self._shares)](
+        compiled = kernels.decode_shares[(self.num_kv_heads, self._shares)](
             q,
             self.pool.keys[layer],
             self.pool.values[layer],
@@ -191,10 +195,15 @@ class Decode(AttentionBackend):
             BLOCK=self._block,
             BLOCK_GROUP=self._block_group,
             BLOCK_DIM=max(16, triton.next_power_of_2(self.head_dim)),
-            num_warps=4,
+            num_warps=_WARPS,
             num_stages=3,
+            **self._limits,
             **self._early,
         )
+        if not self._limits and getattr(compiled, "n_regs", 0) > self._registers:
+            # Triton 3.6 takes so many that fewer programs run at once: then rather a few in memory (3.9 does not, and
+            # with a limit would do worse)
+            self._limits["maxnreg"] = self._registers
         kernels.merge_shares[(sequences, self.num_heads)](
             step.partial,
             step.scores,
