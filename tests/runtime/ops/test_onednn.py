@@ -24,7 +24,7 @@ def product(dtype: torch.dtype, outputs: int = 40, inputs: int = 24) -> tuple[Pa
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("rows", [0, 1, 3, 8, 97, 128, 129, 300])
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 97, 128, 129, 256, 1700])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_packed_product_is_the_product(dtype: torch.dtype, rows: int, with_bias: bool) -> None:
     packed, weight = product(dtype)
@@ -47,17 +47,19 @@ def test_what_fills_up_the_rows_is_nobodys() -> None:
 
 def test_kernels_are_few_whatever_lengths_come(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, _ = product(torch.float32)
-    seen: set[int] = set()
-    pad = F.pad
+    computed: list[int] = []
+    real = onednn._product
 
-    def padded(x: torch.Tensor, by: tuple[int, ...]) -> torch.Tensor:
-        seen.add(len(x) + by[-1])
-        return pad(x, by)
+    def counting(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        computed.append(len(x))
+        return real(x, *others)
 
-    monkeypatch.setattr(onednn.F, "pad", padded)
-    for rows in range(1, 400):
-        packed(torch.zeros(rows, 24), None)
-    assert seen <= set(onednn.ROWS)
+    monkeypatch.setattr(onednn, "_product", counting)
+    for rows in [*range(1, 300), 511, 1023, 1025, 5000]:
+        computed.clear()
+        assert len(packed(torch.zeros(rows, 24), None)) == rows
+        assert set(computed) <= set(onednn.ROWS)
+        assert rows <= sum(computed) <= 2 * rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])

@@ -6,8 +6,8 @@ they are brought once. On an EPYC with AVX-512, beside `F.linear`: float32 in le
 bfloat16 1.3 to 1.8 times faster with 2 to 32 rows, neither slower with any number. The operators are those that
 torch.compile puts in the place of `linear` where weights are frozen (torch/_inductor/fx_passes/mkldnn_fusion.py).
 
-A kernel is generated for each number of rows, which takes half a millisecond and 0.6 MB at least, and several times as
-much for hundreds. So there are few: rows are filled up to the next number that has one, and long inputs are cut.
+A kernel is generated for each number of rows, which takes half a millisecond to three, and 0.6 MB or more. So there are
+few: long inputs are cut into pieces that have one, and what is left is filled up to the next number that has.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import platform
 import torch
 import torch.nn.functional as F
 
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
-"""A row costs as much among 128 as among more."""
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
+FILLED_UP = 128
+"""Beyond it, filling up to the next number would compute more than cutting saves."""
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -40,15 +41,18 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x (tokens, inputs), bias (outputs,) → (tokens, outputs)."""
-    if len(x) > ROWS[-1]:
-        return torch.cat([_linear(part, packed, bias) for part in x.split(ROWS[-1])])
-    return _linear(x, packed, bias)
+    parts = []
+    while len(x) > FILLED_UP:
+        size = ROWS[bisect.bisect_right(ROWS, len(x)) - 1]
+        parts.append(_product(x[:size], packed, bias))
+        x = x[size:]
+    if len(x) or not parts:
+        missing = ROWS[bisect.bisect_left(ROWS, len(x))] - len(x)
+        filled = F.pad(x, (0, 0, 0, missing)) if missing else x
+        parts.append(_product(filled, packed, bias)[: len(x)])
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    rows = len(x)
-    missing = ROWS[bisect.bisect_left(ROWS, rows)] - rows
-    if missing:
-        x = F.pad(x, (0, 0, 0, missing))
+def _product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return y[:rows] if missing else y
+    return y
