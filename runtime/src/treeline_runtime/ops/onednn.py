@@ -41,16 +41,22 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x (tokens, inputs), bias (outputs,) → (tokens, outputs)."""
-    parts = []
-    while len(x) > FILLED_UP:
-        size = ROWS[bisect.bisect_right(ROWS, len(x)) - 1]
-        parts.append(_product(x[:size], packed, bias))
-        x = x[size:]
-    if len(x) or not parts:
-        missing = ROWS[bisect.bisect_left(ROWS, len(x))] - len(x)
-        filled = F.pad(x, (0, 0, 0, missing)) if missing else x
-        parts.append(_product(filled, packed, bias)[: len(x)])
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+    rows = x.shape[0]
+    if rows in ROWS:
+        return _product(x, packed, bias)
+    if rows > FILLED_UP:
+        return torch.cat([linear(part, packed, bias) for part in x.split(_cut(rows))])
+    missing = ROWS[bisect.bisect(ROWS, rows)] - rows
+    return _product(F.pad(x, (0, 0, 0, missing)), packed, bias)[:rows]
+
+
+def _cut(rows: int) -> list[int]:
+    """Pieces that have a kernel, the largest first, and what is left."""
+    sizes = []
+    while rows > FILLED_UP:
+        sizes.append(ROWS[bisect.bisect(ROWS, rows) - 1])
+        rows -= sizes[-1]
+    return [*sizes, rows] if rows else sizes
 
 
 def _product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
