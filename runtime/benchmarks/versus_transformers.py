@@ -14,9 +14,9 @@ round is one run of each, in alternating order, with prompts of its own; the fir
 
 Each has a process of its own, and waits while the other computes: two threads that compute in one process have an
 OpenMP team each, more threads together than there are cores, which then sleep whenever they wait (a step of ours took
-1.9 times as long). Both compute in float32 and make no text. transformers has what it has by default: its dynamic cache
-and attention by scaled_dot_product_attention; its own continuous batching (`generate_batch`) is another program, and not
-measured here.
+1.9 times as long). Both compute in float32 and make no text. transformers has what it has by default: its dynamic
+cache and attention by scaled_dot_product_attention; its own continuous batching (`generate_batch`) is another program,
+and not measured here.
 """
 
 from __future__ import annotations
