@@ -4,31 +4,71 @@
 
 Prints rows of JSON: `cpu.tokens_s.bN` (output tokens a second of ours, N prompts at once, greedy), the same of
 transformers as `cpu.transformers_tokens_s.bN`, and `cpu.vs_transformers.bN`, the median of the rounds' own ratios. A
-round is one run of each, in alternating order, with prompts of its own; the first one is not counted. Prompts are of
-one length, so transformers needs no padding, and both compute exactly as many tokens.
+round is one run of each, in alternating order, with prompts of its own; the first one is not counted.
+
+- `bN`: prompts and outputs are of one length each, the best case of transformers. It pads nothing, and both compute
+  exactly as many tokens, so the ratio is that of their steps.
+- `mixed.bN`: prompts of 8 to 200 tokens, outputs of 16 to 128, as users send them. transformers pads prompts on the
+  left to the longest, and computes every row until the longest answer is there; only tokens that were asked for count.
+  Ours computes those alone: the ratio is that of its steps, of padding, and of batches that grow smaller.
+
+Each has a process of its own, and waits while the other computes: two threads that compute in one process have an
+OpenMP team each, more threads together than there are cores, which then sleep whenever they wait (a step of ours took
+1.9 times as long). Both compute in float32 and make no text. transformers has what it has by default: its dynamic
+cache and attention by scaled_dot_product_attention; its own continuous batching (`generate_batch`) is another program,
+and not measured here.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
+import multiprocessing
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 from treeline_runtime import Engine, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 STREAMS = (1, 8, 32)
 PROMPT, OUTPUT = 128, 128
+MIXED_PROMPTS = (8, 200)
+MIXED_SHORTEST = 16
+"""Output; the longest is OUTPUT."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Prompts that are sent at once, and how many tokens each is to be answered with."""
+
+    prompts: list[list[int]]
+    outputs: list[int]
+
+    @classmethod
+    def equal(cls, rng: random.Random, count: int, output: int, vocabulary: range) -> Work:
+        return cls([rng.choices(vocabulary, k=PROMPT) for _ in range(count)], [output] * count)
+
+    @classmethod
+    def mixed(cls, rng: random.Random, count: int, output: int, vocabulary: range) -> Work:
+        """`output`: of the longest."""
+        lengths = [rng.randint(*MIXED_PROMPTS) for _ in range(count)]
+        outputs = [rng.randint(min(MIXED_SHORTEST, output), output) for _ in range(count)]
+        return cls([rng.choices(vocabulary, k=length) for length in lengths], outputs)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.outputs)
 
 
 def report(metric: str, value: float) -> None:
@@ -45,27 +85,58 @@ def without_tokenizer(model: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-def ours(engine: Engine, prompts: list[list[int]], output: int) -> float:
+def ours(engine: Engine, work: Work) -> float:
     """Seconds."""
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=output)
+    params = [SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=output) for output in work.outputs]
     started = time.perf_counter()
-    outputs = engine.generate(prompts, params)
+    outputs = engine.generate(work.prompts, params)
     seconds = time.perf_counter() - started
-    assert all(len(each.token_ids) == output for each in outputs)
+    assert [len(each.token_ids) for each in outputs] == work.outputs
     return seconds
 
 
-def theirs(model: Any, prompts: list[list[int]], output: int) -> float:
-    """Seconds."""
-    ids = torch.tensor(prompts)
+@functools.cache
+def load(path: Path, threads: int | None) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def theirs(path: Path, threads: int | None, work: Work) -> float:
+    """Seconds. In a process of its own."""
+    model = load(path, threads)
+    width, output = max(map(len, work.prompts)), max(work.outputs)
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in work.prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in work.prompts])
     started = time.perf_counter()
     with torch.inference_mode():
-        answer = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=output, max_new_tokens=output
-        )
+        answer = model.generate(ids, attention_mask=mask, do_sample=False, min_new_tokens=output, max_new_tokens=output)
     seconds = time.perf_counter() - started
-    assert answer.shape == (len(prompts), len(prompts[0]) + output)
+    assert answer.shape == (len(work.prompts), width + output)
     return seconds
+
+
+Timed = Callable[[Work], float]
+"""→ seconds"""
+
+
+def compare(name: str, ours: Timed, theirs: Timed, works: Iterator[Work], rounds: int) -> None:
+    rates: list[tuple[float, float]] = []
+    for round_ in range(rounds + 1):
+        work = next(works)
+        if round_ % 2:
+            other = theirs(work)
+            mine = ours(work)
+        else:
+            mine = ours(work)
+            other = theirs(work)
+        rates.append((work.tokens / mine, work.tokens / other))
+    counted = rates[1:]
+    report(f"cpu.tokens_s.{name}", statistics.median(mine for mine, _ in counted))
+    report(f"cpu.transformers_tokens_s.{name}", statistics.median(other for _, other in counted))
+    report(f"cpu.vs_transformers.{name}", statistics.median(mine / other for mine, other in counted))
 
 
 def main() -> int:
@@ -76,26 +147,22 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="short, one round: proves that it works")
     args = parser.parse_args()
     rounds, output, streams = (1, 8, STREAMS[:2]) if args.quick else (args.rounds, OUTPUT, STREAMS)
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    vocabulary = model.config.vocab_size
+    vocabulary = range(10, json.loads((args.model / "config.json").read_text())["vocab_size"] - 10)
     rng = random.Random(0)
-    with without_tokenizer(args.model) as folder, Engine(folder, device="cpu", dtype="float32") as engine:
-        for count in streams:
-            times: list[tuple[float, float]] = []
-            for round_ in range(rounds + 1):
-                prompts = [rng.choices(range(10, vocabulary - 10), k=PROMPT) for _ in range(count)]
-                if round_ % 2:
-                    other = theirs(model, prompts, output)
-                    times.append((ours(engine, prompts, output), other))
-                else:
-                    mine = ours(engine, prompts, output)
-                    times.append((mine, theirs(model, prompts, output)))
-            counted = times[1:]
-            for name, at in (("tokens_s", 0), ("transformers_tokens_s", 1)):
-                report(f"cpu.{name}.b{count}", statistics.median(count * output / each[at] for each in counted))
-            report(f"cpu.vs_transformers.b{count}", statistics.median(other / mine for mine, other in counted))
+    with (
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process,
+        without_tokenizer(args.model) as folder,
+        Engine(folder, device="cpu", dtype="float32", threads=args.threads) as engine,
+    ):
+
+        def in_process(work: Work) -> float:
+            return process.submit(theirs, args.model, args.threads, work).result()
+
+        kinds = [("", Work.equal, streams), ("mixed.", Work.mixed, streams[1:])]  # of one there is nothing to mix
+        for kind, make, counts in kinds:
+            for count in counts:
+                works = iter(functools.partial(make, rng, count, output, vocabulary), None)
+                compare(f"{kind}b{count}", functools.partial(ours, engine), in_process, works, rounds)
     return 0
 
 

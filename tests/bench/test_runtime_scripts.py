@@ -174,9 +174,18 @@ def test_rows_of_radix_and_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     )
     optimal, share = radix.run(Context(Remembered(), tmp_path, quick=True))
     assert (optimal.ratio, share.ratio) == (1.0, 2.0)
-    monkeypatch.setattr(versus_transformers, "SCRIPT", printing(tmp_path, **{"cpu.vs_transformers.b1": 1.4}))
-    [row] = versus_transformers.run(Context(Remembered(), tmp_path))
-    assert (row.metric, row.value, row.unit) == ("cpu.vs_transformers.b1", 1.4, "×")
+    values = dict.fromkeys(versus_transformers.ALWAYS, 1.4)
+    monkeypatch.setattr(versus_transformers, "SCRIPT", printing(tmp_path, **values))
+    rows = versus_transformers.run(Context(Remembered(), tmp_path))
+    assert {(row.metric, row.value, row.unit) for row in rows} == {(name, 1.4, "×") for name in values}
+
+
+@pytest.mark.integration
+def test_the_engine_is_compared_with_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    rows = versus_transformers.run(Context(Remembered(), tmp_path, quick=True))
+    assert {row.metric for row in rows} >= set(versus_transformers.ALWAYS)
+    assert all(row.value > 0 for row in rows)
 
 
 @pytest.mark.integration

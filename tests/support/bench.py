@@ -112,7 +112,11 @@ INVENTED: dict[str, list[tuple[str, float, float | None]]] = {
         ("start.warm_s.llama8b", 9, None),
     ],
     "radix": [("radix.vs_optimal.mmlu", 0.99, None), ("radix.hit_vs_optimal", 0.97, None)],
-    "cpu": [("cpu.vs_transformers.b1", 1.4, None), ("cpu.vs_transformers.b8", 2.1, None)],
+    "cpu": [
+        ("cpu.vs_transformers.b1", 1.4, None),
+        ("cpu.vs_transformers.b8", 2.1, None),
+        ("cpu.vs_transformers.mixed.b8", 2.5, None),
+    ],
     "serving-random": [
         ("serving.output_tokens_s.treeline", 4000, 3000),
         ("serving.output_tokens_s.vllm", 3000, None),

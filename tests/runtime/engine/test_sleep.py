@@ -16,6 +16,7 @@ from treeline_runtime import Engine, GenerationError, SamplingParams
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.messages import Cleared, GenerateReq, SleepReq, UpdateWeightsReq, WakeReq
 from treeline_runtime.models.offload import Offloaded, size_of, tensors_of
+from treeline_runtime.ops import onednn
 from treeline_runtime.scheduler.executor import Executor
 
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
@@ -172,8 +173,11 @@ def test_a_sleep_that_cannot_end_for_want_of_memory_goes_on(
         assert engine.generate(IDS, GREEDY).token_ids == before
 
 
-def test_a_models_tensors_go_to_the_host_and_come_back_as_they_were(tmp_path: Path) -> None:
+def test_a_models_tensors_go_to_the_host_and_come_back_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a GPU does at level 1, on a CPU."""
+    monkeypatch.setattr(onednn, "can_pack", lambda _: False)
     model = dummy_model(SchedulerConfig(model=str(write_config(tmp_path, num_hidden_layers=1)), load_format="dummy"))
     tensors = tensors_of(model)
     assert len(tensors) == len({id(one) for one in tensors}) >= 12
@@ -203,7 +207,7 @@ def test_a_profile_ends_after_its_steps_or_when_it_is_stopped(checkpoints: tuple
         engine.generate(IDS, GREEDY)
         (trace,) = (tmp_path / "traces").iterdir()
         names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
-        assert "aten::mm" in names or "aten::linear" in names
+        assert names & {"aten::mm", "aten::linear", "mkldnn::_linear_pointwise"}
         with pytest.raises(RuntimeError, match="no profile is running"):
             engine.stop_profile()
         engine.start_profile(tmp_path / "traces")

@@ -18,6 +18,7 @@ from support.runtime_engine import write_config
 from support.runtime_models import IDS, Runner, ours, reference, save
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.models import ModelConfig, ModelError
+from treeline_runtime.models.quantization import product
 from treeline_runtime.scheduler import memory
 from treeline_runtime.scheduler.memory import bytes_per_token, num_pages
 from treeline_runtime.server.sampling import SamplingDefaults
@@ -99,13 +100,18 @@ def test_a_head_that_differs_from_the_embedding_is_used_although_they_are_said_t
     assert "has two that differ: both are used" in caplog.text
 
 
-def test_a_head_that_equals_the_embedding_is_the_embedding(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_head_that_equals_the_embedding_is_the_embedding(
+    llama: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors = load_file(llama / "model.safetensors")
     rewrite(llama, **{"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
     assert_same(edit(llama, tie_word_embeddings=True))
     assert caplog.text == ""
     model = ours(llama)
-    assert model._head is model._embedding
+    assert torch.equal(model._head.weight.to_dense(), model._embedding)
+    monkeypatch.setattr(product, "SECOND_COPY_BYTES", 0)
+    model = ours(llama)
+    assert model._head.weight is model._embedding
 
 
 def test_a_tied_checkpoint_may_have_the_head_alone(llama: Path) -> None:

@@ -19,7 +19,7 @@ from treeline_runtime.core import Context
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.pooler import Pooler
 from treeline_runtime.models.quantization.kv import kv_scales
-from treeline_runtime.models.quantization.product import new_product, stack
+from treeline_runtime.models.quantization.product import float_product, new_product, stack
 from treeline_runtime.models.rope import rope_tables
 from treeline_runtime.models.rope_config import RopeConfig
 from treeline_runtime.models.weights import EMBEDDING, HEAD, Weights
@@ -158,11 +158,12 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, weights: Weights, context_length: int) -> None:
         self.config = config
-        self._embedding, self._head = _embedding_and_head(config, weights)
+        self._embedding, head = _embedding_and_head(config, weights)
         dtype, device = self._embedding.dtype, self._embedding.device
         # rounded as the embedding is: transformers multiplies with a tensor of that type
         self._scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.ops = ops_for(device)
+        self._head = float_product(self.ops, head, shared=head is self._embedding)
         self._layers = [self.layer_type(config, weights, self.ops, i) for i in range(config.num_layers)]
         self.kv_scales = kv_scales(weights, config.num_layers)
         self._norm = norm_weight(config, weights, "model.norm", config.hidden_size)
@@ -214,7 +215,8 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """(rows, hidden) → (rows, vocabulary), in `out` if given"""
-        logits = self.ops.linear(hidden, self._head, None) if out is None else torch.mm(hidden, self._head.t(), out=out)
+        head = self._head
+        logits = head(hidden, None) if out is None else torch.mm(hidden, head.weight.t(), out=out)
         cap = self.config.logit_softcap
         return logits if cap is None else self.ops.softcap(logits, cap)
 

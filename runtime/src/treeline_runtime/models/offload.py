@@ -58,11 +58,14 @@ def _attributes(value: object) -> Iterator[object]:
 
 def size_of(root: object) -> int:
     """Bytes of the tensors of `root`, shared memory once."""
-    return sum(storage.nbytes() for storage in _storages(tensors_of(root)).values())
+    tensors = tensors_of(root)
+    packed = sum(tensor.nbytes for tensor in tensors if tensor.is_mkldnn)
+    return packed + sum(storage.nbytes() for storage in _storages(tensors).values())
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    found = (tensor.untyped_storage() for tensor in tensors)
+    # a packed one (`ops.onednn`) has none that could be seen; it is a CPU's, whose memory is the host's
+    found = (tensor.untyped_storage() for tensor in tensors if not tensor.is_mkldnn)
     return {storage.data_ptr(): storage for storage in found if storage.nbytes()}
 
 

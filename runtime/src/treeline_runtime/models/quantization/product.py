@@ -12,31 +12,50 @@ from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.quantization.fp8 import E4M3, dequantise, quantise, quantise_weight
 from treeline_runtime.models.quantization.scheme import BLOCK, Scheme
 from treeline_runtime.models.weights import Weights
-from treeline_runtime.ops import Ops, obstacle_to_triton
+from treeline_runtime.ops import Ops, obstacle_to_triton, onednn
 
 WEIGHT_SCALES = ("weight_scale", "weight_scale_inv")
 """What the factor of a weight is called; the second name is fine-grained fp8's, and is no inverse either."""
 INPUT_SCALES = ("input_scale", "activation_scale")
 OLDEST = (8, 9)
 """Compute capability: GPUs before Ada have no products of fp8."""
+SECOND_COPY_BYTES = 64 << 20
+"""What may be spent on a faster order of a matrix that has to stay as it is, too."""
 
 Product = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 """x (tokens, inputs), bias (outputs,) or None → (tokens, outputs)."""
 
 
 class Plain:
-    """A float matrix (outputs, inputs).
-
-    On a CPU it lies in memory as (inputs, outputs): with 2 to 16 rows its kernels are faster on it (measured with
-    models/tiny: a decode step of 8 rows by 7 %), with one row or many it makes no difference.
-    """
+    """A float matrix (outputs, inputs)."""
 
     def __init__(self, ops: Ops, weight: torch.Tensor) -> None:
         self._ops = ops
-        self.weight = weight.t().contiguous().t() if weight.device.type == "cpu" else weight
+        self.weight = weight
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self._ops.linear(x, self.weight, bias)
+
+
+class Packed:
+    """A float matrix (outputs, inputs) as oneDNN reads it: where `onednn.can_pack`."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = onednn.pack(weight)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return onednn.linear(x, self.weight, bias)
+
+
+def float_product(ops: Ops, weight: torch.Tensor, *, shared: bool = False) -> Plain | Packed:
+    """The fastest there is of a matrix (outputs, inputs), whose order in memory may be another.
+
+    shared: others have the matrix as it is, so that another order would be a second copy.
+    """
+    if weight.device.type != "cpu" or (shared and weight.nbytes > SECOND_COPY_BYTES):
+        return Plain(ops, weight)
+    # without oneDNN (inputs, outputs): with 2 to 16 rows MKL's kernels are faster on it
+    return Packed(weight) if onednn.can_pack(weight) else Plain(ops, weight.t().contiguous().t())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +78,7 @@ class Emulated:
 
     def __init__(self, ops: Ops, matrix: Fp8Matrix, dtype: torch.dtype) -> None:
         self._group, self._input_scale = matrix.group, matrix.input_scale
-        self._plain = Plain(ops, dequantise(matrix.values, matrix.scales, matrix.group).to(dtype))
+        self._plain = float_product(ops, dequantise(matrix.values, matrix.scales, matrix.group).to(dtype))
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         values, scales = quantise(x, self._group, self._input_scale)
@@ -88,7 +107,7 @@ def new_product(weights: Weights, ops: Ops, prefix: str, names: dict[str, int], 
     else:
         quantised = [name for name in names if _find(weights, f"{prefix}{name}.", WEIGHT_SCALES)]
     if scheme is None or not quantised:
-        return Plain(ops, stack([weights.take(f"{prefix}{n}.weight", out, size) for n, out in names.items()]))
+        return float_product(ops, stack([weights.take(f"{prefix}{n}.weight", out, size) for n, out in names.items()]))
     if len(quantised) < len(names):
         other = next(name for name in names if name not in quantised)
         raise ModelError(
