@@ -25,7 +25,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import re
 import statistics
 import subprocess
@@ -41,30 +40,12 @@ import torch
 from dummy_model import write_config, write_model
 from engine import SHAPES, report
 from treeline_runtime import Engine, SamplingParams
+from work import Work
 
 HERE = Path(__file__).resolve().parent
 REQUESTS, LONGEST = 256, 1024
 STREAMS, STREAM_PROMPT, STREAM_OUTPUT = 64, 1024, 512
 START_S, ANSWER_S = 600.0, 600.0
-
-
-@dataclass(frozen=True)
-class Work:
-    """Prompts as token ids, and how many tokens each is to produce."""
-
-    prompts: list[list[int]]
-    lengths: list[int]
-
-    @classmethod
-    def of(cls, count: int, longest: int, seed: int) -> Work:
-        rng = random.Random(seed)
-        prompts = [rng.choices(range(10, 4000), k=rng.randint(longest // 10, longest)) for _ in range(count)]
-        return cls(prompts, [rng.randint(longest // 10, longest) for _ in range(count)])
-
-    @classmethod
-    def streams(cls, count: int, prompt: int, output: int) -> Work:
-        rng = random.Random(1)
-        return cls([rng.choices(range(10, 4000), k=prompt) for _ in range(count)], [output] * count)
 
 
 # ---- offline ------------------------------------------------------------------------------------------------
