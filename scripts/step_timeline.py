@@ -27,7 +27,7 @@ COLOURS = {
         "rest": ("#8c8c8c", "norms, rope, sampling, copies"),
     },
 }
-ENTERING, LEAVING = ("schedule", "prepare", "launch"), ("wait", "process", "send")
+ENTERING, LEAVING = ("launch",), ("wait",)
 TOPS = {"cpu": 72, "gpu": 150}
 LEFT, WIDTH, HEIGHT, LANE = 56, 1040, 290, 44
 STYLE = "text { font: 12px system-ui, sans-serif; fill: #222 } .small { font-size: 11px; fill: #555 }"

@@ -7,6 +7,7 @@ A *shape* is a model's config.json with random weights; `tiny` is for a CPU. Pri
 - `decode.SHAPE.bN.ctxC`: milliseconds of a step of N sequences that began with C tokens. N prompts are continued by 16
   and by 144 tokens (greedy); the difference, divided by 128, is a step, prompts and all else subtracted.
 - `prefill.SHAPE.N`: prompt tokens a second, of one prompt of N tokens that nothing has cached, the best of five.
+- `first_token.SHAPE.N`: milliseconds from a prompt of N tokens to its first token, alone, the best of ten.
 - `offline.SHAPE`: output tokens a second of 256 requests with 100 to 1,024 tokens in and out, temperature 0.6.
 - `start.SHAPE`: seconds to build the engine: weights, kernels (as far as they are not compiled yet), graphs.
 
@@ -101,6 +102,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 DECODE = ((1, 512), (64, 1024), (256, 1024))
 SHORT, LONG = 16, 144
 PROMPT = 4096
+SHORT_PROMPT = 64
 OFFLINE = 256
 
 
@@ -235,6 +237,9 @@ def main() -> int:
             report(f"decode.{args.shape}.b{batch}.ctx{context}", bench.step_ms(batch, context, args.rounds))
         bench.run(1, PROMPT, 1)
         report(f"prefill.{args.shape}.{PROMPT}", PROMPT / min(bench.run(1, PROMPT, 1) for _ in range(5)))
+        bench.run(1, SHORT_PROMPT, 1)
+        first = min(bench.run(1, SHORT_PROMPT, 1) for _ in range(10))
+        report(f"first_token.{args.shape}.{SHORT_PROMPT}", first * 1e3)
         bench.offline(4, 64)
         report(f"offline.{args.shape}", bench.offline(OFFLINE, 1024))
     return 0

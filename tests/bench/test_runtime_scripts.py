@@ -12,9 +12,10 @@ import pytest
 from support.bench import Remembered
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
-from treeline_bench import engine, radix, server, versus_transformers
+from treeline_bench import engine, radix, server, versus_transformers, versus_vllm
 from treeline_bench.context import BenchmarkError, Context
 from treeline_bench.prompts import PromptMaker
+from treeline_bench.registry import select
 
 FOLDER = Path(__file__).resolve().parents[2] / "runtime" / "benchmarks"
 
@@ -25,7 +26,7 @@ def beside() -> Iterator[None]:
     sys.path.insert(0, str(FOLDER))
     yield
     sys.path.remove(str(FOLDER))
-    for name in ("engine", "dummy_model", "fake_server"):
+    for name in ("engine", "dummy_model", "fake_server", "work"):
         sys.modules.pop(name, None)
 
 
@@ -178,6 +179,58 @@ def test_rows_of_radix_and_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(versus_transformers, "SCRIPT", printing(tmp_path, **values))
     rows = versus_transformers.run(Context(Remembered(), tmp_path))
     assert {(row.metric, row.value, row.unit) for row in rows} == {(name, 1.4, "×") for name in values}
+
+
+def test_rows_beside_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(versus_vllm.FOLDER, raising=False)
+    with pytest.raises(BenchmarkError, match=f"vLLM is not installed here; {versus_vllm.FOLDER}"):
+        versus_vllm.run(Context(Remembered(), tmp_path))
+    monkeypatch.setenv(versus_vllm.FOLDER, str(tmp_path))
+    monkeypatch.setattr(engine, "has_cuda", lambda: False)
+    with pytest.raises(BenchmarkError, match="needs a CUDA device"):
+        versus_vllm.run(Context(Remembered(), tmp_path))
+    monkeypatch.setattr(engine, "has_cuda", lambda: True)
+    monkeypatch.setattr(engine, "shapes", lambda: ("tiny",))
+    monkeypatch.setattr(versus_vllm, "SCRIPT", printing(tmp_path, **{"offline.vs_vllm.tiny": 1.04}))
+    (row,) = versus_vllm.run(Context(Remembered(), tmp_path))
+    assert (row.metric, row.value, row.unit) == ("offline.vs_vllm.tiny", 1.04, "times")
+    assert "vllm" not in {benchmark.name for benchmark in select([])}
+    assert [benchmark.name for benchmark in select(["vllm"])] == ["vllm"]
+
+
+@pytest.mark.integration
+def test_both_engines_of_the_comparison_compute_the_same_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of vLLM what stands in for it: a package that answers as long as it is asked to."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found, folder = script("versus_vllm"), tmp_path / "site"
+    (folder / "vllm").mkdir(parents=True)
+    (folder / "vllm" / "__init__.py").write_text(STAND_IN)
+    script("dummy_model").write_config(tmp_path, "tiny")
+    monkeypatch.setattr(found, "CONTEXT", 256)
+    work = found.Work.of(3, 20, seed=0)
+    found.measure(found.ours(str(tmp_path)), [work], tmp_path / "ours.json")
+    assert len(json.loads((tmp_path / "ours.json").read_text())) == 1
+    rate = found.by("vllm", tmp_path, ["--shape", "tiny", "--rounds", "1"], str(folder))
+    assert rate > 0
+    (folder / "vllm" / "__init__.py").write_text("raise ImportError('no GPU')")
+    (tmp_path / "vllm.json").unlink()
+    with pytest.raises(SystemExit, match="vllm ended with status 1"):
+        found.by("vllm", tmp_path, ["--shape", "tiny", "--rounds", "1"], str(folder))
+
+
+STAND_IN = """
+from types import SimpleNamespace
+
+def SamplingParams(max_tokens, **others):
+    return max_tokens
+
+class LLM:
+    def __init__(self, folder, **settings):
+        assert settings["load_format"] == "dummy"
+
+    def generate(self, prompts, lengths, use_tqdm):
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * n)]) for n in lengths]
+"""
 
 
 @pytest.mark.integration

@@ -99,6 +99,11 @@ INVENTED: dict[str, list[tuple[str, float, float | None]]] = {
         ("bodies.rss_mb.30mb", 320, None),
     ],
     "http": [("http.requests_s", 1300, None), ("http.cpu_us", 400, None)],
+    "vllm": [
+        ("vllm.ours_tokens_s.llama8b", 11_000, None),
+        ("vllm.offline_tokens_s.llama8b", 10_000, None),
+        ("offline.vs_vllm.llama8b", 1.1, None),
+    ],
     "engine": [
         ("engine.decode.llama8b.b1.ctx512", 4.0, 3.5),
         ("engine.prefill.llama8b.4096", 40_000, 52_000),

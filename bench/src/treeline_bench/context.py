@@ -45,3 +45,5 @@ class Benchmark:
     title: str
     summary: str
     run: Callable[[Context], list[Row]]
+    only_by_name: bool = False
+    """It needs what few machines have, so it is not one of all."""

@@ -160,6 +160,7 @@ METRICS: dict[str, Metric] = {
         source="its operations at the speed of a large matrix product in the same run",
         beside="ceiling",
     ),
+    "engine.first_token": Metric("ms", "from a prompt of so many tokens to its first token, alone", "lower"),
     "engine.offline": Metric(
         "tokens/s", "output of 256 requests with 100 to 1,024 tokens in and out, temperature 0.6", "higher"
     ),
@@ -188,6 +189,9 @@ METRICS: dict[str, Metric] = {
         "share", "the same with the gaps between the kernels of a step", "lower", headline=False
     ),
     "overlap.step_ms": Metric("ms", "a step then, under the profiler", "lower", headline=False),
+    "vllm.ours_tokens_s": Metric("tokens/s", "output of 256 requests by the engine alone", "higher", headline=False),
+    "vllm.offline_tokens_s": Metric("tokens/s", "output of the same requests by vLLM", "higher", headline=False),
+    "offline.vs_vllm": Metric("times", "the one by the other", "higher"),
     "radix.share": Metric(
         "share",
         "of the engine's time spent in the radix tree, where nothing is shared",

@@ -290,6 +290,17 @@ def _server(result: Result) -> Figure:
     return figure
 
 
+def _vllm(result: Result) -> Figure:
+    ours, other = ("vllm.ours_tokens_s.", "vllm.offline_tokens_s.")
+    shapes = [row.metric.removeprefix(ours) for row in result.rows if row.metric.startswith(ours)]
+    ratios = ", ".join(f"{result.value('offline.vs_vllm.' + shape):.2f} ({shape})" for shape in shapes)
+    figure, axes = _figure(f"Offline, times as fast as vLLM: {ratios}", len(shapes), _size(result))
+    for axis, shape in zip(axes, shapes, strict=True):
+        _bars(axis, ["treeline", "vLLM"], [result.value(name + shape) for name in (ours, other)], [OURS, OTHER])
+        axis.set(title=shape, ylabel="tokens/s")
+    return figure
+
+
 def _radix(result: Result) -> Figure:
     name = "radix.vs_optimal."
     rows = [row for row in result.rows if row.metric.startswith(name)]
@@ -350,6 +361,7 @@ PLOTS: dict[str, Callable[[Result], Figure]] = {
     "tokenization": _tokenization,
     "engine": _engine,
     "server": _server,
+    "vllm": _vllm,
     "radix": _radix,
     "cpu": _cpu,
     "fleet": _fleet,

@@ -19,6 +19,7 @@ from treeline_bench import (
     tree,
 )
 from treeline_bench import versus_transformers as cpu
+from treeline_bench import versus_vllm as vllm
 from treeline_bench.context import Benchmark
 from treeline_bench.kubernetes import benchmark as operator
 from treeline_bench.kubernetes import one_gateway
@@ -38,6 +39,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         sampling.BENCHMARK,
         engine.BENCHMARK,
         server.BENCHMARK,
+        vllm.BENCHMARK,
         radix.BENCHMARK,
         cpu.BENCHMARK,
         operator.BENCHMARK,
@@ -51,8 +53,10 @@ ELSEWHERE = ("e2e", *(f"serving-{name}" for name in DATASETS))
 
 
 def select(names: Sequence[str]) -> list[Benchmark]:
-    """Those named, all for no names. Raises KeyError, which lists the valid names."""
+    """Those named; for no names all but those that run only by name. Raises KeyError, which lists the valid names."""
     for name in names:
         if name not in BENCHMARKS:
             raise KeyError(f"unknown benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")
-    return [BENCHMARKS[name] for name in (names or BENCHMARKS)]
+    if names:
+        return [BENCHMARKS[name] for name in names]
+    return [benchmark for benchmark in BENCHMARKS.values() if not benchmark.only_by_name]

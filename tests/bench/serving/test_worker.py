@@ -189,7 +189,7 @@ async def test_after_its_time_nothing_is_sent_and_what_runs_may_end() -> None:
     assert all(record.error == "" for record in found.records)
     assert all(record.due_ns - found.begin_ns < 1.5e9 for record in found.records)
     assert found.lag_ns
-    assert 0 < found.busy_share < 1.1
+    assert 0 < found.busy_share < 2, "of one core: this process has the server's thread too, a load process has not"
 
 
 async def stopped_when(under_way: threading.Event, given: Order) -> Told:
