@@ -44,10 +44,10 @@ def worth_capturing(model: ModelConfig) -> int:
 def sizes_up_to(largest: int) -> list[int]:
     """Four for each power of two from 64 on, every 16 below: at most a quarter of a step is padding."""
     sizes: list[int] = []
-    step = 16
-    while (sizes[-1] if sizes else 0) < largest:
-        sizes.append(min((sizes[-1] if sizes else 0) + step, largest))
-        step = max(16, 1 << (sizes[-1].bit_length() - 3))
+    size = 0
+    while size < largest:
+        size = min(size + max(16, (1 << size.bit_length()) // 8), largest)
+        sizes.append(size)
     return sizes
 
 

@@ -16,8 +16,9 @@ from treeline_runtime.scheduler.memory import bytes_per_token, num_pages
 from treeline_runtime.scheduler.prompt_graphs import worth_capturing
 
 GIB = 1 << 30
-OTHER_BYTES = GIB
-"""FlashInfer's workspace (384 MiB), graphs (0.4 GiB for the shape of an 8B model)."""
+OTHER_BYTES = 5 * GIB // 4
+"""FlashInfer's workspace (384 MiB), graphs (of decode 0.3 GiB for the shapes of Qwen3-0.6B and Llama-8B, of prompts 0.5
+and 0.2)."""
 LARGEST_GRAPH = 256
 """Sequences: beyond them a step is long enough to hide its launches."""
 
