@@ -26,13 +26,13 @@ import torch
 import triton
 
 from treeline_runtime.attention.base import AttentionBackend, HostPages, Layout
+from treeline_runtime.attention.on_device import factors, processors_of
 from treeline_runtime.attention.segments import Segments
 from treeline_runtime.attention.shared_prefixes import shared_prefixes
 from treeline_runtime.ops import attention_kernels as kernels
 from treeline_runtime.ops.early_kernels import early_launch
 from treeline_runtime.transfer import pinned, upload
 
-_LOG2_E = 1.4426950408889634
 LARGEST_BLOCK = 128
 """Tokens that are attended at once, where there is room for their keys and values."""
 LARGEST_BLOCK_BYTES = 64 << 10
@@ -73,10 +73,7 @@ class Decode(AttentionBackend):
         self._windows = self.scoring.kinds
         self._device = self.pool.keys[0].device
         self._early = early_launch(self._device)
-        processors, shared_bytes = 1, 1 << 20
-        if self._device.type == "cuda":
-            properties = torch.cuda.get_device_properties(self._device)
-            processors, shared_bytes = properties.multi_processor_count, properties.shared_memory_per_block_optin
+        processors, shared_bytes = processors_of(self._device)
         at_once = _SHARES_OF_A_PROCESSOR if self.head_dim <= 128 else _SHARES_OF_WIDE_HEADS
         self._shares = max(1, at_once * processors // self.num_kv_heads)
         self._registers = min(_REGISTERS_OF_A_PROCESSOR // (at_once * 32 * _WARPS) // 8 * 8, 255)
@@ -167,8 +164,8 @@ class Decode(AttentionBackend):
         sequences, step = q.shape[0], plan.buffers
         if out is None:
             out = torch.empty(sequences, self.num_heads * self.head_dim, dtype=q.dtype, device=q.device)
-        window, cap = self.scoring.window(layer), self.scoring.softcap
-        segments, key_scale = step.segments[self._windows.index(window)], self.pool.key_scales[layer]
+        window = self.scoring.window(layer)
+        segments = step.segments[self._windows.index(window)]
         compiled = kernels.decode_shares[(self.num_kv_heads, self._shares)](
             q,
             self.pool.keys[layer],
@@ -179,9 +176,7 @@ class Decode(AttentionBackend):
             segments[step.shape.members_at :],
             step.partial,
             step.scores,
-            key_scale * (self.scale * _LOG2_E if cap is None else 2 * self.scale / cap),
-            self.pool.value_scales[layer],
-            0.0 if cap is None else cap * _LOG2_E,
+            *factors(self, layer),
             plan.page_table.shape[1],
             step.shape.most,
             KV=self.num_kv_heads,
@@ -191,7 +186,7 @@ class Decode(AttentionBackend):
             SHARES=self._shares,
             WINDOW=window or 0,
             CHUNKED=self.scoring.chunked,
-            CAPPED=cap is not None,
+            CAPPED=self.scoring.softcap is not None,
             BLOCK=self._block,
             BLOCK_GROUP=self._block_group,
             BLOCK_DIM=max(16, triton.next_power_of_2(self.head_dim)),

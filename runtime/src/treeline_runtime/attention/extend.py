@@ -14,12 +14,12 @@ import torch
 import triton
 
 from treeline_runtime.attention.base import AttentionBackend, Layout
+from treeline_runtime.attention.on_device import factors, processors_of
 from treeline_runtime.kvcache.pool import KVPool
 from treeline_runtime.models.scoring import PLAIN, Scoring
 from treeline_runtime.ops import attention_kernels as kernels
 from treeline_runtime.transfer import upload
 
-_LOG2_E = 1.4426950408889634
 ROWS = 128
 """Rows of queries of a program: new tokens x query heads of a KV head."""
 LARGEST_BLOCK = 64
@@ -49,10 +49,7 @@ class Extend(AttentionBackend):
     ) -> None:
         super().__init__(pool, num_heads, num_kv_heads, head_dim, scoring)
         self._device = pool.keys[0].device
-        processors, shared_bytes = 1, 1 << 20
-        if self._device.type == "cuda":
-            properties = torch.cuda.get_device_properties(self._device)
-            processors, shared_bytes = properties.multi_processor_count, properties.shared_memory_per_block_optin
+        processors, shared_bytes = processors_of(self._device)
         group = num_heads // num_kv_heads
         self._block_dim = max(16, triton.next_power_of_2(head_dim))
         self._narrower = max(1, self._block_dim // (128 if pool.dtype.itemsize < 4 else 32))
@@ -117,7 +114,7 @@ class Extend(AttentionBackend):
         sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        window, cap = self.scoring.window(layer), self.scoring.softcap
+        window = self.scoring.window(layer)
         tokens, splits, split = len(q), plan.splits[window], plan.splits[window] > 1
         if out is None:
             out = torch.empty(tokens, self.num_heads * self.head_dim, dtype=q.dtype, device=q.device)
@@ -132,9 +129,7 @@ class Extend(AttentionBackend):
             self._partial if split else out,
             self._scores,
             out if sinks is None else sinks,
-            self.pool.key_scales[layer] * (self.scale * _LOG2_E if cap is None else 2 * self.scale / cap),
-            self.pool.value_scales[layer],
-            0.0 if cap is None else cap * _LOG2_E,
+            *factors(self, layer),
             plan.page_table.shape[1],
             len(plan.rows),
             tokens,
@@ -147,7 +142,7 @@ class Extend(AttentionBackend):
             SPLIT=split,
             WINDOW=window or 0,
             CHUNKED=self.scoring.chunked,
-            CAPPED=cap is not None,
+            CAPPED=self.scoring.softcap is not None,
             SINKS=sinks is not None,
             BLOCK_ROWS=self._block_rows,
             BLOCK=self._block,
