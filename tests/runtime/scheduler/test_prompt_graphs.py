@@ -1,0 +1,98 @@
+"""Steps of prompts in captured pieces: the same as without, whatever padding computes; captures that fail."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.fake_graphs import FakeCuda, FakeGraph
+from support.runtime_engine import Harness, prompt
+from treeline_runtime.scheduler.prompt_graphs import PromptGraphs, sizes_up_to
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
+
+
+def graphs_of(engine: Harness, largest: int) -> PromptGraphs:
+    executor = engine.executor
+    executor._attention.capture_buffers = lambda _: object()  # type: ignore[method-assign]
+    return PromptGraphs(executor._forward, executor._attention, executor._table, largest, torch.device("cuda"))
+
+
+def captured(engine: Harness, largest: int) -> Harness:
+    graphs = engine.executor._prompts = graphs_of(engine, largest)
+    compute = graphs.hidden
+    # on a CPU what is read back is the tensor itself, and no copy made before the next step overwrites it
+    graphs.hidden = lambda cells, plan: tuple(x.clone() for x in compute(cells, plan))  # type: ignore[method-assign]
+    for size in graphs._captured.values():
+        for call in size.calls:  # nobody attends for what pads a step: there is what others left in its memory
+            with torch.inference_mode():
+                call.out.fill_(float("nan"))
+    return engine
+
+
+def traffic(engine: Harness, seed: int) -> tuple[dict[str, list[int]], dict[str, list[float]]]:
+    """→ by request, tokens, and all numbers that come with them."""
+    rng = random.Random(seed)
+    beginning = prompt(seed, 60)
+    for i in range(14):
+        ids = beginning[: rng.randint(1, 60)] + prompt(100 + i, rng.randint(1, 25))
+        engine.submit(
+            str(i), ids, max_new_tokens=rng.choice([1, 4, 9]), return_logprob=rng.random() < 0.5,
+            logprob_start_len=rng.choice([-1, 0, 7]), return_hidden_states=rng.random() < 0.3,
+        )  # fmt: skip
+        for _ in range(rng.randint(0, 3)):
+            engine.step()
+    engine.run()
+    numbers: dict[str, list[float]] = {}
+    for rid, outs in engine.outs.items():
+        found = numbers[rid] = [logprob for logprob, _ in engine.logprobs(rid)]
+        for out in outs:
+            found += [logprob for logprob, _ in out.input_token_logprobs or () if logprob is not None]
+            if out.hidden_states is not None:
+                found += np.frombuffer(out.hidden_states.data, "<f4").tolist()
+    return {rid: engine.tokens(rid) for rid in engine.outs}, numbers
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"mixed_chunk": True, "overlap_depth": 1}, {"overlap_depth": 1, "max_total_tokens": 200}]
+)
+def test_pieces_compute_what_a_whole_step_does(tiny: Path, cuda: FakeCuda, settings: dict[str, Any]) -> None:
+    settings = {"chunked_prefill_size": 48, "enable_return_hidden_states": True, **settings}
+    tokens, numbers = traffic(captured(Harness(tiny, **settings), 40), 1)
+    same_tokens, same_numbers = traffic(Harness(tiny, **settings), 1)
+    assert tokens == same_tokens
+    for rid in numbers:
+        assert numbers[rid] == pytest.approx(same_numbers[rid], abs=1e-4)
+    assert FakeGraph.ended == len(sizes_up_to(40)) * 3
+
+
+def test_a_failed_capture_is_over(tiny: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else everything that is asked of the device is refused from then on, also what would give memory back."""
+    engine = Harness(tiny)
+    original = engine.executor._forward._model.ops.gate
+
+    def without_memory(*args: Any) -> torch.Tensor:
+        if FakeGraph.ended == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(*args)
+
+    monkeypatch.setattr(engine.executor._forward._model.ops, "gate", without_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs_of(engine, 32)
+    assert not FakeGraph.under_way
+    monkeypatch.undo()
+
+
+def test_captures_of_a_process_share_a_stream(tiny: Path, cuda: FakeCuda) -> None:
+    """cuBLAS keeps a workspace for each: sleeping and waking would take more memory every time."""
+    engine = Harness(tiny)
+    for _ in range(3):
+        graphs_of(engine, 16)
+    assert len(cuda.streams) == 1
