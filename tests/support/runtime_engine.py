@@ -231,8 +231,9 @@ class DenseAttention(AttentionBackend):
         v: torch.Tensor,
         plan: Layout,
         sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        out = torch.zeros_like(q)
+        found = torch.zeros_like(q)
         token = 0
         for i, (q_len, kv_len) in enumerate(zip(plan.q_lens, plan.kv_lens, strict=True)):
             pages = plan.page_table[plan.rows[i], : -(-kv_len // self.pool.page_size)]
@@ -250,9 +251,9 @@ class DenseAttention(AttentionBackend):
                     if sinks is not None:
                         scores = torch.cat((scores, sinks[head : head + 1]))
                     weights = torch.softmax(scores, dim=0)[: len(values[seen])]
-                    out[token, head] = weights @ values[seen, group]
+                    found[token, head] = weights @ values[seen, group]
                 token += 1
-        return out.flatten(1)
+        return found.flatten(1) if out is None else out.copy_(found.flatten(1))
 
 
 ATTENTION_BACKENDS.register("dense", DenseAttention)

@@ -102,6 +102,9 @@ class World:
         self.pool.store(layer, torch.cat(slots), k, v)
         plan = self.backend.plan(layout, self.buffers)
         out = self.backend.forward(layer, torch.cat(qs), k, v, plan, self.sinks)
+        given = torch.full_like(out, torch.nan)
+        assert self.backend.forward(layer, torch.cat(qs), k, v, plan, self.sinks, given) is given
+        assert torch.equal(given, out)
         return out, torch.cat(expected)
 
     def truth(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:

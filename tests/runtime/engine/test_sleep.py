@@ -219,17 +219,22 @@ def test_a_profile_ends_after_its_steps_or_when_it_is_stopped(checkpoints: tuple
             engine.start_profile(tmp_path, steps=0)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory")],
+    ids=["torch", "CUDA"],
+)
 def test_out_of_memory_at_load_says_the_numbers_and_what_to_do(
-    checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, error: RuntimeError
 ) -> None:
     with pytest.raises(ConfigError, match=r"no memory is left for the KV pool: .* GiB are free.*raise mem_fraction"):
         Engine(checkpoints[0], mem_fraction=1e-9)
 
     def full(_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr("treeline_runtime.scheduler.load_model", full)
-    with pytest.raises(ConfigError, match=r"no memory for the weights: .* GiB free: .*a smaller model \(CUDA out"):
+    with pytest.raises(ConfigError, match=r"no memory for the weights: .* GiB free: .*a smaller model \(CUDA .*out of"):
         Engine(checkpoints[0], **SETTINGS)
 
 

@@ -236,8 +236,15 @@ def test_random_weights_are_repeatable_and_of_the_right_sizes(tmp_path: Path) ->
 def test_memory_is_kept_for_a_chunk_whose_tokens_all_go_to_their_experts(tmp_path: Path) -> None:
     moe = ModelConfig.from_dir(config_of(tmp_path / "moe", "Qwen3Moe"))
     dense = replace(moe, moe=None)
-    kept = [_reserved(64, 64, 8192, 4096, model, torch.bfloat16) for model in (moe, dense)]
+    kept = [_reserved(64, 64, 0, 8192, 4096, model, torch.bfloat16) for model in (moe, dense)]
     assert kept[0] - kept[1] == 8192 * 8 * (768 + 2048) * 2
+
+
+def test_memory_is_kept_for_what_captured_steps_of_prompts_compute(tmp_path: Path) -> None:
+    moe = replace(ModelConfig.from_dir(config_of(tmp_path, "Qwen3Moe")), hidden_size=2048, intermediate_size=6144)
+    for model, widest in ((moe, 8 * (768 + 2048)), (replace(moe, moe=None), 3 * 6144)):
+        kept = [_reserved(64, 64, tokens, 8192, 4096, model, torch.bfloat16) for tokens in (0, 1024)]
+        assert kept[1] - kept[0] == 1024 * (2 * 2048 + widest) * 2
 
 
 def test_experts_are_not_quantised_as_they_are_loaded(tmp_path: Path) -> None:

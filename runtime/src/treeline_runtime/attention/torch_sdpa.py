@@ -147,8 +147,9 @@ class TorchSDPA(AttentionBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         this = plan[self.scoring.window(layer)]
-        if len(this.decodes) == 1 and this.decodes[0].rows is None and out is None:
-            return self._decode(layer, q, this.decodes[0], sinks)
+        if len(this.decodes) == 1 and this.decodes[0].rows is None:
+            found = self._decode(layer, q, this.decodes[0], sinks)
+            return found if out is None else out.copy_(found)
         if out is None:
             out = torch.empty(q.shape[0], self.num_heads * self.head_dim, dtype=q.dtype, device=q.device)
         for group in this.decodes:

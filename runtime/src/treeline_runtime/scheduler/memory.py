@@ -64,12 +64,12 @@ def _no_pool(config: EngineConfig, device: torch.device, reserved: int, page_byt
     sizes = {"weights": torch.cuda.memory_allocated(device), "reserved for tables, workspaces and graphs": reserved}
     return (
         f"no memory is left for the KV pool at mem_fraction {config.mem_fraction or DEFAULT_FRACTION}: "
-        f"{_numbers(device, sizes)}; {page}: raise mem_fraction, lower max_running_requests, context_length or "
-        "max_graph_batch, or take a larger GPU or a smaller dtype"
+        f"{_numbers(device, sizes)}; {page}: raise mem_fraction, lower max_running_requests, context_length, "
+        "max_graph_batch or max_graph_tokens, or take a larger GPU or a smaller dtype"
     )
 
 
-TO_SET = "lower mem_fraction (or max_total_tokens), chunked_prefill_size or max_graph_batch"
+TO_SET = "lower mem_fraction (or max_total_tokens), chunked_prefill_size, max_graph_batch or max_graph_tokens"
 TO_LOAD = "end what else uses it, or take a larger one, a smaller dtype or a smaller model"
 
 
@@ -85,7 +85,8 @@ def told_as_settings(
         yield
     except (MemoryError, RuntimeError) as error:
         of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if not of_memory and "can't allocate memory" not in str(error):  # on a CPU torch has no type for it
+        # nor has torch a type for it on a CPU, and where CUDA itself has no memory, for a graph say
+        if not of_memory and not any(words in str(error) for words in ("can't allocate memory", "out of memory")):
             raise
         raise ConfigError(f"no memory for {what}: {_numbers(device, sizes or {})}: {hint} ({error})") from None
 

@@ -8,11 +8,13 @@ A step runs in the smallest size that holds it; what is left over are tokens of 
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from bisect import bisect_left
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +73,12 @@ def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
 
 
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The same after a sleep: cuBLAS keeps a workspace for every stream that it has ever worked on."""
+    return torch.cuda.Stream(device)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Attend:
     """A call of attention between two pieces."""
@@ -95,7 +103,9 @@ class _Passing:
 
 
 class _Pieces:
-    """In the place of attention while a step is captured: a call ends one graph and begins the next."""
+    """In the place of attention while a step is captured: a call ends one graph and begins the next.
+
+    Within it a capture is under way. It ends in any case: until then the device refuses whatever this thread asks."""
 
     def __init__(self, attention: AttentionBackend, memory: Any) -> None:
         self.pool = attention.pool
@@ -103,14 +113,30 @@ class _Pieces:
         self._memory = memory
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.calls: list[_Attend] = []
+        self._open: torch.cuda.CUDAGraph | None = None
 
-    def begin(self) -> None:
-        self.graphs.append(torch.cuda.CUDAGraph())
+    def __enter__(self) -> Self:
+        self._begin()
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        if error is None:
+            self._end()
+        elif self._open is not None:
+            with suppress(RuntimeError):  # what went wrong first is what is told
+                self._end()
+
+    def _begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
         # an application around the engine may use the device in its own threads meanwhile
-        self.graphs[-1].capture_begin(pool=self._memory, capture_error_mode="thread_local")
+        graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+        self._open = graph
+        self.graphs.append(graph)
 
-    def end(self) -> None:
-        self.graphs[-1].capture_end()
+    def _end(self) -> None:
+        graph, self._open = self._open, None
+        assert graph is not None
+        graph.capture_end()
 
     def forward(
         self,
@@ -122,9 +148,9 @@ class _Pieces:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = torch.empty(len(q), self._size, dtype=q.dtype, device=q.device)
-        self.end()
+        self._end()
         self.calls.append(_Attend(layer, _borrowed(q), _borrowed(k), _borrowed(v), sinks, _borrowed(out)))
-        self.begin()
+        self._begin()
         return out
 
 
@@ -159,10 +185,11 @@ class PromptGraphs:
     def _capture(self) -> None:
         started, free = time.perf_counter(), torch.cuda.mem_get_info(self._device)[0]
         memory = torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+        with torch.cuda.stream(_capture_stream(self._device)):
             for size in reversed(self._sizes):
                 self._captured[size] = self._capture_one(size, memory)
         torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # what steps took before they were captured is of no use on another stream
         logger.info(
             "captured steps of prompts of %d sizes up to %d tokens: %.1f s, %.2f GiB", len(self._sizes),
             self._sizes[-1], time.perf_counter() - started,
@@ -174,11 +201,9 @@ class PromptGraphs:
         passing: Any = _Passing(self._attention)
         self._forward.hidden(cells[0], cells[1], None, passing)
         torch.cuda.synchronize(self._device)
-        pieces = _Pieces(self._attention, memory)
-        between: Any = pieces
-        pieces.begin()
-        hidden, finite = self._forward.hidden(cells[0], cells[1], None, between)
-        pieces.end()
+        pieces: Any = _Pieces(self._attention, memory)
+        with pieces:
+            hidden, finite = self._forward.hidden(cells[0], cells[1], None, pieces)
         return _Captured(cells, pieces.graphs, pieces.calls, (_borrowed(hidden), _borrowed(finite)))
 
     def _cells(self, size: int) -> npt.NDArray[np.int32]:

@@ -72,7 +72,7 @@ def resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
     prompt_graphs = worth_capturing(model.config) if config.max_graph_tokens is None else config.max_graph_tokens
     prompt_graphs = min(prompt_graphs, chunk)
     context_length = resolve_context_length(config, model.config)
-    reserved = 0 if on_cpu else _reserved(running, graphs, chunk, context_length, model.config, dtype)
+    reserved = 0 if on_cpu else _reserved(running, graphs, prompt_graphs, chunk, context_length, model.config, dtype)
     return Resolved(
         device=device,
         dtype=dtype,
@@ -92,16 +92,25 @@ def resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
 
 
 def _reserved(
-    running: int, graphs: int, chunk: int, context_length: int, model: ModelConfig, dtype: torch.dtype
+    running: int,
+    graphs: int,
+    prompt_graphs: int,
+    chunk: int,
+    context_length: int,
+    model: ModelConfig,
+    dtype: torch.dtype,
 ) -> int:
     """Bytes on a CUDA device besides weights and KV pool."""
     tables = 2 * 8 * (running + 1) * context_length
     logits = graphs * model.vocab_size * dtype.itemsize
     experts = 0
     if model.moe is not None:  # each token of a step as often as it has experts, between their products and after
-        pairs = chunk * model.moe.top_k
-        experts = pairs * (model.moe.intermediate_size + model.hidden_size) * dtype.itemsize
-    return tables + logits + experts + OTHER_BYTES
+        experts = model.moe.top_k * (model.moe.intermediate_size + model.hidden_size)
+    # what a step computes stays with its graphs: the stream, as it is and normed, and what is widest between
+    heads = 3 * model.num_heads + 2 * model.num_kv_heads
+    captured = 2 * model.hidden_size + max(3 * model.intermediate_size, heads * model.head_dim, experts)
+    steps = (chunk * experts + prompt_graphs * captured) * dtype.itemsize
+    return tables + logits + steps + OTHER_BYTES
 
 
 def _cuda_chunk(device: torch.device) -> int:
