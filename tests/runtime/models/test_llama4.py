@@ -195,10 +195,39 @@ def test_maverick_has_experts_on_every_second_layer(tmp_path: Path) -> None:
     assert not model.qk_norm
 
 
+GUARD: dict[str, Any] = {
+    "attention_chunk_size": None,
+    "interleave_moe_layer_step": 0,
+    "moe_layers": [],
+    "no_rope_layer_interval": 80,
+    "num_local_experts": 0,
+    "use_qk_norm": False,
+}
+"""Llama Guard 4 as it is published: dense, with rope everywhere and no chunks."""
+
+
+def test_llama_guard_has_neither_experts_nor_chunks(tmp_path: Path) -> None:
+    theirs = new_reference({"moe_layers": [], "no_rope_layers": [1] * 4, "use_qk_norm": False})
+    theirs.config.attention_chunk_size = 1 << 20
+    path = save(theirs, tmp_path)
+    config = json.loads((path / "config.json").read_text()) | {"no_rope_layers": []}
+    model = ours(write(path, config | GUARD))
+    assert model.config.moe is None
+    assert model.config.scoring == Scoring()
+    assert_close(Runner(model).feed(IDS), logits_of(theirs))
+    for found in (wrapped(tmp_path, no_rope_layers=[], layer_types=..., **GUARD), config_of(tmp_path, **GUARD)):
+        assert ModelConfig.from_dir(found).scoring.windows == ()
+
+
+def test_null_within_is_not_a_missing_key_but_does_not_take_back_what_is_around(tmp_path: Path) -> None:
+    model = ModelConfig.from_dir(wrapped(tmp_path, {"eos_token_id": 7}, num_key_value_heads=None, eos_token_id=None))
+    assert (model.num_heads, model.num_kv_heads) == (40, 40)
+    assert model.eos_token_ids == (7,)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attention_chunk_size": None}, "layers of type chunked_attention, but no attention_chunk_size"),
         ({"attention_chunk_size": 0}, "attention_chunk_size must be a whole number of at least 1, not 0"),
         ({"attention_chunk_size": 8192.5}, "attention_chunk_size must be a whole number"),
         ({"layer_types": ["sliding_attention"] * 48}, "layers of type sliding_attention are not supported"),
@@ -219,6 +248,10 @@ def test_maverick_has_experts_on_every_second_layer(tmp_path: Path) -> None:
         (
             {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
             "fp8 weights are not supported for Llama4ForCausalLM, which has experts",
+        ),
+        (
+            {"moe_layers": [], "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+            "fp8 weights are not supported for Llama4ForCausalLM; take the unquantised",
         ),
     ],
     ids=str,
