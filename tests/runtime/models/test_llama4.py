@@ -117,6 +117,18 @@ def test_the_language_model_of_one_with_images_is_served_alone(tmp_path: Path) -
     assert pooling_of(path) is pooling_of(path, "generate") is None
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_text_part_says_whether_its_head_is_tied(tmp_path: Path, tied: bool) -> None:
+    theirs = new_wrapped({"tie_word_embeddings": tied})
+    path = save(theirs, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    assert not config["tie_word_embeddings"], "what transformers writes around a tied one"
+    for around in (False, True):
+        model = ours(write(path, config | {"tie_word_embeddings": around}))
+        assert model.config.tie_word_embeddings == tied
+        assert_close(Runner(model).feed(IDS), logits_of(theirs))
+
+
 def test_what_is_missing_or_spare_in_the_language_model_is_named_as_the_files_name_it(tmp_path: Path) -> None:
     path = save(new_wrapped({}), tmp_path)
     file = path / "model.safetensors"
@@ -266,7 +278,6 @@ def test_what_cannot_be_served_is_named(tmp_path: Path, changes: dict[str, Any],
     [
         ({"text_config": None}, "a Llama4ForConditionalGeneration has a text_config"),
         ({"model_type": "llama"}, "architecture Llama4ForConditionalGeneration, but model_type 'llama'"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings, and another in its text_config"),
         ({"audio_config": {}}, "audio_config = {}"),
         (
             {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
@@ -280,6 +291,12 @@ def test_what_cannot_be_served_of_one_with_images_is_named(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         ModelConfig.from_dir(wrapped(tmp_path, around))
+
+
+def test_two_quantizations_are_one_too_many(tmp_path: Path) -> None:
+    around, within = ({"quantization_config": {"quant_method": method}} for method in ("fp8", "awq"))
+    with pytest.raises(ModelError, match="quantization_config, and another in its text_config"):
+        ModelConfig.from_dir(wrapped(tmp_path, around, **within))
 
 
 def test_experts_are_not_quantised_as_they_are_loaded(tmp_path: Path) -> None:

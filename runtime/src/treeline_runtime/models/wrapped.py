@@ -46,7 +46,7 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     around = {key: value for key, value in config.items() if key not in wrapper.about_images | {TEXT, "model_type"}}
     # null within may mean something of its own (no chunks, say), but what is said around is not taken back by it
     within = {key: value for key, value in text.items() if value is not None or around.get(key) is None}
-    for key in ("quantization_config", "tie_word_embeddings"):  # which transformers reads outside
-        if around.get(key) is not None and key in within and around[key] != within[key]:
-            raise ModelError(f"config.json has {key}, and another in its {TEXT}: which is it?")
+    key = "quantization_config"
+    if around.get(key) is not None and key in within and around[key] != within[key]:
+        raise ModelError(f"config.json has {key}, and another in its {TEXT}: which is it?")
     return around | within | {"architectures": [wrapper.language_model]}
