@@ -117,6 +117,18 @@ def test_the_language_model_of_one_with_images_is_served_alone(tmp_path: Path) -
     assert pooling_of(path) is pooling_of(path, "generate") is None
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_text_part_says_whether_its_head_is_tied(tmp_path: Path, tied: bool) -> None:
+    theirs = new_wrapped({"tie_word_embeddings": tied})
+    path = save(theirs, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    assert not config["tie_word_embeddings"], "what transformers writes around a tied one"
+    for around in (False, True):
+        model = ours(write(path, config | {"tie_word_embeddings": around}))
+        assert model.config.tie_word_embeddings == tied
+        assert_close(Runner(model).feed(IDS), logits_of(theirs))
+
+
 def test_what_is_missing_or_spare_in_the_language_model_is_named_as_the_files_name_it(tmp_path: Path) -> None:
     path = save(new_wrapped({}), tmp_path)
     file = path / "model.safetensors"
@@ -195,10 +207,39 @@ def test_maverick_has_experts_on_every_second_layer(tmp_path: Path) -> None:
     assert not model.qk_norm
 
 
+GUARD: dict[str, Any] = {
+    "attention_chunk_size": None,
+    "interleave_moe_layer_step": 0,
+    "moe_layers": [],
+    "no_rope_layer_interval": 80,
+    "num_local_experts": 0,
+    "use_qk_norm": False,
+}
+"""Llama Guard 4 as it is published: dense, with rope everywhere and no chunks."""
+
+
+def test_llama_guard_has_neither_experts_nor_chunks(tmp_path: Path) -> None:
+    one_chunk = {"attention_chunk_size": 64}  # without any, transformers of today cannot run it
+    theirs = new_reference(one_chunk | {"moe_layers": [], "no_rope_layers": [1] * 4, "use_qk_norm": False})
+    path = save(theirs, tmp_path)
+    config = json.loads((path / "config.json").read_text()) | {"no_rope_layers": []}
+    model = ours(write(path, config | GUARD))
+    assert model.config.moe is None
+    assert model.config.scoring == Scoring()
+    assert_close(Runner(model).feed(IDS), logits_of(theirs))
+    for found in (wrapped(tmp_path, no_rope_layers=[], layer_types=..., **GUARD), config_of(tmp_path, **GUARD)):
+        assert ModelConfig.from_dir(found).scoring.windows == ()
+
+
+def test_null_within_is_not_a_missing_key_but_does_not_take_back_what_is_around(tmp_path: Path) -> None:
+    model = ModelConfig.from_dir(wrapped(tmp_path, {"eos_token_id": 7}, num_key_value_heads=None, eos_token_id=None))
+    assert (model.num_heads, model.num_kv_heads) == (40, 40)
+    assert model.eos_token_ids == (7,)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attention_chunk_size": None}, "layers of type chunked_attention, but no attention_chunk_size"),
         ({"attention_chunk_size": 0}, "attention_chunk_size must be a whole number of at least 1, not 0"),
         ({"attention_chunk_size": 8192.5}, "attention_chunk_size must be a whole number"),
         ({"layer_types": ["sliding_attention"] * 48}, "layers of type sliding_attention are not supported"),
@@ -220,6 +261,10 @@ def test_maverick_has_experts_on_every_second_layer(tmp_path: Path) -> None:
             {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
             "fp8 weights are not supported for Llama4ForCausalLM, which has experts",
         ),
+        (
+            {"moe_layers": [], "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+            "fp8 weights are not supported for Llama4ForCausalLM; take the unquantised",
+        ),
     ],
     ids=str,
 )
@@ -233,7 +278,6 @@ def test_what_cannot_be_served_is_named(tmp_path: Path, changes: dict[str, Any],
     [
         ({"text_config": None}, "a Llama4ForConditionalGeneration has a text_config"),
         ({"model_type": "llama"}, "architecture Llama4ForConditionalGeneration, but model_type 'llama'"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings, and another in its text_config"),
         ({"audio_config": {}}, "audio_config = {}"),
         (
             {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
@@ -247,6 +291,12 @@ def test_what_cannot_be_served_of_one_with_images_is_named(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         ModelConfig.from_dir(wrapped(tmp_path, around))
+
+
+def test_two_quantizations_are_one_too_many(tmp_path: Path) -> None:
+    around, within = ({"quantization_config": {"quant_method": method}} for method in ("fp8", "awq"))
+    with pytest.raises(ModelError, match="quantization_config, and another in its text_config"):
+        ModelConfig.from_dir(wrapped(tmp_path, around, **within))
 
 
 def test_experts_are_not_quantised_as_they_are_loaded(tmp_path: Path) -> None:

@@ -44,8 +44,9 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if (kind := config.get("model_type")) not in (None, wrapper.model_type):
         raise ModelError(f"config.json has architecture {name}, but model_type {kind!r}: which is it?")
     around = {key: value for key, value in config.items() if key not in wrapper.about_images | {TEXT, "model_type"}}
-    within = {key: value for key, value in text.items() if value is not None}
-    for key in ("quantization_config", "tie_word_embeddings"):  # which transformers reads outside
-        if around.get(key) is not None and key in within and around[key] != within[key]:
-            raise ModelError(f"config.json has {key}, and another in its {TEXT}: which is it?")
+    # null within may mean something of its own (no chunks, say), but what is said around is not taken back by it
+    within = {key: value for key, value in text.items() if value is not None or around.get(key) is None}
+    key = "quantization_config"
+    if around.get(key) is not None and key in within and around[key] != within[key]:
+        raise ModelError(f"config.json has {key}, and another in its {TEXT}: which is it?")
     return around | within | {"architectures": [wrapper.language_model]}

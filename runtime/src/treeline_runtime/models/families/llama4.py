@@ -22,14 +22,18 @@ _SCALED = ("yarn", "longrope")
 
 
 def _describe(common: ModelConfig, config: Config) -> ModelConfig:
+    """attention_chunk_size null: there are no chunks, as in Llama Guard 4."""
     layers = common.num_layers
-    experts, top_k = count_experts(config, "num_local_experts")
+    moe = _moe(config, layers)
+    if moe is None and common.quantization is not None:  # scales would have to follow rows of queries and keys
+        raise ModelError(f"fp8 weights are not supported for {common.architecture}; take the unquantised checkpoint")
     bias, norm = flag(config, "attention_bias"), flag(config, "use_qk_norm")
     if norm and common.rope.type in _SCALED:  # the norm is moved before the rotation, which must not change it
         raise ModelError(f"rope type {common.rope.type!r} is not supported for Llama 4 with use_qk_norm")
     rotated = _rotated(config, layers)
     kinds = layer_types(config, [CHUNKED if layer in rotated else FULL for layer in range(layers)], CHUNKED)
-    chunks = windows(kinds, config.get("attention_chunk_size"), CHUNKED, "attention_chunk_size")
+    size = config.get("attention_chunk_size")
+    chunks = () if size is None else windows(kinds, size, CHUNKED, "attention_chunk_size")
     return replace(
         common,
         intermediate_size=whole(config, "intermediate_size_mlp"),
@@ -38,14 +42,22 @@ def _describe(common: ModelConfig, config: Config) -> ModelConfig:
         qk_norm=norm,
         scoring=Scoring(windows=chunks, chunked=bool(chunks)),
         irope=IRope(rotated, _temperature(config)),
-        moe=MoeConfig(
-            num_experts=experts,
-            top_k=top_k,
-            intermediate_size=whole(config, "intermediate_size"),
-            normalise=False,
-            shared_intermediate_size=whole(config, "intermediate_size"),
-            layers=_sparse(config, layers),
-        ),
+        moe=moe,
+    )
+
+
+def _moe(config: Config, layers: int) -> MoeConfig | None:
+    """None where moe_layers has none: then nothing else that is said of experts matters (Llama Guard 4 has 0)."""
+    if config.get("moe_layers") == []:
+        return None
+    experts, top_k = count_experts(config, "num_local_experts")
+    return MoeConfig(
+        num_experts=experts,
+        top_k=top_k,
+        intermediate_size=whole(config, "intermediate_size"),
+        normalise=False,
+        shared_intermediate_size=whole(config, "intermediate_size"),
+        layers=_sparse(config, layers),
     )
 
 
