@@ -164,8 +164,27 @@ class Decode(AttentionBackend):
         sequences, step = q.shape[0], plan.buffers
         if out is None:
             out = torch.empty(sequences, self.num_heads * self.head_dim, dtype=q.dtype, device=q.device)
-        window = self.scoring.window(layer)
-        segments = step.segments[self._windows.index(window)]
+        segments = step.segments[self._windows.index(self.scoring.window(layer))]
+        self._read(layer, q, plan, segments)
+        kernels.merge_shares[(sequences, self.num_heads)](
+            step.partial,
+            step.scores,
+            segments[step.shape.parts_at :],
+            out if sinks is None else sinks,
+            out,
+            HEADS=self.num_heads,
+            DIM=self.head_dim,
+            SHARERS=self._sharers,
+            SINKS=sinks is not None,
+            BLOCK_DIM=triton.next_power_of_2(self.head_dim),
+            num_warps=1,
+            **self._early,
+        )
+        return out
+
+    def _read(self, layer: int, q: torch.Tensor, plan: _Step, segments: torch.Tensor) -> None:
+        """Leave the partial results of all shares. segments: those of the layer's window."""
+        step = plan.buffers
         compiled = kernels.decode_shares[(self.num_kv_heads, self._shares)](
             q,
             self.pool.keys[layer],
@@ -184,7 +203,7 @@ class Decode(AttentionBackend):
             DIM=self.head_dim,
             PAGE=self.pool.page_size,
             SHARES=self._shares,
-            WINDOW=window or 0,
+            WINDOW=self.scoring.window(layer) or 0,
             CHUNKED=self.scoring.chunked,
             CAPPED=self.scoring.softcap is not None,
             BLOCK=self._block,
@@ -199,21 +218,7 @@ class Decode(AttentionBackend):
             # Triton 3.6 takes so many that fewer programs run at once: then rather a few in memory (3.9 does not, and
             # with a limit would do worse)
             self._limits["maxnreg"] = self._registers
-        kernels.merge_shares[(sequences, self.num_heads)](
-            step.partial,
-            step.scores,
-            segments[step.shape.parts_at :],
-            out if sinks is None else sinks,
-            out,
-            HEADS=self.num_heads,
-            DIM=self.head_dim,
-            SHARERS=self._sharers,
-            SINKS=sinks is not None,
-            BLOCK_DIM=triton.next_power_of_2(self.head_dim),
-            num_warps=1,
-            **self._early,
-        )
-        return out
+            self._read(layer, q, plan, segments)  # compiled at once, and not within a capture
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -63,6 +63,16 @@ def oldest_of(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
     return oldest
 
 
+@triton.jit
+def share_of_blocks(share, table_ptr, segments, SHARES: tl.constexpr):
+    """→ the segment in which a share begins, its first block, and the one after its last."""
+    total = tl.load(table_ptr + 4 * segments)
+    shares = tl.minimum(total, SHARES)  # none is empty
+    block = tl.minimum(share * total // shares, total)
+    end = tl.minimum((share + 1) * total // shares, total)
+    return segment_of(block, table_ptr, segments), block, end
+
+
 @triton.jit(do_not_specialize=["segments"])
 def decode_shares(
     q_ptr, keys_ptr, values_ptr, pages_ptr, rows_ptr, table_ptr, members_ptr, partial_ptr, scores_ptr, scale,
@@ -76,18 +86,12 @@ def decode_shares(
     The rows of a tile are the query heads of a segment's members. For each of these the share leaves its output in
     partial[share x most members + place], a sum that no others have, and the base-2 logarithm of its softmax's
     denominator in scores. WINDOW: 0 or how many tokens are seen at most; a segment then begins with the block of the
-    first.
-
-    Keys and values may be e4m3: what they are to be multiplied by is part of `scale`, and `value_scale`.
+    first. Keys and values may be e4m3: what they are to be multiplied by is part of `scale`, and `value_scale`.
     """
     take_turn(EARLY)
     head = tl.program_id(0)
     share = tl.program_id(1)
-    total = tl.load(table_ptr + 4 * segments)
-    shares = tl.minimum(total, SHARES)  # none is empty
-    block = tl.minimum(share * total // shares, total)
-    end = tl.minimum((share + 1) * total // shares, total)
-    segment = segment_of(block, table_ptr, segments)
+    segment, block, end = share_of_blocks(share, table_ptr, segments, SHARES)
     dims = tl.arange(0, BLOCK_DIM)
     group = tl.arange(0, BLOCK_GROUP)
     while block < end:
@@ -125,8 +129,7 @@ def decode_shares(
             out = out * fade[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
             mass = mass * fade + tl.sum(weights, 1)
             best = higher
-        cell = share * (BLOCK_GROUP // GROUP) + place + group // GROUP
-        cell = (cell * KV + head) * GROUP + group % GROUP
+        cell = ((share * (BLOCK_GROUP // GROUP) + place + group // GROUP) * KV + head) * GROUP + group % GROUP
         tl.store(partial_ptr + cell[:, None] * DIM + dims[None, :], out * (value_scale / mass[:, None]), wanted)
         tl.store(scores_ptr + cell, best + tl.log2(mass), there)
         block = last
