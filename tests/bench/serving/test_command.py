@@ -307,7 +307,7 @@ def test_a_result_names_neither_keys_nor_hosts_nor_paths(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("url", ["https://me:secret@gpu7:8000/v1", "me:secret@gpu7", "http://secret@127.0.0.1:1"])
 def test_a_password_in_an_address_is_refused_as_results_name_addresses(url: str) -> None:
-    with pytest.raises(ServerError, match="^an address has no user and password"):
+    with pytest.raises(ServerError, match="an address has no user and password"):
         normal_url(url)
 
 

@@ -81,8 +81,9 @@ def settings_of(kind: type) -> dict[str, tuple[dataclasses.Field[Any], Setting]]
 
 def check(value: Any) -> None:
     """Raises ConfigError for a dataclass whose values are out of bounds, or no choice. None is always within them."""
-    choices = _choices_of(type(value))
-    for name, (_, words) in settings_of(type(value)).items():
+    kind: type = type(value)
+    choices = _choices_of(kind)
+    for name, (_, words) in settings_of(kind).items():
         found = getattr(value, name)
         for one in found if words.repeated else (found,):
             if problem := _out_of_bounds(words, one) or _no_choice(choices[name], one):
