@@ -137,9 +137,14 @@ def test_what_a_flag_may_say_python_may_say_and_nothing_else(name: str, value: f
         ("rats", 4, "at most 3, got 4"),
         ("share", 0, "above 0 and at most 1, got 0"),
         ("windows", (443, 0), "at least 1 and at most 65535, got 0"),
+        ("cooks", "many", "at least 1, got 'many'"),
+        ("style", "RICH", "plain or rich, got 'RICH'"),
+        ("stars", 5, "0, 1, 2 or 3, got 5"),
     ],
 )
-def test_bounds_hold_for_what_has_no_flag_and_for_each_of_several(name: str, value: object, bounds: str) -> None:
+def test_bounds_and_choices_hold_for_what_has_no_flag_and_for_each_of_several(
+    name: str, value: object, bounds: str
+) -> None:
     with pytest.raises(ConfigError, match=f"^{name} must be {bounds}$"):
         dataclasses.replace(K, **{name: value})
 

@@ -305,6 +305,33 @@ def test_a_result_names_neither_keys_nor_hosts_nor_paths(tmp_path: Path) -> None
     assert " k" not in command_of(words, public=False)
 
 
+@pytest.mark.parametrize("url", ["https://me:secret@gpu7:8000/v1", "me:secret@gpu7", "http://secret@127.0.0.1:1"])
+def test_a_password_in_an_address_is_refused_as_results_name_addresses(url: str) -> None:
+    with pytest.raises(ServerError, match="an address has no user and password"):
+        normal_url(url)
+
+
+def test_flags_are_written_out_so_that_no_key_gets_into_a_result(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["serving", "--url", "http://127.0.0.1:1", "--api-k", "secret"])
+    assert end.value.code == 2
+    assert "unrecognized arguments: --api-k" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--output", "--results"])
+def test_what_cannot_be_written_is_said_before_the_load(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with serving() as server:
+        assert cli.main(["serving", "--url", server.url, *SMALL, flag, str(file / "in")]) == 1
+        assert cli.main(["serving", "--url", server.url, *SMALL, "--output", str(tmp_path)]) == 1
+    assert server.bodies == []
+    assert str(file) in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [file]
+
+
 @pytest.mark.integration
 def test_our_own_server_is_measured_with_its_own_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run.json"

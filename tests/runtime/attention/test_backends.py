@@ -307,3 +307,9 @@ def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
     ):
         ATTENTION_BACKENDS.get("fast")
     assert ATTENTION_BACKENDS.get("dense") is DenseAttention
+
+
+@pytest.mark.parametrize("name", ["triton", "flashinfer"])
+def test_a_backend_for_gpus_is_refused_elsewhere(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^attention_backend {name}: it needs a CUDA device$"):
+        World(name, (4, 2, 8), 4)

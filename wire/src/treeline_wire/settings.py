@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import numbers
 import operator
 import os
 import re
@@ -78,11 +80,13 @@ def settings_of(kind: type) -> dict[str, tuple[dataclasses.Field[Any], Setting]]
 
 
 def check(value: Any) -> None:
-    """Raises ConfigError for a dataclass whose values are out of bounds. None is always within them."""
-    for name, (_, words) in settings_of(type(value)).items():
+    """Raises ConfigError for a dataclass whose values are out of bounds, or no choice. None is always within them."""
+    kind: type = type(value)
+    choices = _choices_of(kind)
+    for name, (_, words) in settings_of(kind).items():
         found = getattr(value, name)
         for one in found if words.repeated else (found,):
-            if problem := _out_of_bounds(words, one):
+            if problem := _out_of_bounds(words, one) or _no_choice(choices[name], one):
                 raise ConfigError(f"{name} {problem}")
 
 
@@ -136,8 +140,17 @@ def _argument(words: Setting, hint: Any, default: Any) -> dict[str, Any]:
         found |= {"nargs": "?", "const": True}
     if words.repeated:
         found |= {"action": "append", "default": []}
-    choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else words.choices
-    return found | {"type": _parser(words, hint), "metavar": words.metavar, "choices": choices}
+    return found | {"type": _parser(words, hint), "metavar": words.metavar, "choices": _choices(words, hint)}
+
+
+def _choices(words: Setting, hint: Any) -> Iterable[Any] | None:
+    return typing.get_args(hint) if typing.get_origin(hint) is Literal else words.choices
+
+
+@functools.cache
+def _choices_of(kind: type) -> dict[str, Iterable[Any] | None]:
+    hints = typing.get_type_hints(kind)
+    return {name: _choices(words, hints[name]) for name, (_, words) in settings_of(kind).items()}
 
 
 def _parser(words: Setting, hint: Any) -> Callable[[str], Any]:
@@ -165,6 +178,14 @@ def _out_of_bounds(words: Setting, value: Any) -> str | None:
     bounds = [(word, bound, holds) for word, bound, holds in limits if bound is not None]
     if not bounds or value is None:
         return None
-    if value < float("inf") and all(holds(value, bound) for _, bound, holds in bounds):
+    number = isinstance(value, numbers.Real)
+    if number and value < float("inf") and all(holds(value, bound) for _, bound, holds in bounds):
         return None
-    return f"must be {' and '.join(f'{word} {bound}' for word, bound, _ in bounds)}, got {value}"
+    got = value if number else repr(value)
+    return f"must be {' and '.join(f'{word} {bound}' for word, bound, _ in bounds)}, got {got}"
+
+
+def _no_choice(choices: Iterable[Any] | None, value: Any) -> str | None:
+    if choices is None or value is None or value in (known := tuple(choices)):
+        return None
+    return f"must be {', '.join(map(str, known[:-1]))} or {known[-1]}, got {value!r}"

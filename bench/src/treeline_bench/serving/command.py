@@ -21,7 +21,7 @@ from treeline_bench.serving.datasets import DATASETS
 from treeline_bench.serving.datasets.base import DatasetError, Ids, Shape, Texts, Words
 from treeline_bench.serving.goodput import parse_limits
 from treeline_bench.serving.measure import Run, run
-from treeline_bench.serving.output import write_json, write_results
+from treeline_bench.serving.output import PREFIX, check_writable, write_json, write_results
 from treeline_bench.serving.plan import Plan
 from treeline_bench.serving.report import Live, show
 from treeline_bench.serving.server import Server, ServerError, find, tokenizer
@@ -53,7 +53,11 @@ exit status: 0 measured, 1 not (or nothing was answered, or the server went away
 
 def parser(prog: str) -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
-        prog=prog, description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=prog,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # what was given is written down, but for some flags, which have to be known for it
     )
     _servers(top.add_argument_group("servers"))
     _load(top.add_argument_group("load"))
@@ -235,6 +239,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m treeline_benc
             plan, limits, named = plan_of(args), parse_limits(args.goodput), named_of(args)
         except ValueError as error:
             top.error(str(error))
+        if args.output is not None:
+            check_writable(args.output)
+        if args.results is not None:
+            check_writable(args.results / f"{PREFIX}{args.dataset}.json")
         servers = [find(name, url, args.api_key, args.model) for name, url in named.items()]
         texts = texts_of(args, servers[0])
         with Live(console) as live:

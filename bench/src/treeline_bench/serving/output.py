@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import os
 import re
 import shlex
 from collections.abc import Sequence
+from errno import EISDIR
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import msgspec
@@ -60,6 +63,15 @@ def _public(word: str) -> str:
         return re.sub(r"(https?://)(\[[^\]]*\]|[^:/?#]+)", host, word)
     flag, equals, value = word.rpartition("=")
     return f"{flag}{equals}{Path(value).name}" if "/" in value and Path(value).exists() else word
+
+
+def check_writable(path: Path) -> None:
+    """Makes the folder of a file that is to be written. Raises OSError where that cannot be, before the run."""
+    if path.is_dir():
+        raise IsADirectoryError(EISDIR, os.strerror(EISDIR), str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryFile(dir=path.parent):
+        pass
 
 
 def write_json(path: Path, run: Run, plan: Plan, argv: Sequence[str]) -> None:

@@ -60,6 +60,8 @@ def normal_url(url: str) -> str:
         port = 0
     if parts.scheme not in ("http", "https") or not parts.hostname or not port:
         raise ServerError(f"{url!r} is no address of a server; one looks like http://127.0.0.1:8000")
+    if "@" in parts.netloc:  # nor is it sent with the load; and addresses get into results
+        raise ServerError("an address has no user and password: give a key by --api-key")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def _triton(pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scoring: Scoring) -> AttentionBackend:
     """Decode and prompts in kernels of our own."""
-    if obstacle := obstacle_to_triton(pool.keys[0].device):
+    if obstacle := _obstacle_to_our_kernels(pool.keys[0].device):
         raise ConfigError(f"attention_backend triton: {obstacle}")
     from treeline_runtime.attention.decode import Decode
     from treeline_runtime.attention.extend import Extend
@@ -39,14 +39,16 @@ def _flashinfer(pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, 
     return Decode(FlashInfer(pool, num_heads, num_kv_heads, head_dim, scoring))
 
 
+def _obstacle_to_our_kernels(device: torch.device) -> str | None:
+    return obstacle_to_triton(device) if device.type == "cuda" else "it needs a CUDA device"
+
+
 def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, scoring: Scoring) -> str | None:
     """Why FlashInfer cannot serve such a model here; None if it can."""
-    if device.type != "cuda":
-        return "it needs a CUDA device"
+    if obstacle := _obstacle_to_our_kernels(device):
+        return obstacle
     if find_spec("flashinfer") is None:
         return "it is not installed: pip install 'treeline-runtime[cuda]'"
-    if obstacle := obstacle_to_triton(device):
-        return obstacle
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it has no kernels for {str(dtype).removeprefix('torch.')}"
     if scoring.sinks:
@@ -66,7 +68,7 @@ def new_attention(
     if name != "auto":
         return ATTENTION_BACKENDS.get(name)(*shape)
     device = pool.keys[0].device
-    if device.type != "cuda" or obstacle_to_triton(device):
+    if _obstacle_to_our_kernels(device):
         return TorchSDPA(*shape)
     try:
         return _flashinfer(*shape)
