@@ -182,6 +182,22 @@ async def test_a_server_that_dies_in_the_middle_is_given_up() -> None:
     assert len(found.records) < 1000
 
 
+async def test_a_server_that_dies_under_the_last_requests_is_gone() -> None:
+    def dies(body: dict[str, Any]) -> Iterator[bytes | None]:
+        yield token()
+        server.stop()
+        yield None
+
+    with serving(dies) as server:
+        found = await carry_out(order(server, conversations(1)))
+    assert [record.error for record in found.records] == ["connection lost"]
+    assert "no other could be opened" in found.gone
+    with serving(hang_up) as alive:
+        found = await carry_out(order(alive, conversations(1)))
+    assert [record.error for record in found.records] == ["connection lost"]
+    assert not found.gone
+
+
 async def test_after_its_time_nothing_is_sent_and_what_runs_may_end() -> None:
     with serving() as server:
         found = await carry_out(order(server, conversations(100_000), seconds=0.2))

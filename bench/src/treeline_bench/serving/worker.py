@@ -67,6 +67,7 @@ class Worker:
                 connection.end()
         took_s = max(time.monotonic_ns() - begin_ns, 1) / 1e9
         self._progress()
+        await self._look_again()
         busy = (time.process_time() - computed_s) / took_s
         return Told(self.records, begin_ns, self._lag_ns, busy, self._gone)
 
@@ -183,6 +184,22 @@ class Worker:
             self.stop()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), RETRY_S)
+
+    async def _look_again(self) -> None:
+        """Whether the server is gone that the last requests lost their connections to: nobody asked it since."""
+        last = max(self.records, key=lambda record: record.done_ns, default=None)
+        if last is None or last.error != "connection lost" or self._stopping.is_set():
+            return
+        order = self._order
+        try:
+            async with asyncio.timeout(order.timeout_s):
+                transport, _ = await asyncio.get_running_loop().create_connection(
+                    asyncio.Protocol, order.host, order.port
+                )
+        except OSError as error:
+            self._gone = f"connections were lost, and no other could be opened: {error or type(error).__name__}"
+        else:
+            transport.abort()
 
     def _count(self, chunks: int) -> None:
         self._tokens += chunks
