@@ -185,7 +185,7 @@ async def test_a_server_that_dies_in_the_middle_is_given_up() -> None:
 async def test_a_server_that_dies_under_the_last_requests_is_gone() -> None:
     def dies(body: dict[str, Any]) -> Iterator[bytes | None]:
         yield token()
-        server.stop()
+        server.close()  # in its own thread
         yield None
 
     with serving(dies) as server:
