@@ -335,7 +335,7 @@ class FakePublisher:
 
     @property
     def source(self) -> KvSource:
-        return KvSource("127.0.0.1", *self.ports, curve=self._curve is not None)
+        return KvSource("127.0.0.1", *self.ports, curve=self._curve is not None, hello=True)
 
     def kv_events(self) -> dict[str, Any]:
         """Its entry in `/server_info`."""

@@ -290,4 +290,5 @@ def _tree(picker: Picker, name: str | None) -> Page:
     endpoint = picker.endpoints.get(name)
     if endpoint is None:
         return Page({"error": f"no endpoint {name!r}", "pods": sorted(picker.endpoints)}, 404)
-    return Page({"pod": name, "blocks": [str(block) for block in sorted(picker.index.blocks_of(endpoint.pod))]})
+    blocks = set().union(*(picker.index.blocks_of(pod) for pod in endpoint.pods))
+    return Page({"pod": name, "blocks": [str(block) for block in sorted(blocks)]})

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Made once: by default each client would read all certificates of the system."""
-_PROBE_TIMEOUT_S, _DOCUMENT_TIMEOUT_S = 2.0, 5.0
+_DOCUMENT_TIMEOUT_S = 5.0
 _PROBE_BYTES, _DOCUMENT_BYTES = 64 << 10, 4 << 20
 """Longest answers of engines."""
 _AS_IT_IS = {"accept-encoding": "identity"}
@@ -44,9 +44,9 @@ class EngineHttp:
         """Close its connections."""
         await self._http.aclose()
 
-    async def probe(self, path: str) -> int:
+    async def probe(self, path: str, timeout_s: float) -> int:
         """The status of a probe. Raises `httpx.HTTPError` if the engine is out of reach."""
-        status, _ = await self.fetch(path, _PROBE_TIMEOUT_S, _PROBE_BYTES)
+        status, _ = await self.fetch(path, timeout_s, _PROBE_BYTES)
         return status
 
     async def document(self, path: str, into: type[T]) -> T | None:

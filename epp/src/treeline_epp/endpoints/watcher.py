@@ -13,10 +13,10 @@ from collections.abc import Callable
 import httpx
 from treeline_wire.tokenizer import TokenizerBundle
 
-from treeline_epp.endpoints.adapters.base import EngineInfo
-from treeline_epp.endpoints.adapters.registry import adapter_of
+from treeline_epp.endpoints.adapters.base import EngineAdapter, EngineInfo
+from treeline_epp.endpoints.adapters.registry import ANYTHING, PROBES, adapter_of, recognise
 from treeline_epp.endpoints.engine_http import EngineError, EngineHttp
-from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.endpoints.spec import EndpointSpec, KvPorts
 
 log = logging.getLogger(__name__)
 
@@ -38,18 +38,25 @@ class EngineState(enum.StrEnum):
     UNREADY = "unready"
     """It answers, but discovery does not call it ready."""
     DRAINING = "draining"
-    """It was ready and now answers 503: it finishes what it has and takes nothing new."""
+    """It was ready and now answers 503: it finishes what it has and takes nothing new (see `EngineAdapter.drains`)."""
     DOWN = "down"
 
 
 class EngineClient:
-    """One engine, asked by the adapter of its type (`engine`, empty where nobody tells it). Which of the adapter's
-    probes it has is found out once."""
+    """One engine, asked by the adapter of its type (`engine`, empty where nobody tells it: then the engine is asked, as
+    often as it was away, since another may have come back). Which of the adapter's probes it has is found out once.
+    `told`: where it publishes, as far as discovery knows."""
 
-    def __init__(self, http: httpx.AsyncClient, address: str, engine: str = "") -> None:
+    def __init__(self, http: httpx.AsyncClient, address: str, engine: str = "", told: KvPorts | None = None) -> None:
         self._http = EngineHttp(http, address)
-        self._adapter = adapter_of(engine)
-        self._probes = self._adapter.probes
+        self._told = told
+        self._fixed = adapter_of(engine)
+        self._forget()
+
+    @property
+    def adapter(self) -> EngineAdapter:
+        """How it is asked."""
+        return self._known or ANYTHING
 
     async def close(self) -> None:
         """Close its connections."""
@@ -57,8 +64,24 @@ class EngineClient:
 
     async def ready(self) -> bool | None:
         """Whether it takes requests; `None` if it has no probe. Raises `httpx.HTTPError` if out of reach."""
+        try:
+            ready = await self._probe()
+        except httpx.TimeoutException:
+            raise  # it is busy, and still the same
+        except (httpx.HTTPError, OSError):
+            self._forget()
+            raise
+        if ready is False:
+            self._known = self._fixed
+        return ready
+
+    def _forget(self) -> None:
+        self._known = self._fixed
+        self._probes = PROBES if self._fixed is None else self._fixed.probes
+
+    async def _probe(self) -> bool | None:
         for at, path in enumerate(self._probes):
-            status = await self._http.probe(path)
+            status = await self._http.probe(path, self.adapter.probe_timeout_s)
             if status != 404:
                 self._probes = self._probes[at:]
                 return status == 200
@@ -67,11 +90,14 @@ class EngineClient:
 
     async def info(self) -> EngineInfo:
         """What it says of itself. Raises `EngineError`."""
-        return await self._adapter.info(self._http)
+        adapter = self._known
+        if adapter is None or (adapter is ANYTHING and self._fixed is None):  # it may not have told all at first
+            adapter = self._known = await recognise(self._http)
+        return await adapter.info(self._http, self._told)
 
     async def tokenizer(self) -> TokenizerBundle:
         """Its tokenizer. Raises `EngineError`."""
-        return await self._adapter.tokenizer(self._http)
+        return await self.adapter.tokenizer(self._http)
 
 
 Report = Callable[[EngineState, EngineInfo | None], None]
@@ -143,8 +169,9 @@ class EngineWatcher:
         if not self._is_ready:
             often = 0.25
         else:  # one that pushes its load is known to be alive; others can only be asked
-            source = self.info.source if self.info is not None else None
-            often = 5.0 if source is not None and source.load_port is not None else 1.0
+            sources = self.info.sources if self.info is not None else ()
+            pushes = any(source.load_port is not None for source in sources)
+            often = 5.0 if pushes else self._client.adapter.probe_interval_s
         return self._pace.pause(self._is_ready, often)
 
     async def _probe(self) -> None:
@@ -171,6 +198,7 @@ class EngineWatcher:
     async def _ask(self) -> tuple[EngineState, EngineInfo | None]:
         """`(state, information)`; what is known stays known while the engine cannot be asked."""
         trusted = EngineState.READY, self.info or EngineInfo()
+        drains = self._client.adapter.drains  # as it was while it served
         try:
             ready = await self._client.ready()
             self._failures = 0
@@ -195,5 +223,6 @@ class EngineWatcher:
                 self._logged = str(error)
                 log.warning("endpoint %s: %s", self.spec.name, error)
             return (self.state if self.state is EngineState.READY else EngineState.STARTING), self.info
-        was_serving = self.state in (EngineState.READY, EngineState.DRAINING)
-        return (EngineState.DRAINING if was_serving else EngineState.STARTING), self.info
+        if self.state not in (EngineState.READY, EngineState.DRAINING):
+            return EngineState.STARTING, self.info
+        return (EngineState.DRAINING if drains else EngineState.DOWN), self.info

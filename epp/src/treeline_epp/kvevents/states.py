@@ -71,7 +71,7 @@ class Peer(Enum):
     OURS = "ours"
     """It answers hello: a Treeline runtime."""
     FOREIGN = "foreign"
-    """It does not: vLLM, SGLang."""
+    """It does not, or is known to be another and never asked: vLLM, SGLang."""
 
 
 @dataclass(frozen=True, slots=True)

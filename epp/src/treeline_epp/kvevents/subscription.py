@@ -49,8 +49,9 @@ _MAX_MISSED_CHECKS = 3
 
 
 class KvSubscription:
-    """One (pod UID, rank). Methods return what is to be sent now, in order. `stretch` (≥ 1), where there are many: it
-    is checked so much more seldom than configured while LIVE, and may take so much longer to answer.
+    """One (pod UID, rank). Methods return what is to be sent now, in order. `ours`: the publisher may be one of ours;
+    to others, which call it an invalid request, no hello is ever sent. `stretch` (≥ 1), where there are many: it is
+    checked so much more seldom than configured while LIVE, and may take so much longer to answer.
 
     Readable: `state`, `epoch`, `next_seq` (the next batch wanted), `partial` (something is known to be missing),
     `peer`, `counts` (by what happened: "applied", "gaps", "snapshot" …).
@@ -62,13 +63,16 @@ class KvSubscription:
         pod: Pod,
         keys: PrefixKeys | None,
         config: SubscriptionConfig | None = None,
+        *,
+        ours: bool = True,
         stretch: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.pod = pod
         self.state = SubscriptionState.DISCONNECTED
         self.epoch: int | None = None
-        self.peer = Peer.UNKNOWN
+        self.peer = Peer.UNKNOWN if ours else Peer.FOREIGN
         self.counts: Counter[str] = Counter()
+        self._ours = ours
         self._index = index
         self._keys = keys
         self._config = config or SubscriptionConfig()
@@ -267,7 +271,7 @@ class KvSubscription:
 
     def _late_hello(self, hello: Hello, now: float) -> list[Request]:
         """Nobody waits for it any more; but it says that the publisher is one of ours."""
-        if self.peer is Peer.OURS:
+        if self.peer is Peer.OURS or not self._ours:
             return self._unasked(hello, now)
         self.peer = Peer.OURS
         return self._recover(hello, now) if self.live else []
@@ -336,6 +340,8 @@ class KvSubscription:
 
     def _heartbeat(self, named: tuple[int, int | None], now: float) -> list[Request]:
         epoch, newest = named
+        if not self._ours:
+            return []
         if self.peer is Peer.FOREIGN:
             self.peer = Peer.UNKNOWN  # these send no such report: it must have been slow to answer
             return self._recover(named, now)
