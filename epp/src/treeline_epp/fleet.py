@@ -294,6 +294,7 @@ class Fleet:
                 pod,
                 keyer.keys if keyer is not None else None,
                 ours=source.hello,
+                replays=source.replay_port is not None,
                 stretch=lambda: max(1.0, len(self.members) / _CHECKED_EACH_SECOND),
             )
         reporting = [one.rank for one in ranks if one.load_port is not None]
