@@ -228,3 +228,16 @@ def test_a_restart_is_seen_by_its_numbers_and_forgets_at_once() -> None:
     bench.subscription.on_reply(item(0, batch(900.0, bench.prompts[7].stored())), 5.1)
     bench.subscription.on_reply(ReplayEnd(), 5.1)
     assert bench.holds(7)
+
+
+def test_without_a_replay_a_number_that_was_there_before_tells_a_restart() -> None:
+    bench = Told(replays=False)
+    bench.subscription.on_connected(0.0)
+    bench.subscription.on_live(4, bench.batch(0), 0.1)
+    bench.subscription.on_disconnected(1.0)
+    bench.subscription.on_connected(2.0)
+    bench.subscription.on_live(0, bench.batch(1), 2.1)
+    assert bench.holds(1)
+    bench.subscription.on_tick(2.1 + AGE_EVERY_S)
+    bench.index.tick(2.1 + AGE_EVERY_S + LIFE_S)
+    assert bench.holds(1), "of the new process nothing is in doubt"

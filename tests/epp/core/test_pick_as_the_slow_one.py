@@ -45,7 +45,7 @@ class World:
             pool=rng.choice(("p", "q")),
             models=rng.choice(MODELS),
         )
-        self.picker.add_endpoint(spec, ready=rng.random() < 0.9)
+        self.picker.add_endpoint(spec, ready=rng.random() < 0.9, ranks=rng.choice((1, 1, 3)))
 
     def any(self) -> str:
         return self.rng.choice(list(self.picker.endpoints) or ["nobody"])
@@ -69,10 +69,10 @@ class World:
         elif what == 7:
             picker.on_tick(self.now)
         elif what in (8, 9) and endpoint is not None:
-            picker.index.apply(endpoint.pod, rng.choice(PROMPTS).stored(), KEYS)
+            picker.index.apply(rng.choice(endpoint.pods), rng.choice(PROMPTS).stored(), KEYS)
         elif what == 10 and endpoint is not None:
             gone = rng.choice(PROMPTS).hashes[-2:]
-            picker.index.apply(endpoint.pod, BlockRemoved(gone), KEYS)
+            picker.index.apply(rng.choice(endpoint.pods), BlockRemoved(gone), KEYS)
         elif what == 11 and endpoint is not None:
             self.upset(endpoint)
         elif what in (12, 13) and self.leases:
@@ -82,7 +82,7 @@ class World:
                 self.leases.append(picker.reserve(picker.pick(self.ask(), self.now), self.now))
 
     def upset(self, endpoint) -> None:  # type: ignore[no-untyped-def]
-        index, pod = self.picker.index, endpoint.pod
+        index, pod = self.picker.index, self.rng.choice(endpoint.pods)
         match self.rng.randrange(5):
             case 0:
                 index.apply(pod, AllBlocksCleared(), KEYS)

@@ -32,6 +32,7 @@ class AppliedBatches:
     _times: dict[int, float] = field(default_factory=dict)
     _aged_at: float = float("-inf")
     _age_due: float = float("inf")
+    _fresh: bool = False
 
     def apply(self, seq: int, batch: EventBatch | None) -> None:
         """The next batch; None if it could not be decoded."""
@@ -43,6 +44,7 @@ class AppliedBatches:
             return
         self._times[seq] = batch.ts
         self.counts["applied"] += 1
+        self._fresh = True
         if batch.rejected:
             self.counts["rejected"] += sum(batch.rejected.values())
             self.partial = True
@@ -64,12 +66,10 @@ class AppliedBatches:
         self.next_seq = seq
         self._doubt(now)
 
-    def accept_any(self, now: float) -> None:
-        """Nobody can tell whether this is still the same process: go on with whatever comes next, and let what is known
-        grow old."""
+    def accept_unverified(self, now: float) -> None:
+        """Nobody can tell whether this is still the same process, unless its next batch has a number that was there
+        before: let what is known grow old."""
         self.counts["unverified"] += 1
-        self.next_seq = None
-        self._times.clear()
         self._doubt(now)
 
     def tick(self, now: float) -> None:
@@ -80,18 +80,20 @@ class AppliedBatches:
     def _doubt(self, now: float) -> None:
         self.partial = True
         due = self._aged_at + AGE_EVERY_S
+        if not self._fresh:
+            return  # nothing is known that does not age already
         if now >= due:
             self._age(now)
         else:  # then all that is known by then ages, this too
             self._age_due = due
 
     def _age(self, now: float) -> None:
-        self._aged_at, self._age_due = now, float("inf")
+        self._aged_at, self._age_due, self._fresh = now, float("inf"), False
         self.index.age(self.pod, now)
 
     def begin_after(self, seq: int) -> None:
         """A snapshot has brought all up to `seq`."""
-        self._age_due = float("inf")
+        self._age_due, self._fresh = float("inf"), True
         self.next_seq = seq + 1
         self.partial = False
         self._times.clear()
@@ -99,7 +101,7 @@ class AppliedBatches:
     def forget(self) -> None:
         """Another process, another cache: nothing has been applied, and nothing is held."""
         self.counts["epochs"] += 1
-        self._aged_at, self._age_due = float("-inf"), float("inf")
+        self._aged_at, self._age_due, self._fresh = float("-inf"), float("inf"), False
         self.index.clear(self.pod)
         self.next_seq = None
         self.partial = False

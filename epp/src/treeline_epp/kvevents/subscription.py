@@ -210,7 +210,7 @@ class KvSubscription:
         self._applied.partial = True
         if not self._verified:
             self._verified = True
-            self._applied.accept_any(now)
+            self._applied.accept_unverified(now)
         return self._finish(now)
 
     def _fill(self, oldest: int | None, now: float) -> list[Request]:
