@@ -51,6 +51,7 @@ class EngineClient:
         self._http = EngineHttp(http, address)
         self._told = told
         self._fixed = adapter_of(engine)
+        self._served = False
         self._forget()
 
     @property
@@ -71,8 +72,9 @@ class EngineClient:
         except (httpx.HTTPError, OSError):
             self._forget()
             raise
-        if ready is False:
-            self._known = self._fixed
+        if ready and not self._served:
+            self._known = self._fixed  # it was not ready: it may be another by now
+        self._served = bool(ready)
         return ready
 
     def _forget(self) -> None:
@@ -184,16 +186,22 @@ class EngineWatcher:
         self._pace.watch(self._is_ready, -1)
         self.state = state
         self._pace.watch(self._is_ready)
-        known = self.info.foreign_host if self.info is not None else None
-        if info is not None and info.foreign_host and info.foreign_host != known:
+        self._tell(info)
+        self.info = info or self.info
+        self._report(state, self.info)
+
+    def _tell(self, info: EngineInfo | None) -> None:
+        """Log what is new about where it publishes."""
+        known = self.info or EngineInfo()
+        if info is not None and info.foreign_host and info.foreign_host != known.foreign_host:
             log.warning(
                 "endpoint %s names %.100r as the place of its KV sockets: they are looked for at its own address, %s",
                 self.spec.name,
                 info.foreign_host,
                 self.spec.address,
             )
-        self.info = info or self.info
-        self._report(state, self.info)
+        if info is not None and info.no_events and info.no_events != known.no_events:
+            log.info("endpoint %s (%s) is not followed: %s", self.spec.name, info.engine, info.no_events)
 
     async def _ask(self) -> tuple[EngineState, EngineInfo | None]:
         """`(state, information)`; what is known stays known while the engine cannot be asked."""
@@ -223,6 +231,7 @@ class EngineWatcher:
                 self._logged = str(error)
                 log.warning("endpoint %s: %s", self.spec.name, error)
             return (self.state if self.state is EngineState.READY else EngineState.STARTING), self.info
-        if self.state not in (EngineState.READY, EngineState.DRAINING):
-            return EngineState.STARTING, self.info
-        return (EngineState.DRAINING if drains else EngineState.DOWN), self.info
+        if not drains:
+            return EngineState.DOWN, self.info
+        was_serving = self.state in (EngineState.READY, EngineState.DRAINING)
+        return (EngineState.DRAINING if was_serving else EngineState.STARTING), self.info

@@ -3,16 +3,19 @@ events where discovery tells where it publishes them."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
 from treeline_wire.tokenizer import TokenizerBundle
 
 from treeline_epp.endpoints.adapters.base import EngineInfo, LoadReports, told_sources
-from treeline_epp.endpoints.engine_http import EngineError, EngineHttp
+from treeline_epp.endpoints.engine_http import EngineError, EngineHttp, UnusableError
 from treeline_epp.endpoints.spec import KvPorts
 
+T = TypeVar("T")
+
+_LONGEST_REASON = 300
 _NO_EVENTS = "this engine does not say where it publishes KV events; discovery can"
 
 
@@ -57,6 +60,15 @@ class OpenAIAdapter:
     async def tokenizer(self, http: EngineHttp) -> TokenizerBundle:
         """It has none to give. Raises `EngineError`."""
         raise EngineError(f"{http.base} serves no tokenizer")
+
+    async def _told_of_events(self, http: EngineHttp, path: str, into: type[T]) -> tuple[T | None, str]:
+        """A document about where it publishes, None where there is none; and why it cannot be used, "" if it can. What
+        an engine says of its events does not decide whether it serves. Raises `EngineError` if asking again may help.
+        """
+        try:
+            return await http.document(path, into), ""
+        except UnusableError as error:
+            return None, f"what it says of its KV events cannot be used: {error}"[:_LONGEST_REASON]
 
     def _info(self, http: EngineHttp, models: tuple[str, ...], told: KvPorts | None, why: str) -> EngineInfo:
         """Of an engine that does not say where it publishes; `why`, should discovery not say it either."""
