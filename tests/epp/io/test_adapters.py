@@ -86,10 +86,12 @@ def test_every_adapter_says_all_that_the_picker_wants_to_know(name: str) -> None
     assert 0 < adapter.probe_interval_s <= 5
 
 
-def test_a_type_without_an_adapter_is_any_openai_server_and_none_is_asked() -> None:
-    assert adapter_of("custom") is ADAPTERS["openai"]
+async def test_a_type_that_says_nothing_is_asked_what_it_is(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     assert adapter_of("vllm") is ADAPTERS["vllm"]
-    assert adapter_of("") is None
+    assert adapter_of("custom") is adapter_of("") is None
+    owned(engine, "vllm", kv_event_sources=VLLM_0_32)
+    info = await EngineClient(http, engine.address, "custom").info()
+    assert (info.engine, len(info.sources)) == ("vllm", 1)
 
 
 @pytest.mark.parametrize("owner", ["treeline", "vllm", "sglang"])
@@ -117,6 +119,15 @@ async def test_an_engine_is_known_by_who_owns_its_models(
 async def test_and_else_by_what_only_it_has(http: httpx.AsyncClient, engine: FakeEngine, about: Any, name: str) -> None:
     engine.documents["/server_info"] = about
     assert (await recognise(EngineHttp(http, engine.address))).name == name
+
+
+@pytest.mark.parametrize("owner", [None, 7, ["vllm"], {"vllm": 1}, "", "acme"])
+async def test_an_unknown_owner_is_no_reason_to_refuse_it(
+    http: httpx.AsyncClient, engine: FakeEngine, owner: Any
+) -> None:
+    engine.documents["/v1/models"] = {"data": [{"id": "tiny", "owned_by": owner}]}
+    info = await EngineClient(http, engine.address).info()
+    assert (info.engine, info.models) == ("openai", ("tiny",))
 
 
 async def test_of_an_engine_that_is_told_nothing_is_guessed(http: httpx.AsyncClient, engine: FakeEngine) -> None:

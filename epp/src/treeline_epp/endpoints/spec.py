@@ -27,7 +27,7 @@ class EndpointSpec:
     `address` is `ip:port` of its HTTP server, IPv6 in brackets. `models` are the names that it serves, empty for any.
     `uid` changes when the process behind the name does (pod UID and restart count). `ready` and `draining` are what
     discovery says besides the engine itself. `trust_ready`: discovery's word is enough where the engine has no probes.
-    `engine` is its type, empty where discovery does not tell: then it is asked, and every path may be asked of it.
+    `engine` is its type, empty where discovery does not tell: then every path may be asked of it.
     `kv`: where it publishes, should it not say so itself.
     """
 

@@ -43,8 +43,8 @@ class EngineState(enum.StrEnum):
 
 
 class EngineClient:
-    """One engine, asked by the adapter of its type (`engine`, empty where nobody tells it: then the engine is asked, as
-    often as it was away, since another may have come back). Which of the adapter's probes it has is found out once.
+    """One engine, asked by the adapter of its type (`engine`; where that says nothing the engine is asked what it is,
+    as often as it was away, since another may have come back). Which of the adapter's probes it has is found out once.
     `told`: where it publishes, as far as discovery knows."""
 
     def __init__(self, http: httpx.AsyncClient, address: str, engine: str = "", told: KvPorts | None = None) -> None:

@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from treeline_wire import headers as names
 from treeline_wire.paths import is_inference
 
-from treeline_epp.endpoints.adapters.registry import adapter_of
+from treeline_epp.endpoints.adapters.registry import ANYTHING, adapter_of
 from treeline_epp.metrics import Metrics
 from treeline_epp.picking.decision import Outcome, PickError
 from treeline_epp.picking.lease import Lease
@@ -179,8 +179,8 @@ class Router:
 def _may_be_asked(request: RouteRequest, engine: str) -> bool:
     """Whether this method and path is inference for an engine of this type; anything is where discovery does not tell
     it. Where pools with different engines share a gateway, its edge can only know the union of what they serve."""
-    adapter = adapter_of(engine)
-    return adapter is None or is_inference(adapter.paths, request.headers.get(":method", ""), request.path)
+    paths = (adapter_of(engine) or ANYTHING).paths
+    return not engine or is_inference(paths, request.headers.get(":method", ""), request.path)
 
 
 def _outcome(headers: Mapping[str, str]) -> Outcome:

@@ -3,7 +3,7 @@ events where discovery tells where it publishes them."""
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -20,10 +20,10 @@ _NO_EVENTS = "this engine does not say where it publishes KV events; discovery c
 
 
 class Model(msgspec.Struct):
-    """One entry of `/v1/models`."""
+    """One entry of `/v1/models`. `owned_by` is a string in most."""
 
     id: Annotated[str, Meta(min_length=1, max_length=512)]
-    owned_by: str | None = None
+    owned_by: Any = None
 
 
 class Models(msgspec.Struct):

@@ -22,9 +22,9 @@ PROBES = tuple(dict.fromkeys(path for adapter in ADAPTERS.values() for path in a
 
 
 def adapter_of(engine: str) -> EngineAdapter | None:
-    """The adapter of an engine type as discovery names it; for a type without one ("custom"), that for anything with an
-    OpenAI-compatible server. None where discovery does not tell the type: `recognise` it."""
-    return ADAPTERS.get(engine, ANYTHING) if engine else None
+    """The adapter of an engine type as discovery names it. None for one that says nothing ("custom"), and where
+    discovery does not tell: `recognise` it."""
+    return ADAPTERS.get(engine)
 
 
 async def recognise(http: EngineHttp) -> EngineAdapter:
@@ -33,7 +33,7 @@ async def recognise(http: EngineHttp) -> EngineAdapter:
     Raises `EngineError` if it has no usable list of models: then it serves nothing yet.
     """
     served = await http.document("/v1/models", Models)
-    owners = {model.owned_by for model in served.data} if served is not None else set()
+    owners = [model.owned_by for model in served.data] if served is not None else []
     for adapter in ADAPTERS.values():
         if adapter.owner and adapter.owner in owners:
             return adapter
