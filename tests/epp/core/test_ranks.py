@@ -73,6 +73,20 @@ def test_a_prediction_is_for_the_rank_that_holds_most_and_is_taken_back_there() 
     assert picker.pick(request(), 0.3).ranked[0].candidate.hit.reach == lease.decision.best.candidate.hit.reach
 
 
+def test_one_rank_that_publishes_shortens_the_predictions_of_all() -> None:
+    picker = two_of_two()
+    other = Prompt.random(5, 4)
+    picker.index.apply(picker.endpoints["a"].pods[1], other.stored(), KEYS)
+    picker.set_ready("b", False)
+    lease = picker.reserve(picker.pick(request(), 0.0), 0.0)
+    assert lease.pod is picker.endpoints["a"].pods[0]
+    assert lease.predicted_until == picker.index.limits.prediction_life_s
+    picker.set_ready("b", True)
+    picker.set_ready("a", False)
+    lease = picker.reserve(picker.pick(request(), 0.0), 0.0)
+    assert lease.predicted_until == picker.index.limits.eventless_life_s, "of this one no events are known"
+
+
 def test_an_endpoint_with_fewer_ranks_starts_from_nothing() -> None:
     picker = two_of_two()
     spec, pods = picker.endpoints["a"].spec, picker.endpoints["a"].pods

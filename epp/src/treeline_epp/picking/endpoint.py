@@ -50,6 +50,13 @@ class Endpoint:
         rank = max(range(len(hits)), key=lambda at: (hits[at].reach, hits[at].tokens, -at))
         return rank, hits[rank]
 
+    def expecting(self, rank: int) -> Pod:
+        """The pod of a rank (of the last one, where there are fewer by now) that is to be predicted to hold something.
+        Ranks are configured alike: where one's events are in the tree, predictions need not outlive them at any."""
+        pod = self.pods[min(rank, len(self.pods) - 1)]
+        pod.precise = pod.precise or any(other.precise for other in self.pods)
+        return pod
+
     @property
     def eligible(self) -> bool:
         """May new requests go there?"""

@@ -177,7 +177,7 @@ class Picker:
         if endpoint is None:
             raise NoEndpoints(f"endpoint {decision.endpoint.name} is gone")
         load, request, best = endpoint.load, decision.request, decision.best
-        pod = endpoint.pods[min(best.candidate.rank, len(endpoint.pods) - 1)]
+        pod = endpoint.expecting(best.candidate.rank)
         lease = Lease(
             decision,
             endpoint,
@@ -250,7 +250,7 @@ class Picker:
         for row in self._table.at([address]):
             endpoint = self._table.at_row(row)
             if endpoint.spec.address == address and request.key:
-                self.index.predict(endpoint.pod, request.namespace, request.key, NO_HIT, now)
+                self.index.predict(endpoint.expecting(0), request.namespace, request.key, NO_HIT, now)
                 return
 
     def _audit(self, lease: Lease, cached_tokens: int, now: float) -> None:
