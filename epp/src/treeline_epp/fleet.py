@@ -21,9 +21,11 @@ from treeline_wire.load import TreelineLoad
 from treeline_wire.security import CurveKeys
 from treeline_wire.tokenizer import TokenizerBundle
 
-from treeline_epp.endpoints.adapters.base import EngineInfo, KvSource
+from treeline_epp.endpoints.adapters.base import EngineInfo, KvSource, LoadReports
 from treeline_epp.endpoints.engine_http import EngineError, new_http
+from treeline_epp.endpoints.model_server_metrics import MetricNames
 from treeline_epp.endpoints.rank_loads import RankLoads
+from treeline_epp.endpoints.scraper import Scraper, Scraping
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.endpoints.watcher import EngineClient, EngineState, EngineWatcher, ProbePace
 from treeline_epp.index.pods import Pod
@@ -45,10 +47,11 @@ _CHECKED_EACH_SECOND = 250
 class Member:
     """One endpoint and its tasks."""
 
-    def __init__(self, spec: EndpointSpec, client: EngineClient, watcher: EngineWatcher) -> None:
+    def __init__(self, spec: EndpointSpec, client: EngineClient, watcher: EngineWatcher, scraper: Scraper) -> None:
         self.spec = spec
         self.client = client
         self.watcher = watcher
+        self.scraper = scraper
         # As the picker has it: with models, and the process's epoch.
         self.registered: EndpointSpec | None = None
         self.follows = False  # publishes events, and so counts for readiness only when they have been applied
@@ -87,6 +90,7 @@ class Fleet:
         *,
         curve: CurveKeys | None = None,
         bundle: TokenizerBundle | None = None,
+        scraping: Scraping | None = None,
         on_gone: Callable[[str], None] = lambda _name: None,
     ) -> None:
         self.stats = KvStats()
@@ -99,6 +103,7 @@ class Fleet:
         self._zmq = new_context()
         self._ticker = Ticker()
         self._pace = ProbePace()
+        self.scraping = scraping or Scraping()
         self.members: dict[str, Member] = {}
         self.past: Counter[str] = Counter()  # of subscriptions that are no more: counters must not fall
         self.discovered = asyncio.Event()
@@ -124,6 +129,7 @@ class Fleet:
             ticking.cancel()
             publishers.cancel()
             await asyncio.gather(*map(self._remove, list(self.members)))
+            await self.scraping.close()
             self._zmq.destroy(linger=0)
 
     async def wait_until_ready(self) -> None:
@@ -197,9 +203,13 @@ class Fleet:
         # A pool of connections looks at all of them for each request, so that each engine has one of its own.
         client = EngineClient(new_http(), spec.address, spec.engine, spec.kv)
         watcher = EngineWatcher(spec, client, lambda state, info: self._on_report(member, state, info), self._pace)
-        member = Member(spec, client, watcher)
+        scraper = Scraper(
+            spec.name, spec.address, self.scraping, lambda load, at: self.picker.on_load(spec.name, load, at)
+        )
+        member = Member(spec, client, watcher, scraper)
         self.members[spec.name] = member
         member.tasks.append(self._spawn(member.watcher.run, f"watch {spec.name}"))
+        member.tasks.append(self._spawn(member.scraper.run, f"scrape {spec.name}"))
         return member
 
     async def _remove(self, name: str) -> None:
@@ -232,6 +242,7 @@ class Fleet:
     def _on_report(self, member: Member, state: EngineState, info: EngineInfo | None) -> None:
         if state is EngineState.READY and info is not None:
             self._register(member, info)
+        member.scraper.follow(_scraped(member.client, state, info))
         self._announce_soon(member.spec.name)
 
     def _register(self, member: Member, info: EngineInfo) -> None:
@@ -385,3 +396,11 @@ def _process(spec: EndpointSpec, info: EngineInfo) -> str:
     """What tells one process behind an endpoint from the next: its epoch, for engines that have one, and its ports."""
     ports = [f"{source.rank}:{source.events_port}:{source.replay_port}" for source in info.sources]
     return "/".join((spec.uid, info.epoch, *ports))
+
+
+def _scraped(client: EngineClient, state: EngineState, info: EngineInfo | None) -> tuple[MetricNames, ...]:
+    """What to look for in an engine's metrics; nothing where it pushes its load, or is in no state to be asked."""
+    if state not in (EngineState.READY, EngineState.DRAINING) or info is None:
+        return ()
+    pushes = client.adapter.load is LoadReports.BEATS or any(source.load_port is not None for source in info.sources)
+    return () if pushes else client.adapter.metrics

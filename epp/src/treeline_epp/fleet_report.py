@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
+from treeline_epp.endpoints.scraper import Failure
 from treeline_epp.endpoints.watcher import EngineState
 from treeline_epp.fleet import Fleet, Member
 from treeline_epp.kvevents.states import SubscriptionState
@@ -32,6 +33,7 @@ def samples(fleet: Fleet) -> Iterator[Sample]:
     yield "gauge", "endpoints_unfollowed", text, {}, len(fleet.stats.unfollowed)
     failing = sum(e.breaker.tripped for e in fleet.picker.endpoints.values())
     yield "gauge", "endpoints_failing", "Endpoints left out because they answer errors alone.", {}, failing
+    yield from _scraping(fleet)
     stats, eds = fleet.stats, fleet.eds.state
     events = Counter(fleet.past)
     for subscription in subscriptions:
@@ -52,6 +54,25 @@ def samples(fleet: Fleet) -> Iterator[Sample]:
     yield "gauge", "eds_pending", "Envoys that have not acknowledged the newest list.", {}, eds.pending()
     yield "counter", "eds_acks", "Acknowledged endpoint lists.", {}, eds.acks
     yield "counter", "eds_rejections", "Endpoint lists that an Envoy rejected.", {}, eds.rejections
+
+
+def _scraping(fleet: Fleet) -> Iterator[Sample]:
+    """Of engines that push no load."""
+    now, scraping = time.monotonic(), fleet.scraping
+    looked_at = [member.scraper for member in fleet.members.values() if member.scraper.following]
+    failing = Counter(scraper.failing for scraper in looked_at if scraper.failing is not None)
+    text = "Endpoints that push no load, and whose metrics page is read for it."
+    yield "gauge", "scraped_endpoints", text, {}, len(looked_at)
+    text = "Of these, endpoints whose load could not be read the last time, by reason."
+    for reason in Failure:
+        yield "gauge", "scraped_endpoints_failing", text, {"reason": reason.value}, failing[reason]
+    ages = [now - scraper.scraped_at for scraper in looked_at if scraper.scraped_at is not None]
+    text = "Age of the oldest load that was read from metrics; after 3 s it counts no more."
+    yield "gauge", "scrape_age_seconds", text, {}, max(ages, default=0.0)
+    yield "counter", "scrapes", "Reads of engines' metrics pages.", {}, scraping.scrapes
+    text = "Reads of engines' metrics pages that gave no load, by reason."
+    for reason in Failure:
+        yield "counter", "scrape_failures", text, {"reason": reason.value}, scraping.failures[reason]
 
 
 def listing(fleet: Fleet) -> dict[str, object]:
@@ -102,6 +123,8 @@ def _describe(fleet: Fleet, name: str, member: Member) -> dict[str, object]:
         out["selectable"] = endpoint.eligible
         out["failing"] = endpoint.breaker.tripped
         out["silent"] = endpoint.load.silent(time.monotonic())
+        out["load"] = "scraped" if member.scraper.following else "pushed"
+        out["load_failing"] = member.scraper.failing
         out["reservations"] = len(endpoint.load.reservations)
         out["reserved_tokens"] = endpoint.load.reservations.tokens
         publishers = [_publisher(fleet, rank, one) for rank, one in sorted(member.subscriptions.items())]

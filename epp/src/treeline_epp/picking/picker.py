@@ -11,9 +11,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from treeline_wire.load import LoadStat, TreelineLoad
-
-from treeline_epp.endpoints.load import prefill_rate, trust
+from treeline_epp.endpoints.load import EngineLoad, prefill_rate, trust
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.index import Index
 from treeline_epp.index.pods import NO_HIT, Match
@@ -116,8 +114,8 @@ class Picker:
         if endpoint.pod.row >= 0:
             self._table.touch(endpoint.pod.row)
 
-    def on_load(self, name: str, load: LoadStat | TreelineLoad, now: float) -> None:
-        """Take a load report. Unknown names are ignored."""
+    def on_load(self, name: str, load: EngineLoad, now: float) -> None:
+        """Take a load report that came at `now`, or was asked for then. Unknown names are ignored."""
         endpoint = self.endpoints.get(name)
         if endpoint is not None:
             endpoint.load.on_load(load, now)
@@ -215,10 +213,13 @@ class Picker:
         lease.closed = True
         endpoint = lease.endpoint
         load = endpoint.load
-        load.reservations.close(lease.reservation)
-        self._touch(endpoint)
         answered = outcome is Outcome.HEADERS
         other = served if served != endpoint.spec.address else None
+        if answered and not other:
+            load.on_answered(lease.reservation, now, began=ttft_s is not None)
+        else:
+            load.reservations.close(lease.reservation)
+        self._touch(endpoint)
         if other or not answered:
             self._withdraw(lease)
         if other:

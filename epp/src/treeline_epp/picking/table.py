@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from treeline_epp.endpoints.load import STALE_AFTER_S, TRANSIT_S
+from treeline_epp.endpoints.load import STALE_AFTER_S
 from treeline_epp.endpoints.spec import EndpointSpec, split_address
 from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.request import PickRequest
@@ -181,7 +181,7 @@ def _values(endpoint: Endpoint) -> tuple[float, ...]:
     at, tokens, requests, running, most, step, total = _NEVER, 0, 0, 0, 0, 0.0, 0
     if report is not None:
         at, running, most, step = report.at, report.running, report.max_running, report.decode_step_s
-        tokens, requests = reserved.newer_than(at - TRANSIT_S)
+        tokens, requests = reserved.newer_than(report.knows_until)
         tokens, requests = tokens + report.queued_tokens, requests + report.waiting
         total, held = report.tokens_total, max(report.tokens_held, held)
     return (

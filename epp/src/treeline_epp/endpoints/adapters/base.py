@@ -9,6 +9,7 @@ import msgspec
 from treeline_wire.tokenizer import TokenizerBundle
 
 from treeline_epp.endpoints.engine_http import EngineHttp
+from treeline_epp.endpoints.model_server_metrics import MetricNames
 from treeline_epp.endpoints.spec import KvPorts
 
 MAX_RANKS = 64
@@ -63,8 +64,8 @@ class EngineAdapter(Protocol):
     - `probes`: the paths that may say whether it takes requests; the first that is there counts. One answer may take
       `probe_timeout_s`; a ready engine that pushes no load is asked every `probe_interval_s`.
     - `drains`: 503 from an engine that was ready means that it finishes what it has; elsewhere that it is dead.
-    - `load`: how its load gets here. `metrics`: the path of its Prometheus page, on the port that serves requests; None
-      where it has none there.
+    - `load`: how its load gets here. `metrics`: what its Prometheus page may call things, and where that page is; of an
+      engine that pushes no load, it is looked at.
     - `paths`: its list in `treeline_wire.paths` of what clients may ask it.
     - `owner`: how `/v1/models` names it (`owned_by`). `signs`: members of `/server_info` that only it has.
     """
@@ -75,7 +76,7 @@ class EngineAdapter(Protocol):
     probe_interval_s: float
     drains: bool
     load: LoadReports
-    metrics: str | None
+    metrics: tuple[MetricNames, ...]
     paths: str
     owner: str
     signs: frozenset[str]

@@ -11,6 +11,7 @@ from treeline_wire.tokenizer import TokenizerBundle
 
 from treeline_epp.endpoints.adapters.base import EngineInfo, LoadReports, told_sources
 from treeline_epp.endpoints.engine_http import EngineError, EngineHttp, UnusableError
+from treeline_epp.endpoints.model_server_metrics import KNOWN, MetricNames
 from treeline_epp.endpoints.spec import KvPorts
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ class OpenAIAdapter:
     probe_interval_s = 1.0
     drains = True
     load = LoadReports.ASKED
-    metrics: str | None = "/metrics"
+    metrics: tuple[MetricNames, ...] = KNOWN
     paths = "custom"
     owner = ""
     signs: frozenset[str] = frozenset()

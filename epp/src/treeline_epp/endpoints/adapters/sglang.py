@@ -16,6 +16,7 @@ from treeline_wire.security import is_loopback
 from treeline_epp.endpoints.adapters.base import MAX_RANKS, EngineInfo, KvSource, LoadReports, sources_of
 from treeline_epp.endpoints.adapters.openai import OpenAIAdapter
 from treeline_epp.endpoints.engine_http import EngineHttp
+from treeline_epp.endpoints.model_server_metrics import SGLANG, MetricNames
 from treeline_epp.endpoints.spec import KvPorts, normal_ip
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
@@ -53,6 +54,7 @@ class SGLangAdapter(OpenAIAdapter):
     probe_timeout_s = 5.0
     probe_interval_s = 5.0
     load = LoadReports.PUSHED
+    metrics: tuple[MetricNames, ...] = (SGLANG,)
     paths = "sglang"
     owner = "sglang"
     signs = frozenset({"kv_events"})

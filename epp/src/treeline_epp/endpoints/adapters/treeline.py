@@ -31,7 +31,7 @@ class TreelineAdapter(SGLangAdapter):
     probe_timeout_s = 2.0
     probe_interval_s = 1.0
     load = LoadReports.BEATS
-    metrics = None  # they are on a port of their own, and say no more than its load report
+    metrics = ()  # they are on a port of their own, and say no more than its load report
     paths = "treeline"
     owner = "treeline"
     signs = frozenset({"tokenizer_fingerprint", "isolates_clients"})

@@ -16,6 +16,7 @@ from treeline_epp.endpoints.adapters.base import MAX_RANKS, EngineInfo, KvSource
 from treeline_epp.endpoints.adapters.openai import OpenAIAdapter
 from treeline_epp.endpoints.adapters.sglang import Topic, foreign_host
 from treeline_epp.endpoints.engine_http import EngineHttp
+from treeline_epp.endpoints.model_server_metrics import VLLM, MetricNames
 from treeline_epp.endpoints.spec import KvPorts
 
 _SILENT = "it publishes no KV events: start it with --kv-events-config"
@@ -43,6 +44,7 @@ class VllmAdapter(OpenAIAdapter):
 
     name = "vllm"
     drains = False
+    metrics: tuple[MetricNames, ...] = (VLLM,)
     paths = "vllm"
     owner = "vllm"
     signs = frozenset({"vllm_config"})
