@@ -7,6 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from treeline_epp.endpoints.load import OVERLOADED_FOR_S, SCRAPE_LAG_S, STALE_AFTER_S, EndpointLoad
 from treeline_epp.endpoints.scraped import ASSUMED_PROMPT_TOKENS, MOST_RATE, Growth, ScrapedLoad, ScrapedTotals
+from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.picking.decision import Outcome
+from treeline_epp.picking.picker import Picker, PickerConfig
+from treeline_epp.picking.request import PickRequest
 
 
 def test_a_look_is_a_report_of_when_it_was_asked_for() -> None:
@@ -147,3 +151,18 @@ def test_growth_misses_nothing_and_counts_nothing_twice(steps: list[tuple[int, i
             assert grown[1] > 0
             seen = [seen[0] + int(grown[0]), seen[1] + int(grown[1])]
         assert growth.base == tuple(seen)
+
+
+def test_a_burst_between_two_looks_does_not_all_go_to_the_engine_that_looked_idle() -> None:
+    picker = Picker(PickerConfig())
+    for name, waiting in (("e0", 2), ("e1", 0)):
+        picker.add_endpoint(EndpointSpec(name, f"10.0.0.{name[1]}:80"))
+        picker.on_load(name, ScrapedLoad(waiting=waiting), 0.0)
+    chosen = []
+    for number in range(12):
+        now = 0.3 + number / 100
+        decision = picker.pick(PickRequest(f"r{number}", prompt_tokens_estimate=1000), now)
+        chosen.append(decision.endpoint.name)
+        picker.close(picker.reserve(decision, now), now + 0.005, Outcome.HEADERS)
+    assert chosen[0] == "e1"
+    assert 5 <= chosen.count("e0") <= 6, chosen
