@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -98,6 +99,14 @@ def test_the_ranks_of_one_server_are_added_and_its_memory_which_each_of_them_nam
     )
 
 
+def test_a_vllm_that_says_what_its_blocks_come_to_is_believed() -> None:
+    page = Page().gauge("vllm:num_requests_running", 1)
+    for engine in "01":
+        labels = {"block_size": "16", "num_gpu_blocks": "1000", "kv_cache_size_tokens": "5000", "engine": engine}
+        page.gauge("vllm:cache_config_info", 1, **labels)
+    assert read(page.bytes(), (VLLM,)) == ScrapedLoad(running=1, tokens_total=10_000)
+
+
 def test_an_old_vllm() -> None:
     own = {"model_name": "m"}
     page = Page().gauge("vllm:num_requests_running", 1, **own).gauge("vllm:num_requests_waiting", 4, **own)
@@ -178,6 +187,19 @@ def test_pages_of_something_else_say_nothing() -> None:
         b"\x00" * 99,
     ):
         assert read(page, KNOWN) is None
+
+
+def test_a_page_full_of_what_is_looked_for_holds_nothing_up() -> None:
+    names = [metric.name for metric in (*VLLM.waiting, *VLLM.running, *VLLM.kv_usage, *VLLM.computed)]
+    names += [metric.name for pair in (*VLLM.prompts, *VLLM.prefills, *VLLM.steps) for metric in pair]
+    labels = ",".join(f'label_{n}="\\\\{n}"' for n in range(100))
+    lines = "".join(f'{name}{{{labels},n="{n}"}} 1\n' for name in dict.fromkeys(names) for n in range(160))
+    began = time.process_time()
+    found = read(lines.encode(), (VLLM,))
+    assert time.process_time() - began < 0.5
+    assert found is not None
+    assert 64 <= found.running == found.waiting < 128, "not all of it"
+    assert len(lines) > 1 << 21
 
 
 def test_names_from_the_command_line_go_first_and_are_enough_alone() -> None:

@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import gzip
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from support.epp_io import Plane, RunningPicker, data_plane, engines, running_picker, until
 from treeline_epp.endpoints import scraper as module
-from treeline_epp.endpoints.model_server_metrics import KNOWN, VLLM, Metric, MetricNames
+from treeline_epp.endpoints.model_server_metrics import KNOWN, VLLM, Metric, MetricNames, read
 from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.scraper import Failure, Scraper, Scraping
 
@@ -188,6 +188,19 @@ async def test_pages_are_looked_for_where_engines_have_them() -> None:
         await until(lambda: len(it.loads) >= 3, "three looks")
         assert it.loads[0][0] == LOAD
         assert it.engine.asked[:3] == ["/metrics", "/prometheus/metrics", "/prometheus/metrics"]
+
+
+async def test_a_page_that_takes_long_to_read_is_read_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(page: bytes, names: Sequence[MetricNames]) -> ScrapedLoad | None:
+        began = time.thread_time()
+        while b"slow" in page and time.thread_time() < began + 0.02:
+            pass
+        return read(page, names)
+
+    monkeypatch.setattr(module, "read", slow)
+    async with looking(lambda _: answer()) as one, looking(lambda _: answer(PAGE + b"slow 1\n")) as other:
+        await until(lambda: other.loads and len(one.loads) >= 10, "ten looks at one")
+        assert len(other.loads) == 1
 
 
 async def test_names_path_and_port_may_be_told() -> None:

@@ -28,6 +28,8 @@ _SHARDS = frozenset({"tp_rank", "pp_rank", "moe_ep_rank", "moe_dp_rank", "attn_c
 _SPELLED = re.compile(r"\s*([a-zA-Z_:][a-zA-Z0-9_:]*)\s*(?:\{([^{}]*)\})?\s*")
 _BLOCKS_AND_SIZES = (("num_gpu_blocks", "block_size"), ("num_pages", "page_size"))
 """Labels of an info series, as vLLM and SGLang name them."""
+_TOKENS = "kv_cache_size_tokens"
+"""The same of a vLLM that says what it comes to, which blocks × size is not where layers differ in what they keep."""
 
 
 class Metric(Struct, frozen=True):
@@ -213,14 +215,14 @@ def _capacity(page: bytes, capacity: Capacity) -> int:
         blocks, sizes = _first(page, (capacity.blocks,)), _values(page, capacity.block_size)
         told = blocks * max(sizes) if blocks is not None and sizes else None
     if told is None:
-        # vLLM names the blocks of all its ranks with each of them.
-        told = max((_tokens(one.labels) for name in capacity.infos for one in series(page, name.encode())), default=0.0)
+        infos = [one.labels for name in capacity.infos for one in series(page, name.encode())]
+        # vLLM names the tokens of one rank, but the blocks of all its ranks, with each of them.
+        told = sum(_count(labels, _TOKENS) for labels in infos)
+        for blocks, size in _BLOCKS_AND_SIZES:
+            told = told or max((_count(labels, blocks) * _count(labels, size) for labels in infos), default=0.0)
     return int(told) if told <= MOST else 0
 
 
-def _tokens(labels: Mapping[str, str]) -> float:
-    for blocks, size in _BLOCKS_AND_SIZES:
-        counted = labels.get(blocks, ""), labels.get(size, "")
-        if all(text.isascii() and text.isdecimal() and len(text) < 16 for text in counted):
-            return float(counted[0]) * float(counted[1])
-    return 0.0
+def _count(labels: Mapping[str, str], name: str) -> float:
+    text = labels.get(name, "")
+    return float(text) if text.isascii() and text.isdecimal() and len(text) < 16 else 0.0

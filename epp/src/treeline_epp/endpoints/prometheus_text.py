@@ -13,8 +13,8 @@ from msgspec import Struct
 
 MOST_LINE_BYTES = 16 << 10
 """Longer lines are passed over. vLLM's longest, the one that names its cache's settings, has about 2 KB."""
-MOST_SERIES = 1024
-"""Series of one name that are read. A server of 64 ranks with four states each has 256."""
+MOST_SERIES, MOST_SERIES_BYTES = 1024, 128 << 10
+"""What is read of one name. A server of 64 ranks with eight priorities each has 512 series of some 200 bytes."""
 _MOST_LABELS = 128
 
 _LABEL = re.compile(rb'[ \t]*([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*"([^"\\]*(?:\\.[^"\\]*)*)"[ \t]*(,?)')
@@ -37,9 +37,13 @@ def series(page: bytes, name: bytes) -> list[Series]:
     at = 0 if page.startswith(name) else page.find(needle) + 1
     if at == 0 and not page.startswith(name):
         return found
+    left = MOST_SERIES_BYTES
     for _ in range(MOST_SERIES):
         end = page.find(b"\n", at)
         end = len(page) if end < 0 else end
+        left -= min(end - at, MOST_LINE_BYTES)
+        if left < 0:
+            break
         if end - at <= MOST_LINE_BYTES and (one := _series(page[at + len(name) : end])) is not None:
             found.append(one)
         at = page.find(needle, end) + 1

@@ -32,6 +32,8 @@ TIMEOUT_S = 10.0
 """Of a look. After three seconds its report would be stale; but who asks again adds to what an engine has to do."""
 MOST_BYTES = 4 << 20
 """Of a page. vLLM's has 50 to 200 KB for each rank."""
+MOST_SHARE = 0.02
+"""Of a core, for reading one engine's page: one that takes long to read is looked at less often."""
 _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 15.0
 _NO_METRICS_RETRY_S = 60.0
 """An engine that has no metrics may be another one later, behind the same address."""
@@ -137,6 +139,7 @@ class Scraper:
         self._urls: list[str] = []
         self._changed = asyncio.Event()
         self._retry_s = _FIRST_RETRY_S
+        self._read_s = 0.0
 
     @property
     def following(self) -> bool:
@@ -192,7 +195,7 @@ class Scraper:
             log.info("endpoint %s: its metrics can be read again", self._name)
         self.failing, self._retry_s, self.scraped_at = None, _FIRST_RETRY_S, asked_at
         self._on_load(load, asked_at)
-        return self._scraping.pause()
+        return max(self._scraping.pause(), self._read_s / MOST_SHARE)
 
     def _failed(self, failed: _Failed) -> float:
         self._scraping.failures[failed.reason] += 1
@@ -206,7 +209,7 @@ class Scraper:
         if failed.reason is Failure.NO_METRICS:
             return _NO_METRICS_RETRY_S * random.uniform(0.8, 1.2)
         pause, self._retry_s = self._retry_s, min(_LAST_RETRY_S, 2 * self._retry_s)
-        return max(pause, self._scraping.pause()) * random.uniform(1.0, 1.3)
+        return max(pause, self._scraping.pause(), self._read_s / MOST_SHARE) * random.uniform(1.0, 1.3)
 
     async def _load(self) -> ScrapedLoad:
         """What the first of its pages says that says anything. Raises `_Failed`."""
@@ -214,7 +217,7 @@ class Scraper:
         said: list[_Failed] = []
         for url in self._urls:
             try:
-                load = read(await self._page(url), names)
+                load = self._read(await self._page(url), names)
             except _Failed as failed:
                 if failed.reason is not Failure.NO_METRICS:
                     raise
@@ -226,6 +229,12 @@ class Scraper:
                 return load
             said.insert(0, _Failed(Failure.NO_LOAD, f"{url} names neither running nor waiting requests"))
         raise said[0]
+
+    def _read(self, page: bytes, names: Sequence[MetricNames]) -> ScrapedLoad | None:
+        began = time.thread_time()
+        load = read(page, names)
+        self._read_s = time.thread_time() - began
+        return load
 
     async def _page(self, url: str) -> bytes:
         """The page. Raises `_Failed`."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from treeline_epp.endpoints.load import EngineLoad, prefill_rate, trust
+from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.index import Index
 from treeline_epp.index.pods import NO_HIT, Match
@@ -120,7 +121,8 @@ class Picker:
         if endpoint is not None:
             endpoint.load.on_load(load, now)
             self._touch(endpoint)
-            self._check_capacity(endpoint, now)
+            if not isinstance(load, ScrapedLoad):  # a page's blocks × their size is no bound for a hybrid model
+                self._check_capacity(endpoint, now)
 
     def on_tick(self, now: float) -> None:
         """Housekeeping; call about every 100 ms."""
