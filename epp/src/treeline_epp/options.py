@@ -38,6 +38,7 @@ _IGNORED = {
     "--refresh-metrics-interval": None,
     "--refresh-prometheus-metrics-interval": None,
     "--metrics-staleness-threshold": None,
+    "--model-server-metrics-scheme": None,
     "--model-server-metrics-https-insecure-skip-verify": "?",
 }
 """Flags of other pickers that change nothing here, with how many values each takes."""
@@ -255,7 +256,6 @@ class Options:
     model_server_metrics_port: int | None = setting(
         None, group=_METRICS, metavar="PORT", at_least=1, at_most=65535, help="default: the endpoint's own"
     )
-    model_server_metrics_scheme: str = setting("http", group=_METRICS, choices=("http",), help="TLS is not spoken")
     ignored: tuple[str, ...] = ()
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -19,8 +19,6 @@ from treeline_epp.endpoints.model_server_metrics import (
     with_configured,
 )
 from treeline_epp.endpoints.scraped import ScrapedLoad
-
-Labels = Mapping[str, str]
 
 
 class Page:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import doctest
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from treeline_epp.endpoints import scraped
 from treeline_epp.endpoints.load import OVERLOADED_FOR_S, SCRAPE_LAG_S, STALE_AFTER_S, EndpointLoad
 from treeline_epp.endpoints.scraped import ASSUMED_PROMPT_TOKENS, MOST_RATE, Growth, ScrapedLoad, ScrapedTotals
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.picking.decision import Outcome
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.picking.request import PickRequest
+
+
+def test_the_example_in_the_docstring() -> None:
+    assert doctest.testmod(scraped).failed == 0
 
 
 def test_a_look_is_a_report_of_when_it_was_asked_for() -> None:
@@ -128,11 +135,11 @@ def test_totals_that_go_back_are_those_of_another_process() -> None:
 )
 def test_whatever_an_engine_tells_rates_and_queues_are_within_bounds(told: list[ScrapedLoad]) -> None:
     load = EndpointLoad()
-    for at, scraped in enumerate(told):
-        load.on_load(scraped, at / 2)
+    for at, one in enumerate(told):
+        load.on_load(one, at / 2)
         tokens, requests = load.queue(at / 2)
         assert 0 <= tokens <= 1e12
-        assert requests == scraped.waiting
+        assert requests == one.waiting
         assert 0.0 <= load.own_rate() <= MOST_RATE
         assert load.report is not None
         assert 0 <= load.report.tokens_held <= load.report.tokens_total

@@ -1,6 +1,6 @@
 """What an engine's metrics page says of its load: which names mean what, engine by engine.
 
-Names and meanings are those of vLLM 0.6.4 to 0.33 (`vllm/v1/metrics/loggers.py`), SGLang 0.4.6 to 0.5.23
+Names and meanings are those of vLLM 0.8.5 to 0.33 (`vllm/v1/metrics/loggers.py`), SGLang 0.4.6 to 0.5.23
 (`srt/observability/metrics_collector.py`), and of the Gateway API inference extension's model server protocol
 (TotalQueuedRequests, TotalRunningRequests, KVCacheUtilization), which also names those of TensorRT-LLM. Where an engine
 has had several names for one thing, the first that is there counts, the newest first.
@@ -215,12 +215,15 @@ def _capacity(page: bytes, capacity: Capacity) -> int:
         blocks, sizes = _first(page, (capacity.blocks,)), _values(page, capacity.block_size)
         told = blocks * max(sizes) if blocks is not None and sizes else None
     if told is None:
-        infos = [one.labels for name in capacity.infos for one in series(page, name.encode())]
-        # vLLM names the tokens of one rank, but the blocks of all its ranks, with each of them.
-        told = sum(_count(labels, _TOKENS) for labels in infos)
-        for blocks, size in _BLOCKS_AND_SIZES:
-            told = told or max((_count(labels, blocks) * _count(labels, size) for labels in infos), default=0.0)
+        told = _from_labels([one.labels for name in capacity.infos for one in series(page, name.encode())])
     return int(told) if told <= MOST else 0
+
+
+def _from_labels(infos: Sequence[Mapping[str, str]]) -> float:
+    """vLLM names the tokens of one rank, but the blocks of all its ranks, with each of them."""
+    by_rank = sum(_count(labels, _TOKENS) for labels in infos)
+    counts = [(_count(labels, blocks), _count(labels, size)) for labels in infos for blocks, size in _BLOCKS_AND_SIZES]
+    return by_rank or max((blocks * size for blocks, size in counts), default=0.0)
 
 
 def _count(labels: Mapping[str, str], name: str) -> float:
