@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 INTERVAL_S = 0.5
 """Between the end of a look and the next one, at least."""
-MOST_EACH_SECOND = 150.0
+MOST_EACH_SECOND = 120.0
 """Looks at all engines together: more engines are looked at less often each."""
 TIMEOUT_S = 10.0
 """Of a look. After three seconds its report would be stale; but who asks again adds to what an engine has to do."""
