@@ -44,8 +44,9 @@ STALE_AFTER_S = 3.0
 """A report older than this is stale: three heartbeats."""
 TRANSIT_S = 0.05
 """A pick reaches its engine this much later: a report of time t may lack reservations opened up to t minus this."""
-SCRAPE_LAG_S = 0.25
-"""The same for a report that was scraped: an engine's metrics are those of its last step, which may have been long."""
+SCRAPE_LAG_S = 0.5
+"""The same for a report that was scraped: an engine's metrics are those of the end of its last step, and a step that
+prefills is long: what begins on an idle vLLM is not in its metrics until then. Some is counted twice for that."""
 DEFAULT_PREFILL_RATE = 4000.0
 """Used while nothing was measured anywhere, in tokens per second."""
 _ALPHA = 0.2
