@@ -87,10 +87,11 @@ def test_while_requests_wait_the_rate_is_what_was_computed_in_that_time() -> Non
     assert totals.on_scrape(idle, 0.0) is None
     assert totals.on_scrape(ScrapedLoad(waiting=1, computed_tokens=9000.0), 60.0) is None, "it may have been idle"
     assert totals.on_scrape(ScrapedLoad(waiting=1, computed_tokens=9010.0), 60.5) is None, "too few tokens to tell"
-    assert totals.on_scrape(ScrapedLoad(waiting=1, computed_tokens=13_000.0), 61.0) == 4000.0, "small steps add up"
-    assert totals.on_scrape(ScrapedLoad(waiting=0, computed_tokens=14_000.0), 61.5) is None
-    assert totals.on_scrape(ScrapedLoad(waiting=4, computed_tokens=99_000.0), 62.0) is None
-    assert totals.on_scrape(ScrapedLoad(waiting=4, computed_tokens=100_000.0), 62.5) == 2000.0
+    assert totals.on_scrape(ScrapedLoad(waiting=1, computed_tokens=12_000.0), 61.9) is None, "too short a time"
+    assert totals.on_scrape(ScrapedLoad(waiting=1, computed_tokens=17_000.0), 62.0) == 4000.0, "small steps add up"
+    assert totals.on_scrape(ScrapedLoad(waiting=0, computed_tokens=18_000.0), 62.5) is None
+    assert totals.on_scrape(ScrapedLoad(waiting=4, computed_tokens=99_000.0), 63.0) is None
+    assert totals.on_scrape(ScrapedLoad(waiting=4, computed_tokens=103_000.0), 65.0) == 2000.0
 
 
 def test_else_it_is_that_of_the_prefills_of_answered_requests_if_they_were_no_trifles() -> None:
@@ -103,7 +104,7 @@ def test_else_it_is_that_of_the_prefills_of_answered_requests_if_they_were_no_tr
 
 def test_steps_are_those_since_the_look_before_and_the_last_known_ones_when_nothing_is_generated() -> None:
     load = EndpointLoad()
-    for at, steps in enumerate([(100.0, 50.0), (110.0, 51.0), (110.0, 51.0), (120.0, 53.0), (1.0, 1.0)]):
+    for at, steps in enumerate([(100.0, 50.0), (200.0, 60.0), (200.0, 60.0), (201.0, 60.0), (300.0, 80.0), (1.0, 1.0)]):
         load.on_load(ScrapedLoad(running=1, steps=steps), float(at))
     assert load.report is not None
     assert load.report.decode_step_s == 0.2
@@ -112,9 +113,9 @@ def test_steps_are_those_since_the_look_before_and_the_last_known_ones_when_noth
 
 def test_totals_that_go_back_are_those_of_another_process() -> None:
     load = EndpointLoad()
-    for at, tokens in enumerate([1000.0, 3000.0, 10.0, 4010.0]):
-        load.on_load(ScrapedLoad(waiting=1, computed_tokens=tokens), float(at))
-    assert load.own_rate() == pytest.approx(2000.0 + 0.2 * 2000.0)
+    for at, tokens in enumerate([1000.0, 5000.0, 10.0, 4010.0]):
+        load.on_load(ScrapedLoad(waiting=1, computed_tokens=tokens), 2.0 * at)
+    assert load.own_rate() == pytest.approx(2000.0)
 
 
 @given(

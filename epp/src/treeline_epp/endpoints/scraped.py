@@ -20,6 +20,10 @@ from msgspec import Struct
 
 MIN_TRAINING_TOKENS = 128
 """Less uncached work than this teaches nothing of rates: overhead dominates."""
+MIN_BUSY_S = 2.0
+"""Tokens are counted when a prompt is done: in less time a long one, begun before, would look like great speed."""
+MIN_STEPS = 64
+"""Fewer than these say little of how long a step takes, and the shortest ever seen is remembered."""
 ASSUMED_PROMPT_TOKENS = 512.0
 """Of a waiting request, where neither picks nor the engine say how long prompts are."""
 MOST_RATE = 1e7
@@ -53,8 +57,8 @@ class Growth:
 
     base: Totals | None = None
 
-    def step(self, totals: Totals | None, least: float) -> Totals | None:
-        """`None` until the first has grown by `least` and the second at all, and where a total has become less."""
+    def step(self, totals: Totals | None, least: float, least_second: float = 0.0) -> Totals | None:
+        """`None` until each has grown, and by these at least; and where one has become less."""
         if totals is None or self.base is None:
             self.base = totals
             return None
@@ -62,7 +66,7 @@ class Growth:
         if first < 0 or second < 0:  # the engine restarted: its totals began again
             self.base = totals
             return None
-        if first < least or second <= 0:
+        if first < least or second <= 0 or second < least_second:
             return None
         self.base = totals
         return first, second
@@ -86,14 +90,14 @@ class ScrapedTotals:
         """Take a look made at `at`; returns prefill tokens per second, if they could be measured."""
         if (prompts := self._prompts.step(load.prompts, least=1)) is not None:
             self.prompt_tokens = prompts[1] / prompts[0]
-        if (steps := self._steps.step(load.steps, least=1)) is not None:
+        if (steps := self._steps.step(load.steps, least=MIN_STEPS)) is not None:
             self.step_s = steps[1] / steps[0]
         measured = self._prefills.step(load.prefills, least=MIN_TRAINING_TOKENS)
+        computed = None if load.computed_tokens is None else (load.computed_tokens, at)
         if self._waited and load.waiting:
-            computed = None if load.computed_tokens is None else (load.computed_tokens, at)
-            measured = self._busy.step(computed, least=MIN_TRAINING_TOKENS)
+            measured = self._busy.step(computed, MIN_TRAINING_TOKENS, MIN_BUSY_S)
         else:
-            self._busy.base = None if load.computed_tokens is None else (load.computed_tokens, at)
+            self._busy.base = computed
             if self.prompt_tokens < MIN_TRAINING_TOKENS:
                 measured = None
         self._waited = load.waiting > 0
