@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import slow_pick
 from support.epp_core import KEYS, WIDTH, Prompt
+from treeline_epp.endpoints.load import EngineLoad
+from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.index import Index, IndexLimits
 from treeline_epp.picking.decision import NoEndpoints, Outcome, Saturated
@@ -108,8 +110,12 @@ class World:
             prompt_tokens=7 * WIDTH,
         )
 
-    def report(self) -> LoadStat | TreelineLoad:
+    def report(self) -> EngineLoad:
         rng = self.rng
+        if rng.random() < 0.3:
+            steps = (1000.0 * self.now, self.now * rng.choice((4.0, 9.0)))
+            usage, total = rng.random(), rng.choice((0, 1600))
+            return ScrapedLoad(rng.choice((0, 3)), rng.choice((0, 0, 2)), usage, total, steps=steps)
         if rng.random() < 0.3:
             return LoadStat(num_running=rng.randrange(5), num_waiting_uncached_tokens=rng.choice((0, 0, 900)))
         return TreelineLoad(
