@@ -235,19 +235,30 @@ class SimEngine:
 class Lab:
     """An engine, a subscription, and a link between them that loses, delays and breaks.
 
-    `loss`: share of live batches lost. `slow`: chance that an answer takes longer than anyone waits.
+    `loss`: share of live batches lost. `slow`: chance that an answer takes longer than anyone waits. `told`:
+    the subscription knows from the beginning what kind of publisher it is.
     """
 
     STEP_S = 0.05
 
     def __init__(
-        self, seed: int, *, loss: float = 0.0, slow: float = 0.0, ours: bool = True, replays: bool = True
+        self,
+        seed: int,
+        *,
+        loss: float = 0.0,
+        slow: float = 0.0,
+        ours: bool = True,
+        replays: bool = True,
+        engine: SimEngine | None = None,
+        told: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
-        self.engine = SimEngine(self.rng, ours=ours, replays=replays)
+        self.engine = engine or SimEngine(self.rng, ours=ours, replays=replays)
         self.index = Index()
         self.pod: Pod = self.index.add_pod("sim", "model")
-        self.subscription = KvSubscription(self.index, self.pod, KEYS, SubscriptionConfig(buffer=8))
+        config = SubscriptionConfig(buffer=8)
+        is_ours, has_replay = not told or self.engine.ours, not told or self.engine.replays
+        self.subscription = KvSubscription(self.index, self.pod, KEYS, config, ours=is_ours, replays=has_replay)
         self.loss = loss
         self.slow = slow
         self.now = 0.0

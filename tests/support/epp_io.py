@@ -62,7 +62,7 @@ class Seen:
     body: bytes
 
 
-PROBED: Final = ("/ready", "/v1/models", "/server_info", "/treeline/tokenizer")
+PROBED: Final = ("/ready", "/v1/models", "/server_info", "/treeline/tokenizer", "/metrics", "/prometheus/metrics")
 """What the picker itself asks of an engine."""
 
 
@@ -184,7 +184,7 @@ class FakeEngine:
                 {},
                 {"object": "list", "data": [{"id": model, "object": "model"} for model in self.models]},
             )
-        if path in ("/server_info", "/treeline/tokenizer"):
+        if path in ("/server_info", "/treeline/tokenizer", "/metrics", "/prometheus/metrics"):
             return 404, {}, {}
         echo = {"engine": self.name, "path": path, "headers": headers, "body_bytes": len(body)}
         return self.reply_status, self.reply_headers, echo if self.reply_body is None else self.reply_body
@@ -335,7 +335,7 @@ class FakePublisher:
 
     @property
     def source(self) -> KvSource:
-        return KvSource("127.0.0.1", *self.ports, curve=self._curve is not None)
+        return KvSource("127.0.0.1", *self.ports, curve=self._curve is not None, hello=True)
 
     def kv_events(self) -> dict[str, Any]:
         """Its entry in `/server_info`."""

@@ -43,10 +43,13 @@ def candidates(picker: Picker, request: PickRequest, now: float) -> list[Candida
     most = request.max_output_tokens
     found = []
     for endpoint in endpoints:
-        pod, load = endpoint.pod, endpoint.load
-        hit = NO_HIT
+        load, rank, hit = endpoint.load, 0, NO_HIT
         if request.key:
-            hit = picker.index.match(pod.scope, request.namespace, request.key, now).hit(pod)
+            match = picker.index.match(endpoint.pod.scope, request.namespace, request.key, now)
+            for at, pod in enumerate(endpoint.pods):
+                of_rank = match.hit(pod)
+                if (of_rank.reach, of_rank.tokens) > (hit.reach, hit.tokens):
+                    rank, hit = at, of_rank
         cached = hit.tokens + int((hit.reach - hit.end) * per_byte)
         prompt = max(prompt_tokens, hit.tokens + 1)
         cached = min(cached, prompt - 1)
@@ -59,7 +62,8 @@ def candidates(picker: Picker, request: PickRequest, now: float) -> list[Candida
                 cached_tokens=cached,
                 uncached_tokens=prompt - cached,
                 output_tokens=ASSUMED_OUTPUT_TOKENS if most is None else min(most, ASSUMED_OUTPUT_TOKENS),
-                held_tokens=pod.blocks * pod.block_size,
+                held_tokens=sum(pod.blocks * pod.block_size for pod in endpoint.pods),
+                rank=rank,
             )
         )
     return found

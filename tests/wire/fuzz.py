@@ -26,7 +26,8 @@ from treeline_wire.events import (
 )
 from treeline_wire.load import LOAD_TOPIC, TREELINE_LOAD_TOPIC, LoadStat, TreelineLoad, decode_load, encode
 
-#: One stored block, one removal, one clear, as vLLM writes them today; the same as arrays; SGLang's; a load report.
+#: One stored block, one removal, one clear, as vLLM writes them today; the same as arrays; SGLang's; ours; a salted
+#: block of SGLang 0.5.18; a load report.
 GOLDEN = {
     "map": (
         "93cb3ff00000000000009389a474797065ab426c6f636b53746f726564ac626c6f636b5f6861736865739101b1"
@@ -43,6 +44,15 @@ GOLDEN = {
         "93cb3ff00000000000009187a474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657391ffb1"
         "706172656e745f626c6f636b5f68617368c0a9746f6b656e5f696473920102aa626c6f636b5f73697a6502a76c"
         "6f72615f6964c0a66d656469756da347505500"
+    ),
+    "ours": (
+        "93cb3ff00000000000009188a474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657391ffb1"
+        "706172656e745f626c6f636b5f68617368c0a9746f6b656e5f696473920102aa626c6f636b5f73697a6502a76c"
+        "6f72615f6964c0a66d656469756da3475055a96c6f72615f6e616d65c000"
+    ),
+    "salted": (
+        "93cb3ff00000000000009198ab426c6f636b53746f72656491ffc092010202c0a347505581aa63616368655f73"
+        "616c74a87465616d2de7ac9200"
     ),
     "loadstat": "9ba84c6f61645374617401020304000506070809",
 }

@@ -73,8 +73,50 @@ def test_sglang_maps_with_signed_hashes() -> None:
     assert batch.dp_rank == 0
 
 
-def test_our_form_is_sglangs_to_the_byte() -> None:
-    assert encode_batch(1.0, [BlockStored([U64], None, [1, 2], 2, None, "GPU")]).hex() == GOLDEN["sglang"]
+def test_our_form_is_sglangs_with_the_adapters_name_to_the_byte() -> None:
+    event = BlockStored([U64], None, [1, 2], 2, None, "GPU")
+    assert encode_batch(1.0, [event]).hex() == GOLDEN["ours"]
+    assert golden("ours") == golden("sglang")
+
+
+class _VllmEvent(msgspec.Struct, tag=True, omit_defaults=True):
+    pass
+
+
+class _VllmStored(_VllmEvent, tag="BlockStored"):
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+class _VllmRemoved(_VllmEvent, tag="BlockRemoved"):
+    block_hashes: list[int | bytes]
+    medium: str | None
+
+
+class _VllmCleared(_VllmEvent, tag="AllBlocksCleared"):
+    pass
+
+
+def test_decoders_with_vllms_types_read_what_we_publish() -> None:
+    stored, removed = BlockStored([1], 2, [3, 4], 2, medium="GPU"), BlockRemoved([1], "GPU")
+    payload = encode_batch(1.0, [stored, removed, AllBlocksCleared()])
+    kinds = list[_VllmStored | _VllmRemoved | _VllmCleared]
+    _, events, _ = msgspec.msgpack.decode(payload, type=tuple[float, kinds, int])
+    assert events == [_VllmStored([1], 2, [3, 4], 2, None, "GPU", None), _VllmRemoved([1], "GPU"), _VllmCleared()]
+
+
+def test_sglang_0_5_18_puts_salts_into_a_map_behind_the_medium() -> None:
+    assert golden("salted").events == [BlockStored([U64], None, [1, 2], 2, None, "GPU", cache_salt="team-笒")]
+    head = ["BlockStored", [1], None, [1], 1, None, "GPU"]
+    assert only([*head, {"cache_salt": "s", "session_id": "x", "later": 1}]).session_id == "x"
+    assert only([*head, {"session_id": "x"}]).cache_salt is None
+    assert only([*head, {}]) == only(head)
+    assert rejection([*head, {"cache_salt": 7}]) == DecodeReason.BAD_EVENT
 
 
 def test_a_strict_reader_of_three_elements_reads_our_batches() -> None:

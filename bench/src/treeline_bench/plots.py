@@ -219,6 +219,16 @@ def _fleet(result: Result) -> Figure:
     return figure
 
 
+def _scrape(result: Result) -> Figure:
+    cores = result.value("scrape.cores.100")
+    title = f"The load of 100 silent engines takes {number(cores)} of a core"
+    figure, (axes,) = _figure(title, 1, _size(result))
+    _bars(axes, ["100 engines"], [cores], [OURS])
+    axes.set(title="Reading their metrics", ylabel="cores")
+    _expected(axes, result.row("scrape.cores.100"), "at most", bars=1)
+    return figure
+
+
 def _operator(result: Result) -> Figure:
     quantiles = ("p50", "p95")
     apply_s = [result.value(f"operator.apply_s.{quantile}") for quantile in quantiles]
@@ -365,6 +375,7 @@ PLOTS: dict[str, Callable[[Result], Figure]] = {
     "radix": _radix,
     "cpu": _cpu,
     "fleet": _fleet,
+    "scrape": _scrape,
     "operator": _operator,
     "one-gateway": _one_gateway,
     **{f"serving-{name}": _serving for name in DATASETS},

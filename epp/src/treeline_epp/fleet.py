@@ -21,10 +21,14 @@ from treeline_wire.load import TreelineLoad
 from treeline_wire.security import CurveKeys
 from treeline_wire.tokenizer import TokenizerBundle
 
-from treeline_epp.endpoints.adapters.base import EngineInfo
+from treeline_epp.endpoints.adapters.base import EngineInfo, KvSource, LoadReports
 from treeline_epp.endpoints.engine_http import EngineError, new_http
+from treeline_epp.endpoints.model_server_metrics import MetricNames
+from treeline_epp.endpoints.rank_loads import RankLoads
+from treeline_epp.endpoints.scraper import Scraper, Scraping
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.endpoints.watcher import EngineClient, EngineState, EngineWatcher, ProbePace
+from treeline_epp.index.pods import Pod
 from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats, Load, Ticker, new_context
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.picking.picker import Picker
@@ -43,18 +47,25 @@ _CHECKED_EACH_SECOND = 250
 class Member:
     """One endpoint and its tasks."""
 
-    def __init__(self, spec: EndpointSpec, client: EngineClient, watcher: EngineWatcher) -> None:
+    def __init__(self, spec: EndpointSpec, client: EngineClient, watcher: EngineWatcher, scraper: Scraper) -> None:
         self.spec = spec
         self.client = client
         self.watcher = watcher
+        self.scraper = scraper
         # As the picker has it: with models, and the process's epoch.
         self.registered: EndpointSpec | None = None
         self.follows = False  # publishes events, and so counts for readiness only when they have been applied
-        self.subscription: KvSubscription | None = None
+        self.subscriptions: dict[int, KvSubscription] = {}  # by rank
+        self.rank_loads = RankLoads()
         self.reports_draining = False
         self.ready, self.draining = spec.ready, spec.draining  # as discovery says; may change while it lives
         self.tasks: list[asyncio.Task[None]] = []
         self.follower: asyncio.Task[None] | None = None
+
+    @property
+    def caught_up(self) -> bool:
+        """Is all applied that its publishers are known to have published?"""
+        return not self.follows or (bool(self.subscriptions) and all(one.live for one in self.subscriptions.values()))
 
     @property
     def state(self) -> EngineState:
@@ -79,6 +90,7 @@ class Fleet:
         *,
         curve: CurveKeys | None = None,
         bundle: TokenizerBundle | None = None,
+        scraping: Scraping | None = None,
         on_gone: Callable[[str], None] = lambda _name: None,
     ) -> None:
         self.stats = KvStats()
@@ -91,6 +103,7 @@ class Fleet:
         self._zmq = new_context()
         self._ticker = Ticker()
         self._pace = ProbePace()
+        self.scraping = scraping or Scraping()
         self.members: dict[str, Member] = {}
         self.past: Counter[str] = Counter()  # of subscriptions that are no more: counters must not fall
         self.discovered = asyncio.Event()
@@ -116,6 +129,7 @@ class Fleet:
             ticking.cancel()
             publishers.cancel()
             await asyncio.gather(*map(self._remove, list(self.members)))
+            await self.scraping.close()
             self._zmq.destroy(linger=0)
 
     async def wait_until_ready(self) -> None:
@@ -156,7 +170,7 @@ class Fleet:
             endpoint = self.picker.endpoints.get(name)
             if endpoint is None or not endpoint.ready:
                 return False
-            if member.follows and (member.subscription is None or not member.subscription.live):
+            if not member.caught_up:
                 return False
         return True
 
@@ -187,11 +201,15 @@ class Fleet:
 
     def _add(self, spec: EndpointSpec) -> Member:
         # A pool of connections looks at all of them for each request, so that each engine has one of its own.
-        client = EngineClient(new_http(), spec.address, spec.engine)
+        client = EngineClient(new_http(), spec.address, spec.engine, spec.kv)
         watcher = EngineWatcher(spec, client, lambda state, info: self._on_report(member, state, info), self._pace)
-        member = Member(spec, client, watcher)
+        scraper = Scraper(
+            spec.name, spec.address, self.scraping, lambda load, at: self.picker.on_load(spec.name, load, at)
+        )
+        member = Member(spec, client, watcher, scraper)
         self.members[spec.name] = member
         member.tasks.append(self._spawn(member.watcher.run, f"watch {spec.name}"))
+        member.tasks.append(self._spawn(member.scraper.run, f"scrape {spec.name}"))
         return member
 
     async def _remove(self, name: str) -> None:
@@ -224,17 +242,18 @@ class Fleet:
     def _on_report(self, member: Member, state: EngineState, info: EngineInfo | None) -> None:
         if state is EngineState.READY and info is not None:
             self._register(member, info)
+        member.scraper.follow(_scraped(member.client, state, info))
         self._announce_soon(member.spec.name)
 
     def _register(self, member: Member, info: EngineInfo) -> None:
         """Make the picker know a ready engine; a new process behind the name starts from nothing."""
         known = member.registered
-        spec = dataclasses.replace(member.spec, models=info.models, uid=f"{member.spec.uid}/{info.epoch}")
+        spec = dataclasses.replace(member.spec, models=info.models, uid=_process(member.spec, info))
         if spec == known:
             return
         if known is None or known.uid != spec.uid:
             self._unsubscribe(member)
-        self.picker.add_endpoint(spec, ready=False)
+        self.picker.add_endpoint(spec, ready=False, ranks=max(1, len(info.sources)))
         member.registered = spec
         keyer = self.registry.keyer(info.fingerprint if self._bundle is None else self._bundle.fingerprint)
         self._set_served(spec, info, keyer)
@@ -243,7 +262,8 @@ class Fleet:
         member.reports_draining = False
         if member.follower is not None:
             member.follower.cancel()
-        member.follows = info.source is not None and info.source.events_port is not None
+        member.rank_loads = RankLoads()
+        member.follows = any(source.events_port is not None for source in info.sources)
         member.follower = self._spawn(lambda: self._follow(member, info), f"follow {spec.name}")
 
     def _set_served(self, spec: EndpointSpec, info: EngineInfo, keyer: PromptKeyer | None) -> None:
@@ -253,41 +273,50 @@ class Fleet:
         )
 
     def _unsubscribe(self, member: Member) -> None:
-        if member.subscription is not None:
-            self.past.update(member.subscription.counts)
-            member.subscription = None
+        for subscription in member.subscriptions.values():
+            self.past.update(subscription.counts)
+        member.subscriptions.clear()
 
     async def _follow(self, member: Member, info: EngineInfo) -> None:
-        """Get the engine's tokenizer, then listen to its publisher for as long as it is the same process."""
+        """Get the engine's tokenizer, then listen to its publishers for as long as it is the same process."""
         spec = member.registered
         assert spec is not None
         name = spec.name
         keyer = await self._keyer(member.client, info)
         self._set_served(spec, info, keyer)
-        if info.source is None:
-            return
-        if info.source.curve and self._curve is None:
+        if any(source.curve for source in info.sources) and self._curve is None:
             log.error("endpoint %s publishes with keys; give this picker --curve-dir to listen to it", name)
             member.follows = False
             return
-        endpoint = self.picker.endpoints[name]
+        async with asyncio.TaskGroup() as ranks:
+            for source, pod in zip(info.sources, self.picker.endpoints[name].pods, strict=False):
+                ranks.create_task(self._listen(member, source, pod, keyer, info.sources))
+
+    async def _listen(
+        self, member: Member, source: KvSource, pod: Pod, keyer: PromptKeyer | None, ranks: Sequence[KvSource]
+    ) -> None:
+        """Follow one rank's publisher until cancelled."""
+        endpoint = self.picker.endpoints[member.spec.name]
         # There is one already where a defect has started this task again: it goes on with that.
-        if member.subscription is None:
-            member.subscription = KvSubscription(
+        subscription = member.subscriptions.get(source.rank)
+        if subscription is None:
+            subscription = member.subscriptions[source.rank] = KvSubscription(
                 self.picker.index,
-                endpoint.pod,
+                pod,
                 keyer.keys if keyer is not None else None,
+                ours=source.hello,
+                replays=source.replay_port is not None,
                 stretch=lambda: max(1.0, len(self.members) / _CHECKED_EACH_SECOND),
             )
+        reporting = [one.rank for one in ranks if one.load_port is not None]
         callbacks = KvCallbacks(
-            subscription=member.subscription,
-            on_load=lambda load: self._on_load(member, load),
+            subscription=subscription,
+            on_load=lambda load: self._on_load(member, source.rank, reporting, load),
             on_trouble=member.watcher.probe_now,
             in_flight=lambda: len(endpoint.load.reservations),
             stats=self.stats,
         )
-        curve = self._curve if info.source.curve else None
-        await KvConnection(self._zmq, self._ticker, info.source, callbacks, curve).run()
+        await KvConnection(self._zmq, self._ticker, source, callbacks, self._curve if source.curve else None).run()
 
     async def _keyer(self, client: EngineClient, info: EngineInfo) -> PromptKeyer | None:
         """The keyer for an engine; its tokenizer is fetched once for all engines with the same fingerprint."""
@@ -312,18 +341,21 @@ class Fleet:
                     pause = min(5.0, 2 * pause)
             return known
 
-    def _on_load(self, member: Member, load: Load) -> Sequence[Request]:
-        """A load report has come: what is to be asked of the publisher because of it."""
+    def _on_load(self, member: Member, rank: int, reporting: Sequence[int], load: Load) -> Sequence[Request]:
+        """A load report has come from one of the ranks that send any: what is to be asked of its publisher."""
         now = time.monotonic()
         draining = isinstance(load, TreelineLoad) and load.draining
         if draining != member.reports_draining:
             member.reports_draining = draining
             self._announce_soon(member.spec.name)
             member.watcher.probe_now()
-        self.picker.on_load(member.spec.name, load, now)
-        if member.subscription is None or not isinstance(load, TreelineLoad):
+        whole = load if isinstance(load, TreelineLoad) else member.rank_loads.take(rank, load, reporting)
+        if whole is not None:
+            self.picker.on_load(member.spec.name, whole, now)
+        subscription = member.subscriptions.get(rank)
+        if subscription is None or not isinstance(load, TreelineLoad):
             return ()
-        return member.subscription.on_heartbeat(load.epoch, None, now)
+        return subscription.on_heartbeat(load.epoch, None, now)
 
     # --- what Envoy and the picker are told ---------------------------------------------------------------------------
 
@@ -358,3 +390,17 @@ class Fleet:
                 self._waiting.add(name)
             else:
                 self._waiting.discard(name)
+
+
+def _process(spec: EndpointSpec, info: EngineInfo) -> str:
+    """What tells one process behind an endpoint from the next: its epoch, for engines that have one, and its ports."""
+    ports = [f"{source.rank}:{source.events_port}:{source.replay_port}" for source in info.sources]
+    return "/".join((spec.uid, info.epoch, *ports))
+
+
+def _scraped(client: EngineClient, state: EngineState, info: EngineInfo | None) -> tuple[MetricNames, ...]:
+    """What to look for in an engine's metrics; nothing where it pushes its load, or is in no state to be asked."""
+    if state not in (EngineState.READY, EngineState.DRAINING) or info is None:
+        return ()
+    pushes = client.adapter.load is LoadReports.BEATS or any(source.load_port is not None for source in info.sources)
+    return () if pushes else client.adapter.metrics

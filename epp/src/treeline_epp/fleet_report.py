@@ -6,9 +6,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
+from treeline_epp.endpoints.scraper import Failure
 from treeline_epp.endpoints.watcher import EngineState
 from treeline_epp.fleet import Fleet, Member
 from treeline_epp.kvevents.states import SubscriptionState
+from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.metrics import Sample
 
 
@@ -17,7 +19,7 @@ def samples(fleet: Fleet) -> Iterator[Sample]:
     states = Counter(member.state for member in fleet.members.values())
     for state in EngineState:
         yield "gauge", "endpoints", "Endpoints by state.", {"state": state.value}, states[state]
-    subscriptions = [one.subscription for one in fleet.members.values() if one.subscription is not None]
+    subscriptions = [one for member in fleet.members.values() for one in member.subscriptions.values()]
     phases = Counter(subscription.state for subscription in subscriptions)
     text = "Subscriptions to KV events by state; live and checking ones have applied all that is published."
     for phase in SubscriptionState:
@@ -26,10 +28,12 @@ def samples(fleet: Fleet) -> Iterator[Sample]:
     foreign = sum(info is not None and info.foreign_host is not None for info in infos)
     text = "Endpoints that name another host than their own for their KV sockets; it is not connected to."
     yield "gauge", "endpoints_naming_others", text, {}, foreign
-    text = "Endpoints whose events and load cannot be followed: no file descriptors or sockets are left."
+    yield from _engines(fleet)
+    text = "Publishers whose events and load cannot be followed: no file descriptors or sockets are left."
     yield "gauge", "endpoints_unfollowed", text, {}, len(fleet.stats.unfollowed)
     failing = sum(e.breaker.tripped for e in fleet.picker.endpoints.values())
     yield "gauge", "endpoints_failing", "Endpoints left out because they answer errors alone.", {}, failing
+    yield from _scraping(fleet)
     stats, eds = fleet.stats, fleet.eds.state
     events = Counter(fleet.past)
     for subscription in subscriptions:
@@ -52,6 +56,25 @@ def samples(fleet: Fleet) -> Iterator[Sample]:
     yield "counter", "eds_rejections", "Endpoint lists that an Envoy rejected.", {}, eds.rejections
 
 
+def _scraping(fleet: Fleet) -> Iterator[Sample]:
+    """Of engines that push no load."""
+    now, scraping = time.monotonic(), fleet.scraping
+    looked_at = [member.scraper for member in fleet.members.values() if member.scraper.following]
+    failing = Counter(scraper.failing for scraper in looked_at if scraper.failing is not None)
+    text = "Endpoints that push no load, and whose metrics page is read for it."
+    yield "gauge", "scraped_endpoints", text, {}, len(looked_at)
+    text = "Of these, endpoints whose load could not be read the last time, by reason."
+    for reason in Failure:
+        yield "gauge", "scraped_endpoints_failing", text, {"reason": reason.value}, failing[reason]
+    ages = [now - scraper.scraped_at for scraper in looked_at if scraper.scraped_at is not None]
+    text = "Age of the oldest load that was read from metrics; after 3 s it counts no more."
+    yield "gauge", "scrape_age_seconds", text, {}, max(ages, default=0.0)
+    yield "counter", "scrapes", "Reads of engines' metrics pages.", {}, scraping.scrapes
+    text = "Reads of engines' metrics pages that gave no load, by reason."
+    for reason in Failure:
+        yield "counter", "scrape_failures", text, {"reason": reason.value}, scraping.failures[reason]
+
+
 def listing(fleet: Fleet) -> dict[str, object]:
     """Pools with their models and endpoints, as the operator reads them: what could be picked now.
 
@@ -68,7 +91,7 @@ def listing(fleet: Fleet) -> dict[str, object]:
                 "ready": known is not None and known.eligible,
                 "draining": member.state is EngineState.DRAINING or member.draining,
                 "in_flight": known.load.in_flight(now) if known is not None else None,
-                "cached_tokens": known.pod.blocks * known.pod.block_size if known is not None else 0,
+                "cached_tokens": known.held_tokens if known is not None else 0,
             }
         )
     models = fleet.registry.models_by_pool()
@@ -93,12 +116,49 @@ def _describe(fleet: Fleet, name: str, member: Member) -> dict[str, object]:
         "state": member.state.value,
         "models": member.registered.models if member.registered is not None else (),
     }
+    if (info := member.watcher.info) is not None:
+        out["engine"] = info.engine
+        out["no_events"] = info.no_events or None
     if endpoint is not None:
         out["selectable"] = endpoint.eligible
         out["failing"] = endpoint.breaker.tripped
         out["silent"] = endpoint.load.silent(time.monotonic())
+        out["load"] = "scraped" if member.scraper.following else "pushed"
+        out["load_failing"] = member.scraper.failing
         out["reservations"] = len(endpoint.load.reservations)
         out["reserved_tokens"] = endpoint.load.reservations.tokens
-        out["subscription"] = None if member.subscription is None else member.subscription.state.value
-        out["unfollowed"] = name in fleet.stats.unfollowed
+        publishers = [_publisher(fleet, rank, one) for rank, one in sorted(member.subscriptions.items())]
+        behind = [one for one in publishers if not one["live"]]
+        # Of several, one that is behind, if any.
+        out["subscription"] = (behind or publishers)[0]["state"] if publishers else None
+        out["unfollowed"] = any(one["unfollowed"] for one in publishers)
+        out["publishers"] = publishers
     return out
+
+
+def _publisher(fleet: Fleet, rank: int, subscription: KvSubscription) -> dict[str, object]:
+    pod = subscription.pod
+    return {
+        "rank": rank,
+        "state": subscription.state.value,
+        "live": subscription.live,
+        "peer": subscription.peer.value,
+        "next_seq": subscription.next_seq,
+        "partial": subscription.partial,
+        "blocks": pod.blocks,
+        "block_size": pod.block_size,
+        "skipped": dict(pod.skipped),
+        "unfollowed": str(pod) in fleet.stats.unfollowed,
+    }
+
+
+def _engines(fleet: Fleet) -> Iterator[Sample]:
+    """Which engines there are, and whether what their caches hold is known."""
+    found: Counter[tuple[str, str]] = Counter()
+    for member in fleet.members.values():
+        info = member.watcher.info
+        if info is not None and info.engine:
+            found[info.engine, "followed" if member.follows else "none"] += 1
+    text = "Endpoints by engine, and by whether they publish KV events that are followed."
+    for (engine, events), count in sorted(found.items()):
+        yield "gauge", "engines", text, {"engine": engine, "events": events}, count

@@ -24,6 +24,7 @@ from treeline_wire.tokenizer import BundleError, TokenizerBundle
 from treeline_epp import fleet_report
 from treeline_epp.admin import Handler, Page, PageServer
 from treeline_epp.endpoints.discovery import DiscoveryError, discover, parse_file
+from treeline_epp.endpoints.scraper import Scraping
 from treeline_epp.extproc.clients import Clients
 from treeline_epp.extproc.server import ExtProcService, server_options
 from treeline_epp.extproc.session import SessionLimits
@@ -85,7 +86,10 @@ async def serve(options: Options, stopping: asyncio.Event) -> None:
     picker = Picker(PickerConfig(options.policy, options.max_ttft_seconds, options.fallback_endpoints, seed))
     async with contextlib.AsyncExitStack() as stack:
         # Only loopback and cluster addresses are asked; a proxy from the environment would be in the way.
-        fleet = Fleet(picker, registry, eds, curve=curve, bundle=bundle, on_gone=metrics.forget)
+        scraping = Scraping(
+            options.metric_names, path=options.model_server_metrics_path, port=options.model_server_metrics_port
+        )
+        fleet = Fleet(picker, registry, eds, curve=curve, bundle=bundle, scraping=scraping, on_gone=metrics.forget)
         metrics.observe(lambda: fleet_report.samples(fleet))
         kube = await _kubernetes(options, registry, metrics, stack)
         isolation = Isolation.of(options.trust_edge, curve)
@@ -290,4 +294,5 @@ def _tree(picker: Picker, name: str | None) -> Page:
     endpoint = picker.endpoints.get(name)
     if endpoint is None:
         return Page({"error": f"no endpoint {name!r}", "pods": sorted(picker.endpoints)}, 404)
-    return Page({"pod": name, "blocks": [str(block) for block in sorted(picker.index.blocks_of(endpoint.pod))]})
+    blocks = set().union(*(picker.index.blocks_of(pod) for pod in endpoint.pods))
+    return Page({"pod": name, "blocks": [str(block) for block in sorted(blocks)]})

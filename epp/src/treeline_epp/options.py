@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from treeline_wire.logs import LEVELS
 from treeline_wire.settings import add_flags, namespace, port_setting, setting, values
 
 from treeline_epp.endpoints.discovery import DiscoveryError, parse_flag, unique
+from treeline_epp.endpoints.model_server_metrics import Capacity, Metric, MetricNames
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.picking.policies import POLICIES
 
@@ -32,6 +34,12 @@ _IGNORED = {
     "--enable-cert-reload": "?",
     "--metrics-endpoint-auth": "?",
     "--ha-enable-leader-election": "?",
+    "--lora-info-metric": None,
+    "--refresh-metrics-interval": None,
+    "--refresh-prometheus-metrics-interval": None,
+    "--metrics-staleness-threshold": None,
+    "--model-server-metrics-scheme": None,
+    "--model-server-metrics-https-insecure-skip-verify": "?",
 }
 """Flags of other pickers that change nothing here, with how many values each takes."""
 
@@ -59,7 +67,22 @@ def _ports(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in words)
 
 
+def _metric(text: str) -> Metric | None:
+    """Nothing for an empty text, as the inference extension has it."""
+    try:
+        return Metric.parse(text) if text.strip() else None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _path(text: str) -> str:
+    if not re.fullmatch(r"/[!-~]*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no path: it begins with a slash and has no spaces")
+    return text
+
+
 _KUBERNETES = "endpoints from Kubernetes"
+_METRICS = "metrics of engines that push no load"
 
 
 @dataclass(frozen=True)
@@ -206,7 +229,49 @@ class Options:
     health_checking: bool = setting(
         False, metavar="BOOL", parse=_bool, help="serve gRPC health on the ext_proc port too"
     )
+    total_queued_requests_metric: Metric | None = setting(
+        None,
+        group=_METRICS,
+        metavar="METRIC",
+        parse=_metric,
+        help="requests that wait: NAME or NAME{LABEL=VALUE}. This one and the next three go before the names of vLLM, "
+        "SGLang and TensorRT-LLM, which are known",
+    )
+    total_running_requests_metric: Metric | None = setting(
+        None, group=_METRICS, metavar="METRIC", parse=_metric, help="requests that run"
+    )
+    kv_cache_usage_percentage_metric: Metric | None = setting(
+        None, group=_METRICS, metavar="METRIC", parse=_metric, help="share of the KV cache in use, from 0 to 1"
+    )
+    cache_info_metric: Metric | None = setting(
+        None,
+        group=_METRICS,
+        metavar="METRIC",
+        parse=_metric,
+        help="a series with the labels num_gpu_blocks and block_size, or num_pages and page_size",
+    )
+    model_server_metrics_path: str | None = setting(
+        None, group=_METRICS, metavar="PATH", parse=_path, help="default: /metrics, or as the engine has it"
+    )
+    model_server_metrics_port: int | None = setting(
+        None, group=_METRICS, metavar="PORT", at_least=1, at_most=65535, help="default: the endpoint's own"
+    )
     ignored: tuple[str, ...] = ()
+
+    @property
+    def metric_names(self) -> MetricNames | None:
+        """What the flags call an engine's metrics; None where they say nothing."""
+        names = MetricNames(
+            waiting=_given(self.total_queued_requests_metric),
+            running=_given(self.total_running_requests_metric),
+            kv_usage=_given(self.kv_cache_usage_percentage_metric),
+            capacity=Capacity(infos=tuple(metric.name for metric in _given(self.cache_info_metric))),
+        )
+        return None if names == MetricNames() else names
+
+
+def _given(metric: Metric | None) -> tuple[Metric, ...]:
+    return () if metric is None else (metric,)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -215,7 +280,7 @@ def parser() -> argparse.ArgumentParser:
         prog="treeline pick",
         description="Treeline's endpoint picker. A proxy asks it over ext_proc where each request goes; it answers "
         "from what every endpoint has cached and how busy it is. Endpoints are engines with an OpenAI-compatible "
-        "server; those of Treeline push all they know, others are routed by history.",
+        "server; those of Treeline push all they know, others are asked for their load or routed by history.",
         epilog="Example: treeline pick --endpoint a=127.0.0.1:8000 --endpoint b=127.0.0.1:8001; on Kubernetes: "
         "treeline pick --gateway treeline --pool-namespace team",
         allow_abbrev=False,
@@ -227,6 +292,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add_flags(p, Options)
     add_flags(kubernetes, Options, _KUBERNETES)
+    metrics = p.add_argument_group(
+        _METRICS,
+        "Each engine's own page is read at most twice a second. What other endpoint pickers call these flags, they are "
+        "called here.",
+    )
+    add_flags(metrics, Options, _METRICS)
     group = p.add_argument_group("ignored, with a warning", "Flags of other endpoint pickers.")
     for flag, count in _IGNORED.items():
         group.add_argument(flag, nargs=count, dest="ignored", action=_Ignore, default=(), help=argparse.SUPPRESS)

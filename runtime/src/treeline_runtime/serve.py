@@ -264,7 +264,7 @@ class Server:
     def _on_engine_ready(self) -> None:
         """The workers go first: whoever hears that the server is ready may reach any of them."""
         publisher = self._ready.get("publisher")
-        kv_events = None if publisher is None else _kv_events(publisher, self._args.page_size)
+        kv_events = None if publisher is None else _kv_events(publisher, self._args)
         self._begin = Begin(self._ready[self._schedulers[0].name], kv_events)
         names = [process.name for process in (*self._engine, *self._https)]
         self._state.heartbeat_at = dict.fromkeys(names, time.monotonic())
@@ -324,7 +324,7 @@ async def _first(*futures: asyncio.Future[Any]) -> None:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _kv_events(publisher: dict[str, Any], page_size: int) -> dict[str, Any]:
+def _kv_events(publisher: dict[str, Any], args: ServerArgs) -> dict[str, Any]:
     """Where this server publishes, under SGLang's names."""
     return {
         "publisher": "zmq",
@@ -332,9 +332,9 @@ def _kv_events(publisher: dict[str, Any], page_size: int) -> dict[str, Any]:
         "endpoint_port_base": publisher["events_port"],
         "replay_endpoint_port_base": publisher["replay_port"],
         "load_endpoint_port_base": publisher["load_port"],
-        "topic": "",
+        "topic": args.kv_events_topic,
         "load_topic": LOAD_TOPIC.decode(),
-        "block_size": page_size,
+        "block_size": args.page_size,
         "dp_size": 1,
         "curve": publisher["curve"],
     }

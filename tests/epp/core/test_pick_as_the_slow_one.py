@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import slow_pick
 from support.epp_core import KEYS, WIDTH, Prompt
+from treeline_epp.endpoints.load import EngineLoad
+from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.index import Index, IndexLimits
 from treeline_epp.picking.decision import NoEndpoints, Outcome, Saturated
@@ -45,7 +47,7 @@ class World:
             pool=rng.choice(("p", "q")),
             models=rng.choice(MODELS),
         )
-        self.picker.add_endpoint(spec, ready=rng.random() < 0.9)
+        self.picker.add_endpoint(spec, ready=rng.random() < 0.9, ranks=rng.choice((1, 1, 3)))
 
     def any(self) -> str:
         return self.rng.choice(list(self.picker.endpoints) or ["nobody"])
@@ -69,10 +71,10 @@ class World:
         elif what == 7:
             picker.on_tick(self.now)
         elif what in (8, 9) and endpoint is not None:
-            picker.index.apply(endpoint.pod, rng.choice(PROMPTS).stored(), KEYS)
+            picker.index.apply(rng.choice(endpoint.pods), rng.choice(PROMPTS).stored(), KEYS)
         elif what == 10 and endpoint is not None:
             gone = rng.choice(PROMPTS).hashes[-2:]
-            picker.index.apply(endpoint.pod, BlockRemoved(gone), KEYS)
+            picker.index.apply(rng.choice(endpoint.pods), BlockRemoved(gone), KEYS)
         elif what == 11 and endpoint is not None:
             self.upset(endpoint)
         elif what in (12, 13) and self.leases:
@@ -82,7 +84,7 @@ class World:
                 self.leases.append(picker.reserve(picker.pick(self.ask(), self.now), self.now))
 
     def upset(self, endpoint) -> None:  # type: ignore[no-untyped-def]
-        index, pod = self.picker.index, endpoint.pod
+        index, pod = self.picker.index, self.rng.choice(endpoint.pods)
         match self.rng.randrange(5):
             case 0:
                 index.apply(pod, AllBlocksCleared(), KEYS)
@@ -108,8 +110,12 @@ class World:
             prompt_tokens=7 * WIDTH,
         )
 
-    def report(self) -> LoadStat | TreelineLoad:
+    def report(self) -> EngineLoad:
         rng = self.rng
+        if rng.random() < 0.3:
+            steps = (1000.0 * self.now, self.now * rng.choice((4.0, 9.0)))
+            usage, total = rng.random(), rng.choice((0, 1600))
+            return ScrapedLoad(rng.choice((0, 3)), rng.choice((0, 0, 2)), usage, total, steps=steps)
         if rng.random() < 0.3:
             return LoadStat(num_running=rng.randrange(5), num_waiting_uncached_tokens=rng.choice((0, 0, 900)))
         return TreelineLoad(

@@ -33,10 +33,16 @@ def test_random_openings_and_closings_add_up() -> None:
         action = rng.random()
         if action < 0.5:
             opened.append(held.open(rng.randrange(1000), now, rng.random() * 3))
+        elif action < 0.7 and opened:
+            held.let_run(rng.choice(opened), now)
         elif opened:
             held.close(rng.choice(opened))
         if action < 0.1:
             held.expire(now)
+            assert all(r.done_at > now for r in opened if r.open and r.answered)
+        elif action < 0.15:
+            held.close_answered(now - 1)
+            assert all(r.opened_at > now - 1 for r in opened if r.open and r.answered)
         held.check()
         newer = [r for r in opened if r.open and r.opened_at > now - 2]
         assert held.newer_than(now - 2) == (sum(r.tokens for r in newer), len(newer))

@@ -20,7 +20,7 @@ from treeline_epp.endpoints.discovery import (
     parse_flag,
     unique,
 )
-from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.endpoints.spec import EndpointSpec, KvPorts
 
 A = EndpointSpec("a", "127.0.0.1:8000")
 
@@ -45,6 +45,26 @@ def test_a_file_is_yaml_or_json() -> None:
     entries = [{"name": s.name, "address": s.address, "pool": s.pool, "uid": s.uid} for s in expected]
     assert parse_file(json.dumps({"endpoints": entries})) == expected
     assert parse_file("endpoints: []") == ()
+
+
+def test_a_file_says_what_an_engine_is_and_where_it_publishes() -> None:
+    entry = "{name: a, address: 'localhost:8000', engine: vllm, kv_events: %s}"
+    (spec,) = parse_file(f"endpoints: [{entry % '{port: 5557, replay_port: 5657, topic: kv, ranks: 2}'}]")
+    assert (spec.engine, spec.kv) == ("vllm", KvPorts(5557, 5657, "kv", 2))
+    (spec,) = parse_file(f"endpoints: [{entry % '{port: 5557}'}]")
+    assert spec.kv == KvPorts(5557)
+    for wrong in (
+        "{}",
+        "{port: 0}",
+        "{port: 70000}",
+        "{port: 1, ranks: 0}",
+        "{port: 1, ranks: 9999}",
+        "{port: 1, x: 1}",
+    ):
+        with pytest.raises(DiscoveryError):
+            parse_file(f"endpoints: [{entry % wrong}]")
+    with pytest.raises(DiscoveryError, match="none of treeline, sglang, vllm, openai"):
+        parse_file("endpoints: [{name: a, address: 'localhost:8000', engine: vlm}]")
 
 
 @pytest.mark.parametrize(

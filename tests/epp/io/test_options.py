@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from treeline_epp.endpoints.model_server_metrics import Metric, MetricNames
 from treeline_epp.options import Options, options_of
 
 
@@ -81,10 +82,40 @@ def test_the_command_line_of_the_reference_picker_works_as_it_is() -> None:
     )
 
 
+def test_the_flags_by_which_other_pickers_name_metrics_are_understood() -> None:
+    words = [
+        "--endpoint=a=127.0.0.1:1",
+        "--total-queued-requests-metric=sglang:num_queue_reqs",
+        "--total-running-requests-metric",
+        "nv_trt_llm_request_metrics{request_type=scheduled}",
+        "--kv-cache-usage-percentage-metric",
+        "sglang:token_usage",
+        "--cache-info-metric=",
+        "--lora-info-metric=",
+        "--refresh-metrics-interval=50ms",
+        "--model-server-metrics-port=9100",
+        "--model-server-metrics-path=/m",
+        "--model-server-metrics-scheme=http",
+        "--model-server-metrics-https-insecure-skip-verify=true",
+    ]
+    options = options_of(words)
+    assert options.metric_names == MetricNames(
+        waiting=(Metric("sglang:num_queue_reqs"),),
+        running=(Metric("nv_trt_llm_request_metrics", {"request_type": "scheduled"}),),
+        kv_usage=(Metric("sglang:token_usage"),),
+    )
+    assert (options.model_server_metrics_path, options.model_server_metrics_port) == ("/m", 9100)
+    assert len(options.ignored) == 4
+    assert options_of(["--gateway", "g", "--total-queued-requests-metric", ""]).metric_names is None
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         ("", "no endpoints"),
+        ("--gateway g --total-queued-requests-metric a{b", "neither a metric's name nor of the form"),
+        ("--gateway g --model-server-metrics-path metrics", "is no path: it begins with a slash"),
+        ("--gateway g --model-server-metrics-port 0", "--model-server-metrics-port: must be at least 1"),
         ("--kubernetes", "--kubernetes needs --gateway NAME"),
         ("--gateway g --pool-name p", "--gateway and --pool-name: give one of them"),
         ("--gateway g --endpoint a=127.0.0.1:1", "do not go together"),

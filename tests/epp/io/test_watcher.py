@@ -11,7 +11,6 @@ import httpx
 import pytest
 from support.epp_io import FakeEngine, engines, small_bundle, until
 from support.http import client as local_client
-from treeline_epp.endpoints import engine_http
 from treeline_epp.endpoints.adapters.base import EngineInfo, KvSource
 from treeline_epp.endpoints.engine_http import EngineError
 from treeline_epp.endpoints.spec import EndpointSpec
@@ -50,18 +49,19 @@ async def test_a_treeline_runtime_says_everything(http: httpx.AsyncClient, engin
         "tokenizer_fingerprint": "f",
         "more": 1,
     }
-    source = KvSource("127.0.0.1", 5557, 5657, 5757)
+    source = KvSource("127.0.0.1", 5557, 5657, 5757, hello=True)
     info = await EngineClient(http, engine.address).info()
-    assert info == EngineInfo(("tiny",), str(2**63), "f", source)
+    assert info == EngineInfo(("tiny",), str(2**63), "f", (source,), engine="treeline")
 
 
 async def test_other_engines_say_less(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     client = EngineClient(http, engine.address)
-    assert await client.info() == EngineInfo(("tiny",))
+    info = await client.info()
+    assert (info.models, info.sources, info.engine) == (("tiny",), (), "openai")
     engine.documents["/server_info"] = {"kv_events": {"publisher": "null"}}
-    assert (await client.info()).source is None
+    assert (await client.info()).sources == ()
     engine.documents["/server_info"] = {"kv_events": {**KV, "topic": "kv-events"}}
-    assert (await client.info()).source == KvSource("127.0.0.1", 5557, 5657, 5757, "kv-events")
+    assert (await client.info()).sources == (KvSource("127.0.0.1", 5557, 5657, 5757, "kv-events"),)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ async def test_a_host_that_means_here_is_the_endpoints_own_address(
 ) -> None:
     engine.documents["/server_info"] = {"kv_events": {**KV, "endpoint_host": host}}
     info = await EngineClient(http, engine.address).info()
-    assert info.source == KvSource("127.0.0.1", 5557, 5657, 5757)
+    assert info.sources == (KvSource("127.0.0.1", 5557, 5657, 5757),)
     assert info.foreign_host is None
 
 
@@ -93,7 +93,7 @@ async def test_no_engine_chooses_with_whom_the_picker_talks(
 ) -> None:
     engine.documents["/server_info"] = {"kv_events": {**KV, "endpoint_host": host}}
     info = await EngineClient(http, engine.address).info()
-    assert info.source == KvSource("127.0.0.1", 5557, 5657, 5757)
+    assert info.sources == (KvSource("127.0.0.1", 5557, 5657, 5757),)
     assert info.foreign_host == host.strip("[]")
     async with watched(http, engine) as (watcher, _):
         await until(lambda: watcher.info is not None, "the engine to be asked")
@@ -115,11 +115,11 @@ async def test_an_answer_that_cannot_be_used_is_a_typed_error(
         await EngineClient(http, engine.address).info()
     engine.documents["/treeline/tokenizer"] = document
     with pytest.raises(EngineError):
-        await EngineClient(http, engine.address).tokenizer()
+        await EngineClient(http, engine.address, "treeline").tokenizer()
 
 
 async def test_the_tokenizer_comes_from_the_engine(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    client = EngineClient(http, engine.address)
+    client = EngineClient(http, engine.address, "treeline")
     with pytest.raises(EngineError):
         await client.tokenizer()
     engine.documents["/treeline/tokenizer"] = small_bundle().to_json()
@@ -156,10 +156,11 @@ async def test_the_watcher_tells_every_change_once(http: httpx.AsyncClient, engi
         await until(lambda: told == [EngineState.STARTING], "starting")
         engine.ready = True
         await until(lambda: told[-1] is EngineState.READY, "ready")
-        assert watcher.info == EngineInfo(("tiny",))
+        assert watcher.info is not None
+        assert watcher.info.models == ("tiny",)
         watcher.probe_now()
         engine.models = ("tiny", "lora")
-        await until(lambda: watcher.info == EngineInfo(("tiny", "lora")), "new models", 3.0)
+        await until(lambda: watcher.info and watcher.info.models == ("tiny", "lora"), "new models", 3.0)
         engine.ready = False
         watcher.probe_now()
         await until(lambda: told[-1] is EngineState.DRAINING, "draining")
@@ -274,7 +275,7 @@ async def _dripping(writer: asyncio.StreamWriter) -> None:
     [(_bomb, "encoded"), (_endless, "longer than"), (_dripping, "no whole answer within")],
 )
 async def test_no_engine_takes_the_pickers_memory_or_time_by_its_answer(
-    http: httpx.AsyncClient, answer: Answer, error: str, monkeypatch: pytest.MonkeyPatch
+    http: httpx.AsyncClient, answer: Answer, error: str
 ) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -282,7 +283,6 @@ async def test_no_engine_takes_the_pickers_memory_or_time_by_its_answer(
             await answer(writer)
         writer.close()
 
-    monkeypatch.setattr(engine_http, "_PROBE_TIMEOUT_S", 2.0)
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         host, port = server.sockets[0].getsockname()

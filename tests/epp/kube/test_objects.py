@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kube_api import own_model, own_pool, pod
-from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.endpoints.spec import EndpointSpec, KvPorts
 from treeline_epp.kube import pools
 from treeline_epp.kube.models import read_model
 from treeline_epp.kube.pods import endpoints, read_pod
@@ -209,3 +209,83 @@ def test_no_name_and_no_address_occurs_twice(items: list[dict[str, Any]], upstre
     assert len({spec.address for spec in specs}) == len(specs)
     assert list(specs) == sorted(specs, key=lambda spec: spec.name)
     assert specs == found(*reversed(items), of=of)
+
+
+CONFIG = '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5990", "replay_endpoint": "tcp://*:5991", "topic": "t"}'
+
+
+def calling(*args: str, command: tuple[str, ...] = (), **meta: Any) -> dict[str, Any]:
+    """A pod whose engine is called like this."""
+    item = pod("p", **meta)
+    item["spec"] = {"containers": [{"name": "sidecar"}, {"name": "x", "command": [*command], "args": [*args]}]}
+    return item
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        calling("--kv-events-config", CONFIG, "--data-parallel-size", "2"),
+        calling(f"--kv-events-config={CONFIG}", "-dp=2"),
+        calling("serve", "m", command=("vllm", "--kv_events_config", CONFIG, "--data_parallel_size=2")),
+        calling(f"exec vllm serve m \\\n --kv-events-config '{CONFIG}' -dp 2", command=("/bin/sh", "-c")),
+    ],
+)
+def test_where_an_engine_publishes_is_read_from_its_arguments(item: dict[str, Any]) -> None:
+    (spec,) = found(item)
+    assert spec.kv == KvPorts(5990, 5991, "t", 2)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("--kv-events-config",),
+        ("--kv-events-config", "{"),
+        ("--kv-events-config", "$(KV_EVENTS)"),
+        ("--kv-events-config", "[" * 100_000),
+        ("--kv-events-config", '{"publisher": "null", "enable_kv_cache_events": true}'),
+        ("--kv-events-config", '{"publisher": "zmq", "enable_kv_cache_events": false}'),
+        ("--kv-events-config", '{"enable_kv_cache_events": true, "endpoint": "ipc:///tmp/x"}'),
+        ("--kv-events-config", '{"enable_kv_cache_events": true, "endpoint": "tcp://*:0"}'),
+        ("--kv-events-config", '{"enable_kv_cache_events": true, "endpoint": "tcp://*:99999"}'),
+        ("sh -c 'vllm serve --kv-events-config {",),
+    ],
+)
+def test_arguments_that_say_nothing_usable_say_nothing(arguments: tuple[str, ...]) -> None:
+    assert found(calling(*arguments))[0].kv is None
+
+
+def test_sglang_names_its_publisher_and_vllm_switches_it_on() -> None:
+    assert found(calling("--kv-events-config", '{"publisher": "zmq"}', "--dp-size", "4"))[0].kv == KvPorts(
+        5557, ranks=4
+    )
+    assert found(calling("--kv-events-config", '{"enable_kv_cache_events": true}'))[0].kv == KvPorts(5557)
+
+
+def test_annotations_say_it_before_arguments_do() -> None:
+    told = {
+        "treeline.dev/kv-events-port": "6000",
+        "treeline.dev/kv-replay-port": "6100",
+        "treeline.dev/kv-events-topic": "kv",
+        "treeline.dev/data-parallel-size": "8",
+    }
+    assert found(calling("--kv-events-config", CONFIG, annotations=told))[0].kv == KvPorts(6000, 6100, "kv", 8)
+    told = {"treeline.dev/kv-events-port": "6000", "treeline.dev/data-parallel-size": "many"}
+    assert found(calling(annotations=told))[0].kv == KvPorts(6000)
+    for port in ("0", "-1", "99999", "x", "", "1" * 5000, "\u0661"):
+        assert found(calling(annotations={"treeline.dev/kv-events-port": port}))[0].kv is None
+
+
+def test_where_each_rank_has_a_port_of_its_own_it_publishes_for_itself() -> None:
+    made = pools.upstream_pool(raw(UPSTREAM))
+    item = calling("--kv-events-config", CONFIG, "-dp", "2", labels={"app": "vllm", "env": "x"})
+    assert [spec.kv for spec in found(item, of=(made,))] == [
+        KvPorts(5990, 5991, "t", 1, 0),
+        KvPorts(5990, 5991, "t", 1, 1),
+    ]
+
+
+def test_another_place_of_events_is_another_endpoint() -> None:
+    one = found(calling(annotations={"treeline.dev/kv-events-port": "6000"}))[0]
+    other = found(calling(annotations={"treeline.dev/kv-events-port": "6001"}))[0]
+    assert one.identity != other.identity

@@ -1,8 +1,9 @@
 """KV events: which blocks of tokens an engine's cache holds, as vLLM and SGLang publish them.
 
-We write SGLang's form: msgpack `[ts, [maps tagged "type"], dp_rank]`, hashes as signed 64-bit integers. We read every
-form that either engine has ever sent: the batch as array or map, events as maps or positional arrays, hashes signed,
-unsigned or as 32 raw bytes, tokens as numbers or pairs. The common forms go through typed decoders; the slow path
+We write SGLang's form: msgpack `[ts, [maps tagged "type"], dp_rank]`, hashes as signed 64-bit integers; and
+`lora_name` even where it is nil, without which vLLM's typed decoders refuse a `BlockStored`. We read every form that
+either engine has ever sent: the batch as array or map, events as maps or positional arrays, hashes signed, unsigned or
+as 32 raw bytes, tokens as numbers or pairs. The common forms go through typed decoders; the slow path
 looks at each event on its own, so that one bad event costs one event, never the batch.
 """
 
@@ -132,6 +133,8 @@ _POSITIONS: Final[dict[str, tuple[str, ...]]] = {
 }
 """Field order of the positional form, after its head. It was cut off at the tail, and only there; members that came
 later are in maps alone."""
+_METADATA: Final = ("cache_salt", "session_id")
+"""Members of the map that SGLang 0.5.18 and 0.5.19 put in the place of `lora_name`, for salted requests."""
 
 _STORED_OPTIONAL: Final = (
     "medium",
@@ -213,7 +216,7 @@ def _outgoing(event: Event) -> dict[str, Any]:
         optional = _REMOVED_OPTIONAL
     for name in optional:
         value = getattr(event, name)
-        if value is not None:
+        if value is not None or name == "lora_name":
             out[name] = value
     return out
 
@@ -277,6 +280,9 @@ def _event(raw: Any) -> Event:
     if isinstance(raw, list) and raw and isinstance(raw[0], str):
         kind: Any = raw[0]
         fields: dict[str, Any] = dict(zip(_POSITIONS.get(kind, ()), raw[1:], strict=False))
+        if isinstance(fields.get("lora_name"), dict):
+            metadata = fields.pop("lora_name")
+            fields |= {name: metadata[name] for name in _METADATA if name in metadata}
     elif isinstance(raw, dict):
         kind = raw.get("type")
         fields = raw

@@ -1,8 +1,10 @@
 """Where endpoints come from: flags, and a file that is watched. Each source yields the complete list, again and again.
 
-The file (YAML or JSON) has one member, `endpoints`: a list of `{name, address, pool?, uid?}`. It is replaced by
-renaming a new one over it, or by the symlink swap of a mounted ConfigMap. A file that cannot be used changes nothing:
-the last good list stays, and the log says what is wrong.
+The file (YAML or JSON) has one member, `endpoints`: a list of `{name, address, pool?, uid?, engine?, kv_events?}`.
+`engine` is one of the adapters; without it the engine is asked what it is. `kv_events` says where an engine publishes
+that does not tell: `{port, replay_port?, topic?, ranks?}`, ports of rank 0. The file is replaced by renaming a new one
+over it, or by the symlink swap of a mounted ConfigMap. A file that cannot be used changes nothing: the last good list
+stays, and the log says what is wrong.
 """
 
 from __future__ import annotations
@@ -11,11 +13,15 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import watchfiles
+from msgspec import Meta
 
-from treeline_epp.endpoints.spec import EndpointSpec, normal_ip, split_address
+from treeline_epp.endpoints.adapters.base import MAX_RANKS
+from treeline_epp.endpoints.adapters.registry import ADAPTERS
+from treeline_epp.endpoints.spec import EndpointSpec, KvPorts, normal_ip, split_address
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +33,23 @@ class DiscoveryError(ValueError):
     """A flag or a file does not describe endpoints; the message says what and where."""
 
 
+_Port = Annotated[int, Meta(ge=1, le=65535)]
+
+
+class _KvEvents(msgspec.Struct, forbid_unknown_fields=True):
+    port: _Port
+    replay_port: _Port | None = None
+    topic: Annotated[str, Meta(max_length=1024)] = ""
+    ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
+
+
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     address: str
     pool: str = "default"
     uid: str = ""
+    engine: str = ""
+    kv_events: _KvEvents | None = None
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -65,8 +83,21 @@ def parse_file(text: str) -> tuple[EndpointSpec, ...]:
         entries = msgspec.yaml.decode(text, type=_File).endpoints
     except (msgspec.MsgspecError, RecursionError) as error:
         raise DiscoveryError(str(error)) from None
-    specs = (EndpointSpec(e.name, normal_address(e.address), pool=e.pool, uid=e.uid) for e in entries)
-    return unique(specs)
+    return unique(map(_spec, entries))
+
+
+def _spec(entry: _Entry) -> EndpointSpec:
+    if entry.engine and entry.engine not in ADAPTERS:
+        raise DiscoveryError(f"endpoint {entry.name!r}: engine {entry.engine!r} is none of {', '.join(ADAPTERS)}")
+    kv = entry.kv_events
+    return EndpointSpec(
+        entry.name,
+        normal_address(entry.address),
+        pool=entry.pool,
+        uid=entry.uid,
+        engine=entry.engine,
+        kv=None if kv is None else KvPorts(kv.port, kv.replay_port, kv.topic, kv.ranks),
+    )
 
 
 def unique(specs: Iterable[EndpointSpec]) -> tuple[EndpointSpec, ...]:

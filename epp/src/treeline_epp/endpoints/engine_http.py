@@ -15,14 +15,19 @@ T = TypeVar("T")
 
 _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Made once: by default each client would read all certificates of the system."""
-_PROBE_TIMEOUT_S, _DOCUMENT_TIMEOUT_S = 2.0, 5.0
+_DOCUMENT_TIMEOUT_S = 5.0
 _PROBE_BYTES, _DOCUMENT_BYTES = 64 << 10, 4 << 20
 """Longest answers of engines."""
+_PASSING = frozenset({408, 425, 429})
 _AS_IT_IS = {"accept-encoding": "identity"}
 
 
 class EngineError(Exception):
     """The engine could not be asked, or its answer cannot be used."""
+
+
+class UnusableError(EngineError):
+    """It answers, and would answer the same again: in a shape that is not known, or that we may not ask."""
 
 
 def new_http() -> httpx.AsyncClient:
@@ -44,21 +49,24 @@ class EngineHttp:
         """Close its connections."""
         await self._http.aclose()
 
-    async def probe(self, path: str) -> int:
+    async def probe(self, path: str, timeout_s: float) -> int:
         """The status of a probe. Raises `httpx.HTTPError` if the engine is out of reach."""
-        status, _ = await self.fetch(path, _PROBE_TIMEOUT_S, _PROBE_BYTES)
+        status, _ = await self.fetch(path, timeout_s, _PROBE_BYTES)
         return status
 
     async def document(self, path: str, into: type[T]) -> T | None:
-        """A decoded document; `None` for 404. Raises `EngineError`."""
+        """A decoded document; `None` for 404. Raises `EngineError`: `UnusableError` where asking again is in vain."""
         try:
             status, content = await self.fetch(path, _DOCUMENT_TIMEOUT_S, _DOCUMENT_BYTES)
             if status == 404:
                 return None
             if status != 200:
-                raise EngineError(f"{self.base}{path} is answered {status}")
+                lasting = 400 <= status < 500 and status not in _PASSING
+                raise (UnusableError if lasting else EngineError)(f"{self.base}{path} is answered {status}")
             return msgspec.json.decode(content, type=into)
-        except (httpx.HTTPError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise UnusableError(f"{self.base}{path}: {error!r}") from error
+        except httpx.HTTPError as error:
             raise EngineError(f"{self.base}{path}: {error!r}") from error
 
     async def fetch(self, path: str, total_s: float, most: int) -> tuple[int, bytes]:

@@ -4,31 +4,49 @@ Theory of operation. A report made at time t knows everything that reached the e
 
     queued tokens now = uncached tokens waiting at t + reservations opened after t.
 
-Without a fresh report (an engine that cannot push, or one that fell silent) the queue is the open reservations alone.
-Prefill speed comes, in order of trust, from our own report, from the deltas of SGLang's two running totals, or from
-times to first token of our streaming responses. Measurements of an endpoint that does little are few and old, and one
-stall of its machine is in all of them: planned is with the fastest of the peers as far as they are not to be trusted
-(`trust`, `prefill_rate`). So an endpoint that looked slow is asked again, and measured again, while one that is slow
-under load is known as such.
+Without a fresh report (an engine that tells nothing, or one that fell silent) the queue is the open reservations alone.
+An engine that pushes no reports is looked at (`scraper.py`), and what its metrics page says is a report like any other,
+made when the page was asked for. Three things are different. It names waiting requests and not their tokens: each is
+taken for as long as those that were picked lately, since most that wait were picked here, or else as those that the
+engine has answered. The engine counts a step late, so that reservations of the last `SCRAPE_LAG_S` count besides. And
+its response headers come before the prefill, so that they do not end a reservation: the next report does, or the time
+at which the prefill should be done.
+
+Prefill speed comes, in order of trust, from the engine (our own report, the deltas of SGLang's two running totals, or
+what `scraped.py` makes of a page's totals), or from times to first token of our streaming responses. Measurements of an
+endpoint that does little are few and old, and one stall of its machine is in all of them: planned is with the fastest
+of the peers as far as they are not to be trusted (`trust`, `prefill_rate`). So an endpoint that looked slow is asked
+again, and measured again, while one that is slow under load is known as such.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from treeline_wire.load import LoadStat, TreelineLoad
 
-from treeline_epp.endpoints.reservations import Reservations
+from treeline_epp.endpoints.reservations import Reservation, Reservations
+from treeline_epp.endpoints.scraped import (
+    ASSUMED_PROMPT_TOKENS,
+    MIN_TRAINING_TOKENS,
+    Growth,
+    ScrapedLoad,
+    ScrapedTotals,
+)
 
+EngineLoad: TypeAlias = LoadStat | TreelineLoad | ScrapedLoad
 Number = TypeVar("Number", float, npt.NDArray[np.float64])
 
 STALE_AFTER_S = 3.0
 """A report older than this is stale: three heartbeats."""
 TRANSIT_S = 0.05
 """A pick reaches its engine this much later: a report of time t may lack reservations opened up to t minus this."""
+SCRAPE_LAG_S = 0.5
+"""The same for a report that was scraped: an engine's metrics are those of the end of its last step, and a step that
+prefills is long: what begins on an idle vLLM is not in its metrics until then. Some is counted twice for that."""
 DEFAULT_PREFILL_RATE = 4000.0
 """Used while nothing was measured anywhere, in tokens per second."""
 _ALPHA = 0.2
@@ -39,8 +57,7 @@ MOST_SAMPLES = 32.0
 """More measurements than these add nothing."""
 TRUST_HALVES_S = 10.0
 """Measurements of this age count half, of twice this age a third."""
-_MIN_TRAINING_TOKENS = 128
-"""Times to first token teach nothing below this much uncached work: overhead dominates."""
+_MOST_QUEUED_TOKENS = 1e12
 OVERLOADED_FOR_S = 1.0
 """After "no room", an endpoint counts as full this long, or until its next report."""
 
@@ -60,6 +77,12 @@ class Report:
     max_running: int = 0
     decode_step_s: float = 0.0
     draining: bool = False
+    lag_s: float = TRANSIT_S
+
+    @property
+    def knows_until(self) -> float:
+        """Reservations opened after this may be missing in it."""
+        return self.at - self.lag_s
 
 
 def report_of(load: LoadStat | TreelineLoad, at: float) -> Report:
@@ -109,12 +132,17 @@ class EndpointLoad:
     overloaded_until: float = float("-inf")
     beats: bool = False
     """Whether its reports come as long as it lives, so that their end says something. Others may just be idle."""
-    _totals: tuple[int, int] | None = None
+    _prefills: Growth = field(default_factory=Growth)
+    _scraped: ScrapedTotals | None = None
 
-    def on_load(self, load: LoadStat | TreelineLoad, now: float) -> None:
-        """Take a report that arrived at `now`."""
+    def on_load(self, load: EngineLoad, now: float) -> None:
+        """Take a report that arrived at `now`, or was asked for then."""
+        if now >= self.overloaded_until - OVERLOADED_FOR_S:
+            self.overloaded_until = float("-inf")
+        if isinstance(load, ScrapedLoad):
+            self._on_scrape(load, now)
+            return
         self.report = report_of(load, now)
-        self.overloaded_until = float("-inf")
         if isinstance(load, TreelineLoad):
             self.beats = True
             if load.prefill_tokens_per_s > 0 and load.prefill_tokens_per_s != self.reported_rate:
@@ -123,18 +151,38 @@ class EndpointLoad:
             if load.decode_step_ms > 0:
                 self.fastest_step_s = min(self.fastest_step_s, self.report.decode_step_s)
             return
-        totals = (load.total_prefill_uncached_tokens, load.total_prefill_busy_us)
-        if self._totals is not None:
-            tokens, busy_us = totals[0] - self._totals[0], totals[1] - self._totals[1]
-            if tokens < 0 or busy_us < 0:  # the engine restarted: its totals began again
-                self._totals = totals
-                return
-            if busy_us <= 0 or tokens < _MIN_TRAINING_TOKENS:
-                return  # keep the old totals, so that small steps add up to a sample
-            sample = tokens * 1e6 / busy_us
-            self.reported_rate = _average(self.reported_rate, sample)
+        totals = float(load.total_prefill_uncached_tokens), float(load.total_prefill_busy_us)
+        if (grown := self._prefills.step(totals, MIN_TRAINING_TOKENS)) is not None:
+            self.reported_rate = _average(self.reported_rate, grown[0] * 1e6 / grown[1])
             self._on_measured(now)
-        self._totals = totals
+
+    def _on_scrape(self, load: ScrapedLoad, at: float) -> None:
+        learned = self._scraped = self._scraped or ScrapedTotals()
+        if (rate := learned.on_scrape(load, at)) is not None:
+            self.reported_rate = _average(self.reported_rate, rate)
+            self._on_measured(at)
+        if learned.step_s > 0:
+            self.fastest_step_s = min(self.fastest_step_s, learned.step_s)
+        prompt_tokens = self.reservations.typical_tokens or learned.prompt_tokens or ASSUMED_PROMPT_TOKENS
+        self.report = Report(
+            at=at,
+            running=load.running,
+            waiting=load.waiting,
+            in_flight=load.running + load.waiting,
+            queued_tokens=int(min(_MOST_QUEUED_TOKENS, load.waiting * prompt_tokens)),
+            tokens_held=int(load.kv_usage * load.tokens_total),
+            tokens_total=load.tokens_total,
+            decode_step_s=learned.step_s,
+            lag_s=SCRAPE_LAG_S,
+        )
+        self.reservations.close_answered(self.report.knows_until)
+
+    def on_answered(self, reservation: Reservation, now: float, *, began: bool) -> None:
+        """Response headers have come for this pick; `began`: with the first token, so that its prefill is done."""
+        if began or self._scraped is None or not self.fresh(now):
+            self.reservations.close(reservation)
+        else:
+            self.reservations.let_run(reservation, now)
 
     def on_overloaded(self, now: float) -> None:
         """It refused a request for want of room: it is full until its next report says otherwise."""
@@ -143,7 +191,7 @@ class EndpointLoad:
     def train(self, uncached_tokens: int, queued_tokens: float, ttft_s: float, now: float) -> None:
         """Learn from a streaming response of ours: `ttft_s` after the pick, with that much work before it."""
         work = uncached_tokens + queued_tokens
-        if ttft_s > 0 and work >= _MIN_TRAINING_TOKENS:
+        if ttft_s > 0 and work >= MIN_TRAINING_TOKENS:
             self.learned_rate = _average(self.learned_rate, work / ttft_s)
             if not self.reported_rate:
                 self._on_measured(now)
@@ -167,7 +215,7 @@ class EndpointLoad:
         report = self.report
         if report is None or now - report.at > STALE_AFTER_S:
             return self.reservations.tokens, len(self.reservations)
-        tokens, requests = self.reservations.newer_than(report.at - TRANSIT_S)
+        tokens, requests = self.reservations.newer_than(report.knows_until)
         return report.queued_tokens + tokens, report.waiting + requests
 
     def in_flight(self, now: float) -> int | None:
@@ -177,7 +225,7 @@ class EndpointLoad:
         """
         if self.report is None or not self.fresh(now):
             return None
-        _, newer = self.reservations.newer_than(self.report.at - TRANSIT_S)
+        _, newer = self.reservations.newer_than(self.report.knows_until)
         return max(self.report.in_flight + newer, len(self.reservations))
 
     def _on_measured(self, now: float) -> None:

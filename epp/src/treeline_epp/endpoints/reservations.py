@@ -1,18 +1,22 @@
 """Reservations: the prefill work that picks have added to an endpoint and that no load report shows yet.
 
 A reservation opens at the pick and closes once: at the response headers, at an error, when the client goes away, or
-when it expires at three times the predicted prefill, so that a lost stream cannot leave phantom load behind.
+when it expires at three times the predicted prefill, so that a lost stream cannot leave phantom load behind. Where
+headers come before the prefill, it may run on until that should be done (`let_run`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 EXPIRY_FACTOR = 3.0
 """A reservation lives this many times the predicted prefill …"""
 MIN_LIFETIME_S = 2.0
 """… but never less than this, in seconds: predictions for short prompts are noise."""
+_ALPHA = 0.2
+"""Weight of a new pick in the moving average."""
 
 
 @dataclass(eq=False, slots=True)
@@ -22,7 +26,10 @@ class Reservation:
     tokens: int
     opened_at: float
     expires_at: float
+    done_at: float
+    """When its prefill should be done, as predicted at the pick."""
     open: bool = True
+    answered: bool = False
 
 
 @dataclass(slots=True)
@@ -41,6 +48,8 @@ class Reservations:
     """
 
     tokens: int = 0
+    typical_tokens: float = 0.0
+    """Of the picks so far, a moving average; 0 before the first."""
     _open: OrderedDict[int, Reservation] = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:
@@ -49,7 +58,9 @@ class Reservations:
     def open(self, tokens: int, now: float, predicted_prefill_s: float) -> Reservation:
         """Add `tokens` of prefill work. O(1)."""
         lifetime = max(MIN_LIFETIME_S, EXPIRY_FACTOR * predicted_prefill_s)
-        reservation = Reservation(tokens, now, now + lifetime)
+        reservation = Reservation(tokens, now, now + lifetime, now + predicted_prefill_s)
+        if tokens:
+            self.typical_tokens += (tokens - self.typical_tokens) * (_ALPHA if self.typical_tokens else 1.0)
         self._open[id(reservation)] = reservation
         self.tokens += tokens
         return reservation
@@ -62,6 +73,20 @@ class Reservations:
         del self._open[id(reservation)]
         self.tokens -= reservation.tokens
         return True
+
+    def let_run(self, reservation: Reservation, now: float) -> None:
+        """Its answer has begun, which says nothing of its prefill: it stays until that should be done. O(1)."""
+        if reservation.done_at <= now:
+            self.close(reservation)
+        else:
+            reservation.answered = True
+            reservation.expires_at = min(reservation.expires_at, reservation.done_at)
+
+    def close_answered(self, time: float) -> None:
+        """A report has come that knows of those opened until `time`: none of them needs to run on. O(open)."""
+        known = takewhile(lambda held: held.opened_at <= time, self._open.values())
+        for held in [held for held in known if held.answered]:
+            self.close(held)
 
     def expire(self, now: float) -> int:
         """Close what has outlived its prediction; returns how many. O(open reservations)."""

@@ -7,6 +7,20 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class KvPorts:
+    """Where an engine publishes its KV events, told by discovery for engines that do not say it themselves.
+
+    Ports are those of rank 0; rank r has them r further. `ranks` ranks are at this endpoint, from `first_rank` on.
+    """
+
+    events_port: int
+    replay_port: int | None = None
+    topic: str = ""
+    ranks: int = 1
+    first_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EndpointSpec:
     """One endpoint as discovery knows it.
 
@@ -14,6 +28,7 @@ class EndpointSpec:
     `uid` changes when the process behind the name does (pod UID and restart count). `ready` and `draining` are what
     discovery says besides the engine itself. `trust_ready`: discovery's word is enough where the engine has no probes.
     `engine` is its type, empty where discovery does not tell: then every path may be asked of it.
+    `kv`: where it publishes, should it not say so itself.
     """
 
     name: str
@@ -25,11 +40,12 @@ class EndpointSpec:
     draining: bool = False
     trust_ready: bool = False
     engine: str = ""
+    kv: KvPorts | None = None
 
     @property
-    def identity(self) -> tuple[str, str, str, str, bool]:
+    def identity(self) -> tuple[object, ...]:
         """What makes it this endpoint and no other; the rest may change while it lives."""
-        return (self.name, self.address, self.pool, self.uid, self.trust_ready)
+        return (self.name, self.address, self.pool, self.uid, self.trust_ready, self.engine, self.kv)
 
 
 def normal_ip(text: str) -> str | None:

@@ -13,10 +13,10 @@ from collections.abc import Callable
 import httpx
 from treeline_wire.tokenizer import TokenizerBundle
 
-from treeline_epp.endpoints.adapters.base import EngineInfo
-from treeline_epp.endpoints.adapters.registry import adapter_of
+from treeline_epp.endpoints.adapters.base import EngineAdapter, EngineInfo
+from treeline_epp.endpoints.adapters.registry import ANYTHING, PROBES, adapter_of, recognise
 from treeline_epp.endpoints.engine_http import EngineError, EngineHttp
-from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.endpoints.spec import EndpointSpec, KvPorts
 
 log = logging.getLogger(__name__)
 
@@ -38,18 +38,26 @@ class EngineState(enum.StrEnum):
     UNREADY = "unready"
     """It answers, but discovery does not call it ready."""
     DRAINING = "draining"
-    """It was ready and now answers 503: it finishes what it has and takes nothing new."""
+    """It was ready and now answers 503: it finishes what it has and takes nothing new (see `EngineAdapter.drains`)."""
     DOWN = "down"
 
 
 class EngineClient:
-    """One engine, asked by the adapter of its type (`engine`, empty where nobody tells it). Which of the adapter's
-    probes it has is found out once."""
+    """One engine, asked by the adapter of its type (`engine`; where that says nothing the engine is asked what it is,
+    as often as it was away, since another may have come back). Which of the adapter's probes it has is found out once.
+    `told`: where it publishes, as far as discovery knows."""
 
-    def __init__(self, http: httpx.AsyncClient, address: str, engine: str = "") -> None:
+    def __init__(self, http: httpx.AsyncClient, address: str, engine: str = "", told: KvPorts | None = None) -> None:
         self._http = EngineHttp(http, address)
-        self._adapter = adapter_of(engine)
-        self._probes = self._adapter.probes
+        self._told = told
+        self._fixed = adapter_of(engine)
+        self._served = False
+        self._forget()
+
+    @property
+    def adapter(self) -> EngineAdapter:
+        """How it is asked."""
+        return self._known or ANYTHING
 
     async def close(self) -> None:
         """Close its connections."""
@@ -57,8 +65,25 @@ class EngineClient:
 
     async def ready(self) -> bool | None:
         """Whether it takes requests; `None` if it has no probe. Raises `httpx.HTTPError` if out of reach."""
+        try:
+            ready = await self._probe()
+        except httpx.TimeoutException:
+            raise  # it is busy, and still the same
+        except (httpx.HTTPError, OSError):
+            self._forget()
+            raise
+        if ready and not self._served:
+            self._known = self._fixed  # it was not ready: it may be another by now
+        self._served = bool(ready)
+        return ready
+
+    def _forget(self) -> None:
+        self._known = self._fixed
+        self._probes = PROBES if self._fixed is None else self._fixed.probes
+
+    async def _probe(self) -> bool | None:
         for at, path in enumerate(self._probes):
-            status = await self._http.probe(path)
+            status = await self._http.probe(path, self.adapter.probe_timeout_s)
             if status != 404:
                 self._probes = self._probes[at:]
                 return status == 200
@@ -67,11 +92,14 @@ class EngineClient:
 
     async def info(self) -> EngineInfo:
         """What it says of itself. Raises `EngineError`."""
-        return await self._adapter.info(self._http)
+        adapter = self._known
+        if adapter is None or (adapter is ANYTHING and self._fixed is None):  # it may not have told all at first
+            adapter = self._known = await recognise(self._http)
+        return await adapter.info(self._http, self._told)
 
     async def tokenizer(self) -> TokenizerBundle:
         """Its tokenizer. Raises `EngineError`."""
-        return await self._adapter.tokenizer(self._http)
+        return await self.adapter.tokenizer(self._http)
 
 
 Report = Callable[[EngineState, EngineInfo | None], None]
@@ -143,8 +171,9 @@ class EngineWatcher:
         if not self._is_ready:
             often = 0.25
         else:  # one that pushes its load is known to be alive; others can only be asked
-            source = self.info.source if self.info is not None else None
-            often = 5.0 if source is not None and source.load_port is not None else 1.0
+            sources = self.info.sources if self.info is not None else ()
+            pushes = any(source.load_port is not None for source in sources)
+            often = 5.0 if pushes else self._client.adapter.probe_interval_s
         return self._pace.pause(self._is_ready, often)
 
     async def _probe(self) -> None:
@@ -157,20 +186,27 @@ class EngineWatcher:
         self._pace.watch(self._is_ready, -1)
         self.state = state
         self._pace.watch(self._is_ready)
-        known = self.info.foreign_host if self.info is not None else None
-        if info is not None and info.foreign_host and info.foreign_host != known:
+        self._tell(info)
+        self.info = info or self.info
+        self._report(state, self.info)
+
+    def _tell(self, info: EngineInfo | None) -> None:
+        """Log what is new about where it publishes."""
+        known = self.info or EngineInfo()
+        if info is not None and info.foreign_host and info.foreign_host != known.foreign_host:
             log.warning(
                 "endpoint %s names %.100r as the place of its KV sockets: they are looked for at its own address, %s",
                 self.spec.name,
                 info.foreign_host,
                 self.spec.address,
             )
-        self.info = info or self.info
-        self._report(state, self.info)
+        if info is not None and info.no_events and info.no_events != known.no_events:
+            log.info("endpoint %s (%s) is not followed: %s", self.spec.name, info.engine, info.no_events)
 
     async def _ask(self) -> tuple[EngineState, EngineInfo | None]:
         """`(state, information)`; what is known stays known while the engine cannot be asked."""
         trusted = EngineState.READY, self.info or EngineInfo()
+        drains = self._client.adapter.drains  # as it was while it served
         try:
             ready = await self._client.ready()
             self._failures = 0
@@ -195,5 +231,7 @@ class EngineWatcher:
                 self._logged = str(error)
                 log.warning("endpoint %s: %s", self.spec.name, error)
             return (self.state if self.state is EngineState.READY else EngineState.STARTING), self.info
+        if not drains:
+            return EngineState.DOWN, self.info
         was_serving = self.state in (EngineState.READY, EngineState.DRAINING)
         return (EngineState.DRAINING if was_serving else EngineState.STARTING), self.info

@@ -117,7 +117,9 @@ class Index:
         pod.group = None
 
     def age(self, pod: Pod, now: float) -> None:
-        """Removals were lost: what the pod holds now counts for `aged_life_s` more, unless it is announced again."""
+        """Removals were lost: what the pod holds now counts for `aged_life_s` more, unless it is announced again. How
+        many copies it has of a block is not known any more: the next removal is believed to take the last."""
+        pod.copies.clear()
         pod.aged.append((pod.bit, now + self.limits.aged_life_s))
         self._scope(pod.scope).aged[pod] = None
         pod.bit = self._take_live_bit(pod)

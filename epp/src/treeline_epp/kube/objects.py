@@ -43,10 +43,24 @@ class PodStatus(msgspec.Struct, rename="camel"):
     container_statuses: list[ContainerStatus] | None = None
 
 
+class Container(msgspec.Struct):
+    """How a container's program is called."""
+
+    command: list[str] | None = None
+    args: list[str] | None = None
+
+
+class PodSpec(msgspec.Struct):
+    """The part of a pod's spec that matters here."""
+
+    containers: list[Container] = []
+
+
 class Pod(msgspec.Struct):
-    """A pod; of its spec nothing is needed, ports come from the pool."""
+    """A pod. Its HTTP ports come from the pool."""
 
     metadata: Metadata
+    spec: PodSpec = msgspec.field(default_factory=PodSpec)
     status: PodStatus = msgspec.field(default_factory=PodStatus)
 
 

@@ -6,13 +6,15 @@ and its labels say how far it may be used. A container that restarts is another 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 
 import msgspec
 from treeline_wire import labels
 
-from treeline_epp.endpoints.spec import EndpointSpec, normal_ip
+from treeline_epp.endpoints.spec import EndpointSpec, KvPorts, normal_ip
 from treeline_epp.kube import objects
+from treeline_epp.kube.kv_config import kv_ports
 from treeline_epp.kube.pools import Pool
 
 RUNTIME_CONTAINER = "runtime"
@@ -23,7 +25,8 @@ _ENDED = frozenset({"Succeeded", "Failed"})
 
 
 class Pod(msgspec.Struct, frozen=True):
-    """A pod, reduced to what decides about its endpoints. `active_ports` is `None` where all are active."""
+    """A pod, reduced to what decides about its endpoints. `active_ports` is `None` where all are active. `kv`: where
+    its engine publishes KV events, as far as the object tells."""
 
     name: str
     uid: str
@@ -35,6 +38,7 @@ class Pod(msgspec.Struct, frozen=True):
     restarts: int = 0
     active_ports: frozenset[int] | None = None
     created: str = ""
+    kv: KvPorts | None = None
 
     @property
     def draining(self) -> bool:
@@ -57,6 +61,7 @@ def read_pod(data: msgspec.Raw) -> Pod:
         restarts=_restarts(status.container_statuses or ()),
         active_ports=_active_ports(meta.annotations or {}),
         created=meta.creation_timestamp or "",
+        kv=kv_ports(meta.annotations or {}, found.spec.containers),
     )
 
 
@@ -97,7 +102,16 @@ def _of_pod(pool: Pool, pod: Pod) -> Iterable[EndpointSpec]:
                 draining=pod.draining,
                 trust_ready=pool.trust_ready,
                 engine=pool.engine,
+                kv=_of_rank(pod.kv, rank, len(pool.ports)),
             )
+
+
+def _of_rank(kv: KvPorts | None, rank: int, endpoints: int) -> KvPorts | None:
+    """What the engine at one of a pod's ports publishes. With several ports each is a server of its own for one
+    data-parallel rank, as upstream pools have it; with one port all ranks are behind it."""
+    if kv is None or endpoints == 1:
+        return kv
+    return dataclasses.replace(kv, ranks=1, first_rank=rank)
 
 
 def _restarts(statuses: Iterable[objects.ContainerStatus]) -> int:

@@ -13,6 +13,9 @@ from treeline_epp.index.pods import Pod
 
 _REMEMBERED = 256
 """Remembered time stamps, to tell a batch that came twice from one of a new process."""
+AGE_EVERY_S = 15.0
+"""What is known begins to age no more often: each time takes a bit of the index for as long as it lasts, and some
+publishers have gaps all the time."""
 
 
 @dataclass(eq=False, slots=True)
@@ -27,6 +30,9 @@ class AppliedBatches:
     next_seq: int | None = None
     partial: bool = False
     _times: dict[int, float] = field(default_factory=dict)
+    _aged_at: float = float("-inf")
+    _age_due: float = float("inf")
+    _fresh: bool = False
 
     def apply(self, seq: int, batch: EventBatch | None) -> None:
         """The next batch; None if it could not be decoded."""
@@ -38,6 +44,7 @@ class AppliedBatches:
             return
         self._times[seq] = batch.ts
         self.counts["applied"] += 1
+        self._fresh = True
         if batch.rejected:
             self.counts["rejected"] += sum(batch.rejected.values())
             self.partial = True
@@ -56,12 +63,37 @@ class AppliedBatches:
     def accept_gap(self, seq: int, now: float) -> None:
         """Batches before `seq` are lost for good: go on from there, and let what is known grow old."""
         self.counts["lost"] += 1
-        self.partial = True
         self.next_seq = seq
+        self._doubt(now)
+
+    def accept_unverified(self, now: float) -> None:
+        """Nobody can tell whether this is still the same process, unless its next batch has a number that was there
+        before: let what is known grow old."""
+        self.counts["unverified"] += 1
+        self._doubt(now)
+
+    def tick(self, now: float) -> None:
+        """Time passed."""
+        if now >= self._age_due:
+            self._age(now)
+
+    def _doubt(self, now: float) -> None:
+        self.partial = True
+        due = self._aged_at + AGE_EVERY_S
+        if not self._fresh:
+            return  # nothing is known that does not age already
+        if now >= due:
+            self._age(now)
+        else:  # then all that is known by then ages, this too
+            self._age_due = due
+
+    def _age(self, now: float) -> None:
+        self._aged_at, self._age_due, self._fresh = now, float("inf"), False
         self.index.age(self.pod, now)
 
     def begin_after(self, seq: int) -> None:
         """A snapshot has brought all up to `seq`."""
+        self._age_due, self._fresh = float("inf"), True
         self.next_seq = seq + 1
         self.partial = False
         self._times.clear()
@@ -69,6 +101,7 @@ class AppliedBatches:
     def forget(self) -> None:
         """Another process, another cache: nothing has been applied, and nothing is held."""
         self.counts["epochs"] += 1
+        self._aged_at, self._age_due, self._fresh = float("-inf"), float("inf"), False
         self.index.clear(self.pod)
         self.next_seq = None
         self.partial = False

@@ -10,15 +10,17 @@ LIVE again. `table` says for each state and event which method handles it and to
                   dropped at once. Nothing missing: LIVE. Missing and covered: REPLAY. Else: SNAPSHOT. No answer from a
                   publisher that never answered: it is not one of ours ("foreign")
     REPLAY        fills a gap. A foreign publisher has no epoch, so after a reconnect the last batch that we know is
-                  replayed first: if its time stamp is another, or it is not there, this is another process
+                  replayed first: if its time stamp is another, or it is not there, this is another process. An answer
+                  that breaks off (their queues drop what has no room, the end too) is asked for from where it broke off
     SNAPSHOT      asked for everything (only ours)
     CHUNKS        the snapshot arrives; it takes the place of what is known when it is complete
     BACKOFF       no answer, or too many questions: it is asked again later
     LIVE          all that was published has been applied
     CHECKING      LIVE, and asked by hello whether the last batch of a burst was lost without a trace: every second
 
-Foreign publishers cannot always be made whole. A gap that their replay does not cover leaves what they hold in doubt:
-it ages (`Index.age`), `partial` is set, and the audit of routed requests has the last word (`Pod.rebuild_wanted`).
+Foreign publishers cannot always be made whole. A gap that their replay does not cover, and a reconnect after which no
+replay tells whether this is still the same process, leave what they hold in doubt: it ages (`Index.age`), `partial` is
+set, and the audit of routed requests has the last word (`Pod.rebuild_wanted`).
 
 Load reports of ours name the epoch, too (`on_heartbeat`), and may name the newest batch; while they do, no hello is
 sent to ask for it.
@@ -71,20 +73,22 @@ class Peer(Enum):
     OURS = "ours"
     """It answers hello: a Treeline runtime."""
     FOREIGN = "foreign"
-    """It does not: vLLM, SGLang."""
+    """It does not, or is known to be another and never asked: vLLM, SGLang."""
 
 
 @dataclass(frozen=True, slots=True)
 class SubscriptionConfig:
     """Times in seconds. `reply_s`: no answer for so long means none will come. `check_s`: between hellos while LIVE.
     `grace_s`: a batch that an answer names may still be on its way so long. `silence_s`: so long without a word while
-    requests run there is suspicious. Retries wait `backoff_s`, doubled each time up to `max_backoff_s`. `buffer` bounds
+    requests run there is suspicious. `replay_retry_s`: a replay that was not answered is asked for again no sooner,
+    unless the publisher was away. Retries wait `backoff_s`, doubled each time up to `max_backoff_s`. `buffer` bounds
     buffered batches."""
 
     reply_s: float = 1.0
     check_s: float = 1.0
     grace_s: float = 0.15
     silence_s: float = 10.0
+    replay_retry_s: float = 30.0
     backoff_s: float = 0.25
     max_backoff_s: float = 10.0
     buffer: int = 10_000
@@ -101,9 +105,10 @@ class Checks:
 
 @dataclass(slots=True)
 class Replay:
-    """The replay that is asked for. `overlap`: it must begin with this batch, which we know. `uncovered`: it does not
-    give what is missing."""
+    """The replay that is asked for. `start` is the first batch of it, None for all. `overlap`: it must begin with this
+    batch, which we know. `uncovered`: it does not give what is missing."""
 
+    start: int | None = None
     overlap: int | None = None
     uncovered: bool = False
 

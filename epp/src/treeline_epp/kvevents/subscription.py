@@ -49,8 +49,10 @@ _MAX_MISSED_CHECKS = 3
 
 
 class KvSubscription:
-    """One (pod UID, rank). Methods return what is to be sent now, in order. `stretch` (≥ 1), where there are many: it
-    is checked so much more seldom than configured while LIVE, and may take so much longer to answer.
+    """One (pod UID, rank). Methods return what is to be sent now, in order. `ours`: the publisher may be one of ours;
+    to others, which call it an invalid request, no hello is ever sent. `replays`: there is a socket to ask at all.
+    `stretch` (≥ 1), where there are many: it is checked so much more seldom than configured while LIVE, and may take so
+    much longer to answer.
 
     Readable: `state`, `epoch`, `next_seq` (the next batch wanted), `partial` (something is known to be missing),
     `peer`, `counts` (by what happened: "applied", "gaps", "snapshot" …).
@@ -62,13 +64,17 @@ class KvSubscription:
         pod: Pod,
         keys: PrefixKeys | None,
         config: SubscriptionConfig | None = None,
+        *,
+        ours: bool = True,
+        replays: bool = True,
         stretch: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.pod = pod
         self.state = SubscriptionState.DISCONNECTED
         self.epoch: int | None = None
-        self.peer = Peer.UNKNOWN
+        self.peer = Peer.UNKNOWN if ours else Peer.FOREIGN
         self.counts: Counter[str] = Counter()
+        self._ours = ours
         self._index = index
         self._keys = keys
         self._config = config or SubscriptionConfig()
@@ -79,7 +85,8 @@ class KvSubscription:
         self._buffer: deque[tuple[int, EventBatch | None]] = deque()
         self._applied = AppliedBatches(index, pod, keys, self.counts)
         self._replay = Replay()
-        self._has_replay = True
+        self._no_replay_until = float("-inf") if replays else float("inf")
+        self._verified = True  # that the process is the one whose batches were applied
         self._snapshot_seq = 0
         self._checks = Checks()
         self._last_heard = 0.0
@@ -129,6 +136,7 @@ class KvSubscription:
     def on_tick(self, now: float, in_flight: int = 0) -> list[Request]:
         """Time passed; call at least every 100 ms. `in_flight`: requests that we know to be running there."""
         self._in_flight = in_flight
+        self._applied.tick(now)
         event = SubscriptionEvent.TIMEOUT if now >= self._until else SubscriptionEvent.TICK
         return self._handle(event, None, now)
 
@@ -155,6 +163,12 @@ class KvSubscription:
         self._buffer.clear()
         return []
 
+    def _connected(self, what: Any, now: float) -> list[Request]:
+        self._verified = self.next_seq is None or self.peer is Peer.OURS  # those say hello
+        if self._no_replay_until < float("inf"):
+            self._no_replay_until = now
+        return self._recover(what, now)
+
     def _recover(self, _what: Any, now: float) -> list[Request]:
         """Find out what is missing."""
         self._checks.behind = None
@@ -179,18 +193,25 @@ class KvSubscription:
         return [request]
 
     def _ask_replay(self, start: int, overlap: int | None, now: float) -> list[Request]:
-        self._replay = Replay(overlap)
+        self._replay = Replay(start, overlap)
         return self._ask(_REPLAY, ReplayRequest(start), now)
 
     def _ask_foreign(self, now: float) -> list[Request]:
         """Replay all, or from the last batch that is known."""
-        if not self._has_replay:
-            self._applied.partial = True
-            return self._finish(now)
+        if now < self._no_replay_until:
+            return self._without_replay(now)
         if self.next_seq is None:
             return self._ask_replay(0, None, now)
         known = self.next_seq - 1
         return self._ask_replay(max(0, known), known, now)
+
+    def _without_replay(self, now: float) -> list[Request]:
+        """Go on with what comes."""
+        self._applied.partial = True
+        if not self._verified:
+            self._verified = True
+            self._applied.accept_unverified(now)
+        return self._finish(now)
 
     def _fill(self, oldest: int | None, now: float) -> list[Request]:
         """Batches from `next_seq` on are missing; `oldest` is the first that can be replayed, None if unknown."""
@@ -222,13 +243,20 @@ class KvSubscription:
         self.peer = Peer.FOREIGN
         return self._ask_foreign(now)
 
-    def _no_answer(self, _what: Any, now: float) -> list[Request]:
+    def _no_answer(self, what: Any, now: float) -> list[Request]:
         self.counts["timeouts"] += 1
         if self.peer is Peer.OURS:
             return self._wait(now)
-        self._has_replay = False  # not configured there, or too old
-        self._applied.partial = True
-        return self._finish(now)
+        if self._replay.uncovered:  # it answers, as another process
+            return self._recover(what, now)
+        start, next_seq = self._replay.start, self.next_seq
+        if start is not None and next_seq is not None and next_seq > start and self._replay.overlap is None:
+            if self._buffer and self._buffer[0][0] <= next_seq:
+                return self._finish(now)  # only its end is missing
+            self._rounds = 0
+            return self._ask_replay(next_seq, None, now)
+        self._no_replay_until = now + self._config.replay_retry_s  # not configured there, or too busy
+        return self._without_replay(now)
 
     def _missed_check(self, what: Any, now: float) -> list[Request]:
         self.counts["timeouts"] += 1
@@ -267,7 +295,7 @@ class KvSubscription:
 
     def _late_hello(self, hello: Hello, now: float) -> list[Request]:
         """Nobody waits for it any more; but it says that the publisher is one of ours."""
-        if self.peer is Peer.OURS:
+        if self.peer is Peer.OURS or not self._ours:
             return self._unasked(hello, now)
         self.peer = Peer.OURS
         return self._recover(hello, now) if self.live else []
@@ -280,10 +308,7 @@ class KvSubscription:
             batch = None
         replay, applied = self._replay, self._applied
         if replay.overlap is not None:
-            other = item.seq != replay.overlap or applied.contradicts(item.seq, batch)
-            if other and item.seq <= replay.overlap:
-                self._drop()
-                replay.uncovered = True  # ask again, from 0, when this replay is over
+            self._compare(item.seq, batch, replay.overlap, now)
             replay.overlap = None
         if replay.uncovered:
             return []
@@ -300,6 +325,15 @@ class KvSubscription:
             self._apply(item.seq, batch)
         return []
 
+    def _compare(self, seq: int, batch: EventBatch | None, known: int, now: float) -> None:
+        """The first batch of a replay that should begin with `known`: is it the same process?"""
+        if seq <= known and (seq != known or self._applied.contradicts(seq, batch)):
+            self._drop()
+            self._replay.uncovered = True  # ask again, from 0, when this replay is over
+        elif not self._verified and not self._applied.has(seq, batch):
+            self._applied.accept_gap(max(seq, known + 1), now)  # that one it has no more: nobody knows
+        self._verified = True
+
     def _replay_end(self, end: ReplayEnd, now: float) -> list[Request]:
         replay = self._replay
         if replay.overlap is not None and replay.overlap >= 0:
@@ -309,6 +343,12 @@ class KvSubscription:
             return self._ask(_SNAPSHOT, SnapshotRequest(), now)
         if replay.uncovered or (self.peer is Peer.OURS and self.next_seq is None):
             return self._recover(end, now)
+        if self.next_seq is None:
+            self._applied.next_seq = 0  # it has all from 0 on, and that is nothing yet
+        elif replay.start == self.next_seq and self._buffer and self._buffer[0][0] > self.next_seq:
+            self._applied.accept_gap(
+                self._buffer[0][0], now
+            )  # asked for because of a gap, and it has nothing to fill it
         return self._finish(now)
 
     def _snapshot_header(self, header: SnapshotHeader, now: float) -> list[Request]:
@@ -336,6 +376,8 @@ class KvSubscription:
 
     def _heartbeat(self, named: tuple[int, int | None], now: float) -> list[Request]:
         epoch, newest = named
+        if not self._ours:
+            return []
         if self.peer is Peer.FOREIGN:
             self.peer = Peer.UNKNOWN  # these send no such report: it must have been slow to answer
             return self._recover(named, now)
@@ -422,7 +464,7 @@ class KvSubscription:
             return self._recover(came, now)
         if seq > applied.next_seq:
             self.counts["gaps"] += 1
-            if self.peer is not Peer.FOREIGN or self._has_replay:
+            if self.peer is not Peer.FOREIGN or now >= self._no_replay_until:
                 self._buffer.append(came)
                 return self._fill(None, now)
             self._applied.accept_gap(seq, now)
@@ -439,6 +481,7 @@ class KvSubscription:
     def _drop(self) -> None:
         """Another process: forget everything at once."""
         self._applied.forget()
+        self._verified = True
         self.epoch = None
         self._checks.behind = None
         self._checks.missed = 0

@@ -77,7 +77,7 @@ def _everywhere(k: Any, asking: set[SubscriptionState]) -> Row:
     """What an event does in all states that do not say otherwise."""
     e = SubscriptionEvent
     return {
-        e.CONNECTED: (k._recover, asking),
+        e.CONNECTED: (k._connected, asking),
         e.DISCONNECTED: (k._disconnected, {SubscriptionState.DISCONNECTED}),
         e.BATCH: (k._keep, set()),
         e.HEARTBEAT: (k._ignore, set()),

@@ -7,21 +7,55 @@ from dataclasses import dataclass, field
 from treeline_epp.endpoints.breaker import Breaker
 from treeline_epp.endpoints.load import EndpointLoad
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.index.pods import Pod
+from treeline_epp.index.pods import NO_HIT, Hit, Match, Pod
 from treeline_epp.picking.audit import Audit
 
 
 @dataclass(eq=False, slots=True)
 class Endpoint:
-    """An endpoint, its load, and its place in the index (`pod`)."""
+    """An endpoint, its load, and its places in the index: `pods`, one for each data-parallel rank that publishes.
+
+    Ranks have caches of their own, so each is a pod of its own to the index: what one of them removes, clears or loses
+    by a restart says nothing of the others. They share the endpoint's row. The engine chooses the rank of a request,
+    and so the endpoint is credited with the rank that holds most of it: that is what a request may find there, and
+    between endpoints it is the right order. What it will find is known for endpoints of one rank only; others are not
+    audited.
+    """
 
     spec: EndpointSpec
-    pod: Pod
+    pods: tuple[Pod, ...]
     load: EndpointLoad = field(default_factory=EndpointLoad)
     audit: Audit = field(default_factory=Audit)
     breaker: Breaker = field(default_factory=Breaker)
     ready: bool = True
     draining: bool = False
+
+    @property
+    def pod(self) -> Pod:
+        """The first rank's; the only one in most."""
+        return self.pods[0]
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens that are known to be in its caches."""
+        return sum(pod.blocks * pod.block_size for pod in self.pods)
+
+    def best_hit(self, match: Match | None) -> tuple[int, Hit]:
+        """The rank (its place in `pods`) that holds most of a key, and what it holds. O(ranks × levels)."""
+        if match is None:
+            return 0, NO_HIT
+        if len(self.pods) == 1:
+            return 0, match.hit(self.pods[0])
+        hits = [match.hit(pod) for pod in self.pods]
+        rank = max(range(len(hits)), key=lambda at: (hits[at].reach, hits[at].tokens, -at))
+        return rank, hits[rank]
+
+    def expecting(self, rank: int) -> Pod:
+        """The pod of a rank (of the last one, where there are fewer by now) that is to be predicted to hold something.
+        Ranks are configured alike: where one's events are in the tree, predictions need not outlive them at any."""
+        pod = self.pods[min(rank, len(self.pods) - 1)]
+        pod.precise = pod.precise or any(other.precise for other in self.pods)
+        return pod
 
     @property
     def eligible(self) -> bool:

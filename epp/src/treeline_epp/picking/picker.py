@@ -11,9 +11,8 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from treeline_wire.load import LoadStat, TreelineLoad
-
-from treeline_epp.endpoints.load import prefill_rate, trust
+from treeline_epp.endpoints.load import EngineLoad, prefill_rate, trust
+from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.index import Index
 from treeline_epp.index.pods import NO_HIT, Match
@@ -67,18 +66,21 @@ class Picker:
 
     # Endpoints
 
-    def add_endpoint(self, spec: EndpointSpec, *, ready: bool = True) -> Endpoint:
-        """Add an endpoint, or replace the one of that name: with a new uid or address it starts from nothing."""
+    def add_endpoint(self, spec: EndpointSpec, *, ready: bool = True, ranks: int = 1) -> Endpoint:
+        """Add an endpoint whose caches are those of so many ranks, or replace the one of that name: with a new uid,
+        address or number of ranks it starts from nothing."""
         known = self.endpoints.get(spec.name)
         if known is not None:
-            if (known.spec.uid, known.spec.address) == (spec.uid, spec.address):
+            if (known.spec.uid, known.spec.address, len(known.pods)) == (spec.uid, spec.address, ranks):
                 self._table.remove(known)
                 known.spec = spec
                 self._table.add(known)
                 return known
             self.remove_endpoint(spec.name)
-        pod = self.index.add_pod(spec.name, _scope(spec), self._table.take_row())
-        endpoint = Endpoint(spec, pod, ready=ready)
+        row = self._table.take_row()
+        names = (spec.name if rank == 0 else f"{spec.name}/{rank}" for rank in range(ranks))
+        pods = tuple(self.index.add_pod(name, _scope(spec), row) for name in names)
+        endpoint = Endpoint(spec, pods, ready=ready)
         self.endpoints[spec.name] = endpoint
         self._table.add(endpoint)
         return endpoint
@@ -88,9 +90,10 @@ class Picker:
         endpoint = self.endpoints.pop(name, None)
         if endpoint is not None:
             self._table.remove(endpoint)
-            self.index.remove_pod(endpoint.pod)
             self._table.give_row(endpoint.pod.row)
-            endpoint.pod.row = -1
+            for pod in endpoint.pods:
+                self.index.remove_pod(pod)
+                pod.row = -1
             self._reserved.discard(endpoint)
 
     def set_ready(self, name: str, ready: bool) -> None:
@@ -112,13 +115,14 @@ class Picker:
         if endpoint.pod.row >= 0:
             self._table.touch(endpoint.pod.row)
 
-    def on_load(self, name: str, load: LoadStat | TreelineLoad, now: float) -> None:
-        """Take a load report. Unknown names are ignored."""
+    def on_load(self, name: str, load: EngineLoad, now: float) -> None:
+        """Take a load report that came at `now`, or was asked for then. Unknown names are ignored."""
         endpoint = self.endpoints.get(name)
         if endpoint is not None:
             endpoint.load.on_load(load, now)
             self._touch(endpoint)
-            self._check_capacity(endpoint, now)
+            if not isinstance(load, ScrapedLoad):  # a page's blocks × their size is no bound for a hybrid model
+                self._check_capacity(endpoint, now)
 
     def on_tick(self, now: float) -> None:
         """Housekeeping; call about every 100 ms."""
@@ -141,7 +145,7 @@ class Picker:
         rows = rows_left(request, self._table, now)
         columns = self._table.take(rows)
         matches, work = self._match(request, now), Work.of(request)
-        cached, uncached = work.at_rows(self.index, matches, rows, self._table.size)
+        cached, uncached = work.at_rows(self.index, matches, rows, self._table)
         fastest = float(columns[OWN_RATE].max())
         rates = prefill_rate(columns[OWN_RATE], trust(columns[RATE_SAMPLES], columns[MEASURED_AT], now), fastest)
         wait_s, cost_s = waits_and_costs(columns, rates, uncached, work.output_tokens, now)
@@ -151,7 +155,7 @@ class Picker:
                 f"every endpoint has more than {limit:g} s of work waiting, and requests for this model are sheddable",
                 soonest - limit,
             )
-        candidates = Candidates(cost_s, cached, lambda at: self._at(rows[at]).spec.name)
+        candidates = Candidates(cost_s, cached, lambda at: self._table.at_row(rows[at]).spec.name)
         order = self._policy.rank(request, candidates, _EXPLAINED + self.config.fallbacks)
         ranked = [score(self._candidate(int(rows[at]), matches, work, float(rates[at])), now) for at in order]
         return Decision(request, tuple(ranked), self._fallbacks(ranked), self._policy.name)
@@ -173,17 +177,17 @@ class Picker:
         if endpoint is None:
             raise NoEndpoints(f"endpoint {decision.endpoint.name} is gone")
         load, request, best = endpoint.load, decision.request, decision.best
+        pod = endpoint.expecting(best.candidate.rank)
         lease = Lease(
             decision,
             endpoint,
+            pod,
             opened_at=now,
             queued_tokens=load.queue(now)[0],
             reservation=load.reservations.open(best.candidate.uncached_tokens, now, best.ttft_s),
         )
         if request.key:
-            lease.predicted_until = self.index.predict(
-                endpoint.pod, request.namespace, request.key, best.candidate.hit, now
-            )
+            lease.predicted_until = self.index.predict(pod, request.namespace, request.key, best.candidate.hit, now)
         endpoint.breaker.on_pick(now)
         self._reserved.add(endpoint)
         self._touch(endpoint)
@@ -211,10 +215,13 @@ class Picker:
         lease.closed = True
         endpoint = lease.endpoint
         load = endpoint.load
-        load.reservations.close(lease.reservation)
-        self._touch(endpoint)
         answered = outcome is Outcome.HEADERS
         other = served if served != endpoint.spec.address else None
+        if answered and not other:
+            load.on_answered(lease.reservation, now, began=ttft_s is not None)
+        else:
+            load.reservations.close(lease.reservation)
+        self._touch(endpoint)
         if other or not answered:
             self._withdraw(lease)
         if other:
@@ -236,7 +243,7 @@ class Picker:
 
     def _withdraw(self, lease: Lease) -> None:
         """The endpoint did not do this prefill: it will not hold the prompt."""
-        request, pod = lease.decision.request, lease.endpoint.pod
+        request, pod = lease.decision.request, lease.pod
         if lease.predicted_until is not None and request.key and pod.bit:
             self.index.withdraw(pod, request.namespace, request.key, lease.predicted_until)
 
@@ -244,16 +251,16 @@ class Picker:
         """Another endpoint than the picked one answered: it is the one that holds the prompt now."""
         request = lease.decision.request
         for row in self._table.at([address]):
-            endpoint = self._at(row)
+            endpoint = self._table.at_row(row)
             if endpoint.spec.address == address and request.key:
-                self.index.predict(endpoint.pod, request.namespace, request.key, NO_HIT, now)
+                self.index.predict(endpoint.expecting(0), request.namespace, request.key, NO_HIT, now)
                 return
 
     def _audit(self, lease: Lease, cached_tokens: int, now: float) -> None:
         """An endpoint reported its true hit: compare, and act on what that says of the index."""
         endpoint, request = lease.endpoint, lease.decision.request
         pod, expected = endpoint.pod, lease.decision.best.candidate
-        if request.key is None or not pod.precise or not pod.bit:
+        if request.key is None or not pod.precise or not pod.bit or len(endpoint.pods) > 1:
             return
         if request.key_tokens_estimate is not None:  # beyond the key, nothing was predicted
             cached_tokens = min(cached_tokens, expected.cached_tokens)
@@ -269,11 +276,12 @@ class Picker:
 
     def _check_capacity(self, endpoint: Endpoint, now: float) -> None:
         """More blocks than its memory has room for: removals were lost."""
-        report, pod = endpoint.load.report, endpoint.pod
+        report = endpoint.load.report
         if report is None or not report.tokens_total:
             return
-        if pod.blocks * pod.block_size > CAPACITY_SLACK * report.tokens_total and endpoint.audit.allow(now):
-            self.index.request_rebuild(pod)
+        if endpoint.held_tokens > CAPACITY_SLACK * report.tokens_total and endpoint.audit.allow(now):
+            for pod in endpoint.pods:
+                self.index.request_rebuild(pod)
 
     # Inside
 
@@ -285,11 +293,6 @@ class Picker:
         changed.clear()
         self._table.refresh()
 
-    def _at(self, row: int) -> Endpoint:
-        endpoint = self._table.endpoints[row]
-        assert endpoint is not None
-        return endpoint
-
     def _match(self, request: PickRequest, now: float) -> dict[str, Match]:
         """Matches by scope: one, unless a request could go to several models."""
         if not request.key:
@@ -298,9 +301,8 @@ class Picker:
         return {scope: self.index.match(scope, request.namespace, request.key, now) for scope in scopes}
 
     def _candidate(self, row: int, matches: dict[str, Match], work: Work, rate: float) -> Candidate:
-        endpoint = self._at(row)
-        match = matches.get(endpoint.pod.scope)
-        hit = match.hit(endpoint.pod) if match is not None else NO_HIT
+        endpoint = self._table.at_row(row)
+        rank, hit = endpoint.best_hit(matches.get(endpoint.pod.scope))
         cached, uncached = work.at(hit)
         return Candidate(
             spec=endpoint.spec,
@@ -310,7 +312,8 @@ class Picker:
             cached_tokens=cached,
             uncached_tokens=uncached,
             output_tokens=work.output_tokens,
-            held_tokens=endpoint.pod.blocks * endpoint.pod.block_size,
+            held_tokens=endpoint.held_tokens,
+            rank=rank,
         )
 
     def _fallbacks(self, ranked: Sequence[Scored]) -> tuple[EndpointSpec, ...]:

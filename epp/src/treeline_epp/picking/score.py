@@ -58,7 +58,7 @@ TAIL_VALUE = 0.5
 class Candidate(Struct, frozen=True):
     """An eligible endpoint and all that its score depends on. `rate` is prefill tokens per second; `hit` what the index
     says of the prompt, `cached_tokens` what it comes to with predictions. `output_tokens` are expected of the request.
-    `held_tokens` are known to be in its cache.
+    `held_tokens` are known to be in its cache. `rank` is the rank that the hit is at.
     """
 
     spec: EndpointSpec
@@ -69,6 +69,7 @@ class Candidate(Struct, frozen=True):
     uncached_tokens: int = 0
     output_tokens: int = ASSUMED_OUTPUT_TOKENS
     held_tokens: int = 0
+    rank: int = 0
 
 
 class Scored(Struct, frozen=True):

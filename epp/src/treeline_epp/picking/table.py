@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from treeline_epp.endpoints.load import STALE_AFTER_S, TRANSIT_S
+from treeline_epp.endpoints.load import STALE_AFTER_S
 from treeline_epp.endpoints.spec import EndpointSpec, split_address
 from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.request import PickRequest
@@ -140,6 +140,12 @@ class Table:
             self._serving[request.pool, request.model] = known
         return known
 
+    def at_row(self, row: int) -> Endpoint:
+        """The endpoint in a row that is taken."""
+        endpoint = self.endpoints[row]
+        assert endpoint is not None
+        return endpoint
+
     def take(self, rows: Rows) -> Floats:
         """The columns of some rows; without a copy if these are all."""
         return self.columns[:, : self.size] if len(rows) == self.size else self.columns[:, rows]
@@ -169,13 +175,13 @@ def _places(spec: EndpointSpec) -> set[tuple[str, str]]:
 
 
 def _values(endpoint: Endpoint) -> tuple[float, ...]:
-    load, pod = endpoint.load, endpoint.pod
+    load = endpoint.load
     report, reserved = load.report, load.reservations
-    held = pod.blocks * pod.block_size
+    held = endpoint.held_tokens
     at, tokens, requests, running, most, step, total = _NEVER, 0, 0, 0, 0, 0.0, 0
     if report is not None:
         at, running, most, step = report.at, report.running, report.max_running, report.decode_step_s
-        tokens, requests = reserved.newer_than(at - TRANSIT_S)
+        tokens, requests = reserved.newer_than(report.knows_until)
         tokens, requests = tokens + report.queued_tokens, requests + report.waiting
         total, held = report.tokens_total, max(report.tokens_held, held)
     return (

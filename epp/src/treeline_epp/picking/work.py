@@ -12,7 +12,7 @@ from treeline_epp.index.index import Index
 from treeline_epp.index.pods import NO_HIT, Hit, Match
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.picking.score import ASSUMED_OUTPUT_TOKENS
-from treeline_epp.picking.table import Floats, Rows
+from treeline_epp.picking.table import Floats, Rows, Table
 
 
 class Work(Struct, frozen=True, gc=False):
@@ -42,15 +42,17 @@ class Work(Struct, frozen=True, gc=False):
         cached = min(cached, prompt - 1)
         return cached, prompt - cached
 
-    def at_rows(self, index: Index, matches: Mapping[str, Match], rows: Rows, size: int) -> tuple[Floats, Floats]:
-        """`(cached, uncached)` tokens at each of the endpoints in `rows`, of `size` rows in all."""
+    def at_rows(self, index: Index, matches: Mapping[str, Match], rows: Rows, table: Table) -> tuple[Floats, Floats]:
+        """`(cached, uncached)` tokens at each of the endpoints in these rows of the table."""
+        size = table.size
         nothing = self.at(NO_HIT)
         cached, uncached = np.full(size, float(nothing[0])), np.full(size, float(nothing[1]))
         for match in matches.values():
-            for level in match.levels:
+            for level in reversed(match.levels):  # the longest last: it counts where a row has several pods
                 if level.tokens:
                     holders = index.holders(level.pods)
                     cached[holders], uncached[holders] = self.at(Hit(level.tokens, level.end, level.end))
-            for pod, hit in match.special.items():
+            for pod in match.special:
+                _, hit = table.at_row(pod.row).best_hit(match)
                 cached[pod.row], uncached[pod.row] = self.at(hit)
         return (cached, uncached) if len(rows) == size else (cached[rows], uncached[rows])

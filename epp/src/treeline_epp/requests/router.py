@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 
 from treeline_wire import headers as names
-from treeline_wire.paths import INFERENCE, is_inference
+from treeline_wire.paths import is_inference
 
+from treeline_epp.endpoints.adapters.registry import ANYTHING, adapter_of
 from treeline_epp.metrics import Metrics
 from treeline_epp.picking.decision import Outcome, PickError
 from treeline_epp.picking.lease import Lease
@@ -176,9 +177,10 @@ class Router:
 
 
 def _may_be_asked(request: RouteRequest, engine: str) -> bool:
-    """Whether this method and path is inference for an engine of this type. Where pools with different engines share a
-    gateway, its edge can only know the union of what they serve."""
-    return engine not in INFERENCE or is_inference(engine, request.headers.get(":method", ""), request.path)
+    """Whether this method and path is inference for an engine of this type; anything is where discovery does not tell
+    it. Where pools with different engines share a gateway, its edge can only know the union of what they serve."""
+    paths = (adapter_of(engine) or ANYTHING).paths
+    return not engine or is_inference(paths, request.headers.get(":method", ""), request.path)
 
 
 def _outcome(headers: Mapping[str, str]) -> Outcome:

@@ -205,7 +205,8 @@ def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     tokenizer = Tokenizer.from_file(f"{spec.model_dir}/tokenizer.json")
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    stream = EventStream(spec.epoch, AnnouncedIndex(TokenizerReencoder(tokenizer)))
+    index = AnnouncedIndex(TokenizerReencoder(tokenizer))
+    stream = EventStream(spec.epoch, index, topic=spec.args.kv_events_topic.encode())
     Publisher(context, spec, stream, LoadStream(spec.epoch, spec.args.page_size)).run()
 
 

@@ -1,23 +1,36 @@
-"""Any engine with an OpenAI-compatible server: its models are known, and it is routed by history and load."""
+"""Any engine with an OpenAI-compatible server: its models are known. It is routed by history and load, and by its
+events where discovery tells where it publishes them."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 from treeline_wire.tokenizer import TokenizerBundle
 
-from treeline_epp.endpoints.adapters.base import EngineInfo
-from treeline_epp.endpoints.engine_http import EngineError, EngineHttp
+from treeline_epp.endpoints.adapters.base import EngineInfo, LoadReports, told_sources
+from treeline_epp.endpoints.engine_http import EngineError, EngineHttp, UnusableError
+from treeline_epp.endpoints.model_server_metrics import KNOWN, MetricNames
+from treeline_epp.endpoints.spec import KvPorts
+
+T = TypeVar("T")
+
+_LONGEST_REASON = 300
+_NO_EVENTS = "this engine does not say where it publishes KV events; discovery can"
 
 
-class _Model(msgspec.Struct):
+class Model(msgspec.Struct):
+    """One entry of `/v1/models`. `owned_by` is a string in most."""
+
     id: Annotated[str, Meta(min_length=1, max_length=512)]
+    owned_by: Any = None
 
 
-class _Models(msgspec.Struct):
-    data: Annotated[list[_Model], Meta(max_length=4096)]
+class Models(msgspec.Struct):
+    """The answer of `/v1/models`."""
+
+    data: Annotated[list[Model], Meta(max_length=4096)]
 
 
 class OpenAIAdapter:
@@ -25,18 +38,40 @@ class OpenAIAdapter:
 
     name = "openai"
     probes: tuple[str, ...] = ("/health",)
+    probe_timeout_s = 2.0
+    probe_interval_s = 1.0
+    drains = True
+    load = LoadReports.ASKED
+    metrics: tuple[MetricNames, ...] = KNOWN
+    paths = "custom"
+    owner = ""
+    signs: frozenset[str] = frozenset()
 
     async def models(self, http: EngineHttp) -> tuple[str, ...]:
         """The names that it serves. Raises `EngineError`."""
-        served = await http.document("/v1/models", _Models)
+        served = await http.document("/v1/models", Models)
         if served is None:
             raise EngineError(f"{http.base} has no /v1/models")
         return tuple(model.id for model in served.data)
 
-    async def info(self, http: EngineHttp) -> EngineInfo:
+    async def info(self, http: EngineHttp, told: KvPorts | None) -> EngineInfo:
         """Its models. Raises `EngineError`."""
-        return EngineInfo(await self.models(http))
+        return self._info(http, await self.models(http), told, _NO_EVENTS)
 
     async def tokenizer(self, http: EngineHttp) -> TokenizerBundle:
         """It has none to give. Raises `EngineError`."""
         raise EngineError(f"{http.base} serves no tokenizer")
+
+    async def _told_of_events(self, http: EngineHttp, path: str, into: type[T]) -> tuple[T | None, str]:
+        """A document about where it publishes, None where there is none; and why it cannot be used, "" if it can. What
+        an engine says of its events does not decide whether it serves. Raises `EngineError` if asking again may help.
+        """
+        try:
+            return await http.document(path, into), ""
+        except UnusableError as error:
+            return None, f"what it says of its KV events cannot be used: {error}"[:_LONGEST_REASON]
+
+    def _info(self, http: EngineHttp, models: tuple[str, ...], told: KvPorts | None, why: str) -> EngineInfo:
+        """Of an engine that does not say where it publishes; `why`, should discovery not say it either."""
+        sources = told_sources(http.host, told)
+        return EngineInfo(models, sources=sources, no_events="" if sources else why, engine=self.name)

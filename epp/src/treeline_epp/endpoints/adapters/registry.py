@@ -1,18 +1,44 @@
-"""The adapters by engine type, as discovery names it."""
+"""The adapters by engine type, and which one an engine wants whose type nobody tells."""
 
 from __future__ import annotations
 
+import msgspec
+
 from treeline_epp.endpoints.adapters.base import EngineAdapter
-from treeline_epp.endpoints.adapters.openai import OpenAIAdapter
+from treeline_epp.endpoints.adapters.openai import Models, OpenAIAdapter
 from treeline_epp.endpoints.adapters.sglang import SGLangAdapter
 from treeline_epp.endpoints.adapters.treeline import TreelineAdapter
 from treeline_epp.endpoints.adapters.vllm import VllmAdapter
+from treeline_epp.endpoints.engine_http import EngineError, EngineHttp
 
 ADAPTERS: dict[str, EngineAdapter] = {
     adapter.name: adapter for adapter in (TreelineAdapter(), SGLangAdapter(), VllmAdapter(), OpenAIAdapter())
 }
+"""In the order in which they are recognised: the first whose name or signs an engine shows."""
+
+ANYTHING = ADAPTERS["openai"]
+PROBES = tuple(dict.fromkeys(path for adapter in ADAPTERS.values() for path in adapter.probes))
+"""Of an engine of which nothing is known yet."""
 
 
-def adapter_of(engine: str) -> EngineAdapter:
-    """The adapter of an engine type; for one that is not known, the one that asks for all there might be."""
-    return ADAPTERS.get(engine, ADAPTERS["treeline"])
+def adapter_of(engine: str) -> EngineAdapter | None:
+    """The adapter of an engine type as discovery names it. None for one that says nothing ("custom"), and where
+    discovery does not tell: `recognise` it."""
+    return ADAPTERS.get(engine)
+
+
+async def recognise(http: EngineHttp) -> EngineAdapter:
+    """The adapter of an engine by what it says of itself: who owns its models, and what else `/server_info` tells.
+
+    Raises `EngineError` if it has no usable list of models: then it serves nothing yet.
+    """
+    served = await http.document("/v1/models", Models)
+    owners = [model.owned_by for model in served.data] if served is not None else []
+    for adapter in ADAPTERS.values():
+        if adapter.owner and adapter.owner in owners:
+            return adapter
+    try:
+        about = await http.document("/server_info", dict[str, msgspec.Raw]) or {}
+    except EngineError:
+        about = {}  # something else answers there
+    return next((adapter for adapter in ADAPTERS.values() if adapter.signs & about.keys()), ANYTHING)

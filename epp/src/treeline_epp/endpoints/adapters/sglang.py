@@ -1,4 +1,8 @@
-"""SGLang: `/server_info` says where it publishes its KV events and its load."""
+"""SGLang: `/server_info` says where it publishes its KV events and its load: base ports, and how many ranks.
+
+Its `/health` generates a token where the engine has nothing else to do, and takes a second for that: it is asked
+seldom, and gets its time. It answers 503 while the engine starts, while it does not get on, and while it drains.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +13,28 @@ import msgspec
 from msgspec import Meta
 from treeline_wire.security import is_loopback
 
-from treeline_epp.endpoints.adapters.base import EngineInfo, KvSource
+from treeline_epp.endpoints.adapters.base import MAX_RANKS, EngineInfo, KvSource, LoadReports, sources_of
 from treeline_epp.endpoints.adapters.openai import OpenAIAdapter
 from treeline_epp.endpoints.engine_http import EngineHttp
-from treeline_epp.endpoints.spec import normal_ip
+from treeline_epp.endpoints.model_server_metrics import SGLANG, MetricNames
+from treeline_epp.endpoints.spec import KvPorts, normal_ip
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
+Topic = Annotated[str, Meta(max_length=1024)]
+
+_NO_EVENTS = "it publishes no KV events: start it with --kv-events-config"
 
 
 class KvEvents(msgspec.Struct):
-    """The sockets of an engine, as it names them."""
+    """The sockets of an engine, as it names them; those of rank r are r ports further."""
 
     publisher: str | None = None
     endpoint_host: str = "*"
     endpoint_port_base: Port | None = None
     replay_endpoint_port_base: Port | None = None
     load_endpoint_port_base: Port | None = None
-    topic: str | None = ""
+    topic: Topic | None = ""
+    dp_size: Annotated[int, Meta(ge=1)] = 1
     curve: bool = False
 
 
@@ -42,36 +51,45 @@ class SGLangAdapter(OpenAIAdapter):
     """See the module. An engine without `/server_info` is taken for one that publishes nothing."""
 
     name = "sglang"
+    probe_timeout_s = 5.0
+    probe_interval_s = 5.0
+    load = LoadReports.PUSHED
+    metrics: tuple[MetricNames, ...] = (SGLANG,)
+    paths = "sglang"
+    owner = "sglang"
+    signs = frozenset({"kv_events"})
 
-    async def info(self, http: EngineHttp) -> EngineInfo:
+    async def info(self, http: EngineHttp, told: KvPorts | None) -> EngineInfo:
         """Its models and sockets. Raises `EngineError`."""
-        known, _ = await self.known(http, ServerInfo)
+        known, _ = await self.known(http, told, ServerInfo)
         return known
 
-    async def known(self, http: EngineHttp, into: type[Info]) -> tuple[EngineInfo, Info | None]:
+    async def known(self, http: EngineHttp, told: KvPorts | None, into: type[Info]) -> tuple[EngineInfo, Info | None]:
         """The same, and `/server_info` itself. Raises `EngineError`."""
-        models, about = await asyncio.gather(self.models(http), http.document("/server_info", into))
-        if about is None or about.kv_events is None:
-            return EngineInfo(models), about
-        events = about.kv_events
-        return EngineInfo(models, source=_source(http, events), foreign_host=_foreign(http, events)), about
+        models, (about, unusable) = await asyncio.gather(
+            self.models(http), self._told_of_events(http, "/server_info", into)
+        )
+        events = about.kv_events if about is not None else None
+        sources = () if events is None else _sources(http, events)
+        known = self._info(http, models, told, unusable or _NO_EVENTS)
+        if events is not None:
+            foreign = foreign_host(http, events.endpoint_host)
+            known = msgspec.structs.replace(known, foreign_host=foreign)
+        if sources:
+            known = msgspec.structs.replace(known, sources=sources, no_events="")
+        return known, about
 
 
-def _source(http: EngineHttp, events: KvEvents) -> KvSource | None:
+def _sources(http: EngineHttp, events: KvEvents) -> tuple[KvSource, ...]:
     """Always at the endpoint's own address: an engine does not choose with whom the picker talks."""
     if events.publisher != "zmq":
-        return None
-    return KvSource(
-        http.host,
-        events.endpoint_port_base,
-        events.replay_endpoint_port_base,
-        events.load_endpoint_port_base,
-        events.topic or "",
-        events.curve,
-    )
+        return ()
+    bases = events.endpoint_port_base, events.replay_endpoint_port_base, events.load_endpoint_port_base
+    found = sources_of(http.host, *bases, events.topic or "", range(min(events.dp_size, MAX_RANKS)))
+    return tuple(msgspec.structs.replace(source, curve=events.curve) for source in found)
 
 
-def _foreign(http: EngineHttp, events: KvEvents) -> str | None:
+def foreign_host(http: EngineHttp, named: str) -> str | None:
     """The host that the engine names, if it is neither its own nor a way to say "here"."""
-    host = normal_ip(events.endpoint_host) or events.endpoint_host
+    host = normal_ip(named) or named
     return None if host in ("", "*", "0.0.0.0", "::", http.host) or is_loopback(host) else host

@@ -1,7 +1,5 @@
-"""Our own runtime: it has a probe of its own, an epoch, a tokenizer to give, and reads the edge's headers.
-
-Engines whose type nobody tells are asked as if they were ours: what they lack is answered 404.
-"""
+"""Our own runtime: it has a probe of its own, an epoch, a tokenizer to give, answers hello, and reads the edge's
+headers. Its load report beats, and says when it drains; `/ready` is 503 then, too."""
 
 from __future__ import annotations
 
@@ -11,9 +9,10 @@ import httpx
 import msgspec
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
 
-from treeline_epp.endpoints.adapters.base import EngineInfo
+from treeline_epp.endpoints.adapters.base import EngineInfo, LoadReports
 from treeline_epp.endpoints.adapters.sglang import ServerInfo, SGLangAdapter
 from treeline_epp.endpoints.engine_http import EngineError, EngineHttp
+from treeline_epp.endpoints.spec import KvPorts
 
 _TOKENIZER_TIMEOUT_S, _TOKENIZER_BYTES = 30.0, 256 << 20
 
@@ -29,16 +28,24 @@ class TreelineAdapter(SGLangAdapter):
 
     name = "treeline"
     probes: tuple[str, ...] = ("/ready", "/health")
+    probe_timeout_s = 2.0
+    probe_interval_s = 1.0
+    load = LoadReports.BEATS
+    metrics = ()  # they are on a port of their own, and say no more than its load report
+    paths = "treeline"
+    owner = "treeline"
+    signs = frozenset({"tokenizer_fingerprint", "isolates_clients"})
 
-    async def info(self, http: EngineHttp) -> EngineInfo:
+    async def info(self, http: EngineHttp, told: KvPorts | None) -> EngineInfo:
         """Its models, epoch, tokenizer and sockets. Raises `EngineError`."""
-        known, about = await self.known(http, _OurServerInfo)
+        known, about = await self.known(http, told, _OurServerInfo)
         if about is None:
             return known
         return msgspec.structs.replace(
             known,
             epoch="" if about.epoch is None else str(about.epoch),
             fingerprint=about.tokenizer_fingerprint or "",
+            sources=tuple(msgspec.structs.replace(source, hello=True) for source in known.sources),
             isolates_clients=about.isolates_clients,
         )
 

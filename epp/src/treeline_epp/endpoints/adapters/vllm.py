@@ -1,11 +1,82 @@
-"""vLLM: an OpenAI-compatible server. It does not say where it publishes KV events: it is routed by history and load."""
+"""vLLM: `GET /kv_event_sources` (0.32 and later) says where each data-parallel rank publishes; of older ones discovery
+must know. Its `/health` is 503 when the engine behind the server is dead, and so it never drains: on SIGTERM the server
+stops listening.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import re
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from treeline_epp.endpoints.adapters.base import MAX_RANKS, EngineInfo, KvSource
 from treeline_epp.endpoints.adapters.openai import OpenAIAdapter
+from treeline_epp.endpoints.adapters.sglang import Topic, foreign_host
+from treeline_epp.endpoints.engine_http import EngineHttp
+from treeline_epp.endpoints.model_server_metrics import VLLM, MetricNames
+from treeline_epp.endpoints.spec import KvPorts
+
+_SILENT = "it publishes no KV events: start it with --kv-events-config"
+_OLD = "vLLM before 0.32 does not say where it publishes KV events: discovery must (annotation, endpoints file)"
+_TCP = re.compile(r"tcp://(.{1,255}):([0-9]{1,5})", re.ASCII)
+
+
+class _Publisher(msgspec.Struct):
+    """What is read of a rank's `KVEventsConfig`: with the ports that it has, the rank already added."""
+
+    enable_kv_cache_events: bool = True
+    publisher: str | None = "zmq"
+    endpoint: str | None = None
+    replay_endpoint: str | None = None
+    topic: Topic | None = ""
+
+
+_Rank = Annotated[str, Meta(max_length=6, pattern="^[0-9]+$")]
+_Sources = Annotated[dict[_Rank, _Publisher], Meta(max_length=4096)]
+"""The answer of `/kv_event_sources`, by rank."""
 
 
 class VllmAdapter(OpenAIAdapter):
     """See the module."""
 
     name = "vllm"
+    drains = False
+    metrics: tuple[MetricNames, ...] = (VLLM,)
+    paths = "vllm"
+    owner = "vllm"
+    signs = frozenset({"vllm_config"})
+
+    async def info(self, http: EngineHttp, told: KvPorts | None) -> EngineInfo:
+        """Its models and publishers. Raises `EngineError`."""
+        models, (ranks, unusable) = await asyncio.gather(
+            self.models(http), self._told_of_events(http, "/kv_event_sources", _Sources)
+        )
+        known = self._info(http, models, told, unusable or (_OLD if ranks is None else _SILENT))
+        publishers = {int(rank): one for rank, one in (ranks or {}).items()}
+        found = [source for rank in sorted(publishers) if (source := _source(http, rank, publishers[rank]))]
+        if not found:
+            return known
+        hosts = (foreign_host(http, host) for one in publishers.values() if (host := _place(one.endpoint)[0]))
+        return msgspec.structs.replace(
+            known, sources=tuple(found[:MAX_RANKS]), no_events="", foreign_host=next(filter(None, hosts), None)
+        )
+
+
+def _source(http: EngineHttp, rank: int, publisher: _Publisher) -> KvSource | None:
+    """Always at the endpoint's own address: an engine does not choose with whom the picker talks."""
+    events = _place(publisher.endpoint)[1]
+    if not publisher.enable_kv_cache_events or publisher.publisher != "zmq" or events is None:
+        return None
+    return KvSource(http.host, events, _place(publisher.replay_endpoint)[1], topic=publisher.topic or "", rank=rank)
+
+
+def _place(endpoint: str | None) -> tuple[str, int | None]:
+    """Host and port of a ZMQ endpoint over TCP; no port where it is none, or one that cannot be."""
+    found = _TCP.fullmatch(endpoint or "")
+    if found is None:
+        return "", None
+    port = int(found[2])
+    return found[1], port if 0 < port < 65536 else None

@@ -1,0 +1,231 @@
+"""What an engine's metrics page says of its load: which names mean what, engine by engine.
+
+Names and meanings are those of vLLM 0.8.5 to 0.33 (`vllm/v1/metrics/loggers.py`), SGLang 0.4.6 to 0.5.23
+(`srt/observability/metrics_collector.py`), and of the Gateway API inference extension's model server protocol
+(TotalQueuedRequests, TotalRunningRequests, KVCacheUtilization), which also names those of TensorRT-LLM. Where an engine
+has had several names for one thing, the first that is there counts, the newest first.
+
+One server may have many series of one name: a data parallel rank each (vLLM's label `engine`, SGLang's `dp_rank`),
+whose counts are added. The shards of one rank (`tp_rank` and the like) all tell the same, so that one of them counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Self
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from treeline_epp.endpoints.prometheus_text import series
+from treeline_epp.endpoints.scraped import ScrapedLoad, Totals
+
+MOST = 1e15
+"""Larger values are not believed, and neither are negative ones or those that are no numbers."""
+_MOST_REQUESTS = 10**9
+_SHARDS = frozenset({"tp_rank", "pp_rank", "moe_ep_rank", "moe_dp_rank", "attn_cp_rank"})
+_SPELLED = re.compile(r"\s*([a-zA-Z_:][a-zA-Z0-9_:]*)\s*(?:\{([^{}]*)\})?\s*")
+_BLOCKS_AND_SIZES = (("num_gpu_blocks", "block_size"), ("num_pages", "page_size"))
+"""Labels of an info series, as vLLM and SGLang name them."""
+_TOKENS = "kv_cache_size_tokens"
+"""The same of a vLLM that says what it comes to, which blocks × size is not where layers differ in what they keep."""
+
+
+class Metric(Struct, frozen=True):
+    """The series of a name whose labels have these values; a label that is not there counts as empty."""
+
+    name: str
+    labels: Mapping[str, str] = {}
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """`name` or `name{label=value,…}`, as the inference extension's flags spell it. Raises `ValueError`."""
+        spelled = _SPELLED.fullmatch(text)
+        pairs = [pair.partition("=") for pair in (spelled[2] or "").split(",") if pair.strip()] if spelled else []
+        if spelled is None or not all(equals and label.strip() for label, equals, _ in pairs):
+            raise ValueError(f"{text!r} is neither a metric's name nor of the form name{{label=value,…}}")
+        return cls(spelled[1], {label.strip(): value.strip().strip('"') for label, _, value in pairs})
+
+
+class Capacity(Struct, frozen=True):
+    """Ways in which an engine tells how many tokens its KV cache has room for: a gauge of tokens; an info series whose
+    labels are blocks and their size; or a gauge for each of these two."""
+
+    tokens: tuple[Metric, ...] = ()
+    infos: tuple[str, ...] = ()
+    blocks: Metric | None = None
+    block_size: Metric | None = None
+
+
+class MetricNames(Struct, frozen=True):
+    """The names of one type of engine. `prefix` is what tells a page of it; `path` is where the page is. `computed` is
+    the running total of prompt tokens that were computed and not found in the cache. Pairs are totals that grow
+    together: `prompts` requests and their tokens, `prefills` computed tokens and seconds, `steps` tokens and the
+    seconds between them.
+    """
+
+    prefix: str = ""
+    path: str = "/metrics"
+    waiting: tuple[Metric, ...] = ()
+    running: tuple[Metric, ...] = ()
+    kv_usage: tuple[Metric, ...] = ()
+    capacity: Capacity = Capacity()
+    computed: tuple[Metric, ...] = ()
+    prompts: tuple[tuple[Metric, Metric], ...] = ()
+    prefills: tuple[tuple[Metric, Metric], ...] = ()
+    steps: tuple[tuple[Metric, Metric], ...] = ()
+
+
+def _sum_and_count(name: str) -> tuple[Metric, Metric]:
+    return Metric(f"{name}_count"), Metric(f"{name}_sum")
+
+
+_VLLM_COMPUTED = _sum_and_count("vllm:request_prefill_kv_computed_tokens")
+VLLM = MetricNames(
+    prefix="vllm:",
+    waiting=(Metric("vllm:num_requests_waiting"),),
+    running=(Metric("vllm:num_requests_running"),),
+    kv_usage=(Metric("vllm:kv_cache_usage_perc"), Metric("vllm:gpu_cache_usage_perc")),
+    capacity=Capacity(infos=("vllm:cache_config_info",)),
+    computed=(Metric("vllm:prompt_tokens_by_source_total", {"source": "local_compute"}), _VLLM_COMPUTED[1]),
+    # The older one counts what was cached, too: the most that a prompt can take.
+    prompts=(_VLLM_COMPUTED, _sum_and_count("vllm:request_prompt_tokens")),
+    prefills=((_VLLM_COMPUTED[1], Metric("vllm:request_prefill_time_seconds_sum")),),
+    steps=(_sum_and_count("vllm:inter_token_latency_seconds"), _sum_and_count("vllm:time_per_output_token_seconds")),
+)
+
+_SGLANG_COMPUTED = Metric("sglang:realtime_tokens_total", {"mode": "prefill_compute"})
+SGLANG = MetricNames(
+    prefix="sglang:",
+    # With priorities there is a series for each besides the one of all, whose priority is empty.
+    waiting=(Metric("sglang:num_queue_reqs", {"priority": ""}),),
+    running=(Metric("sglang:num_running_reqs", {"priority": ""}),),
+    kv_usage=(Metric("sglang:token_usage"),),
+    capacity=Capacity(tokens=(Metric("sglang:max_total_num_tokens"),), infos=("sglang:cache_config_info",)),
+    computed=(_SGLANG_COMPUTED,),
+    prompts=(
+        _sum_and_count("sglang:uncached_prompt_tokens_histogram"),
+        (Metric("sglang:num_requests_total"), Metric("sglang:prompt_tokens_total")),
+    ),
+    prefills=((_SGLANG_COMPUTED, Metric("sglang:forward_execution_seconds_total", {"category": "extend"})),),
+    steps=(_sum_and_count("sglang:inter_token_latency_seconds"),),
+)
+
+TENSORRT_LLM = MetricNames(
+    prefix="trtllm_",
+    path="/prometheus/metrics",
+    waiting=(Metric("trtllm_num_requests_waiting"),),
+    running=(Metric("trtllm_num_requests_running"),),
+    kv_usage=(Metric("trtllm_kv_cache_utilization"),),
+    capacity=Capacity(
+        blocks=Metric("trtllm_kv_cache_max_blocks"), block_size=Metric("trtllm_kv_cache_tokens_per_block")
+    ),
+)
+
+KNOWN = (VLLM, SGLANG, TENSORRT_LLM)
+"""For servers of which nobody says what they are."""
+
+
+def with_configured(known: Sequence[MetricNames], configured: MetricNames | None) -> tuple[MetricNames, ...]:
+    """The same with names from the command line, which go before those that are known; a page on which none of those
+    is found is read by the names from the command line alone."""
+    if configured is None:
+        return tuple(known)
+    merged = [
+        replace(
+            names,
+            waiting=configured.waiting + names.waiting,
+            running=configured.running + names.running,
+            kv_usage=configured.kv_usage + names.kv_usage,
+            capacity=replace(names.capacity, infos=configured.capacity.infos + names.capacity.infos),
+        )
+        for names in known
+    ]
+    return (*merged, configured)
+
+
+def read(page: bytes, candidates: Iterable[MetricNames]) -> ScrapedLoad | None:
+    """What the page says, by the first of these names whose prefix is on it; `None` if it says neither how many
+    requests run nor how many wait. O(page) at memory speed for each name."""
+    for names in candidates:
+        prefix = names.prefix.encode()
+        if page.startswith(prefix) or page.find(b"\n" + prefix) >= 0:
+            return _read(page, names)
+    return None
+
+
+def _read(page: bytes, names: MetricNames) -> ScrapedLoad | None:
+    waiting, running = _first(page, names.waiting), _first(page, names.running)
+    if waiting is None and running is None:
+        return None
+    used = next((found for metric in names.kv_usage if (found := _values(page, metric))), None)
+    return ScrapedLoad(
+        running=_requests(running),
+        waiting=_requests(waiting),
+        kv_usage=min(1.0, sum(used) / len(used)) if used else 0.0,  # ranks have equal shares of the memory
+        tokens_total=_capacity(page, names.capacity),
+        computed_tokens=_first(page, names.computed),
+        prompts=_pair(page, names.prompts),
+        prefills=_pair(page, names.prefills, seconds_of=_one_rank),
+        steps=_pair(page, names.steps),
+    )
+
+
+def _values(page: bytes, metric: Metric) -> list[float]:
+    """The value of each rank."""
+    found: dict[tuple[tuple[str, str], ...], float] = {}
+    for one in series(page, metric.name.encode()):
+        if not 0.0 <= one.value <= MOST or any(one.labels.get(k, "") != v for k, v in metric.labels.items()):
+            continue
+        rank = tuple(sorted(pair for pair in one.labels.items() if pair[0] not in _SHARDS))
+        found[rank] = max(found.get(rank, 0.0), one.value)
+    return list(found.values())
+
+
+def _first(page: bytes, metrics: Iterable[Metric]) -> float | None:
+    """The sum over all ranks of the first that is there."""
+    return next((sum(found) for metric in metrics if (found := _values(page, metric))), None)
+
+
+def _one_rank(seconds: list[float]) -> float:
+    """Ranks work at the same time: the tokens of all by the time of one is the speed of the engine."""
+    return sum(seconds) / len(seconds)
+
+
+def _pair(
+    page: bytes, pairs: Iterable[tuple[Metric, Metric]], seconds_of: Callable[[list[float]], float] = sum
+) -> Totals | None:
+    for one, other in pairs:
+        counts = _values(page, one)
+        seconds = _values(page, other) if counts else []
+        if counts and seconds:
+            return sum(counts), seconds_of(seconds)
+    return None
+
+
+def _requests(value: float | None) -> int:
+    return int(min(_MOST_REQUESTS, value or 0.0))
+
+
+def _capacity(page: bytes, capacity: Capacity) -> int:
+    """Tokens that the cache has room for; 0 where that is not told."""
+    told = _first(page, capacity.tokens)
+    if told is None and capacity.blocks is not None and capacity.block_size is not None:
+        blocks, sizes = _first(page, (capacity.blocks,)), _values(page, capacity.block_size)
+        told = blocks * max(sizes) if blocks is not None and sizes else None
+    if told is None:
+        told = _from_labels([one.labels for name in capacity.infos for one in series(page, name.encode())])
+    return int(told) if told <= MOST else 0
+
+
+def _from_labels(infos: Sequence[Mapping[str, str]]) -> float:
+    """vLLM names the tokens of one rank, but the blocks of all its ranks, with each of them."""
+    by_rank = sum(_count(labels, _TOKENS) for labels in infos)
+    counts = [(_count(labels, blocks), _count(labels, size)) for labels in infos for blocks, size in _BLOCKS_AND_SIZES]
+    return by_rank or max((blocks * size for blocks, size in counts), default=0.0)
+
+
+def _count(labels: Mapping[str, str], name: str) -> float:
+    text = labels.get(name, "")
+    return float(text) if text.isascii() and text.isdecimal() and len(text) < 16 else 0.0

@@ -1,0 +1,263 @@
+"""Looks at the metrics of engines that push no load, each of them seldom, and of many each more seldom.
+
+A look is one GET on a connection that stays open, uncompressed, bounded in time and size. The next one waits for the
+end of the one before: an engine whose metrics stall is not asked twice. What comes of a look is a load report and
+nothing else: an engine without metrics, or with strange ones, is as ready as before, and its last report grows old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import aiohttp
+
+from treeline_epp.endpoints.model_server_metrics import MetricNames, read, with_configured
+from treeline_epp.endpoints.scraped import ScrapedLoad
+from treeline_epp.endpoints.spec import split_address
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 0.5
+"""Between the end of a look and the next one, at least."""
+MOST_EACH_SECOND = 120.0
+"""Looks at all engines together: more engines are looked at less often each."""
+TIMEOUT_S = 10.0
+"""Of a look. After three seconds its report would be stale; but who asks again adds to what an engine has to do."""
+MOST_BYTES = 4 << 20
+"""Of a page. vLLM's has 50 to 200 KB for each rank."""
+MOST_SHARE = 0.02
+"""Of a core, for reading one engine's page: one that takes long to read is looked at less often."""
+_FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 15.0
+_NO_METRICS_RETRY_S = 60.0
+"""An engine that has no metrics may be another one later, behind the same address."""
+_NOT_THERE = frozenset({401, 403, 404, 405, 410, 501})
+_HEADERS = {"accept": "text/plain;version=0.0.4", "accept-encoding": "identity"}
+
+
+class Failure(enum.StrEnum):
+    """Why a look gave no report. Values are metric labels."""
+
+    UNREACHABLE = "unreachable"
+    TIMEOUT = "timeout"
+    NO_METRICS = "no_metrics"
+    """It has no such page, or does not let us see it."""
+    STATUS = "status"
+    ENCODED = "encoded"
+    TOO_LARGE = "too_large"
+    NO_LOAD = "no_load"
+    """A page that names neither running nor waiting requests, under any name that is known."""
+
+
+class _Failed(Exception):
+    def __init__(self, reason: Failure, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class Scraping:
+    """What the scrapers of a fleet share: the HTTP session, the pace, and what they count. `configured` are names from
+    the command line; `path` and `port`, where they are not None, go before what is known of an engine."""
+
+    def __init__(
+        self, configured: MetricNames | None = None, *, path: str | None = None, port: int | None = None
+    ) -> None:
+        self.scrapes = 0
+        self.failures: Counter[Failure] = Counter()
+        self._configured = configured
+        self._path = path
+        self._port = port
+        self._active = 0
+        self._session: aiohttp.ClientSession | None = None
+
+    def names(self, known: Sequence[MetricNames]) -> tuple[MetricNames, ...]:
+        """What to look for on the page of an engine for which these names are known."""
+        return with_configured(known, self._configured)
+
+    def urls(self, address: str, names: Sequence[MetricNames]) -> list[str]:
+        """Where the page may be, the likeliest first."""
+        host, port = split_address(address)
+        host = f"[{host}]" if ":" in host else host
+        paths = [self._path] if self._path is not None else list(dict.fromkeys(each.path for each in names))
+        return [f"http://{host}:{self._port or port}{path}" for path in paths]
+
+    def count(self, more: int) -> None:
+        """So many engines more (less: negative) are looked at."""
+        self._active += more
+
+    def pause(self) -> float:
+        """From the end of a look to the next one, for an engine that answers."""
+        stretched = max(INTERVAL_S, self._active / MOST_EACH_SECOND)
+        return stretched * random.uniform(1.0, 1.3)  # so that a hundred engines are not looked at in one moment
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """Made at the first look. With `httpx`, which asks for all else, a look would cost three times as much."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, limit_per_host=1, use_dns_cache=False),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers=_HEADERS,
+                skip_auto_headers=("user-agent",),
+                auto_decompress=False,
+                timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+                read_bufsize=1 << 20,
+            )
+        return self._session
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+
+class Scraper:
+    """Looks at one engine for as long as it is to be followed. `on_load` hears what it said, and when it was asked."""
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        scraping: Scraping,
+        on_load: Callable[[ScrapedLoad, float], None],
+    ) -> None:
+        self.failing: Failure | None = None
+        self.scraped_at: float | None = None
+        self._name = name
+        self._address = address
+        self._scraping = scraping
+        self._on_load = on_load
+        self._known: tuple[MetricNames, ...] = ()
+        self._followed = 0  # how often it was told what to look for
+        self._names: tuple[MetricNames, ...] = ()
+        self._urls: list[str] = []
+        self._changed = asyncio.Event()
+        self._retry_s = _FIRST_RETRY_S
+        self._read_s = 0.0
+
+    @property
+    def following(self) -> bool:
+        """Whether the engine is looked at."""
+        return bool(self._known)
+
+    def follow(self, known: tuple[MetricNames, ...]) -> None:
+        """Look at it from now on, for these names; for none, no more."""
+        if known == self._known:
+            return
+        self._known = known
+        self._followed += 1
+        self._names = self._scraping.names(known)
+        self._urls = self._scraping.urls(self._address, self._names)
+        self._retry_s = _FIRST_RETRY_S
+        self.failing = self.scraped_at = None
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            if not self._known:
+                await self._changed.wait()
+                self._changed.clear()
+                continue
+            self._scraping.count(+1)
+            try:
+                # Not all at once, when a picker starts and knows a hundred engines in one moment.
+                await self._sleep(random.uniform(0.0, self._scraping.pause()))
+                while self._known:
+                    await self._sleep(await self._look())
+            finally:
+                self._scraping.count(-1)
+
+    async def _sleep(self, seconds: float) -> None:
+        """So long, or until it is to be followed in another way."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+                self._changed.clear()
+
+    async def _look(self) -> float:
+        """Once; returns the pause after it."""
+        asked_at, since = time.monotonic(), self._followed
+        self._scraping.scrapes += 1
+        try:
+            load = await self._load()
+        except _Failed as failed:
+            return self._failed(failed) if self._followed == since else 0.0
+        if self._followed != since:
+            return 0.0  # it went away while it was asked, or is another now
+        if self.failing is not None:
+            log.info("endpoint %s: its metrics can be read again", self._name)
+        self.failing, self._retry_s, self.scraped_at = None, _FIRST_RETRY_S, asked_at
+        self._on_load(load, asked_at)
+        return max(self._scraping.pause(), self._read_s / MOST_SHARE)
+
+    def _failed(self, failed: _Failed) -> float:
+        self._scraping.failures[failed.reason] += 1
+        if failed.reason is not self.failing:  # once, though it is asked again and again
+            self.failing = failed.reason
+            log.warning(
+                "endpoint %s: its load cannot be read: %s; what is routed to it is all that is known of it",
+                self._name,
+                failed,
+            )
+        if failed.reason is Failure.NO_METRICS:
+            return _NO_METRICS_RETRY_S * random.uniform(0.8, 1.2)
+        pause, self._retry_s = self._retry_s, min(_LAST_RETRY_S, 2 * self._retry_s)
+        return max(pause, self._scraping.pause(), self._read_s / MOST_SHARE) * random.uniform(1.0, 1.3)
+
+    async def _load(self) -> ScrapedLoad:
+        """What the first of its pages says that says anything. Raises `_Failed`."""
+        names, since = self._names, self._followed
+        said: list[_Failed] = []
+        for url in self._urls:
+            try:
+                load = self._read(await self._page(url), names)
+            except _Failed as failed:
+                if failed.reason is not Failure.NO_METRICS:
+                    raise
+                said.append(failed)
+                continue
+            if load is not None:
+                if self._followed == since:
+                    self._urls = [url]
+                return load
+            said.insert(0, _Failed(Failure.NO_LOAD, f"{url} names neither running nor waiting requests"))
+        raise said[0]
+
+    def _read(self, page: bytes, names: Sequence[MetricNames]) -> ScrapedLoad | None:
+        began = time.thread_time()
+        load = read(page, names)
+        self._read_s = time.thread_time() - began
+        return load
+
+    async def _page(self, url: str) -> bytes:
+        """The page. Raises `_Failed`."""
+        try:
+            async with self._scraping.session.get(url, allow_redirects=False) as response:
+                if response.status in _NOT_THERE:
+                    raise _Failed(Failure.NO_METRICS, f"{url} is answered {response.status}")
+                if response.status != 200:
+                    raise _Failed(Failure.STATUS, f"{url} is answered {response.status}")
+                if response.headers.get("content-encoding", "identity") != "identity":
+                    raise _Failed(Failure.ENCODED, f"{url} is encoded, which was not asked for")
+                return await _content(response, url)
+        except TimeoutError:
+            raise _Failed(Failure.TIMEOUT, f"{url} is not answered within {TIMEOUT_S:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise _Failed(Failure.UNREACHABLE, f"{url}: {error!r:.200}") from error
+
+
+async def _content(response: aiohttp.ClientResponse, url: str) -> bytes:
+    got = bytearray()
+    async for part in response.content.iter_any():
+        got += part
+        if len(got) > MOST_BYTES:
+            response.close()
+            raise _Failed(Failure.TOO_LARGE, f"{url} is longer than {MOST_BYTES >> 20} MiB")
+    return bytes(got)

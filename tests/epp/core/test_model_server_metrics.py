@@ -1,0 +1,270 @@
+"""Which name means what: pages as engines write them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from treeline_epp.endpoints.model_server_metrics import (
+    KNOWN,
+    SGLANG,
+    TENSORRT_LLM,
+    VLLM,
+    Capacity,
+    Metric,
+    MetricNames,
+    read,
+    with_configured,
+)
+from treeline_epp.endpoints.scraped import ScrapedLoad
+
+REAL = b"""\
+vllm:num_requests_running{engine="0",model_name="tiny"} 0.0
+vllm:num_requests_waiting{engine="0",model_name="tiny"} 0.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="capacity"} 0.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="deferred"} 0.0
+vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.0
+vllm:prompt_tokens_total{engine="0",model_name="tiny"} 530649.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_compute"} 133337.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_cache_hit"} 397312.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="external_kv_transfer"} 0.0
+vllm:prompt_tokens_by_source_created{engine="0",model_name="tiny",\
+source="local_compute"} 1.795402791596313e+09
+vllm:prompt_tokens_by_source_created{engine="0",model_name="tiny",\
+source="local_cache_hit"} 1.7954027915963185e+09
+vllm:prompt_tokens_by_source_created{engine="0",model_name="tiny",\
+source="external_kv_transfer"} 1.7954027915963604e+09
+vllm:inter_token_latency_seconds_bucket{engine="0",le="+Inf",model_name="tiny"} 4831.0
+vllm:inter_token_latency_seconds_count{engine="0",model_name="tiny"} 4831.0
+vllm:inter_token_latency_seconds_sum{engine="0",model_name="tiny"} 172.19350064700848
+vllm:inter_token_latency_seconds_created{engine="0",model_name="tiny"} 1.7954027915967534e+09
+vllm:request_prefill_time_seconds_bucket{engine="0",le="+Inf",model_name="tiny"} 260.0
+vllm:request_prefill_time_seconds_count{engine="0",model_name="tiny"} 260.0
+vllm:request_prefill_time_seconds_sum{engine="0",model_name="tiny"} 131.7357109900404
+vllm:request_prefill_time_seconds_created{engine="0",model_name="tiny"} 1.7954027915969548e+09
+vllm:request_prefill_kv_computed_tokens_bucket{engine="0",le="+Inf",model_name="tiny"} 260.0
+vllm:request_prefill_kv_computed_tokens_count{engine="0",model_name="tiny"} 260.0
+vllm:request_prefill_kv_computed_tokens_sum{engine="0",model_name="tiny"} 133337.0
+vllm:request_prefill_kv_computed_tokens_created{engine="0",model_name="tiny"} 1.7954027916011908e+09
+vllm:cache_config_info{_block_size_resolved="True",block_size="32",cache_dtype="auto",engine="0",\
+hash_block_size="None",kv_cache_dtype_skip_layers="[]",kv_cache_max_concurrency="5.5625",\
+kv_cache_memory_bytes="1073741824",kv_cache_size_tokens="22784",num_cpu_blocks="None",num_gpu_blocks="712",\
+num_gpu_blocks_override="712"} 1.0
+"""
+"""Lines of a page of vLLM 0.32 on a CPU, after 260 requests; histograms without their inner buckets."""
+
+
+class Page:
+    """A page in the making, written by the library that vLLM and SGLang use."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._made: dict[str, Gauge | Counter | Histogram] = {}
+
+    def gauge(self, name: str, value: float, **labels: str) -> Page:
+        metric = self._made.setdefault(name, Gauge(name, "text", list(labels), registry=None))
+        assert isinstance(metric, Gauge)
+        (metric.labels(**labels) if labels else metric).set(value)
+        return self
+
+    def counter(self, name: str, value: float, **labels: str) -> Page:
+        metric = self._made.setdefault(name, Counter(name, "text", list(labels), registry=None))
+        assert isinstance(metric, Counter)
+        metric.labels(**labels).inc(value)
+        return self
+
+    def histogram(self, name: str, values: Sequence[float], **labels: str) -> Page:
+        metric = self._made.setdefault(name, Histogram(name, "text", list(labels), registry=None))
+        assert isinstance(metric, Histogram)
+        for value in values:
+            metric.labels(**labels).observe(value)
+        return self
+
+    def bytes(self) -> bytes:
+        for metric in self._made.values():
+            self.registry.register(metric)
+        return generate_latest(self.registry)
+
+
+def vllm(page: Page, engine: str, running: int, waiting: int, usage: float) -> Page:
+    """The names of 0.33, one rank."""
+    own = {"model_name": 'org/"model"\\1', "engine": engine}
+    page.gauge("vllm:num_requests_running", running, **own).gauge("vllm:num_requests_waiting", waiting, **own)
+    for reason in ("capacity", "deferred"):
+        page.gauge("vllm:num_requests_waiting_by_reason", 77, **own, reason=reason)
+    page.gauge("vllm:kv_cache_usage_perc", usage, **own)
+    page.gauge("vllm:cache_config_info", 1, block_size="16", num_gpu_blocks="1000", cache_dtype="auto", engine=engine)
+    page.counter("vllm:prompt_tokens", 900, **own)
+    for source, tokens in (("local_compute", 500), ("local_cache_hit", 400), ("external_kv_transfer", 0)):
+        page.counter("vllm:prompt_tokens_by_source", tokens, **own, source=source)
+    page.histogram("vllm:request_prefill_kv_computed_tokens", [100, 300], **own)
+    page.histogram("vllm:request_prefill_time_seconds", [0.5, 1.5], **own)
+    page.histogram("vllm:inter_token_latency_seconds", [0.25, 0.25, 0.5, 1], **own)
+    return page.histogram("vllm:request_prompt_tokens", [600], **own)
+
+
+def test_vllm() -> None:
+    assert read(vllm(Page(), "0", 3, 2, 0.25).bytes(), (VLLM,)) == ScrapedLoad(
+        running=3,
+        waiting=2,
+        kv_usage=0.25,
+        tokens_total=16_000,
+        computed_tokens=500.0,
+        prompts=(2.0, 400.0),
+        prefills=(400.0, 2.0),
+        steps=(4.0, 2.0),
+    )
+
+
+def test_a_page_that_a_real_vllm_has_written() -> None:
+    assert read(REAL, KNOWN) == ScrapedLoad(
+        tokens_total=22_784,
+        computed_tokens=133_337.0,
+        prompts=(260.0, 133_337.0),
+        prefills=(133_337.0, 131.7357109900404),
+        steps=(4831.0, 172.19350064700848),
+    )
+
+
+def test_the_ranks_of_one_server_are_added_and_its_memory_which_each_of_them_names_is_not() -> None:
+    page = vllm(vllm(Page(), "0", 3, 2, 0.25), "1", 10, 0, 0.75).bytes()
+    assert read(page, KNOWN) == ScrapedLoad(
+        running=13,
+        waiting=2,
+        kv_usage=0.5,
+        tokens_total=16_000,
+        computed_tokens=1000.0,
+        prompts=(4.0, 800.0),
+        prefills=(800.0, 2.0),  # the two work at the same time
+        steps=(8.0, 4.0),
+    )
+
+
+def test_a_vllm_that_says_what_its_blocks_come_to_is_believed() -> None:
+    page = Page().gauge("vllm:num_requests_running", 1)
+    for engine in "01":
+        labels = {"block_size": "16", "num_gpu_blocks": "1000", "kv_cache_size_tokens": "5000", "engine": engine}
+        page.gauge("vllm:cache_config_info", 1, **labels)
+    assert read(page.bytes(), (VLLM,)) == ScrapedLoad(running=1, tokens_total=10_000)
+
+
+def test_an_old_vllm() -> None:
+    own = {"model_name": "m"}
+    page = Page().gauge("vllm:num_requests_running", 1, **own).gauge("vllm:num_requests_waiting", 4, **own)
+    page.gauge("vllm:gpu_cache_usage_perc", 0.5, **own).gauge("vllm:cpu_cache_usage_perc", 1.0, **own)
+    page.gauge("vllm:cache_config_info", 1, block_size="32", num_gpu_blocks="None")
+    page.histogram("vllm:request_prompt_tokens", [600, 200], **own)
+    page.histogram("vllm:time_per_output_token_seconds", [0.5], **own)
+    expected = ScrapedLoad(running=1, waiting=4, kv_usage=0.5, prompts=(2.0, 800.0), steps=(1.0, 0.5))
+    assert read(page.bytes(), (VLLM,)) == expected
+
+
+def sglang(page: Page, tp_rank: str, dp_rank: str, running: int, waiting: int) -> Page:
+    """The names of 0.5.23, one scheduler."""
+    own = {"model_name": "m", "engine_type": "unified", "tp_rank": tp_rank, "pp_rank": "0", "moe_ep_rank": tp_rank}
+    own |= {"dp_rank": dp_rank}
+    for priority, share in (("", 1.0), ("0", 0.5), ("5", 0.5)):
+        page.gauge("sglang:num_running_reqs", running * share, **own, priority=priority)
+        page.gauge("sglang:num_queue_reqs", waiting * share, **own, priority=priority)
+    page.gauge("sglang:token_usage", 0.5, **own).gauge("sglang:max_total_num_tokens", 1000, **own)
+    for mode in ("prefill_compute", "prefill_cache", "decode"):
+        page.counter("sglang:realtime_tokens", 600, **own, mode=mode)
+    for category in ("extend", "decode"):
+        page.counter("sglang:forward_execution_seconds", 2, **own, category=category)
+    return page
+
+
+def test_sglang_counts_its_ranks_once_each_however_many_schedulers_report() -> None:
+    page = sglang(sglang(sglang(Page(), "0", "0", 2, 4), "1", "0", 2, 4), "2", "1", 6, 0)
+    for streaming in ("true", "false"):
+        page.counter("sglang:prompt_tokens", 150, model_name="m", is_streaming=streaming)
+        page.counter("sglang:num_requests", 2, model_name="m", is_streaming=streaming)
+    page.histogram("sglang:inter_token_latency_seconds", [0.5, 0.25], model_name="m")
+    assert read(page.bytes(), KNOWN) == ScrapedLoad(
+        running=8,
+        waiting=4,
+        kv_usage=0.5,
+        tokens_total=2000,
+        computed_tokens=1200.0,
+        prompts=(4.0, 300.0),
+        prefills=(1200.0, 2.0),
+        steps=(2.0, 0.75),
+    )
+
+
+def test_an_old_sglang_and_tensorrt_llm() -> None:
+    page = Page().gauge("sglang:num_running_reqs", 1).gauge("sglang:num_queue_reqs", 2)
+    assert read(page.bytes(), KNOWN) == ScrapedLoad(running=1, waiting=2)
+    page = Page().gauge("trtllm_num_requests_running", 1, model_name="m", engine_type="trtllm")
+    page.gauge("trtllm_num_requests_waiting", 2, model_name="m", engine_type="trtllm")
+    page.gauge("trtllm_kv_cache_utilization", 0.5).gauge("trtllm_kv_cache_max_blocks", 100)
+    page.gauge("trtllm_kv_cache_tokens_per_block", 32)
+    expected = ScrapedLoad(running=1, waiting=2, kv_usage=0.5, tokens_total=3200)
+    assert read(page.bytes(), KNOWN) == expected
+    assert TENSORRT_LLM.path == "/prometheus/metrics"
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "-1", "1e300", "many"])
+def test_what_cannot_be_is_not_counted(value: str) -> None:
+    page = f'vllm:num_requests_waiting{{engine="0"}} {value}\nvllm:num_requests_waiting{{engine="1"}} 3\n'
+    page += f"vllm:num_requests_running {value}\nvllm:kv_cache_usage_perc {value}\n"
+    page += f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{value}"}} 1\n'
+    assert read(page.encode(), (VLLM,)) == ScrapedLoad(waiting=3)
+    assert read(b"vllm:num_requests_waiting " + value.encode(), (VLLM,)) is None
+
+
+def test_huge_values_stay_within_what_can_be_reckoned_with() -> None:
+    page = b"vllm:num_requests_waiting 1e15\nvllm:kv_cache_usage_perc 7\n"
+    page += b'vllm:cache_config_info{block_size="999999999999999",num_gpu_blocks="999999999999999"} 1\n'
+    assert read(page, (VLLM,)) == ScrapedLoad(waiting=10**9, kv_usage=1.0)
+
+
+def test_pages_of_something_else_say_nothing() -> None:
+    for page in (
+        b"",
+        b'{"engine": "vllm:num_requests_waiting 3"}',
+        b"<html>\nvllm: 1\n</html>",
+        b"up 1\n",
+        b"\x00" * 99,
+    ):
+        assert read(page, KNOWN) is None
+
+
+def test_a_page_full_of_what_is_looked_for_holds_nothing_up() -> None:
+    names = [metric.name for metric in (*VLLM.waiting, *VLLM.running, *VLLM.kv_usage, *VLLM.computed)]
+    names += [metric.name for pair in (*VLLM.prompts, *VLLM.prefills, *VLLM.steps) for metric in pair]
+    labels = ",".join(f'label_{n}="\\\\{n}"' for n in range(100))
+    lines = "".join(f'{name}{{{labels},n="{n}"}} 1\n' for name in dict.fromkeys(names) for n in range(160))
+    began = time.process_time()
+    found = read(lines.encode(), (VLLM,))
+    assert time.process_time() - began < 0.5
+    assert found is not None
+    assert 64 <= found.running == found.waiting < 128, "not all of it"
+    assert len(lines) > 1 << 21
+
+
+def test_names_from_the_command_line_go_first_and_are_enough_alone() -> None:
+    configured = MetricNames(
+        waiting=(Metric.parse("nv_trt_llm_request_metrics{request_type=waiting}"),),
+        running=(Metric.parse('nv_trt_llm_request_metrics{request_type="scheduled"}'),),
+        kv_usage=(Metric.parse(" mine "),),
+        capacity=Capacity(infos=("mine_info",)),
+    )
+    triton = b'nv_trt_llm_request_metrics{model="m",request_type="waiting",version="1"} 5\n'
+    triton += b'nv_trt_llm_request_metrics{model="m",request_type="scheduled",version="1"} 6\nmine 0.5\n'
+    triton += b'mine_info{page_size="16",num_pages="10"} 1\n'
+    names = with_configured(KNOWN, configured)
+    assert read(triton, names) == ScrapedLoad(running=6, waiting=5, kv_usage=0.5, tokens_total=160)
+    both = vllm(Page(), "0", 3, 2, 0.25).bytes() + b"mine 0.75\n"
+    found = read(both, names)
+    assert found is not None
+    assert (found.running, found.waiting, found.kv_usage, found.tokens_total) == (3, 2, 0.75, 16_000)
+    assert with_configured((SGLANG,), None) == (SGLANG,)
+
+
+@pytest.mark.parametrize("text", ["a b", "1a", "a{", "a{b}", "a{=c}", "a}", "{a=b}"])
+def test_a_name_that_is_none_is_refused_in_words(text: str) -> None:
+    with pytest.raises(ValueError, match="neither a metric's name nor"):
+        Metric.parse(text)

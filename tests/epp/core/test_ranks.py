@@ -1,0 +1,111 @@
+"""Endpoints whose data-parallel ranks publish one by one: caches are kept apart, the endpoint is one."""
+
+from __future__ import annotations
+
+from support.epp_core import KEYS, WIDTH, Prompt
+from treeline_epp.endpoints.rank_loads import RankLoads
+from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.picking.decision import Outcome
+from treeline_epp.picking.picker import Picker
+from treeline_epp.picking.request import PickRequest
+from treeline_wire.events import AllBlocksCleared, BlockRemoved
+from treeline_wire.load import LoadStat
+
+PROMPT = Prompt([1] * 4 * WIDTH + [2] * 4 * WIDTH)
+
+
+def two_of_two() -> Picker:
+    picker = Picker()
+    for name, port in (("a", 1), ("b", 2)):
+        picker.add_endpoint(EndpointSpec(name, f"10.0.0.1:{port}"), ranks=2)
+    return picker
+
+
+def request(prompt: Prompt = PROMPT) -> PickRequest:
+    # The engine computes a prompt's end always: some text more than what is cached.
+    return PickRequest("id", key=prompt.key + b" and more", prompt_tokens_estimate=len(prompt.tokens) + 4)
+
+
+def cached(picker: Picker, name: str) -> int:
+    (known,) = [one.candidate for one in picker.pick(request(), 0.0).ranked if one.candidate.spec.name == name]
+    return known.hit.tokens
+
+
+def test_what_one_rank_removes_or_clears_the_other_still_holds() -> None:
+    picker = two_of_two()
+    first, second = picker.endpoints["a"].pods
+    for pod in (first, second):
+        picker.index.apply(pod, PROMPT.stored(), KEYS)
+    whole = cached(picker, "a")
+    assert whole > 6 * WIDTH
+    picker.index.apply(first, BlockRemoved(PROMPT.hashes[1:]), KEYS)
+    assert cached(picker, "a") == whole
+    picker.index.apply(second, BlockRemoved(PROMPT.hashes[6:]), KEYS)
+    assert 4 * WIDTH <= cached(picker, "a") <= 6 * WIDTH
+    picker.index.apply(second, AllBlocksCleared(), KEYS)
+    assert cached(picker, "a") <= WIDTH
+    assert picker.endpoints["a"].held_tokens == WIDTH
+    assert cached(picker, "b") == 0
+    picker.index.check()
+
+
+def test_blocks_of_two_ranks_are_not_one_run() -> None:
+    picker = two_of_two()
+    first, second = picker.endpoints["a"].pods
+    picker.index.apply(first, PROMPT.stored(0, 3), KEYS)
+    picker.index.apply(second, PROMPT.stored(), KEYS)
+    picker.index.apply(second, BlockRemoved(PROMPT.hashes[1:2]), KEYS)
+    assert WIDTH < cached(picker, "a") <= 3 * WIDTH
+
+
+def test_a_prediction_is_for_the_rank_that_holds_most_and_is_taken_back_there() -> None:
+    picker = two_of_two()
+    second = picker.endpoints["a"].pods[1]
+    picker.index.apply(second, PROMPT.stored(0, 4), KEYS)
+    decision = picker.pick(request(), 0.0)
+    assert (decision.endpoint.name, decision.best.candidate.rank) == ("a", 1)
+    lease = picker.reserve(decision, 0.0)
+    assert lease.pod is second
+    again = picker.pick(request(), 0.1).best.candidate
+    assert (again.spec.name, again.rank) == ("a", 1)
+    assert again.hit.reach > again.hit.end
+    picker.close(lease, 0.2, Outcome.ERROR)
+    assert picker.pick(request(), 0.3).ranked[0].candidate.hit.reach == lease.decision.best.candidate.hit.reach
+
+
+def test_one_rank_that_publishes_shortens_the_predictions_of_all() -> None:
+    picker = two_of_two()
+    other = Prompt.random(5, 4)
+    picker.index.apply(picker.endpoints["a"].pods[1], other.stored(), KEYS)
+    picker.set_ready("b", False)
+    lease = picker.reserve(picker.pick(request(), 0.0), 0.0)
+    assert lease.pod is picker.endpoints["a"].pods[0]
+    assert lease.predicted_until == picker.index.limits.prediction_life_s
+    picker.set_ready("b", True)
+    picker.set_ready("a", False)
+    lease = picker.reserve(picker.pick(request(), 0.0), 0.0)
+    assert lease.predicted_until == picker.index.limits.eventless_life_s, "of this one no events are known"
+
+
+def test_an_endpoint_with_fewer_ranks_starts_from_nothing() -> None:
+    picker = two_of_two()
+    spec, pods = picker.endpoints["a"].spec, picker.endpoints["a"].pods
+    picker.index.apply(pods[1], PROMPT.stored(), KEYS)
+    assert picker.add_endpoint(spec, ranks=2).pods is pods
+    assert len(picker.add_endpoint(spec, ranks=1).pods) == 1
+    assert cached(picker, "a") == 0
+    picker.remove_endpoint("a")
+    picker.remove_endpoint("b")
+    picker.index.check()
+
+
+def test_what_ranks_report_is_the_engines_load_when_all_have() -> None:
+    loads = RankLoads()
+    one = LoadStat(1, 2, 3, 400, 0, 5, 6, 7, 1000, 50)
+    assert loads.take(0, one, (0, 1)) is None
+    both = loads.take(1, LoadStat(10, 20, 30, 400, 1, 50, 60, 7, 3000, 150), (0, 1))
+    assert both == LoadStat(11, 22, 33, 800, 0, 55, 66, 14, 4000, 100), "their busy times overlap"
+    newer = loads.take(0, LoadStat(2), (0, 1))
+    assert newer is not None
+    assert newer.num_running == 12
+    assert RankLoads().take(0, one, (0,)) is one

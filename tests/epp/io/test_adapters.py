@@ -1,0 +1,345 @@
+"""Each engine's adapter on what its releases answer, and on what none of them would."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.epp_io import FakeEngine, engines
+from support.http import client as local_client
+from treeline_epp.endpoints.adapters.base import MAX_RANKS, KvSource, LoadReports
+from treeline_epp.endpoints.adapters.registry import ADAPTERS, adapter_of, recognise
+from treeline_epp.endpoints.engine_http import EngineError, EngineHttp
+from treeline_epp.endpoints.spec import EndpointSpec, KvPorts
+from treeline_epp.endpoints.watcher import EngineClient, EngineState, EngineWatcher, ProbePace
+from treeline_wire.paths import INFERENCE
+
+HERE = "127.0.0.1"
+VLLM_0_32 = {
+    "0": {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": "tcp://*:5990",
+        "replay_endpoint": "tcp://*:5991",
+        "buffer_steps": 10000,
+        "hwm": 100000,
+        "max_queue_size": 100000,
+        "topic": "kv@pod@tiny",
+    }
+}
+SGLANG_0_5_23 = {
+    "model_path": "m",
+    "version": "0.5.23",
+    "internal_states": [{}],
+    "kv_events": {
+        "publisher": "zmq",
+        "endpoint_host": "0.0.0.0",
+        "endpoint_port_base": 5557,
+        "topic": "",
+        "block_size": 64,
+        "dp_size": 2,
+        "load_endpoint_port_base": 5657,
+        "load_topic": "load",
+        "replay_endpoint_port_base": 5757,
+    },
+}
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    async with local_client(trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[FakeEngine]:
+    async with engines(1) as (fake,):
+        yield fake
+
+
+def owned(engine: FakeEngine, owner: str, **documents: Any) -> None:
+    engine.documents["/v1/models"] = {"object": "list", "data": [{"id": "tiny", "owned_by": owner}]}
+    for path, document in documents.items():
+        engine.documents[f"/{path}"] = document
+
+
+def asked_for(engine: FakeEngine) -> set[str]:
+    return {seen.path for seen in engine.seen}
+
+
+# What they are
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_every_adapter_says_all_that_the_picker_wants_to_know(name: str) -> None:
+    adapter = ADAPTERS[name]
+    assert adapter.probes
+    assert all(path.startswith("/") for path in adapter.probes)
+    assert adapter.paths in INFERENCE
+    assert adapter.load is not LoadReports.ASKED or adapter.metrics is not None, "nobody would know its load"
+    assert 0 < adapter.probe_timeout_s <= 5
+    assert 0 < adapter.probe_interval_s <= 5
+
+
+async def test_a_type_that_says_nothing_is_asked_what_it_is(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    assert adapter_of("vllm") is ADAPTERS["vllm"]
+    assert adapter_of("custom") is adapter_of("") is None
+    owned(engine, "vllm", kv_event_sources=VLLM_0_32)
+    info = await EngineClient(http, engine.address, "custom").info()
+    assert (info.engine, len(info.sources)) == ("vllm", 1)
+
+
+@pytest.mark.parametrize("owner", ["treeline", "vllm", "sglang"])
+async def test_an_engine_is_known_by_who_owns_its_models(
+    http: httpx.AsyncClient, engine: FakeEngine, owner: str
+) -> None:
+    owned(engine, owner)
+    engine.missing.add("/kv_event_sources")
+    assert (await EngineClient(http, engine.address).info()).engine == owner
+
+
+@pytest.mark.parametrize(
+    ("about", "name"),
+    [
+        ({"tokenizer_fingerprint": "f"}, "treeline"),
+        ({"kv_events": None}, "sglang"),
+        ({"kv_events": None, "isolates_clients": True}, "treeline"),
+        ({"vllm_config": "…"}, "vllm"),
+        ({"echo": 1}, "openai"),
+        (b"no JSON", "openai"),
+        ([1], "openai"),
+        ({}, "openai"),
+    ],
+)
+async def test_and_else_by_what_only_it_has(http: httpx.AsyncClient, engine: FakeEngine, about: Any, name: str) -> None:
+    engine.documents["/server_info"] = about
+    assert (await recognise(EngineHttp(http, engine.address))).name == name
+
+
+@pytest.mark.parametrize("owner", [None, 7, ["vllm"], {"vllm": 1}, "", "acme"])
+async def test_an_unknown_owner_is_no_reason_to_refuse_it(
+    http: httpx.AsyncClient, engine: FakeEngine, owner: Any
+) -> None:
+    engine.documents["/v1/models"] = {"data": [{"id": "tiny", "owned_by": owner}]}
+    info = await EngineClient(http, engine.address).info()
+    assert (info.engine, info.models) == ("openai", ("tiny",))
+
+
+async def test_of_an_engine_that_is_told_nothing_is_guessed(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    owned(engine, "treeline", server_info={"tokenizer_fingerprint": "f", "kv_events": SGLANG_0_5_23["kv_events"]})
+    info = await EngineClient(http, engine.address, "openai").info()
+    assert (info.engine, info.sources) == ("openai", ())
+    assert asked_for(engine) == {"/v1/models"}
+
+
+# vLLM
+
+
+async def test_vllm_0_32_says_where_each_rank_publishes(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    two = {**VLLM_0_32, "1": {**VLLM_0_32["0"], "endpoint": "tcp://*:5991", "replay_endpoint": None, "topic": ""}}
+    owned(engine, "vllm", kv_event_sources=two)
+    info = await EngineClient(http, engine.address, "vllm").info()
+    assert info.sources == (
+        KvSource(HERE, 5990, 5991, topic="kv@pod@tiny", rank=0),
+        KvSource(HERE, 5991, None, rank=1),
+    )
+    assert (info.models, info.no_events, info.foreign_host) == (("tiny",), "", None)
+    assert not any(source.hello for source in info.sources)
+    assert asked_for(engine) == {"/v1/models", "/kv_event_sources"}
+
+
+@pytest.mark.parametrize("ranks", [{}, {"0": {"publisher": "null", "endpoint": "tcp://*:5557"}}])
+async def test_a_vllm_without_events_says_how_it_gets_some(
+    http: httpx.AsyncClient, engine: FakeEngine, ranks: dict[str, Any]
+) -> None:
+    owned(engine, "vllm", kv_event_sources=ranks)
+    info = await EngineClient(http, engine.address, "vllm").info()
+    assert info.sources == ()
+    assert "--kv-events-config" in info.no_events
+
+
+async def test_where_an_older_one_publishes_discovery_says(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    owned(engine, "vllm")
+    engine.missing.add("/kv_event_sources")
+    info = await EngineClient(http, engine.address, "vllm").info()
+    assert "discovery must" in info.no_events
+    told = KvPorts(6000, 6100, "kv", ranks=2, first_rank=1)
+    info = await EngineClient(http, engine.address, "vllm", told).info()
+    assert info.sources == (
+        KvSource(HERE, 6001, 6101, topic="kv", rank=1),
+        KvSource(HERE, 6002, 6102, topic="kv", rank=2),
+    )
+    engine.missing.clear()
+    engine.documents["/kv_event_sources"] = VLLM_0_32
+    info = await EngineClient(http, engine.address, "vllm", told).info()
+    assert [source.events_port for source in info.sources] == [5990], "it knows better"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "port", "foreign"),
+    [
+        ("tcp://127.0.0.1:5557", 5557, None),
+        ("tcp://[::]:5557", 5557, None),
+        ("tcp://10.9.8.7:41000", 41000, "10.9.8.7"),
+        ("tcp://central.svc:5557", 5557, "central.svc"),
+        ("tcp://*:0", None, None),
+        ("tcp://*:65536", None, None),
+        ("tcp://*:" + "9" * 5000, None, None),
+        ("tcp://*:\u0665\u0665", None, None),
+        ("tcp://" + "x" * 300 + ":1", None, None),
+        ("ipc:///tmp/kv", None, None),
+        ("inproc://kv_dp1", None, None),
+        ("", None, None),
+        (None, None, None),
+    ],
+)
+async def test_vllm_is_followed_at_its_own_address_whatever_it_names(
+    http: httpx.AsyncClient, engine: FakeEngine, endpoint: str | None, port: int | None, foreign: str | None
+) -> None:
+    owned(engine, "vllm", kv_event_sources={"0": {"endpoint": endpoint}})
+    info = await EngineClient(http, engine.address, "vllm").info()
+    assert info.sources == (() if port is None else (KvSource(HERE, port),))
+    assert info.foreign_host == foreign
+    assert bool(info.no_events) == (port is None)
+
+
+# SGLang and ours
+
+
+async def test_sglang_counts_its_ranks_from_base_ports(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    owned(engine, "sglang", server_info=SGLANG_0_5_23)
+    info = await EngineClient(http, engine.address).info()
+    assert info.engine == "sglang"
+    assert info.sources == (KvSource(HERE, 5557, 5757, 5657, rank=0), KvSource(HERE, 5558, 5758, 5658, rank=1))
+    assert info.foreign_host is None
+
+
+async def test_an_older_sglang_is_followed_where_discovery_says(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    owned(engine, "sglang", server_info={"version": "0.5.4"})
+    client = EngineClient(http, engine.address, "sglang", KvPorts(6000, ranks=2))
+    assert [source.events_port for source in (await client.info()).sources] == [6000, 6001]
+
+
+async def test_hello_is_for_our_own_runtimes(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    owned(engine, "treeline", server_info={**SGLANG_0_5_23, "epoch": 5, "tokenizer_fingerprint": "f"})
+    info = await EngineClient(http, engine.address).info()
+    assert [source.hello for source in info.sources] == [True, True]
+    owned(engine, "sglang")
+    info = await EngineClient(http, engine.address).info()
+    assert [source.hello for source in info.sources] == [False, False]
+
+
+# Whoever lies
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [],
+        7,
+        b"{",
+        {"x": {}},
+        {"-1": {}},
+        {"9" * 5000: {}},
+        {"0": []},
+        {"0": {"endpoint": 5}},
+        {"0": {"endpoint": "tcp://*:1", "topic": "x" * 5000}},
+        {str(rank): {} for rank in range(5000)},
+    ],
+)
+async def test_an_answer_that_cannot_be_used_costs_the_events_and_not_the_engine(
+    http: httpx.AsyncClient, engine: FakeEngine, ranks: Any
+) -> None:
+    owned(engine, "vllm", kv_event_sources=ranks)
+    info = await EngineClient(http, engine.address, "vllm").info()
+    assert (info.models, info.sources) == (("tiny",), ())
+    assert "/kv_event_sources" in info.no_events
+    assert len(info.no_events) <= 300
+    owned(engine, "sglang", server_info=[1])
+    info = await EngineClient(http, engine.address, "sglang", KvPorts(6000)).info()
+    assert (info.sources, info.no_events) == ((KvSource(HERE, 6000),), ""), "discovery may know better"
+
+
+@pytest.mark.parametrize(("status", "lasts"), [(401, True), (405, True), (429, False), (500, False), (503, False)])
+async def test_a_refusal_lasts_and_a_failure_is_asked_again(
+    http: httpx.AsyncClient, engine: FakeEngine, status: int, lasts: bool
+) -> None:
+    owned(engine, "vllm")
+    engine.reply_status = status  # of /kv_event_sources
+    client = EngineClient(http, engine.address, "vllm")
+    if lasts:
+        assert f"answered {status}" in (await client.info()).no_events
+    else:
+        with pytest.raises(EngineError, match=f"answered {status}"):
+            await client.info()
+
+
+async def test_no_engine_makes_the_picker_open_more_than_a_few_sockets(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    many = {str(rank): {"endpoint": f"tcp://*:{6000 + rank}"} for rank in range(1000)}
+    owned(engine, "vllm", kv_event_sources=many)
+    info = await EngineClient(http, engine.address, "vllm").info()
+    assert [source.rank for source in info.sources] == list(range(MAX_RANKS))
+    events = {"publisher": "zmq", "endpoint_port_base": 65500, "load_endpoint_port_base": 60000, "dp_size": 10**9}
+    owned(engine, "sglang", server_info={"kv_events": events})
+    info = await EngineClient(http, engine.address, "sglang").info()
+    assert len(info.sources) == MAX_RANKS
+    assert all(source.events_port is None or source.events_port <= 65535 for source in info.sources)
+    told = KvPorts(65535, ranks=4000)
+    info = await EngineClient(http, engine.address, "openai", told).info()
+    assert [source.events_port for source in info.sources] == [65535]
+
+
+answers = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 70_000) | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["0", "1", "kv_events", "publisher", "endpoint", "dp_size", "endpoint_port_base", "topic"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(answers, answers)
+async def test_any_answer_is_used_or_refused(
+    http: httpx.AsyncClient, engine: FakeEngine, sources: Any, about: Any
+) -> None:
+    engine.documents["/kv_event_sources"] = json.dumps(sources).encode()
+    engine.documents["/server_info"] = json.dumps(about).encode()
+    for name in ("", *ADAPTERS):
+        try:
+            info = await EngineClient(http, engine.address, name).info()
+        except EngineError:
+            continue
+        assert all(source.host == HERE for source in info.sources)
+        assert len(info.sources) <= MAX_RANKS
+
+
+# 503
+
+
+@pytest.mark.parametrize(("owner", "state"), [("vllm", "down"), ("sglang", "draining"), ("treeline", "draining")])
+async def test_what_503_means_the_adapter_says(
+    http: httpx.AsyncClient, engine: FakeEngine, owner: str, state: str
+) -> None:
+    owned(engine, owner)
+    engine.missing.add("/kv_event_sources")
+    spec = EndpointSpec("e", engine.address)
+    watcher = EngineWatcher(spec, EngineClient(http, engine.address), lambda _state, _info: None, ProbePace())
+    await watcher._probe()
+    assert watcher.state is EngineState.READY
+    engine.ready = False
+    for _ in range(2):
+        await watcher._probe()
+        assert watcher.state == state
