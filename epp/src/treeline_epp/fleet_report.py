@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from treeline_epp.endpoints.watcher import EngineState
 from treeline_epp.fleet import Fleet, Member
+from treeline_epp.index.event_filter import Skip
 from treeline_epp.kvevents.states import SubscriptionState
 from treeline_epp.metrics import Sample
 
@@ -37,6 +38,15 @@ def samples(fleet: Fleet) -> Iterator[Sample]:
     text = "What subscriptions to KV events went through, by event."
     for event, count in events.items():
         yield "counter", "kv_subscription_events", text, {"event": event}, count
+    text = "Endpoints by pool, by the way in which prefixes are found, and by why it is not a better one."
+    for (pool, way, reason), count in fleet.ways.counts().items():
+        yield "gauge", "endpoints_routed", text, {"pool": pool, "way": way, "reason": reason}, count
+    skipped = Counter(fleet.picker.index.skipped)
+    for endpoint in fleet.picker.endpoints.values():
+        skipped.update(endpoint.pod.skipped)
+    text = "Blocks of KV events that are not in the prefix index, by reason."
+    for reason in Skip:
+        yield "counter", "blocks_skipped", text, {"reason": reason.value}, skipped[reason]
     for what, size in fleet.picker.index.totals().items():
         yield "gauge", f"tree_{what}", "Size of the prefix index.", {}, size
     yield "counter", "events", "KV events received.", {}, stats.events
@@ -55,7 +65,8 @@ def samples(fleet: Fleet) -> Iterator[Sample]:
 def listing(fleet: Fleet) -> dict[str, object]:
     """Pools with their models and endpoints, as the operator reads them: what could be picked now.
 
-    `in_flight` is null where it is not known; `cached_tokens` is what the tree knows of.
+    `in_flight` is null where it is not known; `cached_tokens` is what the tree knows of. `routing` is null until an
+    engine has been asked.
     """
     now = time.monotonic()
     endpoints: dict[str, list[dict[str, object]]] = {}
@@ -71,9 +82,13 @@ def listing(fleet: Fleet) -> dict[str, object]:
                 "cached_tokens": known.pod.blocks * known.pod.block_size if known is not None else 0,
             }
         )
-    models = fleet.registry.models_by_pool()
+    models, ways = fleet.registry.models_by_pool(), fleet.ways.pools()
     pools = {
-        pool: {"models": models.get(pool, []), "endpoints": endpoints.get(pool, [])}
+        pool: {
+            "models": models.get(pool, []),
+            "endpoints": endpoints.get(pool, []),
+            "routing": ways[pool]._asdict() if pool in ways else None,
+        }
         for pool in dict.fromkeys([*models, *endpoints])
     }
     return {"synced": fleet.discovered.is_set(), "pools": pools}
@@ -98,6 +113,7 @@ def _describe(fleet: Fleet, name: str, member: Member) -> dict[str, object]:
         out["failing"] = endpoint.breaker.tripped
         out["silent"] = endpoint.load.silent(time.monotonic())
         out["reservations"] = len(endpoint.load.reservations)
+        out["skipped_blocks"] = dict(endpoint.pod.skipped)
         out["reserved_tokens"] = endpoint.load.reservations.tokens
         out["subscription"] = None if member.subscription is None else member.subscription.state.value
         out["unfollowed"] = name in fleet.stats.unfollowed

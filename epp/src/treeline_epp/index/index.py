@@ -16,6 +16,7 @@ device tier, blocks whose text is known. Engines may announce a hash twice and r
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -75,6 +76,7 @@ class Index:
     - upkeep: `tick`, `blocks_of`, `totals`, `check`
 
     `changed` are pods whose `blocks` may have changed; for whoever keeps them elsewhere, too, and clears this.
+    `skipped` is what pods that are no more had skipped.
     """
 
     def __init__(self, limits: IndexLimits | None = None) -> None:
@@ -82,6 +84,7 @@ class Index:
         self._bits = PodBits()
         self._scopes: dict[str, _Scope] = {}
         self.changed: set[Pod] = set()
+        self.skipped: Counter[str] = Counter()
         self._capped_pods: dict[Pod, None] = {}
         self._to_sweep: list[RadixTree] = []
 
@@ -99,6 +102,7 @@ class Index:
         self._retire(pod.bit)
         pod.bit = 0
         self.changed.discard(pod)
+        self.skipped.update(pod.skipped)
 
     def clear(self, pod: Pod) -> None:
         """The pod holds nothing: its cache was cleared, or a new process is behind it. O(orphans); swept later."""
