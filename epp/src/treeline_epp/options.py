@@ -272,9 +272,8 @@ def options_of(argv: Sequence[str]) -> Options:
     except ValueError as error:
         p.error(str(error))
     if found["tokenizer_cache"] is None:
-        found["tokenizer_cache"] = Path(
-            os.environ.get("XDG_CACHE_HOME") or "~/.cache", "treeline/tokenizers"
-        ).expanduser()
+        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        found["tokenizer_cache"] = Path(caches, "treeline", "tokenizers")
     _check_source(p, found)
     if found["max_waiting_body_bytes"] < found["max_body_bytes"]:
         p.error("--max-waiting-body-bytes must be at least --max-body-bytes, or no body of that size could come")

@@ -12,6 +12,7 @@ GOOD = TokenizerFacts(known=True, has_keys=True)
     ("publishes", "keys_missing", "tokenizer", "way", "reason", "said"),
     [
         (True, False, GOOD, "events", "", ""),
+        (True, False, GOOD._replace(problem="its template fails"), "events", "", "its template fails"),
         (False, False, GOOD, "history", "NoEvents", "publishes no KV events"),
         (False, False, TokenizerFacts(), "history", "NoEvents", "publishes no KV events"),
         (True, True, GOOD, "history", "NoKeyPair", "--curve-dir"),

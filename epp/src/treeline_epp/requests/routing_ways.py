@@ -35,7 +35,8 @@ class WayReason(StrEnum):
 
 
 class Routing(NamedTuple):
-    """The way of an endpoint or a pool. `reason` is empty where there is no better way; `message` says what to do."""
+    """The way of an endpoint or a pool. `reason` is empty where there is no better way; `message` says what to do, or
+    which requests have no keys."""
 
     way: Way
     reason: str = ""
@@ -60,8 +61,8 @@ def way_of(*, publishes: bool, keys_missing: bool, tokenizer: TokenizerFacts) ->
     if not publishes:
         message = "the engine publishes no KV events, or does not say where; turn them on (docs/engines.md)"
         return Routing(Way.HISTORY, WayReason.NO_EVENTS, message)
-    if tokenizer.has_keys:
-        return Routing(Way.EVENTS)
+    if tokenizer.has_keys:  # a problem then is that of its chat template
+        return Routing(Way.EVENTS, message=tokenizer.problem or "")
     if tokenizer.known:
         message = tokenizer.problem or "the tokenizer gives no keys"
         return Routing(Way.HISTORY, WayReason.TOKENIZER_UNUSABLE, message)
@@ -110,18 +111,14 @@ class RoutingWays:
         for pool, routing in now.items():
             before = self._told.get(pool)
             if routing != before:
-                level = logging.INFO if routing.way is Way.EVENTS else logging.WARNING
-                why = f": {routing.reason}: {routing.message}" if routing.reason else ""
-                log.log(level, "pool %s is routed by %s%s", pool, routing.way.value, why)
+                level = logging.WARNING if routing.message else logging.INFO
+                log.log(level, "pool %s is routed by %s", pool, ": ".join(filter(None, routing)))
         self._told = now
 
 
 def _worst(routings: Iterable[Routing]) -> Routing:
     found = Counter(routings)
-    others = {routing: count for routing, count in found.items() if routing.way is not Way.EVENTS}
-    if not others:
-        return Routing(Way.EVENTS)
-    first = max(others, key=lambda routing: others[routing])
-    if len(found) == 1:
+    count, first = max((routing.way is not Way.EVENTS, count, routing) for routing, count in found.items())[1:]
+    if len(found) == 1 or not first.message:
         return first
-    return first._replace(message=f"{others[first]} of {sum(found.values())} endpoints: {first.message}")
+    return first._replace(message=f"{count} of {sum(found.values())} endpoints: {first.message}")

@@ -152,20 +152,19 @@ class FolderOrigin:
     def version(self) -> str:
         """Sizes and times of its files. Raises `SourceError`."""
         folder = self._folder
-        if not folder.is_dir():
-            if folder.exists():
-                raise SourceError(f"{folder} is a file: give the directory that holds tokenizer.json")
-            raise SourceError(f"there is no directory {folder}: correct the path, or mount the volume that it is on")
-        if not (folder / FILES[0]).exists():
-            raise SourceError(
-                f"{folder} has no {FILES[0]}: give a model's directory in Hugging Face's layout with a fast tokenizer"
-            )
-        found = [folder / name for name in FILES]
         try:
-            found += sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+            if not stat.S_ISDIR(folder.stat().st_mode):
+                raise SourceError(f"{folder} is a file: give the directory that holds tokenizer.json")
+            if not (folder / FILES[0]).exists():
+                raise SourceError(f"{folder} has no {FILES[0]}: give a model's directory in Hugging Face's layout")
+            templates = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+        except (FileNotFoundError, NotADirectoryError):
+            raise SourceError(
+                f"there is no directory {folder}: correct the path, or mount the volume that it is on"
+            ) from None
         except OSError as error:
             raise SourceError(f"cannot read {folder}: {error.strerror}; let the picker's user read it") from error
-        return _looks(found, MAX_BUNDLE_BYTES)
+        return _looks([*(folder / name for name in FILES), *templates], MAX_BUNDLE_BYTES)
 
     def read(self, version: str) -> TokenizerBundle:
         """What is in it now, whatever `version` says: files that were no tokenizer are not read twice. Raises
