@@ -14,11 +14,13 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass
 class FakeRepo:
-    """`token`: only who shows it may know of the repository. `gated`: everybody may, but files take a token."""
+    """`token`: only who shows it may know of the repository. `gated`: everybody may, but files take a token. Those in
+    `large` are elsewhere, and the Hub sends there."""
 
     files: dict[str, bytes]
     token: str | None = None
     gated: bool = False
+    large: tuple[str, ...] = ()
     revisions: tuple[str, ...] = ("main",)
 
     @property
@@ -59,10 +61,15 @@ class FakeHub:
             return 200, {}, json.dumps({"id": "/".join(parts[:2]), "sha": repo.commit, "siblings": siblings}).encode()
         if repo.gated and repo.token != token:
             return 403, {"X-Error-Code": "GatedRepo"}, b""
-        content = repo.files.get("/".join(parts[4:]))
+        name = "/".join(parts[4:])
+        content = repo.files.get(name)
         if content is None:
             return 404, {"X-Error-Code": "EntryNotFound"}, b""
-        return 200, {"X-Repo-Commit": repo.commit, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}, content
+        told = {"X-Repo-Commit": repo.commit, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}
+        if parts[2] == "resolve" and name in repo.large:
+            told["X-Linked-Size"], told["X-Linked-Etag"] = str(len(content)), told["ETag"]
+            return 302, {**told, "Location": f"{self.url}/{path.strip('/').replace('/resolve/', '/store/')}"}, b""
+        return 200, told, content
 
 
 @contextlib.contextmanager
@@ -71,8 +78,6 @@ def running_hub(**repos: FakeRepo) -> Iterator[FakeHub]:
     hub = FakeHub(repos={f"org/{name}": repo for name, repo in repos.items()})
 
     class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
         def do_GET(self) -> None:
             path = urlsplit(self.path).path
             token = self.headers.get("authorization", "").removeprefix("Bearer ") or None
@@ -92,7 +97,6 @@ def running_hub(**repos: FakeRepo) -> Iterator[FakeHub]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()

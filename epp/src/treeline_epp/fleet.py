@@ -260,7 +260,7 @@ class Fleet:
         member.follower = self._spawn(lambda: self._follow(member, info), f"follow {member.spec.name}")
 
     def _follow_anew(self, member: Member, info: EngineInfo) -> None:
-        """It has another tokenizer: what is known of it is spelled in the words of the old one."""
+        """It has another tokenizer: what is known of it was keyed by the old one, or by none."""
         self._unsubscribe(member)
         if (endpoint := self.picker.endpoints.get(member.spec.name)) is not None:
             self.picker.index.clear(endpoint.pod)
@@ -268,15 +268,24 @@ class Fleet:
 
     def _on_tokenizer(self, source: TokenizerSource) -> None:
         """A source has another tokenizer, or something else is wrong with it."""
-        for member in self.members.values():
-            spec, info = member.registered, member.watcher.info
+        concerned, respelled = set(), set()
+        for name, member in self.members.items():
+            spec, info, used = member.registered, member.watcher.info, member.keyer
             if spec is None or info is None or self._keyers.source(spec) is not source:
                 continue
-            used = member.keyer.fingerprint if member.keyer is not None else None
-            if source.bundle is not None and source.bundle.fingerprint != used:
-                self._follow_anew(member, info)
-            else:
+            if source.bundle is None or (used is not None and used.fingerprint == source.bundle.fingerprint):
                 self._judge(member, info)
+                continue
+            concerned.add(name)
+            if used is not None and (endpoint := self.picker.endpoints.get(name)) is not None:
+                respelled.add(endpoint.pod.scope)
+        for scope in respelled:
+            self.picker.index.respell(scope)
+        for name, member in self.members.items():
+            info, endpoint = member.watcher.info, self.picker.endpoints.get(name)
+            in_scope = endpoint is not None and endpoint.pod.scope in respelled
+            if info is not None and member.registered is not None and (name in concerned or in_scope):
+                self._follow_anew(member, info)
 
     def _on_problem(self, member: Member, info: EngineInfo, problem: str) -> None:
         member.keyer_problem = problem

@@ -23,6 +23,7 @@ from support.epp_io import (
 )
 from support.fake_hub import FakeRepo, running_hub
 from tokenizers import Tokenizer
+from treeline_epp.index.index import Index
 from treeline_epp.requests import tokenizer_watch
 from treeline_epp.requests.tokenizer_sources import FolderOrigin
 
@@ -133,6 +134,9 @@ async def test_a_folder_that_comes_later_and_then_changes_is_taken_up(
 ) -> None:
     monkeypatch.setattr(tokenizer_watch, "LOOK_S", 0.05)
     monkeypatch.setattr(FolderOrigin, "recheck_s", 0.05)
+    respelled: list[str] = []
+    respell = Index.respell
+    monkeypatch.setattr(Index, "respell", lambda index, scope: (respelled.append(scope), respell(index, scope)))
     folder = tmp_path / "m"
     async with (
         foreign() as (engine, publisher),
@@ -150,10 +154,12 @@ async def test_a_folder_that_comes_later_and_then_changes_is_taken_up(
             return len(await blocks(picker)) == 2
 
         await until(held, "what was published before is replayed")
+        assert respelled == [], "nothing was keyed before"
         first = len(publisher.asked)
         (folder / "tokenizer.json").write_text(small_bundle().tokenizer_json + "\n")
         await until(lambda: len(publisher.asked) > first, "it is another tokenizer: all is asked for anew")
         await until(held, "and known again")
+        assert respelled == ["tiny"]
         (folder / "tokenizer.json").write_text("{")
         await until(lambda: "stays as it is" in caplog.text, "it is said that the file is broken")
         assert (await routing(picker))["way"] == "events"

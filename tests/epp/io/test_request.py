@@ -257,6 +257,13 @@ def test_a_tokenizer_that_was_replaced_is_forgotten_with_its_last_endpoint() -> 
     assert served.keyer_of("default") is new
 
 
+def test_a_pool_is_keyed_by_a_tokenizer_that_has_keys_if_one_of_its_endpoints_has_such() -> None:
+    served = registry(("default", ("tiny",)), bundle=TokenizerBundle.build("{}"))
+    good = served.add_keyer(small_bundle())
+    served.set_endpoint("e9", "default", ("tiny",), good.fingerprint)
+    assert served.keyer_of("default") is good
+
+
 def test_models_live_as_long_as_an_endpoint_that_serves_them() -> None:
     served = registry(("default", ("tiny",)), ("default", ("tiny", "lora")))
     served.remove_endpoint("e1")

@@ -67,6 +67,12 @@ def test_only_the_tokenizers_files_are_fetched_and_make_its_bundle(hub: FakeHub,
     assert [file.suffix for file in tmp_path.iterdir()] == [".json"], "what is kept is one file, and nothing else"
 
 
+def test_a_large_file_is_where_the_hub_sends(hub: FakeHub, tmp_path: Path) -> None:
+    hub.repos["org/words"].large = ("tokenizer.json",)
+    assert loader(tmp_path).load().tokenizer_json == small_bundle().tokenizer_json
+    assert any("/store/" in path for _, path, _ in hub.asked)
+
+
 def test_a_token_opens_what_is_private_or_gated(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.repos["org/words"].token = "hf_secret"
     said = problem(tmp_path)

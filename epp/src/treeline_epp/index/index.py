@@ -70,7 +70,7 @@ class _Scope:
 class Index:
     """See the module.
 
-    - pods: `add_pod`, `remove_pod`, `clear`, `age`
+    - pods: `add_pod`, `remove_pod`, `clear`, `age`; `respell` all of a scope
     - events: `apply`; `begin_snapshot`, `apply_snapshot`, `end_snapshot`, `drop_snapshot`
     - routing: `match`, `holders`, `predict`, `withdraw`, `cap_hit`, `request_rebuild`
     - upkeep: `tick`, `blocks_of`, `totals`, `check`
@@ -119,6 +119,17 @@ class Index:
         pod.blocks = 0
         self.changed.add(pod)
         pod.group = None
+
+    def respell(self, name: str) -> None:
+        """The events of a scope's pods are read by other keys from now on, or by none. What is known of their blocks is
+        spelled by the old ones and would be found again by its hashes, so all of it goes at once; whoever follows the
+        pods has to begin anew. O(pods), and the tree's memory is freed."""
+        for pod in {pod for pod in self._bits.owners.values() if pod.scope == name}:
+            self.clear(pod)
+            pod.precise = False
+        if (old := self._scopes.pop(name, None)) is not None:
+            new = self._scope(name)
+            new.live, new.aged = old.live, old.aged
 
     def age(self, pod: Pod, now: float) -> None:
         """Removals were lost: what the pod holds now counts for `aged_life_s` more, unless it is announced again."""

@@ -215,8 +215,9 @@ class ModelRegistry:
             pools.setdefault(pool, {}).update(dict.fromkeys(models))
             if not models:
                 self._open_pools.add(pool)
-            if fingerprint is not None and (keyer := self._keyers.get(fingerprint)) is not None:
-                self._by_pool.setdefault(pool, keyer)
+            keyer = self._keyers.get(fingerprint or "")
+            if keyer is not None and (pool not in self._by_pool or self._by_pool[pool].keys is None):
+                self._by_pool[pool] = keyer
         told = {pool: tuple(models or self._configured.get(pool, ())) for pool, models in pools.items()}
         self._served = {pool: models for pool, models in told.items() if models or pool in self._open_pools}
         self._histories = {pool: keyer for pool, keyer in self._histories.items() if pool in pools}

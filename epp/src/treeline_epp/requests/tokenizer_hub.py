@@ -214,7 +214,7 @@ class HubOrigin:
                 return f"cannot keep {self._uri} in {self._cache.folder}: {error.strerror}; {_DISK[error.errno]}"
         kind = type(error)
         if isinstance(error, OSError) or kind.__module__.startswith("httpx"):
-            what = str(error).strip().partition("\n")[0] or kind.__name__
+            what = str(error).strip().partition("\n")[0][:200] or kind.__name__
             return f"cannot reach {self._where} for {self._uri}: {what}; let it through, or set HF_ENDPOINT to a mirror"
         return f"{self._uri} could not be fetched: {kind.__name__}: {str(error)[:200]}"
 
