@@ -67,6 +67,15 @@ def test_only_the_tokenizers_files_are_fetched_and_make_its_bundle(hub: FakeHub,
     assert [file.suffix for file in tmp_path.iterdir()] == [".json"], "what is kept is one file, and nothing else"
 
 
+@pytest.mark.parametrize("commit", [None, "", "../../other", "..", "a b", "x" * 129, 7])
+def test_a_hub_that_names_no_commit_is_told_of(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commit: Any
+) -> None:
+    monkeypatch.setattr(FakeRepo, "commit", commit)
+    assert "hf://org/words" in problem(tmp_path)
+    assert hub.downloads() == []
+
+
 def test_a_large_file_is_where_the_hub_sends(hub: FakeHub, tmp_path: Path) -> None:
     hub.repos["org/words"].large = ("tokenizer.json",)
     assert loader(tmp_path).load().tokenizer_json == small_bundle().tokenizer_json

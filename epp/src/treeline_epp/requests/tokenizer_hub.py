@@ -38,6 +38,8 @@ _MAX_FILES: Final = 64
 _SPARE_BYTES: Final = 16 << 20
 _TIMEOUT_S: Final = 20.0
 _COMMIT: Final = re.compile("[0-9a-f]{40}")
+_MIRRORS_COMMIT: Final = re.compile(r"\w[\w.-]{0,127}", re.ASCII)
+"""What a mirror may name a commit: it becomes a part of URLs."""
 _PARTIAL: Final = ".fetch-"
 _FORGOTTEN_S: Final = 3600.0
 """After so long a folder of a download is a dead process's."""
@@ -139,7 +141,7 @@ class HubOrigin:
             return revision
         with self._told():
             commit = self._api().model_info(repo, revision=revision, timeout=_TIMEOUT_S).sha
-        if not commit or not _COMMIT.fullmatch(commit):
+        if not isinstance(commit, str) or not _MIRRORS_COMMIT.fullmatch(commit):
             raise SourceError(f"{self._where} does not say which commit {self._uri} is at: set HF_ENDPOINT to a Hub")
         return commit
 
