@@ -85,7 +85,13 @@ async def test_a_folders_tokenizer_turns_a_vllm_shaped_engines_events_into_hits(
     tokens = Tokenizer.from_file(str(TINY / "tokenizer.json")).encode(prompt).ids
     async with foreign() as (engine, publisher), foreign() as (other, idle):
         other.name = "e1"
-        flags = ("--tokenizer", f"tiny={TINY}", "--log-level", "debug")
+        held_tokens = len(tokens) // 16 * 16
+        for one in (engine, other):
+            one.reply_headers = {
+                "x-treeline-cached-tokens": str(held_tokens),
+                "x-treeline-prompt-tokens": str(len(tokens)),
+            }
+        flags = ("--tokenizer", f"tiny={TINY}")
         async with data_plane(tmp_path, [engine, other], *flags) as plane:
             await routed_by(plane.picker, "events")
             await publisher.send(as_vllm_writes_it(tokens))
@@ -94,11 +100,11 @@ async def test_a_folders_tokenizer_turns_a_vllm_shaped_engines_events_into_hits(
                 return len(await blocks(plane.picker)) == len(tokens) // 16
 
             await until(held, "every block is in the index")
-            for _ in range(4):
-                answer = await plane.complete(prompt + "more")
-                assert answer.status_code == 200
-            assert (len(engine.served), len(other.served)) == (4, 0), "each goes where its prefix is"
+            assert (await plane.complete(prompt + "more")).status_code == 200
+            assert (len(engine.served), len(other.served)) == (1, 0), "it goes where its prefix is"
             metrics = await plane.picker.metrics()
+            hit = metrics["treeline_epp_predicted_hit_tokens_total"]
+            assert held_tokens - 16 <= hit <= held_tokens, "and is known to be there, before any history"
             assert metrics['treeline_epp_endpoints_routed{pool="default",reason="",way="events"}'] == 2
             assert metrics['treeline_epp_blocks_skipped_total{reason="no_text"}'] == 0
         assert idle.seq == -1
