@@ -32,6 +32,15 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_GPT35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_GPT4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 CHAT_TOKENS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
 
@@ -41,11 +50,13 @@ def byte_level(
     add_prefix_space: bool = False,
     use_regex: bool = True,
     split: str | None = None,
+    keep_matches: bool = False,
     normalizer: Any = None,
     added: list[AddedToken] | None = None,
     bos: bool = False,
 ) -> Tokenizer:
-    """Byte-level BPE as GPT-2, Qwen and Llama 3 have it."""
+    """Byte-level BPE as GPT-2, Qwen and Llama 3 have it. `keep_matches`: what `split` does not match is dropped, as the
+    files of GPT-3.5 and GPT-4o say it."""
     tokenizer = Tokenizer(models.BPE())
     if normalizer is not None:
         tokenizer.normalizer = normalizer
@@ -53,7 +64,8 @@ def byte_level(
     if split is None:
         tokenizer.pre_tokenizer = level
     else:
-        steps = [pre_tokenizers.Split(Regex(split), "isolated"), level]
+        how = ("removed", True) if keep_matches else ("isolated", False)
+        steps = [pre_tokenizers.Split(Regex(split), *how), level]
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     trainer = trainers.BpeTrainer(
         vocab_size=700,
@@ -189,6 +201,8 @@ GOOD: dict[str, Callable[[], Tokenizer]] = {
     "prefix_no_regex": lambda: byte_level(add_prefix_space=True, use_regex=False),
     "roberta": with_roberta_template,
     "llama3": lambda: byte_level(split=_LLAMA3, use_regex=False, bos=True),
+    "gpt35": lambda: byte_level(split=_GPT35, keep_matches=True, use_regex=False, added=FLAGGED),
+    "gpt4o": lambda: byte_level(split=_GPT4O, keep_matches=True, use_regex=False),
     "qwen_nfc": lambda: byte_level(split=_LLAMA3, use_regex=False, normalizer=normalizers.NFC()),
     "nfkc": lambda: byte_level(normalizer=normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])),
     "replace": lambda: byte_level(normalizer=normalizers.Replace("a", "bb")),
@@ -213,6 +227,11 @@ BAD: dict[str, tuple[Callable[[], Tokenizer], str]] = {
     "unigram_unk": (lambda: unigram(byte_fallback=False), "no byte fallback"),
     "prefix_space_everywhere": (with_prefix_space_everywhere, "the tokens of"),
     "dropped_text": (with_dropped_text, "drops what it splits at"),
+    "matches_not_all": (lambda: byte_level(split=r"\S+|[ \n\t]+", keep_matches=True, use_regex=False), "the tokens of"),
+    "matches_no_private_use": (
+        lambda: byte_level(split=r"[^\p{Co}\p{Cn}]+", keep_matches=True, use_regex=False),
+        "the tokens of",
+    ),
     "word_ends": (with_word_ends, "word boundaries"),
 }
 

@@ -1,5 +1,6 @@
 """Prefix keys: tokenizing and not tokenizing give the same bytes."""
 
+import json
 import time
 import unicodedata
 
@@ -55,6 +56,19 @@ def test_a_tokenizer_that_loses_text_is_refused(name: str) -> None:
     build, reason = support.BAD[name]
     with pytest.raises(KeySelfTestError, match=reason):
         PrefixKeys(build().to_str()).self_test()
+
+
+@pytest.mark.parametrize("name", ["roberta", "gpt35", "unigram"])
+def test_a_model_without_a_type_is_what_the_library_takes_it_for(name: str) -> None:
+    """As in RoBERTa's tokenizer.json."""
+    typed = support.tokenizer(name).to_str()
+    document = json.loads(typed)
+    del document["model"]["type"]
+    keys = PrefixKeys(json.dumps(document))
+    keys.self_test()
+    text = "It's 12 o'clock <s> ещё"
+    assert keys.prompt_key(text, True) == PrefixKeys(typed).prompt_key(text, True)
+    assert keys.block_key(support.tokenizer(name).encode(text).ids) == keys.prompt_key(text, True)
 
 
 def test_an_escape_is_not_text() -> None:

@@ -19,10 +19,9 @@ from typing import Any
 from treeline_wire.frames import Request
 from treeline_wire.load import TreelineLoad
 from treeline_wire.security import CurveKeys
-from treeline_wire.tokenizer import TokenizerBundle
 
 from treeline_epp.endpoints.adapters.base import EngineInfo, KvSource, LoadReports
-from treeline_epp.endpoints.engine_http import EngineError, new_http
+from treeline_epp.endpoints.engine_http import new_http
 from treeline_epp.endpoints.model_server_metrics import MetricNames
 from treeline_epp.endpoints.rank_loads import RankLoads
 from treeline_epp.endpoints.scraper import Scraper, Scraping
@@ -32,7 +31,10 @@ from treeline_epp.index.pods import Pod
 from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats, Load, Ticker, new_context
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.picking.picker import Picker
+from treeline_epp.requests.engine_keyers import EngineKeyers
 from treeline_epp.requests.model_registry import ModelRegistry, PromptKeyer
+from treeline_epp.requests.routing_ways import RoutingWays, way_of
+from treeline_epp.requests.tokenizer_watch import TokenizerSource, TokenizerSources
 from treeline_epp.xds.eds import Eds
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,8 @@ class Member:
         self.follows = False  # publishes events, and so counts for readiness only when they have been applied
         self.subscriptions: dict[int, KvSubscription] = {}  # by rank
         self.rank_loads = RankLoads()
+        self.keyer: PromptKeyer | None = None  # as its events are read and its requests are keyed
+        self.keyer_problem: str | None = None  # why its own tokenizer cannot be had
         self.reports_draining = False
         self.ready, self.draining = spec.ready, spec.draining  # as discovery says; may change while it lives
         self.tasks: list[asyncio.Task[None]] = []
@@ -79,8 +83,8 @@ class Member:
 
 
 class Fleet:
-    """See the module. `bundle` is a tokenizer given by hand; it is then used for every engine. `on_gone` hears
-    the name of every endpoint that discovery has dropped."""
+    """See the module. `tokenizers` are those given by hand, which go before the engines' own. `on_gone` hears the name
+    of every endpoint that discovery has dropped."""
 
     def __init__(
         self,
@@ -89,7 +93,7 @@ class Fleet:
         eds: Eds,
         *,
         curve: CurveKeys | None = None,
-        bundle: TokenizerBundle | None = None,
+        tokenizers: TokenizerSources | None = None,
         scraping: Scraping | None = None,
         on_gone: Callable[[str], None] = lambda _name: None,
     ) -> None:
@@ -98,7 +102,8 @@ class Fleet:
         self.registry = registry
         self.eds = eds
         self._curve = curve
-        self._bundle = bundle
+        self._keyers = EngineKeyers(registry, tokenizers or TokenizerSources())
+        self.ways = RoutingWays()
         self._on_gone = on_gone
         self._zmq = new_context()
         self._ticker = Ticker()
@@ -108,7 +113,6 @@ class Fleet:
         self.past: Counter[str] = Counter()  # of subscriptions that are no more: counters must not fall
         self.discovered = asyncio.Event()
         self._beat = asyncio.Event()
-        self._fetching: dict[str, asyncio.Lock] = {}
         self._waiting: set[str] = set()  # ready, but not yet known to Envoy
         self._changed = False  # since the last list for Envoy
         self._announced_at = float("-inf")
@@ -120,6 +124,7 @@ class Fleet:
         """Follow discovery until cancelled. Raises what discovery raises."""
         ticking = asyncio.create_task(self._tick())
         publishers = asyncio.create_task(self._ticker.run())
+        tokenizers = self._spawn(lambda: self._keyers.run(self._on_tokenizer), "tokenizers")
         try:
             async for specs in source:
                 await self._apply(specs)
@@ -128,6 +133,7 @@ class Fleet:
         finally:
             ticking.cancel()
             publishers.cancel()
+            tokenizers.cancel()
             await asyncio.gather(*map(self._remove, list(self.members)))
             await self.scraping.close()
             self._zmq.destroy(linger=0)
@@ -160,6 +166,7 @@ class Fleet:
             if self._changed:
                 self._announce()
             self._select(self._waiting)
+            self.ways.tell()
             self._beat.set()
             self._beat = asyncio.Event()
 
@@ -222,6 +229,7 @@ class Fleet:
         await member.client.close()
         self.picker.remove_endpoint(name)
         self.registry.remove_endpoint(name)
+        self.ways.remove(name)
         self._on_gone(name)
 
     def _spawn(self, run: Callable[[], Coroutine[Any, Any, None]], what: str) -> asyncio.Task[None]:
@@ -255,18 +263,68 @@ class Fleet:
             self._unsubscribe(member)
         self.picker.add_endpoint(spec, ready=False, ranks=max(1, len(info.sources)))
         member.registered = spec
-        keyer = self.registry.keyer(info.fingerprint if self._bundle is None else self._bundle.fingerprint)
-        self._set_served(spec, info, keyer)
-        if known is not None and known.uid == spec.uid:
-            return  # other models, the same process
+        self._set_served(spec, info, self._keyers.known(spec, info))
+        if known is not None and known.uid == spec.uid:  # other models, the same process
+            if self._keyers.source(known) is not self._keyers.source(spec):
+                self._follow_anew(member, info)
+            return
         member.reports_draining = False
+        self._start_following(member, info)
+
+    def _start_following(self, member: Member, info: EngineInfo) -> None:
         if member.follower is not None:
             member.follower.cancel()
         member.rank_loads = RankLoads()
+        member.keyer = member.keyer_problem = None
         member.follows = any(source.events_port is not None for source in info.sources)
-        member.follower = self._spawn(lambda: self._follow(member, info), f"follow {spec.name}")
+        member.follower = self._spawn(lambda: self._follow(member, info), f"follow {member.spec.name}")
+
+    def _follow_anew(self, member: Member, info: EngineInfo) -> None:
+        """It has another tokenizer: what is known of it was keyed by the old one, or by none."""
+        self._unsubscribe(member)
+        if (endpoint := self.picker.endpoints.get(member.spec.name)) is not None:
+            for pod in endpoint.pods:
+                self.picker.index.clear(pod)
+        self._start_following(member, info)
+
+    def _on_tokenizer(self, source: TokenizerSource) -> None:
+        """A source has another tokenizer, or something else is wrong with it."""
+        concerned, respelled = set(), set()
+        for name, member in self.members.items():
+            spec, info, used = member.registered, member.watcher.info, member.keyer
+            if spec is None or info is None or self._keyers.source(spec) is not source:
+                continue
+            if source.bundle is None or (used is not None and used.fingerprint == source.bundle.fingerprint):
+                self._judge(member, info)
+                continue
+            concerned.add(name)
+            if used is not None and (endpoint := self.picker.endpoints.get(name)) is not None:
+                respelled.add(endpoint.pod.scope)
+        for scope in respelled:
+            self.picker.index.respell(scope)
+        for name, member in self.members.items():
+            info, endpoint = member.watcher.info, self.picker.endpoints.get(name)
+            in_scope = endpoint is not None and endpoint.pod.scope in respelled
+            if info is not None and member.registered is not None and (name in concerned or in_scope):
+                self._follow_anew(member, info)
+
+    def _on_problem(self, member: Member, info: EngineInfo, problem: str) -> None:
+        member.keyer_problem = problem
+        self._judge(member, info)
+
+    def _judge(self, member: Member, info: EngineInfo) -> None:
+        """By which way the endpoint is routed."""
+        spec = member.registered
+        assert spec is not None
+        tokenizer = self._keyers.facts(spec, info, member.keyer, member.keyer_problem)
+        keys_missing = self._curve is None and any(source.curve for source in info.sources)
+        publishes = any(source.events_port is not None for source in info.sources)
+        routing = way_of(publishes=publishes, keys_missing=keys_missing, tokenizer=tokenizer, no_events=info.no_events)
+        self.ways.set(spec.name, spec.pool, routing)
 
     def _set_served(self, spec: EndpointSpec, info: EngineInfo, keyer: PromptKeyer | None) -> None:
+        if keyer is not None:
+            self.registry.keep_keyer(keyer)
         fingerprint = keyer.fingerprint if keyer is not None else None
         self.registry.set_endpoint(
             spec.name, spec.pool, spec.models, fingerprint, isolates_clients=info.isolates_clients
@@ -282,8 +340,11 @@ class Fleet:
         spec = member.registered
         assert spec is not None
         name = spec.name
-        keyer = await self._keyer(member.client, info)
+        keyer = member.keyer = await self._keyers.keyer(
+            spec, info, member.client, lambda problem: self._on_problem(member, info, problem)
+        )
         self._set_served(spec, info, keyer)
+        self._judge(member, info)
         if any(source.curve for source in info.sources) and self._curve is None:
             log.error("endpoint %s publishes with keys; give this picker --curve-dir to listen to it", name)
             member.follows = False
@@ -317,29 +378,6 @@ class Fleet:
             stats=self.stats,
         )
         await KvConnection(self._zmq, self._ticker, source, callbacks, self._curve if source.curve else None).run()
-
-    async def _keyer(self, client: EngineClient, info: EngineInfo) -> PromptKeyer | None:
-        """The keyer for an engine; its tokenizer is fetched once for all engines with the same fingerprint."""
-        if self._bundle is not None:
-            return await asyncio.to_thread(self.registry.add_keyer, self._bundle)
-        if not info.fingerprint:
-            return None
-        if (known := self.registry.keyer(info.fingerprint)) is not None:
-            return known  # without the lock, for which a thousand engines would wait in turn
-        async with self._fetching.setdefault(info.fingerprint, asyncio.Lock()):
-            pause = 0.2
-            while (known := self.registry.keyer(info.fingerprint)) is None:
-                try:
-                    bundle = await client.tokenizer()
-                    if bundle.fingerprint != info.fingerprint:
-                        log.error("tokenizer %s was announced, %s came", info.fingerprint, bundle.fingerprint)
-                        return None
-                    return await asyncio.to_thread(self.registry.add_keyer, bundle)
-                except EngineError as error:
-                    log.warning("no tokenizer yet: %s", error)
-                    await asyncio.sleep(pause)
-                    pause = min(5.0, 2 * pause)
-            return known
 
     def _on_load(self, member: Member, rank: int, reporting: Sequence[int], load: Load) -> Sequence[Request]:
         """A load report has come from one of the ranks that send any: what is to be asked of its publisher."""

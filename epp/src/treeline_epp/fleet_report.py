@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from treeline_epp.endpoints.scraper import Failure
 from treeline_epp.endpoints.watcher import EngineState
 from treeline_epp.fleet import Fleet, Member
+from treeline_epp.index.event_filter import Skip
 from treeline_epp.kvevents.states import SubscriptionState
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.metrics import Sample
@@ -41,6 +42,16 @@ def samples(fleet: Fleet) -> Iterator[Sample]:
     text = "What subscriptions to KV events went through, by event."
     for event, count in events.items():
         yield "counter", "kv_subscription_events", text, {"event": event}, count
+    text = "Endpoints by pool, by the way in which prefixes are found, and by why it is not a better one."
+    for (pool, way, reason), count in fleet.ways.counts().items():
+        yield "gauge", "endpoints_routed", text, {"pool": pool, "way": way, "reason": reason}, count
+    skipped = Counter(fleet.picker.index.skipped)
+    for endpoint in fleet.picker.endpoints.values():
+        for pod in endpoint.pods:
+            skipped.update(pod.skipped)
+    text = "Blocks of KV events that are not in the prefix index, by reason."
+    for reason in Skip:
+        yield "counter", "blocks_skipped", text, {"reason": reason.value}, skipped[reason]
     for what, size in fleet.picker.index.totals().items():
         yield "gauge", f"tree_{what}", "Size of the prefix index.", {}, size
     yield "counter", "events", "KV events received.", {}, stats.events
@@ -78,7 +89,8 @@ def _scraping(fleet: Fleet) -> Iterator[Sample]:
 def listing(fleet: Fleet) -> dict[str, object]:
     """Pools with their models and endpoints, as the operator reads them: what could be picked now.
 
-    `in_flight` is null where it is not known; `cached_tokens` is what the tree knows of.
+    `in_flight` is null where it is not known; `cached_tokens` is what the tree knows of. `routing` is null until an
+    engine has been asked.
     """
     now = time.monotonic()
     endpoints: dict[str, list[dict[str, object]]] = {}
@@ -94,9 +106,13 @@ def listing(fleet: Fleet) -> dict[str, object]:
                 "cached_tokens": known.held_tokens if known is not None else 0,
             }
         )
-    models = fleet.registry.models_by_pool()
+    models, ways = fleet.registry.models_by_pool(), fleet.ways.pools()
     pools = {
-        pool: {"models": models.get(pool, []), "endpoints": endpoints.get(pool, [])}
+        pool: {
+            "models": models.get(pool, []),
+            "endpoints": endpoints.get(pool, []),
+            "routing": ways[pool]._asdict() if pool in ways else None,
+        }
         for pool in dict.fromkeys([*models, *endpoints])
     }
     return {"synced": fleet.discovered.is_set(), "pools": pools}
@@ -126,6 +142,7 @@ def _describe(fleet: Fleet, name: str, member: Member) -> dict[str, object]:
         out["load"] = "scraped" if member.scraper.following else "pushed"
         out["load_failing"] = member.scraper.failing
         out["reservations"] = len(endpoint.load.reservations)
+        out["skipped_blocks"] = dict(sum((pod.skipped for pod in endpoint.pods), Counter()))
         out["reserved_tokens"] = endpoint.load.reservations.tokens
         publishers = [_publisher(fleet, rank, one) for rank, one in sorted(member.subscriptions.items())]
         behind = [one for one in publishers if not one["live"]]

@@ -13,13 +13,13 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 import uvloop
 from treeline_wire.logs import set_up
 from treeline_wire.security import CurveKeys, KeyFileError
-from treeline_wire.tokenizer import BundleError, TokenizerBundle
 
 from treeline_epp import fleet_report
 from treeline_epp.admin import Handler, Page, PageServer
@@ -38,6 +38,8 @@ from treeline_epp.requests.body import BodyBudget
 from treeline_epp.requests.isolation import Isolation
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.router import Router
+from treeline_epp.requests.tokenizer_sources import FolderOrigin, SourceError, specs_of
+from treeline_epp.requests.tokenizer_watch import TokenizerSources
 from treeline_epp.xds.eds import Eds
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ async def serve(options: Options, stopping: asyncio.Event) -> None:
     """The picker's whole life, until `stopping` is set. Raises `StartError`."""
     for flag in options.ignored:
         log.warning("flag %s of other endpoint pickers is ignored", flag)
-    curve, bundle = _read_secrets_and_tokenizer(options)
+    curve, tokenizers = _read_secrets(options), _tokenizers(options)
     _raise_file_limit()
     metrics, registry, eds = Metrics(), ModelRegistry(), Eds()
     health = await Health.starting()
@@ -89,7 +91,9 @@ async def serve(options: Options, stopping: asyncio.Event) -> None:
         scraping = Scraping(
             options.metric_names, path=options.model_server_metrics_path, port=options.model_server_metrics_port
         )
-        fleet = Fleet(picker, registry, eds, curve=curve, bundle=bundle, scraping=scraping, on_gone=metrics.forget)
+        fleet = Fleet(
+            picker, registry, eds, curve=curve, tokenizers=tokenizers, scraping=scraping, on_gone=metrics.forget
+        )
         metrics.observe(lambda: fleet_report.samples(fleet))
         kube = await _kubernetes(options, registry, metrics, stack)
         isolation = Isolation.of(options.trust_edge, curve)
@@ -248,15 +252,28 @@ def _can_listen(host: str, port: int) -> None:
         probe.bind(address)
 
 
-def _read_secrets_and_tokenizer(options: Options) -> tuple[CurveKeys | None, TokenizerBundle | None]:
+def _read_secrets(options: Options) -> CurveKeys | None:
+    """The key pair, after a look at what else is read from files. Raises `StartError`."""
     try:
         curve = None if options.curve_dir is None else CurveKeys.load(options.curve_dir)
-        bundle = None if options.tokenizer is None else TokenizerBundle.from_dir(options.tokenizer)
         if options.endpoints_file is not None:  # wrong at start is an error; wrong later is only said
             parse_file(options.endpoints_file.read_text(encoding="utf-8"))
-    except (KeyFileError, BundleError, DiscoveryError, OSError, UnicodeDecodeError) as error:
+    except (KeyFileError, DiscoveryError, OSError, UnicodeDecodeError) as error:
         raise StartError(str(error)) from error
-    return curve, bundle
+    return curve
+
+
+def _tokenizers(options: Options) -> TokenizerSources:
+    """What the flags ask for. A directory for all models must be there at the start; those of single models, which an
+    operator mounts, may come later. Raises `StartError`."""
+    specs = specs_of(options.tokenizer, options.chat_template)
+    try:
+        for spec in specs:
+            if isinstance(spec.source, Path) and not spec.model:
+                FolderOrigin(spec.source).version()
+    except SourceError as error:
+        raise StartError(f"--tokenizer: {error}") from error
+    return TokenizerSources.of(specs, options.tokenizer_cache)
 
 
 def _metrics_pages(metrics: Metrics) -> PageServer:

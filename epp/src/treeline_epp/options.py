@@ -17,6 +17,7 @@ from treeline_epp.endpoints.discovery import DiscoveryError, parse_flag, unique
 from treeline_epp.endpoints.model_server_metrics import Capacity, Metric, MetricNames
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.picking.policies import POLICIES
+from treeline_epp.requests.tokenizer_sources import ForModel, specs_of
 
 GROUPS = ("inference.networking.k8s.io", "inference.networking.x-k8s.io", "treeline.dev")
 _ENV_IN_CLUSTER = "KUBERNETES_SERVICE_HOST"
@@ -71,6 +72,13 @@ def _metric(text: str) -> Metric | None:
     """Nothing for an empty text, as the inference extension has it."""
     try:
         return Metric.parse(text) if text.strip() else None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _for_model(text: str) -> ForModel:
+    try:
+        return ForModel.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -166,11 +174,28 @@ class Options:
         help="leave the response headers x-treeline-cached-tokens and x-treeline-prompt-tokens to clients (default: "
         "not with --secure-serving; our own Envoy sees to it by itself)",
     )
-    tokenizer: Path | None = setting(
+    tokenizer: tuple[ForModel, ...] = setting(
+        (),
+        repeated=True,
+        metavar="[MODEL=]URI",
+        parse=_for_model,
+        help="whose tokenizer and chat template make the keys of requests for MODEL, as its engines call it, or for "
+        "all models: hf://org/name[@revision] (with HF_TOKEN and HF_ENDPOINT) or a model directory; may be repeated. "
+        "By default each engine is asked for its own; vLLM and SGLang serve none",
+    )
+    chat_template: tuple[ForModel, ...] = setting(
+        (),
+        repeated=True,
+        metavar="[MODEL=]FILE",
+        parse=_for_model,
+        help="the chat template that the engines of MODEL were started with, instead of the one beside its "
+        "--tokenizer; may be repeated",
+    )
+    tokenizer_cache: Path = setting(
         None,
         metavar="DIR",
-        help="model directory whose tokenizer and chat template are used for every endpoint; by default each engine "
-        "is asked for its own",
+        help="where tokenizers of the Hub are kept, so that a picker starts without it (default: treeline/tokenizers "
+        "in $XDG_CACHE_HOME or ~/.cache)",
     )
     max_body_bytes: int = setting(
         32 * 1024 * 1024,
@@ -313,6 +338,13 @@ def options_of(argv: Sequence[str]) -> Options:
         found["endpoint"] = unique(parse_flag(text) for text in given.endpoint)
     except DiscoveryError as error:
         p.error(str(error))
+    try:
+        specs_of(found["tokenizer"], found["chat_template"])
+    except ValueError as error:
+        p.error(str(error))
+    if found["tokenizer_cache"] is None:
+        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        found["tokenizer_cache"] = Path(caches, "treeline", "tokenizers")
     _check_source(p, found)
     if found["max_waiting_body_bytes"] < found["max_body_bytes"]:
         p.error("--max-waiting-body-bytes must be at least --max-body-bytes, or no body of that size could come")

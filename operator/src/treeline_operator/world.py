@@ -177,9 +177,18 @@ class PickerEndpoint:
     cached_tokens: int = 0
 
 
+class PoolRouting(NamedTuple):
+    """By which way a picker finds what a pool has cached: `way` is `events` where it knows, `history` where it goes by
+    what it sent where. `reason` and `message` say why it is no better one; both may be empty."""
+
+    way: str
+    reason: str = ""
+    message: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class PickerView:
-    """What a picker says of itself: pool name → its endpoints, pool name → the models it serves.
+    """What a picker says of itself: pool name → its endpoints, pool name → the models it serves, pool name → its way.
 
     It was so `at` that moment, by the operator's clock, or later.
     """
@@ -188,6 +197,7 @@ class PickerView:
     pools: dict[str, tuple[PickerEndpoint, ...]] = field(default_factory=dict)
     models: dict[str, tuple[str, ...]] = field(default_factory=dict)
     at: datetime | None = None
+    routing: dict[str, PoolRouting] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

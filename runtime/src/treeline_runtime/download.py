@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+from treeline_wire.models import HUB_NAME
+
 FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 """What serving needs: not the same weights again in other formats."""
 IGNORED = ["original/*", "consolidated*", "*/*.safetensors"]
@@ -26,7 +26,7 @@ def resolve_model(model: str, *, revision: str | None = None, needs_weights: boo
             raise ModelNotFound("--revision: only for models from the Hugging Face Hub, not for a folder")
     elif folder.exists():
         raise ModelNotFound(f"--model: {model} is a file; give the folder that holds config.json")
-    elif not HUB_ID.fullmatch(model):
+    elif not HUB_NAME.fullmatch(model):
         raise ModelNotFound(
             f"--model: there is no folder {model!r} (and it is no Hugging Face id, which looks like org/name)"
         )

@@ -25,7 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
-from treeline_runtime.download import FILES, HUB_ID, IGNORED, hub_problem
+from treeline_wire.models import HubModel
+
+from treeline_runtime.download import FILES, IGNORED, hub_problem
 
 MARKER: Final = ".treeline-complete"
 TOKENIZER_FILES: Final = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
@@ -34,7 +36,6 @@ WEIGHT_FILES: Final = [*FILES, *TOKENIZER_FILES, "*.py"]
 TERMINATION_LOG: Final = "/dev/termination-log"
 PROGRESS_S: Final = 3.0
 SPARE_BYTES: Final = 64 << 20
-_SCHEME: Final = "hf://"
 _LONGEST_REASON: Final = 1000
 
 logger = logging.getLogger("treeline.fetch")
@@ -60,10 +61,11 @@ class Wanted:
     @classmethod
     def parse(cls, uri: str, to: str, *, weights: bool = True) -> Wanted:
         """From `hf://org/name[@revision]`. Raises FetchError."""
-        repo, _, revision = uri.removeprefix(_SCHEME).partition("@")
-        if not uri.startswith(_SCHEME) or not HUB_ID.fullmatch(repo):
-            raise FetchError("DownloadFailed", f"{uri!r} is no model of the Hub; it looks like hf://org/name")
-        return cls(repo, revision or None, Path(to), weights)
+        try:
+            model = HubModel.parse(uri)
+        except ValueError as error:
+            raise FetchError("DownloadFailed", str(error)) from None
+        return cls(model.repo, model.revision, Path(to), weights)
 
     @property
     def identity(self) -> dict[str, Any]:

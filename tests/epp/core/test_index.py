@@ -311,6 +311,33 @@ def test_an_unknown_removal_is_counted() -> None:
 # Bits: clears, snapshots, ageing
 
 
+def test_a_scope_that_is_read_by_other_keys_starts_from_nothing() -> None:
+    index, (pod, other) = make_index()
+    elsewhere = index.add_pod("elsewhere", "another model")
+    prompt, asked = Prompt.random(1, 30), b"a conversation that went there before, and goes on"
+    for each in (pod, other, elsewhere):
+        index.apply(each, prompt.stored(), KEYS)
+    index.age(other, 0.0)
+    index.begin_snapshot(other)
+    index.respell(SCOPE)
+    index.check()
+    assert (blocks(index, pod, prompt), blocks(index, other, prompt)) == (0, 0)
+    assert elsewhere.blocks == 30
+    index.predict(pod, None, asked, NO_HIT, now=0.0)
+    index.apply(pod, prompt.stored(), None)
+    assert pod.skipped == {Skip.NO_TEXT: 30}, "the hashes stand for nothing any more"
+    index.tick(60.0)
+    assert index.match(SCOPE, None, asked, 60.0).hit(pod).reach > 0, "it lives on history, as one without events"
+    index.apply(pod, prompt.stored(), KEYS)
+    assert blocks(index, pod, prompt) >= 28
+    for one in (pod, other):
+        index.remove_pod(one)
+    for _ in range(3):
+        index.tick(60.0)
+    index.check()
+    assert index.skipped == {Skip.NO_TEXT: 30}, "what was counted stays counted"
+
+
 def test_a_cleared_pod_is_forgotten_at_once_and_its_bit_used_again_after_the_sweep() -> None:
     index, (pod, other) = make_index()
     prompt = Prompt.random(1, 30)

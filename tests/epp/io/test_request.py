@@ -105,9 +105,9 @@ def test_what_only_the_runtime_can_judge_is_routed_without_a_key(body: Any) -> N
     assert pick("/v1/chat/completions", body).key is None
 
 
-def test_without_a_tokenizer_requests_are_routed_by_load() -> None:
+def test_without_a_tokenizer_requests_are_routed_by_history() -> None:
     request = pick("/v1/completions", {"model": "huge", "prompt": "x" * 400}, served=TWO)
-    assert (request.pool, request.key) == ("big", None)
+    assert (request.pool, request.key) == ("big", b"x" * 400)
     assert request.prompt_tokens_estimate >= 100
 
 
@@ -241,6 +241,27 @@ def test_a_tokenizer_without_prefix_keys_is_told_and_gives_none() -> None:
     assert keyer.keys is None
     assert keyer.problem is not None
     assert keyer.render({"messages": [{"role": "user", "content": "x"}]}) is None
+    served = registry(("default", ("tiny",)), bundle=broken)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+    assert pick("/v1/chat/completions", body, served=served).key is not None, "it is routed by history"
+
+
+def test_a_tokenizer_that_was_replaced_is_forgotten_with_its_last_endpoint() -> None:
+    served = registry(("default", ("tiny",)), ("default", ("tiny",)), bundle=small_bundle())
+    old = small_bundle().fingerprint
+    new = served.add_keyer(TokenizerBundle.build(small_bundle().tokenizer_json, chat_template="new"))
+    served.set_endpoint("e0", "default", ("tiny",), new.fingerprint)
+    assert served.keyer(old) is not None
+    served.set_endpoint("e1", "default", ("tiny",), new.fingerprint)
+    assert served.keyer(old) is None
+    assert served.keyer_of("default") is new
+
+
+def test_a_pool_is_keyed_by_a_tokenizer_that_has_keys_if_one_of_its_endpoints_has_such() -> None:
+    served = registry(("default", ("tiny",)), bundle=TokenizerBundle.build("{}"))
+    good = served.add_keyer(small_bundle())
+    served.set_endpoint("e9", "default", ("tiny",), good.fingerprint)
+    assert served.keyer_of("default") is good
 
 
 def test_models_live_as_long_as_an_endpoint_that_serves_them() -> None:

@@ -92,6 +92,8 @@ async def test_endpoints_and_models_are_listed_as_the_operator_reads_them(tmp_pa
             await ready_is(picker, "pod-1", ready=True)
             page = await listing(picker)
             assert page["synced"] is True
+            routing = [pool.pop("routing") for pool in page["pools"].values()]
+            assert [(one["way"], one["reason"]) for one in routing] == [("history", "NoEvents")] * 2
             assert page["pools"] == {
                 f"p{i}": {
                     "models": [f"m{i}", *(["chat"] if i == 0 else [])],
@@ -134,7 +136,7 @@ async def test_pods_come_drain_and_go(tmp_path: Path) -> None:
         await ready_is(picker, "pod-0", ready=False, draining=True)
         it.delete(PODS_OF, "pod-0")
         await ready_is(picker, "pod-0")
-        assert (await listing(picker))["pools"]["p0"] == {"models": ["m0"], "endpoints": []}
+        assert (await listing(picker))["pools"]["p0"] == {"models": ["m0"], "endpoints": [], "routing": None}
         it.delete(POOLS_OF, "p1")
         await ready_is(picker, "pod-1")
 

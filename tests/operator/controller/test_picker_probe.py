@@ -14,7 +14,7 @@ from treeline_operator.api.parts import API_VERSION
 from treeline_operator.controller.observe import Observer
 from treeline_operator.controller.picker_probe import HttpAsker, PickerProbe, merge
 from treeline_operator.controller.store import Store
-from treeline_operator.world import Key, PickerEndpoint, PickerView, Platform
+from treeline_operator.world import Key, PickerEndpoint, PickerView, Platform, PoolRouting
 
 NOW = datetime(2026, 11, 1, tzinfo=UTC)
 
@@ -31,6 +31,15 @@ def test_pickers_must_agree() -> None:
         False, {"p": (endpoint("a"), endpoint("b", ready=False, draining=True))}, {"p": ("y",)}
     )
     assert merge([]) is None
+
+
+def test_a_pool_is_routed_as_by_the_picker_that_knows_least() -> None:
+    good, bad = PoolRouting("events"), PoolRouting("history", "TokenizerUnavailable", "it is gated")
+    views = [PickerView(True, routing={"p": good}), PickerView(True, routing={"p": bad, "q": good}), PickerView(True)]
+    for some in (views, views[::-1]):
+        merged = merge(some)
+        assert merged is not None
+        assert merged.routing == {"p": bad, "q": good}
 
 
 @pytest.mark.parametrize(
@@ -140,6 +149,29 @@ def test_what_pods_have_to_do_is_news_while_they_drain() -> None:
         picker.answer = None
         await asyncio.sleep(5)
         assert list(observer.silent) == [("n", "treeline")]
+        await probe.stop()
+        await task
+
+    run(main())
+
+
+def test_another_way_of_routing_is_news() -> None:
+    async def main() -> None:
+        store, observer, picker, probe, changed = set_up()
+        store.put(picker_pod(2))
+        task = asyncio.create_task(probe.run())
+        probe.wait("n", "treeline", "p", True)
+        for routing, news in (
+            (None, 1),
+            ({"way": "history", "reason": "NoEvents", "message": "x" * 9999}, 1),
+            (None, 1),
+        ):
+            changed.clear()
+            picker.answer = {"synced": True, "pools": {"p": {"endpoints": [], "routing": routing}}}
+            await asyncio.sleep(3)
+            assert len(changed) == news
+            found = observer.pickers["n", "treeline"].routing.get("p")
+            assert found == (PoolRouting("history", "NoEvents", "x" * 400) if routing else None)
         await probe.stop()
         await task
 

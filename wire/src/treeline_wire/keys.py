@@ -52,8 +52,10 @@ class PrefixKeys:
     def __init__(self, tokenizer_json: str) -> None:
         """Raises `tokenizer.BundleError`."""
         try:
-            spec: dict[str, Any] = json.loads(tokenizer_json)
             tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
+            spec: dict[str, Any] = json.loads(tokenizer_json)
+            # Older files (RoBERTa's) leave the model's type to guessing.
+            spec["model"].setdefault("type", type(tokenizer.model).__name__)
             self._build(spec, tokenizer)
         except Exception as error:  # the library raises bare ones for a document that it does not understand
             raise BundleError(f"not a tokenizer: {str(error)[:200]}") from error
@@ -92,7 +94,7 @@ class PrefixKeys:
         """Check the property on texts in many scripts. Raises `KeySelfTestError`; takes about 10 ms."""
         if self._refusal is not None:
             raise KeySelfTestError(self._refusal)
-        keys_selftest.run(self, self._tokenizer, self._added_contents)
+        keys_selftest.run(self, self._tokenizer, self._added_contents, every_category=self._keeps_matches)
 
     def _build(self, spec: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> None:
         tokenizer.no_truncation()
@@ -112,6 +114,7 @@ class PrefixKeys:
         self._added = AddedTokens(added, self._normalizer.normalize)
         self._added_contents = [t.content for t in added if t.content]
         self._refusal = _refusal(model, pre, self._byte_level, self._byte_fallback)
+        self._keeps_matches = any(map(_keeps_matches, pre))
         self.token_bytes = self._token_table(tokenizer, {t.id: t for t in added})
         self._head, self._tail = map(self.block_key, _template(spec.get("post_processor")))
         self._literal_bytes = self._literal_pieces(model, added)
@@ -212,11 +215,17 @@ def _refusal(model: dict[str, Any], pre: list[dict[str, Any]], byte_level: bool,
     for step in pre:
         if step["type"] in ("Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit"):
             return f"the pre-tokenizer {step['type']} drops text"
-        if step.get("behavior") == "Removed":
+        if step.get("behavior") == "Removed" and not _keeps_matches(step):
             return f"the pre-tokenizer {step['type']} drops what it splits at"
     if not byte_level and not byte_fallback:
         return "the model has no byte fallback: characters that it does not know become one unknown token"
     return None
+
+
+def _keeps_matches(step: dict[str, Any]) -> bool:
+    """A split that drops what does *not* match, as in GPT-3.5's and GPT-4o's files: nothing, if the pattern takes every
+    text, which is for the self-test to find out."""
+    return step.get("behavior") == "Removed" and bool(step.get("invert"))
 
 
 def _template(spec: dict[str, Any] | None) -> tuple[list[int], list[int]]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
 import tokenizers
 
 _ADDED_TRIED: Final = 48
+_OF_A_CATEGORY: Final = 24
+"""Characters that are tried of each of Unicode's general categories."""
 
 _TEXTS: Final = (
     "",
@@ -49,9 +53,13 @@ class Keys(Protocol):
     def block_key(self, ids: Sequence[int]) -> bytes: ...
 
 
-def run(keys: Keys, tokenizer: tokenizers.Tokenizer, added: Sequence[str]) -> None:
-    """Try all texts, and the added tokens between words, blanks and each other. Raises `KeySelfTestError`."""
-    for text in (*_TEXTS, *_with_added(added)):
+def run(keys: Keys, tokenizer: tokenizers.Tokenizer, added: Sequence[str], *, every_category: bool = False) -> None:
+    """Try all texts, and the added tokens between words, blanks and each other. Raises `KeySelfTestError`.
+
+    `every_category`: characters of every general category, too, in all kinds of company: for a tokenizer that keeps
+    what a pattern matches, and loses what it does not.
+    """
+    for text in (*_TEXTS, *_with_added(added), *(_of_every_category() if every_category else ())):
         for add_special_tokens in (False, True):
             ids = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
             want, got = keys.block_key(ids), keys.prompt_key(text, add_special_tokens)
@@ -75,3 +83,18 @@ def _with_added(added: Sequence[str]) -> Iterable[str]:
     yield " ".join(tried)
     yield "".join(tried)
     yield "x".join(reversed(tried))
+
+
+@functools.cache
+def _of_every_category() -> tuple[str, ...]:
+    """A text for each general category."""
+    found: dict[str, list[str]] = {}
+    for code in range(0x20000):
+        category = unicodedata.category(chr(code))
+        if category != "Cs":
+            found.setdefault(category, []).append(chr(code))
+    texts = []
+    for chars in found.values():
+        some = chars[:: max(1, len(chars) // _OF_A_CATEGORY)]
+        texts += [f"{c}{c}a{c}a1{c}1 {c} {c}\n{c}\n\n{c}'{c}.{c}." for c in some]
+    return ("".join(texts), *(text[:1] for text in texts), *texts[::7])

@@ -4,8 +4,9 @@ agree on.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
@@ -13,6 +14,27 @@ Criticality = Literal["Critical", "Standard", "Sheddable"]
 RuleReason = Literal["Accepted", "PoolNotFound", "ModelNameInUse", "WeightsInvalid"]
 
 _MAX_WEIGHT = 1_000_000
+
+HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+"""A repository of the Hugging Face Hub."""
+_REVISION: Final = re.compile(r"[\w.][\w.-]*(/[\w.][\w.-]*)*", re.ASCII)
+_HUB_SCHEME: Final = "hf://"
+
+
+class HubModel(NamedTuple):
+    """A repository of the Hugging Face Hub, and a branch, tag or commit of it; None: its main branch."""
+
+    repo: str
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, uri: str) -> HubModel:
+        """From `hf://org/name[@revision]`. Raises ValueError."""
+        repo, at, revision = uri.removeprefix(_HUB_SCHEME).partition("@")
+        good = uri.startswith(_HUB_SCHEME) and HUB_NAME.fullmatch(repo) is not None and ".." not in uri
+        if not good or (at and not _REVISION.fullmatch(revision)):
+            raise ValueError(f"{uri!r} is no model of the Hub; it looks like hf://org/name or hf://org/name@revision")
+        return cls(repo, revision or None)
 
 
 def served_name(name: str | None, uri: str) -> str:

@@ -16,6 +16,7 @@ device tier, blocks whose text is known. Engines may announce a hash twice and r
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -69,12 +70,13 @@ class _Scope:
 class Index:
     """See the module.
 
-    - pods: `add_pod`, `remove_pod`, `clear`, `age`
+    - pods: `add_pod`, `remove_pod`, `clear`, `age`; `respell` all of a scope
     - events: `apply`; `begin_snapshot`, `apply_snapshot`, `end_snapshot`, `drop_snapshot`
     - routing: `match`, `holders`, `predict`, `withdraw`, `cap_hit`, `request_rebuild`
     - upkeep: `tick`, `blocks_of`, `totals`, `check`
 
     `changed` are pods whose `blocks` may have changed; for whoever keeps them elsewhere, too, and clears this.
+    `skipped` is what pods that are no more had skipped.
     """
 
     def __init__(self, limits: IndexLimits | None = None) -> None:
@@ -82,6 +84,7 @@ class Index:
         self._bits = PodBits()
         self._scopes: dict[str, _Scope] = {}
         self.changed: set[Pod] = set()
+        self.skipped: Counter[str] = Counter()
         self._capped_pods: dict[Pod, None] = {}
         self._to_sweep: list[RadixTree] = []
 
@@ -99,6 +102,7 @@ class Index:
         self._retire(pod.bit)
         pod.bit = 0
         self.changed.discard(pod)
+        self.skipped.update(pod.skipped)
 
     def clear(self, pod: Pod) -> None:
         """The pod holds nothing: its cache was cleared, or a new process is behind it. O(orphans); swept later."""
@@ -115,6 +119,17 @@ class Index:
         pod.blocks = 0
         self.changed.add(pod)
         pod.group = None
+
+    def respell(self, name: str) -> None:
+        """The events of a scope's pods are read by other keys from now on, or by none. What is known of their blocks is
+        spelled by the old ones and would be found again by its hashes, so all of it goes at once; whoever follows the
+        pods has to begin anew. O(pods), and the tree's memory is freed."""
+        for pod in {pod for pod in self._bits.owners.values() if pod.scope == name}:
+            self.clear(pod)
+            pod.precise = False
+        if (old := self._scopes.pop(name, None)) is not None:
+            new = self._scope(name)
+            new.live, new.aged = old.live, old.aged
 
     def age(self, pod: Pod, now: float) -> None:
         """Removals were lost: what the pod holds now counts for `aged_life_s` more, unless it is announced again. How

@@ -19,26 +19,24 @@ from treeline_wire.normalization import long_run
 from treeline_wire.prompt import Prompt, prompt_of_chat
 from treeline_wire.tokenizer import TokenizerBundle
 
+from treeline_epp.requests.keyers import HistoryKeyer, Keyer, TokenLengths
 from treeline_epp.requests.messages import Immediate
 from treeline_epp.requests.model_table import ModelNotFound, ModelTable, ModelTarget
 
 log = logging.getLogger(__name__)
 
-_FIRST_GUESS_BYTES_PER_TOKEN = 4.0
-_LEARNING_RATE = 0.05
 
-
-class PromptKeyer:
+class PromptKeyer(TokenLengths):
     """Turns requests into prefix keys for one tokenizer and its chat template.
 
     `keys` is `None` when the tokenizer failed its self-test (`problem` says why): requests are then routed
-    by load alone. `bytes_per_token` is learnt from what the runtimes report.
+    by history.
     """
 
     def __init__(self, bundle: TokenizerBundle) -> None:
+        super().__init__()
         self.fingerprint = bundle.fingerprint
         self.problem: str | None = None
-        self.bytes_per_token = _FIRST_GUESS_BYTES_PER_TOKEN
         self.keys: PrefixKeys | None = None
         self._template: ChatTemplate | None = None
         try:
@@ -72,15 +70,6 @@ class PromptKeyer:
         """The key of a prompt; `None` without keys."""
         return None if self.keys is None else self.keys.prompt_key_of(prompt)
 
-    def estimate_tokens(self, key_bytes: int) -> int:
-        """How many tokens a key of so many bytes has, about."""
-        return int(key_bytes / self.bytes_per_token) + 1
-
-    def learn(self, key_bytes: int, tokens: int) -> None:
-        """A runtime counted `tokens` in a prompt whose key has `key_bytes`."""
-        if tokens >= 16:  # short prompts are mostly template
-            self.bytes_per_token += _LEARNING_RATE * (key_bytes / tokens - self.bytes_per_token)
-
 
 class ModelRegistry:
     """The models of every pool, and their keyers. Owners: the fleet, and discovery for what it configures."""
@@ -92,6 +81,7 @@ class ModelRegistry:
         self._rules: tuple[ModelRule, ...] = ()
         self._served: dict[str, tuple[str, ...]] = {}
         self._by_pool: dict[str, PromptKeyer] = {}
+        self._histories: dict[str, HistoryKeyer] = {}
         self._open_pools: set[str] = set()
         self._salted_pools: set[str] = set()
         self._tables: dict[str | None, ModelTable] = {}
@@ -111,6 +101,10 @@ class ModelRegistry:
                 log.warning(known.problem)
         return known
 
+    def keep_keyer(self, keyer: PromptKeyer) -> None:
+        """An endpoint is about to use this keyer, whatever became of it since it was added."""
+        self._keyers.setdefault(keyer.fingerprint, keyer)
+
     def set_endpoint(
         self,
         name: str,
@@ -122,8 +116,13 @@ class ModelRegistry:
     ) -> None:
         """What an endpoint serves (nothing: whatever it is asked for), and with which tokenizer (`None`: unknown).
         `isolates_clients`: it keeps the caches of the edge's clients apart by itself."""
+        before = self._endpoints.get(name)
         self._endpoints[name] = (pool, models, fingerprint, isolates_clients)
         self._outdated = True
+        old = before[2] if before is not None else None
+        # A tokenizer that was replaced takes much memory.
+        if old not in (None, fingerprint) and all(used != old for _, _, used, _ in self._endpoints.values()):
+            self._keyers.pop(old or "", None)
 
     def remove_endpoint(self, name: str) -> None:
         """The endpoint has gone; its models go with the last endpoint that serves them."""
@@ -137,6 +136,10 @@ class ModelRegistry:
         self._rules = tuple(rules)
         self._outdated = True
         self._table(None)  # in discovery's time, which is rationed, and not in that of the next request
+
+    def configured(self, pool: str) -> Sequence[str]:
+        """The names that a pool is configured to serve; empty where nothing says it."""
+        return self._configured.get(pool, ())
 
     def resolve(self, model: str | None, draw: float = 0.0, pool: str | None = None) -> ModelTarget:
         """Where a request for a model goes. `draw` in [0, 1) chooses among weighted targets; `pool` is the only one
@@ -153,10 +156,14 @@ class ModelRegistry:
         """What a model is called in a pool to which a request for it falls back."""
         return self._table(None).name_at(pool, target)
 
-    def keyer_of(self, pool: str) -> PromptKeyer | None:
-        """The keyer for a pool; its endpoints serve one base model, so they share one."""
+    def keyer_of(self, pool: str) -> Keyer:
+        """The keyer for a pool; its endpoints serve one base model, so they share one. By history where there is no
+        tokenizer, or none that has keys; `routing_ways` says so of each endpoint."""
         self._refresh()
-        return self._by_pool.get(pool)
+        keyer = self._by_pool.get(pool)
+        if keyer is not None and keyer.keys is not None:
+            return keyer
+        return self._histories.setdefault(pool, HistoryKeyer())
 
     def isolates_clients(self, pool: str | None = None) -> bool:
         """Whether every endpoint, of this pool or of all, keeps the caches of the edge's clients apart by itself."""
@@ -208,10 +215,12 @@ class ModelRegistry:
             pools.setdefault(pool, {}).update(dict.fromkeys(models))
             if not models:
                 self._open_pools.add(pool)
-            if fingerprint is not None and (keyer := self._keyers.get(fingerprint)) is not None:
-                self._by_pool.setdefault(pool, keyer)
+            keyer = self._keyers.get(fingerprint or "")
+            if keyer is not None and (pool not in self._by_pool or self._by_pool[pool].keys is None):
+                self._by_pool[pool] = keyer
         told = {pool: tuple(models or self._configured.get(pool, ())) for pool, models in pools.items()}
         self._served = {pool: models for pool, models in told.items() if models or pool in self._open_pools}
+        self._histories = {pool: keyer for pool, keyer in self._histories.items() if pool in pools}
         self._tables = {}
 
     def _table(self, pool: str | None) -> ModelTable:

@@ -20,8 +20,9 @@ from treeline_wire.prompt import PromptError, TooDeep
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.requests.body import Body
 from treeline_epp.requests.isolation import NO_ISOLATION, Cache, Isolation
+from treeline_epp.requests.keyers import Keyer
 from treeline_epp.requests.messages import Immediate, RouteRequest
-from treeline_epp.requests.model_registry import ModelRegistry, PromptKeyer
+from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.model_table import ModelNotFound, ModelTarget
 from treeline_epp.requests.outline import NotReadable, Outline, count_values
 from treeline_epp.requests.prompts import CHARS_PER_TOKEN, KeyedPrompt, chat, completion
@@ -37,7 +38,7 @@ class ParsedRequest(msgspec.Struct, frozen=True, gc=False):
     the body must have besides, with these values alone. `outline` is the body's, if it was read by that."""
 
     pick: PickRequest
-    keyer: PromptKeyer | None = None
+    keyer: Keyer | None = None
     rewrite: str | None = None
     members: Mapping[str, str | None] | None = None
     outline: Outline | None = None

@@ -16,7 +16,7 @@ from treeline_wire.chat import TemplateError
 from treeline_wire.normalization import long_run
 from treeline_wire.prompt import Prompt, PromptError, TooDeep, prompt_of_completion
 
-from treeline_epp.requests.model_registry import PromptKeyer
+from treeline_epp.requests.keyers import Keyer
 from treeline_epp.requests.summary import Summary
 
 CHARS_PER_TOKEN: Final = 4
@@ -51,7 +51,7 @@ class KeyedPrompt(msgspec.Struct, frozen=True, gc=False):
     key_tokens: int | None = None
 
 
-def chat(summary: Summary, keyer: PromptKeyer | None) -> KeyedPrompt:
+def chat(summary: Summary, keyer: Keyer | None) -> KeyedPrompt:
     """The prompt of a chat request. Raises `TooDeep`; other faults mean no key."""
     rough = KeyedPrompt(None, summary.size // CHARS_PER_TOKEN)
     body = summary.members
@@ -70,7 +70,7 @@ def chat(summary: Summary, keyer: PromptKeyer | None) -> KeyedPrompt:
     return _keyed(prompt, keyer, keyer.estimate_tokens(summary.size) if cut else None)
 
 
-def completion(summary: Summary, keyer: PromptKeyer | None) -> KeyedPrompt:
+def completion(summary: Summary, keyer: Keyer | None) -> KeyedPrompt:
     """The prompt of a completion (of the native API too); the key is that of the first, where there are several."""
     rough = KeyedPrompt(None, summary.size // CHARS_PER_TOKEN)
     if keyer is None:
@@ -90,7 +90,7 @@ def completion(summary: Summary, keyer: PromptKeyer | None) -> KeyedPrompt:
     return _keyed(prompts[0], keyer, tokens)
 
 
-def _keyed(prompt: Prompt, keyer: PromptKeyer, tokens: int | None) -> KeyedPrompt:
+def _keyed(prompt: Prompt, keyer: Keyer, tokens: int | None) -> KeyedPrompt:
     """The key of a prompt, or of its beginning. `tokens` of the whole request, where the prompt is not all of it."""
     bounded = _bounded(prompt)
     key = keyer.key(bounded)
@@ -122,7 +122,7 @@ def _cost(text: str) -> int:
     return size if text.isascii() else size + (_NOT_ASCII - 1) // 2 * (len(text.encode()) - size)
 
 
-def _tokens(prompt: Prompt, keyer: PromptKeyer) -> int:
+def _tokens(prompt: Prompt, keyer: Keyer) -> int:
     return len(prompt.ids) if prompt.ids is not None else keyer.estimate_tokens(len(prompt.text or ""))
 
 
@@ -132,7 +132,7 @@ def _few(body: Mapping[str, Any]) -> bool:
     return all(not isinstance(value, list) or len(value) <= MAX_TOOLS for value in lists)
 
 
-def _beginning_of_chat(summary: Summary, keyer: PromptKeyer) -> Prompt | None:
+def _beginning_of_chat(summary: Summary, keyer: Keyer) -> Prompt | None:
     """Render as far as the messages are known: with the beginning of the last one, or else up to it."""
     body = summary.members
     known = body.get("messages")

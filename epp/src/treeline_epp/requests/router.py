@@ -19,8 +19,9 @@ from treeline_epp.picking.picker import Picker
 from treeline_epp.requests import refusals
 from treeline_epp.requests.body import Body
 from treeline_epp.requests.isolation import NO_ISOLATION, Isolation
+from treeline_epp.requests.keyers import Keyer
 from treeline_epp.requests.messages import Immediate, RouteRequest
-from treeline_epp.requests.model_registry import ModelRegistry, PromptKeyer
+from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import ParsedRequest, parse
 from treeline_epp.requests.refusals import Refusal
@@ -36,7 +37,7 @@ class RoutedRequest:
     stream has ended (`Router.release`)."""
 
     lease: Lease
-    keyer: PromptKeyer | None
+    keyer: Keyer | None
     body: bytes | Body | None
     client: str | None
 

@@ -18,11 +18,12 @@ from treeline_operator.controller.observe import Observer
 from treeline_operator.controller.queue import Backoff, Outcome, Queue
 from treeline_operator.plan.facts import label
 from treeline_operator.plan.pod_state import is_available
-from treeline_operator.world import Key, PickerEndpoint, PickerView
+from treeline_operator.world import Key, PickerEndpoint, PickerView, PoolRouting
 
 log = logging.getLogger(__name__)
 
 _MAX_ANSWER: Final = 32 << 20
+_MAX_WORD, _MAX_MESSAGE = 64, 400
 _PATIENCE: Final = 3
 _CALM_S: Final = 10.0
 _HURRIED_S: Final = 0.5
@@ -37,9 +38,16 @@ class _Endpoint(msgspec.Struct):
     cached_tokens: int = 0
 
 
+class _Routing(msgspec.Struct):
+    way: str
+    reason: str = ""
+    message: str = ""
+
+
 class _Pool(msgspec.Struct):
     models: list[str] = []
     endpoints: list[_Endpoint] = []
+    routing: _Routing | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -100,7 +108,14 @@ def merge(views: Iterable[PickerView]) -> PickerView | None:
         for pool, served in first.models.items()
     }
     moments = [view.at for view in all_views if view.at is not None]
-    return PickerView(all(view.synced for view in all_views), pools, models, min(moments, default=None))
+    # The worst of what they say, as a request may come to that one.
+    routing = {
+        pool: max(
+            (view.routing[pool] for view in all_views if pool in view.routing), key=lambda one: one.way != "events"
+        )
+        for pool in dict.fromkeys(pool for view in all_views for pool in view.routing)
+    }
+    return PickerView(all(view.synced for view in all_views), pools, models, min(moments, default=None), routing)
 
 
 def _agreed(told: Sequence[PickerEndpoint]) -> PickerEndpoint:
@@ -235,6 +250,11 @@ def _view(answer: _Answer, at: datetime | None = None) -> PickerView:
         },
         models={pool: tuple(said.models) for pool, said in answer.pools.items()},
         at=at,
+        routing={
+            pool: PoolRouting(one.way[:_MAX_WORD], one.reason[:_MAX_WORD], one.message[:_MAX_MESSAGE])
+            for pool, said in answer.pools.items()
+            if (one := said.routing) is not None
+        },
     )
 
 
@@ -245,4 +265,4 @@ def _of(view: PickerView | None, pool: str) -> object:
     listed = [
         (e.name, e.address, e.ready, e.draining, e.in_flight if e.draining else None) for e in view.pools.get(pool, ())
     ]
-    return view.synced, listed if pool in view.pools else None, view.models.get(pool)
+    return view.synced, listed if pool in view.pools else None, view.models.get(pool), view.routing.get(pool)

@@ -1,0 +1,86 @@
+"""Which keyer an engine's events are read with: of the tokenizer that a flag gives, or else of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from treeline_epp.endpoints.adapters.base import EngineInfo
+from treeline_epp.endpoints.engine_http import EngineError
+from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.endpoints.watcher import EngineClient
+from treeline_epp.requests.model_registry import ModelRegistry, PromptKeyer
+from treeline_epp.requests.routing_ways import TokenizerFacts
+from treeline_epp.requests.tokenizer_watch import TokenizerSource, TokenizerSources
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
+
+
+class EngineKeyers:
+    """See the module. Tokenizers are made into keyers once for all engines that have them."""
+
+    def __init__(self, registry: ModelRegistry, sources: TokenizerSources) -> None:
+        self._registry = registry
+        self._sources = sources
+        self._making: dict[str, asyncio.Lock] = {}
+
+    async def run(self, changed: Callable[[TokenizerSource], None]) -> None:
+        """Keep the sources up to date, until cancelled."""
+        await self._sources.run(changed)
+
+    def source(self, spec: EndpointSpec) -> TokenizerSource | None:
+        """The tokenizer that a flag gives to an endpoint."""
+        return self._sources.of_models(spec.models or self._registry.configured(spec.pool))
+
+    def known(self, spec: EndpointSpec, info: EngineInfo) -> PromptKeyer | None:
+        """The keyer for an engine, if it is there already."""
+        source = self.source(spec)
+        bundle = source.bundle if source is not None else None
+        return self._registry.keyer(info.fingerprint if bundle is None else bundle.fingerprint)
+
+    async def keyer(
+        self, spec: EndpointSpec, info: EngineInfo, client: EngineClient, on_problem: Callable[[str], None]
+    ) -> PromptKeyer | None:
+        """The keyer for an engine; None where there is no tokenizer, or not yet: `run` tells when a flag's has come.
+        `on_problem` hears why the engine's own cannot be had, which is asked for again."""
+        source = self.source(spec)
+        while source is not None and (bundle := await source.first()) is not None:
+            async with self._making.setdefault(bundle.fingerprint, asyncio.Lock()):
+                keyer = await asyncio.to_thread(self._registry.add_keyer, bundle)
+            if source.bundle is bundle:
+                return keyer
+        if not info.fingerprint:
+            return None
+        if (known := self._registry.keyer(info.fingerprint)) is not None:
+            return known  # without the lock, for which a thousand engines would wait in turn
+        async with self._making.setdefault(info.fingerprint, asyncio.Lock()):
+            pause = _FIRST_PAUSE_S
+            while (known := self._registry.keyer(info.fingerprint)) is None:
+                try:
+                    bundle = await client.tokenizer()
+                    if bundle.fingerprint != info.fingerprint:
+                        text = f"tokenizer {info.fingerprint} was announced, {bundle.fingerprint} came"
+                        log.error("endpoint %s: %s", spec.name, text)
+                        on_problem(f"{text}: restart the engine")
+                        return None
+                    return await asyncio.to_thread(self._registry.add_keyer, bundle)
+                except EngineError as error:
+                    log.warning("no tokenizer yet: %s", error)
+                    on_problem(str(error))
+                    await asyncio.sleep(pause)
+                    pause = min(_LONGEST_PAUSE_S, 2 * pause)
+            return known
+
+    def facts(
+        self, spec: EndpointSpec, info: EngineInfo, keyer: PromptKeyer | None, problem: str | None
+    ) -> TokenizerFacts:
+        """What became of an endpoint's tokenizer. `problem`: that of its engine's own."""
+        source = self.source(spec)
+        if keyer is not None:
+            return TokenizerFacts(known=True, has_keys=keyer.keys is not None, problem=keyer.problem)
+        if source is not None:
+            problem = source.problem or problem
+        return TokenizerFacts(problem=problem, awaited=source is not None or bool(info.fingerprint))

@@ -1,0 +1,125 @@
+"""By which way each pool's requests find what is cached, and why not by a better one: the one place that decides it.
+
+    events    the engines publish what they hold, and a tokenizer that passed its self-test makes keys of it
+    history   what was sent where before; with the tokenizer's keys, or with keys of our own form (`keyers`)
+
+Endpoints are judged one by one (`way_of`); a pool goes by events if all of its endpoints do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import NamedTuple
+
+log = logging.getLogger(__name__)
+
+
+class Way(StrEnum):
+    """How prefixes are found. The values are metric labels, and words of `/endpoints`."""
+
+    EVENTS = "events"
+    HISTORY = "history"
+
+
+class WayReason(StrEnum):
+    """Why an endpoint is routed by history. The values are metric labels, and words of `/endpoints`."""
+
+    NO_EVENTS = "NoEvents"
+    NO_KEY_PAIR = "NoKeyPair"
+    NO_TOKENIZER = "NoTokenizer"
+    TOKENIZER_UNAVAILABLE = "TokenizerUnavailable"
+    TOKENIZER_UNUSABLE = "TokenizerUnusable"
+
+
+class Routing(NamedTuple):
+    """The way of an endpoint or a pool. `reason` is empty where there is no better way; `message` says what to do, or
+    which requests have no keys."""
+
+    way: Way
+    reason: str = ""
+    message: str = ""
+
+
+class TokenizerFacts(NamedTuple):
+    """What became of an endpoint's tokenizer: it has one, it passed, or what is wrong with it or with getting it."""
+
+    known: bool = False
+    has_keys: bool = False
+    problem: str | None = None
+    awaited: bool = False
+    """A flag names it, or the engine says that it serves it."""
+
+
+def way_of(*, publishes: bool, keys_missing: bool, tokenizer: TokenizerFacts, no_events: str = "") -> Routing:
+    """The way of one endpoint. `publishes`: it is known where its events come from, and if not, `no_events` says why;
+    `keys_missing`: they are encrypted, for keys that this picker has not."""
+    if keys_missing:
+        return Routing(Way.HISTORY, WayReason.NO_KEY_PAIR, "the engine publishes with keys: give --curve-dir")
+    if not publishes:
+        message = no_events or "the engine publishes no KV events, or does not say where"
+        message += " (docs/engines.md)"
+        return Routing(Way.HISTORY, WayReason.NO_EVENTS, message)
+    if tokenizer.has_keys:  # a problem then is that of its chat template
+        return Routing(Way.EVENTS, message=tokenizer.problem or "")
+    if tokenizer.known:
+        message = tokenizer.problem or "the tokenizer gives no keys"
+        return Routing(Way.HISTORY, WayReason.TOKENIZER_UNUSABLE, message)
+    if tokenizer.awaited:
+        message = tokenizer.problem or "the tokenizer is being fetched"
+        return Routing(Way.HISTORY, WayReason.TOKENIZER_UNAVAILABLE, message)
+    message = "the engine serves no tokenizer: give --tokenizer MODEL=URI"
+    return Routing(Way.HISTORY, WayReason.NO_TOKENIZER, message)
+
+
+class RoutingWays:
+    """The ways of all endpoints and of their pools. A change of a pool's is logged once, by `tell`."""
+
+    def __init__(self) -> None:
+        self._endpoints: dict[str, tuple[str, Routing]] = {}
+        self._told: dict[str, Routing] = {}
+        self._changed = False
+
+    def set(self, endpoint: str, pool: str, routing: Routing) -> None:
+        """An endpoint of this pool is routed so from now on."""
+        if self._endpoints.get(endpoint) != (pool, routing):
+            self._endpoints[endpoint] = pool, routing
+            self._changed = True
+
+    def remove(self, endpoint: str) -> None:
+        """The endpoint has gone. Unknown names are ignored."""
+        self._changed |= self._endpoints.pop(endpoint, None) is not None
+
+    def pools(self) -> dict[str, Routing]:
+        """Of each pool with endpoints the worst of their ways, with a word on how many have it. O(endpoints)."""
+        by_pool: dict[str, list[Routing]] = {}
+        for _, (pool, routing) in sorted(self._endpoints.items()):
+            by_pool.setdefault(pool, []).append(routing)
+        return {pool: _worst(routings) for pool, routings in by_pool.items()}
+
+    def counts(self) -> Counter[tuple[str, str, str]]:
+        """Endpoints by pool, way and reason."""
+        return Counter((pool, routing.way.value, routing.reason) for pool, routing in self._endpoints.values())
+
+    def tell(self) -> None:
+        """Log what has changed since the last time. O(1) when nothing has."""
+        if not self._changed:
+            return
+        self._changed = False
+        now = self.pools()
+        for pool, routing in now.items():
+            before = self._told.get(pool)
+            if routing != before:
+                level = logging.WARNING if routing.message else logging.INFO
+                log.log(level, "pool %s is routed by %s", pool, ": ".join(filter(None, routing)))
+        self._told = now
+
+
+def _worst(routings: Iterable[Routing]) -> Routing:
+    found = Counter(routings)
+    count, first = max((routing.way is not Way.EVENTS, count, routing) for routing, count in found.items())[1:]
+    if len(found) == 1 or not first.message:
+        return first
+    return first._replace(message=f"{count} of {sum(found.values())} endpoints: {first.message}")

@@ -1,0 +1,251 @@
+"""Where tokenizers come from besides the engines: `--tokenizer [MODEL=]URI` and `--chat-template [MODEL=]FILE`.
+
+Everything here blocks, and is called in threads: `tokenizer_watch` says when.
+"""
+
+from __future__ import annotations
+
+import stat
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol, Self
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+from treeline_wire.models import HubModel
+from treeline_wire.tokenizer import MAX_BUNDLE_BYTES, BundleError, TokenizerBundle
+
+FILES: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+"""What `TokenizerBundle.from_dir` reads, with `MORE_TEMPLATES`."""
+MORE_TEMPLATES: Final = "additional_chat_templates"
+MAX_TEMPLATE_BYTES: Final = 1 << 20
+LOOK_S: Final = 2.0
+"""Folders are looked at so often. By `stat`, since network file systems (a claim that several pods mount) tell nobody
+of their changes."""
+
+
+class SourceError(Exception):
+    """A tokenizer cannot be had; the message says why and what to do."""
+
+
+class ForModel(NamedTuple):
+    """The value of a flag for one model, or for all (`model` is empty)."""
+
+    model: str
+    value: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """`MODEL=VALUE`, or `VALUE` alone, in which `=` may only be behind a scheme. Raises ValueError."""
+        before, equals, value = text.partition("=")
+        if not equals or "://" in before:
+            before, value = "", text
+        elif not before:
+            raise ValueError(f"{text!r} names no model before '='")
+        if not value:
+            raise ValueError(f"{text!r} says nothing behind the model")
+        return cls(before, value)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSpec:
+    """A tokenizer that is asked for: for a model as its engines call it, or for all; from the Hub or a folder, with
+    the chat template in a file instead of its own."""
+
+    model: str
+    source: HubModel | Path
+    template: Path | None = None
+
+    def __str__(self) -> str:
+        if isinstance(self.source, Path):
+            return str(self.source)
+        repo, revision = self.source
+        return f"hf://{repo}" + (f"@{revision}" if revision else "")
+
+
+def specs_of(tokenizers: Sequence[ForModel], templates: Sequence[ForModel]) -> tuple[TokenizerSpec, ...]:
+    """What the flags ask for. Raises ValueError for what cannot be meant."""
+    for flag, given in (("--tokenizer", tokenizers), ("--chat-template", templates)):
+        models = [one.model for one in given]
+        twice = next((model for model in models if models.count(model) > 1), None)
+        if twice is not None:
+            raise ValueError(f"{flag} is given twice for {f'model {twice!r}' if twice else 'all models'}")
+    files = {one.model: Path(one.value).expanduser() for one in templates}
+    if alone := files.keys() - {one.model for one in tokenizers}:
+        model = min(alone)
+        example = f"{model}=" if model else ""
+        raise ValueError(f"--chat-template {example}FILE needs --tokenizer {example}URI, which it is a part of")
+    return tuple(TokenizerSpec(model, _source(value), files.get(model)) for model, value in tokenizers)
+
+
+def _source(uri: str) -> HubModel | Path:
+    scheme, separator, rest = uri.partition("://")
+    if not separator:
+        return Path(uri).expanduser()
+    match scheme:
+        case "hf":
+            return HubModel.parse(uri)
+        case "path" if rest.startswith("/"):
+            return Path(rest)
+        case "file" if urlsplit(uri).netloc in ("", "localhost"):
+            return Path(unquote(urlsplit(uri).path))
+        case "pvc":
+            raise ValueError(f"{uri!r}: mount the claim into the picker's pod and give the path there")
+    raise ValueError(f"{uri!r} is no place of a tokenizer: give hf://org/name[@revision], a directory or file:///DIR")
+
+
+class Origin(Protocol):
+    """A place that a tokenizer is read from. All of it blocks."""
+
+    recheck_s: float
+
+    def kept(self) -> tuple[str, TokenizerBundle] | None:
+        """The version and tokenizer that an earlier process got and kept here, if there is one."""
+        ...
+
+    def version(self) -> str:
+        """What is there now, in a word that changes when it does. Raises `SourceError`."""
+        ...
+
+    def read(self, version: str) -> TokenizerBundle:
+        """The tokenizer of this version. Raises `SourceError`."""
+        ...
+
+
+class _Document(msgspec.Struct):
+    """What every tokenizer.json has."""
+
+    model: msgspec.Raw
+
+
+def read_folder(folder: Path) -> TokenizerBundle:
+    """The bundle of a model directory, whose tokenizer.json is a whole document: one that is being written is none.
+    Raises `BundleError`."""
+    bundle = TokenizerBundle.from_dir(folder)
+    try:
+        msgspec.json.decode(bundle.tokenizer_json, type=_Document)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise BundleError(f"{folder / FILES[0]} is not a tokenizer: {error}") from error
+    return bundle
+
+
+class FolderOrigin:
+    """A model directory in Hugging Face's layout, which may come, change and go."""
+
+    recheck_s = LOOK_S
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._failed: tuple[str, SourceError] | None = None
+
+    def kept(self) -> None:
+        """Nothing: the folder itself is here."""
+
+    def version(self) -> str:
+        """Sizes and times of its files. Raises `SourceError`."""
+        folder = self._folder
+        try:
+            if not stat.S_ISDIR(folder.stat().st_mode):
+                raise SourceError(f"{folder} is a file: give the directory that holds tokenizer.json")
+            if not (folder / FILES[0]).exists():
+                raise SourceError(f"{folder} has no {FILES[0]}: give a model's directory in Hugging Face's layout")
+            templates = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+        except (FileNotFoundError, NotADirectoryError):
+            raise SourceError(
+                f"there is no directory {folder}: correct the path, or mount the volume that it is on"
+            ) from None
+        except OSError as error:
+            raise SourceError(f"cannot read {folder}: {error.strerror}; let the picker's user read it") from error
+        return _looks([*(folder / name for name in FILES), *templates], MAX_BUNDLE_BYTES)
+
+    def read(self, version: str) -> TokenizerBundle:
+        """What is in it now, whatever `version` says: files that were no tokenizer are not read twice. Raises
+        `SourceError`."""
+        if self._failed is not None and self._failed[0] == version:
+            raise self._failed[1]
+        try:
+            return read_folder(self._folder)
+        except BundleError as error:
+            problem = SourceError(f"{error}; copy the model's tokenizer files there anew")
+            self._failed = version, problem
+            raise problem from error
+
+
+class TokenizerLoader:
+    """The tokenizer of one spec, as it is now: read again when what it is made of has changed. The origin is asked for
+    changes at most every `recheck_s`, its template's file each time."""
+
+    def __init__(self, spec: TokenizerSpec, origin: Origin, clock: Callable[[], float] = time.monotonic) -> None:
+        self._template = spec.template
+        self._origin = origin
+        self._clock = clock
+        self._due = clock()
+        self._read: tuple[str, TokenizerBundle] | None = None
+        self._made: tuple[tuple[str, str], TokenizerBundle] | None = None
+        self.recheck_s = origin.recheck_s
+
+    def kept(self) -> TokenizerBundle | None:
+        """What was kept from before, at once. Raises `SourceError` where its template cannot be read."""
+        self._read = self._origin.kept()
+        return None if self._read is None else self._whole(*self._read)
+
+    def load(self) -> TokenizerBundle:
+        """What there is now; the same object if nothing has changed. Raises `SourceError`."""
+        now = self._clock()
+        if self._read is None or now >= self._due:
+            version = self._origin.version()
+            if self._read is None or self._read[0] != version:
+                self._read = version, self._origin.read(version)
+            self._due = now + self.recheck_s / 2  # looks are not that regular
+        return self._whole(*self._read)
+
+    def _whole(self, version: str, bundle: TokenizerBundle) -> TokenizerBundle:
+        """With the template of the file in place of its own."""
+        file = self._template
+        parts = version, "" if file is None else _looks([file], MAX_TEMPLATE_BYTES)
+        if self._made is None or self._made[0] != parts:
+            if file is not None:
+                bundle = TokenizerBundle.build(
+                    bundle.tokenizer_json,
+                    chat_template=_template(file),
+                    special_tokens=bundle.special_tokens,
+                    add_bos=bundle.add_bos,
+                )
+            self._made = parts, bundle
+        return self._made[1]
+
+
+def _template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(f"cannot read the chat template {file}: {error}; correct --chat-template") from error
+
+
+def _looks(files: Sequence[Path], most_bytes: int) -> str:
+    """Sizes and times of those files that are there. Raises `SourceError` for what is no file, or too large."""
+    looks = []
+    total = 0
+    for file in files:
+        try:
+            found = file.stat()
+        except FileNotFoundError:
+            looks.append("-")
+            continue
+        except OSError as error:
+            raise SourceError(f"cannot read {file}: {error.strerror}; let the picker's user read it") from error
+        if not stat.S_ISREG(found.st_mode):
+            raise SourceError(f"{file} is no file: give one that is")
+        total += found.st_size
+        looks.append(f"{file.name}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}:{found.st_ctime_ns}")
+    if total > most_bytes:
+        raise SourceError(f"{files[0]}: {total} bytes are more than any tokenizer has, at most {most_bytes} are read")
+    return " ".join(looks)

@@ -1,0 +1,138 @@
+"""Keeps the tokenizers that the flags ask for: got in the background, kept up to date, handed out by model.
+
+Requests never wait for one: they are routed by history until it is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import random
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Final, TypeVar
+
+from treeline_wire.models import HubModel
+from treeline_wire.tokenizer import TokenizerBundle
+
+from treeline_epp.requests.tokenizer_hub import HubOrigin, TokenizerCache
+from treeline_epp.requests.tokenizer_sources import (
+    LOOK_S,
+    FolderOrigin,
+    Origin,
+    SourceError,
+    TokenizerLoader,
+    TokenizerSpec,
+)
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+FIRST_WAIT_S: Final = 2.0
+"""For so long the events of an engine wait for the first tokenizer of its source; later ones start it anew."""
+_FIRST_PAUSE_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 300.0
+
+
+class TokenizerSource:
+    """The tokenizer of one spec. `bundle` is the newest that could be had, None before the first; `problem` says why
+    there is none, or no newer one."""
+
+    def __init__(self, spec: TokenizerSpec, origin: Origin) -> None:
+        self.spec = spec
+        self.bundle: TokenizerBundle | None = None
+        self.problem: str | None = None
+        self._loader = TokenizerLoader(spec, origin)
+        self._tried = asyncio.Event()
+        local = isinstance(spec.source, Path) or spec.template is not None
+        self._pause_s = LOOK_S if local else self._loader.recheck_s
+
+    async def first(self) -> TokenizerBundle | None:
+        """What there is once it has been looked for, or when that has taken `FIRST_WAIT_S`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_WAIT_S):
+                await self._tried.wait()
+        return self.bundle
+
+    async def run(self, changed: Callable[[TokenizerSource], None]) -> None:
+        """Look for it until cancelled. `changed` is called after each change of what it has, or of what is wrong."""
+        await self._look(self._loader.kept, changed)
+        if self.bundle is not None:
+            self._tried.set()
+        failures = 0
+        while True:
+            await self._look(self._loader.load, changed)
+            self._tried.set()
+            failures = failures + 1 if self.problem is not None else 0
+            longest = min(self._loader.recheck_s, _LONGEST_PAUSE_S)
+            pause = min(_FIRST_PAUSE_S * 2 ** min(failures - 1, 10), longest) if failures else self._pause_s
+            await asyncio.sleep(pause * random.uniform(0.8, 1.2))
+
+    async def _look(
+        self, load: Callable[[], TokenizerBundle | None], changed: Callable[[TokenizerSource], None]
+    ) -> None:
+        before = self.bundle, self.problem
+        try:
+            self.bundle = await _in_thread(load, str(self.spec)) or self.bundle
+            self.problem = None
+        except SourceError as error:
+            self.problem = str(error)
+        except Exception as error:  # a defect of ours or of a library: this one tokenizer is without, others go on
+            self.problem = f"{self.spec} could not be read: {type(error).__name__}; the picker's log has more"
+            if self.problem != before[1]:
+                log.exception("tokenizer %s", self.spec)
+        if (self.bundle, self.problem) == before:
+            return
+        if self.problem is not None and self.problem != before[1]:
+            what = "stays as it is" if self.bundle is not None else "is not there yet"
+            log.warning("the tokenizer of %s %s: %s", self.spec.model or "all models", what, self.problem)
+        changed(self)
+
+
+class TokenizerSources:
+    """All of them; see the module."""
+
+    def __init__(self, sources: Sequence[TokenizerSource] = ()) -> None:
+        self._by_model = {source.spec.model: source for source in sources}
+
+    @classmethod
+    def of(cls, specs: Iterable[TokenizerSpec], cache: Path) -> TokenizerSources:
+        """Sources for these specs; those of the Hub are kept in the folder `cache`."""
+        kept = TokenizerCache(cache)
+        return cls([TokenizerSource(spec, _origin(spec, spec.source, kept)) for spec in specs])
+
+    def of_models(self, models: Iterable[str]) -> TokenizerSource | None:
+        """The source for an engine that serves these models: of the first that a flag names, or the one for all."""
+        named = (source for model in models if model and (source := self._by_model.get(model)) is not None)
+        return next(named, None) or self._by_model.get("")
+
+    async def run(self, changed: Callable[[TokenizerSource], None]) -> None:
+        """Keep all of them up to date, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for source in self._by_model.values():
+                tasks.create_task(source.run(changed))
+
+
+def _origin(spec: TokenizerSpec, source: HubModel | Path, cache: TokenizerCache) -> Origin:
+    return FolderOrigin(source) if isinstance(source, Path) else HubOrigin(source, str(spec), cache)
+
+
+async def _in_thread(call: Callable[[], T], what: str) -> T:
+    """The result of what may take long. Its thread is a daemon's: a download that hangs must not keep the process, as
+    the loop's own threads would."""
+    done: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        done.set_running_or_notify_cancel()
+        try:
+            result = call()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(result)
+
+    threading.Thread(target=run, daemon=True, name=f"tokenizer {what}").start()
+    return await asyncio.wrap_future(done)
