@@ -230,7 +230,8 @@ def test_trap_12_pods_with_hash_seeds_of_their_own_still_match() -> None:
         seeded = Prompt(base.tokens, seed=b"%d" % number)
         index.apply(pod, seeded.stored(0, 40 - number), KEYS)
     for number, pod in enumerate(pods):
-        assert blocks(index, pod, base.extended(9, 1)) in (39 - number, 40 - number)
+        found = blocks(index, pod, base.extended(9, 1))
+        assert base.end(40 - number) - 20 < base.end(found) <= base.end(40 - number) - 8, "other chains prove nothing"
     index.check()
 
 

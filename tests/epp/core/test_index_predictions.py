@@ -48,7 +48,22 @@ def test_a_prediction_beyond_evicted_blocks_does_not_count() -> None:
     index.predict(pod, None, prompt.key, hit(index, pod, prompt), now=0.0)
     index.apply(pod, BlockRemoved(known.hashes[4:]), KEYS)
     found = hit(index, pod, prompt)
-    assert (found.tokens, found.reach) == (4 * WIDTH, known.end(4))
+    assert known.end(3) <= found.end <= known.end(4)
+    assert found.reach == found.end
+
+
+def test_a_prediction_goes_on_where_blocks_end_whose_end_is_not_proved() -> None:
+    index, (pod, other) = make_index()
+    known, prompt = Prompt.random(1, 9), Prompt.random(1, 9).extended(2, 9)
+    index.predict(pod, None, prompt.key, hit(index, pod, prompt), now=0.0)
+    index.apply(pod, known.stored(), KEYS)  # the first part of its prefill
+    found = hit(index, pod, prompt)
+    assert found.tokens < 9 * WIDTH
+    assert found.reach == len(prompt.key) - 8
+    index.apply(other, known.stored(), KEYS)
+    found = hit(index, other, prompt)
+    assert found.tokens < 9 * WIDTH, "the other pod's prediction says nothing of its blocks"
+    assert found.reach == found.end
 
 
 def test_predictions_keep_to_their_budget_oldest_first() -> None:
@@ -60,6 +75,15 @@ def test_predictions_keep_to_their_budget_oldest_first() -> None:
     assert hit(index, pod, prompts[-1], now=6.0).reach > 0
     assert hit(index, pod, prompts[0], now=6.0).reach == 0
     index.check()
+
+
+def test_a_prediction_in_place_of_a_longer_one_gives_its_text_up() -> None:
+    index, (pod,) = make_index(1)
+    prompt = Prompt.random(1, 9)
+    index.predict(pod, None, prompt.key, Hit(0, 20, 20), now=0.0)
+    index.predict(pod, None, prompt.key[:10], Hit(), now=1.0)
+    index.check()
+    assert index.totals()["text_bytes"] == 10
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -450,5 +450,5 @@ class Index:
 
 
 def _end_of(levels: Sequence[Level]) -> Callable[[int], int]:
-    """From a bit to the byte where its pod's confirmed run ends; -1 for bits of no level."""
-    return lambda bit: next((level.end for level in levels if level.pods & bit), -1)
+    """From a bit to the byte where its pod's blocks end, proved or not; -1 for bits of no level."""
+    return lambda bit: next((max(level.end, level.held) for level in levels if level.pods & bit), -1)
