@@ -98,7 +98,7 @@ class NaiveTree:
         A block is proved by blocks after it that match the key for GUARD_BYTES beyond its end. At least those count
         that somebody holds with all blocks in between; where some of these are gone, the tree may know or not.
         """
-        least, most = ({block: 0 for block in self.ever} for _ in range(2))
+        least, most = (dict.fromkeys(self.ever, 0) for _ in range(2))
         for known in self.blocks.values():
             matched, parent, unbroken = _common(key, known.text), known.parent, True
             while parent is not None and (matched > most[parent] or (unbroken and matched > least[parent])):

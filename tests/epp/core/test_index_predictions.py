@@ -52,18 +52,26 @@ def test_a_prediction_beyond_evicted_blocks_does_not_count() -> None:
     assert found.reach == found.end
 
 
-def test_a_prediction_goes_on_where_blocks_end_whose_end_is_not_proved() -> None:
+def test_a_prediction_goes_on_where_its_first_blocks_end() -> None:
     index, (pod, other) = make_index()
     known, prompt = Prompt.random(1, 9), Prompt.random(1, 9).extended(2, 9)
     index.predict(pod, None, prompt.key, hit(index, pod, prompt), now=0.0)
     index.apply(pod, known.stored(), KEYS)  # the first part of its prefill
-    found = hit(index, pod, prompt)
-    assert found.tokens < 9 * WIDTH
-    assert found.reach == len(prompt.key) - 8
+    assert hit(index, pod, prompt) == Hit(9 * WIDTH, known.end(9), len(prompt.key) - 8)
     index.apply(other, known.stored(), KEYS)
-    found = hit(index, other, prompt)
-    assert found.tokens < 9 * WIDTH, "the other pod's prediction says nothing of its blocks"
-    assert found.reach == found.end
+    assert hit(index, other, prompt) == Hit(9 * WIDTH, known.end(9), known.end(9)), "the same cut"
+
+
+def test_a_prediction_goes_on_where_blocks_end_whose_end_it_does_not_prove() -> None:
+    index, (pod, other) = make_index()
+    known, prompt = Prompt.random(1, 9), Prompt.random(1, 9).extended(2, 9)
+    for each in (pod, other):
+        index.apply(each, known.stored(), KEYS)
+    before = hit(index, pod, prompt)
+    assert before.tokens < 9 * WIDTH
+    index.predict(pod, None, prompt.key, before, now=0.0)
+    assert hit(index, pod, prompt) == Hit(before.tokens, before.end, len(prompt.key) - 8)
+    assert hit(index, other, prompt) == before, "the other pod's prediction says nothing of its blocks"
 
 
 def test_predictions_keep_to_their_budget_oldest_first() -> None:

@@ -2,11 +2,10 @@
 
 A pod's hit is the longest run of blocks from the beginning of the prompt, each the parent of the next, all held by the
 pod, whose text the key begins with. Its tokens are a guess, though: the tree knows texts, and the engine will cut the
-key's text in its own way. A block only counts if its chain *proves* the cut at its end: the block's own text and that of
-blocks after it in the same hash chain (whoever holds them) go on to match for GUARD_BYTES more. That the tree knows so
-many bytes more proves nothing: `yours fairness x` in one pod's cache does not make another pod's `your` a part of it, since
-the one chain never was cut there. An engine always computes a prompt's last token, so a key that ends with a block
-loses nothing by this that the engine would have used.
+key's text in its own way. A block only counts if its chain *proves* the cut at its end: blocks after it in the same hash
+chain (whoever holds them), or a prediction that they came from, go on to match for GUARD_BYTES more. That the tree knows so many bytes more proves nothing: `yours fairness x` in one pod's cache does not
+make another pod's `your` a part of it, since the one chain never was cut there. An engine always computes a prompt's
+last token, so a key that ends with a block loses nothing by this that the engine would have used.
 
 The walk compares whole edges at memory speed; only then are blocks looked at, one run per edge in the common case.
 """
@@ -131,7 +130,22 @@ def _extent(path: Walk, step: int) -> int:
     if end >= path.matched:
         return path.matched
     tail = run.chain[-8:]
-    return path.matched if any(below.chain[:8] == tail for below in _runs_below(path)) else end
+    if any(below.chain[:8] == tail for below in _runs_below(path)):
+        return path.matched
+    return max(end, _predicted_from(path).get(end, 0))
+
+
+def _predicted_from(path: Walk) -> dict[int, int]:
+    """Byte of the key where a predicted range begins → the one up to which it matches.
+
+    A range begins where a cut is known: where the pod's proved blocks ended when it was sent that text, or where blocks
+    ended that came after that, and so from that very text (`Predictions.confirm`).
+    """
+    found: dict[int, int] = {}
+    for node, start in path.nodes:
+        for low, high, _ in (node.predicted or {}).values():
+            found[start + low] = max(found.get(start + low, 0), min(start + high, path.matched))
+    return found
 
 
 def _proved(levels: Sequence[Level], path: Walk, step: int, proved: int) -> list[Level]:
@@ -211,9 +225,9 @@ class _Seen(Struct):
 class _Chains:
     """The general case: several runs in an edge, segments, chains that fork in the middle of an edge.
 
-    Every run on the path takes the pods that hold its parent block, and all before it, further (`follow`). What the runs
-    prove is found from their ends (`prove`): each for itself, and all for those they hang on. `levels` says how far pods
-    get: they occur in several, the longest counts. `prefix` is what the caller has already followed.
+    Every run on the path takes the pods that hold its parent block, and all before it, further (`follow`). What runs
+    prove is found from their ends (`prove`): each for itself, and all for those they hang on. `levels` says how far
+    pods get: they occur in several, the longest counts. `prefix` is what the caller has already followed.
     """
 
     def __init__(self, tree: RadixTree, path: Walk, pods: int, unions: Sequence[int], prefix: _Prefix) -> None:
@@ -285,8 +299,11 @@ class _Chains:
             seen = self._seen.get(above) if above is not None else None
             if above is not None and seen is not None:
                 _prove_until(above, seen, above.find(parent), matched)
+        predicted = _predicted_from(self._path)
+        self.prefix_extent = max(self.prefix_extent, predicted.get(self.prefix.end, 0))
         for run, seen in reversed(self._seen.items()):
-            _prove_until(run, seen, len(run) - 1, min(seen.start + run.last_end(), matched))
+            end = seen.start + run.last_end()
+            _prove_until(run, seen, len(run) - 1, max(min(end, matched), predicted.get(end, 0)))
             if seen.above is not None:
                 _prove_until(seen.above, self._seen[seen.above], seen.slot, seen.extent)
             elif run in self._on_prefix:
