@@ -2,10 +2,11 @@
 
 A pod's hit is the longest run of blocks from the beginning of the prompt, each the parent of the next, all held by the
 pod, whose text the key begins with. Its tokens are a guess, though: the tree knows texts, and the engine will cut the
-key's text in its own way. A block only counts if its chain *proves* the cut at its end: blocks after it in the same hash
-chain (whoever holds them), or a prediction that they came from, go on to match for GUARD_BYTES more. That the tree knows so many bytes more proves nothing: `yours fairness x` in one pod's cache does not
-make another pod's `your` a part of it, since the one chain never was cut there. An engine always computes a prompt's
-last token, so a key that ends with a block loses nothing by this that the engine would have used.
+key's text in its own way. A block only counts if its chain *proves* the cut at its end: blocks after it in the same
+hash chain (whoever holds them), or a prediction that they came from, go on to match for GUARD_BYTES more. That the tree
+knows so many bytes more proves nothing: `yours fairness x` in one pod's cache does not make another pod's `your` a part
+of it, since the one chain never was cut there. An engine always computes a prompt's last token, so a key that ends with
+a block loses nothing by this that the engine would have used.
 
 The walk compares whole edges at memory speed; only then are blocks looked at, one run per edge in the common case.
 """
@@ -141,10 +142,15 @@ def _predicted_from(path: Walk) -> dict[int, int]:
     A range begins where a cut is known: where the pod's proved blocks ended when it was sent that text, or where blocks
     ended that came after that, and so from that very text (`Predictions.confirm`).
     """
+    ranges: dict[int, tuple[int, int]] = {}
     found: dict[int, int] = {}
     for node, start in path.nodes:
-        for low, high, _ in (node.predicted or {}).values():
-            found[start + low] = max(found.get(start + low, 0), min(start + high, path.matched))
+        for bit, (low, high, _) in (node.predicted or {}).items():
+            begin, end = ranges.get(bit, (0, -1))
+            if start + low != end:  # else it goes on from the node before
+                begin = start + low
+            ranges[bit] = begin, start + high
+            found[begin] = max(found.get(begin, 0), min(start + high, path.matched))
     return found
 
 
