@@ -28,6 +28,7 @@ from treeline_epp.endpoints.watcher import EngineClient, EngineState, EngineWatc
 from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats, Load, Ticker, new_context
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.picking.picker import Picker
+from treeline_epp.requests.adapters import Adapters
 from treeline_epp.requests.model_registry import ModelRegistry, PromptKeyer
 from treeline_epp.xds.eds import Eds
 
@@ -143,11 +144,18 @@ class Fleet:
         while True:
             await asyncio.sleep(_BEAT_S)
             self.picker.on_tick(time.monotonic())
+            self._look_for_adapters()
             if self._changed:
                 self._announce()
             self._select(self._waiting)
             self._beat.set()
             self._beat = asyncio.Event()
+
+    def _look_for_adapters(self) -> None:
+        """Events name an adapter for the first time: it has been loaded since its engine was asked what it serves."""
+        news = self.picker.index.new_adapters
+        while news:
+            self.probe_now(news.pop().name.partition("/")[0])
 
     def _caught_up(self) -> bool:
         for name, member in self.members.items():
@@ -249,7 +257,12 @@ class Fleet:
     def _set_served(self, spec: EndpointSpec, info: EngineInfo, keyer: PromptKeyer | None) -> None:
         fingerprint = keyer.fingerprint if keyer is not None else None
         self.registry.set_endpoint(
-            spec.name, spec.pool, spec.models, fingerprint, isolates_clients=info.isolates_clients
+            spec.name,
+            spec.pool,
+            spec.models,
+            fingerprint,
+            isolates_clients=info.isolates_clients,
+            adapters=Adapters(spec.engine, info.adapters),
         )
 
     def _unsubscribe(self, member: Member) -> None:

@@ -74,7 +74,8 @@ class Index:
     - routing: `match`, `holders`, `predict`, `withdraw`, `cap_hit`, `request_rebuild`
     - upkeep: `tick`, `blocks_of`, `totals`, `check`
 
-    `changed` are pods whose `blocks` may have changed; for whoever keeps them elsewhere, too, and clears this.
+    `changed` are pods whose `blocks` may have changed, `new_adapters` those whose events have named an adapter for the
+    first time: for whoever keeps them elsewhere, too, and clears this.
     """
 
     def __init__(self, limits: IndexLimits | None = None) -> None:
@@ -82,6 +83,7 @@ class Index:
         self._bits = PodBits()
         self._scopes: dict[str, _Scope] = {}
         self.changed: set[Pod] = set()
+        self.new_adapters: set[Pod] = set()
         self._capped_pods: dict[Pod, None] = {}
         self._to_sweep: list[RadixTree] = []
 
@@ -99,6 +101,7 @@ class Index:
         self._retire(pod.bit)
         pod.bit = 0
         self.changed.discard(pod)
+        self.new_adapters.discard(pod)
 
     def clear(self, pod: Pod) -> None:
         """The pod holds nothing: its cache was cleared, or a new process is behind it. O(orphans); swept later."""
@@ -117,7 +120,9 @@ class Index:
         pod.group = None
 
     def age(self, pod: Pod, now: float) -> None:
-        """Removals were lost: what the pod holds now counts for `aged_life_s` more, unless it is announced again."""
+        """Removals were lost: what the pod holds now counts for `aged_life_s` more, unless it is announced again. How
+        many copies there are of a block is not known any more either: what is announced from now on is counted anew."""
+        pod.copies.clear()
         pod.aged.append((pod.bit, now + self.limits.aged_life_s))
         self._scope(pod.scope).aged[pod] = None
         pod.bit = self._take_live_bit(pod)
@@ -298,6 +303,8 @@ class Index:
         hashes = event.block_hashes
         if not hashes or not self._counts(pod, event):
             return
+        if event.lora_name is not None and pod.saw_adapter(event.lora_name):
+            self.new_adapters.add(pod)
         scope = self._scope(pod.scope)
         tree = scope.tree
         parent = event.parent_block_hash
@@ -362,20 +369,21 @@ class Index:
     def _graft(self, scope: _Scope, blocks: Sequence[int]) -> None:
         """Place the orphans that waited for `blocks`, and those that waited for these, and so on."""
         ready = scope.orphans.take(blocks)
-        gone: list[Orphan] = []
+        gone: list[tuple[Pod, Orphan]] = []
         while ready:
             orphan = ready.pop()
             pod = self._bits.owners.get(orphan.owner)
             if pod is None:
                 continue
-            pod.blocks -= len(orphan.gone)
             self.changed.add(pod)
             stored = self._place(pod, orphan.owner, orphan.event, orphan.keys, scope, scope.tree.root(None))
             ready += scope.orphans.take(orphan.event.block_hashes[:stored])
             if orphan.gone:
-                gone.append(orphan)
-        for orphan in gone:  # only now, so that their descendants found their place
-            scope.tree.remove(list(orphan.gone), orphan.owner)
+                gone.append((pod, orphan))
+        for pod, orphan in gone:  # only now, so that their descendants found their place
+            victims = [block for block in orphan.gone if not pod.take_copy(block)]
+            pod.blocks -= len(victims)
+            scope.tree.remove(victims, orphan.owner)
 
     def _remove(self, pod: Pod, event: BlockRemoved) -> None:
         if not self._counts(pod, event):

@@ -25,7 +25,8 @@ class KvSource(msgspec.Struct, frozen=True):
 class EngineInfo(msgspec.Struct, frozen=True):
     """What an engine serves. `epoch` is empty where it has none, `fingerprint` where it serves no tokenizer.
     `isolates_clients`: it reads from the edge's headers whose cache a request uses. `foreign_host`: another machine
-    than its own, which the engine names as the place of its sockets; never connected to."""
+    than its own, which the engine names as the place of its sockets; never connected to. `adapters` are the LoRA
+    adapters among `models`, with what its events call each."""
 
     models: tuple[str, ...] = ()
     epoch: str = ""
@@ -33,6 +34,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     source: KvSource | None = None
     isolates_clients: bool = False
     foreign_host: str | None = None
+    adapters: dict[str, str] = {}
 
 
 class EngineAdapter(Protocol):

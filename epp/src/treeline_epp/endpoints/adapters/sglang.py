@@ -50,11 +50,16 @@ class SGLangAdapter(OpenAIAdapter):
 
     async def known(self, http: EngineHttp, into: type[Info]) -> tuple[EngineInfo, Info | None]:
         """The same, and `/server_info` itself. Raises `EngineError`."""
-        models, about = await asyncio.gather(self.models(http), http.document("/server_info", into))
+        served, about = await asyncio.gather(self.models(http), http.document("/server_info", into))
+        known = EngineInfo(served.names, adapters=served.adapters)
         if about is None or about.kv_events is None:
-            return EngineInfo(models), about
-        events = about.kv_events
-        return EngineInfo(models, source=_source(http, events), foreign_host=_foreign(http, events)), about
+            return known, about
+        source, foreign = _source(http, about.kv_events), _foreign(http, about.kv_events)
+        return msgspec.structs.replace(known, source=source, foreign_host=foreign), about
+
+    def adapter_name(self, base: str, adapter: str) -> str:
+        """`base:adapter`; the adapter's name alone gets the base model."""
+        return f"{base}:{adapter}"
 
 
 def _source(http: EngineHttp, events: KvEvents) -> KvSource | None:

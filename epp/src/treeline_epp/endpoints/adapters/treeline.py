@@ -30,6 +30,10 @@ class TreelineAdapter(SGLangAdapter):
     name = "treeline"
     probes: tuple[str, ...] = ("/ready", "/health")
 
+    def adapter_name(self, base: str, adapter: str) -> str:
+        """As it is listed: ours lists none, and of engines whose type nobody tells most are vLLM."""
+        return adapter
+
     async def info(self, http: EngineHttp) -> EngineInfo:
         """Its models, epoch, tokenizer and sockets. Raises `EngineError`."""
         known, about = await self.known(http, _OurServerInfo)
