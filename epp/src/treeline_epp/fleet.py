@@ -276,7 +276,8 @@ class Fleet:
         assert spec is not None
         name = spec.name
         keyer = await self._keyer(member.client, info)
-        self._set_served(spec, info, keyer)
+        # What it serves may have changed meanwhile.
+        self._set_served(member.registered or spec, member.watcher.info or info, keyer)
         if info.source is None:
             return
         if info.source.curve and self._curve is None:

@@ -13,20 +13,22 @@ The walk compares whole edges at memory speed; only then are blocks looked at, o
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 
 from msgspec import Struct
 
 from treeline_epp.index.block_run import NO_PARENT, BlockRun, common_prefix
-from treeline_epp.index.node import Node
+from treeline_epp.index.node import Node, PredictedRange
 from treeline_epp.index.radix_tree import RadixTree
 
 GUARD_BYTES = 8
 """Bytes beyond a block's end that must match, too."""
-_NODES_BELOW = 16
-"""Nodes below a path that are asked whether a chain goes on there. Where a prompt forks into thousands, nearly all of
-them do; an answer missed costs a hit its last block."""
+_NODES_BESIDE = 8
+"""Nodes that leave a path in one place and are asked whether a chain goes on there. Where a prompt forks into
+thousands, nearly all of them do; an answer missed costs a hit its last block."""
+_RUNS_BESIDE = 256
+"""The same for runs, in the general case: in an edge there may be one for each pod."""
 
 
 class Level(Struct, frozen=True, gc=False):
@@ -109,49 +111,76 @@ def match(tree: RadixTree, path: Walk, pods: int, unions: Sequence[int] = ()) ->
             break
         tail = run.chain[-8:]
     levels.append(Level(alive, tokens, end))
-    if last >= 0:
-        extent = _extent(path, last)
-        if end > extent - GUARD_BYTES:
-            levels = _proved(levels, path, last, extent - GUARD_BYTES)
+    if end and end > path.nodes[last][1] + path.nodes[last][0].runs[0].last_end() - GUARD_BYTES:
+        proved = _extent(path, last) - GUARD_BYTES  # the blocks themselves do not prove their last end
+        if end > proved:
+            levels = _proved(levels, path, last, proved)
     levels.reverse()
     return [level for level in levels if level.pods]
 
 
 def _extent(path: Walk, step: int) -> int:
-    """How many bytes of the key the chain that has the one run of node `step` matches."""
+    """How many bytes of the key the chain that has the one run of node `step` is known to match."""
     node, start = path.nodes[step]
     run = node.runs[0]
     end = start + run.last_end()
-    for node, start in path.nodes[step + 1 :]:
+    for at in range(step + 1, len(path.nodes)):
         if end >= path.matched:
             break
-        after = next((other for other in node.runs if other.chain[:8] == run.chain[-8:]), None)
-        if after is not None:
-            run, end = after, start + after.last_end()
+        node, start = path.nodes[at]
+        for after in node.runs:
+            if after.chain[:8] == run.chain[-8:]:
+                run, end, step = after, start + after.last_end(), at
+                break
     if end >= path.matched:
         return path.matched
     tail = run.chain[-8:]
-    if any(below.chain[:8] == tail for below in _runs_below(path)):
-        return path.matched
-    return max(end, _predicted_from(path).get(end, 0))
+    for beside, extent in _runs_beside(path, step, end + GUARD_BYTES):
+        if beside.chain[:8] == tail:
+            return extent
+    return max(end, _predicted_from(path, end))
 
 
-def _predicted_from(path: Walk) -> dict[int, int]:
-    """Byte of the key where a predicted range begins → the one up to which it matches.
+def _runs_beside(path: Walk, step: int, least: int) -> Iterator[tuple[BlockRun, int]]:
+    """Runs of the first nodes that leave the path at node `step` or after it, and how many bytes of the key their texts
+    match: most first, and no fewer than `least`."""
+    below: Node | None = None
+    for at in range(len(path.nodes) - 1, step - 1, -1):
+        node, start = path.nodes[at]
+        extent = min(start + len(node.text), path.matched)
+        if extent < least:
+            return
+        left = _NODES_BESIDE
+        for child in node.children.values():
+            while child is not below and left:
+                left -= 1
+                for run in child.runs:
+                    yield run, extent
+                if child.runs or not child.children:
+                    break
+                child = next(iter(child.children.values()))
+            if not left:
+                break
+        below = node
+
+
+def _predicted_from(path: Walk, begin: int) -> int:
+    """The byte of the key up to which a predicted range matches that begins with byte `begin`; 0 if none does.
 
     A range begins where a cut is known: where the pod's proved blocks ended when it was sent that text, or where blocks
     ended that came after that, and so from that very text (`Predictions.confirm`).
     """
-    ranges: dict[int, tuple[int, int]] = {}
-    found: dict[int, int] = {}
+    before: Mapping[int, PredictedRange] = {}
+    size = 0
     for node, start in path.nodes:
-        for bit, (low, high, _) in (node.predicted or {}).items():
-            begin, end = ranges.get(bit, (0, -1))
-            if start + low != end:  # else it goes on from the node before
-                begin = start + low
-            ranges[bit] = begin, start + high
-            found[begin] = max(found.get(begin, 0), min(start + high, path.matched))
-    return found
+        if begin < start + len(node.text):
+            low = begin - start
+            for bit, known in (node.predicted or {}).items():
+                if known[0] == low and (low or bit not in before or before[bit][1] < size):
+                    return min(start + known[1], path.matched)
+            return 0
+        before, size = node.predicted or {}, len(node.text)
+    return 0
 
 
 def _proved(levels: Sequence[Level], path: Walk, step: int, proved: int) -> list[Level]:
@@ -166,19 +195,6 @@ def _proved(levels: Sequence[Level], path: Walk, step: int, proved: int) -> list
     return [level if level.end <= end else Level(level.pods, tokens, end, level.end) for level in levels]
 
 
-def _runs_below(path: Walk) -> Iterator[BlockRun]:
-    """Runs of the first nodes below a path, nearest first: of texts that begin with all that matched."""
-    nodes = deque([path.nodes[-1][0]])
-    seen = 0
-    while nodes:
-        for child in nodes.popleft().children.values():
-            yield from child.runs
-            nodes.append(child)
-            seen += 1
-            if seen == _NODES_BELOW:
-                return
-
-
 def _match_chains(
     tree: RadixTree,
     path: Walk,
@@ -189,8 +205,8 @@ def _match_chains(
     prefix: _Prefix,
 ) -> list[Level]:
     """Go on from node `step` of the path in the general way; `prefix` and `levels` are what was found until there."""
-    chains = _Chains(tree, path, pods, unions, prefix)
-    if chains.follow(path.nodes[step:]):
+    chains = _Chains(tree, path, pods, unions, prefix, step)
+    if chains.follow():
         chains.prove()
         levels.append(Level(prefix.pods, prefix.tokens, prefix.end))
         proved = chains.prefix_extent - GUARD_BYTES
@@ -198,8 +214,8 @@ def _match_chains(
             levels = _proved(levels, path, step - 1, proved)
         return _longest([*levels, *chains.levels(levels[-1])])
     whole = Level(pods, 0, 0)
-    chains = _Chains(tree, path, pods, unions, _Prefix(NO_PARENT, 0, 0, pods))
-    chains.follow(path.nodes)
+    chains = _Chains(tree, path, pods, unions, _Prefix(NO_PARENT, 0, 0, pods), 0)
+    chains.follow()
     chains.prove()
     return _longest([whole, *chains.levels(whole)])
 
@@ -236,8 +252,11 @@ class _Chains:
     pods get: they occur in several, the longest counts. `prefix` is what the caller has already followed.
     """
 
-    def __init__(self, tree: RadixTree, path: Walk, pods: int, unions: Sequence[int], prefix: _Prefix) -> None:
+    def __init__(
+        self, tree: RadixTree, path: Walk, pods: int, unions: Sequence[int], prefix: _Prefix, step: int
+    ) -> None:
         self.prefix = prefix
+        self._step = step
         self.prefix_extent = prefix.end
         self._run_of = tree.run_of
         self._path = path
@@ -248,9 +267,9 @@ class _Chains:
         self._claims: list[tuple[BlockRun, int, int]] = []
         self._on_prefix: set[BlockRun] = set()
 
-    def follow(self, nodes: Sequence[tuple[Node, int]]) -> bool:
-        """Follow all runs of these nodes. False: a run forks from a node before them, begin at the first node."""
-        for node, start in nodes:
+    def follow(self) -> bool:
+        """Follow all runs from node `step` on. False: one forks from a node before it, begin at the first node."""
+        for node, start in self._path.nodes[self._step :]:
             runs = node.runs
             for run in runs if len(runs) == 1 else sorted(runs, key=_base):
                 seen = self._see(run, start)
@@ -297,23 +316,24 @@ class _Chains:
     def prove(self) -> None:
         """Find which slots are proved: where the chain goes on, on the path or below it, for GUARD_BYTES more."""
         matched = self._path.matched
-        for run in _runs_below(self._path):
+        for run, extent in islice(_runs_beside(self._path, self._step, 0), _RUNS_BESIDE):
             parent = run.chain[:8]
             if parent == self.prefix.block and run.base == self.prefix.tokens:
-                self.prefix_extent = matched
+                self.prefix_extent = max(self.prefix_extent, extent)
             above = self._run_of(int.from_bytes(parent, "little")) if run.base else None
             seen = self._seen.get(above) if above is not None else None
             if above is not None and seen is not None:
-                _prove_until(above, seen, above.find(parent), matched)
-        predicted = _predicted_from(self._path)
-        self.prefix_extent = max(self.prefix_extent, predicted.get(self.prefix.end, 0))
+                _prove_until(above, seen, above.find(parent), extent)
         for run, seen in reversed(self._seen.items()):
             end = seen.start + run.last_end()
-            _prove_until(run, seen, len(run) - 1, max(min(end, matched), predicted.get(end, 0)))
+            if end < matched and seen.extent < end + GUARD_BYTES:
+                end = max(end, _predicted_from(self._path, end))
+            _prove_until(run, seen, len(run) - 1, min(end, matched))
             if seen.above is not None:
                 _prove_until(seen.above, self._seen[seen.above], seen.slot, seen.extent)
             elif run in self._on_prefix:
                 self.prefix_extent = max(self.prefix_extent, seen.extent)
+        self.prefix_extent = max(self.prefix_extent, _predicted_from(self._path, self.prefix.end))
 
     def levels(self, prefix: Level) -> list[Level]:
         """How far pods get beyond `prefix`, which is as much of the prefix as is proved."""
