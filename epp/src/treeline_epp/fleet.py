@@ -155,7 +155,7 @@ class Fleet:
         """Events name an adapter for the first time: it has been loaded since its engine was asked what it serves."""
         news = self.picker.index.new_adapters
         while news:
-            self.probe_now(news.pop().name.partition("/")[0])
+            self.probe_now(news.pop().name)
 
     def _caught_up(self) -> bool:
         for name, member in self.members.items():

@@ -355,7 +355,9 @@ def test_vllms_extra_keys_tell_salt_and_adapter_apart(
 
 
 @pytest.mark.parametrize(
-    "item", [["image", 0], b"digest of embeddings", 7, {"a": 1}], ids=["image", "embeddings", "number", "map"]
+    "item",
+    [["image", 0], b"digest of embeddings", 7, {"a": 1}, "s"],
+    ids=["image", "embeddings", "number", "map", "a string like the salt"],
 )
 @pytest.mark.parametrize("place", ["before the salt", "after it", "in a later block"])
 def test_what_is_neither_salt_nor_adapter_is_not_taken_for_text(item: object, place: str) -> None:
@@ -389,6 +391,7 @@ def test_adapters_that_events_name_are_news_once_and_are_bounded() -> None:
     for seed in range(3000):
         index.apply(pod, BlockStored([seed], None, [], 0, lora_name=f"a{seed}"), KEYS)
     assert len(pod.adapters) == 1024
+    assert not pod.saw_adapter("a" * 513)
     index.remove_pod(pod)
     assert index.new_adapters == set()
 

@@ -61,8 +61,8 @@ def namespace_of(event: BlockStored) -> tuple[str | None, bool]:
         if rest and event.lora_name is not None and rest[0] == event.lora_name:
             del rest[0]
         if at == 0 and event.parent_block_hash is None:
-            salt = next((item for item in reversed(rest) if isinstance(item, str)), None)
-            rest = [item for item in rest if item is not salt]
+            strings = [place for place, item in enumerate(rest) if isinstance(item, str)]
+            salt = rest.pop(strings[-1]) if strings else None
         plain = plain and not rest
     if salt is None:
         return event.namespace, plain

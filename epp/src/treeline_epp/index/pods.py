@@ -11,8 +11,8 @@ from msgspec import Struct
 from treeline_epp.index.matching import Level, Walk
 from treeline_epp.index.node import Node
 
-_MOST_ADAPTERS = 1024
-"""Names of adapters that are kept for a pod: an engine may name any number."""
+_MOST_ADAPTERS, _LONGEST_NAME = 1024, 512
+"""Names of adapters that are kept for a pod: an engine may name any number, of any length."""
 
 
 @dataclass(eq=False, slots=True)
@@ -54,7 +54,7 @@ class Pod:
 
     def saw_adapter(self, name: str) -> bool:
         """An event names this LoRA adapter. True for the first time; beyond the first `_MOST_ADAPTERS`, never."""
-        if name in self.adapters or len(self.adapters) >= _MOST_ADAPTERS:
+        if name in self.adapters or len(self.adapters) >= _MOST_ADAPTERS or len(name) > _LONGEST_NAME:
             return False
         self.adapters.add(name)
         return True
