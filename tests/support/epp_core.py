@@ -2,7 +2,7 @@
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -51,10 +51,12 @@ class Block:
 
 @dataclass
 class NaiveTree:
-    """What the tree should know, written to be obvious: each block with its whole text, each pod with its hashes."""
+    """What the tree should know, written to be obvious: each block with its whole text, each pod with its hashes.
+    `ever` has the blocks that nobody holds any more, too."""
 
     blocks: dict[int, Block] = field(default_factory=dict)
     held: dict[int, set[int]] = field(default_factory=dict)
+    ever: dict[int, Block] = field(default_factory=dict)
 
     def store(
         self, parent: int | None, hashes: Sequence[int], pieces: Sequence[bytes], width: int, bit: int
@@ -64,7 +66,7 @@ class NaiveTree:
         for block, piece in zip(hashes, pieces, strict=True):
             if block not in self.blocks:
                 above = Block(None, b"", 0) if parent is None else self.blocks[parent]
-                self.blocks[block] = Block(parent, above.text + piece, above.tokens + width)
+                self.blocks[block] = self.ever[block] = Block(parent, above.text + piece, above.tokens + width)
             if block in held:
                 before.append(block)
             held.add(block)
@@ -90,10 +92,25 @@ class NaiveTree:
         alive = set().union(*self.held.values())
         self.blocks = {block: known for block, known in self.blocks.items() if block in alive}
 
-    def match(self, key: bytes, bits: Sequence[int]) -> int:
-        """Tokens of `key` that the pod with `bits` holds."""
-        matched = max(_common(key, text) for text in [b"", *(b.text for b in self.blocks.values())])
-        held: set[int] = set().union(*(self.held.get(bit, set()) for bit in bits))
+    def match(self, key: bytes, pods: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+        """Tokens of `key` that each pod, given by its bits, holds and that are proved: at least, and at most.
+
+        A block is proved by blocks after it that match the key for GUARD_BYTES beyond its end. At least those count
+        that somebody holds with all blocks in between; where some of these are gone, the tree may know or not.
+        """
+        least, most = (dict.fromkeys(self.ever, 0) for _ in range(2))
+        for known in self.blocks.values():
+            matched, parent, unbroken = _common(key, known.text), known.parent, True
+            while parent is not None and (matched > most[parent] or (unbroken and matched > least[parent])):
+                unbroken = unbroken and parent in self.blocks
+                most[parent] = max(most[parent], matched)
+                if unbroken:
+                    least[parent] = max(least[parent], matched)
+                parent = self.ever[parent].parent
+        held = [set().union(*(self.held.get(bit, set()) for bit in bits)) for bits in pods]
+        return [(self._run(key, blocks, least), self._run(key, blocks, most)) for blocks in held]
+
+    def _run(self, key: bytes, held: set[int], extents: Mapping[int, int]) -> int:
         good: dict[int, bool] = {}
 
         def counts(block: int | None) -> bool:
@@ -103,15 +120,14 @@ class NaiveTree:
                 good[block] = False  # a cycle does not count
                 known = self.blocks.get(block)
                 good[block] = (
-                    block in held
-                    and known is not None
-                    and key.startswith(known.text)
-                    and len(known.text) <= matched - GUARD_BYTES
-                    and counts(known.parent)
+                    block in held and known is not None and key.startswith(known.text) and counts(known.parent)
                 )
             return good[block]
 
-        return max((self.blocks[block].tokens for block in held if counts(block)), default=0)
+        def proved(block: int) -> bool:
+            return extents.get(block, 0) >= len(self.blocks[block].text) + GUARD_BYTES
+
+        return max((self.blocks[block].tokens for block in held if counts(block) and proved(block)), default=0)
 
 
 def _common(a: bytes, b: bytes) -> int:

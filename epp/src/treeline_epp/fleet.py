@@ -31,6 +31,7 @@ from treeline_epp.index.pods import Pod
 from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats, Load, Ticker, new_context
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.picking.picker import Picker
+from treeline_epp.requests.adapters import Adapters
 from treeline_epp.requests.engine_keyers import EngineKeyers
 from treeline_epp.requests.model_registry import ModelRegistry, PromptKeyer
 from treeline_epp.requests.routing_ways import RoutingWays, way_of
@@ -163,12 +164,22 @@ class Fleet:
         while True:
             await asyncio.sleep(_BEAT_S)
             self.picker.on_tick(time.monotonic())
+            self._look_for_adapters()
             if self._changed:
                 self._announce()
             self._select(self._waiting)
             self.ways.tell()
             self._beat.set()
             self._beat = asyncio.Event()
+
+    def _look_for_adapters(self) -> None:
+        """Events name an adapter for the first time: it has been loaded since its engine was asked what it serves."""
+        news = self.picker.index.new_adapters
+        if news:
+            for name, endpoint in self.picker.endpoints.items():
+                if not news.isdisjoint(endpoint.pods):
+                    self.probe_now(name)
+            news.clear()
 
     def _caught_up(self) -> bool:
         for name, member in self.members.items():
@@ -327,7 +338,12 @@ class Fleet:
             self.registry.keep_keyer(keyer)
         fingerprint = keyer.fingerprint if keyer is not None else None
         self.registry.set_endpoint(
-            spec.name, spec.pool, spec.models, fingerprint, isolates_clients=info.isolates_clients
+            spec.name,
+            spec.pool,
+            spec.models,
+            fingerprint,
+            isolates_clients=info.isolates_clients,
+            adapters=Adapters(info.engine, info.adapters),
         )
 
     def _unsubscribe(self, member: Member) -> None:
@@ -343,7 +359,8 @@ class Fleet:
         keyer = member.keyer = await self._keyers.keyer(
             spec, info, member.client, lambda problem: self._on_problem(member, info, problem)
         )
-        self._set_served(spec, info, keyer)
+        # What it serves may have changed meanwhile.
+        self._set_served(member.registered or spec, member.watcher.info or info, keyer)
         self._judge(member, info)
         if any(source.curve for source in info.sources) and self._curve is None:
             log.error("endpoint %s publishes with keys; give this picker --curve-dir to listen to it", name)

@@ -48,7 +48,30 @@ def test_a_prediction_beyond_evicted_blocks_does_not_count() -> None:
     index.predict(pod, None, prompt.key, hit(index, pod, prompt), now=0.0)
     index.apply(pod, BlockRemoved(known.hashes[4:]), KEYS)
     found = hit(index, pod, prompt)
-    assert (found.tokens, found.reach) == (4 * WIDTH, known.end(4))
+    assert known.end(3) <= found.end <= known.end(4)
+    assert found.reach == found.end
+
+
+def test_a_prediction_goes_on_where_its_first_blocks_end() -> None:
+    index, (pod, other) = make_index()
+    known, prompt = Prompt.random(1, 9), Prompt.random(1, 9).extended(2, 9)
+    index.predict(pod, None, prompt.key, hit(index, pod, prompt), now=0.0)
+    index.apply(pod, known.stored(), KEYS)  # the first part of its prefill
+    assert hit(index, pod, prompt) == Hit(9 * WIDTH, known.end(9), len(prompt.key) - 8)
+    index.apply(other, known.stored(), KEYS)
+    assert hit(index, other, prompt) == Hit(9 * WIDTH, known.end(9), known.end(9)), "the same cut"
+
+
+def test_a_prediction_goes_on_where_blocks_end_whose_end_it_does_not_prove() -> None:
+    index, (pod, other) = make_index()
+    known, prompt = Prompt.random(1, 9), Prompt.random(1, 9).extended(2, 9)
+    for each in (pod, other):
+        index.apply(each, known.stored(), KEYS)
+    before = hit(index, pod, prompt)
+    assert before.tokens < 9 * WIDTH
+    index.predict(pod, None, prompt.key, before, now=0.0)
+    assert hit(index, pod, prompt) == Hit(before.tokens, before.end, len(prompt.key) - 8)
+    assert hit(index, other, prompt) == before, "the other pod's prediction says nothing of its blocks"
 
 
 def test_predictions_keep_to_their_budget_oldest_first() -> None:
@@ -60,6 +83,15 @@ def test_predictions_keep_to_their_budget_oldest_first() -> None:
     assert hit(index, pod, prompts[-1], now=6.0).reach > 0
     assert hit(index, pod, prompts[0], now=6.0).reach == 0
     index.check()
+
+
+def test_a_prediction_in_place_of_a_longer_one_gives_its_text_up() -> None:
+    index, (pod,) = make_index(1)
+    prompt = Prompt.random(1, 9)
+    index.predict(pod, None, prompt.key, Hit(0, 20, 20), now=0.0)
+    index.predict(pod, None, prompt.key[:10], Hit(), now=1.0)
+    index.check()
+    assert index.totals()["text_bytes"] == 10
 
 
 @pytest.mark.parametrize("seed", range(10))

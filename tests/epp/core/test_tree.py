@@ -40,6 +40,7 @@ class World:
         self.naive = NaiveTree()
         self.bits = [1 << i for i in range(pods)]
         self.known: list[Chain] = []
+        self.hits = self.missed = 0
 
     def chain(self) -> Chain:
         """A new chain, or one that goes on where another is cut. A hash names its chain's text and cuts."""
@@ -101,11 +102,20 @@ class World:
         keys += [key + b"abababab" for key in keys] + [key[: self.rng.randrange(len(key) + 1)] for key in keys if key]
         for key in keys:
             got = tokens_of(self.tree, key, sum(self.bits))
-            for bit in self.bits:
-                assert got.get(bit, 0) == self.naive.match(key, [bit]), (key, bit)
             first, second, *_ = self.bits
+            expected = self.naive.match(key, [*([bit] for bit in self.bits), [first, second]])
+            for bit, bounds in zip(self.bits, expected, strict=False):
+                self.compare_match(got.get(bit, 0), bounds)
             united = tokens_of(self.tree, key, sum(self.bits), [first | second])
-            assert united[first] == united[second] == self.naive.match(key, [first, second])
+            assert united[first] == united[second]
+            self.compare_match(united[first], expected[-1])
+
+    def compare_match(self, got: int, expected: tuple[int, int]) -> None:
+        """Never more than is proved; less only where the proof lies beyond what a match looks at."""
+        at_least, at_most = expected
+        assert got <= at_most
+        self.hits += at_least > 0
+        self.missed += got < at_least
 
 
 def hash_of(name: bytes) -> int:
@@ -122,6 +132,7 @@ def test_stress_against_the_naive_model(seed: int, max_edge: int) -> None:
         world.tree.check()
         if step % 8 == 7:
             world.compare()
+    assert world.missed <= 0.1 * world.hits
     for bit in world.bits:
         world.tree.remove(sorted(world.naive.held.get(bit, ())), bit)
     world.tree.check()
@@ -241,8 +252,12 @@ def test_the_worked_example_of_the_implementation_page() -> None:
     assert match(tree, walk(root, request), 3) == [Level(3, 8, 18)]
     predictions = Predictions()
     predictions.predict(tree, root, request, 18, 1, now=0.0, life=1.0, budget=1000)
-    assert match(tree, walk(root, request), 3) == [Level(1, 12, 26), Level(2, 8, 18)]
+    assert match(tree, walk(root, request), 3) == [Level(1, 8, 18, 26), Level(2, 8, 18)], "a prediction proves no cut"
     predictions.expire(tree, now=1.0)
+    why = [b"Why not a ", b"cat?"]
+    tree.store(root, 13, [14, 15], lambda i, j: why[i:j], 4, 4)
+    assert match(tree, walk(root, request), 3) == [Level(1, 12, 26), Level(2, 8, 18)], "another pod's blocks do"
+    tree.remove([14, 15], 4)
     tree.remove([13], 1)
     assert picture() == {
         b"You are a helpfu": [(0, (11,), 8, [(0, 1, 3)])],

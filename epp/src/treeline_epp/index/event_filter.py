@@ -20,6 +20,9 @@ class Skip(StrEnum):
     EXTRA_KEYS = "extra_keys"  # multimodal items or embeddings: the text is not all of the key
     HASHES = "hashes"  # a hash twice in one event, or its own parent
     NAMESPACE = "namespace"  # a first block that another namespace has
+    ADAPTER = (
+        "adapter"  # an adapter that has a number and no name (vLLM up to 0.11): no request can be told to be for it
+    )
     FULL = "full"  # the index is at its limit
     UNKNOWN_REMOVAL = "unknown_removal"  # removed, but never seen
 
@@ -34,31 +37,35 @@ def skip_reason(event: BlockStored | BlockRemoved) -> Skip | None:
     """Why an event decides no prefix, as far as it tells by itself; None if it may."""
     if event.medium is not None and event.medium.upper() not in _DEVICE_TIERS:
         return Skip.TIER
-    if type(event) is BlockStored and event.kv_cache_spec_kind not in _PREFIX_KINDS:
-        return Skip.GROUP
+    if type(event) is BlockStored:
+        if event.kv_cache_spec_kind not in _PREFIX_KINDS:
+            return Skip.GROUP
+        if event.lora_id is not None and not event.lora_name:
+            return Skip.ADAPTER
     return None
 
 
 def namespace_of(event: BlockStored) -> tuple[str | None, bool]:
     """The namespace of an event, and whether its tokens alone make its text.
 
-    vLLM names salts and multimodal items in `extra_keys`, one entry per block: strings are the LoRA's name, or the salt
-    (first block only); anything else is an item whose content is not in the tokens.
+    vLLM lists in `extra_keys`, untagged and for each block in this order: the LoRA's name, multimodal items, the salt
+    (prompt's first block only), a digest of prompt embeddings (`generate_block_hash_extra_keys` and
+    `to_event_extra_keys` in vllm/v1/core/kv_cache_utils.py). Items are pairs and digests are bytes, so the LoRA's name,
+    which `lora_name` repeats, and the salt are the only strings.
     """
     if event.extra_keys is None:
         return event.namespace, True
-    salt = event.cache_salt
-    plain = True
+    salt, plain = None, True
     for at, extra in enumerate(event.extra_keys):
-        for item in extra or ():
-            if item == event.lora_name:
-                continue
-            if isinstance(item, str) and at == 0 and event.parent_block_hash is None and salt is None:
-                salt = item
-            elif item != salt:
-                plain = False
-    if salt is not None and salt.startswith("\0"):
-        return salt, plain
+        rest = list(extra) if isinstance(extra, list | tuple) else [] if extra is None else [extra]
+        if rest and event.lora_name is not None and rest[0] == event.lora_name:
+            del rest[0]
+        if at == 0 and event.parent_block_hash is None:
+            strings = [place for place, item in enumerate(rest) if isinstance(item, str)]
+            salt = rest.pop(strings[-1]) if strings else None
+        plain = plain and not rest
+    if salt is None:
+        return event.namespace, plain
     return join_namespace(event.lora_name, salt), plain
 
 

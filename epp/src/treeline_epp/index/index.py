@@ -75,8 +75,9 @@ class Index:
     - routing: `match`, `holders`, `predict`, `withdraw`, `cap_hit`, `request_rebuild`
     - upkeep: `tick`, `blocks_of`, `totals`, `check`
 
-    `changed` are pods whose `blocks` may have changed; for whoever keeps them elsewhere, too, and clears this.
-    `skipped` is what pods that are no more had skipped.
+    `changed` are pods whose `blocks` may have changed, `new_adapters` those whose events have named an adapter for the
+    first time: for whoever keeps them elsewhere, too, and clears this. `skipped` is what pods that are no more had
+    skipped.
     """
 
     def __init__(self, limits: IndexLimits | None = None) -> None:
@@ -85,6 +86,7 @@ class Index:
         self._scopes: dict[str, _Scope] = {}
         self.changed: set[Pod] = set()
         self.skipped: Counter[str] = Counter()
+        self.new_adapters: set[Pod] = set()
         self._capped_pods: dict[Pod, None] = {}
         self._to_sweep: list[RadixTree] = []
 
@@ -103,6 +105,7 @@ class Index:
         pod.bit = 0
         self.changed.discard(pod)
         self.skipped.update(pod.skipped)
+        self.new_adapters.discard(pod)
 
     def clear(self, pod: Pod) -> None:
         """The pod holds nothing: its cache was cleared, or a new process is behind it. O(orphans); swept later."""
@@ -133,7 +136,8 @@ class Index:
 
     def age(self, pod: Pod, now: float) -> None:
         """Removals were lost: what the pod holds now counts for `aged_life_s` more, unless it is announced again. How
-        many copies it has of a block is not known any more: the next removal is believed to take the last."""
+        many copies there are of a block is not known any more either: what is announced from now on is counted anew, and
+        the next removal is believed to take the last."""
         pod.copies.clear()
         pod.aged.append((pod.bit, now + self.limits.aged_life_s))
         self._scope(pod.scope).aged[pod] = None
@@ -315,6 +319,8 @@ class Index:
         hashes = event.block_hashes
         if not hashes or not self._counts(pod, event):
             return
+        if event.lora_name is not None and pod.saw_adapter(event.lora_name):
+            self.new_adapters.add(pod)
         scope = self._scope(pod.scope)
         tree = scope.tree
         parent = event.parent_block_hash
@@ -379,20 +385,21 @@ class Index:
     def _graft(self, scope: _Scope, blocks: Sequence[int]) -> None:
         """Place the orphans that waited for `blocks`, and those that waited for these, and so on."""
         ready = scope.orphans.take(blocks)
-        gone: list[Orphan] = []
+        gone: list[tuple[Pod, Orphan]] = []
         while ready:
             orphan = ready.pop()
             pod = self._bits.owners.get(orphan.owner)
             if pod is None:
                 continue
-            pod.blocks -= len(orphan.gone)
             self.changed.add(pod)
             stored = self._place(pod, orphan.owner, orphan.event, orphan.keys, scope, scope.tree.root(None))
             ready += scope.orphans.take(orphan.event.block_hashes[:stored])
             if orphan.gone:
-                gone.append(orphan)
-        for orphan in gone:  # only now, so that their descendants found their place
-            scope.tree.remove(list(orphan.gone), orphan.owner)
+                gone.append((pod, orphan))
+        for pod, orphan in gone:  # only now, so that their descendants found their place
+            victims = [block for block in orphan.gone if not pod.take_copy(block)]
+            pod.blocks -= len(victims)
+            scope.tree.remove(victims, orphan.owner)
 
     def _remove(self, pod: Pod, event: BlockRemoved) -> None:
         if not self._counts(pod, event):
@@ -467,5 +474,5 @@ class Index:
 
 
 def _end_of(levels: Sequence[Level]) -> Callable[[int], int]:
-    """From a bit to the byte where its pod's confirmed run ends; -1 for bits of no level."""
-    return lambda bit: next((level.end for level in levels if level.pods & bit), -1)
+    """From a bit to the byte where its pod's blocks end, proved or not; -1 for bits of no level."""
+    return lambda bit: next((max(level.end, level.held) for level in levels if level.pods & bit), -1)

@@ -1,34 +1,46 @@
 """Matching a key against a tree: how much of it each pod holds.
 
 A pod's hit is the longest run of blocks from the beginning of the prompt, each the parent of the next, all held by the
-pod, whose text the key begins with. A block only counts if GUARD_BYTES more bytes of the key match beyond its end:
-tokenizers may merge across a cut, so the tokens just before a divergence (or before the end of what is known) need not
-be the ones that the engine will see. An engine always computes a prompt's last token, so a key that ends with a block
-loses nothing by this that the engine would have used.
+pod, whose text the key begins with. Its tokens are a guess, though: the tree knows texts, and the engine will cut the
+key's text in its own way. A block only counts if its chain *proves* the cut at its end: blocks after it in the same
+hash chain (whoever holds them), or a prediction that they came from, go on to match for GUARD_BYTES more. That the tree
+knows so many bytes more proves nothing: `yours fairness x` in one pod's cache does not make another pod's `your` a part
+of it, since the one chain never was cut there. An engine always computes a prompt's last token, so a key that ends with
+a block loses nothing by this that the engine would have used.
 
 The walk compares whole edges at memory speed; only then are blocks looked at, one run per edge in the common case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 
 from msgspec import Struct
 
 from treeline_epp.index.block_run import NO_PARENT, BlockRun, common_prefix
-from treeline_epp.index.node import Node
+from treeline_epp.index.node import Node, PredictedRange
 from treeline_epp.index.radix_tree import RadixTree
 
 GUARD_BYTES = 8
 """Bytes beyond a block's end that must match, too."""
+_NODES_BESIDE = 8
+"""Nodes that leave a path in one place and are asked whether a chain goes on there. Where a prompt forks into
+thousands, nearly all of them do; an answer missed costs a hit its last block."""
+_RUNS_BESIDE = 256
+"""The same for runs, in the general case: in an edge there may be one for each pod."""
 
 
 class Level(Struct, frozen=True, gc=False):
-    """These pods (bits) hold `tokens` tokens of the key, `end` bytes of its text, and no more."""
+    """These pods (bits) hold `tokens` tokens of the key, `end` bytes of its text, and no more that is proved.
+
+    `held` bytes of the matched text are theirs with what is not; 0 where that is no more than `end`.
+    """
 
     pods: int
     tokens: int
     end: int
+    held: int = 0
 
 
 class Walk(Struct, frozen=True):
@@ -65,6 +77,7 @@ def match(tree: RadixTree, path: Walk, pods: int, unions: Sequence[int] = ()) ->
     limit = path.matched - GUARD_BYTES
     levels: list[Level] = []
     tail, tokens, end, alive = NO_PARENT, 0, 0, pods
+    last = -1
     for step, (node, start) in enumerate(path.nodes):
         runs = node.runs
         if not runs:
@@ -72,6 +85,7 @@ def match(tree: RadixTree, path: Walk, pods: int, unions: Sequence[int] = ()) ->
         run = runs[0]
         if len(runs) > 1 or run.chain[:8] != tail or run.base != tokens:
             return _match_chains(tree, path, pods, unions, levels, step, _Prefix(tail, tokens, end, alive))
+        last = step
         whole = start + len(node.text) <= limit
         sets = run.sets
         if isinstance(sets, int):
@@ -97,8 +111,88 @@ def match(tree: RadixTree, path: Walk, pods: int, unions: Sequence[int] = ()) ->
             break
         tail = run.chain[-8:]
     levels.append(Level(alive, tokens, end))
+    if end and end > path.nodes[last][1] + path.nodes[last][0].runs[0].last_end() - GUARD_BYTES:
+        proved = _extent(path, last) - GUARD_BYTES  # the blocks themselves do not prove their last end
+        if end > proved:
+            levels = _proved(levels, path, last, proved)
     levels.reverse()
     return [level for level in levels if level.pods]
+
+
+def _extent(path: Walk, step: int) -> int:
+    """How many bytes of the key the chain that has the one run of node `step` is known to match."""
+    node, start = path.nodes[step]
+    run = node.runs[0]
+    end = start + run.last_end()
+    for at in range(step + 1, len(path.nodes)):
+        if end >= path.matched:
+            break
+        node, start = path.nodes[at]
+        for after in node.runs:
+            if after.chain[:8] == run.chain[-8:]:
+                run, end, step = after, start + after.last_end(), at
+                break
+    if end >= path.matched:
+        return path.matched
+    tail = run.chain[-8:]
+    for beside, extent in _runs_beside(path, step, end + GUARD_BYTES):
+        if beside.chain[:8] == tail:
+            return extent
+    return max(end, _predicted_from(path, end))
+
+
+def _runs_beside(path: Walk, step: int, least: int) -> Iterator[tuple[BlockRun, int]]:
+    """Runs of the first nodes that leave the path at node `step` or after it, and how many bytes of the key their texts
+    match: most first, and no fewer than `least`."""
+    below: Node | None = None
+    for at in range(len(path.nodes) - 1, step - 1, -1):
+        node, start = path.nodes[at]
+        extent = min(start + len(node.text), path.matched)
+        if extent < least:
+            return
+        left = _NODES_BESIDE
+        for child in node.children.values():
+            while child is not below and left:
+                left -= 1
+                for run in child.runs:
+                    yield run, extent
+                if child.runs or not child.children:
+                    break
+                child = next(iter(child.children.values()))
+            if not left:
+                break
+        below = node
+
+
+def _predicted_from(path: Walk, begin: int) -> int:
+    """The byte of the key up to which a predicted range matches that begins with byte `begin`; 0 if none does.
+
+    A range begins where a cut is known: where the pod's proved blocks ended when it was sent that text, or where blocks
+    ended that came after that, and so from that very text (`Predictions.confirm`).
+    """
+    before: Mapping[int, PredictedRange] = {}
+    size = 0
+    for node, start in path.nodes:
+        if begin < start + len(node.text):
+            low = begin - start
+            for bit, known in (node.predicted or {}).items():
+                if known[0] == low and (low or bit not in before or before[bit][1] < size):
+                    return min(start + known[1], path.matched)
+            return 0
+        before, size = node.predicted or {}, len(node.text)
+    return 0
+
+
+def _proved(levels: Sequence[Level], path: Walk, step: int, proved: int) -> list[Level]:
+    """The levels of a chain that has one run in each edge up to node `step`, its blocks' ends proved up to a byte."""
+    tokens = end = 0
+    for node, start in reversed(path.nodes[: step + 1]):
+        count = node.runs[0].count_until(proved - start) if node.runs else 0
+        if count:
+            run = node.runs[0]
+            tokens, end = run.base + count * run.width, start + run.end(count - 1)
+            break
+    return [level if level.end <= end else Level(level.pods, tokens, end, level.end) for level in levels]
 
 
 def _match_chains(
@@ -111,14 +205,19 @@ def _match_chains(
     prefix: _Prefix,
 ) -> list[Level]:
     """Go on from node `step` of the path in the general way; `prefix` and `levels` are what was found until there."""
-    limit = path.matched - GUARD_BYTES
-    chains = _Chains(tree, limit, pods, unions)
-    chains.prefix = prefix
-    if chains.follow(path.nodes[step:]):
-        return _longest([*levels, Level(prefix.pods, prefix.tokens, prefix.end), *chains.levels])
-    chains = _Chains(tree, limit, pods, unions)
-    chains.follow(path.nodes)
-    return _longest(chains.levels)
+    chains = _Chains(tree, path, pods, unions, prefix, step)
+    if chains.follow():
+        chains.prove()
+        levels.append(Level(prefix.pods, prefix.tokens, prefix.end))
+        proved = chains.prefix_extent - GUARD_BYTES
+        if prefix.end > proved:
+            levels = _proved(levels, path, step - 1, proved)
+        return _longest([*levels, *chains.levels(levels[-1])])
+    whole = Level(pods, 0, 0)
+    chains = _Chains(tree, path, pods, unions, _Prefix(NO_PARENT, 0, 0, pods), 0)
+    chains.follow()
+    chains.prove()
+    return _longest([whole, *chains.levels(whole)])
 
 
 class _Prefix(Struct):
@@ -130,66 +229,136 @@ class _Prefix(Struct):
     pods: int
 
 
+class _Seen(Struct):
+    """A run on the path: where its edge begins in the key, which pods hold everything before it, and what it hangs on:
+    a slot of the run `above`, or nothing that is seen (the beginning, the prefix, a block that nobody holds).
+
+    `proved` is how many of its slots are, `extent` how many bytes of the key its chain matches from there on.
+    """
+
+    start: int
+    alive: int
+    above: BlockRun | None = None
+    slot: int = -1
+    proved: int = 0
+    extent: int = 0
+
+
 class _Chains:
     """The general case: several runs in an edge, segments, chains that fork in the middle of an edge.
 
-    Every run on the path takes the pods that hold its parent block, and all before it, further. `levels` collects
-    how far: pods occur in several, the longest counts. `prefix` is what the caller has already followed.
+    Every run on the path takes the pods that hold its parent block, and all before it, further (`follow`). What runs
+    prove is found from their ends (`prove`): each for itself, and all for those they hang on. `levels` says how far
+    pods get: they occur in several, the longest counts. `prefix` is what the caller has already followed.
     """
 
-    def __init__(self, tree: RadixTree, limit: int, pods: int, unions: Sequence[int]) -> None:
-        self.prefix = _Prefix(NO_PARENT, 0, 0, pods)
-        self.levels = [Level(pods, 0, 0)]
+    def __init__(
+        self, tree: RadixTree, path: Walk, pods: int, unions: Sequence[int], prefix: _Prefix, step: int
+    ) -> None:
+        self.prefix = prefix
+        self._step = step
+        self.prefix_extent = prefix.end
         self._run_of = tree.run_of
-        self._limit = limit
+        self._path = path
+        self._limit = path.matched - GUARD_BYTES
         self._pods = pods
         self._unions = unions
-        self._seen: dict[BlockRun, tuple[int, int]] = {}
+        self._seen: dict[BlockRun, _Seen] = {}
+        self._claims: list[tuple[BlockRun, int, int]] = []
+        self._on_prefix: set[BlockRun] = set()
 
-    def follow(self, nodes: Sequence[tuple[Node, int]]) -> bool:
-        """Follow all runs of these nodes. False: a run forks from a node before them, begin at the first node."""
-        for node, start in nodes:
+    def follow(self) -> bool:
+        """Follow all runs from node `step` on. False: one forks from a node before it, begin at the first node."""
+        for node, start in self._path.nodes[self._step :]:
             runs = node.runs
             for run in runs if len(runs) == 1 else sorted(runs, key=_base):
-                alive = self._alive_before(run)
-                if alive is None:
+                seen = self._see(run, start)
+                if seen is None:
                     return False
-                if alive:
-                    self._follow_run(run, start, alive)
+                self._seen[run] = seen
+                if seen.alive:
+                    self._claim(run, seen)
         return True
 
-    def _alive_before(self, run: BlockRun) -> int | None:
-        """The pods that hold everything before a run; None if that cannot be told from the nodes followed."""
+    def _see(self, run: BlockRun, start: int) -> _Seen | None:
+        """Who holds everything before a run; None if that cannot be told from the nodes followed."""
         if not run.base:
-            return self._pods
+            return _Seen(start, self._pods)
         parent = run.chain[:8]
         if parent == self.prefix.block and run.base == self.prefix.tokens:
-            return self.prefix.pods
+            self._on_prefix.add(run)
+            return _Seen(start, self.prefix.pods)
         above = self._run_of(int.from_bytes(parent, "little"))
         if above is None:
-            return 0  # nobody holds the parent
-        seen = self._seen.get(above)
-        if seen is None:
-            return None if self.prefix.tokens else 0
-        start, alive = seen
+            return _Seen(start, 0)  # nobody holds the parent
+        known = self._seen.get(above)
+        if known is None:
+            return None if self.prefix.tokens else _Seen(start, 0)
         slot = above.find(parent)
-        if start + above.end(slot) > self._limit:
-            return 0
+        alive = known.alive
+        if known.start + above.end(slot) > self._limit:
+            alive = 0
         for first, _, members in above.segments():
-            if first > slot:
+            if first > slot or not alive:
                 break
             alive &= _unite(members, self._unions)
-        return alive
+        return _Seen(start, alive, above, slot)
 
-    def _follow_run(self, run: BlockRun, start: int, alive: int) -> None:
-        self._seen[run] = (start, alive)
-        count = run.count_until(self._limit - start)
+    def _claim(self, run: BlockRun, seen: _Seen) -> None:
+        count = run.count_until(self._limit - seen.start)
+        alive = seen.alive
         for first, after, members in run.segments():
             alive &= _unite(members, self._unions)
             if not alive or first >= count:
                 return
-            last = min(after, count)
-            self.levels.append(Level(alive, run.base + last * run.width, start + run.end(last - 1)))
+            self._claims.append((run, min(after, count), alive))
+
+    def prove(self) -> None:
+        """Find which slots are proved: where the chain goes on, on the path or below it, for GUARD_BYTES more."""
+        matched = self._path.matched
+        for run, extent in islice(_runs_beside(self._path, self._step, 0), _RUNS_BESIDE):
+            parent = run.chain[:8]
+            if parent == self.prefix.block and run.base == self.prefix.tokens:
+                self.prefix_extent = max(self.prefix_extent, extent)
+            above = self._run_of(int.from_bytes(parent, "little")) if run.base else None
+            seen = self._seen.get(above) if above is not None else None
+            if above is not None and seen is not None:
+                _prove_until(above, seen, above.find(parent), extent)
+        for run, seen in reversed(self._seen.items()):
+            end = seen.start + run.last_end()
+            if end < matched and seen.extent < end + GUARD_BYTES:
+                end = max(end, _predicted_from(self._path, end))
+            _prove_until(run, seen, len(run) - 1, min(end, matched))
+            if seen.above is not None:
+                _prove_until(seen.above, self._seen[seen.above], seen.slot, seen.extent)
+            elif run in self._on_prefix:
+                self.prefix_extent = max(self.prefix_extent, seen.extent)
+        self.prefix_extent = max(self.prefix_extent, _predicted_from(self._path, self.prefix.end))
+
+    def levels(self, prefix: Level) -> list[Level]:
+        """How far pods get beyond `prefix`, which is as much of the prefix as is proved."""
+        levels: list[Level] = []
+        for run, count, pods in self._claims:
+            held = self._seen[run].start + run.end(count - 1)
+            above: BlockRun | None = run
+            while above is not None:
+                seen = self._seen[above]
+                run, count = above, min(count, seen.proved)
+                if count:
+                    end = seen.start + run.end(count - 1)
+                    levels.append(Level(pods, run.base + count * run.width, end, held))
+                    break
+                above, count = seen.above, seen.slot + 1
+            else:
+                tokens, end = (prefix.tokens, prefix.end) if run in self._on_prefix else (0, 0)
+                levels.append(Level(pods, tokens, end, held))
+        return levels
+
+
+def _prove_until(run: BlockRun, seen: _Seen, slot: int, extent: int) -> None:
+    """The chain goes on after `slot`, and matches the key to byte `extent`."""
+    seen.extent = max(seen.extent, extent)
+    seen.proved = max(seen.proved, min(slot + 1, run.count_until(extent - GUARD_BYTES - seen.start)))
 
 
 def _base(run: BlockRun) -> int:
@@ -208,9 +377,9 @@ def _longest(levels: list[Level]) -> list[Level]:
     """Each pod in its longest level only; longest first."""
     out: list[Level] = []
     taken = 0
-    for level in sorted(levels, key=lambda level: (-level.tokens, level.end)):
+    for level in sorted(levels, key=lambda level: (-level.tokens, level.end, -level.held)):
         pods = level.pods & ~taken
         if pods:
-            out.append(level if pods == level.pods else Level(pods, level.tokens, level.end))
+            out.append(level if pods == level.pods else Level(pods, level.tokens, level.end, level.held))
             taken |= pods
     return out

@@ -64,15 +64,15 @@ class Orphans:
         return ready
 
     def remove(self, owners: Iterable[int], block: int) -> bool:
-        """The pod (its bits) no longer holds an orphan block. False if it is not known to have held it. O(1)."""
-        found = False
+        """The pod (its bits) no longer holds one copy of an orphan block, of as many as it has announced. False if it
+        is not known to have held it. O(1)."""
         for orphan in [orphan for owner in owners for orphan in self._by_block.get((owner, block), ())]:
             if block not in orphan.gone:
                 orphan.gone.add(block)
-                found = True
                 if len(orphan.gone) == len(orphan.event.block_hashes):
                     self._forget(orphan)
-        return found
+                return True
+        return False
 
     def held_by(self, owner: int) -> set[int]:
         """All orphan blocks of a pod. O(orphans)."""

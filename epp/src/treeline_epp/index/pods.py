@@ -11,6 +11,9 @@ from msgspec import Struct
 from treeline_epp.index.matching import Level, Walk
 from treeline_epp.index.node import Node
 
+_MOST_ADAPTERS, _LONGEST_NAME = 1024, 512
+"""Names of adapters that are kept for a pod: an engine may name any number, of any length."""
+
 
 @dataclass(eq=False, slots=True)
 class Pod:
@@ -33,6 +36,7 @@ class Pod:
     group: int | None = None
     rebuild_wanted: bool = False
     aged: list[tuple[int, float]] = field(default_factory=list)
+    adapters: set[str] = field(default_factory=set)
     copies: Counter[int] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
     hit_caps: dict[Node, tuple[int, float]] = field(default_factory=dict)
@@ -47,6 +51,13 @@ class Pod:
         for aged, _ in self.aged:
             bits |= aged
         return bits
+
+    def saw_adapter(self, name: str) -> bool:
+        """An event names this LoRA adapter. True for the first time; beyond the first `_MOST_ADAPTERS`, never."""
+        if name in self.adapters or len(self.adapters) >= _MOST_ADAPTERS or len(name) > _LONGEST_NAME:
+            return False
+        self.adapters.add(name)
+        return True
 
     def take_copy(self, block: int) -> bool:
         """One copy of the block beyond the first is gone; False if there is none."""

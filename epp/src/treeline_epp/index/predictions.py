@@ -62,6 +62,7 @@ class Predictions:
         tree.lay(root, key)
         queue = self._queues.setdefault(bit, _Queue())
         ends_at = now + life
+        shortened: list[Node] = []
         for node, start in reversed(walk(root, key).nodes):  # leaves first, so that they are the first to go
             low, high = max(begin - start, 0), min(len(node.text), len(key) - start)
             if low >= high:
@@ -74,8 +75,12 @@ class Predictions:
                 continue
             joined = join_ranges(old, (low, high, ends_at))
             ranges[bit] = joined
+            if old is not None and joined[1] < old[1]:
+                shortened.append(node)
             queue.size += joined[1] - joined[0] - (old[1] - old[0] if old is not None else 0)
             queue.entries.append((ends_at, node))
+        for node in shortened:  # only now, since it moves what the walk has found
+            tree.compact(node)
         while queue.size > budget and queue.entries:
             self._pop(tree, bit, queue)
 

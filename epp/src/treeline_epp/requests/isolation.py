@@ -63,8 +63,10 @@ class Isolation(msgspec.Struct, frozen=True, gc=False):
         headers: Mapping[str, str],
         registry: ModelRegistry,
         pool: str,
+        model: str | None = None,
     ) -> Cache:
-        """Which cache a request to an endpoint of `pool` uses. Raises `PromptError`."""
+        """Which cache a request to an endpoint of `pool`, which is asked for `model`, uses. Raises `PromptError`."""
+        body = registry.adapters_of(pool).read(body, model, path)
         tenant = self.tenant(headers)
         if tenant is None or not self.must_salt(headers, registry):
             return Cache(namespace_of(body, tenant))

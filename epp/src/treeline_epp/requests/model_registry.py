@@ -19,6 +19,7 @@ from treeline_wire.normalization import long_run
 from treeline_wire.prompt import Prompt, prompt_of_chat
 from treeline_wire.tokenizer import TokenizerBundle
 
+from treeline_epp.requests.adapters import NO_ADAPTERS, Adapters, union
 from treeline_epp.requests.keyers import HistoryKeyer, Keyer, TokenLengths
 from treeline_epp.requests.messages import Immediate
 from treeline_epp.requests.model_table import ModelNotFound, ModelTable, ModelTarget
@@ -76,12 +77,14 @@ class ModelRegistry:
 
     def __init__(self) -> None:
         self._endpoints: dict[str, tuple[str, tuple[str, ...], str | None, bool]] = {}
+        self._adapters: dict[str, Adapters] = {}
         self._keyers: dict[str, PromptKeyer] = {}
         self._configured: Mapping[str, Sequence[str]] = {}
         self._rules: tuple[ModelRule, ...] = ()
         self._served: dict[str, tuple[str, ...]] = {}
         self._by_pool: dict[str, PromptKeyer] = {}
         self._histories: dict[str, HistoryKeyer] = {}
+        self._adapters_by_pool: dict[str, Adapters] = {}
         self._open_pools: set[str] = set()
         self._salted_pools: set[str] = set()
         self._tables: dict[str | None, ModelTable] = {}
@@ -113,11 +116,14 @@ class ModelRegistry:
         fingerprint: str | None,
         *,
         isolates_clients: bool = False,
+        adapters: Adapters = NO_ADAPTERS,
     ) -> None:
         """What an endpoint serves (nothing: whatever it is asked for), and with which tokenizer (`None`: unknown).
-        `isolates_clients`: it keeps the caches of the edge's clients apart by itself."""
+        `isolates_clients`: it keeps the caches of the edge's clients apart by itself. `adapters`: which of the models
+        are adapters, and what its requests name them by."""
         before = self._endpoints.get(name)
         self._endpoints[name] = (pool, models, fingerprint, isolates_clients)
+        self._adapters[name] = adapters
         self._outdated = True
         old = before[2] if before is not None else None
         # A tokenizer that was replaced takes much memory.
@@ -126,6 +132,7 @@ class ModelRegistry:
 
     def remove_endpoint(self, name: str) -> None:
         """The endpoint has gone; its models go with the last endpoint that serves them."""
+        self._adapters.pop(name, None)
         if self._endpoints.pop(name, None) is not None:
             self._outdated = True
 
@@ -164,6 +171,11 @@ class ModelRegistry:
         if keyer is not None and keyer.keys is not None:
             return keyer
         return self._histories.setdefault(pool, HistoryKeyer())
+
+    def adapters_of(self, pool: str) -> Adapters:
+        """The adapters that can be asked for at a pool, and how."""
+        self._refresh()
+        return self._adapters_by_pool.get(pool, NO_ADAPTERS)
 
     def isolates_clients(self, pool: str | None = None) -> bool:
         """Whether every endpoint, of this pool or of all, keeps the caches of the edge's clients apart by itself."""
@@ -210,6 +222,10 @@ class ModelRegistry:
         pools: dict[str, dict[str, None]] = {pool: {} for pool in self._configured}
         self._by_pool = {}
         self._open_pools = set()
+        found: dict[str, list[Adapters]] = {}
+        for name, (pool, *_) in self._endpoints.items():
+            found.setdefault(pool, []).append(self._adapters[name])
+        self._adapters_by_pool = {pool: union(each) for pool, each in found.items()}
         self._salted_pools = {pool for pool, _, _, isolates in self._endpoints.values() if not isolates}
         for pool, models, fingerprint, _ in self._endpoints.values():
             pools.setdefault(pool, {}).update(dict.fromkeys(models))

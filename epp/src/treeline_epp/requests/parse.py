@@ -160,12 +160,12 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
 
     def _cache(self, read: Summary, target: ModelTarget | None) -> Cache | Refusal | None:
         """Which cache the request uses; `None` where its salt cannot be read and the engine will say what it thinks."""
-        pool = target.pool if target is not None else ""
+        pool, model = (target.pool, target.target) if target is not None else ("", None)
         try:
             unread = sorted(read.left_out & _NAMESPACE)
             if unread:
                 raise PromptError(unread[0], "is too large")
-            return self.isolation.cache(read.members, self.path, self.request.headers, self.registry, pool)
+            return self.isolation.cache(read.members, self.path, self.request.headers, self.registry, pool, model)
         except PromptError as error:
             if self._must_salt():
                 return bad_request(f"`{error.param}` {error}.", param=error.param)

@@ -45,7 +45,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     are its publishers, one for each rank; `no_events` says why there are none, and what to do about it.
     `isolates_clients`: it reads from the edge's headers whose cache a request uses. `foreign_host`: another machine
     than its own, which the engine names as the place of its sockets; never connected to. `engine` is the name of the
-    adapter that asked."""
+    adapter that asked. `adapters` are the LoRA adapters among `models`, with what its events call each."""
 
     models: tuple[str, ...] = ()
     epoch: str = ""
@@ -55,6 +55,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     foreign_host: str | None = None
     no_events: str = ""
     engine: str = ""
+    adapters: dict[str, str] = {}
 
 
 class EngineAdapter(Protocol):

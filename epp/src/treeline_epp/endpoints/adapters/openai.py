@@ -19,18 +19,34 @@ T = TypeVar("T")
 _LONGEST_REASON = 300
 _NO_EVENTS = "this engine does not say where it publishes KV events; discovery can"
 
+_LONGEST_NAME = 512
+
 
 class Model(msgspec.Struct):
-    """One entry of `/v1/models`. `owned_by` is a string in most."""
+    """One entry of `/v1/models`. `owned_by` and `parent` are strings in most."""
 
-    id: Annotated[str, Meta(min_length=1, max_length=512)]
+    id: Annotated[str, Meta(min_length=1, max_length=_LONGEST_NAME)]
     owned_by: Any = None
+    parent: Any = None
+
+    @property
+    def base(self) -> str:
+        """The model that it is an adapter of; empty where it is none."""
+        known = isinstance(self.parent, str) and self.parent != self.id and len(self.parent) <= _LONGEST_NAME
+        return self.parent if known else ""
 
 
 class Models(msgspec.Struct):
     """The answer of `/v1/models`."""
 
     data: Annotated[list[Model], Meta(max_length=4096)]
+
+
+class Served(msgspec.Struct, frozen=True):
+    """The names that an engine serves; `adapters` as in `EngineInfo`."""
+
+    names: tuple[str, ...]
+    adapters: dict[str, str] = {}
 
 
 class OpenAIAdapter:
@@ -47,12 +63,19 @@ class OpenAIAdapter:
     owner = ""
     signs: frozenset[str] = frozenset()
 
-    async def models(self, http: EngineHttp) -> tuple[str, ...]:
-        """The names that it serves. Raises `EngineError`."""
+    async def models(self, http: EngineHttp) -> Served:
+        """What it serves. A model with a parent is an adapter; vLLM and SGLang both list them so. Raises
+        `EngineError`."""
         served = await http.document("/v1/models", Models)
         if served is None:
             raise EngineError(f"{http.base} has no /v1/models")
-        return tuple(model.id for model in served.data)
+        adapters = {self.adapter_name(one.base, one.id): one.id for one in served.data if one.base}
+        names = (self.adapter_name(one.base, one.id) if one.base else one.id for one in served.data)
+        return Served(tuple(names), adapters)
+
+    def adapter_name(self, base: str, adapter: str) -> str:
+        """The model that one asks for to get an adapter of `base`."""
+        return adapter
 
     async def info(self, http: EngineHttp, told: KvPorts | None) -> EngineInfo:
         """Its models. Raises `EngineError`."""
@@ -71,7 +94,10 @@ class OpenAIAdapter:
         except UnusableError as error:
             return None, f"what it says of its KV events cannot be used: {error}"[:_LONGEST_REASON]
 
-    def _info(self, http: EngineHttp, models: tuple[str, ...], told: KvPorts | None, why: str) -> EngineInfo:
+    def _info(self, http: EngineHttp, served: Served, told: KvPorts | None, why: str) -> EngineInfo:
         """Of an engine that does not say where it publishes; `why`, should discovery not say it either."""
         sources = told_sources(http.host, told)
-        return EngineInfo(models, sources=sources, no_events="" if sources else why, engine=self.name)
+        no_events = "" if sources else why
+        return EngineInfo(
+            served.names, sources=sources, no_events=no_events, engine=self.name, adapters=served.adapters
+        )

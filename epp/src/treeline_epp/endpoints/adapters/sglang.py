@@ -66,18 +66,22 @@ class SGLangAdapter(OpenAIAdapter):
 
     async def known(self, http: EngineHttp, told: KvPorts | None, into: type[Info]) -> tuple[EngineInfo, Info | None]:
         """The same, and `/server_info` itself. Raises `EngineError`."""
-        models, (about, unusable) = await asyncio.gather(
+        served, (about, unusable) = await asyncio.gather(
             self.models(http), self._told_of_events(http, "/server_info", into)
         )
         events = about.kv_events if about is not None else None
         sources = () if events is None else _sources(http, events)
-        known = self._info(http, models, told, unusable or _NO_EVENTS)
+        known = self._info(http, served, told, unusable or _NO_EVENTS)
         if events is not None:
             foreign = foreign_host(http, events.endpoint_host)
             known = msgspec.structs.replace(known, foreign_host=foreign)
         if sources:
             known = msgspec.structs.replace(known, sources=sources, no_events="")
         return known, about
+
+    def adapter_name(self, base: str, adapter: str) -> str:
+        """`base:adapter`; the adapter's name alone gets the base model."""
+        return f"{base}:{adapter}"
 
 
 def _sources(http: EngineHttp, events: KvEvents) -> tuple[KvSource, ...]:

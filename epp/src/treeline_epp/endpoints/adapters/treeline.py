@@ -36,6 +36,10 @@ class TreelineAdapter(SGLangAdapter):
     owner = "treeline"
     signs = frozenset({"tokenizer_fingerprint", "isolates_clients"})
 
+    def adapter_name(self, base: str, adapter: str) -> str:
+        """As it is listed: ours lists none."""
+        return adapter
+
     async def info(self, http: EngineHttp, told: KvPorts | None) -> EngineInfo:
         """Its models, epoch, tokenizer and sockets. Raises `EngineError`."""
         known, about = await self.known(http, told, _OurServerInfo)

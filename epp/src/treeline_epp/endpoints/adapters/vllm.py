@@ -51,10 +51,10 @@ class VllmAdapter(OpenAIAdapter):
 
     async def info(self, http: EngineHttp, told: KvPorts | None) -> EngineInfo:
         """Its models and publishers. Raises `EngineError`."""
-        models, (ranks, unusable) = await asyncio.gather(
+        served, (ranks, unusable) = await asyncio.gather(
             self.models(http), self._told_of_events(http, "/kv_event_sources", _Sources)
         )
-        known = self._info(http, models, told, unusable or (_OLD if ranks is None else _SILENT))
+        known = self._info(http, served, told, unusable or (_OLD if ranks is None else _SILENT))
         publishers = {int(rank): one for rank, one in (ranks or {}).items()}
         found = [source for rank in sorted(publishers) if (source := _source(http, rank, publishers[rank]))]
         if not found:

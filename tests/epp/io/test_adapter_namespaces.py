@@ -1,0 +1,166 @@
+"""Requests for LoRA adapters and with salts, and the events of their engines: both meet in one namespace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from support.epp_io import FakePublisher, engines, running_picker, small_bundle, stored, until
+from treeline_epp.endpoints.watcher import EngineClient
+from treeline_epp.requests.adapters import Adapters
+from treeline_epp.requests.messages import RouteRequest
+from treeline_epp.requests.model_registry import ModelRegistry
+from treeline_epp.requests.parse import ParsedRequest, parse
+from treeline_epp.requests.refusals import Refusal
+from treeline_wire.events import BlockStored
+from treeline_wire.models import ModelRule
+from treeline_wire.namespaces import join_namespace
+
+VLLM = Adapters("vllm", {"sql": "sql"})
+SGLANG = Adapters("sglang", {"base:sql": "sql"})
+LISTED = {
+    "data": [
+        {"id": "base", "object": "model", "root": "/models/base", "parent": None},
+        {"id": "sql", "object": "model", "root": "/adapters/sql", "parent": "base"},
+    ]
+}
+
+
+def registry(adapters: Adapters, rules: tuple[ModelRule, ...] = ()) -> ModelRegistry:
+    made = ModelRegistry()
+    fingerprint = made.add_keyer(small_bundle()).fingerprint
+    made.set_endpoint("e", "pool", ("base", *adapters.names), fingerprint, adapters=adapters)
+    made.set_pools({"pool": ()}, rules)
+    return made
+
+
+def parsed(
+    served: ModelRegistry, model: str | None, path: str = "/v1/completions", **body: Any
+) -> ParsedRequest | Refusal:
+    named = {} if model is None else {"model": model}
+    data = json.dumps({"prompt": "hello", "text": "hello"} | named | body).encode()
+    result = parse(RouteRequest({":path": path, ":method": "POST"}, data, None), served)
+    assert isinstance(result, ParsedRequest | Refusal)
+    return result
+
+
+def namespace(*args: Any, **body: Any) -> str | None:
+    result = parsed(*args, **body)
+    assert isinstance(result, ParsedRequest), result
+    assert result.pick.key
+    return result.pick.namespace
+
+
+@pytest.mark.parametrize("adapters", [VLLM, SGLANG], ids=["vllm", "sglang"])
+def test_an_adapter_asked_for_is_the_one_that_events_carry(adapters: Adapters) -> None:
+    served = registry(adapters)
+    (asked,) = adapters.names
+    event = BlockStored([1], None, [1], 1, lora_name="sql")
+    assert namespace(served, asked) == event.namespace
+    assert namespace(served, "base") is None, "the base model is in none"
+    salted = BlockStored([1], None, [1], 1, lora_name="sql", cache_salt="s")
+    assert namespace(served, asked, cache_salt="s") == salted.namespace
+    assert namespace(served, "base", cache_salt="s") == "s"
+
+
+def test_vllm_reads_neither_lora_path_nor_extra_key() -> None:
+    served = registry(VLLM)
+    assert namespace(served, "base", lora_path="sql", extra_key="k") is None
+    assert namespace(served, "base", lora_path=["sql"]) is None
+    assert namespace(served, "sql", lora_path="other", extra_key="k") == join_namespace("sql", None)
+
+
+def test_sglang_takes_the_adapter_from_the_model_before_lora_path() -> None:
+    served = registry(SGLANG)
+    assert namespace(served, "base", lora_path="sql") == namespace(served, "base:sql")
+    assert namespace(served, "base:sql", lora_path="other") == namespace(served, "base:sql")
+    assert namespace(served, "base", lora_path="sql", path="/generate") == namespace(served, "base:sql")
+    assert namespace(served, "base:sql", path="/generate") is None, "its native API knows no model"
+
+
+def test_what_extra_key_keeps_apart_meets_no_event_of_sglang() -> None:
+    served = registry(SGLANG)
+    for body in ({}, {"cache_salt": "s"}, {"lora_path": "sql"}):
+        keyed = namespace(served, "base", extra_key="k", **body)
+        names = [(lora, salt) for lora in (None, "sql", "k") for salt in (None, "s", "k", "sk")]
+        told = {BlockStored([1], None, [1], 1, lora_name=lora, cache_salt=salt).namespace for lora, salt in names}
+        assert keyed not in told
+        assert keyed == namespace(served, "base", extra_key="k", **body), "history counts"
+
+
+def test_a_public_name_stands_for_the_adapter_that_the_engine_is_asked_for() -> None:
+    rule = ModelRule(name="r", pool="pool", model_name="analyst", targets=(("sql", None),))
+    served = registry(VLLM, (rule,))
+    result = parsed(served, "analyst")
+    assert isinstance(result, ParsedRequest)
+    assert result.rewrite == "sql"
+    assert result.pick.namespace == join_namespace("sql", None)
+
+
+def test_endpoints_of_a_pool_that_have_different_adapters_are_told_apart_by_name() -> None:
+    served = registry(VLLM)
+    served.set_endpoint("f", "pool", ("base", "code"), None, adapters=Adapters("vllm", {"code": "code"}))
+    assert namespace(served, "code") == join_namespace("code", None)
+    assert namespace(served, "sql") == join_namespace("sql", None)
+    served.remove_endpoint("f")
+    assert isinstance(parsed(served, "code"), Refusal)
+
+
+async def test_an_adapter_that_is_loaded_while_the_engine_runs_is_known_with_its_first_event() -> None:
+    publisher = FakePublisher(epoch=1)
+    async with engines(1, models=("base",)) as (engine,):
+        engine.documents |= {
+            "/server_info": {
+                "kv_events": publisher.kv_events(),
+                "epoch": publisher.epoch,
+                "tokenizer_fingerprint": small_bundle().fingerprint,
+            },
+            "/treeline/tokenizer": small_bundle().to_json(),
+        }
+        async with running_picker("--endpoint", f"e0={engine.address}") as picker:
+            await publisher.store(stored(range(32)))
+            engine.documents["/v1/models"] = LISTED
+            await publisher.store(msgspec.structs.replace(stored(range(32, 64)), lora_name="sql"))
+
+            async def listed() -> bool:
+                models = (await picker.get("/endpoints")).json()["pools"]["default"]["models"]
+                return "sql" in models
+
+            # It pushes its load, and so is asked every five seconds, or a little earlier.
+            await until(listed, "the adapter to be listed", 3.0)
+    publisher.stop()
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient() as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("engine_type", "models", "adapters"),
+    [
+        ("vllm", ("base", "sql"), {"sql": "sql"}),
+        ("sglang", ("base", "base:sql"), {"base:sql": "sql"}),
+        ("", ("base", "sql"), {"sql": "sql"}),
+    ],
+)
+async def test_a_model_with_a_parent_is_an_adapter(
+    http: httpx.AsyncClient, engine_type: str, models: tuple[str, ...], adapters: dict[str, str]
+) -> None:
+    async with engines(1) as (engine,):
+        engine.documents["/v1/models"] = LISTED
+        info = await EngineClient(http, engine.address, engine_type).info()
+        assert (info.models, info.adapters) == (models, adapters)
+
+
+@pytest.mark.parametrize("parent", [None, "", "base", 7, ["x"], {}, "p" * 513])
+async def test_a_parent_that_is_no_other_models_name_makes_no_adapter(http: httpx.AsyncClient, parent: object) -> None:
+    async with engines(1) as (engine,):
+        engine.documents["/v1/models"] = {"data": [{"id": "base", "parent": parent}]}
+        info = await EngineClient(http, engine.address, "vllm").info()
+        assert (info.models, info.adapters) == (("base",), {})
