@@ -249,7 +249,12 @@ class Fleet:
     def _set_served(self, spec: EndpointSpec, info: EngineInfo, keyer: PromptKeyer | None) -> None:
         fingerprint = keyer.fingerprint if keyer is not None else None
         self.registry.set_endpoint(
-            spec.name, spec.pool, spec.models, fingerprint, isolates_clients=info.isolates_clients
+            spec.name,
+            spec.pool,
+            spec.models,
+            fingerprint,
+            isolates_clients=info.isolates_clients,
+            engine=spec.engine,
         )
 
     def _unsubscribe(self, member: Member) -> None:

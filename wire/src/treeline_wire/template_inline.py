@@ -118,7 +118,8 @@ class InlineTemplate:
         self._template, self.raised_texts = compile_template(_environment(), source)
 
     def render(self, variables: dict[str, Any], seconds: float = MAX_SECONDS) -> str:
-        """The text, within `seconds` of the processor. Raises `NotInlineError`, `RaisedError`, and whatever is wrong with the template or its values."""
+        """The text, within `seconds` of the processor. Raises `NotInlineError`, `RaisedError`, and whatever is wrong
+        with the template or its values."""
         token = _budget.set(_RenderBudget(seconds))
         try:
             return self._template.render(variables)
@@ -401,6 +402,10 @@ def _check_pieces(value: Any) -> None:
         raise NotInlineError("it makes too many pieces")
 
 
+def _check_sort(value: Any, *_: Any, **_named: Any) -> None:
+    _check_pieces(value)
+
+
 def _check_trim(_value: Any, chars: Any = None) -> None:
     if chars is not None and len(str(chars)) > _MAX_ARGUMENT:
         raise NotInlineError("an argument is too long")
@@ -422,6 +427,7 @@ _FILTER_CHECKS: Final[dict[str, Callable[..., None]]] = {
     "trim": _check_trim,
     "tojson": _check_tojson,
     "list": _check_pieces,
+    "sort": _check_sort,
     "title": _check_pieces,
 }
 

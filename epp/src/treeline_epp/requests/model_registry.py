@@ -9,18 +9,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import msgspec
-from treeline_wire.chat import ChatTemplate, NeedsWorkerError, TemplateError
+from treeline_wire.chat import ChatTemplate, TemplateError
 from treeline_wire.keys import KeySelfTestError, PrefixKeys
 from treeline_wire.models import ModelRule
 from treeline_wire.normalization import long_run
-from treeline_wire.prompt import Prompt, prompt_of_chat
+from treeline_wire.prompt import Prompt
 from treeline_wire.tokenizer import TokenizerBundle
 
 from treeline_epp.requests.messages import Immediate
 from treeline_epp.requests.model_table import ModelNotFound, ModelTable, ModelTarget
+from treeline_epp.requests.rendering import RENDER_SECONDS, BoundedRenderer
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,8 @@ class PromptKeyer:
     """Turns requests into prefix keys for one tokenizer and its chat template.
 
     `keys` is `None` when the tokenizer failed its self-test (`problem` says why): requests are then routed
-    by load alone. `bytes_per_token` is learnt from what the runtimes report.
+    by load alone. `renderer` is `None` then, or where there is no chat template. `bytes_per_token` is learnt from what
+    the runtimes report.
     """
 
     def __init__(self, bundle: TokenizerBundle) -> None:
@@ -40,7 +41,7 @@ class PromptKeyer:
         self.problem: str | None = None
         self.bytes_per_token = _FIRST_GUESS_BYTES_PER_TOKEN
         self.keys: PrefixKeys | None = None
-        self._template: ChatTemplate | None = None
+        self.renderer: BoundedRenderer | None = None
         try:
             keys = PrefixKeys.from_bundle(bundle)
             keys.self_test()
@@ -48,25 +49,18 @@ class PromptKeyer:
             long_run("é")  # makes its tables, which no request should wait for
         except (KeySelfTestError, ValueError) as error:
             self.problem = f"no prefix keys for tokenizer {bundle.fingerprint}: {error}"
+        template: ChatTemplate | None = None
         try:
-            self._template = ChatTemplate.from_bundle(bundle)
+            template = ChatTemplate.from_bundle(bundle, inline_seconds=RENDER_SECONDS)
         except TemplateError as error:
             self.problem = f"chat requests have no prefix key with tokenizer {bundle.fingerprint}: {error}"
-        if self._template is not None and self._template.not_inline is not None:
+        if template is not None and template.not_inline is not None:
             self.problem = (
                 f"chat requests have no prefix key with tokenizer {bundle.fingerprint}: its chat template is not a "
-                f"plain one ({self._template.not_inline}), and is not rendered here"
+                f"plain one ({template.not_inline}), and is not rendered here"
             )
-
-    def render(self, body: Mapping[str, Any]) -> Prompt | None:
-        """The prompt of a chat; `None` without keys or template, and for what takes more than a few milliseconds to
-        render: everybody else would wait. Raises `PromptError`, `TemplateError`."""
-        if self.keys is None or self._template is None:
-            return None
-        try:
-            return prompt_of_chat(body, self._template)
-        except NeedsWorkerError:
-            return None
+        if template is not None and self.keys is not None:
+            self.renderer = BoundedRenderer(template)
 
     def key(self, prompt: Prompt) -> bytes | None:
         """The key of a prompt; `None` without keys."""
@@ -87,6 +81,7 @@ class ModelRegistry:
 
     def __init__(self) -> None:
         self._endpoints: dict[str, tuple[str, tuple[str, ...], str | None, bool]] = {}
+        self._engines: dict[str, str] = {}
         self._keyers: dict[str, PromptKeyer] = {}
         self._configured: Mapping[str, Sequence[str]] = {}
         self._rules: tuple[ModelRule, ...] = ()
@@ -119,9 +114,13 @@ class ModelRegistry:
         fingerprint: str | None,
         *,
         isolates_clients: bool = False,
+        engine: str = "",
     ) -> None:
         """What an endpoint serves (nothing: whatever it is asked for), and with which tokenizer (`None`: unknown).
-        `isolates_clients`: it keeps the caches of the edge's clients apart by itself."""
+        `isolates_clients`: it keeps the caches of the edge's clients apart by itself. `engine` is its type, empty where
+        nobody tells it: the last that was told is the pool's."""
+        if engine:
+            self._engines[pool] = engine
         self._endpoints[name] = (pool, models, fingerprint, isolates_clients)
         self._outdated = True
 
@@ -157,6 +156,10 @@ class ModelRegistry:
         """The keyer for a pool; its endpoints serve one base model, so they share one."""
         self._refresh()
         return self._by_pool.get(pool)
+
+    def engine_of(self, pool: str) -> str:
+        """The type of the engines of a pool; empty where nobody told it."""
+        return self._engines.get(pool, "")
 
     def isolates_clients(self, pool: str | None = None) -> bool:
         """Whether every endpoint, of this pool or of all, keeps the caches of the edge's clients apart by itself."""

@@ -16,9 +16,14 @@ from .vllm import VllmDialect
 __all__ = ["TREELINE", "ChatDialect", "dialect_of"]
 
 TREELINE: Final = TreelineDialect()
-_DIALECTS: Final[dict[str, ChatDialect]] = {"vllm": VllmDialect(), "sglang": SglangDialect()}
+_DIALECTS: Final[dict[str, ChatDialect]] = {
+    "vllm": VllmDialect(),
+    "vllm/responses": VllmDialect(validated=False),
+    "sglang": SglangDialect(),
+}
 
 
-def dialect_of(engine: str) -> ChatDialect:
-    """The dialect of an engine type as `spec.engine.type` names it; ours for one that has none of its own."""
-    return _DIALECTS.get(engine, TREELINE)
+def dialect_of(engine: str, api: str = "") -> ChatDialect:
+    """The dialect of an engine type as `spec.engine.type` names it, ours for one that has none of its own; `api` is the
+    one that a chat was converted from, where the engine treats it in another way."""
+    return _DIALECTS.get(f"{engine}/{api}") or _DIALECTS.get(engine, TREELINE)

@@ -17,7 +17,6 @@ from .base import ChatDialect, Message, Turn, arguments_of, calls_of, objects, t
 from .content_format import takes_lists_in_sglang
 
 _KINDS: Final = {"text": "text", "input_text": "text"}
-_LEFT_OUT: Final = frozenset({"thinking", "reasoning"})
 _MEMBERS: Final = ("tool_call_id", "name", "phase", "reasoning_content", "tool_calls", "tools", "prefix")
 
 
@@ -47,7 +46,7 @@ class SglangDialect(ChatDialect):
         return Turn(messages, True, False, suffix)
 
     def part(self, value: Any, where: str) -> str | None:
-        if isinstance(value, dict) and value.get("type") in _LEFT_OUT:
+        if isinstance(value, dict) and value.get("type") in ("thinking", "reasoning"):
             return None
         text = text_of(value, where, _KINDS)
         if text is None:

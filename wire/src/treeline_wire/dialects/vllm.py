@@ -29,9 +29,12 @@ _BILLING: Final = "x-anthropic-billing-header"
 
 
 class VllmDialect(ChatDialect):
-    """See the module."""
+    """See the module. `validated`: messages pass through pydantic's types (those made of a `/v1/responses` do not)."""
 
     separator = "\n"
+
+    def __init__(self, *, validated: bool = True) -> None:
+        self._validated = validated
 
     def messages(self, value: Any, source: str) -> list[Message]:
         return with_system_for_developer(super().messages(value, source), source, self.separator)
@@ -55,7 +58,7 @@ class VllmDialect(ChatDialect):
         if role == "assistant":
             calls = calls_of(message, where)
             if calls:
-                made["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+                made["tool_calls"] = [self._call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
             made |= _reasoning(message, where)
         elif role == "tool" and "tool_call_id" in message:
             made["tool_call_id"] = message["tool_call_id"]
@@ -64,6 +67,25 @@ class VllmDialect(ChatDialect):
         if role == "developer":
             made["tools"] = message.get("tools")
         return made
+
+    def _call(self, call: dict[str, Any], where: str) -> dict[str, Any]:
+        """Arguments that are no object become an empty one: a conversation with a spoilt call can go on."""
+        function = call.get("function")
+        if call.get("type", "function") != "function" or not isinstance(function, dict):
+            raise PromptError(where, "must be the call of a function")
+        given = function.get("arguments")
+        if isinstance(given, str) and given:
+            try:
+                given = json.loads(given)
+            except (ValueError, RecursionError):
+                given = None
+        check_size(given, f"{where}.function.arguments")
+        parsed = {"arguments": given if isinstance(given, dict) else {}}
+        if not self._validated:
+            return {**call, "function": {**function, **parsed}}
+        called = parsed | {name: function[name] for name in ("name",) if name in function}
+        members = {**call, "function": called}
+        return {name: members[name] for name in ("id", "function", "type") if name in members}
 
     def tools(self, body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         """All of them, whatever `tool_choice` says: `--exclude-tools-when-tool-choice-none` is off by default."""
@@ -84,29 +106,6 @@ class VllmDialect(ChatDialect):
 
     def add_special_tokens(self, body: Mapping[str, Any]) -> bool:
         return flag(body, "add_special_tokens", False)
-
-
-def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """Arguments that are no object become an empty one: a conversation with a spoilt call can go on."""
-    function = call.get("function")
-    if call.get("type", "function") != "function" or not isinstance(function, dict):
-        raise PromptError(where, "must be the call of a function")
-    given = function.get("arguments")
-    if isinstance(given, str) and given:
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError):
-            given = None
-    check_size(given, f"{where}.function.arguments")
-    ordered = {"arguments": given if isinstance(given, dict) else {}}
-    if "name" in function:
-        ordered["name"] = function["name"]
-    made: dict[str, Any] = {"function": ordered}
-    if "id" in call:
-        made = {"id": call["id"], **made}
-    if "type" in call:
-        made["type"] = call["type"]
-    return made
 
 
 def _reasoning(message: Message, where: str) -> dict[str, str]:
