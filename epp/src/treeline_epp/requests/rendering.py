@@ -9,7 +9,7 @@ while they take a small part of their time. The key of a beginning is the beginn
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from treeline_wire.chat import ChatTemplate, NeedsWorkerError, TemplateError
@@ -20,14 +20,18 @@ MAX_MESSAGES: Final = 256
 """Messages that a template is given; rendering costs by each."""
 RENDER_SECONDS: Final = 0.003
 _MIN_MESSAGES: Final = 8
+_SMALL_PART: Final = 0.4
+"""Half as many messages more take at most 2.25 times as long, where time grows with their square."""
 _SENTINEL: Final = "the system speaks again"
 
 
 class BoundedRenderer:
-    """Renders the chats of one template. `most` is how many messages a rendering is given."""
+    """Renders the chats of one template. `most` is how many messages a rendering is given; `clock` is the processor's
+    time, in seconds."""
 
-    def __init__(self, template: ChatTemplate) -> None:
+    def __init__(self, template: ChatTemplate, clock: Callable[[], float] = time.thread_time) -> None:
         self.most = MAX_MESSAGES
+        self._clock = clock
         self._template = template
         self._inline_system: dict[bool, bool] = {}
 
@@ -60,14 +64,14 @@ class BoundedRenderer:
             return False
         return _SENTINEL in text or not must_show
 
-    def _timed(self, render: Any, body: Mapping[str, Any], dialect: ChatDialect) -> Prompt | None:
-        began = time.thread_time()
+    def _timed(self, render: Callable[..., Prompt], body: Mapping[str, Any], dialect: ChatDialect) -> Prompt | None:
+        began = self._clock()
         count = len(body["messages"])
         try:
-            prompt: Prompt = render(body, self._template, dialect)
+            prompt = render(body, self._template, dialect)
         except NeedsWorkerError:
             self.most = max(_MIN_MESSAGES, min(self.most, count) // 4)
             return None
-        if 2 * count > self.most and 8 * (time.thread_time() - began) < RENDER_SECONDS:
-            self.most = min(MAX_MESSAGES, 2 * self.most)
+        if 2 * count > self.most and self._clock() - began < _SMALL_PART * RENDER_SECONDS:
+            self.most = min(MAX_MESSAGES, self.most * 3 // 2)
         return prompt
