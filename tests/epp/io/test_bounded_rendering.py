@@ -139,7 +139,10 @@ def test_how_many_messages_fit_is_learnt_and_forgotten() -> None:
     for _ in range(5):
         assert renderer.whole(body(400), TREELINE) is None
         seen.append(renderer.most)
-    assert seen == [MAX_MESSAGES // 4, MAX_MESSAGES // 16, 8, 8, 8]
+    assert seen == [MAX_MESSAGES // 4, 16, 16, 16, 16]
+    renderer.most = MAX_MESSAGES
+    assert renderer.whole({"messages": body(5)["messages"]}, TREELINE) is None
+    assert renderer.most == MAX_MESSAGES, "eleven messages are not too many"
 
     now = 0.0
     easy = BoundedRenderer(ChatTemplate("{{ messages | length }}", special_tokens={}, inline_seconds=10), lambda: now)
@@ -151,6 +154,15 @@ def test_how_many_messages_fit_is_learnt_and_forgotten() -> None:
         assert easy.whole({"messages": [{"role": "user", "content": "x"}] * easy.most}, TREELINE) is not None
         seen.append(easy.most)
     assert seen == [12, 18, 27, 40, 60, 90, 135, 202, MAX_MESSAGES, MAX_MESSAGES]
+
+
+def test_few_messages_that_take_long_keep_the_key_of_fewer() -> None:
+    source = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }};{% if loop.index > 4 %}"
+        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}{% endif %}{% endfor %}"
+    )
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": f"q{i}"} for i in range(9)]}
+    assert key_of(asked, registry(source)) == b"user: q0;user: q1"
 
 
 def test_a_rendering_that_takes_much_of_its_time_is_given_no_more() -> None:

@@ -142,6 +142,28 @@ def test_what_only_the_engine_knows_ends_the_key() -> None:
     assert messages("vllm", messages=[user("q"), thought, user("r")]) == "user:q;assistant:(hm)a;user:r;assistant:"
 
 
+def test_a_batch_has_the_key_of_its_first_conversation() -> None:
+    path = "/v1/chat/completions/batch"
+    assert text(path, {"messages": [[user("q"), user("r")], [user("x")]]}) == "user:q;user:r"
+    assert text(path, {"messages": [3]}) is text(path, {"messages": []}) is text(path, {"messages": [[]]}) is None
+
+
+def test_a_chat_that_brings_its_template_has_no_key() -> None:
+    chat = {"messages": [user("q")]}
+    assert text("/v1/chat/completions", {**chat, "chat_template": "x"}) is None
+    assert text("/v1/chat/completions", {**chat, "chat_template_kwargs": {"chat_template": "x"}}) is None
+    assert text("/v1/chat/completions", {**chat, "chat_template": None}) == "user:q;assistant:"
+
+
+def test_the_type_of_a_pools_engines_goes_with_them() -> None:
+    served = registry("sglang")
+    assert served.engine_of("default") == "sglang"
+    served.set_endpoint("f", "default", ("tiny",), None)
+    assert served.engine_of("default") == "sglang", "whom nobody told says nothing"
+    served.remove_endpoint("e")
+    assert served.engine_of("default") == ""
+
+
 def test_an_image_ends_the_key_of_a_chat_before_it() -> None:
     body = {"messages": [user("q"), {"role": "assistant", "content": "a"}, user([part("see"), IMAGE, part("what")])]}
     assert text("/v1/chat/completions", body, "vllm") == "user:q;assistant:a", "its place in the text is not known"
@@ -245,6 +267,12 @@ HOSTILE: dict[str, Any] = {
     "deep arguments": {
         "messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "c", "input": {"a": {}}}]}]
     },
+    "deep use": json.loads(
+        '{"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"a": '
+        + "[" * 900
+        + "]" * 900
+        + "}}]}]}"
+    ),
     "types": {"messages": [{"role": [], "content": {}}, 3, None], "input": [{"type": {}, "role": []}], "system": 3},
     "types of parts": {"messages": [user([{"type": []}, {"type": {}}, "x"])], "input": [user([{"type": []}])]},
     "tools": {

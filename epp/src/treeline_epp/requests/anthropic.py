@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from treeline_wire.dialects.base import check_size
 from treeline_wire.prompt import PromptError
 
 from treeline_epp.requests.conversion import Context, Conversation, Message, Unknown, blocks_of, text_member
@@ -133,6 +134,7 @@ def _convert_block(
         case "redacted_thinking" | "tool_reference":
             pass
         case "tool_use":
+            check_size(block.get("input"), f"{where}.input")
             arguments = json.dumps(block.get("input") or {})
             function = {"name": block.get("name") or "", "arguments": arguments}
             if not block.get("id"):

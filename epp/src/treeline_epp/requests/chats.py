@@ -39,6 +39,7 @@ _READ: Final = frozenset(
         "output_config",
         "previous_response_id",
         "input_ids",
+        "chat_template",
     }
 )
 """Members that say what is rendered."""
@@ -79,6 +80,8 @@ class _Chat:
         """The prompt, and whether it is all of it."""
         if self._ids is not None:  # the template is not asked
             return prompt_of_completion({"prompt": self._ids})[0], True
+        if _brings_a_template(self._summary.members):
+            return None
         value = self._summary.members.get(self._name)
         if self._summary.cut is not None:
             found = self._of_cut(value)
@@ -89,7 +92,9 @@ class _Chat:
             whole = self._renderer.whole(conversation.body, self._dialect)
             if whole is not None:
                 return whole, True
-        found = self._beginning(conversation.body, messages)
+            found = self._beginning(conversation.body, messages[: len(messages) // 4], tries=1)
+        else:
+            found = self._beginning(conversation.body, messages)
         return None if found is None else (found, False)
 
     def _converted(self, value: Any) -> Conversation:
@@ -132,25 +137,33 @@ class _Chat:
                 continue
             try:
                 conversation = self._converted(candidate)
-                found = self._beginning(conversation.body, self._known(conversation)[0])
+                known = self._known(conversation)[0]
+                if _with_text_at_end(known):
+                    return self._beginning(conversation.body, known)
             except TooDeep:
                 raise
             except (PromptError, TemplateError):
                 continue
-            if found is not None:
-                return found
         return None
 
-    def _beginning(self, body: Mapping[str, Any], messages: list[Any]) -> Prompt | None:
-        """The prompt of the first messages; of fewer where those take too long."""
-        for _ in range(2):
-            some = _with_text_at_end(_first(messages, self._renderer.most))
+    def _beginning(self, body: Mapping[str, Any], messages: list[Any], tries: int = 2) -> Prompt | None:
+        """The prompt of the first messages; of a quarter of them where those take too long."""
+        most = self._renderer.most
+        for _ in range(tries):
+            some = _with_text_at_end(_first(messages, most))
             if not some:
                 return None
             prompt = self._renderer.beginning({**body, "messages": some}, self._dialect)
             if prompt is not None:
                 return prompt
+            most = len(some) // 4
         return None
+
+
+def _brings_a_template(body: Mapping[str, Any]) -> bool:
+    """Engines may be told to render by a template that the request brings."""
+    kwargs = body.get("chat_template_kwargs")
+    return body.get("chat_template") is not None or (isinstance(kwargs, dict) and "chat_template" in kwargs)
 
 
 def _few(body: Mapping[str, Any]) -> bool:

@@ -37,7 +37,13 @@ class Door(msgspec.Struct, frozen=True):
         return self.suffix.rpartition("/")[2]
 
 
+def _first_of_batch(body: Mapping[str, Any], chats: list[Any], _: Context) -> Conversation:
+    """vLLM's batch: a list of conversations, of which the first gives the key, as of several texts."""
+    return Conversation({**body, "messages": chats[0] if chats else []}, complete=False)
+
+
 _DOORS: Final = (
+    Door("/chat/completions/batch", ("messages",), convert=_first_of_batch, salted=False),
     Door("/chat/completions", ("messages",)),
     Door("/completions", ("prompt",), chat=False),
     Door("/generate", ("text", "input_ids"), chat=False),

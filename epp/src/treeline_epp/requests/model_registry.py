@@ -82,6 +82,7 @@ class ModelRegistry:
     def __init__(self) -> None:
         self._endpoints: dict[str, tuple[str, tuple[str, ...], str | None, bool]] = {}
         self._engines: dict[str, str] = {}
+        self._engine_by_pool: dict[str, str] = {}
         self._keyers: dict[str, PromptKeyer] = {}
         self._configured: Mapping[str, Sequence[str]] = {}
         self._rules: tuple[ModelRule, ...] = ()
@@ -118,14 +119,14 @@ class ModelRegistry:
     ) -> None:
         """What an endpoint serves (nothing: whatever it is asked for), and with which tokenizer (`None`: unknown).
         `isolates_clients`: it keeps the caches of the edge's clients apart by itself. `engine` is its type, empty where
-        nobody tells it: the last that was told is the pool's."""
-        if engine:
-            self._engines[pool] = engine
+        nobody tells it."""
+        self._engines[name] = engine
         self._endpoints[name] = (pool, models, fingerprint, isolates_clients)
         self._outdated = True
 
     def remove_endpoint(self, name: str) -> None:
         """The endpoint has gone; its models go with the last endpoint that serves them."""
+        self._engines.pop(name, None)
         if self._endpoints.pop(name, None) is not None:
             self._outdated = True
 
@@ -158,8 +159,9 @@ class ModelRegistry:
         return self._by_pool.get(pool)
 
     def engine_of(self, pool: str) -> str:
-        """The type of the engines of a pool; empty where nobody told it."""
-        return self._engines.get(pool, "")
+        """The type of the engines of a pool, which have one; empty where nobody told it."""
+        self._refresh()
+        return self._engine_by_pool.get(pool, "")
 
     def isolates_clients(self, pool: str | None = None) -> bool:
         """Whether every endpoint, of this pool or of all, keeps the caches of the edge's clients apart by itself."""
@@ -213,6 +215,8 @@ class ModelRegistry:
                 self._open_pools.add(pool)
             if fingerprint is not None and (keyer := self._keyers.get(fingerprint)) is not None:
                 self._by_pool.setdefault(pool, keyer)
+        types = ((pool, self._engines.get(name)) for name, (pool, *_) in self._endpoints.items())
+        self._engine_by_pool = {pool: engine for pool, engine in types if engine}
         told = {pool: tuple(models or self._configured.get(pool, ())) for pool, models in pools.items()}
         self._served = {pool: models for pool, models in told.items() if models or pool in self._open_pools}
         self._tables = {}

@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from treeline_wire.chat import ChatTemplate, NeedsWorkerError, TemplateError
-from treeline_wire.dialects import ChatDialect
+from treeline_wire.dialects import ChatDialect, dialect_of
 from treeline_wire.prompt import Prompt, beginning_of_chat, prompt_of_chat
 
 MAX_MESSAGES: Final = 256
 """Messages that a template is given; rendering costs by each."""
 RENDER_SECONDS: Final = 0.003
-_MIN_MESSAGES: Final = 8
+_MIN_MESSAGES: Final = 16
+"""So few are always tried; where they take too long, it is not for their number."""
 _SMALL_PART: Final = 0.4
 """Half as many messages more take at most 2.25 times as long, where time grows with their square."""
 _SENTINEL: Final = "the system speaks again"
@@ -33,6 +34,9 @@ class BoundedRenderer:
         self.most = MAX_MESSAGES
         self._clock = clock
         self._template = template
+        for with_tools in (False, True):  # which takes longer than a request may
+            for engine in ("vllm", "sglang"):
+                dialect_of(engine).takes_lists(template.source(with_tools))
         self._inline_system: dict[bool, bool] = {}
 
     def whole(self, body: Mapping[str, Any], dialect: ChatDialect) -> Prompt | None:
@@ -70,7 +74,8 @@ class BoundedRenderer:
         try:
             prompt = render(body, self._template, dialect)
         except NeedsWorkerError:
-            self.most = max(_MIN_MESSAGES, min(self.most, count) // 4)
+            if count > _MIN_MESSAGES:
+                self.most = max(_MIN_MESSAGES, min(self.most, count) // 4)
             return None
         if 2 * count > self.most and self._clock() - began < _SMALL_PART * RENDER_SECONDS:
             self.most = min(MAX_MESSAGES, self.most * 3 // 2)
