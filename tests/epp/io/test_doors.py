@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import time
@@ -17,6 +18,7 @@ from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import ParsedRequest, parse
 from treeline_epp.requests.refusals import Refusal
+from treeline_runtime.server.prompts import Prompts
 from treeline_wire.tokenizer import TokenizerBundle
 
 ENGINES = ("treeline", "vllm", "sglang")
@@ -217,6 +219,28 @@ def test_requests_with_tools_have_the_template_for_tools(engine: str) -> None:
     assert hidden == ("tool template;tool f;user:q;assistant:" if shown else "user:q;assistant:")
 
 
+def test_runtime_and_picker_make_the_same_prompt_of_a_chat() -> None:
+    source = SHOWN.replace("{{ m.content }}", "{% for p in m.content %}<{{ p.text or p }}>{% endfor %}")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": "é"}'}}
+    called = [user("q"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    called.append({"role": "tool", "content": [part("1"), part("2")]})
+    for template in (SHOWN, source):
+        served = registry("treeline", template, ALONE + template)
+        bundle = TokenizerBundle.build(
+            small_bundle().tokenizer_json, chat_template=template, tool_template=ALONE + template
+        )
+        keyer = served.keyer_of("default")
+        assert keyer is not None
+        with contextlib.closing(Prompts(bundle)) as prompts:
+            for more in ({}, {"tools": tools}, {"tools": tools, "tool_choice": "none"}, {"tools": []}):
+                for chat in ([user("q")], called, [user([part("a"), part("b")])]):
+                    ids = prompts.of_chat({"messages": chat, **more})
+                    found = routed("/v1/chat/completions", {"model": "tiny", "messages": chat, **more}, served)
+                    assert keyer.keys is not None
+                    assert found.pick.key == keyer.keys.block_key(ids)
+
+
 TEXT = st.text(alphabet="ab \n", min_size=1, max_size=8)
 TURN = st.tuples(TEXT, TEXT, st.booleans())
 
@@ -321,7 +345,7 @@ JSON = st.recursive(
             max_size=4,
         )
     ),
-    max_leaves=12,
+    max_leaves=5,
 )
 MEMBERS = ("messages", "input", "system", "instructions", "tools", "tool_choice", "reasoning", "thinking", "documents")
 
