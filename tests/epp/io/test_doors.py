@@ -309,6 +309,9 @@ HOSTILE: dict[str, Any] = {
     },
     "tools that are none": {"messages": [user("x")], "input": "x", "tools": {"a": 1}, "output_config": {"effort": []}},
     "nothing": {},
+    "content that is null": {
+        name: [{"role": "system", "content": None}, {"role": "developer"}] * 2 for name in ("messages", "input")
+    },
     "null": {"messages": None, "input": None, "instructions": [], "previous_response_id": []},
     "many blocks": {"messages": [user([part("x")] * 2000)], "input": [user([part("x")] * 2000)]},
     "many items": {"messages": [user("x")] * 1300, "input": [user("x")] * 1300},
@@ -321,11 +324,11 @@ HOSTILE: dict[str, Any] = {
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"])
 @pytest.mark.parametrize("shape", HOSTILE)
 def test_hostile_bodies_are_refused_or_routed_quickly(shape: str, path: str) -> None:
-    for engine in ENGINES:
+    for served in (*BY_ENGINE.values(), FIRST["sglang"]):
         times = []
         for _ in range(3):
             began = time.thread_time()
-            found = routed(path, {"model": "tiny", **HOSTILE[shape]}, BY_ENGINE[engine])
+            found = routed(path, {"model": "tiny", **HOSTILE[shape]}, served)
             times.append(time.thread_time() - began)
             assert isinstance(found, ParsedRequest | Refusal)
             if isinstance(found, Refusal):
@@ -333,8 +336,11 @@ def test_hostile_bodies_are_refused_or_routed_quickly(shape: str, path: str) -> 
         assert min(times) < 0.02, times
 
 
+KINDS = st.sampled_from(
+    ["text", "tool_use", "tool_result", "thinking", "image", "message", "reasoning", "function_call", "{}"]
+)
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.sampled_from(["user", "text", "tool_use"]),
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3) | KINDS,
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
@@ -347,12 +353,18 @@ JSON = st.recursive(
     ),
     max_leaves=5,
 )
+ROLES = st.sampled_from(["user", "assistant", "system", "developer", "tool"]) | JSON
+BLOCK = st.fixed_dictionaries({"type": KINDS, "text": JSON, "content": JSON, "input": JSON})
+ITEM = st.fixed_dictionaries(
+    {"role": ROLES, "content": JSON | st.lists(BLOCK, max_size=2), "type": KINDS | JSON},
+    optional={"arguments": KINDS, "name": KINDS, "tool_calls": JSON, "summary": st.lists(BLOCK, max_size=1)},
+)
 MEMBERS = ("messages", "input", "system", "instructions", "tools", "tool_choice", "reasoning", "thinking", "documents")
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.dictionaries(st.sampled_from(MEMBERS), JSON | st.lists(st.fixed_dictionaries({"role": JSON, "content": JSON})))
+    st.dictionaries(st.sampled_from(MEMBERS), JSON | st.lists(st.fixed_dictionaries({"role": ROLES, "content": JSON})))
 )
 def test_whatever_is_said_at_a_door_is_routed_or_refused(body: dict[str, Any]) -> None:
     for engine in ENGINES:

@@ -131,6 +131,8 @@ def _is_object(text: str) -> bool:
 
 
 def _labelled(content: Any) -> Any:
+    if content is None:
+        return None
     if isinstance(content, list):
         for i, part in enumerate(content):
             if part["type"] == "text":
@@ -212,7 +214,8 @@ def _system_first(chat: list[Message]) -> list[Message]:
     for message in chat:
         if message["role"] == "system":
             content = message["content"]
-            texts += [part["text"] for part in content if "text" in part] if isinstance(content, list) else [content]
+            parts = content if isinstance(content, list) else [{"text": content or ""}]
+            texts += [part["text"] for part in parts if "text" in part]
     if not texts:
         return chat
     others = [message for message in chat if message["role"] != "system"]
