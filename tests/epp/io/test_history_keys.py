@@ -14,11 +14,12 @@ from treeline_epp.picking.decision import Outcome
 from treeline_epp.picking.picker import Picker
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.requests.body import Body
-from treeline_epp.requests.keyers import HistoryKeyer
+from treeline_epp.requests.history import HistoryKeyer
 from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import ParsedRequest, parse
+from treeline_wire.dialects import TREELINE
 from treeline_wire.keys import escape
 from treeline_wire.prompt import TooDeep
 
@@ -59,12 +60,14 @@ def test_each_turn_extends_the_one_before(turns: list[list[dict[str, Any]]], bod
     keyer, chat, before = HistoryKeyer(), list[dict[str, Any]](), b""
     for turn in turns:
         chat = [*chat, *turn]
-        prompt = keyer.render({**body, "messages": chat})
+        prompt = keyer.renderer.whole({**body, "messages": chat}, TREELINE)
         if prompt is None:
             return  # numbers that do not fit into 64 bits
         key = keyer.key(prompt)
         assert key.startswith(before)
-        assert key == keyer.key(keyer.render({"messages": chat, **body}) or prompt), "whatever the order of members"
+        assert key == keyer.key(keyer.renderer.whole({"messages": chat, **body}, TREELINE) or prompt), (
+            "whatever the order of members"
+        )
         before = key
 
 
@@ -79,12 +82,12 @@ def test_other_roles_or_texts_have_another_key(first: list[tuple[str, str]], sec
     keyer = HistoryKeyer()
 
     def rendered(chat: list[tuple[str, str]]) -> object:
-        return keyer.render({"messages": [{"role": role, "content": text} for role, text in chat]})
+        return keyer.renderer.whole({"messages": [{"role": role, "content": text} for role, text in chat]}, TREELINE)
 
     assert (rendered(first) == rendered(second)) == (first == second)
 
 
-def test_what_a_model_thought_does_not_matter_but_tools_and_pictures_do() -> None:
+def test_what_a_model_thought_does_not_matter_but_tools_and_names_do() -> None:
     registry = served()
     hello = {"role": "user", "content": "hello"}
     plain = key_of({"messages": [hello]}, registry).key
@@ -146,12 +149,12 @@ def test_what_cannot_be_a_prompt_has_no_key_and_what_is_too_deep_is_refused() ->
         {"messages": [{"role": "user", "content": 2**70}]},
     ]
     for body in bodies:
-        assert keyer.render(body) is None
+        assert keyer.renderer.whole(body, TREELINE) is None
     deep: Any = "x"
     for _ in range(100):
         deep = [deep]
     with pytest.raises(TooDeep):
-        keyer.render({"messages": [{"role": "user", "content": deep}]})
+        keyer.renderer.whole({"messages": [{"role": "user", "content": deep}]}, TREELINE)
 
 
 def test_a_conversation_stays_where_it_was() -> None:

@@ -24,6 +24,7 @@ from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.outline import MAX_MEMBERS, Outline
 from treeline_epp.requests.parse import ParsedRequest, is_large, parse
+from treeline_epp.requests.rendering import MAX_MESSAGES
 from treeline_epp.requests.router import Router
 from treeline_runtime.templates.pool import TemplatePool
 from treeline_wire.chat import ChatTemplate
@@ -188,8 +189,6 @@ WORDS = 'The quick brown fox said "no" to the lazy dog \\ and went home.\n'
     ids=["text", "parts", "system", "turns", "many", "tools"],
 )
 def test_the_key_of_a_large_chat_is_the_beginning_of_its_whole_key(body: bytes) -> None:
-    from treeline_epp.requests import prompts
-
     key = key_of(body)
     members = msgspec.json.decode(body)
     keyer = CATALOG.keyer_of("default")
@@ -201,7 +200,7 @@ def test_the_key_of_a_large_chat_is_the_beginning_of_its_whole_key(body: bytes) 
     full = keyer.key(prompt)
     assert full is not None
     assert full.startswith(key)
-    assert len(key) > min(len(full) * 0.9, 60_000) or len(members["messages"]) > prompts.MAX_MESSAGES
+    assert len(key) > min(len(full) * 0.9, 60_000) or len(members["messages"]) > MAX_MESSAGES
     assert len(key) > 10_000
 
 

@@ -136,8 +136,8 @@ def test_before_any_engine_has_spoken_no_model_is_unknown() -> None:
 def test_paths_without_a_prompt_go_anywhere_that_has_the_model() -> None:
     assert pick("/health", b"", method="GET") == PickRequest("r1")
     assert pick("/v1/completions", None) == PickRequest("r1")  # the proxy does not show the body
-    assert pick("/v1/responses", {"model": "huge", "input": "x"}, served=TWO).pool == "big"
-    assert pick("/v1/responses", {"model": "nobody", "input": "x"}, served=TWO).pool is None
+    assert pick("/v1/audio/speech", {"model": "huge", "input": "x"}, served=TWO).pool == "big"
+    assert pick("/v1/audio/speech", {"model": "nobody", "input": "x"}, served=TWO).pool is None
     assert pick("/upload", b"\x00\x01", served=TWO).model is None
 
 
@@ -240,7 +240,7 @@ def test_a_tokenizer_without_prefix_keys_is_told_and_gives_none() -> None:
     keyer = PromptKeyer(broken)
     assert keyer.keys is None
     assert keyer.problem is not None
-    assert keyer.render({"messages": [{"role": "user", "content": "x"}]}) is None
+    assert keyer.renderer is None
     served = registry(("default", ("tiny",)), bundle=broken)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
     assert pick("/v1/chat/completions", body, served=served).key is not None, "it is routed by history"

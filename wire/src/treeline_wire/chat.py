@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 from jinja2.exceptions import TemplateSyntaxError
 
 from .template_env import RaisedError, TemplateEnvironment, line_of
-from .template_inline import MAX_INPUT_CHARS, MAX_INPUT_ITEMS, InlineTemplate, NotInlineError
+from .template_inline import MAX_INPUT_CHARS, MAX_INPUT_ITEMS, MAX_SECONDS, InlineTemplate, NotInlineError
 from .template_inline import MAX_SOURCE_CHARS as MAX_INLINE_SOURCE_CHARS
 from .tokenizer import TokenizerBundle
 
@@ -82,7 +82,8 @@ class ChatTemplate:
     """A chat template, parsed once. Immutable; may be rendered by several threads.
 
     `tool_source` is the template for requests with tools, where a model has a separate one. `pool` renders what is not
-    rendered inline; without one, that is refused. Raises `TemplateError` when a source does not compile or may not be
+    rendered inline; without one, that is refused. `inline_seconds` of the processor are what a rendering inline may
+    take. Raises `TemplateError` when a source does not compile or may not be
     run.
     """
 
@@ -93,13 +94,16 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         tool_source: str | None = None,
         pool: Renderer | None = None,
+        inline_seconds: float = MAX_SECONDS,
     ) -> None:
         self._special_tokens = dict(special_tokens)
-        self._plain = _Source(source, pool)
-        self._with_tools = self._plain if tool_source is None else _Source(tool_source, pool)
+        self._plain = _Source(source, pool, inline_seconds)
+        self._with_tools = self._plain if tool_source is None else _Source(tool_source, pool, inline_seconds)
 
     @classmethod
-    def from_bundle(cls, bundle: TokenizerBundle, pool: Renderer | None = None) -> ChatTemplate | None:
+    def from_bundle(
+        cls, bundle: TokenizerBundle, pool: Renderer | None = None, inline_seconds: float = MAX_SECONDS
+    ) -> ChatTemplate | None:
         """The template of a bundle, None if it has none. Raises `TemplateError`."""
         if bundle.chat_template is None:
             return None
@@ -108,12 +112,17 @@ class ChatTemplate:
             special_tokens=bundle.special_tokens,
             tool_source=bundle.tool_template,
             pool=pool,
+            inline_seconds=inline_seconds,
         )
 
     @property
     def not_inline(self) -> str | None:
         """Why requests without tools are always rendered by a worker; None if most are rendered inline."""
         return self._plain.not_inline
+
+    def source(self, with_tools: bool) -> str:
+        """The text of the template for requests with tools, or without."""
+        return (self._with_tools if with_tools else self._plain).text
 
     def render(
         self,
@@ -156,12 +165,13 @@ class ChatTemplate:
 class _Source:
     """One template and its text."""
 
-    def __init__(self, text: str, pool: Renderer | None) -> None:
+    def __init__(self, text: str, pool: Renderer | None, inline_seconds: float) -> None:
         if len(text) > MAX_SOURCE_CHARS:
             raise TemplateError(f"the chat template has {len(text)} characters", user_error=False)
         self.text = text
         self.not_inline: str | None = None
         self._pool = pool
+        self._inline_seconds = inline_seconds
         self._key = next(_keys)
         self._inline: InlineTemplate | None = None
         try:
@@ -177,7 +187,7 @@ class _Source:
     def render(self, variables: dict[str, Any], small: bool) -> str:
         if self._inline is not None and small:
             try:
-                return self._inline.render(variables)
+                return self._inline.render(variables, self._inline_seconds)
             except NotInlineError as reason:
                 log.debug("a worker renders a chat: %s", reason)
             except RaisedError as error:

@@ -66,8 +66,8 @@ _METHODS: Final = words(
     "replace rstrip split splitlines startswith strip title upper values"
 )
 _FILTERS: Final = words(
-    "abs capitalize count d default first float int items join last length list lower map reject rejectattr "
-    "replace reverse safe select selectattr string title tojson trim truncate upper"
+    "abs capitalize count d default dictsort first float int items join last length list lower map reject rejectattr "
+    "replace reverse safe select selectattr sort string title tojson trim truncate upper"
 )
 _CONTAINERS: Final = frozenset({dict, list, tuple})
 _CHEAP_OPERATORS: Final = frozenset({"eq", "ne", "lt", "gt", "lteq", "gteq"})
@@ -82,11 +82,12 @@ class NotInlineError(Exception):
 class _RenderBudget:
     """What is left for one rendering."""
 
-    __slots__ = ("_began", "deadline", "output_chars")
+    __slots__ = ("_began", "_seconds", "deadline", "output_chars")
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
         self._began = time.thread_time()
-        self.deadline = time.perf_counter() + MAX_SECONDS
+        self._seconds = seconds
+        self.deadline = time.perf_counter() + seconds
         self.output_chars = MAX_OUTPUT
 
     def consume(self, chars: int) -> None:
@@ -99,7 +100,7 @@ class _RenderBudget:
 
     def check_time(self) -> None:
         """The deadline has passed: was it us who took the time, or others on this machine?"""
-        left = MAX_SECONDS - (time.thread_time() - self._began)
+        left = self._seconds - (time.thread_time() - self._began)
         if left <= 0:
             raise NotInlineError("it takes too long")
         self.deadline = time.perf_counter() + left
@@ -116,9 +117,10 @@ class InlineTemplate:
             raise NotInlineError("its source is too long")
         self._template, self.raised_texts = compile_template(_environment(), source)
 
-    def render(self, variables: dict[str, Any]) -> str:
-        """The text. Raises `NotInlineError`, `RaisedError`, and whatever is wrong with the template or its values."""
-        token = _budget.set(_RenderBudget())
+    def render(self, variables: dict[str, Any], seconds: float = MAX_SECONDS) -> str:
+        """The text, within `seconds` of the processor. Raises `NotInlineError`, `RaisedError`, and whatever is wrong
+        with the template or its values."""
+        token = _budget.set(_RenderBudget(seconds))
         try:
             return self._template.render(variables)
         except (RecursionError, MemoryError, OverflowError) as error:
@@ -400,6 +402,10 @@ def _check_pieces(value: Any) -> None:
         raise NotInlineError("it makes too many pieces")
 
 
+def _check_sort(value: Any, *_: Any, **_named: Any) -> None:
+    _check_pieces(value)
+
+
 def _check_trim(_value: Any, chars: Any = None) -> None:
     if chars is not None and len(str(chars)) > _MAX_ARGUMENT:
         raise NotInlineError("an argument is too long")
@@ -421,6 +427,7 @@ _FILTER_CHECKS: Final[dict[str, Callable[..., None]]] = {
     "trim": _check_trim,
     "tojson": _check_tojson,
     "list": _check_pieces,
+    "sort": _check_sort,
     "title": _check_pieces,
 }
 

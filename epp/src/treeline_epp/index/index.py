@@ -136,8 +136,8 @@ class Index:
 
     def age(self, pod: Pod, now: float) -> None:
         """Removals were lost: what the pod holds now counts for `aged_life_s` more, unless it is announced again. How
-        many copies there are of a block is not known any more either: what is announced from now on is counted anew, and
-        the next removal is believed to take the last."""
+        many copies there are of a block is not known any more: what is announced from now on is counted anew, and the
+        next removal is believed to take the last."""
         pod.copies.clear()
         pod.aged.append((pod.bit, now + self.limits.aged_life_s))
         self._scope(pod.scope).aged[pod] = None

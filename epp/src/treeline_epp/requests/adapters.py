@@ -42,7 +42,7 @@ NO_ADAPTERS: Final = Adapters()
 
 def union(endpoints: Sequence[Adapters]) -> Adapters:
     """What the endpoints of one pool have, any of which may be asked."""
-    engines = {one.engine for one in endpoints}
+    engines = {one.engine for one in endpoints if one.engine}
     names: dict[str, str] = {}
     for one in endpoints:
         names.update(one.names)

@@ -9,20 +9,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import msgspec
-from treeline_wire.chat import ChatTemplate, NeedsWorkerError, TemplateError
+from treeline_wire.chat import ChatTemplate, TemplateError
 from treeline_wire.keys import KeySelfTestError, PrefixKeys
 from treeline_wire.models import ModelRule
 from treeline_wire.normalization import long_run
-from treeline_wire.prompt import Prompt, prompt_of_chat
+from treeline_wire.prompt import Prompt
 from treeline_wire.tokenizer import TokenizerBundle
 
 from treeline_epp.requests.adapters import NO_ADAPTERS, Adapters, union
-from treeline_epp.requests.keyers import HistoryKeyer, Keyer, TokenLengths
+from treeline_epp.requests.history import HistoryKeyer
+from treeline_epp.requests.keyers import Keyer, TokenLengths
 from treeline_epp.requests.messages import Immediate
 from treeline_epp.requests.model_table import ModelNotFound, ModelTable, ModelTarget
+from treeline_epp.requests.rendering import RENDER_SECONDS, BoundedRenderer
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class PromptKeyer(TokenLengths):
     """Turns requests into prefix keys for one tokenizer and its chat template.
 
     `keys` is `None` when the tokenizer failed its self-test (`problem` says why): requests are then routed
-    by history.
+    by history. `renderer` is `None` then, or where there is no chat template.
     """
 
     def __init__(self, bundle: TokenizerBundle) -> None:
@@ -39,7 +40,7 @@ class PromptKeyer(TokenLengths):
         self.fingerprint = bundle.fingerprint
         self.problem: str | None = None
         self.keys: PrefixKeys | None = None
-        self._template: ChatTemplate | None = None
+        self.renderer: BoundedRenderer | None = None
         try:
             keys = PrefixKeys.from_bundle(bundle)
             keys.self_test()
@@ -47,25 +48,18 @@ class PromptKeyer(TokenLengths):
             long_run("é")  # makes its tables, which no request should wait for
         except (KeySelfTestError, ValueError) as error:
             self.problem = f"no prefix keys for tokenizer {bundle.fingerprint}: {error}"
+        template: ChatTemplate | None = None
         try:
-            self._template = ChatTemplate.from_bundle(bundle)
+            template = ChatTemplate.from_bundle(bundle, inline_seconds=RENDER_SECONDS)
         except TemplateError as error:
             self.problem = f"chat requests have no prefix key with tokenizer {bundle.fingerprint}: {error}"
-        if self._template is not None and self._template.not_inline is not None:
+        if template is not None and template.not_inline is not None:
             self.problem = (
                 f"chat requests have no prefix key with tokenizer {bundle.fingerprint}: its chat template is not a "
-                f"plain one ({self._template.not_inline}), and is not rendered here"
+                f"plain one ({template.not_inline}), and is not rendered here"
             )
-
-    def render(self, body: Mapping[str, Any]) -> Prompt | None:
-        """The prompt of a chat; `None` without keys or template, and for what takes more than a few milliseconds to
-        render: everybody else would wait. Raises `PromptError`, `TemplateError`."""
-        if self.keys is None or self._template is None:
-            return None
-        try:
-            return prompt_of_chat(body, self._template)
-        except NeedsWorkerError:
-            return None
+        if template is not None and self.keys is not None:
+            self.renderer = BoundedRenderer(template)
 
     def key(self, prompt: Prompt) -> bytes | None:
         """The key of a prompt; `None` without keys."""
@@ -119,8 +113,8 @@ class ModelRegistry:
         adapters: Adapters = NO_ADAPTERS,
     ) -> None:
         """What an endpoint serves (nothing: whatever it is asked for), and with which tokenizer (`None`: unknown).
-        `isolates_clients`: it keeps the caches of the edge's clients apart by itself. `adapters`: which of the models
-        are adapters, and what its requests name them by."""
+        `isolates_clients`: it keeps the caches of the edge's clients apart by itself. `adapters`: its type, which of
+        the models are adapters, and what its requests name them by."""
         before = self._endpoints.get(name)
         self._endpoints[name] = (pool, models, fingerprint, isolates_clients)
         self._adapters[name] = adapters
@@ -176,6 +170,10 @@ class ModelRegistry:
         """The adapters that can be asked for at a pool, and how."""
         self._refresh()
         return self._adapters_by_pool.get(pool, NO_ADAPTERS)
+
+    def engine_of(self, pool: str) -> str:
+        """The type of the engines of a pool; empty where nobody told it, or where they differ."""
+        return self.adapters_of(pool).engine
 
     def isolates_clients(self, pool: str | None = None) -> bool:
         """Whether every endpoint, of this pool or of all, keeps the caches of the edge's clients apart by itself."""

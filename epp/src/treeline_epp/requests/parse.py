@@ -19,13 +19,15 @@ from treeline_wire.prompt import PromptError, TooDeep
 
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.requests.body import Body
+from treeline_epp.requests.chats import chat
+from treeline_epp.requests.doors import Door, door_of
 from treeline_epp.requests.isolation import NO_ISOLATION, Cache, Isolation
 from treeline_epp.requests.keyers import Keyer
 from treeline_epp.requests.messages import Immediate, RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.model_table import ModelNotFound, ModelTarget
 from treeline_epp.requests.outline import NotReadable, Outline, count_values
-from treeline_epp.requests.prompts import CHARS_PER_TOKEN, KeyedPrompt, chat, completion
+from treeline_epp.requests.prompts import CHARS_PER_TOKEN, KeyedPrompt, completion
 from treeline_epp.requests.refusals import Refusal, bad_request, model_not_found, not_kept_apart
 from treeline_epp.requests.summary import MAX_VALUES, Summary, summary_of
 
@@ -65,18 +67,21 @@ def parse(
     """
     path = request.path.rstrip("/")
     method = request.headers.get(":method")
+    door = door_of(path)
     if method == "GET" and (answer := _models(path, registry)) is not None:
         return answer
     if not request.body:
         # A preflight (OPTIONS) and the like have none, and are the engine's to answer.
-        if request.body is not None and method == "POST" and path.endswith(_WITH_PROMPT):
+        if request.body is not None and method == "POST" and door is not None:
             return bad_request("The request has no body.", code="invalid_json")
         # No body (a probe, a page), or a proxy that does not show it: any ready endpoint.
         if request.body is None and isolation.must_salt(request.headers, registry):
             return not_kept_apart("its body is not shown to the endpoint picker")
         return ParsedRequest(PickRequest(request.id, subset=request.subset, pool=request.pool))
     reading = _Reading(request, path, registry, outline, draw, ready, isolation)
-    return reading.with_prompt(request.body) if path.endswith(_WITH_PROMPT) else reading.other(request.body)
+    if door is None or (not door.salted and reading.must_salt()):
+        return reading.other(request.body)
+    return reading.with_prompt(request.body, door)
 
 
 class _Reading(msgspec.Struct, frozen=True, gc=False):
@@ -90,9 +95,9 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
     ready: Ready
     isolation: Isolation
 
-    def with_prompt(self, body: bytes | Body) -> ParsedRequest | Refusal:
-        """A chat, a completion, or the native API."""
-        read = _read(self.path, body, self.outline)
+    def with_prompt(self, body: bytes | Body, door: Door) -> ParsedRequest | Refusal:
+        """A request with a prompt, at one of the doors for those."""
+        read = _read(door, body, self.outline)
         if isinstance(read, Refusal):
             return read
         model = read.members.get("model")
@@ -112,7 +117,11 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
         if cache is None:
             keyer, cache = None, Cache(None)
         try:
-            prompt = (chat if self.path.endswith(_CHAT) else completion)(read, keyer)
+            if door.chat:
+                engine = self.registry.engine_of(target.pool) if target is not None else ""
+                prompt = chat(read, keyer, door, engine)
+            else:
+                prompt = completion(read, keyer)
         except TooDeep as error:  # an engine may fail on it, and would be thought to be at fault
             return bad_request(f"`{error.param}` {error}", param=error.param)
         most = _max_output_tokens(self.path, read.members)
@@ -128,7 +137,7 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
         is a few pages, and soon everywhere.
         """
         vectors = self.path.endswith(_VECTORS) and not self.registry.empty
-        if self._must_salt() and not self.path.endswith(_WITHOUT_CACHE):
+        if self.must_salt() and not self.path.endswith(_WITHOUT_CACHE):
             return not_kept_apart("only chat and text completions and /generate take a salt")
         model: str | None = None
         target: ModelTarget | None = None
@@ -145,7 +154,7 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
         pick = self._pick(model, target, KeyedPrompt(None, len(body) // CHARS_PER_TOKEN), max_output_tokens=most)
         return ParsedRequest(pick, rewrite=_rewrite(model, target), outline=self.outline)
 
-    def _must_salt(self) -> bool:
+    def must_salt(self) -> bool:
         return self.isolation.must_salt(self.request.headers, self.registry)
 
     def _resolve(self, model: str | None) -> ModelTarget:
@@ -167,7 +176,7 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
                 raise PromptError(unread[0], "is too large")
             return self.isolation.cache(read.members, self.path, self.request.headers, self.registry, pool, model)
         except PromptError as error:
-            if self._must_salt():
+            if self.must_salt():
                 return bad_request(f"`{error.param}` {error}.", param=error.param)
             return None
 
@@ -203,19 +212,17 @@ def is_large(body: bytes | Body | None) -> bool:
     return count_values(body) > MAX_VALUES
 
 
-def _read(path: str, body: bytes | Body, outline: Outline | None) -> Summary | Refusal:
+def _read(door: Door, body: bytes | Body, outline: Outline | None) -> Summary | Refusal:
     """Decode a body, or what of a large one is read."""
-    native = path.endswith(_GENERATE)
     try:
         if isinstance(body, Body):
             assert outline is not None, "a large body needs an outline"
-            wanted = _MESSAGES if path.endswith(_CHAT) else _TEXTS if native else _PROMPT
-            read = summary_of(body, outline, wanted)
+            read = summary_of(body, outline, door.prompt)
         else:
             read = Summary(_decode_object(body), len(body))
     except NotReadable as error:
         return bad_request(str(error), code="invalid_json")
-    return _as_completion(read) if native else read
+    return _as_completion(read) if door.suffix == _GENERATE else read
 
 
 def _decode_object(body: bytes) -> dict[str, Any]:
@@ -253,11 +260,7 @@ def parse_subset(value: object) -> frozenset[str] | None:
     return frozenset(part.strip() for item in value for part in item.split(",") if part.strip())
 
 
-_CHAT = "/chat/completions"
-_COMPLETIONS = "/completions"
 _GENERATE = "/generate"
-_MESSAGES, _PROMPT, _TEXTS = ("messages",), ("prompt",), ("text", "input_ids")
-_WITH_PROMPT = (_COMPLETIONS, _GENERATE)  # the first also ends /chat/completions
 _VECTORS = ("/embeddings", "/pooling", "/classify", "/score", "/rerank")
 _WITHOUT_CACHE = ("/tokenize", "/detokenize")
 
@@ -295,8 +298,8 @@ def _max_output_tokens(path: str, body: dict[str, Any]) -> int | None:
         params = body.get("sampling_params")
         asked = params.get("max_new_tokens") if isinstance(params, dict) else None
     else:
-        asked = body.get("max_completion_tokens")
-        asked = body.get("max_tokens") if asked is None else asked
+        names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+        asked = next((body[name] for name in names if body.get(name) is not None), None)
     return asked if type(asked) is int and asked >= 0 else None
 
 

@@ -13,8 +13,8 @@ MAX_VALUES: Final = 4096
 """Values (of objects and lists) that are read of one body: reading and rendering cost by the value."""
 PROMPT_BYTES: Final = 192 * 1024
 """Bytes that are read of a prompt, of any other member, and of all others together."""
-_MEMBER_BYTES: Final = 64 * 1024
-_MEMBERS_BYTES: Final = 128 * 1024
+_MEMBER_BYTES: Final = 128 * 1024
+_MEMBERS_BYTES: Final = 192 * 1024
 _IDS_BYTES: Final = 64 * 1024
 """Bytes that are read of a prompt of token ids: more than ten thousand ids."""
 _PROMPTS: Final = ("messages", "prompt", "text", "input_ids")

@@ -1,0 +1,220 @@
+"""Anthropic's `/v1/messages` as the chat completion that vLLM and SGLang make of it.
+
+vLLM 0.32: `AnthropicServingMessages.to_chat_completion_request` in vllm/entrypoints/anthropic/serving.py. SGLang
+0.5.23: `AnthropicServing._convert_to_chat_completion_request` in sglang/srt/entrypoints/anthropic/serving.py. They
+differ in what joins the parts of a system prompt, in where a user's words beside tool results go, and in reasoning:
+SGLang's depends on the parser that it was started with, so there a key ends before it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from treeline_wire.dialects.base import check_size
+from treeline_wire.prompt import PromptError
+
+from treeline_epp.requests.conversion import Context, Conversation, Message, Unknown, blocks_of, text_member
+
+_BILLING: Final = "x-anthropic-billing-header"
+_PASSED: Final = ("model", "chat_template_kwargs", "cache_salt", "extra_key", "lora_path")
+
+
+def to_chat(body: Mapping[str, Any], messages: list[Any], context: Context) -> Conversation:
+    """The chat of a request with these messages. Raises `PromptError`."""
+    sglang = context.engine == "sglang"
+    made: dict[str, Any] = {name: body[name] for name in _PASSED if body.get(name) is not None}
+    if sglang:
+        made.pop("chat_template_kwargs", None)
+    roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+    merged = "system" in roles and not context.inline_system(must_show=sglang)
+    chat: list[Message] = []
+    system = _system(body.get("system"), sglang)
+    if merged:
+        inline = (_inline_text(message, sglang) for message in messages if _role(message) == "system")
+        system += [text for text in inline if text]
+    if system:
+        chat.append({"role": "system", "content": ("\n" if sglang else "").join(system)})
+    complete = True
+    try:
+        for i, message in enumerate(messages):
+            _convert(message, f"messages[{i}]", chat, sglang, merged)
+    except Unknown:
+        complete = False
+    tools = _tools(body, messages, sglang)
+    if tools:
+        made["tools"] = tools
+        made["tool_choice"] = _choice(body.get("tool_choice"))
+    made |= _thinking(body, sglang)
+    return Conversation({**made, "messages": chat}, complete)
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, dict) else None
+
+
+def _system(value: Any, sglang: bool) -> list[str]:
+    if not value:
+        return []
+    if isinstance(value, str):
+        return [value] if not sglang or value.strip() else []
+    texts = [text_member(block, "text", "system") for block in blocks_of(value, "system") if block["type"] == "text"]
+    return [text for text in texts if text and (sglang or not text.startswith(_BILLING))]
+
+
+def _inline_text(message: Message, sglang: bool) -> str:
+    """The text of a system message among the others."""
+    content = message.get("content")
+    if isinstance(content, str):
+        texts: list[str | None] = [content]
+    else:
+        texts = [text_member(b, "text", "messages") for b in blocks_of(content, "messages") if b["type"] == "text"]
+    if sglang:
+        return "\n".join(stripped for text in texts if (stripped := (text or "").strip()))
+    return "".join(text for text in texts if text and not text.startswith(_BILLING))
+
+
+def _convert(message: Any, where: str, chat: list[Message], sglang: bool, merged: bool) -> None:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise PromptError(where, "must be an object with a role")
+    role, content = message["role"], message.get("content")
+    if role == "system" and merged:
+        return
+    if role == "system" and not sglang:
+        if text := _inline_text(message, sglang):
+            chat.append({"role": "system", "content": text})
+        return
+    if isinstance(content, str):
+        chat.append({"role": role, "content": content})
+        return
+    made: Message = {"role": role}
+    parts: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    reasoning: list[str] = []
+    for i, block in enumerate(blocks_of(content, f"{where}.content")):
+        _convert_block(block, f"{where}.content[{i}]", role, sglang, parts, calls, reasoning, chat)
+    if reasoning:
+        made["reasoning"] = "".join(reasoning)
+    if calls:
+        made["tool_calls"] = calls
+    if parts:
+        made["content"] = _content(parts)
+    elif sglang and not calls and role != "user":
+        made["content"] = ""
+    if "content" in made or role != "user":
+        chat.append(made)
+
+
+def _content(parts: list[dict[str, Any]]) -> Any:
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else list(parts)
+
+
+def _convert_block(
+    block: dict[str, Any],
+    where: str,
+    role: str,
+    sglang: bool,
+    parts: list[dict[str, Any]],
+    calls: list[dict[str, Any]],
+    reasoning: list[str],
+    chat: list[Message],
+) -> None:
+    match block["type"]:
+        case "text":
+            text = text_member(block, "text", where, None)
+            if text or (sglang and text is not None):
+                parts.append({"type": "text", "text": text})
+        case "image":
+            parts.append({"type": "image_url"})
+        case "thinking" if sglang:
+            raise Unknown
+        case "thinking":
+            reasoning.append(text_member(block, "thinking", where) or "")
+        case "redacted_thinking" | "tool_reference":
+            pass
+        case "tool_use":
+            check_size(block.get("input"), f"{where}.input")
+            arguments = json.dumps(block.get("input") or {})
+            function = {"name": block.get("name") or "", "arguments": arguments}
+            if not block.get("id"):
+                raise Unknown  # the engine makes one up
+            calls.append({"id": block["id"], "type": "function", "function": function})
+        case "tool_result" if role == "user":
+            if sglang and parts:
+                chat.append({"role": "user", "content": _content(parts)})
+                parts.clear()
+            _convert_result(block, where, chat, sglang)
+        case _:
+            raise Unknown
+
+
+def _convert_result(block: dict[str, Any], where: str, chat: list[Message], sglang: bool) -> None:
+    """A result is a message of its own. One with images is known as far as its text."""
+    content = block.get("content")
+    made: Message = {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": content or ""}
+    if isinstance(content, list):
+        blocks = blocks_of(content, f"{where}.content")
+        if any(inner["type"] != "text" for inner in blocks):
+            raise Unknown
+        texts = [text_member(inner, "text", where) or "" for inner in blocks]
+        texts = [text for text in texts if text or not sglang]
+        made["content"] = texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
+    elif content and not isinstance(content, str):
+        raise PromptError(f"{where}.content", "must be a string or a list")
+    chat.append(made)
+
+
+def _tools(body: Mapping[str, Any], messages: list[Any], sglang: bool) -> list[dict[str, Any]]:
+    tools = body.get("tools")
+    if not tools:
+        return []
+    if any(block.get("type") in ("tool_addition", "tool_removal") for block in _all_blocks(messages)):
+        raise PromptError("messages", "changes the tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise PromptError("tools", "must be a list of objects")
+    made = []
+    for tool in tools:
+        description = tool.get("description")
+        function = {
+            "name": tool.get("name"),
+            "description": (description or "") if sglang else description,
+            "parameters": tool.get("input_schema"),
+            "strict": tool.get("strict"),
+        }
+        if sglang and tool.get("input_schema") is None:
+            continue  # one of Anthropic's own tools
+        deferred = tool.get("defer_loading")
+        if sglang:
+            made.append({"type": "function", "function": function, "defer_loading": deferred})
+        else:
+            made.append({"type": "function", "function": {**function, "defer_loading": deferred}})
+    return made
+
+
+def _all_blocks(messages: list[Any]) -> list[dict[str, Any]]:
+    contents = (message.get("content") for message in messages if isinstance(message, dict))
+    return [block for content in contents if isinstance(content, list) for block in content if isinstance(block, dict)]
+
+
+def _choice(value: Any) -> Any:
+    """Only what a template is shown depends on it: no tools, or one of them."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "tool":
+        return {"type": "function", "function": {"name": value.get("name")}}
+    return "none" if kind == "none" else "auto"
+
+
+def _thinking(body: Mapping[str, Any], sglang: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    output, thinking = body.get("output_config"), body.get("thinking")
+    effort = output.get("effort") if isinstance(output, dict) else None
+    if effort is not None:
+        found["reasoning_effort"] = "max" if sglang and effort == "xhigh" else effort
+    kind = thinking.get("type") if isinstance(thinking, dict) else None
+    if sglang and kind is not None:
+        # Which of the two its model reads is known to the parser that the engine was started with.
+        found["chat_template_kwargs"] = {"thinking": kind != "disabled", "enable_thinking": kind != "disabled"}
+    elif kind == "disabled":
+        found["reasoning_effort"] = "none"
+    return found

@@ -1,0 +1,216 @@
+"""From a chat to the prefix key of its prompt, in bounded time.
+
+A chat is bounded by rendering its first messages as one that is to be continued: what the template writes up to there
+is what it writes for all of them. Its key ends, too, before what has no text: an image, or a message that only the
+engine knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from treeline_wire.chat import TemplateError
+from treeline_wire.dialects import ChatDialect, dialect_of
+from treeline_wire.prompt import Prompt, PromptError, TooDeep, prompt_of_completion
+
+from treeline_epp.requests.conversion import Context, Conversation
+from treeline_epp.requests.doors import Door
+from treeline_epp.requests.keyers import Keyer, Renderer
+from treeline_epp.requests.prompts import CHARS_PER_TOKEN, KeyedPrompt, keyed, shortened
+from treeline_epp.requests.rendering import MAX_MESSAGES
+from treeline_epp.requests.summary import Summary
+
+MAX_TOOLS: Final = 256
+"""Tools and documents that a template is given; rendering costs by each."""
+_READ: Final = frozenset(
+    {
+        "tools",
+        "tool_choice",
+        "documents",
+        "chat_template_kwargs",
+        "reasoning_effort",
+        "reasoning",
+        "add_generation_prompt",
+        "continue_final_message",
+        "system",
+        "instructions",
+        "thinking",
+        "output_config",
+        "previous_response_id",
+        "input_ids",
+        "chat_template",
+    }
+)
+"""Members that say what is rendered."""
+_MEDIA: Final = ("image_url", "image", "input_image", "input_audio", "audio_url", "video_url", "video", "file")
+
+
+def chat(summary: Summary, keyer: Keyer | None, door: Door, engine: str) -> KeyedPrompt:
+    """The prompt of a chat for this type of engine. Raises `TooDeep`; other faults mean no key."""
+    rough = KeyedPrompt(None, summary.size // CHARS_PER_TOKEN)
+    if keyer is None or keyer.renderer is None or summary.left_out & _READ or not _few(summary.members):
+        return rough
+    try:
+        found = _Chat(summary, keyer.renderer, door, engine).prompt()
+    except TooDeep:
+        raise
+    except (PromptError, TemplateError):
+        return rough
+    if found is None:
+        return rough
+    prompt, whole = found
+    return keyed(prompt, keyer, None if whole else keyer.estimate_tokens(summary.size))
+
+
+class _Chat:
+    """One chat on its way to a prompt."""
+
+    def __init__(self, summary: Summary, renderer: Renderer, door: Door, engine: str) -> None:
+        self._summary = summary
+        self._renderer = renderer
+        self._door = door
+        self._dialect: ChatDialect = dialect_of(engine, door.api)
+        self._context = Context(engine, renderer.inline_system)
+        self._name = next((name for name in door.prompt if name in summary.members), door.prompt[0])
+        ids = summary.members.get("input_ids") if engine == "sglang" and door.convert is None else None
+        self._ids: list[Any] | None = ids if isinstance(ids, list) else None
+
+    def prompt(self) -> tuple[Prompt, bool] | None:
+        """The prompt, and whether it is all of it."""
+        if self._ids is not None:  # the template is not asked
+            return prompt_of_completion({"prompt": self._ids})[0], True
+        if _brings_a_template(self._summary.members):
+            return None
+        value = self._summary.members.get(self._name)
+        if self._summary.cut is not None:
+            found = self._of_cut(value)
+            return None if found is None else (found, False)
+        conversation = self._converted(value)
+        messages, known = self._known(conversation)
+        if known and conversation.complete and len(messages) <= self._renderer.most:
+            whole = self._renderer.whole(conversation.body, self._dialect)
+            if whole is not None:
+                return whole, True
+            found = self._beginning(conversation.body, messages[: len(messages) // 4], tries=1)
+        else:
+            found = self._beginning(conversation.body, messages)
+        return None if found is None else (found, False)
+
+    def _converted(self, value: Any) -> Conversation:
+        members = self._summary.members
+        if self._door.convert is None:
+            return Conversation({**members, "messages": value})
+        if isinstance(value, str):
+            value = [{"role": "user", "content": value}]
+        if not isinstance(value, list):
+            raise PromptError(self._name, "must be a list")
+        return self._door.convert(members, value, self._context)
+
+    def _known(self, conversation: Conversation) -> tuple[list[Any], bool]:
+        """The messages up to the first that has a part without text, with that one's beginning where the template
+        writes parts in their order; and whether those are all."""
+        messages = conversation.body["messages"]
+        if not isinstance(messages, list):
+            raise PromptError("messages", "must be a list")
+        for i, message in enumerate(messages):
+            content = message.get("content") if isinstance(message, dict) else None
+            parts = content if isinstance(content, list) else []
+            for j, part in enumerate(parts):
+                if isinstance(part, dict) and (part.get("type") in _MEDIA or any(name in part for name in _MEDIA)):
+                    before = parts[:j]
+                    ordered = before and self._renderer.takes_lists(conversation.body, self._dialect)
+                    return [*messages[:i], *([{**message, "content": before}] if ordered else ())], False
+        return messages, True
+
+    def _of_cut(self, value: Any) -> Prompt | None:
+        """Render as far as the messages are known: with the beginning of the last one, or else up to it."""
+        complete = self._summary.complete
+        if isinstance(value, str):
+            candidates: list[Any] = [shortened(value)]
+        elif isinstance(value, list):
+            candidates = [value if complete is value or len(value) > MAX_MESSAGES else _shorten_last(value), complete]
+        else:
+            return None
+        for candidate in candidates:
+            if not candidate:
+                continue
+            try:
+                conversation = self._converted(candidate)
+                known = self._known(conversation)[0]
+                if _with_text_at_end(known):
+                    return self._beginning(conversation.body, known)
+            except TooDeep:
+                raise
+            except (PromptError, TemplateError):
+                continue
+        return None
+
+    def _beginning(self, body: Mapping[str, Any], messages: list[Any], tries: int = 2) -> Prompt | None:
+        """The prompt of the first messages; of a quarter of them where those take too long."""
+        most = self._renderer.most
+        for _ in range(tries):
+            some = _with_text_at_end(_first(messages, most))
+            if not some:
+                return None
+            prompt = self._renderer.beginning({**body, "messages": some}, self._dialect)
+            if prompt is not None:
+                return prompt
+            most = len(some) // 4
+        return None
+
+
+def _brings_a_template(body: Mapping[str, Any]) -> bool:
+    """Engines may be told to render by a template that the request brings."""
+    kwargs = body.get("chat_template_kwargs")
+    return body.get("chat_template") is not None or (isinstance(kwargs, dict) and "chat_template" in kwargs)
+
+
+def _few(body: Mapping[str, Any]) -> bool:
+    """Few enough tools and documents to be rendered?"""
+    lists = (body.get("tools"), body.get("documents"))
+    return all(not isinstance(value, list) or len(value) <= MAX_TOOLS for value in lists)
+
+
+def _first(messages: list[Any], most: int) -> list[Any]:
+    """At most so many messages. Where a user speaks again later, they end with a user: templates leave out what an
+    assistant thought before the last question, and which one is the last must not depend on where we end."""
+    if len(messages) <= most:
+        return messages
+    some = messages[:most]
+    if not any(_role(message) == "user" for message in messages[most:]):
+        return some
+    last = next((i for i in range(most - 1, -1, -1) if _role(some[i]) == "user"), most - 1)
+    return some[: last + 1]
+
+
+def _with_text_at_end(messages: list[Any]) -> list[Any]:
+    """Without the last ones that have no text, behind which a rendering could end. Behind that of a tool call it could
+    not: templates write calls and texts in either order."""
+    end = len(messages)
+    while end:
+        last = messages[end - 1]
+        if isinstance(last, dict) and last.get("content") and not last.get("tool_calls"):
+            break
+        end -= 1
+    return messages[:end]
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, dict) else None
+
+
+def _shorten_last(messages: list[Any]) -> list[Any]:
+    """The text of the last message ends where nothing that follows can change it."""
+    last = messages[-1] if messages else None
+    if not isinstance(last, dict) or not last:
+        return messages
+    content = last.get("content")
+    if isinstance(content, str) and next(reversed(last)) == "content":
+        return [*messages[:-1], {**last, "content": shortened(content)}]
+    if isinstance(content, list) and content and isinstance(content[-1], dict):
+        part = content[-1]
+        if isinstance(part.get("text"), str) and next(reversed(part)) == "text":
+            parts = [*content[:-1], {**part, "text": shortened(part["text"])}]
+            return [*messages[:-1], {**last, "content": parts}]
+    return messages[:-1]

@@ -1,0 +1,242 @@
+"""OpenAI's `/v1/responses` as the chat completion that vLLM and SGLang make of it.
+
+vLLM 0.32: `construct_input_messages` and what it calls in vllm/entrypoints/openai/responses/utils.py. SGLang 0.5.23:
+`_construct_input_messages` and what it calls in sglang/srt/entrypoints/openai/serving_responses.py. What a request
+refers to by `previous_response_id` is in the engine alone: then only the instructions are known, which come before it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from treeline_wire.prompt import PromptError
+
+from treeline_epp.requests.conversion import Context, Conversation, Message, Unknown, blocks_of, text_member
+
+_PASSED: Final = ("model", "chat_template_kwargs", "cache_salt", "extra_key", "lora_path")
+_DEVELOPER: Final = "Developer instructions:\n"
+"""What SGLang writes before the text of a developer."""
+_OPEN: Final = ("in_progress", "incomplete")
+
+
+def to_chat(body: Mapping[str, Any], items: list[Any], context: Context) -> Conversation:
+    """The chat of a request with these input items. Raises `PromptError`."""
+    sglang = context.engine == "sglang"
+    made: dict[str, Any] = {name: body[name] for name in _PASSED if body.get(name) is not None}
+    chat: list[Message] = []
+    instructions = text_member(dict(body), "instructions", "body")
+    if instructions:
+        chat.append({"role": "system", "content": instructions})
+    complete = body.get("previous_response_id") is None
+    if complete:
+        try:
+            for i, item in enumerate(items):
+                if not isinstance(item, dict):
+                    raise PromptError(f"input[{i}]", "must be an object")
+                (_add_as_sglang if sglang else _add_as_vllm)(item, f"input[{i}]", chat)
+        except Unknown:
+            complete = False
+    if sglang:
+        chat = _merged(chat)
+        if not context.inline_system(must_show=True):
+            chat = _system_first(chat)
+    elif complete and items and items[-1].get("status") in _OPEN and items[-1].get("type", "message") == "message":
+        made |= {"continue_final_message": True, "add_generation_prompt": False}
+    tools = _tools(body.get("tools"), sglang)
+    if tools:
+        made["tools"] = tools
+        choice = body.get("tool_choice")
+        if isinstance(choice, dict) and choice.get("type") == "function":
+            choice = {"function": {"name": choice.get("name")}}
+        made["tool_choice"] = choice
+    reasoning = body.get("reasoning")
+    if isinstance(reasoning, dict) and reasoning.get("effort") is not None:
+        made["reasoning_effort"] = reasoning["effort"]
+    return Conversation({**made, "messages": chat}, complete)
+
+
+def _call(item: dict[str, Any], where: str) -> dict[str, Any]:
+    name, arguments = item.get("name"), item.get("arguments")
+    if item.get("namespace"):
+        raise Unknown
+    if not isinstance(name, str) or not isinstance(arguments, str):
+        raise PromptError(where, "must have a name and arguments")
+    return {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _add_as_vllm(item: dict[str, Any], where: str, chat: list[Message]) -> None:
+    """An assistant's turn comes in several items, which are put into one message while each brings something new."""
+    last = chat[-1] if chat and chat[-1]["role"] == "assistant" else None
+    kind = item.get("type", "message")
+    if kind == "function_call":
+        call = _call(item, where)
+        if last is not None:
+            last.setdefault("tool_calls", []).append(call)
+        else:
+            chat.append({"role": "assistant", "tool_calls": [call]})
+    elif kind == "reasoning":
+        text = _reasoning(item, ("content", "summary"), where, first=True)
+        if last is not None and last.get("reasoning") is None:
+            last["reasoning"] = text
+        else:
+            chat.append({"role": "assistant", "reasoning": text})
+    elif kind == "function_call_output":
+        chat.append({"role": "tool", "content": _plain(item.get("output")), "tool_call_id": item.get("call_id")})
+    elif kind == "message" and item.get("role") == "assistant":
+        text = _first_text(item.get("content"), where)
+        if last is not None and last.get("content") is None:
+            last["content"] = text
+        else:
+            chat.append({"role": "assistant", "content": text})
+    elif kind == "message" and isinstance(item.get("role"), str):
+        chat.append({"role": item["role"], "content": _plain(item.get("content"))})
+    else:
+        raise Unknown
+
+
+def _add_as_sglang(item: dict[str, Any], where: str, chat: list[Message]) -> None:
+    kind, role = item.get("type", "message"), item.get("role")
+    if kind == "function_call":
+        call = _call(item, where)
+        if not _is_object(call["function"]["arguments"]):
+            call["function"]["arguments"] = "{}"
+        chat.append({"role": "assistant", "tool_calls": [call]})
+    elif kind == "reasoning":
+        if item.get("encrypted_content") and not item.get("summary"):
+            raise Unknown
+        text = _reasoning(item, ("summary", "content"), where, first=False)
+        if text:
+            chat.append({"role": "assistant", "reasoning_content": text})
+    elif kind == "function_call_output":
+        output = _plain(item.get("output"))
+        if isinstance(output, list):
+            output = "".join(part.get("text", "") for part in output)
+        chat.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+    elif kind == "message" and isinstance(role, str):
+        content = _plain(item.get("content"))
+        if role == "developer":
+            role, content = "system", _labelled(content)
+        chat.append({"role": role, "content": content})
+    else:
+        raise Unknown
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _labelled(content: Any) -> Any:
+    if content is None:
+        return None
+    if isinstance(content, list):
+        for i, part in enumerate(content):
+            if part["type"] == "text":
+                return [*content[:i], {"type": "text", "text": _DEVELOPER + part["text"]}, *content[i + 1 :]]
+        raise Unknown
+    return f"{_DEVELOPER}{content}"
+
+
+def _plain(content: Any) -> Any:
+    """Content with its parts in the words of a chat completion."""
+    if content is None or isinstance(content, str):
+        return content
+    parts: list[dict[str, Any]] = []
+    for part in blocks_of(content, "input"):
+        if part["type"] in ("input_text", "output_text", "text"):
+            parts.append({"type": "text", "text": text_member(part, "text", "input") or ""})
+        elif part["type"] == "input_image":
+            parts.append({"type": "image_url"})
+        else:
+            raise Unknown
+    return parts
+
+
+def _first_text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    blocks = blocks_of(content, f"{where}.content")
+    if not blocks or not isinstance(blocks[0].get("text"), str):
+        raise Unknown
+    text: str = blocks[0]["text"]
+    return text
+
+
+def _reasoning(item: dict[str, Any], members: tuple[str, str], where: str, *, first: bool) -> str:
+    if first and item.get("encrypted_content"):
+        raise Unknown
+    for member in members:
+        blocks = blocks_of(item.get(member) or [], f"{where}.{member}")
+        texts = [text for block in blocks if (text := text_member(block, "text", where))]
+        if first and blocks:
+            return texts[0] if texts else ""
+        if texts:
+            return "\n".join(texts)
+    return ""
+
+
+def _merged(chat: list[Message]) -> list[Message]:
+    """SGLang: messages of the assistant in a row are one."""
+    out: list[Message] = []
+    for message in chat:
+        if message["role"] != "assistant" or not out or out[-1]["role"] != "assistant":
+            out.append(message)
+            continue
+        last = out[-1] = dict(out[-1])
+        content = message.get("content")
+        if content:
+            before = last.get("content")
+            if not before:
+                last["content"] = content
+            elif isinstance(before, str) and isinstance(content, str):
+                last["content"] = f"{before}\n\n{content}"
+            else:
+                last["content"] = [*_as_parts(before), *_as_parts(content)]
+        if message.get("tool_calls"):
+            last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
+        if reasoning := message.get("reasoning_content"):
+            had = last.get("reasoning_content")
+            last["reasoning_content"] = f"{had}\n{reasoning}" if had else reasoning
+    return out
+
+
+def _as_parts(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
+
+
+def _system_first(chat: list[Message]) -> list[Message]:
+    """SGLang, for templates that take a system message at the beginning alone: all of them are one there."""
+    texts: list[str] = []
+    for message in chat:
+        if message["role"] == "system":
+            content = message["content"]
+            parts = content if isinstance(content, list) else [{"text": content or ""}]
+            texts += [part["text"] for part in parts if "text" in part]
+    if not texts:
+        return chat
+    others = [message for message in chat if message["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *others]
+
+
+def _tools(tools: Any, sglang: bool) -> list[dict[str, Any]]:
+    """SGLang's tools are not strict unless it is said; vLLM's then have no such member."""
+    if not tools:
+        return []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise PromptError("tools", "must be a list of objects")
+    if any(tool.get("type") in ("custom", "namespace") for tool in tools):
+        raise PromptError("tools", "has kinds of tools that are not known here")
+    names = ("name", "description", "parameters")
+    return [
+        {
+            "type": "function",
+            "function": {name: tool.get(name) for name in names}
+            | {"strict": tool.get("strict", False if sglang else None)},
+        }
+        for tool in tools
+        if tool.get("type") == "function"
+    ]

@@ -1,0 +1,213 @@
+"""What all dialects have in common: reading messages, parts and tool calls that came from a client."""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Final
+
+from msgspec import Struct
+
+from ..chat import MAX_DEPTH, Admission, TooLargeError
+from ..errors import PromptError, TooDeep
+from .content_format import takes_lists
+
+Message = dict[str, Any]
+_NONE: Final = ("", None)
+
+
+class Turn(Struct, frozen=True):
+    """The conversation as a template is given it. `suffix` is written behind what it renders."""
+
+    messages: list[Message]
+    add_generation_prompt: bool
+    continue_final_message: bool
+    suffix: str = ""
+
+
+class ChatDialect(ABC):
+    """One engine's way from the body of a chat request to the arguments of its chat template.
+
+    Dialects have no state. All methods raise `PromptError` for what the engine would refuse, and leave the body as it
+    is.
+    """
+
+    separator: str
+    """Between the text parts of a message, for templates that take texts."""
+    flat_tools: bool = False
+    """Where the template fails, it is tried with tools without OpenAI's wrapper."""
+
+    def takes_lists(self, source: str) -> bool:
+        """Whether this template is given content as lists of parts."""
+        return takes_lists(source)
+
+    def turn(self, body: Mapping[str, Any], source: str) -> Turn:
+        """The conversation of a request. `source` is the template's text."""
+        messages = self.messages(body.get("messages"), source)
+        continue_final = flag(body, "continue_final_message", False)
+        add_generation = flag(body, "add_generation_prompt", not continue_final)
+        if continue_final and add_generation:
+            raise PromptError("continue_final_message", "cannot be combined with add_generation_prompt")
+        return Turn(messages, add_generation, continue_final)
+
+    def messages(self, value: Any, source: str) -> list[Message]:
+        """The messages as this template takes them."""
+        if not isinstance(value, list) or not value:
+            raise PromptError("messages", "must be a non-empty list")
+        lists = self.takes_lists(source)
+        return [self._message(item, f"messages[{i}]", lists) for i, item in enumerate(value)]
+
+    def _message(self, value: Any, where: str, lists: bool) -> Message:
+        if not isinstance(value, dict):
+            raise PromptError(where, "must be an object")
+        role = value.get("role")
+        if not isinstance(role, str):
+            raise PromptError(f"{where}.role", "must be a string")
+        content = value.get("content")
+        if isinstance(content, list):
+            check_size(content, f"{where}.content")
+            texts = [self.part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+            # Templates seldom expect a list as a tool's result, so both engines give them a text.
+            content = self.parts(content, texts) if lists and role != "tool" else self.joined(texts)
+        elif content is None:
+            content = self.nothing(lists and role != "tool")
+        elif not isinstance(content, str):
+            raise PromptError(f"{where}.content", "must be a string or a list of parts")
+        else:
+            content = self.text(content, lists and role != "tool")
+        return self.members(value, content, where)
+
+    def nothing(self, as_list: bool) -> Any:
+        """Content that is null or absent."""
+        del as_list
+        return ""
+
+    def text(self, text: str, as_list: bool) -> Any:
+        """Content that is a text."""
+        del as_list
+        return text
+
+    def joined(self, texts: list[str | None]) -> str:
+        """The parts of a message as one text."""
+        return self.separator.join(text for text in texts if text is not None)
+
+    def parts(self, content: list[Any], texts: list[str | None]) -> list[dict[str, Any]]:
+        """The parts of a message as a template that takes lists is given them."""
+        del content
+        return [{"type": "text", "text": text} for text in texts if text is not None]
+
+    @abstractmethod
+    def part(self, value: Any, where: str) -> str | None:
+        """The text of one part; None for one that the engine leaves out."""
+
+    @abstractmethod
+    def members(self, message: Message, content: Any, where: str) -> Message:
+        """A message with those of its members that the engine passes on, in the engine's order."""
+
+    @abstractmethod
+    def tools(self, body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+        """The tools that the template is shown."""
+
+    @abstractmethod
+    def variables(self, body: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """The template's further variables: `given` are `chat_template_kwargs`."""
+
+    def documents(self, body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+        """The documents that the template is given."""
+        return objects(body.get("documents"), "documents")
+
+    def add_special_tokens(self, body: Mapping[str, Any]) -> bool:
+        """Whether BOS and the like are put before what the template wrote."""
+        del body
+        return False
+
+
+def arguments_of(text: str, where: str) -> Any:
+    """Templates write arguments as JSON themselves, so the text that OpenAI's API carries becomes an object."""
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        raise PromptError(f"{where}.function.arguments", "must be JSON") from None
+    check_size(arguments, f"{where}.function.arguments")
+    return arguments
+
+
+def calls_of(message: Message, where: str) -> list[Any] | None:
+    """The tool calls of a message, checked to be a list of objects; None if there are none."""
+    calls = message.get("tool_calls")
+    if calls is None:
+        return None
+    if not isinstance(calls, list):
+        raise PromptError(f"{where}.tool_calls", "must be a list")
+    for i, call in enumerate(calls):
+        if not isinstance(call, dict):
+            raise PromptError(f"{where}.tool_calls[{i}]", "must be an object")
+    return calls
+
+
+def text_of(part: Any, where: str, kinds: Mapping[str, str]) -> str | None:
+    """The text of a part: `kinds` maps its type to the member that holds it. None where that member is null."""
+    if not isinstance(part, dict):
+        raise PromptError(where, "must be an object")
+    kind = part.get("type", "text")
+    member = kinds.get(kind) if isinstance(kind, str) else None
+    if member is None:
+        raise PromptError(where, "only parts of type 'text' are supported")
+    text = part.get(member)
+    if text is not None and not isinstance(text, str):
+        raise PromptError(where, f"`{member}` must be a string")
+    return text
+
+
+def with_system_for_developer(messages: list[Message], source: str, separator: str) -> list[Message]:
+    """Where a template does not know the role `developer`, its messages are the system's, and all of those are one at
+    the beginning: many templates take a system message there alone."""
+    named = any(message["role"] == "developer" for message in messages)
+    if not named or '"developer"' in source or "'developer'" in source:
+        return messages
+    kept = [message for message in messages if message["role"] not in ("developer", "system")]
+    system = [message for message in messages if message["role"] in ("developer", "system")]
+    if len(system) == 1 and messages[0] is system[0]:
+        own = {name: value for name, value in system[0].items() if name != "tools"}
+        return [{**own, "role": "system"}, *kept]
+    texts = [_flat(message["content"], separator) for message in system]
+    return [{"role": "system", "content": "\n\n".join(text for text in texts if text not in _NONE)}, *kept]
+
+
+def _flat(content: Any, separator: str) -> str:
+    if isinstance(content, list):
+        return separator.join(part["text"] for part in content)
+    return str(content)
+
+
+def objects(value: Any, param: str) -> list[dict[str, Any]] | None:
+    """A list of objects, or None. Raises `PromptError`."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise PromptError(param, "must be a list of objects")
+    return value
+
+
+def flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
+    """A member that is true or false. Raises `PromptError`."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise PromptError(name, "must be true or false")
+    return value
+
+
+def check_size(value: Any, param: str, max_depth: int = MAX_DEPTH, max_values: float = math.inf) -> int:
+    """Its characters. Raises `TooDeep` and `PromptError` beyond the limits: the nesting is the client's."""
+    admission = Admission(max_depth, max_values)
+    try:
+        admission.plain(value, 1)
+    except TooLargeError as error:
+        if error.deep:
+            raise TooDeep(param, f"is nested more than {max_depth} levels deep") from None
+        raise PromptError(param, f"must not have more than {max_values} values") from None
+    return admission.chars

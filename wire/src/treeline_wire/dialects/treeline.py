@@ -1,0 +1,67 @@
+"""Our own runtime's dialect: what `transformers` would be given, and vLLM's rule where a template needs one.
+
+So texts stay texts, parts are a list for templates that take lists (as vLLM tells them) and are joined by a newline
+for others, content that is null is an empty text, and a `developer` whom the template does not know is the system.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ..errors import PromptError
+from .base import (
+    ChatDialect,
+    Message,
+    arguments_of,
+    calls_of,
+    check_size,
+    objects,
+    text_of,
+    with_system_for_developer,
+)
+
+_KINDS: Final = {"text": "text"}
+
+
+class TreelineDialect(ChatDialect):
+    """See the module."""
+
+    separator = "\n"
+
+    def messages(self, value: Any, source: str) -> list[Message]:
+        return with_system_for_developer(super().messages(value, source), source, self.separator)
+
+    def part(self, value: Any, where: str) -> str | None:
+        text = text_of(value, where, _KINDS)
+        if text is None:
+            raise PromptError(where, "only parts of type 'text' are supported")
+        return text
+
+    def parts(self, content: list[Any], texts: list[str | None]) -> list[dict[str, Any]]:
+        return [{"type": "text", **part} for part in content]
+
+    def members(self, message: Message, content: Any, where: str) -> Message:
+        made = {**message, "content": content}
+        calls = calls_of(message, where)
+        if calls is not None:
+            made["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+        return made
+
+    def tools(self, body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+        tools = objects(body.get("tools"), "tools")
+        if tools and body.get("tool_choice") == "none":
+            check_size(tools, "tools")  # a template does not get them, but an engine does
+            return None
+        return tools or None
+
+    def variables(self, body: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        effort = body.get("reasoning_effort")
+        return dict(given) if effort is None else {"reasoning_effort": effort, **given}
+
+
+def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    return {**call, "function": {**function, "arguments": arguments_of(function["arguments"], where)}}
