@@ -448,9 +448,9 @@ class Fleet:
 
 
 def _process(spec: EndpointSpec, info: EngineInfo) -> str:
-    """What tells one process behind an endpoint from the next: its epoch, for engines that have one, and its ports."""
-    ports = [f"{source.rank}:{source.events_port}:{source.replay_port}" for source in info.sources]
-    return "/".join((spec.uid, info.epoch, *ports))
+    """What tells one process behind an endpoint from the next: its epoch, where it has one, and its sockets."""
+    sockets = [f"{s.rank}:{s.events_port}:{s.replay_port}:{s.load_port}:{s.topic}" for s in info.sources]
+    return "/".join((spec.uid, info.epoch, *sockets))
 
 
 def _scraped(client: EngineClient, state: EngineState, info: EngineInfo | None) -> tuple[MetricNames, ...]:

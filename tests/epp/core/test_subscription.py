@@ -73,6 +73,15 @@ def test_a_gap_that_the_replay_does_not_cover_takes_a_snapshot() -> None:
     assert not bench.subscription.partial
 
 
+def test_of_our_publishers_no_gap_is_accepted() -> None:
+    bench = Bench()
+    bench.ours(newest=0)
+    assert bench.subscription.on_live(9, bench.batch(9), 0.0) == [ReplayRequest(1)]
+    assert bench.subscription.on_reply(ReplayEnd(), 0.0) == [ReplayRequest(1)]
+    assert bench.holds(0)
+    assert not bench.pod.aged
+
+
 def test_every_reconnect_is_suspect_and_asks_what_was_missed() -> None:
     bench = Bench()
     bench.ours(newest=0)

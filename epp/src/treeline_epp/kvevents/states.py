@@ -105,12 +105,14 @@ class Checks:
 
 @dataclass(slots=True)
 class Replay:
-    """The replay that is asked for. `start` is the first batch of it, None for all. `overlap`: it must begin with this
-    batch, which we know. `uncovered`: it does not give what is missing."""
+    """The replay that is asked for. `start` is the first batch of it. `overlap`: it must begin with this batch, which
+    we know. `beyond`: the first batch that waits for it to be complete, where there is a gap before that. `uncovered`:
+    it does not give what is missing."""
 
     start: int | None = None
     overlap: int | None = None
     uncovered: bool = False
+    beyond: int | None = None
 
 
 EVENT_OF: Mapping[type, SubscriptionEvent] = {

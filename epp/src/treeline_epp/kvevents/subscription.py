@@ -193,7 +193,8 @@ class KvSubscription:
         return [request]
 
     def _ask_replay(self, start: int, overlap: int | None, now: float) -> list[Request]:
-        self._replay = Replay(start, overlap)
+        first = self._buffer[0][0] if self._buffer else -1
+        self._replay = Replay(start, overlap, beyond=first if first > start else None)
         return self._ask(_REPLAY, ReplayRequest(start), now)
 
     def _ask_foreign(self, now: float) -> list[Request]:
@@ -345,10 +346,8 @@ class KvSubscription:
             return self._recover(end, now)
         if self.next_seq is None:
             self._applied.next_seq = 0  # it has all from 0 on, and that is nothing yet
-        elif replay.start == self.next_seq and self._buffer and self._buffer[0][0] > self.next_seq:
-            self._applied.accept_gap(
-                self._buffer[0][0], now
-            )  # asked for because of a gap, and it has nothing to fill it
+        elif self.peer is Peer.FOREIGN and replay.beyond is not None and replay.start == self.next_seq:
+            self._applied.accept_gap(replay.beyond, now)  # it has nothing to fill the gap with
         return self._finish(now)
 
     def _snapshot_header(self, header: SnapshotHeader, now: float) -> list[Request]:
