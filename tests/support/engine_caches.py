@@ -61,7 +61,7 @@ class SglangCache:
         self.width = width
         self._base = modules["srt/mem_cache/base_prefix_cache"]
         self._radix = modules["srt/mem_cache/radix_cache"]
-        freed = SimpleNamespace(device="cpu", free=lambda _: None, free_segment=lambda _, start_pos: None)
+        freed = SimpleNamespace(device="cpu", free=lambda _: None, free_segment=lambda *_, **__: None)
         more: dict[str, Any] = {"page_size": width, "enable_kv_cache_events": True}
         self._lora_names: Any = None
         if hasattr(modules.get("srt/mem_cache/events"), "KvEventLoraNames"):

@@ -103,11 +103,8 @@ class _Finder(MetaPathFinder, Loader):
             return importlib.util.spec_from_file_location(name, file)
         return ModuleSpec(name, self, is_package=True)
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _StandIn(spec.name)
-
     def exec_module(self, module: ModuleType) -> None:
-        pass
+        module.__class__ = _StandIn
 
 
 class _StandIn(ModuleType):

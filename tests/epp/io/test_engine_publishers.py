@@ -46,6 +46,7 @@ class Engine:
     def start(self) -> None:
         self.cache = self._make()
         made: Any = self.cache.events.ZmqEventPublisher
+        made = type("Hurried", (made,), {"SHUTDOWN_TIMEOUT": 0.3})
         rank = {"data_parallel_rank", "attn_dp_rank"} & inspect.signature(made).parameters.keys()
         sockets = {"endpoint": f"tcp://*:{self.live}", "replay_endpoint": f"tcp://*:{self.replay}"}
         self._publisher = made(topic=TOPIC, **sockets, **dict.fromkeys(rank, 0))
@@ -58,7 +59,6 @@ class Engine:
                 self._publisher.publish(batch)
 
     def stop(self) -> None:
-        self._publisher.SHUTDOWN_TIMEOUT = 0.3
         self._publisher.shutdown()
 
     async def restart(self) -> None:
