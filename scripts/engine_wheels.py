@@ -42,6 +42,17 @@ SGLANG = (
     "srt/mem_cache/utils.py",
     "srt/utils/network.py",
 )
+SGLANG_UNIFIED = (
+    *SGLANG,
+    "srt/mem_cache/unified_cache/cache_action.py",
+    "srt/mem_cache/unified_cache/component_type.py",
+    "srt/mem_cache/unified_cache/components/__init__.py",
+    "srt/mem_cache/unified_cache/components/base.py",
+    "srt/mem_cache/unified_cache/components/full.py",
+    "srt/mem_cache/unified_cache/unified_tree_core.py",
+    "srt/mem_cache/unified_cache/unified_tree_core_interface.py",
+)
+"""With the tree that newer releases use by default, in its Python form."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,7 @@ RELEASES = (
     Release("sglang", "0.5.6", SGLANG, "07b001d327c9fe5178ece238bc1a5537646f57784e2242e97acd8d2bd940aac8"),
     Release("sglang", "0.5.7", SGLANG, "8a76343faa39ad39c7d96ab83f2c1411bc5dde0f21be4b18580b1683c6f8334b"),
     Release("sglang", "0.5.19", SGLANG, "dfad3acf4ed9af6c03c8de4f248018c25ed79f0666866002e39b49a8d8ad4deb"),
-    Release("sglang", "0.5.23", SGLANG, "ae6d4c2e4e7329519a5875d7e39bf22b01dd6beb0a45a77d77c36d6f1bff708a"),
+    Release("sglang", "0.5.23", SGLANG_UNIFIED, "302b66a4705f6d69db3b35f7fd9c39f70f8f06e4f5dea89f45ab015d48ee5c56"),
 )
 """The newest of each engine, one from between whose events look different, and the oldest whose events say what the
 cache holds: vLLM 0.9.0 is the first that has events, SGLang 0.5.7 the first where they are true. Before 0.5.6 it named

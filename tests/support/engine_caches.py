@@ -125,6 +125,55 @@ class SglangCache:
         return cast(list[str], node.hash_value)
 
 
+class SglangTree(SglangCache):
+    """SGLang's UnifiedTreeCore, its default since it has replaced RadixCache (there in Rust, of which this is the other
+    form), driven as UnifiedRadixCache drives it: one component for full attention, no tier below the device."""
+
+    def __init__(self, version: str, width: int = 4) -> None:
+        super().__init__(version, width)
+        modules = load("sglang", version)
+        unified = "srt/mem_cache/unified_cache"
+        self._full = modules[f"{unified}/component_type"].ComponentType.FULL
+        pools = {"req_to_token_pool": None, "token_to_kv_pool_allocator": None}
+        params = modules["srt/mem_cache/cache_init_params"].CacheInitParams(
+            disable=False, page_size=width, enable_kv_cache_events=True, kv_event_lora_names=self._lora_names, **pools
+        )
+        component = modules[f"{unified}/components/full"].FullComponent(
+            SimpleNamespace(enable_session_radix_cache=False), params
+        )
+        self._cache = modules[f"{unified}/unified_tree_core"].UnifiedTreeCore(params, {self._full: component})
+
+    def serve(self, tokens: Sequence[int], salt: str | None = None, lora: str | None = None) -> None:
+        step = self._cache.begin_insert(self._base.InsertParams(key=self._key(tokens, salt, lora)))
+        while step.result is None:
+            step = self._cache.resume_insert()
+        self._cache.end_insert()
+
+    def make_room(self, tokens: int) -> None:
+        evicted = {self._full: 0}
+        self._cache.evict_device_start(self._full, tokens)
+        steps = [self._cache.evict_device_next_node(self._full, evicted)]
+        while steps[-1].made_progress:
+            if steps[-1].node_id is not None:
+                steps.append(self._cache.evict_device_leaf(steps[-1].node_id, False))
+            for step in steps:
+                evicted[self._full] += step.tracker.get(self._full, 0)
+                for kept in (step.device_frees, step.host_frees, step.cache_actions):
+                    kept.clear()  # what its owner would free
+            steps = [self._cache.evict_device_next_node(self._full, evicted)]
+        self._cache.evict_device_end(self._full)
+
+    def drop_all(self) -> None:
+        self._cache.reset()
+        self._cache.kv_events.record_all_cleared()
+
+    def batch(self) -> Any:
+        return self.events.KVEventBatch(ts=1.5, events=self._cache.kv_events.take())
+
+    def cached(self, tokens: Sequence[int], salt: str | None = None, lora: str | None = None) -> int:
+        return int(self._cache.match_full_device_prefix(self._key(tokens, salt, lora))[0])
+
+
 class VllmCache:
     """vLLM's BlockPool with requests that hold their blocks for a while, as its managers use it (full attention, one
     group): the last token of a prompt is always computed, so the last block of a prompt that ends with one is too, and

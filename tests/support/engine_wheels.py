@@ -98,9 +98,10 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name.partition(".")[0] not in self._roots:
             return None
-        file = self._folder.joinpath(*name.split(".")).with_suffix(".py")
-        if file.is_file():
-            return importlib.util.spec_from_file_location(name, file)
+        place = self._folder.joinpath(*name.split("."))
+        for file in (place.with_suffix(".py"), place / "__init__.py"):
+            if file.is_file():
+                return importlib.util.spec_from_file_location(name, file)
         return ModuleSpec(name, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from support.engine_caches import KEYS, EngineCache, SglangCache, Traffic, VllmCache, key_of
+from support.engine_caches import KEYS, EngineCache, SglangCache, SglangTree, Traffic, VllmCache, key_of
 from support.engine_wheels import needs_engine_wheels
 from treeline_epp.index.index import Index
 from treeline_epp.index.pods import Pod
@@ -23,6 +23,7 @@ CACHES: dict[str, Callable[[], EngineCache]] = {
     "sglang-0.5.7": lambda: SglangCache("0.5.7"),
     "sglang-0.5.19": lambda: SglangCache("0.5.19"),
     "sglang-0.5.23": lambda: SglangCache("0.5.23"),
+    "sglang-0.5.23-tree": lambda: SglangTree("0.5.23"),
     "sglang-0.5.23-page-16": lambda: SglangCache("0.5.23", 16),
 }
 
@@ -80,7 +81,7 @@ def test_a_release_that_takes_back_what_it_holds_is_believed_less_never_more() -
     follower.index.check()
 
 
-@pytest.mark.parametrize("name", ["vllm-0.23.0", "vllm-0.33.0", "sglang-0.5.19", "sglang-0.5.23"])
+@pytest.mark.parametrize("name", ["vllm-0.23.0", "vllm-0.33.0", "sglang-0.5.19", "sglang-0.5.23", "sglang-0.5.23-tree"])
 def test_what_has_a_salt_is_found_by_its_salt_alone(name: str) -> None:
     follower, tokens = Follower(CACHES[name]()), list(range(20))
     follower.cache.serve(tokens, salt="mine")
@@ -98,7 +99,7 @@ def test_what_has_a_salt_is_found_by_its_salt_alone(name: str) -> None:
     assert follower.index.blocks_of(follower.pod) == set()
 
 
-@pytest.mark.parametrize("name", ["vllm-0.23.0", "vllm-0.33.0", "sglang-0.5.23"])
+@pytest.mark.parametrize("name", ["vllm-0.23.0", "vllm-0.33.0", "sglang-0.5.23", "sglang-0.5.23-tree"])
 def test_what_an_adapter_made_is_found_by_its_name_alone(name: str) -> None:
     follower, tokens = Follower(CACHES[name]()), list(range(20))
     follower.cache.serve(tokens, lora="adapter")
