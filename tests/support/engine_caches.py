@@ -53,9 +53,9 @@ class EngineCache(Protocol):
 
 
 class SglangCache:
-    """SGLang's RadixCache without memory pools."""
+    """SGLang's RadixCache without memory pools. `pairs`: of tokens and their successors, as EAGLE needs them."""
 
-    def __init__(self, version: str, width: int = 4) -> None:
+    def __init__(self, version: str, width: int = 4, *, pairs: bool = False) -> None:
         modules = load("sglang", version)
         self.events = modules["srt/disaggregation/kv_events"]
         self.width = width
@@ -70,6 +70,7 @@ class SglangCache:
             self._cache = self._radix.RadixCache.create_simulated(mock_allocator=freed, **more)
         else:
             self._cache = self._radix.RadixCache(None, freed, **more)
+        self._cache.is_eagle = pairs
 
     def serve(self, tokens: Sequence[int], salt: str | None = None, lora: str | None = None) -> None:
         key = self._key(tokens, salt, lora)
@@ -103,7 +104,9 @@ class SglangCache:
         return int(found.device_prefix_len) if indices is None else len(indices)
 
     def _key(self, tokens: Sequence[int], salt: str | None, lora: str | None) -> Any:
-        whole = list(tokens)[: len(tokens) // self.width * self.width]
+        whole = list(tokens)
+        if not getattr(self._cache, "is_eagle", False):
+            whole = whole[: len(whole) // self.width * self.width]
         if "cache_salt" not in getattr(self._radix.RadixKey, "__slots__", ()):
             return self._radix.RadixKey(whole, (salt or "") + (lora or "") or None)
         if lora is not None:

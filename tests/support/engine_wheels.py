@@ -120,10 +120,11 @@ class _StandIn(ModuleType):
 
 def _page_hashes(key: Any, prior_digest: bytes | None, page_size: int | None) -> list[str]:
     """SGLang's hashes of a key's pages, in hexadecimal: what its C++ extension computes (and, in Python, 0.5.6's
-    `get_hash_str`): SHA-256 over the digest before it and the page's tokens as u32 little-endian."""
+    `get_hash_str`): SHA-256 over the digest before it and the page's tokens as u32 little-endian, both of a pair."""
     tokens, digest, hashes = list(key), prior_digest or b"", []
     for start in range(0, len(tokens), page_size or len(tokens)):
-        page = tokens[start : start + (page_size or len(tokens))]
+        items = tokens[start : start + (page_size or len(tokens))]
+        page = [token for item in items for token in (item if isinstance(item, tuple) else (item,))]
         digest = hashlib.sha256(digest + struct.pack(f"<{len(page)}I", *page)).digest()
         hashes.append(digest.hex())
     return hashes

@@ -23,9 +23,14 @@ CACHES: dict[str, Callable[[], EngineCache]] = {
     "sglang-0.5.7": lambda: SglangCache("0.5.7"),
     "sglang-0.5.19": lambda: SglangCache("0.5.19"),
     "sglang-0.5.23": lambda: SglangCache("0.5.23"),
+    "sglang-0.5.23-pairs": lambda: SglangCache("0.5.23", pairs=True),
     "sglang-0.5.23-tree": lambda: SglangTree("0.5.23"),
     "sglang-0.5.23-page-16": lambda: SglangCache("0.5.23", 16),
 }
+
+
+NEW = range(20, 24)
+"""What prompts go on with, and nobody has."""
 
 
 class Follower:
@@ -42,9 +47,10 @@ class Follower:
         assert not batch.rejected
         for event in batch.events:
             self.index.apply(self.pod, event, KEYS)
+        self.index.tick(0.0)
 
     def hit(self, tokens: list[int], salt: str | None = None, lora: str | None = None) -> int:
-        key = key_of([*tokens, *range(20, 24)])  # the prompt goes on with what nobody has
+        key = key_of([*tokens, *NEW])
         return self.index.match("model", join_namespace(lora, salt), key, 0.0).hit(self.pod).tokens
 
 
@@ -60,7 +66,7 @@ def test_the_index_holds_the_blocks_that_the_engine_holds(name: str) -> None:
         assert follower.index.blocks_of(follower.pod) == held
         assert follower.pod.blocks == len(held)
         prompt = traffic.prompt()
-        cached = cache.cached(prompt)
+        cached = cache.cached([*prompt, *NEW])
         assert cached - cache.width <= follower.hit(prompt) <= cached  # the last block waits for a few bytes more
     assert most > 20
     assert not follower.pod.skipped
