@@ -1,7 +1,7 @@
 # Everything a person does here, by one word. `make help` lists the words; each does its own set-up in .venv.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup run test room check format control-plane generate images sbom cluster-up cluster-down e2e bench clients fuzz fuzz-wire fuzz-edge model lock clean
+.PHONY: help setup run test room check format control-plane generate images sbom cluster-up cluster-down e2e bench clients engine-wheels fuzz fuzz-wire fuzz-edge model lock clean
 
 PY := .venv/bin/python
 PROVIDER ?= auto
@@ -53,6 +53,9 @@ bench: setup ## The benchmarks: tables, plots and JSON in bench/results (ARGS="t
 
 clients: setup ## The openai client, lm_eval, guidellm, aiperf, inference-perf, vLLM's and SGLang's benchmarks against treeline up (ARGS="openai")
 	@$(PY) scripts/clients.py $(ARGS)
+
+engine-wheels: setup ## Fetch the event code of vLLM and SGLang from their wheels (1 GB, once), for the tests that compare it with ours
+	@$(PY) scripts/engine_wheels.py
 
 fuzz: fuzz-wire fuzz-edge ## Both of the next two
 

@@ -283,6 +283,8 @@ def _event(raw: Any) -> Event:
         if isinstance(fields.get("lora_name"), dict):
             metadata = fields.pop("lora_name")
             fields |= {name: metadata[name] for name in _METADATA if name in metadata}
+        if fields.get("parent_block_hash") == 0:
+            fields["parent_block_hash"] = None  # so llm-d-inference-sim writes the beginning of a prompt
     elif isinstance(raw, dict):
         kind = raw.get("type")
         fields = raw

