@@ -123,6 +123,7 @@ REFUSED_POOLS = [
     ("engine: {dataParallel: 2}", "remove dataParallel and raise replicas"),
     ("engine: {adapters: [{name: a, uri: hf://o/a}]}", "remove adapters, or use engine sglang or vllm"),
     ("engine: {port: 5557}", "ports 5557, 5657, 5757 are those of cache events"),
+    ("{model: {uri: hf://o/n}, engine: {type: vllm, dataParallel: 4, port: 5560}}", "so many from each as dataParallel"),
     ("{model: {uri: hf://o/n}, engine: {type: custom}}", "set engine.image"),
     (
         "{model: {uri: hf://o/n}, engine: {type: custom, image: i, tensorParallel: 2}}",
@@ -206,6 +207,7 @@ REFUSED_POOLS = [
             " remove them from template.metadata.annotations",
         )
         for key in (
+            "treeline.dev/kv-events-port",
             "treeline.dev/draining-since",
             "treeline.dev/applied",
             "controller.kubernetes.io/pod-deletion-cost",
@@ -354,6 +356,9 @@ ACCEPTED_POOLS = [
     "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 4},"
     " engine: {type: vllm, tensorParallel: 2, dataParallel: 2, adapters: [{name: a, uri: pvc://c/a}]}}",
     "{model: {uri: path:///m}, engine: {type: custom, image: 'me/mine:1', port: 5557, command: [serve], args: [x]}}",
+    "{engine: {type: custom, image: i}, template: {metadata: {annotations: {treeline.dev/kv-events-port: '5557'}}},"
+    " model: {uri: path:///m}}",
+    "{model: {uri: hf://o/n}, engine: {type: vllm, dataParallel: 4, port: 5561}}",
     "gateway: {parentRefs: [{name: g}, {name: g, sectionName: https}], hostnames: ['*.example.com']}",
     "{model: {uri: 'hf://o/n@v1.0', name: 'org/name:tag_1.0@x+y'}, engine: {type: vllm, dtype: bfloat16}}",
     "model: {uri: 'pvc://claim/.cache/a_b@1+2=3/v1'}",

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 from support.control_plane import ControlPlane
 from support.pool_world import SimCluster, a_pool
-from treeline_operator.actions import Apply
+from treeline_kube.resources import Resource
+from treeline_operator.actions import Apply, CreateKeys
+from treeline_operator.controller.execute import with_keys
 from treeline_operator.controller.kinds import CHILDREN
 
 pytestmark = pytest.mark.integration
 
 RESOURCES = {watched.resource.kind: watched.resource for watched in CHILDREN}
+RESOURCES["Secret"] = Resource("v1", "Secret", "secrets")
 USERS: dict[str, Any] = {
     "metadata": {"annotations": {"empty": ""}},
     "spec": {
@@ -65,6 +68,9 @@ def test_the_api_server_takes_every_object_and_its_defaults_are_no_difference(
     pool = a_pool(name, metadata={"namespace": namespace}, **SPECS[name])
     cluster = SimCluster()
     for action in cluster.plan(pool).actions:
+        if isinstance(action, CreateKeys):
+            _dry_run(control_plane, with_keys(action))
+            continue
         assert isinstance(action, Apply)
         cluster.objects[action.ref] = _dry_run(control_plane, action.object)
     plan = cluster.plan(pool)

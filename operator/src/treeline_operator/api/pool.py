@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, StrictInt, StringConstraints, WithJsonSchema
+from treeline_wire import labels
 from typing_extensions import TypedDict
 
 from treeline_operator.api.engine import Accelerator, Engine
@@ -51,7 +52,8 @@ _TEMPLATE: Final[dict[str, Any]] = {
                 "labels": {**_STRINGS, "description": "Labels; those of treeline.dev are the operator's."},
                 "annotations": {
                     **_STRINGS,
-                    "description": "Annotations; those of treeline.dev are the operator's.",
+                    "description": "Annotations; those of treeline.dev are the operator's, but for those by which "
+                    "the pods of a custom engine tell where they publish KV events (docs/engines.md).",
                 },
             },
         },
@@ -82,6 +84,10 @@ _OWN_SPLITS: Final = frozenset(
     }
 )
 """Flags in `engine.args` that say by themselves how the devices are shared out."""
+
+
+_TOLD_BY_CUSTOM: Final = [labels.KV_EVENTS_PORT, labels.KV_REPLAY_PORT, labels.KV_EVENTS_TOPIC]
+"""Annotations by which the pods of a custom engine tell the picker where they publish what their caches hold."""
 
 
 def _keys_rule(which: Literal["labels", "annotations"]) -> Rule:
@@ -147,8 +153,9 @@ class PoolSpec(Part):
         ),
         forbidden(
             "!has(self.template) || !has(self.template.metadata) || !has(self.template.metadata.annotations)"
-            " || self.template.metadata.annotations.all(k,"
-            f" !k.startsWith('treeline.dev/') && k != '{DELETION_COST}')",
+            " || self.template.metadata.annotations.all(k, k != "
+            f"'{DELETION_COST}' && (!k.startsWith('treeline.dev/')"
+            f" || (self.engine.type == 'custom' && k in {_TOLD_BY_CUSTOM})))",
             f"annotations of treeline.dev and {DELETION_COST} on pods are the operator's:"
             " remove them from template.metadata.annotations",
             field=".template.metadata.annotations",

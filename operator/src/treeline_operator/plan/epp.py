@@ -9,7 +9,7 @@ from treeline_wire import ports
 from treeline_operator import names, rbac
 from treeline_operator.api.gateway import ClientLimits
 from treeline_operator.plan.canonical import canonical
-from treeline_operator.plan.engines import HUNG_GRACE_S
+from treeline_operator.plan.engines.base import HUNG_GRACE_S
 from treeline_operator.plan.gateway_common import (
     LINGER_S,
     GatewayContext,
