@@ -313,6 +313,13 @@ POOL_STATES = {
         Reason.DEVICES_UNUSED,
         "accelerator.count is 8, and the engine uses 6 fewer",
     ),
+    "a tokenizer that the picker cannot have": (
+        world(pool(model={"uri": "path:///m", "name": "tiny"}, engine={"type": "vllm"})),
+        T.WARNINGS,
+        "True",
+        Reason.ROUTED_BY_HISTORY,
+        "the tokenizer of tiny is at path:///m, which is in the runtime pods alone: requests are routed by history",
+    ),
     "no KEDA": (scaled(KEDA), T.SCALING_ACTIVE, "False", Reason.KEDA_MISSING, "keda.sh/v1alpha1"),
     "KEDA works": (
         scaled(KEDA, keda(said("Ready", "True"), said("Active", "False")), platform=WITH_KEDA),

@@ -59,18 +59,12 @@ REFUSED_POOLS = [
     ),
     ("model: {uri: hf://a--b/c}", "an organisation, name or revision of Hugging Face has no -- or .. in it"),
     ("model: {uri: hf://a/b..c}", "an organisation, name or revision of Hugging Face has no -- or .. in it"),
-    (
-        "{model: {uri: hf://o/n}, gateway: {isolation: PerKey}}",
-        "without API keys there are no clients to keep apart",
+    *(
+        (f"{{model: {{uri: hf://o/n}}, gateway: {{isolation: PerKey{more}}}}}", "there are no clients to keep apart")
+        for more in ("", ", standalone: {tls: {secretRef: {name: t}}}", ", parentRefs: [{name: g}]")
     ),
-    (
-        "gateway: {isolation: PerKey, standalone: {tls: {secretRef: {name: t}}}}",
-        "without API keys there are no clients to keep apart",
-    ),
-    (
-        "gateway: {isolation: PerKey, parentRefs: [{name: g}]}",
-        "without API keys there are no clients to keep apart",
-    ),
+    ("{model: {uri: hf://o/n, pickerReadsClaim: true}, engine: {type: vllm}}", "the tokenizer is on no claim"),
+    ("model: {uri: pvc://c/m, pickerReadsClaim: true}", "engine treeline serves its tokenizer itself"),
     *(
         (f"model: {{uri: {json.dumps(form.format(bad))}}}", says)
         for form, says in (
@@ -123,7 +117,10 @@ REFUSED_POOLS = [
     ("engine: {dataParallel: 2}", "remove dataParallel and raise replicas"),
     ("engine: {adapters: [{name: a, uri: hf://o/a}]}", "remove adapters, or use engine sglang or vllm"),
     ("engine: {port: 5557}", "ports 5557, 5657, 5757 are those of cache events"),
-    ("{model: {uri: hf://o/n}, engine: {type: vllm, dataParallel: 4, port: 5560}}", "so many from each as dataParallel"),
+    (
+        "{model: {uri: hf://o/n}, engine: {type: vllm, dataParallel: 4, port: 5560}}",
+        "so many from each as dataParallel",
+    ),
     ("{model: {uri: hf://o/n}, engine: {type: custom}}", "set engine.image"),
     (
         "{model: {uri: hf://o/n}, engine: {type: custom, image: i, tensorParallel: 2}}",
@@ -356,6 +353,7 @@ ACCEPTED_POOLS = [
     "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 4},"
     " engine: {type: vllm, tensorParallel: 2, dataParallel: 2, adapters: [{name: a, uri: pvc://c/a}]}}",
     "{model: {uri: path:///m}, engine: {type: custom, image: 'me/mine:1', port: 5557, command: [serve], args: [x]}}",
+    "{engine: {type: vllm}, model: {uri: hf://o/n, tokenizer: pvc://c/m, pickerReadsClaim: true}}",
     "{engine: {type: custom, image: i}, template: {metadata: {annotations: {treeline.dev/kv-events-port: '5557'}}},"
     " model: {uri: path:///m}}",
     "{model: {uri: hf://o/n}, engine: {type: vllm, dataParallel: 4, port: 5561}}",

@@ -361,6 +361,13 @@ class Reason(StrEnum):
         "Pods ask for more devices than the engine uses.",
         "Remove engine.tensorParallel (it follows accelerator.count), or lower accelerator.count.",
     )
+    ROUTED_BY_HISTORY = _needs_you(
+        "RoutedByHistory",
+        "The picker cannot have the tokenizer of the pool's model: it routes by what it sent where itself, and sees "
+        "neither what the pods evict nor what others sent them.",
+        "Set model.tokenizer to the model's hf:// uri, or model.pickerReadsClaim where pods on several nodes can mount "
+        "the claim.",
+    )
     # InferenceModels
     ACCEPTED = _well("Accepted", "The name is served.")
     POOL_NOT_FOUND = _needs_you(

@@ -114,6 +114,11 @@ class PoolSpec(Part):
             field=".model.tokenizer",
         ),
         forbidden(
+            "self.engine.type != 'treeline' || !self.model.pickerReadsClaim",
+            "engine treeline serves its tokenizer itself: remove model.pickerReadsClaim",
+            field=".model.pickerReadsClaim",
+        ),
+        forbidden(
             "!has(self.model.cache) || self.model.uri.startsWith('hf://')"
             " || (has(self.model.tokenizer) && self.model.tokenizer.startsWith('hf://'))"
             " || (has(self.engine.adapters) && self.engine.adapters.exists(a, a.uri.startsWith('hf://')))",

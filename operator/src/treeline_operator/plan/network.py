@@ -15,6 +15,7 @@ from treeline_operator.plan.engines.registry import adapter_of
 from treeline_operator.plan.gateway_common import Component, GatewayContext
 from treeline_operator.plan.objects import Object, manifest, port
 from treeline_operator.plan.runtime import selector
+from treeline_operator.plan.tokenizers import Tokenizers
 from treeline_operator.world import Platform
 
 _NAMESPACE: Final = "kubernetes.io/metadata.name"
@@ -113,6 +114,8 @@ def _picker(context: GatewayContext) -> Object:
         # To anywhere: a node's own DNS cache has an address that no selector covers.
         _DNS,
     ]
+    if Tokenizers.of(context.shared).hub:
+        egress.append({"ports": [port(443)]})
     match = {"matchLabels": context.pods("epp")}
     return _policy(context.meta(names.epp(context.gateway)), match, ingress=ingress, egress=egress)
 

@@ -34,7 +34,7 @@ def inputs(pool: InferencePool) -> str:
     Fields that have their default are left out: a field that a later version of the API adds changes no hash.
     """
     spec = pool.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude_none=True)
-    model = {**spec["model"]}
+    model = {name: value for name, value in spec["model"].items() if name != "pickerReadsClaim"}
     if "cache" in model:
         # Size and class of the claim are the claim's business; the pods only mount it.
         model["cache"] = model["cache"].get("claimName", "own")

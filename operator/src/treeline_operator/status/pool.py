@@ -20,6 +20,7 @@ from treeline_operator.plan.facts import find, is_observed, is_overdue, label
 from treeline_operator.plan.keys import has_keys
 from treeline_operator.plan.security import exceptions
 from treeline_operator.plan.shared_gateway import SharedGateway, share
+from treeline_operator.plan.tokenizers import by_history, not_held
 from treeline_operator.status import gateway_status
 from treeline_operator.status.causes import Cause, Json, Progress, diagnose, percent
 from treeline_operator.status.conditions import Finding, Judgement, build, few, timestamp
@@ -372,6 +373,10 @@ def _warnings(view: _PoolView) -> Judgement | None:
     if (unused := pool.spec.unused_devices) > 0:
         text = f"accelerator.count is {pool.spec.accelerator.count}, and the engine uses {unused} fewer"
         found.append((Reason.DEVICES_UNUSED, text))
+    if why := by_history(pool, view.shared):
+        found.append((Reason.ROUTED_BY_HISTORY, f"{why}: requests are routed by history"))
+    if other := not_held(pool, view.shared):
+        found.append((Reason.GATEWAY_CONFLICT, other))
     if not found:
         return None
     return "True", found[0][0], "; ".join(text for _, text in found)

@@ -62,12 +62,14 @@ class EngineAdapter(Protocol):
     `flags` maps a setting of `spec.engine` to the engine's flag; one that is not there has no meaning for the engine.
     `hits_by_flag`: its command line says whether answers tell how much of a prompt was cached; otherwise the edge says
     it, request by request, or nobody. `serves_tokenizer`: the picker gets its tokenizer from the engine itself.
+    `publishes`: it is started so that it publishes what its cache holds.
     """
 
     name: EngineType
     flags: Mapping[str, str]
     hits_by_flag: bool
     serves_tokenizer: bool
+    publishes: bool
 
     def metrics_port(self, pool: InferencePool) -> int | None:
         """The port that serves metrics and nothing else; None for engines that serve them on their API's."""

@@ -17,6 +17,7 @@ class Custom:
     name: EngineType = "custom"
     hits_by_flag = False
     serves_tokenizer = False
+    publishes = False
     flags: Mapping[str, str] = {}
 
     def metrics_port(self, pool: InferencePool) -> int | None:

@@ -38,6 +38,7 @@ class SGLang:
     name: EngineType = "sglang"
     hits_by_flag = True
     serves_tokenizer = False
+    publishes = True
     flags: Mapping[str, str] = {
         "dtype": "--dtype",
         "quantization": "--quantization",

@@ -24,6 +24,7 @@ class Treeline:
     name: EngineType = "treeline"
     hits_by_flag = False
     serves_tokenizer = True
+    publishes = True
     flags: Mapping[str, str] = {
         "dtype": "--dtype",
         "quantization": "--quantization",

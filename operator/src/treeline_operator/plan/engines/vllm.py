@@ -31,6 +31,7 @@ class Vllm:
     name: EngineType = "vllm"
     hits_by_flag = True
     serves_tokenizer = False
+    publishes = True
     flags: Mapping[str, str] = {
         "dtype": "--dtype",
         "quantization": "--quantization",
