@@ -178,8 +178,18 @@ class PickerEndpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class PickerRouting:
+    """By which way a picker finds what is cached in a pool (`events`, `history`, …), and why not by a better one."""
+
+    way: str
+    reason: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class PickerView:
-    """What a picker says of itself: pool name → its endpoints, pool name → the models it serves.
+    """What a picker says of itself: pool name → its endpoints, pool name → the models it serves, pool name → how it is
+    routed (of pools whose engines it has asked, and where it is a picker that says so).
 
     It was so `at` that moment, by the operator's clock, or later.
     """
@@ -187,6 +197,7 @@ class PickerView:
     synced: bool
     pools: dict[str, tuple[PickerEndpoint, ...]] = field(default_factory=dict)
     models: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    routing: dict[str, PickerRouting] = field(default_factory=dict)
     at: datetime | None = None
 
 

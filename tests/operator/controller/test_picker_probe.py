@@ -14,7 +14,7 @@ from treeline_operator.api.parts import API_VERSION
 from treeline_operator.controller.observe import Observer
 from treeline_operator.controller.picker_probe import HttpAsker, PickerProbe, merge
 from treeline_operator.controller.store import Store
-from treeline_operator.world import Key, PickerEndpoint, PickerView, Platform
+from treeline_operator.world import Key, PickerEndpoint, PickerRouting, PickerView, Platform
 
 NOW = datetime(2026, 11, 1, tzinfo=UTC)
 
@@ -31,6 +31,20 @@ def test_pickers_must_agree() -> None:
         False, {"p": (endpoint("a"), endpoint("b", ready=False, draining=True))}, {"p": ("y",)}
     )
     assert merge([]) is None
+
+
+def test_how_a_pool_is_routed_is_the_word_of_the_picker_that_has_least() -> None:
+    well, ill = PickerRouting("events"), PickerRouting("history", "TokenizerUnavailable", "the Hub is away")
+    views = [PickerView(True, {"p": ()}, routing={"p": routing}) for routing in (well, ill)]
+    for both in (views, views[::-1]):
+        merged = merge(both)
+        assert merged is not None
+        assert merged.routing == {"p": ill}
+    silent = PickerView(True, {"p": ()})
+    for both, found in (([views[0], silent], {"p": well}), ([silent], {})):
+        merged = merge(both)
+        assert merged is not None
+        assert merged.routing == found
 
 
 @pytest.mark.parametrize(
@@ -140,6 +154,25 @@ def test_what_pods_have_to_do_is_news_while_they_drain() -> None:
         picker.answer = None
         await asyncio.sleep(5)
         assert list(observer.silent) == [("n", "treeline")]
+        await probe.stop()
+        await task
+
+    run(main())
+
+
+def test_another_way_of_routing_is_news() -> None:
+    async def main() -> None:
+        store, observer, picker, probe, changed = set_up()
+        store.put(picker_pod(2))
+        task = asyncio.create_task(probe.run())
+        probe.wait("n", "treeline", "p", True)
+        ways: list[Any] = [None, {"way": "history", "reason": "NoTokenizer", "message": "m"}, {"way": "events"}]
+        for routing in ways:
+            changed.clear()
+            picker.answer = {"synced": True, "pools": {"p": {"endpoints": [], "routing": routing}}}
+            await asyncio.sleep(2)
+            assert changed == [Key("pool", "n", "p")]
+        assert observer.pickers["n", "treeline"].routing == {"p": PickerRouting("events")}
         await probe.stop()
         await task
 

@@ -363,10 +363,11 @@ class Reason(StrEnum):
     )
     ROUTED_BY_HISTORY = _needs_you(
         "RoutedByHistory",
-        "The picker cannot have the tokenizer of the pool's model: it routes by what it sent where itself, and sees "
-        "neither what the pods evict nor what others sent them.",
+        "The picker makes nothing of what the pods publish, mostly for want of the model's tokenizer: it routes by "
+        "what it sent where itself, and sees neither what the pods evict nor what others sent them.",
         "Set model.tokenizer to the model's hf:// uri, or model.pickerReadsClaim where pods on several nodes can mount "
-        "the claim.",
+        "the claim; docs/engines.md has the other causes.",
+        patience_s=120,
     )
     # InferenceModels
     ACCEPTED = _well("Accepted", "The name is served.")

@@ -258,6 +258,16 @@ class GatewayStatus(TypedDict, total=False):
 
 
 @DOCUMENTED
+class RoutingStatus(TypedDict, total=False):
+    """How the picker finds what the pods have cached."""
+
+    way: Annotated[str, StringConstraints(max_length=32)]
+    """`events`: by what the engines publish. `history`: by what the picker itself sent where. See docs/engines.md."""
+    reason: Annotated[str, StringConstraints(max_length=64)]
+    """Why it is not a better way; absent where there is none."""
+
+
+@DOCUMENTED
 class DownloadStatus(TypedDict, total=False):
     """How far the download of the weights is."""
 
@@ -299,6 +309,8 @@ class PoolStatus(TypedDict, total=False):
     """The gateway that the pool shares."""
     download: DownloadStatus
     """How far the download of the weights is; absent when nothing is downloaded."""
+    routing: RoutingStatus
+    """How the picker finds what the pods have cached; absent until it has asked them."""
 
 
 _RESERVED: Final = ("-gateway", "-epp", "-edge", "-kv-keys", "-gie", "-pods")

@@ -18,7 +18,7 @@ from treeline_operator.controller.observe import Observer
 from treeline_operator.controller.queue import Backoff, Outcome, Queue
 from treeline_operator.plan.facts import label
 from treeline_operator.plan.pod_state import is_available
-from treeline_operator.world import Key, PickerEndpoint, PickerView
+from treeline_operator.world import Key, PickerEndpoint, PickerRouting, PickerView
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +37,16 @@ class _Endpoint(msgspec.Struct):
     cached_tokens: int = 0
 
 
+class _Routing(msgspec.Struct):
+    way: str = ""
+    reason: str = ""
+    message: str = ""
+
+
 class _Pool(msgspec.Struct):
     models: list[str] = []
     endpoints: list[_Endpoint] = []
+    routing: _Routing | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -99,8 +106,15 @@ def merge(views: Iterable[PickerView]) -> PickerView | None:
         pool: tuple(m for m in served if all(m in other.models.get(pool, ()) for other in others))
         for pool, served in first.models.items()
     }
+    routing = {pool: _worst([view.routing[pool] for view in all_views if pool in view.routing]) for pool in pools}
+    told = {pool: found for pool, found in routing.items() if found is not None}
     moments = [view.at for view in all_views if view.at is not None]
-    return PickerView(all(view.synced for view in all_views), pools, models, min(moments, default=None))
+    return PickerView(all(view.synced for view in all_views), pools, models, told, min(moments, default=None))
+
+
+def _worst(told: Sequence[PickerRouting]) -> PickerRouting | None:
+    """What one picker gives a reason for, if any does: it has not what the others have."""
+    return next((one for one in told if one.reason), told[0] if told else None)
 
 
 def _agreed(told: Sequence[PickerEndpoint]) -> PickerEndpoint:
@@ -234,6 +248,11 @@ def _view(answer: _Answer, at: datetime | None = None) -> PickerView:
             for pool, said in answer.pools.items()
         },
         models={pool: tuple(said.models) for pool, said in answer.pools.items()},
+        routing={
+            pool: PickerRouting(said.routing.way, said.routing.reason, said.routing.message)
+            for pool, said in answer.pools.items()
+            if said.routing is not None
+        },
         at=at,
     )
 
@@ -245,4 +264,4 @@ def _of(view: PickerView | None, pool: str) -> object:
     listed = [
         (e.name, e.address, e.ready, e.draining, e.in_flight if e.draining else None) for e in view.pools.get(pool, ())
     ]
-    return view.synced, listed if pool in view.pools else None, view.models.get(pool)
+    return view.synced, listed if pool in view.pools else None, view.models.get(pool), view.routing.get(pool)
