@@ -64,6 +64,7 @@ REFUSED_POOLS = [
         for more in ("", ", standalone: {tls: {secretRef: {name: t}}}", ", parentRefs: [{name: g}]")
     ),
     ("{model: {uri: hf://o/n, pickerReadsClaim: true}, engine: {type: vllm}}", "the tokenizer is on no claim"),
+    ("model: {uri: hf://o/n, chatTemplateRef: {name: t}}", "remove model.chatTemplateRef and put it there"),
     ("model: {uri: pvc://c/m, pickerReadsClaim: true}", "engine treeline serves its tokenizer itself"),
     *(
         (f"model: {{uri: {json.dumps(form.format(bad))}}}", says)
@@ -311,6 +312,7 @@ HOSTILE_STRINGS = [
                 "spec.accelerator.tolerations[0].value",
             ),
             ("{model: {uri: hf://o/n, tokenSecretRef: {name: WORD}}}", "spec.model.tokenSecretRef.name"),
+            ("{model: {uri: hf://o/n, chatTemplateRef: {name: WORD}}}", "spec.model.chatTemplateRef.name"),
             ("{model: {uri: hf://o/n, cache: {claimName: WORD}}}", "spec.model.cache.claimName"),
             ("gateway: {name: WORD}", "spec.gateway.name"),
             ("gateway: {standalone: {apiKeysSecretRef: {name: WORD}}}", "apiKeysSecretRef.name"),

@@ -13,8 +13,10 @@ from treeline_operator.api.rules import violations
 from treeline_operator.plan.gateway import plan_gateway
 from treeline_operator.plan.pod_state import DOWNLOAD
 from treeline_operator.plan.revision import inputs
+from treeline_operator.plan.runtime import pod_template
 from treeline_operator.plan.shared_gateway import SharedGateway, share
 from treeline_operator.plan.tokenizers import Tokenizers, by_history, not_held
+from treeline_operator.world import Images
 
 VLLM: dict[str, Any] = {"engine": {"type": "vllm"}}
 HF = {"uri": "hf://org/name@v1"}
@@ -132,6 +134,28 @@ def test_one_name_has_one_tokenizer_the_oldest_pools() -> None:
     assert found.flags == ["--tokenizer=m=/mnt/models/weights/qwen"]
     leaving = pool("a", deleting=True, model={**CLAIM, "name": "m"}, **VLLM)
     assert Tokenizers.of(shared(pools[0], leaving)).sources == {"m": "hf://org/name@v1"}
+
+
+def test_engine_and_picker_render_by_the_same_template() -> None:
+    own = {**HF, "chatTemplateRef": {"name": "of-ours", "key": "k"}}
+    plain = pool("b", created=1, model={**HF, "name": "plain"}, **VLLM)
+    one = pool("a", model=own, **VLLM)
+    cluster = converged(one, plain)
+    (flag,) = [arg for arg in container(cluster, "treeline-epp")["args"] if arg.startswith("--chat-template")]
+    assert flag == "--chat-template=name=/etc/treeline/chat-templates/0/chat_template.jinja"
+    volume = {"name": "of-ours", "items": [{"key": "k", "path": "chat_template.jinja"}]}
+    assert {"name": "template-0", "configMap": {**volume, "optional": True}} in picker_pod(cluster)["volumes"]
+    mounted = {"name": "template-0", "mountPath": "/etc/treeline/chat-templates/0", "readOnly": True}
+    assert mounted in container(cluster, "treeline-epp")["volumeMounts"]
+    for engine in ("vllm", "sglang"):
+        pod = pod_template(pool("a", model=own, engine={"type": engine}), "r", Images())["spec"]
+        (serves,) = pod["containers"]
+        file = serves["args"][serves["args"].index("--chat-template") + 1]
+        assert {"name": "chat-template", "configMap": {**volume, "optional": False}} in pod["volumes"]
+        (mount,) = [mount for mount in serves["volumeMounts"] if mount["name"] == "chat-template"]
+        assert file == f"{mount['mountPath']}/chat_template.jinja"
+    unreachable = pool("a", model={"uri": "path:///m", "chatTemplateRef": {"name": "of-ours"}}, **VLLM)
+    assert Tokenizers.of(shared(unreachable)).flags == [], "a template is a part of a tokenizer"
 
 
 def test_who_reads_a_claim_is_not_what_runtime_pods_are_made_from() -> None:

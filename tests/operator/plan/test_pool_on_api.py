@@ -50,7 +50,11 @@ SPECS: dict[str, dict[str, Any]] = {
         "engine": {"resources": {"requests": {"cpu": "1000m", "memory": "0.5Gi"}}},
         "autoscaling": {"type": "HPA", "maxReplicas": 3, "hpa": {"metrics": [METRIC]}},
     },
-    "vllm": {"accelerator": {"type": "nvidia"}, "engine": {"type": "vllm"}},
+    "vllm": {
+        "model": {"uri": "hf://org/name", "chatTemplateRef": {"name": "of-ours"}},
+        "accelerator": {"type": "nvidia", "count": 2},
+        "engine": {"type": "vllm", "dataParallel": 2},
+    },
     "sglang": {
         "model": {"uri": "pvc://claim/dir"},
         "accelerator": {"type": "nvidia"},

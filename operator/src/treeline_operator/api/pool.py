@@ -114,6 +114,12 @@ class PoolSpec(Part):
             field=".model.tokenizer",
         ),
         forbidden(
+            "self.engine.type in ['sglang', 'vllm'] || !has(self.model.chatTemplateRef)",
+            "the engine takes the chat template from the folder of the weights: remove model.chatTemplateRef and put it"
+            " there",
+            field=".model.chatTemplateRef",
+        ),
+        forbidden(
             "self.engine.type != 'treeline' || !self.model.pickerReadsClaim",
             "engine treeline serves its tokenizer itself: remove model.pickerReadsClaim",
             field=".model.pickerReadsClaim",

@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal, NamedTuple
 from pydantic import AfterValidator, Field, StrictBool, StringConstraints
 from treeline_wire.models import served_name
 
-from treeline_operator.api.parts import SET, DnsName, KeyRef, Part, Quantity, ServedName
+from treeline_operator.api.parts import SET, ConfigMapKeyRef, DnsName, KeyRef, Part, Quantity, ServedName
 from treeline_operator.api.rules import KEYWORD, Rule, forbidden
 
 Scheme = Literal["hf", "pvc", "path", "builtin"]
@@ -171,6 +171,10 @@ class ModelSource(Part):
     """Name under which clients ask for the model; absent means the last part of the uri."""
     tokenizer: Uri | None = None
     """Where the tokenizer is, if not with the weights. For engines sglang and vllm."""
+    chat_template_ref: ConfigMapKeyRef | None = None
+    """ConfigMap with a chat template (Jinja) to use instead of the model's own: the engine is started with it, and the
+    picker renders by it. Give a changed template another name: pods that run keep the one that they started with. For
+    engines sglang and vllm."""
     token_secret_ref: KeyRef | None = None
     """Secret with the Hugging Face token, for gated models. The kubelet hands it to the download and, with an engine
     that serves no tokenizer (any but treeline), to the picker, which downloads that; to nobody else."""

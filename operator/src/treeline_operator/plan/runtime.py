@@ -12,7 +12,7 @@ from treeline_operator import names
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan import objects
 from treeline_operator.plan.download import Files, files, init_container
-from treeline_operator.plan.engines.base import Launch, start_seconds
+from treeline_operator.plan.engines.base import TEMPLATE_DIR, Launch, start_seconds
 from treeline_operator.plan.engines.registry import launch
 from treeline_operator.plan.engines.treeline import KEYS_DIR
 from treeline_operator.plan.merge import TemplateInvalid, merged
@@ -23,6 +23,7 @@ from treeline_operator.plan.objects import (
     mount,
     pod_security,
     secret_volume,
+    template_volume,
 )
 from treeline_operator.plan.pod_state import CONTAINER, DOWNLOAD
 from treeline_operator.plan.provision import cache_env, mounts, requests, volumes
@@ -172,6 +173,8 @@ def _runtime(pool: InferencePool, found: Files, start: Launch, pull: str) -> Obj
     mounted = list(mounts(shared_memory=start.shared_memory))
     if start.keys:
         mounted.append(mount("kv-keys", KEYS_DIR))
+    if pool.spec.model.chat_template_ref is not None:
+        mounted.append(mount("chat-template", TEMPLATE_DIR))
     env = [("HOME", "/tmp"), ("USER", "treeline"), *cache_env(start.caches), *start.env]
     container: Object = {
         "name": CONTAINER,
@@ -246,6 +249,8 @@ def _volumes(pool: InferencePool, found: Files, start: Launch) -> list[Object]:
     made = list(volumes(pool, shared_memory=start.shared_memory))
     if start.keys:
         made.append(secret_volume("kv-keys", names.kv_keys(pool.spec.gateway.name)))
+    if (template := pool.spec.model.chat_template_ref) is not None:
+        made.append(template_volume("chat-template", template.name, template.key, optional=False))
     return [*made, *found.volumes]
 
 

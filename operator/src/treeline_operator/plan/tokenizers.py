@@ -14,11 +14,12 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.source import Source
 from treeline_operator.plan.download import CLAIMS, path
 from treeline_operator.plan.engines.registry import adapter_of
-from treeline_operator.plan.objects import Object, mount
+from treeline_operator.plan.objects import TEMPLATE_FILE, Object, mount, template_volume
 from treeline_operator.plan.pod_state import DOWNLOAD
 from treeline_operator.plan.shared_gateway import SharedGateway
 
 CACHE_DIR: Final = "/var/cache/treeline"
+TEMPLATES_DIR: Final = "/etc/treeline/chat-templates"
 _CACHE: Final = "tokenizers"
 _CACHE_LIMIT: Final = "2Gi"
 """Twice what the picker keeps there."""
@@ -37,10 +38,12 @@ class HubWay(NamedTuple):
 class Tokenizers:
     """What the picker's container needs for the tokenizers; all empty where every engine serves its own.
 
-    `sources` maps the name of a model to a URI or a path in the picker's pod; `way` is the way to the Hub.
+    `sources` maps the name of a model to a URI or a path in the picker's pod, `templates` to ConfigMap and key of its
+    chat template, where it has not the tokenizer's; `way` is the way to the Hub.
     """
 
     sources: Mapping[str, str]
+    templates: Mapping[str, tuple[str, str]]
     claims: tuple[str, ...]
     way: HubWay
 
@@ -49,13 +52,16 @@ class Tokenizers:
         """Those of the pools that share a gateway. The oldest pool's word counts where two of them have a model of one
         name. Pools that are being deleted are not asked."""
         found: dict[str, str] = {}
+        templates: dict[str, tuple[str, str]] = {}
         claims: set[str] = set()
         for pool, source in _readable(shared):
             name = pool.spec.model.served_name
             if name not in found:
                 found[name] = _uri(pool) if source.scheme == "hf" else path(source)
                 claims |= {source.root} if source.scheme == "pvc" else set()
-        return cls(found, tuple(sorted(claims)), _way(shared))
+                if (template := pool.spec.model.chat_template_ref) is not None:
+                    templates[name] = template.name, template.key
+        return cls(found, templates, tuple(sorted(claims)), _way(shared))
 
     @property
     def hub(self) -> bool:
@@ -65,13 +71,15 @@ class Tokenizers:
     @property
     def inputs(self) -> Object:
         """Everything that the picker's pods are made from here; empty where there is nothing."""
-        found = {"sources": dict(self.sources), **self.way._asdict()}
+        found = {"sources": dict(self.sources), "templates": dict(self.templates), **self.way._asdict()}
         return {name: value for name, value in found.items() if value}
 
     @property
     def flags(self) -> list[str]:
         """The picker's flags."""
         flags = [f"--tokenizer={model}={uri}" for model, uri in sorted(self.sources.items())]
+        for number, model in enumerate(sorted(self.templates)):
+            flags.append(f"--chat-template={model}={TEMPLATES_DIR}/{number}/{TEMPLATE_FILE}")
         return [*flags, f"--tokenizer-cache={CACHE_DIR}"] if self.hub else flags
 
     @property
@@ -92,17 +100,21 @@ class Tokenizers:
 
     @property
     def volumes(self) -> list[Object]:
-        """Claims, read-only, and where the picker keeps what it downloaded."""
+        """Claims, read-only, templates, and where the picker keeps what it downloaded."""
         found: list[Object] = [
             {"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
             for number, claim in enumerate(self.claims)
         ]
+        for number, model in enumerate(sorted(self.templates)):
+            # Without the ConfigMap the pool's own pods do not start and say so; the picker serves the other pools, too.
+            found.append(template_volume(f"template-{number}", *self.templates[model], optional=True))
         return [*found, {"name": _CACHE, "emptyDir": {"sizeLimit": _CACHE_LIMIT}}] if self.hub else found
 
     @property
     def mounts(self) -> list[Object]:
         """Where these are."""
         found = [mount(f"claim-{number}", f"{CLAIMS}/{claim}") for number, claim in enumerate(self.claims)]
+        found += [mount(f"template-{number}", f"{TEMPLATES_DIR}/{number}") for number in range(len(self.templates))]
         return [*found, mount(_CACHE, CACHE_DIR, read_only=False)] if self.hub else found
 
 

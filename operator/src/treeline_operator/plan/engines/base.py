@@ -14,7 +14,7 @@ from treeline_wire import ports as wire
 from treeline_operator.api.engine import EngineType
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.download import Files
-from treeline_operator.plan.objects import Object, http_get, probe
+from treeline_operator.plan.objects import TEMPLATE_FILE, Object, http_get, probe
 from treeline_operator.plan.provision import gib
 from treeline_operator.world import Images
 
@@ -23,6 +23,7 @@ DEFAULT_START_S: Final = 1800
 """Loading, and on GPUs compiling kernels and capturing graphs, which takes minutes whatever the model's size."""
 START_S_PER_GIB: Final = 20
 """A network disk at 50 MiB/s; the download has its own container and does not count."""
+TEMPLATE_DIR: Final = "/etc/treeline/chat-template"
 HUNG_GRACE_S: Final = 15
 """What hangs is killed soon: it has no streams left to finish, and its restart is waited for."""
 
@@ -104,6 +105,11 @@ def settings(pool: InferencePool, flags: Mapping[str, str]) -> list[str]:
         if value is not None and not (parallel and value == 1):
             args.append(f"{flag}={value:g}" if isinstance(value, float) else f"{flag}={value}")
     return args
+
+
+def chat_template(pool: InferencePool) -> list[str]:
+    """The flag of SGLang and vLLM for a template that is not the model's own."""
+    return ["--chat-template", f"{TEMPLATE_DIR}/{TEMPLATE_FILE}"] if pool.spec.model.chat_template_ref else []
 
 
 def kv_events() -> dict[str, object]:

@@ -12,6 +12,7 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.download import Files
 from treeline_operator.plan.engines.base import (
     Launch,
+    chat_template,
     compact,
     http,
     kv_annotations,
@@ -66,6 +67,7 @@ class SGLang:
         args = [f"--model-path={files.model}", f"--served-model-name={spec.model.served_name}"]
         args += ["--host", "0.0.0.0", "--port", str(spec.engine.port)]
         args += [f"--tokenizer-path={files.tokenizer}"] if files.tokenizer else []
+        args += chat_template(pool)
         args += [] if spec.accelerator.is_gpu else ["--device", "cpu"]
         args += settings(pool, self.flags)
         if spec.engine.page_size is None:

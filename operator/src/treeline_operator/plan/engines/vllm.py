@@ -10,6 +10,7 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.download import Files
 from treeline_operator.plan.engines.base import (
     Launch,
+    chat_template,
     compact,
     http,
     kv_annotations,
@@ -56,6 +57,7 @@ class Vllm:
         args = [files.model, f"--served-model-name={spec.model.served_name}"]
         args += ["--host", "0.0.0.0", "--port", str(spec.engine.port)]
         args += [f"--tokenizer={files.tokenizer}"] if files.tokenizer else []
+        args += chat_template(pool)
         args += settings(pool, self.flags)
         if files.adapters:
             args += ["--enable-lora", "--lora-modules"]
