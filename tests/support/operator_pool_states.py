@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from treeline_operator.api.conditions import ConditionType, Reason
-from treeline_operator.world import PickerRouting, Platform
+from treeline_operator.world import Platform, PoolRouting
 
 from support.operator_status import LATER, observed, pod, pool, ready, revision, view, world
 from support.operator_trouble import POD, RUNNING, init
@@ -74,7 +74,7 @@ def rolling(spec=None, *, target_ready=0, replicas=1, conditions=(), pods=None, 
 def routed(mine, way, reason="", message="it is away"):
     """A pool that serves, with a picker that says how it is routed."""
     seen = world(mine)
-    picker = dataclasses.replace(seen.picker, routing={mine.name: PickerRouting(way, reason, message)})
+    picker = dataclasses.replace(seen.picker, routing={mine.name: PoolRouting(way, reason, message)})
     return dataclasses.replace(seen, picker=picker)
 
 

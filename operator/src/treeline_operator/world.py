@@ -177,9 +177,9 @@ class PickerEndpoint:
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PickerRouting:
-    """By which way a picker finds what is cached in a pool (`events`, `history`, …), and why not by a better one."""
+class PoolRouting(NamedTuple):
+    """By which way a picker finds what a pool has cached: `way` is `events` where it knows, `history` where it goes by
+    what it sent where. `reason` and `message` say why it is no better one; both may be empty."""
 
     way: str
     reason: str = ""
@@ -188,8 +188,7 @@ class PickerRouting:
 
 @dataclass(frozen=True, slots=True)
 class PickerView:
-    """What a picker says of itself: pool name → its endpoints, pool name → the models it serves, pool name → how it is
-    routed (of pools whose engines it has asked, and where it is a picker that says so).
+    """What a picker says of itself: pool name → its endpoints, pool name → the models it serves, pool name → its way.
 
     It was so `at` that moment, by the operator's clock, or later.
     """
@@ -197,8 +196,8 @@ class PickerView:
     synced: bool
     pools: dict[str, tuple[PickerEndpoint, ...]] = field(default_factory=dict)
     models: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    routing: dict[str, PickerRouting] = field(default_factory=dict)
     at: datetime | None = None
+    routing: dict[str, PoolRouting] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

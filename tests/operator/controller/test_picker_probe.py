@@ -14,7 +14,7 @@ from treeline_operator.api.parts import API_VERSION
 from treeline_operator.controller.observe import Observer
 from treeline_operator.controller.picker_probe import HttpAsker, PickerProbe, merge
 from treeline_operator.controller.store import Store
-from treeline_operator.world import Key, PickerEndpoint, PickerRouting, PickerView, Platform
+from treeline_operator.world import Key, PickerEndpoint, PickerView, Platform, PoolRouting
 
 NOW = datetime(2026, 11, 1, tzinfo=UTC)
 
@@ -33,18 +33,13 @@ def test_pickers_must_agree() -> None:
     assert merge([]) is None
 
 
-def test_how_a_pool_is_routed_is_the_word_of_the_picker_that_has_least() -> None:
-    well, ill = PickerRouting("events"), PickerRouting("history", "TokenizerUnavailable", "the Hub is away")
-    views = [PickerView(True, {"p": ()}, routing={"p": routing}) for routing in (well, ill)]
-    for both in (views, views[::-1]):
-        merged = merge(both)
+def test_a_pool_is_routed_as_by_the_picker_that_knows_least() -> None:
+    good, bad = PoolRouting("events"), PoolRouting("history", "TokenizerUnavailable", "it is gated")
+    views = [PickerView(True, routing={"p": good}), PickerView(True, routing={"p": bad, "q": good}), PickerView(True)]
+    for some in (views, views[::-1]):
+        merged = merge(some)
         assert merged is not None
-        assert merged.routing == {"p": ill}
-    silent = PickerView(True, {"p": ()})
-    for both, found in (([views[0], silent], {"p": well}), ([silent], {})):
-        merged = merge(both)
-        assert merged is not None
-        assert merged.routing == found
+        assert merged.routing == {"p": bad, "q": good}
 
 
 @pytest.mark.parametrize(
@@ -166,13 +161,17 @@ def test_another_way_of_routing_is_news() -> None:
         store.put(picker_pod(2))
         task = asyncio.create_task(probe.run())
         probe.wait("n", "treeline", "p", True)
-        ways: list[Any] = [None, {"way": "history", "reason": "NoTokenizer", "message": "m"}, {"way": "events"}]
-        for routing in ways:
+        for routing, news in (
+            (None, 1),
+            ({"way": "history", "reason": "NoEvents", "message": "x" * 9999}, 1),
+            (None, 1),
+        ):
             changed.clear()
             picker.answer = {"synced": True, "pools": {"p": {"endpoints": [], "routing": routing}}}
-            await asyncio.sleep(2)
-            assert changed == [Key("pool", "n", "p")]
-        assert observer.pickers["n", "treeline"].routing == {"p": PickerRouting("events")}
+            await asyncio.sleep(3)
+            assert len(changed) == news
+            found = observer.pickers["n", "treeline"].routing.get("p")
+            assert found == (PoolRouting("history", "NoEvents", "x" * 400) if routing else None)
         await probe.stop()
         await task
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from support.operator_gateway_states import (
     BALANCED,
@@ -24,6 +26,7 @@ from support.operator_status import (
     event,
     gateway_children,
     observed,
+    pod,
     pool,
     ready,
     revision,
@@ -33,7 +36,7 @@ from support.operator_status import (
 from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.status.pool import pool_status
-from treeline_operator.world import Observed
+from treeline_operator.world import Observed, PoolRouting
 
 T = ConditionType
 
@@ -108,6 +111,21 @@ def test_envoys_that_never_come_to_their_settings_are_told_of():
     late = world(gateway_parts=front_parts("now", overdue=True), gateway_pods=(old, new))
     found = conditions_of(late)[T.GATEWAY_READY]
     assert (found["status"], found["reason"]) == ("False", Reason.IMAGE_PULL_FAILING)
+
+
+def test_the_picker_says_by_which_way_it_finds_prefixes():
+    mine = pool()
+    one = pod(mine, "tiny-1", **ready())
+    for routing, end in (
+        (PoolRouting("events"), "; prefixes are found by events"),
+        (PoolRouting("history", "NoEvents", "turn them on"), "; prefixes are found by history: NoEvents: turn them on"),
+        (None, "ready pod (1)"),
+    ):
+        told = {} if routing is None else {"tiny": routing}
+        picker = dataclasses.replace(view(mine, "tiny-1"), routing=told)
+        found = conditions_of(world(mine, pods=(one,), picker=picker))["EndpointPickerReady"]
+        assert found["status"] == "True"
+        assert found["message"].removesuffix(".").endswith(end)
 
 
 @pytest.mark.parametrize(

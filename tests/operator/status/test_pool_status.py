@@ -120,8 +120,7 @@ def test_how_requests_find_the_caches_is_told(engine: str, way: str, reason: str
     status = pool_status(seen)
     assert status["routing"] == ({"way": way, "reason": reason} if reason else {"way": way})
     assert ("Warnings" in conditions_of(seen)) is warned
-    blind = routed(seen.pool, "", "")
-    assert "routing" not in pool_status(blind)
+    assert "routing" not in pool_status(world(seen.pool)), "a picker of a former version says nothing of it"
 
 
 def drains(number: int, since: str, **meta: Any) -> Observed:

@@ -267,7 +267,7 @@ class GatewayStatus(TypedDict, total=False):
 class RoutingStatus(TypedDict, total=False):
     """How the picker finds what the pods have cached."""
 
-    way: Annotated[str, StringConstraints(max_length=32)]
+    way: Annotated[str, StringConstraints(max_length=64)]
     """`events`: by what the engines publish. `history`: by what the picker itself sent where. See docs/engines.md."""
     reason: Annotated[str, StringConstraints(max_length=64)]
     """Why it is not a better way; absent where there is none."""

@@ -18,11 +18,12 @@ from treeline_operator.controller.observe import Observer
 from treeline_operator.controller.queue import Backoff, Outcome, Queue
 from treeline_operator.plan.facts import label
 from treeline_operator.plan.pod_state import is_available
-from treeline_operator.world import Key, PickerEndpoint, PickerRouting, PickerView
+from treeline_operator.world import Key, PickerEndpoint, PickerView, PoolRouting
 
 log = logging.getLogger(__name__)
 
 _MAX_ANSWER: Final = 32 << 20
+_MAX_WORD, _MAX_MESSAGE = 64, 400
 _PATIENCE: Final = 3
 _CALM_S: Final = 10.0
 _HURRIED_S: Final = 0.5
@@ -38,7 +39,7 @@ class _Endpoint(msgspec.Struct):
 
 
 class _Routing(msgspec.Struct):
-    way: str = ""
+    way: str
     reason: str = ""
     message: str = ""
 
@@ -106,15 +107,15 @@ def merge(views: Iterable[PickerView]) -> PickerView | None:
         pool: tuple(m for m in served if all(m in other.models.get(pool, ()) for other in others))
         for pool, served in first.models.items()
     }
-    routing = {pool: _worst([view.routing[pool] for view in all_views if pool in view.routing]) for pool in pools}
-    told = {pool: found for pool, found in routing.items() if found is not None}
     moments = [view.at for view in all_views if view.at is not None]
-    return PickerView(all(view.synced for view in all_views), pools, models, told, min(moments, default=None))
-
-
-def _worst(told: Sequence[PickerRouting]) -> PickerRouting | None:
-    """What one picker gives a reason for, if any does: it has not what the others have."""
-    return next((one for one in told if one.reason), told[0] if told else None)
+    # The worst of what they say, as a request may come to that one.
+    routing = {
+        pool: max(
+            (view.routing[pool] for view in all_views if pool in view.routing), key=lambda one: one.way != "events"
+        )
+        for pool in dict.fromkeys(pool for view in all_views for pool in view.routing)
+    }
+    return PickerView(all(view.synced for view in all_views), pools, models, min(moments, default=None), routing)
 
 
 def _agreed(told: Sequence[PickerEndpoint]) -> PickerEndpoint:
@@ -248,12 +249,12 @@ def _view(answer: _Answer, at: datetime | None = None) -> PickerView:
             for pool, said in answer.pools.items()
         },
         models={pool: tuple(said.models) for pool, said in answer.pools.items()},
-        routing={
-            pool: PickerRouting(said.routing.way, said.routing.reason, said.routing.message)
-            for pool, said in answer.pools.items()
-            if said.routing is not None
-        },
         at=at,
+        routing={
+            pool: PoolRouting(one.way[:_MAX_WORD], one.reason[:_MAX_WORD], one.message[:_MAX_MESSAGE])
+            for pool, said in answer.pools.items()
+            if (one := said.routing) is not None
+        },
     )
 
 

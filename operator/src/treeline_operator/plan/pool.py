@@ -127,9 +127,10 @@ class _Planner:
     def _admin_key(self, there: tuple[ExistingRevision, ...], target: TargetRevision) -> Iterator[Action]:
         """Before the first pod that is handed it, and again for pods that look for it in vain."""
         name = self.pool.name
+        if not needs_admin_key(self.pool):
+            return
         made = target.existing is not None or any(hands_admin_key(one.object, name) for one in there)
-        missed = any(misses_admin_key(pod.object, name) for pod in self.world.pods)
-        if missed or (not made and needs_admin_key(self.pool)):
+        if not made or any(misses_admin_key(pod.object, name) for pod in self.world.pods):
             yield admin_key(name, self._meta(name))
 
     # ---- revisions ------------------------------------------------------------------------------------------

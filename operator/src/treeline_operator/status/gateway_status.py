@@ -18,7 +18,7 @@ from treeline_operator.plan.scaling import KEDA
 from treeline_operator.plan.shared_gateway import SharedGateway
 from treeline_operator.status.causes import diagnose
 from treeline_operator.status.conditions import Judgement, few
-from treeline_operator.world import Observed, PoolWorld, Ref
+from treeline_operator.world import Observed, PickerView, PoolWorld, Ref
 
 _ROUTE_APIS: Final = ((ROUTE, Reason.GATEWAY_API_MISSING), (UPSTREAM, Reason.INFERENCE_EXTENSION_MISSING))
 NORMAL_START_S: Final = 60
@@ -52,7 +52,13 @@ def picker(world: PoolWorld, ready: Collection[str]) -> Judgement:
         text = f"{deployment} would choose {len(ready) - len(missing)} of {len(ready)} ready pods, not {few(missing)}"
         return "False", Reason.ENDPOINTS_MISSING, text
     text = f"{deployment} would choose every ready pod ({len(ready)})" if ready else f"{deployment} is ready"
-    return "True", Reason.PICKER_SYNCED, text
+    return "True", Reason.PICKER_SYNCED, text + _routing(world.picker, world.pool.name)
+
+
+def _routing(picker: PickerView, pool: str) -> str:
+    """By which way the picker finds cached prefixes; nothing where it does not say, as an older one."""
+    routing = picker.routing.get(pool)
+    return "" if routing is None else f"; prefixes are found by {': '.join(filter(None, routing))}"
 
 
 def _was_well(world: PoolWorld) -> bool:

@@ -25,11 +25,9 @@ from treeline_operator.plan.tokenizers import by_history, not_held
 from treeline_operator.status import gateway_status
 from treeline_operator.status.causes import Cause, Json, Progress, diagnose, percent
 from treeline_operator.status.conditions import Finding, Judgement, build, few, timestamp
-from treeline_operator.world import PickerRouting, PoolWorld, Ref
+from treeline_operator.world import PoolRouting, PoolWorld, Ref
 
 MAX_ENDPOINTS: Final = 50
-_LONGEST_WORD: Final = 500
-"""Of what a picker says in a sentence."""
 
 _ABOUT_THE_MODEL: Final = frozenset(
     (
@@ -72,10 +70,8 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
         status["url"] = url
     if (download := _download(view)) is not None:
         status["download"] = download
-    if (told := view.routing) is not None and told.way:
-        status["routing"] = RoutingStatus(way=told.way[:32])
-        if told.reason:
-            status["routing"]["reason"] = told.reason[:64]
+    if (told := view.routing) is not None:
+        status["routing"] = RoutingStatus(way=told.way, reason=told.reason) if told.reason else {"way": told.way}
     return status
 
 
@@ -192,7 +188,7 @@ class _PoolView:
         return [*ending, *(pod for pod in self.live if label(pod, labels.SERVING) != "true")]
 
     @property
-    def routing(self) -> PickerRouting | None:
+    def routing(self) -> PoolRouting | None:
         """How the picker says that it routes the pool; None where it does not."""
         picker = self.world.picker
         return None if picker is None else picker.routing.get(self.world.pool.name)
@@ -404,7 +400,7 @@ def _history(view: _PoolView) -> str:
     heeded = view.shared.picker.policy == "treeline" and adapter_of(pool).publishes
     if not heeded or told is None or told.way != "history":
         return ""
-    return " ".join(f"the picker says {told.reason or told.way}: {told.message[:_LONGEST_WORD]}".split())
+    return " ".join(f"the picker says {told.reason or told.way}: {told.message}".split())
 
 
 def _endpoints(view: _PoolView) -> list[EndpointStatus]:
