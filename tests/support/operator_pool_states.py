@@ -336,6 +336,18 @@ POOL_STATES = {
         Reason.ROUTED_BY_HISTORY,
         "the picker says TokenizerUnavailable: it is away: requests are routed by history",
     ),
+    "arguments that the picker is not told": (
+        world(
+            pool(
+                model={"uri": "hf://o/tiny"},
+                engine={"type": "vllm", "args": ["--chat-template=/t.jinja", "--api-key", "--tokenizer-mode=slow"]},
+            )
+        ),
+        T.WARNINGS,
+        "True",
+        Reason.ARGS_UNTOLD,
+        "engine.args says by --chat-template (model.chatTemplateRef is told to both), --api-key (",
+    ),
     "no KEDA": (scaled(KEDA), T.SCALING_ACTIVE, "False", Reason.KEDA_MISSING, "keda.sh/v1alpha1"),
     "KEDA works": (
         scaled(KEDA, keda(said("Ready", "True"), said("Active", "False")), platform=WITH_KEDA),

@@ -369,6 +369,12 @@ class Reason(StrEnum):
         "the claim; docs/engines.md has the other causes.",
         patience_s=120,
     )
+    ARGS_UNTOLD = _needs_you(
+        "ArgsUntold",
+        "The engine is started with arguments that the picker would have to know: prompts are not found in its caches, "
+        "or it cannot be asked.",
+        "Remove them from engine.args and use the fields that the message names.",
+    )
     # InferenceModels
     ACCEPTED = _well("Accepted", "The name is served.")
     POOL_NOT_FOUND = _needs_you(

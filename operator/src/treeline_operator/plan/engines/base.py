@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -63,7 +63,8 @@ class EngineAdapter(Protocol):
     `flags` maps a setting of `spec.engine` to the engine's flag; one that is not there has no meaning for the engine.
     `hits_by_flag`: its command line says whether answers tell how much of a prompt was cached; otherwise the edge says
     it, request by request, or nobody. `serves_tokenizer`: the picker gets its tokenizer from the engine itself.
-    `publishes`: it is started so that it publishes what its cache holds.
+    `publishes`: it is started so that it publishes what its cache holds. `untold` are flags of which the picker would
+    have to know, but is not told where they stand in `engine.args`, each with what to write instead.
     """
 
     name: EngineType
@@ -71,6 +72,7 @@ class EngineAdapter(Protocol):
     hits_by_flag: bool
     serves_tokenizer: bool
     publishes: bool
+    untold: Mapping[str, str]
 
     def metrics_port(self, pool: InferencePool) -> int | None:
         """The port that serves metrics and nothing else; None for engines that serve them on their API's."""
@@ -105,6 +107,13 @@ def settings(pool: InferencePool, flags: Mapping[str, str]) -> list[str]:
         if value is not None and not (parallel and value == 1):
             args.append(f"{flag}={value:g}" if isinstance(value, float) else f"{flag}={value}")
     return args
+
+
+def untold(flags: Mapping[str, str], args: Iterable[str]) -> str:
+    """What the picker is not told of a pool's own arguments, and what to write instead; empty if there is nothing."""
+    given = {arg.partition("=")[0] for arg in args}
+    found = [f"{flag} ({instead})" for flag, instead in flags.items() if flag in given]
+    return f"the picker is not told of what engine.args says by {', '.join(found)}" if found else ""
 
 
 def chat_template(pool: InferencePool) -> list[str]:

@@ -18,6 +18,7 @@ class Custom:
     hits_by_flag = False
     serves_tokenizer = False
     publishes = False
+    untold: Mapping[str, str] = {}
     flags: Mapping[str, str] = {}
 
     def metrics_port(self, pool: InferencePool) -> int | None:

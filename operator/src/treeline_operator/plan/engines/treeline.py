@@ -25,6 +25,7 @@ class Treeline:
     hits_by_flag = False
     serves_tokenizer = True
     publishes = True
+    untold: Mapping[str, str] = {}
     flags: Mapping[str, str] = {
         "dtype": "--dtype",
         "quantization": "--quantization",

@@ -33,6 +33,11 @@ class Vllm:
     hits_by_flag = True
     serves_tokenizer = False
     publishes = True
+    untold: Mapping[str, str] = {
+        "--chat-template": "model.chatTemplateRef is told to both",
+        "--tokenizer": "model.tokenizer is told to both",
+        "--api-key": "the picker has none; the gateway takes gateway.standalone.apiKeysSecretRef",
+    }
     flags: Mapping[str, str] = {
         "dtype": "--dtype",
         "quantization": "--quantization",
