@@ -15,7 +15,7 @@ from treeline_operator.plan.pod_state import DOWNLOAD
 from treeline_operator.plan.revision import inputs
 from treeline_operator.plan.runtime import pod_template
 from treeline_operator.plan.shared_gateway import SharedGateway, share
-from treeline_operator.plan.tokenizers import Tokenizers, by_history, not_held
+from treeline_operator.plan.tokenizers import HubWay, Tokenizers, by_history, not_held
 from treeline_operator.world import Images
 
 VLLM: dict[str, Any] = {"engine": {"type": "vllm"}}
@@ -118,7 +118,7 @@ def test_a_token_goes_nowhere_but_where_its_pool_sends_it() -> None:
     )
     for pools in ((older, younger), (younger, older)):
         found = Tokenizers.of(shared(*pools))
-        assert (found.way.token, found.way.mirror) == (("hf", "token"), None)
+        assert (found.way.token, found.way.mirror) == (("hf", "token"), "")
     assert not_held(older, shared(older, younger)) == ""
     text = not_held(younger, shared(older, younger))
     assert (
@@ -126,6 +126,18 @@ def test_a_token_goes_nowhere_but_where_its_pool_sends_it() -> None:
     )
     plain = pool("c", created=2, model=HF, **VLLM)
     assert not_held(plain, shared(older, plain)) == "", "it asked for nothing that does not hold"
+
+
+def test_a_token_whose_mirror_is_not_seen_is_not_used() -> None:
+    fragment = mirrored(None)
+    (entry,) = fragment["spec"]["initContainers"][0]["env"]
+    del entry["value"]
+    entry["valueFrom"] = {"configMapKeyRef": {"name": "mirrors", "key": "hub"}}
+    one = pool("a", model={**HF, "tokenSecretRef": {"name": "hf"}}, template=fragment, **VLLM)
+    found = Tokenizers.of(shared(one))
+    assert found.way == HubWay()
+    assert found.sources
+    assert "neither token nor HF_ENDPOINT of the pool" in not_held(one, shared(one))
 
 
 def test_one_name_has_one_tokenizer_the_oldest_pools() -> None:
@@ -166,8 +178,8 @@ def test_who_reads_a_claim_is_not_what_runtime_pods_are_made_from() -> None:
 
 def test_a_fragment_of_any_shape_names_no_mirror() -> None:
     for fragment in ({}, {"spec": None}, {"spec": {"initContainers": [3, {"name": DOWNLOAD, "env": "x"}]}}):
-        assert Tokenizers.of(shared(pool("a", model=HF, template=fragment, **VLLM))).way.mirror is None
-    assert Tokenizers.of(shared(pool("a", model=HF, template=mirrored(3), **VLLM))).way.mirror is None
+        assert Tokenizers.of(shared(pool("a", model=HF, template=fragment, **VLLM))).way == HubWay()
+    assert Tokenizers.of(shared(pool("a", model=HF, template=mirrored(3), **VLLM))).way == HubWay()
 
 
 URIS = st.sampled_from(["hf://o/a", "hf://o/b@v", "pvc://c/x", "pvc://d/x", "path:///p/x"])

@@ -31,7 +31,7 @@ class HubWay(NamedTuple):
     other: a token is sent nowhere but where its pool sends it."""
 
     token: tuple[str, str] | None = None
-    mirror: str | None = None
+    mirror: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +130,15 @@ def by_history(pool: InferencePool, shared: SharedGateway) -> str:
 def not_held(pool: InferencePool, shared: SharedGateway) -> str:
     """Which Secret or mirror of a pool the picker does not use for tokenizers, since it has another pool's; empty where
     there is none."""
-    source, asked, held = _source(pool), _hub_way(pool), _way(shared)
-    if source is None or source.scheme != "hf" or pool.deleting or asked in (HubWay(), held):
+    source = _source(pool)
+    if source is None or source.scheme != "hf" or pool.deleting:
+        return ""
+    if _mirror(pool) is None:
+        return (
+            f"the picker uses neither token nor {MIRROR} of the pool: the container {DOWNLOAD} has no plain value of it"
+        )
+    asked, held = _hub_way(pool), _way(shared)
+    if asked in (HubWay(), held):
         return ""
     return f"the picker downloads tokenizers {_words(held)}, as an older pool says, and not {_words(asked)}"
 
@@ -178,16 +185,19 @@ def _way(shared: SharedGateway) -> HubWay:
 
 
 def _hub_way(pool: InferencePool) -> HubWay:
-    reference = pool.spec.model.token_secret_ref
-    return HubWay(None if reference is None else (reference.name, reference.key), _mirror(pool))
+    reference, mirror = pool.spec.model.token_secret_ref, _mirror(pool)
+    if mirror is None:
+        return HubWay()  # the token goes where we do not see, and so nowhere from here
+    return HubWay(None if reference is None else (reference.name, reference.key), mirror)
 
 
 def _mirror(pool: InferencePool) -> str | None:
-    """The mirror that the pool's own downloads are told to use, by the fragment of their container."""
+    """The mirror that the pool's own downloads are told to use, by the fragment of their container; empty if they are
+    not, None if they take it from somewhere else (a ConfigMap, a Secret)."""
     spec: Any = (pool.spec.template or {}).get("spec")
-    download = _named(spec, "initContainers", DOWNLOAD)
-    value = _named(download, "env", MIRROR).get("value")
-    return value if isinstance(value, str) and value else None
+    entry = _named(_named(spec, "initContainers", DOWNLOAD), "env", MIRROR)
+    value = entry.get("value", "" if not entry else None)
+    return value if isinstance(value, str) else None
 
 
 def _named(parent: Any, field: str, name: str) -> Mapping[str, Any]:
