@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from treeline_operator.api.conditions import ConditionType, Reason
-from treeline_operator.world import Platform
+from treeline_operator.world import Platform, PoolRouting
 
 from support.operator_status import LATER, observed, pod, pool, ready, revision, view, world
 from support.operator_trouble import POD, RUNNING, init
@@ -67,6 +69,13 @@ def rolling(spec=None, *, target_ready=0, replicas=1, conditions=(), pods=None, 
         picker=view(mine, *(f"tiny-{n}" for n in range(1, target_ready + 1)), "old-0"),
         **changes,
     )
+
+
+def routed(mine, way, reason="", message="it is away"):
+    """A pool that serves, with a picker that says how it is routed."""
+    seen = world(mine)
+    picker = dataclasses.replace(seen.picker, routing={mine.name: PoolRouting(way, reason, message)})
+    return dataclasses.replace(seen, picker=picker)
 
 
 OVERDUE = [said("Progressing", "False", "ProgressDeadlineExceeded")]
@@ -312,6 +321,32 @@ POOL_STATES = {
         "True",
         Reason.DEVICES_UNUSED,
         "accelerator.count is 8, and the engine uses 6 fewer",
+    ),
+    "a tokenizer that the picker cannot have": (
+        world(pool(model={"uri": "path:///m", "name": "tiny"}, engine={"type": "vllm"})),
+        T.WARNINGS,
+        "True",
+        Reason.ROUTED_BY_HISTORY,
+        "the tokenizer of tiny is at path:///m, which is in the runtime pods alone: requests are routed by history",
+    ),
+    "a picker that routes by history": (
+        routed(pool(model={"uri": "hf://o/tiny"}, engine={"type": "vllm"}), "history", "TokenizerUnavailable"),
+        T.WARNINGS,
+        "True",
+        Reason.ROUTED_BY_HISTORY,
+        "the picker says TokenizerUnavailable: it is away: requests are routed by history",
+    ),
+    "arguments that the picker is not told": (
+        world(
+            pool(
+                model={"uri": "hf://o/tiny"},
+                engine={"type": "vllm", "args": ["--chat-template=/t.jinja", "--api-key", "--tokenizer-mode=slow"]},
+            )
+        ),
+        T.WARNINGS,
+        "True",
+        Reason.ARGS_UNTOLD,
+        "engine.args says by --chat-template (model.chatTemplateRef is told to both), --api-key (",
     ),
     "no KEDA": (scaled(KEDA), T.SCALING_ACTIVE, "False", Reason.KEDA_MISSING, "keda.sh/v1alpha1"),
     "KEDA works": (

@@ -65,7 +65,12 @@ WATCHED: Final = (
             Need("", ("services",), CHILD, "one URL a gateway, and the picker's address"),
             Need("", ("serviceaccounts",), CHILD, "an identity for each picker and Envoy"),
             Need("", ("configmaps",), CHILD, "Envoy's configuration, the gateway's anchor"),
-            Need("", ("secrets",), ("create",), "a key pair for KV sockets; no Secret is ever read"),
+            Need(
+                "",
+                ("secrets",),
+                ("create",),
+                "key pairs for KV sockets, keys to SGLang's administration; no Secret is ever read",
+            ),
         ),
     ),
     Feature(

@@ -59,6 +59,12 @@ class Metrics:
         )
         self.reported_hit_tokens = counter("reported_hit_tokens", "Prompt tokens that runtimes reported as cached.")
         self.reported_prompt_tokens = counter("reported_prompt_tokens", "Prompt tokens that runtimes reported.")
+        self.routed_prompt_tokens = counter(
+            "routed_prompt_tokens", "Prompt tokens of answered requests, as the picker counts or estimates them."
+        )
+        self.routed_held_tokens = counter(
+            "routed_held_tokens", "Of these, tokens that the chosen endpoint held, by its own KV events."
+        )
         self.rewritten = counter("rewritten", "Requests sent on under another model name.")
         self.salted = counter("salted", "Requests whose body was given the salt of its client.")
         self.client_requests = counter(

@@ -26,13 +26,14 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class CreateKeys:
-    """Create the Secret with a fresh CURVE key pair; that it exists already is success. It is never read.
+    """Create a Secret with fresh keys, a CURVE pair or one word; that it exists already is success. It is never read.
 
     `object` is the Secret without data.
     """
 
     object: dict[str, Any]
     why: str
+    fresh: Literal["curve", "word"] = "curve"
 
     @property
     def ref(self) -> Ref:

@@ -28,6 +28,8 @@ DELETION_COST: Final = "controller.kubernetes.io/pod-deletion-cost"
 """Of pods that are equally ready a ReplicaSet gives up those with the lowest cost first."""
 LOWEST_COST: Final = "-2147483648"
 
+ADMIN_KEY_FILE: Final = "key"
+"""In the Secret of `admin_key`."""
 PICKER_ADMIN_PORT: Final = "admin"
 """Name of the port on which a picker's pod serves its probes and its list of endpoints."""
 MAX_NAME: Final = 40
@@ -68,6 +70,11 @@ def edge(gateway: str) -> str:
 def kv_keys(gateway: str) -> str:
     """The Secret with the CURVE key pair of the runtimes' KV sockets."""
     return f"{gateway}-kv-keys"
+
+
+def admin_key(pool: str) -> str:
+    """The Secret with the key to the administration of a pool's engines."""
+    return f"{pool}-admin-key"
 
 
 def upstream_pool(pool: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from typing import Any
@@ -12,12 +13,15 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from google.protobuf import json_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.extproc.session import ExtProcSession, SessionLimits
+from treeline_epp.index.pods import Hit
 from treeline_epp.metrics import Metrics
 from treeline_epp.picking.picker import Picker, PickerConfig
+from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.router import Router
+from treeline_epp.requests.router import RoutedRequest, Router
 from treeline_wire import headers as names
 
 MODES = processing_mode_pb2.ProcessingMode
@@ -171,6 +175,23 @@ def test_what_the_runtime_reports_is_counted_and_only_streams_give_a_first_token
     assert bench.counted("reported_prompt_tokens_total") == 80
     assert bench.counted("ttft_seconds_count") == 1
     assert bench.counted("ttft_seconds_sum") == pytest.approx(0.25)
+
+
+def test_what_the_chosen_endpoint_held_is_counted_where_its_engine_reports_nothing() -> None:
+    bench = Bench()
+    request = RouteRequest(
+        {":path": "/v1/completions", ":method": "POST"}, b'{"model": "tiny", "prompt": "hello"}', None
+    )
+    for status, held in (("200", 48), ("500", 96)):
+        routed = bench.router.route(request)
+        assert isinstance(routed, RoutedRequest)
+        best = routed.lease.decision.best
+        found = replace(best.candidate, hit=Hit(held, held, held), cached_tokens=held, uncached_tokens=16)
+        routed.lease.decision = dataclasses.replace(routed.lease.decision, ranked=(replace(best, candidate=found),))
+        bench.router.complete(routed, {":status": status}, None)
+    assert bench.counted("routed_held_tokens_total") == 48, "an answer that failed used no cache"
+    assert bench.counted("routed_prompt_tokens_total") == 64
+    assert bench.counted("reported_prompt_tokens_total") == 0
 
 
 def test_where_nobody_else_does_the_picker_takes_the_report_out_of_the_response() -> None:

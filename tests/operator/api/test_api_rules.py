@@ -59,18 +59,13 @@ REFUSED_POOLS = [
     ),
     ("model: {uri: hf://a--b/c}", "an organisation, name or revision of Hugging Face has no -- or .. in it"),
     ("model: {uri: hf://a/b..c}", "an organisation, name or revision of Hugging Face has no -- or .. in it"),
-    (
-        "{model: {uri: hf://o/n}, gateway: {isolation: PerKey}}",
-        "without API keys there are no clients to keep apart",
+    *(
+        (f"{{model: {{uri: hf://o/n}}, gateway: {{isolation: PerKey{more}}}}}", "there are no clients to keep apart")
+        for more in ("", ", standalone: {tls: {secretRef: {name: t}}}", ", parentRefs: [{name: g}]")
     ),
-    (
-        "gateway: {isolation: PerKey, standalone: {tls: {secretRef: {name: t}}}}",
-        "without API keys there are no clients to keep apart",
-    ),
-    (
-        "gateway: {isolation: PerKey, parentRefs: [{name: g}]}",
-        "without API keys there are no clients to keep apart",
-    ),
+    ("{model: {uri: hf://o/n, pickerReadsClaim: true}, engine: {type: vllm}}", "the tokenizer is on no claim"),
+    ("model: {uri: hf://o/n, chatTemplateRef: {name: t}}", "remove model.chatTemplateRef and put it there"),
+    ("model: {uri: pvc://c/m, pickerReadsClaim: true}", "engine treeline serves its tokenizer itself"),
     *(
         (f"model: {{uri: {json.dumps(form.format(bad))}}}", says)
         for form, says in (
@@ -123,6 +118,10 @@ REFUSED_POOLS = [
     ("engine: {dataParallel: 2}", "remove dataParallel and raise replicas"),
     ("engine: {adapters: [{name: a, uri: hf://o/a}]}", "remove adapters, or use engine sglang or vllm"),
     ("engine: {port: 5557}", "ports 5557, 5657, 5757 are those of cache events"),
+    (
+        "{model: {uri: hf://o/n}, engine: {type: vllm, dataParallel: 4, port: 5560}}",
+        "so many from each as dataParallel",
+    ),
     ("{model: {uri: hf://o/n}, engine: {type: custom}}", "set engine.image"),
     (
         "{model: {uri: hf://o/n}, engine: {type: custom, image: i, tensorParallel: 2}}",
@@ -206,6 +205,7 @@ REFUSED_POOLS = [
             " remove them from template.metadata.annotations",
         )
         for key in (
+            "treeline.dev/kv-events-port",
             "treeline.dev/draining-since",
             "treeline.dev/applied",
             "controller.kubernetes.io/pod-deletion-cost",
@@ -312,6 +312,7 @@ HOSTILE_STRINGS = [
                 "spec.accelerator.tolerations[0].value",
             ),
             ("{model: {uri: hf://o/n, tokenSecretRef: {name: WORD}}}", "spec.model.tokenSecretRef.name"),
+            ("{model: {uri: hf://o/n, chatTemplateRef: {name: WORD}}}", "spec.model.chatTemplateRef.name"),
             ("{model: {uri: hf://o/n, cache: {claimName: WORD}}}", "spec.model.cache.claimName"),
             ("gateway: {name: WORD}", "spec.gateway.name"),
             ("gateway: {standalone: {apiKeysSecretRef: {name: WORD}}}", "apiKeysSecretRef.name"),
@@ -354,6 +355,10 @@ ACCEPTED_POOLS = [
     "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 4},"
     " engine: {type: vllm, tensorParallel: 2, dataParallel: 2, adapters: [{name: a, uri: pvc://c/a}]}}",
     "{model: {uri: path:///m}, engine: {type: custom, image: 'me/mine:1', port: 5557, command: [serve], args: [x]}}",
+    "{engine: {type: vllm}, model: {uri: hf://o/n, tokenizer: pvc://c/m, pickerReadsClaim: true}}",
+    "{engine: {type: custom, image: i}, template: {metadata: {annotations: {treeline.dev/kv-events-port: '5557'}}},"
+    " model: {uri: path:///m}}",
+    "{model: {uri: hf://o/n}, engine: {type: vllm, dataParallel: 4, port: 5561}}",
     "gateway: {parentRefs: [{name: g}, {name: g, sectionName: https}], hostnames: ['*.example.com']}",
     "{model: {uri: 'hf://o/n@v1.0', name: 'org/name:tag_1.0@x+y'}, engine: {type: vllm, dtype: bfloat16}}",
     "model: {uri: 'pvc://claim/.cache/a_b@1+2=3/v1'}",

@@ -15,7 +15,7 @@ from treeline_epp.endpoints.adapters.registry import ADAPTERS
 from treeline_operator.api.engine import SETTINGS, EngineType
 from treeline_operator.api.model import InferenceModel
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.plan.engines import FLAGS
+from treeline_operator.plan.engines.registry import ADAPTERS as ENGINES
 from treeline_tools import api_page, crds
 from treeline_tools.__main__ import documents, main
 from treeline_wire.paths import INFERENCE
@@ -91,13 +91,15 @@ def test_refused_settings_are_those_that_the_planner_has_no_flag_for():
     from pydantic.alias_generators import to_snake
 
     for setting, engines in SETTINGS.items():
-        assert {engine for engine, flags in FLAGS.items() if to_snake(setting) in flags} == set(engines), setting
+        assert {engine for engine, adapter in ENGINES.items() if to_snake(setting) in adapter.flags} == set(engines), (
+            setting
+        )
 
 
 def test_an_engine_type_is_known_to_all_who_ask_for_it():
     """Whom the picker has no adapter for, as custom, is asked for all there might be."""
     types = set(get_args(EngineType))
-    assert set(FLAGS) == set(INFERENCE) == types
+    assert set(ENGINES) == set(INFERENCE) == types
     assert set(ADAPTERS) - {"openai"} == types - {"custom"}
 
 

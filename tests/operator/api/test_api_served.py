@@ -37,7 +37,7 @@ def test_defaults_can_be_read_and_are_those_of_our_types(control_plane, namespac
     unset = pool("defaults")
     assert InferencePool.from_object(made).spec == InferencePool.from_object(unset).spec
     assert made["spec"] == {
-        "model": {"uri": "builtin://tiny"},
+        "model": {"uri": "builtin://tiny", "pickerReadsClaim": False},
         "replicas": 1,
         "accelerator": {"type": "cpu", "count": 1, "resourceName": "nvidia.com/gpu"},
         "engine": {"type": "treeline", "port": 8000, "dataParallel": 1},

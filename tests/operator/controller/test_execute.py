@@ -255,9 +255,17 @@ async def test_keys_are_made_once_and_never_read() -> None:
 
 
 def test_the_keys_are_those_that_pods_mount(tmp_path: Any) -> None:
-    made = with_keys({"kind": "Secret", "metadata": {}})
+    made = with_keys(CreateKeys({"kind": "Secret", "metadata": {}}, ""))
     for name, value in made["data"].items():
         (tmp_path / name).write_bytes(base64.b64decode(value))
         (tmp_path / name).chmod(0o600)
     assert CurveKeys.load(tmp_path).public + b"\n" == base64.b64decode(made["data"]["public.key"])
-    assert with_keys({})["data"] != made["data"]
+    assert with_keys(CreateKeys({}, ""))["data"] != made["data"]
+
+
+def test_a_key_to_administration_is_one_word_that_nobody_guesses() -> None:
+    made = [with_keys(CreateKeys({}, "", fresh="word"))["data"] for _ in range(2)]
+    words = [base64.b64decode(data.pop("key")) for data in made]
+    assert made == [{}, {}]
+    assert words[0] != words[1]
+    assert all(len(word) == 64 and word.isalnum() for word in words), "it stands in a command line and in a header"

@@ -11,7 +11,7 @@ import yaml
 from support import golden
 from support.pool_world import EVERY_API, SimCluster, a_pool
 from treeline_operator import names
-from treeline_operator.actions import Apply
+from treeline_operator.actions import Apply, CreateKeys
 from treeline_operator.plan.security import exceptions
 from treeline_operator.world import Platform
 
@@ -124,9 +124,9 @@ def first_plan(name: str) -> dict[str, str]:
     plan = SimCluster(Platform(apis=EVERY_API)).plan(a_pool("sample", **SAMPLES[name]))
     shown = {}
     for action in plan.actions:
-        assert isinstance(action, Apply)
+        assert isinstance(action, Apply | CreateKeys)
         obj = copy.deepcopy(action.object)
-        del obj["metadata"]["annotations"][names.APPLIED]
+        obj["metadata"].get("annotations", {}).pop(names.APPLIED, None)
         text = yaml.dump(obj, Dumper=golden.Plain, sort_keys=False, width=110)
         shown[f"{obj['kind']} {obj['metadata']['name']}"] = f"# {action.why}\n{text}"
     (revision,) = (title.rpartition("-")[2] for title in shown if title.startswith("Deployment "))

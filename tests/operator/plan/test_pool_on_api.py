@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 from support.control_plane import ControlPlane
 from support.pool_world import SimCluster, a_pool
-from treeline_operator.actions import Apply
+from treeline_kube.resources import Resource
+from treeline_operator.actions import Apply, CreateKeys
+from treeline_operator.controller.execute import with_keys
 from treeline_operator.controller.kinds import CHILDREN
 
 pytestmark = pytest.mark.integration
 
 RESOURCES = {watched.resource.kind: watched.resource for watched in CHILDREN}
+RESOURCES["Secret"] = Resource("v1", "Secret", "secrets")
 USERS: dict[str, Any] = {
     "metadata": {"annotations": {"empty": ""}},
     "spec": {
@@ -47,7 +50,11 @@ SPECS: dict[str, dict[str, Any]] = {
         "engine": {"resources": {"requests": {"cpu": "1000m", "memory": "0.5Gi"}}},
         "autoscaling": {"type": "HPA", "maxReplicas": 3, "hpa": {"metrics": [METRIC]}},
     },
-    "vllm": {"accelerator": {"type": "nvidia"}, "engine": {"type": "vllm"}},
+    "vllm": {
+        "model": {"uri": "hf://org/name", "chatTemplateRef": {"name": "of-ours"}},
+        "accelerator": {"type": "nvidia", "count": 2},
+        "engine": {"type": "vllm", "dataParallel": 2},
+    },
     "sglang": {
         "model": {"uri": "pvc://claim/dir"},
         "accelerator": {"type": "nvidia"},
@@ -65,6 +72,9 @@ def test_the_api_server_takes_every_object_and_its_defaults_are_no_difference(
     pool = a_pool(name, metadata={"namespace": namespace}, **SPECS[name])
     cluster = SimCluster()
     for action in cluster.plan(pool).actions:
+        if isinstance(action, CreateKeys):
+            _dry_run(control_plane, with_keys(action))
+            continue
         assert isinstance(action, Apply)
         cluster.objects[action.ref] = _dry_run(control_plane, action.object)
     plan = cluster.plan(pool)

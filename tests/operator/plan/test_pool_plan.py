@@ -84,6 +84,26 @@ def test_keys_that_are_gone_are_made_again_for_a_pod_that_waits_for_them() -> No
     assert not any(isinstance(action, CreateKeys) for action in cluster.plan(vllm).actions)
 
 
+def test_an_admin_key_is_made_before_the_first_pod_and_again_for_one_that_misses_it() -> None:
+    spec: dict[str, Any] = {"engine": {"type": "sglang"}, "accelerator": {"type": "nvidia"}}
+    cluster = SimCluster()
+    made = [type(action).__name__ + " " + action.ref.kind for action in cluster.plan(a_pool(**spec)).actions]
+    assert made.index("CreateKeys Secret") < made.index("Apply Deployment")
+    cluster.converge(a_pool(**spec))
+    other = {**spec, "engine": {"type": "sglang", "contextLength": 512}}
+    assert not any(isinstance(action, CreateKeys) for action in cluster.plan(a_pool(**other)).actions), "it is there"
+
+    (pod,) = cluster.pods.values()
+    waiting = {"reason": "CreateContainerConfigError", "message": 'secret "tiny-admin-key" not found'}
+    pod["status"]["containerStatuses"] = [{"name": "runtime", "state": {"waiting": waiting}}]
+    (again,) = cluster.plan(a_pool(**spec)).actions
+    assert isinstance(again, CreateKeys)
+    assert (again.ref.name, again.fresh) == ("tiny-admin-key", "word")
+    assert again.object["metadata"]["ownerReferences"][0]["uid"] == "pool-uid"
+    waiting["message"] = 'secret "of-their-own" not found'
+    assert cluster.plan(a_pool(**spec)).actions == ()
+
+
 def test_what_runs_goes_on_while_a_new_revision_waits_for_keys() -> None:
     replace_one = {"strategy": "Replace", "maxUnavailable": 1}
     cluster = settled(a_pool(replicas=2, rollout=replace_one))

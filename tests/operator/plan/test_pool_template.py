@@ -18,7 +18,7 @@ from treeline_operator.api.engine import SETTINGS, WORDS
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
 from treeline_operator.plan.download import files
-from treeline_operator.plan.engines import FLAGS
+from treeline_operator.plan.engines.registry import ADAPTERS
 from treeline_operator.plan.merge import TemplateInvalid, merged
 from treeline_operator.plan.revision import inputs
 from treeline_operator.plan.runtime import pod_template, template_problem
@@ -224,14 +224,14 @@ def test_the_download_takes_its_command_line() -> None:
 
 def test_every_setting_that_the_api_takes_reaches_the_engine() -> None:
     for setting, engines in SETTINGS.items():
-        for engine, flags in FLAGS.items():
-            assert (engine in engines) == (to_snake(setting) in flags), (setting, engine)
+        for engine, adapter in ADAPTERS.items():
+            assert (engine in engines) == (to_snake(setting) in adapter.flags), (setting, engine)
 
 
 @pytest.mark.parametrize(
     "asked", [{"tensorParallel": 2}, {"dataParallel": 2}, {"adapters": [{"name": "a", "uri": "hf://org/adapter"}]}]
 )
-@pytest.mark.parametrize("engine", FLAGS)
+@pytest.mark.parametrize("engine", ADAPTERS)
 def test_what_an_engine_cannot_do_is_refused_and_never_left_out(engine: str, asked: dict[str, Any]) -> None:
     spec = {"model": {"uri": "hf://org/name"}, "engine": {"type": engine, "image": "x"}}
     count = 1 if "adapters" in asked else 2
@@ -246,7 +246,41 @@ def test_events_are_configured_as_each_engine_wants_them() -> None:
         config = json.loads(args[args.index("--kv-events-config") + 1])
         assert config["publisher"] == "zmq"
         assert (config["endpoint"], config["replay_endpoint"]) == ("tcp://*:5557", "tcp://*:5657")
+        assert config["topic"] == ""
         assert config.get("enable_kv_cache_events", False) is (engine == "vllm")
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_rank_of_an_engine_has_its_ports_and_the_picker_is_told_where_they_begin(ranks: int) -> None:
+    """As SGLang and vLLM count: the port of rank r is the first one + r."""
+    devices = {"accelerator": {"type": "nvidia", "count": ranks}}
+    for engine, sockets in (("vllm", (5557, 5657)), ("sglang", (5557, 5657, 5757))):
+        made = template(**devices, engine={"type": engine, "dataParallel": ranks})
+        ports = made["spec"]["containers"][0]["ports"]
+        numbers = {8000} | {first + rank for first in sockets for rank in range(ranks)}
+        assert {port["containerPort"] for port in ports} == numbers
+        assert len({port["name"] for port in ports}) == len(ports)
+        assert made["metadata"]["annotations"] == {
+            "treeline.dev/kv-events-port": "5557",
+            "treeline.dev/kv-replay-port": "5657",
+            "treeline.dev/data-parallel-size": str(ranks),
+        }
+    assert "annotations" not in template()["metadata"], "our runtime says it itself"
+
+
+def test_sglangs_administration_needs_a_key_that_no_object_shows() -> None:
+    made = runtime(accelerator={"type": "nvidia"}, engine={"type": "sglang"})
+    assert made["args"][made["args"].index("--admin-api-key") + 1] == "$(SGLANG_ADMIN_API_KEY)"
+    (given,) = [one for one in made["env"] if one["name"] == "SGLANG_ADMIN_API_KEY"]
+    assert given["valueFrom"] == {"secretKeyRef": {"name": "tiny-admin-key", "key": "key"}}
+
+
+def test_only_the_liveness_of_sglang_is_asked_by_a_token() -> None:
+    made = runtime(accelerator={"type": "nvidia"}, engine={"type": "sglang"})
+    paths = {name: made[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
+    assert paths == {"startupProbe": "/health", "readinessProbe": "/health", "livenessProbe": "/health_generate"}
+    assert made["livenessProbe"]["timeoutSeconds"] == 20
+    assert {"name": "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "value": "false"} in made["env"]
 
 
 def test_the_users_command_and_arguments_hold() -> None:
@@ -279,7 +313,7 @@ def test_registry_credentials_reach_the_pods_and_the_fragment_may_add_some() -> 
 GPU = {"accelerator": {"type": "nvidia"}}
 
 
-@pytest.mark.parametrize("engine", FLAGS)
+@pytest.mark.parametrize("engine", ADAPTERS)
 def test_the_root_filesystem_is_writable_on_gpus_alone(engine: str) -> None:
     spec = {"model": {"uri": "hf://org/name"}, "engine": {"type": engine, "image": "x"}}
     for more, read_only in ((GPU, False), ({}, True)):
@@ -347,7 +381,7 @@ def test_what_a_pod_writes_is_limited() -> None:
 )
 def test_every_cache_of_the_engine_is_in_the_volume(engine: str, own: dict[str, str]) -> None:
     made = runtime(**GPU, engine={"type": engine, "image": "x"})
-    env = {one["name"]: one["value"] for one in made["env"]}
+    env = {one["name"]: one["value"] for one in made["env"] if "value" in one}
     common = {
         "HF_HOME": "/cache/hf",
         "XDG_CACHE_HOME": "/cache/xdg",

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from support.operator_pool_states import HPA, PROGRESS, rolling, said, scaled, troubled
+from support.operator_pool_states import HPA, PROGRESS, rolling, routed, said, scaled, troubled
 from support.operator_status import (
     LATER,
     check_whole,
@@ -104,6 +104,23 @@ def test_a_pod_serves_when_the_picker_would_choose_it():
     assert (status["replicas"], status["readyReplicas"]) == (4, 2)
     unasked = dataclasses.replace(seen, picker=None)
     assert [one["serving"] for one in pool_status(unasked)["endpoints"]] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("engine", "way", "reason", "warned"),
+    [
+        ("vllm", "events", "", False),
+        ("sglang", "history", "NoEvents", True),
+        ("vllm", "hashes", "TokenizerUnusable", False),
+        ("custom", "history", "NoEvents", False),
+    ],
+)
+def test_how_requests_find_the_caches_is_told(engine: str, way: str, reason: str, warned: bool) -> None:
+    seen = routed(pool(model={"uri": "hf://o/tiny"}, engine={"type": engine, "image": "x"}), way, reason)
+    status = pool_status(seen)
+    assert status["routing"] == ({"way": way, "reason": reason} if reason else {"way": way})
+    assert ("Warnings" in conditions_of(seen)) is warned
+    assert "routing" not in pool_status(world(seen.pool)), "a picker of a former version says nothing of it"
 
 
 def drains(number: int, since: str, **meta: Any) -> Observed:

@@ -111,7 +111,11 @@ class Router:
         if by_other:
             listed = any(served == spec.address for spec in decision.fallbacks)
             metrics.served_by_other.labels("fallback" if listed else "other").inc()
-        elif cached is not None and prompt is not None:
+        elif outcome is Outcome.HEADERS:
+            best = decision.best.candidate
+            metrics.routed_prompt_tokens.inc(best.cached_tokens + best.uncached_tokens)
+            metrics.routed_held_tokens.inc(best.hit.tokens)
+        if not by_other and cached is not None and prompt is not None:
             metrics.predicted_hit_tokens.inc(decision.best.candidate.cached_tokens)
             metrics.reported_hit_tokens.inc(cached)
             metrics.reported_prompt_tokens.inc(prompt)

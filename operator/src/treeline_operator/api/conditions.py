@@ -361,6 +361,20 @@ class Reason(StrEnum):
         "Pods ask for more devices than the engine uses.",
         "Remove engine.tensorParallel (it follows accelerator.count), or lower accelerator.count.",
     )
+    ROUTED_BY_HISTORY = _needs_you(
+        "RoutedByHistory",
+        "The picker makes nothing of what the pods publish, mostly for want of the model's tokenizer: it routes by "
+        "what it sent where itself, and sees neither what the pods evict nor what others sent them.",
+        "Set model.tokenizer to the model's hf:// uri, or model.pickerReadsClaim where pods on several nodes can mount "
+        "the claim; docs/engines.md has the other causes.",
+        patience_s=120,
+    )
+    ARGS_UNTOLD = _needs_you(
+        "ArgsUntold",
+        "The engine is started with arguments that the picker would have to know: prompts are not found in its caches, "
+        "or it cannot be asked.",
+        "Remove them from engine.args and use the fields that the message names.",
+    )
     # InferenceModels
     ACCEPTED = _well("Accepted", "The name is served.")
     POOL_NOT_FOUND = _needs_you(

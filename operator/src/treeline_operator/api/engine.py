@@ -176,8 +176,9 @@ class Engine(Part):
             field=".adapters",
         ),
         Rule(
-            f"self.type == 'custom' || !(self.port in {sorted(KV_PORTS)})",
-            f"ports {', '.join(map(str, sorted(KV_PORTS)))} are those of cache events and load reports: choose another",
+            f"self.type == 'custom' || {sorted(KV_PORTS)}.all(p, self.port < p || self.port >= p + self.dataParallel)",
+            f"ports {', '.join(map(str, sorted(KV_PORTS)))} are those of cache events and load reports, and so many"
+            " from each as dataParallel says: choose another",
             field=".port",
         ),
     )

@@ -196,6 +196,13 @@ class KeyRef(NamedRef):
     """Key within the Secret."""
 
 
+class ConfigMapKeyRef(NamedRef):
+    """One key of a ConfigMap of the same namespace."""
+
+    key: Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z0-9]+$", max_length=253)] = "chat_template.jinja"
+    """Key within the ConfigMap."""
+
+
 class Resources(Part):
     """Resources of a container."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, StrictInt, StringConstraints, WithJsonSchema
+from treeline_wire import labels
 from typing_extensions import TypedDict
 
 from treeline_operator.api.engine import Accelerator, Engine
@@ -51,7 +52,8 @@ _TEMPLATE: Final[dict[str, Any]] = {
                 "labels": {**_STRINGS, "description": "Labels; those of treeline.dev are the operator's."},
                 "annotations": {
                     **_STRINGS,
-                    "description": "Annotations; those of treeline.dev are the operator's.",
+                    "description": "Annotations; those of treeline.dev are the operator's, but for those by which "
+                    "the pods of a custom engine tell where they publish KV events (docs/engines.md).",
                 },
             },
         },
@@ -84,6 +86,10 @@ _OWN_SPLITS: Final = frozenset(
 """Flags in `engine.args` that say by themselves how the devices are shared out."""
 
 
+_TOLD_BY_CUSTOM: Final = [labels.KV_EVENTS_PORT, labels.KV_REPLAY_PORT, labels.KV_EVENTS_TOPIC]
+"""Annotations by which the pods of a custom engine tell the picker where they publish what their caches hold."""
+
+
 def _keys_rule(which: Literal["labels", "annotations"]) -> Rule:
     return Rule(
         f"!has(self.template) || !has(self.template.metadata) || !has(self.template.metadata.{which})"
@@ -106,6 +112,17 @@ class PoolSpec(Part):
             "self.engine.type in ['sglang', 'vllm'] || !has(self.model.tokenizer)",
             "the engine takes the tokenizer from the folder of the weights: remove model.tokenizer and put it there",
             field=".model.tokenizer",
+        ),
+        forbidden(
+            "self.engine.type in ['sglang', 'vllm'] || !has(self.model.chatTemplateRef)",
+            "the engine takes the chat template from the folder of the weights: remove model.chatTemplateRef and put it"
+            " there",
+            field=".model.chatTemplateRef",
+        ),
+        forbidden(
+            "self.engine.type != 'treeline' || !self.model.pickerReadsClaim",
+            "engine treeline serves its tokenizer itself: remove model.pickerReadsClaim",
+            field=".model.pickerReadsClaim",
         ),
         forbidden(
             "!has(self.model.cache) || self.model.uri.startsWith('hf://')"
@@ -147,8 +164,9 @@ class PoolSpec(Part):
         ),
         forbidden(
             "!has(self.template) || !has(self.template.metadata) || !has(self.template.metadata.annotations)"
-            " || self.template.metadata.annotations.all(k,"
-            f" !k.startsWith('treeline.dev/') && k != '{DELETION_COST}')",
+            " || self.template.metadata.annotations.all(k, k != "
+            f"'{DELETION_COST}' && (!k.startsWith('treeline.dev/')"
+            f" || (self.engine.type == 'custom' && k in {_TOLD_BY_CUSTOM})))",
             f"annotations of treeline.dev and {DELETION_COST} on pods are the operator's:"
             " remove them from template.metadata.annotations",
             field=".template.metadata.annotations",
@@ -246,6 +264,16 @@ class GatewayStatus(TypedDict, total=False):
 
 
 @DOCUMENTED
+class RoutingStatus(TypedDict, total=False):
+    """How the picker finds what the pods have cached."""
+
+    way: Annotated[str, StringConstraints(max_length=64)]
+    """`events`: by what the engines publish. `history`: by what the picker itself sent where. See docs/engines.md."""
+    reason: Annotated[str, StringConstraints(max_length=64)]
+    """Why it is not a better way; absent where there is none."""
+
+
+@DOCUMENTED
 class DownloadStatus(TypedDict, total=False):
     """How far the download of the weights is."""
 
@@ -287,6 +315,8 @@ class PoolStatus(TypedDict, total=False):
     """The gateway that the pool shares."""
     download: DownloadStatus
     """How far the download of the weights is; absent when nothing is downloaded."""
+    routing: RoutingStatus
+    """How the picker finds what the pods have cached; absent until it has asked them."""
 
 
 _RESERVED: Final = ("-gateway", "-epp", "-edge", "-kv-keys", "-gie", "-pods")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Final, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field, StringConstraints
+from pydantic import AfterValidator, Field, StrictBool, StringConstraints
 from treeline_wire.models import served_name
 
-from treeline_operator.api.parts import SET, DnsName, KeyRef, Part, Quantity, ServedName
+from treeline_operator.api.parts import SET, ConfigMapKeyRef, DnsName, KeyRef, Part, Quantity, ServedName
 from treeline_operator.api.rules import KEYWORD, Rule, forbidden
 
 Scheme = Literal["hf", "pvc", "path", "builtin"]
@@ -151,6 +151,11 @@ class ModelSource(Part):
             "a token is sent to Hugging Face only: remove tokenSecretRef, or use an hf:// uri",
             field=".tokenSecretRef",
         ),
+        forbidden(
+            "!self.pickerReadsClaim || (has(self.tokenizer) ? self.tokenizer : self.uri).startsWith('pvc://')",
+            "the tokenizer is on no claim: remove pickerReadsClaim, or set tokenizer to a pvc:// uri",
+            field=".pickerReadsClaim",
+        ),
         Rule(
             "!has(self.size) || !has(self.cache) || !has(self.cache.size)"
             " || quantity(string(self.cache.size)).compareTo(quantity(string(self.size))) >= 0",
@@ -166,8 +171,18 @@ class ModelSource(Part):
     """Name under which clients ask for the model; absent means the last part of the uri."""
     tokenizer: Uri | None = None
     """Where the tokenizer is, if not with the weights. For engines sglang and vllm."""
+    chat_template_ref: ConfigMapKeyRef | None = None
+    """ConfigMap with a chat template (Jinja) to use instead of the model's own: the engine is started with it, and the
+    picker renders by it. Give a changed template another name: pods that run keep the one that they started with. For
+    engines sglang and vllm."""
     token_secret_ref: KeyRef | None = None
-    """Secret with the Hugging Face token, for gated models. The kubelet hands it to the download, to nobody else."""
+    """Secret with the Hugging Face token, for gated models. The kubelet hands it to the download and, with an engine
+    that serves no tokenizer (any but treeline), to the picker, which downloads that; to nobody else."""
+    picker_reads_claim: StrictBool = False
+    """Mount the claim that the tokenizer is on read-only into the picker too, which reads it there. Only for claims
+    that pods on several nodes can mount (ReadOnlyMany, ReadWriteMany): for any other the picker might wait for ever.
+    Without it, and without a tokenizer on Hugging Face, requests are routed by history. For engines sglang, vllm and
+    custom."""
     cache: Cache | None = None
     """Volume that keeps the downloaded weights; absent means that every pod downloads anew into an emptyDir."""
     size: Quantity | None = None

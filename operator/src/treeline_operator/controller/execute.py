@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -105,7 +106,7 @@ class Executor:
                     done.note(Reason.APPLIED if known else Reason.CREATED, action.ref)
             case CreateKeys():
                 try:
-                    await self.writer.create(with_keys(action.object))
+                    await self.writer.create(with_keys(action))
                     done.note(Reason.CREATED, action.ref)
                 except AlreadyExists:
                     log.debug("%s is there already", action.ref)
@@ -172,11 +173,14 @@ def _note_mark(mark: Mark, done: Done) -> None:
             done.note(Reason.DRAIN_TIMEOUT, mark.ref, left)
 
 
-def with_keys(secret: Object) -> Object:
-    """The Secret with a fresh key pair, as `treeline_wire.security` reads it."""
-    public, private = zmq.curve_keypair()
-    data = {PUBLIC_FILE: public, SECRET_FILE: private}
-    return {**secret, "data": {name: base64.b64encode(key + b"\n").decode() for name, key in data.items()}}
+def with_keys(action: CreateKeys) -> Object:
+    """The Secret with what is asked for: a key pair as `treeline_wire.security` reads it, or a word of 256 bits."""
+    if action.fresh == "word":
+        data = {names.ADMIN_KEY_FILE: secrets.token_hex(32).encode()}
+    else:
+        public, private = zmq.curve_keypair()
+        data = {PUBLIC_FILE: public + b"\n", SECRET_FILE: private + b"\n"}
+    return {**action.object, "data": {name: base64.b64encode(key).decode() for name, key in data.items()}}
 
 
 def _owners(meta: Object) -> dict[str, bool]:

@@ -1,8 +1,9 @@
-"""The key pair of a gateway's KV sockets: made once, never read, and made again when pods wait for it in vain."""
+"""Secrets that are made once, never read, and made again when pods wait for them in vain: the key pair of a gateway's
+KV sockets, and the key to the administration of a pool's engines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any, Final
 
@@ -35,6 +36,29 @@ def keys(context: GatewayContext) -> dict[str, Any]:
 def keys_again(context: GatewayContext) -> CreateKeys:
     """Make the key pair once more for pods that mount it and do not start; if it is there, that changes nothing."""
     return CreateKeys(keys(context), "a pod waits for its volumes; should the keys be missing, they are made again")
+
+
+def admin_key(pool: str, meta: dict[str, Any]) -> CreateKeys:
+    """The key to the administration of a pool's engines. `meta` has its owner; its name is ours."""
+    secret = manifest("v1", "Secret", {**meta, "name": names.admin_key(pool)}, type="Opaque", immutable=True)
+    return CreateKeys(secret, "a key to the engines' administration", fresh="word")
+
+
+def hands_admin_key(deployment: Mapping[str, Any], pool: str) -> bool:
+    """Whether the pods of a Deployment are handed that key: then it was made before."""
+    containers = deployment["spec"]["template"]["spec"].get("containers", ())
+    given = (env.get("valueFrom") or {} for one in containers for env in one.get("env") or ())
+    return any((source.get("secretKeyRef") or {}).get("name") == names.admin_key(pool) for source in given)
+
+
+def misses_admin_key(pod: Mapping[str, Any], pool: str) -> bool:
+    """Whether the kubelet cannot start a pod's containers for want of that key."""
+    statuses = (pod.get("status") or {}).get("containerStatuses") or ()
+    waiting = [(status.get("state") or {}).get("waiting") or {} for status in statuses]
+    return any(
+        one.get("reason") == "CreateContainerConfigError" and names.admin_key(pool) in str(one.get("message"))
+        for one in waiting
+    )
 
 
 def longest_wait(pods: Iterable[Observed], now: datetime) -> float | None:

@@ -11,10 +11,11 @@ from treeline_operator import names
 from treeline_operator.api.gateway import ParentRef
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.edge import HEALTH_PORT, LISTEN_PORT
-from treeline_operator.plan.engines import metrics_port
+from treeline_operator.plan.engines.registry import adapter_of
 from treeline_operator.plan.gateway_common import Component, GatewayContext
 from treeline_operator.plan.objects import Object, manifest, port
 from treeline_operator.plan.runtime import selector
+from treeline_operator.plan.tokenizers import Tokenizers
 from treeline_operator.world import Platform
 
 _NAMESPACE: Final = "kubernetes.io/metadata.name"
@@ -51,7 +52,7 @@ def scraped_port(pool: InferencePool, platform: Platform) -> tuple[str, int] | N
     An engine that is not ours serves them on its API port, with everything else; that one is opened to Prometheus only
     where the operator was told to.
     """
-    own = metrics_port(pool)
+    own = adapter_of(pool).metrics_port(pool)
     if own is not None:
         return "metrics", own
     return ("http", pool.spec.engine.port) if platform.scrape_api_ports else None
@@ -113,6 +114,8 @@ def _picker(context: GatewayContext) -> Object:
         # To anywhere: a node's own DNS cache has an address that no selector covers.
         _DNS,
     ]
+    if Tokenizers.of(context.shared).hub:
+        egress.append({"ports": [port(443)]})
     match = {"matchLabels": context.pods("epp")}
     return _policy(context.meta(names.epp(context.gateway)), match, ingress=ingress, egress=egress)
 

@@ -63,6 +63,15 @@ def secret_volume(name: str, secret: str) -> Object:
     return {"name": name, "secret": {"secretName": secret, "defaultMode": SECRET_MODE}}
 
 
+TEMPLATE_FILE: Final = "chat_template.jinja"
+
+
+def template_volume(name: str, config_map: str, key: str, *, optional: bool) -> Object:
+    """A mounted chat template, as TEMPLATE_FILE whatever its key is: SGLang goes by the end of the name."""
+    items = [{"key": key, "path": TEMPLATE_FILE}]
+    return {"name": name, "configMap": {"name": config_map, "items": items, "optional": optional}}
+
+
 def mount(name: str, path: str, *, read_only: bool = True) -> Object:
     """Where a volume is in a container."""
     return {"name": name, "mountPath": path} | ({"readOnly": True} if read_only else {})

@@ -19,7 +19,15 @@ from treeline_operator.plan.download import files
 from treeline_operator.plan.drain import DrainPolicy, DrainStep, drain_step
 from treeline_operator.plan.facts import annotation, find
 from treeline_operator.plan.gateway import context_of
-from treeline_operator.plan.keys import STUCK_S, has_keys, keys_again, longest_wait
+from treeline_operator.plan.keys import (
+    STUCK_S,
+    admin_key,
+    hands_admin_key,
+    has_keys,
+    keys_again,
+    longest_wait,
+    misses_admin_key,
+)
 from treeline_operator.plan.network import download_policy, pods_policy, scraped_port
 from treeline_operator.plan.objects import disruption_budget, manifest, service_port
 from treeline_operator.plan.revision import (
@@ -32,7 +40,14 @@ from treeline_operator.plan.revision import (
 )
 from treeline_operator.plan.rollout import Revision, RolloutPolicy, RolloutStep, next_step
 from treeline_operator.plan.routes import ROUTE, UPSTREAM, http_route, missing_apis, upstream_pool
-from treeline_operator.plan.runtime import deployment, images_of, needs_keys, selector, template_problem
+from treeline_operator.plan.runtime import (
+    deployment,
+    images_of,
+    needs_admin_key,
+    needs_keys,
+    selector,
+    template_problem,
+)
 from treeline_operator.plan.scaling import KEDA, autoscaler
 from treeline_operator.world import Observed, PoolWorld, Ref
 
@@ -70,7 +85,12 @@ class _Planner:
         if problem:
             self.notes.append(f"{problem}; the pods stay as they are")
         step = self._step(there, target) if not problem else RolloutStep({one.name: one.replicas for one in there})
-        first = [*self._keys(), *self._network(self._wants_download(there, target, step)), *self._claims()]
+        first = [
+            *self._keys(),
+            *self._admin_key(there, target),
+            *self._network(self._wants_download(there, target, step)),
+            *self._claims(),
+        ]
         pods = [*self._services(), *self._revisions(there, target, step)]
         rest = [*self._routes(), *self._scaling()]
         return Plan(
@@ -103,6 +123,15 @@ class _Planner:
         self._look_again(STUCK_S)
         if waited >= STUCK_S:
             yield keys_again(context)
+
+    def _admin_key(self, there: tuple[ExistingRevision, ...], target: TargetRevision) -> Iterator[Action]:
+        """Before the first pod that is handed it, and again for pods that look for it in vain."""
+        name = self.pool.name
+        if not needs_admin_key(self.pool):
+            return
+        made = target.existing is not None or any(hands_admin_key(one.object, name) for one in there)
+        if not made or any(misses_admin_key(pod.object, name) for pod in self.world.pods):
+            yield admin_key(name, self._meta(name))
 
     # ---- revisions ------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from treeline_operator.api.pool import InferencePool
@@ -30,10 +30,6 @@ _CACHES: Final = (
     ("FLASHINFER_WORKSPACE_BASE", "flashinfer"),
 )
 """Environment → folder in the cache, for every engine: what torch, Triton, CUDA and FlashInfer compile at run time."""
-_CACHES_OF: Final[dict[str, tuple[tuple[str, str], ...]]] = {
-    "vllm": (("VLLM_CACHE_ROOT", "vllm"),),
-    "sglang": (("SGLANG_CACHE_DIR", "sglang"), ("SGLANG_DG_CACHE_DIR", "deep-gemm")),
-}
 
 
 def gib(size: str | None) -> float:
@@ -55,9 +51,9 @@ def requests(pool: InferencePool) -> dict[str, str]:
     return {"cpu": str(_CPUS_PER_DEVICE * accelerator.count), "memory": f"{memory}Gi"}
 
 
-def cache_env(pool: InferencePool) -> Iterator[tuple[str, str]]:
-    """Environment that makes the engine keep what it compiles in the cache."""
-    for name, folder in (*_CACHES, *_CACHES_OF.get(pool.spec.engine.type, ())):
+def cache_env(own: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Environment that makes an engine keep what it compiles in the cache; `own` are the folders of it alone."""
+    for name, folder in (*_CACHES, *own):
         yield name, f"{CACHE_DIR}/{folder}"
 
 

@@ -12,7 +12,7 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan import capacity, pod_state
 from treeline_operator.plan.canonical import canonical
 from treeline_operator.plan.diff import is_ours
-from treeline_operator.plan.engines import tells_hits
+from treeline_operator.plan.engines.registry import hides_hits
 from treeline_operator.plan.facts import (
     annotation,
     condition_of,
@@ -34,7 +34,7 @@ def inputs(pool: InferencePool) -> str:
     Fields that have their default are left out: a field that a later version of the API adds changes no hash.
     """
     spec = pool.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude_none=True)
-    model = {**spec["model"]}
+    model = {name: value for name, value in spec["model"].items() if name != "pickerReadsClaim"}
     if "cache" in model:
         # Size and class of the claim are the claim's business; the pods only mount it.
         model["cache"] = model["cache"].get("claimName", "own")
@@ -52,7 +52,7 @@ def inputs(pool: InferencePool) -> str:
         "roles": spec.get("roles"),
         "gateway": pool.spec.gateway.name,
     }
-    if not tells_hits(pool):
+    if hides_hits(pool):
         made_from["tellsHits"] = False
     patch = canonical(pool.spec.template, keep_unset=True) if pool.spec.template else {}
     return names.digest([canonical(made_from), patch])

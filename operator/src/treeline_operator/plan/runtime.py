@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any, Final
 
@@ -12,7 +12,9 @@ from treeline_operator import names
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan import objects
 from treeline_operator.plan.download import Files, files, init_container
-from treeline_operator.plan.engines import KEYS_DIR, Launch, launch, start_seconds
+from treeline_operator.plan.engines.base import TEMPLATE_DIR, Launch, start_seconds
+from treeline_operator.plan.engines.registry import launch
+from treeline_operator.plan.engines.treeline import KEYS_DIR
 from treeline_operator.plan.merge import TemplateInvalid, merged
 from treeline_operator.plan.objects import (
     Object,
@@ -21,6 +23,7 @@ from treeline_operator.plan.objects import (
     mount,
     pod_security,
     secret_volume,
+    template_volume,
 )
 from treeline_operator.plan.pod_state import CONTAINER, DOWNLOAD
 from treeline_operator.plan.provision import cache_env, mounts, requests, volumes
@@ -50,6 +53,11 @@ def needs_keys(pool: InferencePool) -> bool:
     return launch(pool, files(pool), Images()).keys
 
 
+def needs_admin_key(pool: InferencePool) -> bool:
+    """Whether the pods are handed a key to the engine's administration, which the pool's plan makes."""
+    return bool(launch(pool, files(pool), Images()).admin_key)
+
+
 def deployment(pool: InferencePool, target: TargetRevision, replicas: int, meta: Object, images: Images) -> Object:
     """The Deployment of a revision. Its template is made once and not edited any more."""
     annotations = {names.INPUTS: target.inputs, names.TEMPLATE_VERSION: str(target.template_version)}
@@ -68,8 +76,11 @@ def pod_template(pool: InferencePool, revision: str, images: Images) -> Object:
     """The pods of a revision, with the user's fragment laid over them. Raises TemplateInvalid."""
     found = files(pool)
     start = launch(pool, found, images)
+    meta: Object = {"labels": _labels(pool, revision)}
+    if start.annotations:
+        meta["annotations"] = dict(start.annotations)
     ours = {
-        "metadata": {"labels": _labels(pool, revision)},
+        "metadata": meta,
         "spec": _pod_spec(pool, revision, found, start, images),
     }
     fragment = pool.spec.template or {}
@@ -134,7 +145,7 @@ def _labels(pool: InferencePool, revision: str) -> dict[str, str]:
 def _pod_spec(pool: InferencePool, revision: str, found: Files, start: Launch, images: Images) -> Object:
     accelerator, security = pool.spec.accelerator, _container_security(pool)
     pull = pool.spec.engine.image_pull_policy or images.pull_policy
-    fetch_image = start.image if pool.spec.engine.type == "treeline" else images.runtime
+    fetch_image = start.image if start.downloads else images.runtime
     fetch = init_container(pool, found, fetch_image, pull)
     spec: Object = {
         "automountServiceAccountToken": False,
@@ -162,13 +173,15 @@ def _runtime(pool: InferencePool, found: Files, start: Launch, pull: str) -> Obj
     mounted = list(mounts(shared_memory=start.shared_memory))
     if start.keys:
         mounted.append(mount("kv-keys", KEYS_DIR))
-    env = [("HOME", "/tmp"), ("USER", "treeline"), *cache_env(pool), *start.env]
+    if pool.spec.model.chat_template_ref is not None:
+        mounted.append(mount("chat-template", TEMPLATE_DIR))
+    env = [("HOME", "/tmp"), ("USER", "treeline"), *cache_env(start.caches), *start.env]
     container: Object = {
         "name": CONTAINER,
         "image": start.image,
         "imagePullPolicy": pull,
         "args": list(start.args),
-        "env": [{"name": name, "value": value} for name, value in env],
+        "env": [*({"name": name, "value": value} for name, value in env), *_secrets(pool, start)],
         "ports": [container_port(name, number) for name, number in start.ports],
         "resources": _resources(pool),
         **start.probes,
@@ -183,6 +196,13 @@ def _runtime(pool: InferencePool, found: Files, start: Launch, pull: str) -> Obj
     if not start.args:
         del container["args"]
     return container
+
+
+def _secrets(pool: InferencePool, start: Launch) -> Iterator[Object]:
+    """Environment that the kubelet takes from Secrets."""
+    if start.admin_key:
+        reference = {"name": names.admin_key(pool.name), "key": names.ADMIN_KEY_FILE}
+        yield {"name": start.admin_key, "valueFrom": {"secretKeyRef": reference}}
 
 
 def _pre_stop_seconds(pool: InferencePool, start: Launch) -> int:
@@ -229,6 +249,8 @@ def _volumes(pool: InferencePool, found: Files, start: Launch) -> list[Object]:
     made = list(volumes(pool, shared_memory=start.shared_memory))
     if start.keys:
         made.append(secret_volume("kv-keys", names.kv_keys(pool.spec.gateway.name)))
+    if (template := pool.spec.model.chat_template_ref) is not None:
+        made.append(template_volume("chat-template", template.name, template.key, optional=False))
     return [*made, *found.volumes]
 
 

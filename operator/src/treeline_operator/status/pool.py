@@ -12,18 +12,21 @@ from treeline_wire import labels
 
 from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason, Status
-from treeline_operator.api.pool import DownloadStatus, EndpointStatus, PoolStatus
+from treeline_operator.api.pool import DownloadStatus, EndpointStatus, PoolStatus, RoutingStatus
 from treeline_operator.plan import claims, pod_state, runtime
 from treeline_operator.plan import revision as revisions
 from treeline_operator.plan.drain import DrainPolicy, deadline, requests
+from treeline_operator.plan.engines.base import untold
+from treeline_operator.plan.engines.registry import adapter_of
 from treeline_operator.plan.facts import find, is_observed, is_overdue, label
 from treeline_operator.plan.keys import has_keys
 from treeline_operator.plan.security import exceptions
 from treeline_operator.plan.shared_gateway import SharedGateway, share
+from treeline_operator.plan.tokenizers import by_history, not_held
 from treeline_operator.status import gateway_status
 from treeline_operator.status.causes import Cause, Json, Progress, diagnose, percent
 from treeline_operator.status.conditions import Finding, Judgement, build, few, timestamp
-from treeline_operator.world import PoolWorld, Ref
+from treeline_operator.world import PoolRouting, PoolWorld, Ref
 
 MAX_ENDPOINTS: Final = 50
 
@@ -68,6 +71,8 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
         status["url"] = url
     if (download := _download(view)) is not None:
         status["download"] = download
+    if (told := view.routing) is not None:
+        status["routing"] = RoutingStatus(way=told.way, reason=told.reason) if told.reason else {"way": told.way}
     return status
 
 
@@ -182,6 +187,12 @@ class _PoolView:
         ending = [pod.object for pod in self.world.pods]
         ending = [pod for pod in ending if "deletionTimestamp" in pod["metadata"]]
         return [*ending, *(pod for pod in self.live if label(pod, labels.SERVING) != "true")]
+
+    @property
+    def routing(self) -> PoolRouting | None:
+        """How the picker says that it routes the pool; None where it does not."""
+        picker = self.world.picker
+        return None if picker is None else picker.routing.get(self.world.pool.name)
 
     @property
     def desired(self) -> int:
@@ -372,9 +383,27 @@ def _warnings(view: _PoolView) -> Judgement | None:
     if (unused := pool.spec.unused_devices) > 0:
         text = f"accelerator.count is {pool.spec.accelerator.count}, and the engine uses {unused} fewer"
         found.append((Reason.DEVICES_UNUSED, text))
+    if why := _history(view):
+        found.append((Reason.ROUTED_BY_HISTORY, f"{why}: requests are routed by history"))
+    if what := untold(adapter_of(pool).untold, pool.spec.engine.args):
+        found.append((Reason.ARGS_UNTOLD, what))
+    if other := not_held(pool, view.shared):
+        found.append((Reason.GATEWAY_CONFLICT, other))
     if not found:
         return None
     return "True", found[0][0], "; ".join(text for _, text in found)
+
+
+def _history(view: _PoolView) -> str:
+    """Why the picker does not route by what the pods publish; empty where it does, and where they are to publish
+    nothing."""
+    pool, told = view.world.pool, view.routing
+    if why := by_history(pool, view.shared):
+        return why
+    heeded = view.shared.picker.policy == "treeline" and adapter_of(pool).publishes
+    if not heeded or told is None or told.way != "history":
+        return ""
+    return " ".join(f"the picker says {told.reason or told.way}: {told.message}".split())
 
 
 def _endpoints(view: _PoolView) -> list[EndpointStatus]:

@@ -1,0 +1,64 @@
+"""The engines' adapters, and the page and manifests that name what is in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from support.pool_world import a_pool, template
+from treeline_operator.plan.engines import sglang, vllm
+from treeline_operator.plan.engines.base import untold
+from treeline_operator.plan.engines.registry import ADAPTERS, adapter_of
+from treeline_wire import labels
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "engines.md").read_text()
+
+
+@pytest.mark.parametrize("image", [sglang.IMAGE, vllm.IMAGE])
+def test_the_page_names_the_releases_that_are_started(image: str) -> None:
+    assert f"`{image}`" in PAGE
+
+
+def test_the_page_names_the_annotations_that_pods_have() -> None:
+    told = template(accelerator={"type": "nvidia"}, engine={"type": "vllm"})["metadata"]["annotations"]
+    for annotation in (*told, labels.KV_EVENTS_TOPIC):
+        assert f"`{annotation}`" in PAGE
+
+
+def test_existing_pods_publish_where_those_of_a_pool_do() -> None:
+    (deployment,) = yaml.safe_load_all((ROOT / "manifests" / "existing-pods" / "vllm.yaml").read_text())
+    (theirs,) = deployment["spec"]["template"]["spec"]["containers"]
+    (ours,) = template(accelerator={"type": "nvidia"}, engine={"type": "vllm"})["spec"]["containers"]
+    config = "--kv-events-config"
+    said, meant = ({**yaml.safe_load(c["args"][c["args"].index(config) + 1])} for c in (theirs, ours))
+    assert {"topic": "", **said} == meant
+    assert theirs["image"] == ours["image"]
+    ports = [{port["name"]: port["containerPort"] for port in c["ports"]} for c in (theirs, ours)]
+    assert ports[0] == ports[1]
+    env = {one["name"]: one.get("value") for one in ours["env"]}
+    assert all(env[one["name"]] == one["value"] for one in theirs["env"])
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_has_the_name_that_pools_give_it(name: str) -> None:
+    pool = a_pool(engine={"type": name, "image": "x"})
+    assert adapter_of(pool).name == name
+
+
+@pytest.mark.parametrize(
+    ("args", "found"),
+    [
+        ([], ""),
+        (["--chat-template-content-format", "string", "--tokenizer-mode=slow"], ""),
+        (["--chat-template", "x"], "--chat-template (model.chatTemplateRef is told to both)"),
+        (["--tokenizer=x"], "--tokenizer (model.tokenizer is told to both)"),
+        (["x", "--api-key=y"], "--api-key (the picker has none"),
+    ],
+)
+def test_only_what_the_picker_would_have_to_know_is_told(args: list[str], found: str) -> None:
+    text = untold(ADAPTERS["vllm"].untold, args)
+    assert found in text
+    assert bool(text) is bool(found)
+    assert untold(ADAPTERS["treeline"].untold, args) == ""
