@@ -28,6 +28,10 @@ class Keyer(Protocol):
         """The prompt of a chat; `None` where it has none here. Raises `PromptError`, `TemplateError`."""
         ...
 
+    def affordable(self, prompt: Prompt) -> Prompt:
+        """The prompt, or as much of its beginning as has a key in short time."""
+        ...
+
     def key(self, prompt: Prompt) -> bytes | None:
         """The key of a prompt; `None` where it has none here."""
         ...
@@ -90,6 +94,10 @@ class HistoryKeyer(TokenLengths):
         except UnicodeEncodeError:
             raise PromptError("messages", "contains half of a surrogate pair") from None
         return Prompt(text, None, False)
+
+    def affordable(self, prompt: Prompt) -> Prompt:
+        """All of it."""
+        return prompt
 
     def key(self, prompt: Prompt) -> bytes:
         """The text itself; an id is an escape."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 from treeline_wire.chat import ChatTemplate, NeedsWorkerError, TemplateError
-from treeline_wire.keys import KeySelfTestError, PrefixKeys
+from treeline_wire.keys import KeySelfTestError, PrefixKeys, escape
 from treeline_wire.models import ModelRule
 from treeline_wire.normalization import long_run
 from treeline_wire.prompt import Prompt, prompt_of_chat
@@ -22,6 +22,7 @@ from treeline_wire.tokenizer import TokenizerBundle
 from treeline_epp.requests.keyers import HistoryKeyer, Keyer, TokenLengths
 from treeline_epp.requests.messages import Immediate
 from treeline_epp.requests.model_table import ModelNotFound, ModelTable, ModelTarget
+from treeline_epp.requests.token_keys import TokenKeys
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +30,8 @@ log = logging.getLogger(__name__)
 class PromptKeyer(TokenLengths):
     """Turns requests into prefix keys for one tokenizer and its chat template.
 
-    `keys` is `None` when the tokenizer failed its self-test (`problem` says why): requests are then routed
-    by history.
+    Where the tokenizer loses text, prompts are tokenized here (`token_keys`); `keys` is `None` where that cannot be
+    done either (`problem` says why): requests are then routed by history.
     """
 
     def __init__(self, bundle: TokenizerBundle) -> None:
@@ -43,9 +44,9 @@ class PromptKeyer(TokenLengths):
             keys = PrefixKeys.from_bundle(bundle)
             keys.self_test()
             self.keys = keys
-            long_run("é")  # makes its tables, which no request should wait for
         except (KeySelfTestError, ValueError) as error:
-            self.problem = f"no prefix keys for tokenizer {bundle.fingerprint}: {error}"
+            self._use_tokens(bundle, error)
+        long_run("é")  # makes its tables, which no request should wait for
         try:
             self._template = ChatTemplate.from_bundle(bundle)
         except TemplateError as error:
@@ -56,6 +57,17 @@ class PromptKeyer(TokenLengths):
                 f"plain one ({self._template.not_inline}), and is not rendered here"
             )
 
+    def _use_tokens(self, bundle: TokenizerBundle, no_text: ValueError) -> None:
+        try:
+            keys = TokenKeys.from_bundle(bundle)
+            keys.self_test()
+        except (KeySelfTestError, ValueError) as error:
+            self.problem = f"no prefix keys for tokenizer {bundle.fingerprint}: {no_text}; by tokens: {error}"
+        else:
+            self.problem = f"prompts are tokenized here for tokenizer {bundle.fingerprint}, which takes time: {no_text}"
+            self.bytes_per_token = float(len(escape(0)))
+            self.keys = keys
+
     def render(self, body: Mapping[str, Any]) -> Prompt | None:
         """The prompt of a chat; `None` without keys or template, and for what takes more than a few milliseconds to
         render: everybody else would wait. Raises `PromptError`, `TemplateError`."""
@@ -65,6 +77,15 @@ class PromptKeyer(TokenLengths):
             return prompt_of_chat(body, self._template)
         except NeedsWorkerError:
             return None
+
+    def affordable(self, prompt: Prompt) -> Prompt:
+        """The prompt, or as much of its beginning as has a key in short time."""
+        return self.keys.affordable(prompt) if isinstance(self.keys, TokenKeys) else prompt
+
+    @property
+    def by_tokens(self) -> bool:
+        """Whether keys are made of token ids."""
+        return isinstance(self.keys, TokenKeys)
 
     def key(self, prompt: Prompt) -> bytes | None:
         """The key of a prompt; `None` without keys."""
