@@ -178,8 +178,8 @@ class PickerEndpoint:
 
 
 class PoolRouting(NamedTuple):
-    """By which way a picker finds what a pool has cached: `way` is `events` where it knows, `history` where it goes by
-    what it sent where. `reason` and `message` say why it is no better one; both may be empty."""
+    """By which way a picker finds what a pool has cached: `way` is `events` or `tokens` where it knows, `history` where
+    it goes by what it sent where. `reason` and `message` say why it is no better one; both may be empty."""
 
     way: str
     reason: str = ""

@@ -26,6 +26,7 @@ import tokenizers
 from . import keys_selftest
 from .added_tokens import AddedToken, AddedTokens, PlainScan, TextSegment, any_of
 from .keys_selftest import KeySelfTestError
+from .library_errors import LibraryError, library_errors
 from .normalization import compile_normalizer, flatten, space_mark
 from .prompt import Prompt
 from .tokenizer import BundleError, TokenizerBundle
@@ -52,11 +53,12 @@ class PrefixKeys:
     def __init__(self, tokenizer_json: str) -> None:
         """Raises `tokenizer.BundleError`."""
         try:
-            tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
-            spec: dict[str, Any] = json.loads(tokenizer_json)
-            # Older files (RoBERTa's) leave the model's type to guessing.
-            spec["model"].setdefault("type", type(tokenizer.model).__name__)
-            self._build(spec, tokenizer)
+            with library_errors():
+                tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
+                spec: dict[str, Any] = json.loads(tokenizer_json)
+                # Older files (RoBERTa's) leave the model's type to guessing.
+                spec["model"].setdefault("type", type(tokenizer.model).__name__)
+                self._build(spec, tokenizer)
         except Exception as error:  # the library raises bare ones for a document that it does not understand
             raise BundleError(f"not a tokenizer: {str(error)[:200]}") from error
 
@@ -94,7 +96,11 @@ class PrefixKeys:
         """Check the property on texts in many scripts. Raises `KeySelfTestError`; takes about 10 ms."""
         if self._refusal is not None:
             raise KeySelfTestError(self._refusal)
-        keys_selftest.run(self, self._tokenizer, self._added_contents, every_category=self._keeps_matches)
+        try:
+            with library_errors():
+                keys_selftest.run(self, self._tokenizer, self._added_contents, every_category=self._keeps_matches)
+        except LibraryError as error:
+            raise KeySelfTestError(str(error)) from error
 
     def _build(self, spec: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> None:
         tokenizer.no_truncation()

@@ -34,6 +34,10 @@ class HistoryKeyer(TokenLengths):
         super().__init__()
         self.renderer = HistoryRenderer()
 
+    def affordable(self, prompt: Prompt) -> Prompt:
+        """All of it."""
+        return prompt
+
     def key(self, prompt: Prompt) -> bytes:
         """The text itself; an id is an escape."""
         if prompt.ids is not None:

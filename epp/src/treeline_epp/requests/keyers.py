@@ -42,6 +42,10 @@ class Keyer(Protocol):
     @property
     def renderer(self) -> Renderer | None: ...
 
+    def affordable(self, prompt: Prompt) -> Prompt:
+        """The prompt, or as much of its beginning as has a key in short time."""
+        ...
+
     def key(self, prompt: Prompt) -> bytes | None:
         """The key of a prompt; `None` where it has none here."""
         ...

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 from treeline_wire.chat import ChatTemplate, TemplateError
-from treeline_wire.keys import KeySelfTestError, PrefixKeys
+from treeline_wire.keys import KeySelfTestError, PrefixKeys, escape
 from treeline_wire.models import ModelRule
 from treeline_wire.normalization import long_run
 from treeline_wire.prompt import Prompt
@@ -24,6 +24,7 @@ from treeline_epp.requests.keyers import Keyer, TokenLengths
 from treeline_epp.requests.messages import Immediate
 from treeline_epp.requests.model_table import ModelNotFound, ModelTable, ModelTarget
 from treeline_epp.requests.rendering import RENDER_SECONDS, BoundedRenderer
+from treeline_epp.requests.token_keys import TokenKeys
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,9 @@ log = logging.getLogger(__name__)
 class PromptKeyer(TokenLengths):
     """Turns requests into prefix keys for one tokenizer and its chat template.
 
-    `keys` is `None` when the tokenizer failed its self-test (`problem` says why): requests are then routed
-    by history. `renderer` is `None` then, or where there is no chat template.
+    Where the tokenizer loses text, prompts are tokenized here (`token_keys`); `keys` is `None` where that cannot be
+    done either (`problem` says why): requests are then routed by history. `renderer` is `None` then, or where there is
+    no chat template.
     """
 
     def __init__(self, bundle: TokenizerBundle) -> None:
@@ -45,9 +47,9 @@ class PromptKeyer(TokenLengths):
             keys = PrefixKeys.from_bundle(bundle)
             keys.self_test()
             self.keys = keys
-            long_run("é")  # makes its tables, which no request should wait for
         except (KeySelfTestError, ValueError) as error:
-            self.problem = f"no prefix keys for tokenizer {bundle.fingerprint}: {error}"
+            self._use_tokens(bundle, error)
+        long_run("é")  # makes its tables, which no request should wait for
         template: ChatTemplate | None = None
         try:
             template = ChatTemplate.from_bundle(bundle, inline_seconds=RENDER_SECONDS)
@@ -60,6 +62,26 @@ class PromptKeyer(TokenLengths):
             )
         if template is not None and self.keys is not None:
             self.renderer = BoundedRenderer(template)
+
+    def _use_tokens(self, bundle: TokenizerBundle, no_text: ValueError) -> None:
+        try:
+            keys = TokenKeys.from_bundle(bundle)
+            keys.self_test()
+        except (KeySelfTestError, ValueError) as error:
+            self.problem = f"no prefix keys for tokenizer {bundle.fingerprint}: {no_text}; by tokens: {error}"
+        else:
+            self.problem = f"prompts are tokenized here for tokenizer {bundle.fingerprint}, which takes time: {no_text}"
+            self.bytes_per_token = float(len(escape(0)))
+            self.keys = keys
+
+    def affordable(self, prompt: Prompt) -> Prompt:
+        """The prompt, or as much of its beginning as has a key in short time."""
+        return self.keys.affordable(prompt) if isinstance(self.keys, TokenKeys) else prompt
+
+    @property
+    def by_tokens(self) -> bool:
+        """Whether keys are made of token ids."""
+        return isinstance(self.keys, TokenKeys)
 
     def key(self, prompt: Prompt) -> bytes | None:
         """The key of a prompt; `None` without keys."""

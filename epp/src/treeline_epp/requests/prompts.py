@@ -56,7 +56,7 @@ def completion(summary: Summary, keyer: Keyer | None) -> KeyedPrompt:
 
 def keyed(prompt: Prompt, keyer: Keyer, tokens: int | None) -> KeyedPrompt:
     """The key of a prompt, or of its beginning. `tokens` of the whole request, where the prompt is not all of it."""
-    bounded = _bounded(prompt)
+    bounded = keyer.affordable(_bounded(prompt))
     key = keyer.key(bounded)
     if key is None:
         return KeyedPrompt(None, tokens or _tokens(prompt, keyer))

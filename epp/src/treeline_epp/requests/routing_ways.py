@@ -1,6 +1,7 @@
 """By which way each pool's requests find what is cached, and why not by a better one: the one place that decides it.
 
     events    the engines publish what they hold, and a tokenizer that passed its self-test makes keys of it
+    tokens    the same, but the tokenizer loses text: prompts are tokenized here, keys are token ids (`token_keys`)
     history   what was sent where before; with the tokenizer's keys, or with keys of our own form (`keyers`)
 
 Endpoints are judged one by one (`way_of`); a pool goes by events if all of its endpoints do.
@@ -21,17 +22,22 @@ class Way(StrEnum):
     """How prefixes are found. The values are metric labels, and words of `/endpoints`."""
 
     EVENTS = "events"
+    TOKENS = "tokens"
     HISTORY = "history"
 
 
+_BETTER_FIRST = (Way.EVENTS, Way.TOKENS, Way.HISTORY)
+
+
 class WayReason(StrEnum):
-    """Why an endpoint is routed by history. The values are metric labels, and words of `/endpoints`."""
+    """Why an endpoint is not routed by events and text. The values are metric labels, and words of `/endpoints`."""
 
     NO_EVENTS = "NoEvents"
     NO_KEY_PAIR = "NoKeyPair"
     NO_TOKENIZER = "NoTokenizer"
     TOKENIZER_UNAVAILABLE = "TokenizerUnavailable"
     TOKENIZER_UNUSABLE = "TokenizerUnusable"
+    TOKENIZER_LOSES_TEXT = "TokenizerLosesText"
 
 
 class Routing(NamedTuple):
@@ -44,10 +50,12 @@ class Routing(NamedTuple):
 
 
 class TokenizerFacts(NamedTuple):
-    """What became of an endpoint's tokenizer: it has one, it passed, or what is wrong with it or with getting it."""
+    """What became of an endpoint's tokenizer: it has one, it passed (`by_tokens`: for keys of token ids alone), or what
+    is wrong with it or with getting it."""
 
     known: bool = False
     has_keys: bool = False
+    by_tokens: bool = False
     problem: str | None = None
     awaited: bool = False
     """A flag names it, or the engine says that it serves it."""
@@ -62,6 +70,8 @@ def way_of(*, publishes: bool, keys_missing: bool, tokenizer: TokenizerFacts, no
         message = no_events or "the engine publishes no KV events, or does not say where"
         message += " (docs/engines.md)"
         return Routing(Way.HISTORY, WayReason.NO_EVENTS, message)
+    if tokenizer.has_keys and tokenizer.by_tokens:
+        return Routing(Way.TOKENS, WayReason.TOKENIZER_LOSES_TEXT, tokenizer.problem or "")
     if tokenizer.has_keys:  # a problem then is that of its chat template
         return Routing(Way.EVENTS, message=tokenizer.problem or "")
     if tokenizer.known:
@@ -119,7 +129,7 @@ class RoutingWays:
 
 def _worst(routings: Iterable[Routing]) -> Routing:
     found = Counter(routings)
-    count, first = max((routing.way is not Way.EVENTS, count, routing) for routing, count in found.items())[1:]
+    count, first = max((_BETTER_FIRST.index(routing.way), count, routing) for routing, count in found.items())[1:]
     if len(found) == 1 or not first.message:
         return first
     return first._replace(message=f"{count} of {sum(found.values())} endpoints: {first.message}")
