@@ -378,7 +378,7 @@ def nested(depth: int) -> Any:
         ({"chat_template_kwargs": {str(i): 0 for i in range(1001)}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"a" * 70_000: 0}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"a": ["a" * 70_000]}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"a": 2**64}}, "messages"),
+        ({"chat_template_kwargs": {"a": 2**64}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"a": "\ud800"}}, None),
         ({"tools": [nested(900)]}, "tools"),
         ({"documents": [nested(900)]}, "documents"),

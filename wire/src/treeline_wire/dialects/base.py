@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from ..chat import MAX_DEPTH, Admission, TooLargeError
+from ..chat import MAX_DEPTH, Admission, TemplateError, TooLargeError
 from ..errors import PromptError, TooDeep
 from .content_format import takes_lists
 
@@ -210,4 +210,6 @@ def check_size(value: Any, param: str, max_depth: int = MAX_DEPTH, max_values: f
         if error.deep:
             raise TooDeep(param, f"is nested more than {max_depth} levels deep") from None
         raise PromptError(param, f"must not have more than {max_values} values") from None
+    except TemplateError as error:  # a number that is none
+        raise PromptError(param, str(error)) from None
     return admission.chars
