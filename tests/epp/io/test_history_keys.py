@@ -94,7 +94,6 @@ def test_what_a_model_thought_does_not_matter_but_tools_and_names_do() -> None:
     assert key_of({"messages": [{**hello, "reasoning_content": "hm"}]}, registry).key == plain
     for other in (
         {"messages": [hello], "tools": [{"type": "function"}]},
-        {"messages": [{**hello, "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         {"messages": [{**hello, "name": "bob"}]},
         {"messages": [{**hello, "role": "system"}]},
     ):
