@@ -108,6 +108,10 @@ def test_the_witness_counts_copies_and_starts_again_with_another_process(publish
         publisher.seq = 5
         publisher.say(stored(9))
         until(lambda: witness.missed == 4, "four batches are missing")
+        publisher.say({"type": "BlockMoved"})
+        until(lambda: witness.next_seq == 7, "it has heard of what it does not know")
+        with pytest.raises(RuntimeError, match="BlockMoved"):
+            _ = witness.blocks
 
 
 # -- the traffic

