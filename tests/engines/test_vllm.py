@@ -129,7 +129,7 @@ def test_a_server_that_dies_gets_nothing_and_comes_back_with_nothing_to_its_name
     stack.start("vllm-0", timeout_s=START_S)
     until(lambda: stack.described("vllm-0")["state"] == "ready", "it is picked again")
     until(stack.followed, "the picker follows both engines", state=lambda: stack.log("picker"))
-    assert not stack.tree("vllm-0"), "nothing of the old process is credited to the new one"
+    assert not stack.tree("vllm-0"), ("nothing of the old process is credited to the new one", stack.subscriptions())
 
     found = measured(stack, talk(stack, seed=5))
     assert found.cached >= 0.9 * found.possible

@@ -59,6 +59,10 @@ class VllmStack(Stack):
         live = [f'treeline_epp_kv_subscriptions{{state="{state}"}}' for state in ("live", "checking")]
         return sum(self.metrics().get(name, 0.0) for name in live) == len(NAMES)
 
+    def subscriptions(self) -> dict[str, float]:
+        """What the picker's subscriptions went through."""
+        return {name: value for name, value in self.metrics().items() if "kv_subscription" in name}
+
     def ask(self, name: str, prompt: str, **fields: Any) -> dict[str, Any]:
         """One completion by a server itself, past Envoy and picker."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, **fields}
