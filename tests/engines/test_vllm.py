@@ -13,8 +13,10 @@ import random
 import signal
 import statistics
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from support.prompts import text
 from support.stack import until
 from support.vllm import NAMES, VllmStack, running_vllm
 from treeline.up.plan import TINY_MODEL
@@ -94,6 +96,68 @@ def test_every_pick_says_why_and_what_it_predicted_is_what_the_engine_reports(st
         assert found == exchange.record.cached_tokens, decision
     assert sum(exchange.record.cached_tokens for exchange in exchanges) > 0
     agree(stack)
+
+
+LONG = text(120, seed=11)
+CHAT = [{"role": "system", "content": LONG}, {"role": "user", "content": "Where is the harbour?"}]
+CALLED = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+DOORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions": ("/v1/completions", {"prompt": f"completions {LONG}"}),
+    "token ids": ("/v1/completions", {"prompt": [500 + number % 900 for number in range(150)]}),
+    "chat": ("/v1/chat/completions", {"messages": CHAT}),
+    "content in parts": (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": f"one {LONG}"}, {"type": "text", "text": "two"}]}
+            ]
+        },
+    ),
+    "a tool call without content": (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {"role": "system", "content": f"tools {LONG}"},
+                {"role": "user", "content": "Look."},
+                {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+                {"role": "tool", "tool_call_id": "c1", "content": "A harbour."},
+                {"role": "user", "content": LONG},
+            ]
+        },
+    ),
+    "a prompt with a salt": ("/v1/completions", {"prompt": f"salted {LONG}", "cache_salt": "pepper"}),
+    "responses": ("/v1/responses", {"input": f"responses {LONG}", "max_output_tokens": 16}),
+    "messages": ("/v1/messages", {"messages": [{"role": "user", "content": f"messages {LONG}"}], "max_tokens": 4}),
+}
+
+
+def reported(answer: dict[str, Any]) -> int:
+    """What the engine had of the prompt, as each door says it."""
+    usage = answer["usage"]
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    return int(details.get("cached_tokens") or usage.get("cache_read_input_tokens") or 0)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_through_every_door_the_picker_knows_what_the_engine_has(stack: VllmStack, door: str) -> None:
+    path, fields = DOORS[door]
+    known = len(stack.decisions())
+    body = {"model": "tiny", "max_tokens": 4, **fields} if path != "/v1/responses" else {"model": "tiny", **fields}
+    for _ in range(2):
+        answer = stack.http.post(f"{stack.url}{path}", json=body)
+        assert answer.status_code == 200, answer.text
+    decision = until(lambda: found[1] if len(found := stack.decisions()[known:]) == 2 else None, "both are in the log")
+    found = decision["terms"][decision["endpoint"]].get("confirmed_tokens", 0)
+    assert found == reported(answer.json()) > 0, (decision, answer.json()["usage"])
+
+
+def test_a_salt_of_its_own_keeps_a_prompt_apart(stack: VllmStack) -> None:
+    for salt in ("red", "blue"):
+        body = {"model": "tiny", "prompt": f"apart {LONG}", "max_tokens": 1, "cache_salt": salt}
+        known = len(stack.decisions())
+        answer = stack.http.post(f"{stack.url}/v1/completions", json=body).raise_for_status().json()
+        decision = until(lambda: stack.decisions()[known:], "it is in the log")[0]  # noqa: B023
+        assert decision["cached_tokens"] == reported(answer) == 0
 
 
 def test_a_picker_that_starts_again_knows_by_replay_what_it_did_not_hear(stack: VllmStack) -> None:
