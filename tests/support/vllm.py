@@ -10,11 +10,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from treeline.up.command import envoy_config
 from treeline.up.plan import TINY_MODEL, ChildSpec
 from treeline_bench.engines.benchmark import TIMED_PICKER
 from treeline_bench.engines.traffic import Shape
 from treeline_bench.engines.vllm import BLOCK_TOKENS, START_S, Vllm
 from treeline_bench.engines.witness import Witness
+from treeline_operator.envoy import bootstrap_json
 
 from support.stack import Process, Stack, until
 
@@ -26,6 +28,8 @@ class VllmStack(Stack):
 
     def __init__(self, folder: Path, shape: Shape, cache_tokens: int) -> None:
         super().__init__(folder, replicas=len(NAMES), log_level="debug")
+        config = dataclasses.replace(envoy_config(self.options), engines=("vllm",))
+        (folder / "envoy.json").write_text(bootstrap_json(config))
         self.times = folder / "times.jsonl"
         self.servers: dict[str, Vllm] = {}
         for name, place in zip(NAMES, list(super().runtimes), strict=True):
