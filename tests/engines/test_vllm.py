@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from support.prompts import text
 from support.stack import until
-from support.vllm import NAMES, VllmStack, running_vllm
+from support.vllm import ADAPTER, NAMES, VllmStack, running_vllm
 from treeline.up.plan import TINY_MODEL
 from treeline_bench.context import BenchmarkError
 from treeline_bench.engines.benchmark import Measured
@@ -126,6 +126,7 @@ DOORS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "a prompt with a salt": ("/v1/completions", {"prompt": f"salted {LONG}", "cache_salt": "pepper"}),
+    "an adapter": ("/v1/completions", {"model": ADAPTER, "prompt": f"adapted {LONG}"}),
     "responses": ("/v1/responses", {"input": f"responses {LONG}", "max_output_tokens": 16}),
     "messages": ("/v1/messages", {"messages": [{"role": "user", "content": f"messages {LONG}"}], "max_tokens": 4}),
 }
@@ -151,9 +152,9 @@ def test_through_every_door_the_picker_knows_what_the_engine_has(stack: VllmStac
     assert found == reported(answer.json()) > 0, (decision, answer.json()["usage"])
 
 
-def test_a_salt_of_its_own_keeps_a_prompt_apart(stack: VllmStack) -> None:
-    for salt in ("red", "blue"):
-        body = {"model": "tiny", "prompt": f"apart {LONG}", "max_tokens": 1, "cache_salt": salt}
+def test_an_adapter_or_a_salt_keeps_a_prompt_apart(stack: VllmStack) -> None:
+    for own in ({"model": "tiny"}, {"model": ADAPTER}, {"cache_salt": "red"}, {"cache_salt": "blue"}):
+        body = {"model": "tiny", "prompt": f"apart {LONG}", "max_tokens": 1, **own}
         known = len(stack.decisions())
         answer = stack.http.post(f"{stack.url}/v1/completions", json=body).raise_for_status().json()
         decision = until(lambda: stack.decisions()[known:], "it is in the log")[0]  # noqa: B023

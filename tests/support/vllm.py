@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save_file
 from treeline.up.command import envoy_config
 from treeline.up.plan import TINY_MODEL, ChildSpec
 from treeline_bench.engines.benchmark import TIMED_PICKER
@@ -21,6 +23,7 @@ from treeline_operator.envoy import bootstrap_json
 from support.stack import Process, Stack, until
 
 NAMES = ("vllm-0", "vllm-1")
+ADAPTER, RANK = "adapter-1", 8
 
 
 class VllmStack(Stack):
@@ -32,10 +35,12 @@ class VllmStack(Stack):
         (folder / "envoy.json").write_text(bootstrap_json(config))
         self.times = folder / "times.jsonl"
         self.servers: dict[str, Vllm] = {}
+        adapter = _adapter(folder / ADAPTER)
         for name, place in zip(NAMES, list(super().runtimes), strict=True):
             spec = self.processes.pop(place).spec
             ports = {use: spec.ports[use][1] for use in ("port", "events-port", "replay-port")}
-            self.servers[name] = Vllm(name, *ports.values(), cache_tokens // BLOCK_TOKENS, TINY_MODEL)
+            more = ("--enable-lora", "--max-lora-rank", str(RANK), "--lora-modules", f"{ADAPTER}={adapter}")
+            self.servers[name] = Vllm(name, *ports.values(), cache_tokens // BLOCK_TOKENS, TINY_MODEL, more=more)
             self.processes[name] = Process(_spec(self.servers[name], shape.longest), folder / f"{name}.log")
         picker = self.processes["picker"].spec
         flags = [word.replace("runtime-", "vllm-") for word in picker.argv[3:]]
@@ -72,6 +77,22 @@ class VllmStack(Stack):
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, **fields}
         answer = self.http.post(f"{self.servers[name].url}/v1/completions", json=body)
         return dict(answer.raise_for_status().json())
+
+
+def _adapter(folder: Path) -> Path:
+    """A LoRA adapter of random numbers for the tiny model, as PEFT writes it."""
+    config = json.loads((TINY_MODEL / "config.json").read_text())
+    wide = config["num_attention_heads"] * config["head_dim"]
+    rng, weights = np.random.default_rng(0), {}
+    for layer in range(config["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        weights[f"{name}.lora_A.weight"] = rng.normal(0, 0.1, (RANK, config["hidden_size"])).astype(np.float32)
+        weights[f"{name}.lora_B.weight"] = rng.normal(0, 0.1, (wide, RANK)).astype(np.float32)
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["q_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+    return folder
 
 
 def _spec(server: Vllm, longest: int) -> ChildSpec:

@@ -46,7 +46,7 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Vllm:
-    """One server. `blocks` is the size of its cache."""
+    """One server. `blocks` is the size of its cache, `more` what else its command line has."""
 
     name: str
     port: int
@@ -56,6 +56,7 @@ class Vllm:
     model: Path
     served_model: str = "tiny"
     topic: str = ""
+    more: tuple[str, ...] = ()
 
     @property
     def address(self) -> str:
@@ -89,7 +90,8 @@ class Vllm:
         # The program `vllm` asks for the metadata of a package of that name, which the CPU build is not called.
         argv = [str(interpreter()), "-m", "vllm.entrypoints.openai.api_server"]
         argv += [str(word) for pair in settings.items() for word in pair]
-        return [*argv, "--enforce-eager", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+        argv += ["--enforce-eager", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+        return [*argv, *self.more]
 
     def environment(self) -> Mapping[str, str]:
         """Beside our own."""
