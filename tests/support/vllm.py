@@ -44,7 +44,7 @@ class VllmStack(Stack):
             self.processes[name] = Process(_spec(self.servers[name], shape.longest), folder / f"{name}.log")
         picker = self.processes["picker"].spec
         flags = [word.replace("runtime-", "vllm-") for word in picker.argv[3:]]
-        argv = (sys.executable, str(TIMED_PICKER), str(self.times), *flags, "--tokenizer", str(TINY_MODEL))
+        argv = (sys.executable, str(TIMED_PICKER), str(self.times), *flags, "--tokenizer", f"tiny={TINY_MODEL}")
         self.processes["picker"].spec = dataclasses.replace(picker, argv=argv)
         self.witnesses = {name: Witness(server.events_port) for name, server in self.servers.items()}
 

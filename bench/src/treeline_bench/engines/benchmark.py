@@ -139,7 +139,7 @@ def edge(policy: str, engines: Sequence[Vllm], context: Context) -> Iterator[Edg
     grpc, eds, metrics, pages, bare, port, admin = free_ports(7)
     times = folder / "times.jsonl"
     argv = [sys.executable, str(TIMED_PICKER), str(times), "--policy", policy, "--log-level", "warning"]
-    argv += ["--tokenizer", str(context.model), "--enable-debug-endpoints"]
+    argv += ["--tokenizer", f"{MODEL_NAME}={context.model}", "--enable-debug-endpoints"]
     argv += ["--grpc-port", str(grpc), "--grpc-health-port", str(eds)]
     argv += ["--metrics-port", str(metrics), "--admin-port", str(pages)]
     for engine in engines:
