@@ -78,6 +78,9 @@ METRICS: dict[str, Metric] = {
         "ms", "a batch of vLLM's KV events from its making to the picker's tree, median", "lower", headline=False
     ),
     "engines.vllm.event_ms.p99": Metric("ms", "the same at the 99th percentile", "lower", 20.0, EXPECTED),
+    "engines.vllm.event_busy_ms": Metric(
+        "ms", "the same while the servers compute long prompts on the picker's cores", "lower", headline=False
+    ),
     "engines.vllm.hit_rate": Metric(
         "share",
         "prompt tokens that vLLM had cached, by its own count",

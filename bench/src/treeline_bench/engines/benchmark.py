@@ -10,7 +10,9 @@ measured in turns, in alternating order; between two of them both servers forget
   request sent before had too, as if both servers shared one cache that never forgets. No router reaches more.
 - `ttft_vs_rr`: the median time to first token, by that of round robin in the same run.
 - `event_ms`: from the moment that vLLM writes into a batch of events (`ts`, in its scheduler) to the moment when the
-  picker's tree has it, by one clock; the picker tells (`epp/benchmarks/timed_picker.py`).
+  picker's tree has it, by one clock; the picker tells (`epp/benchmarks/timed_picker.py`). It is measured in a load of
+  its own, one request at a time: engines compute on the picker's cores here, which they do nowhere else.
+  `event_busy_ms` is the same in the load above, where a batch may wait for a core, in vLLM or before the picker.
 
 At the end of each measurement the picker's tree is compared with what `witness.py` counted for each server: a block too
 many or too few fails the run.
@@ -51,6 +53,8 @@ MODEL_NAME = "tiny"
 QUIET_S = 5.0
 FULL = Shape(groups=12, talks=2, turns=5, system=2048, question=64, answer=24, concurrency=4)
 QUICK = Shape(groups=2, talks=2, turns=3, system=512, question=64, answer=8, concurrency=2)
+CALM = Shape(groups=2, talks=5, turns=20, system=256, question=32, answer=8, concurrency=1)
+QUICK_CALM = Shape(groups=1, talks=2, turns=5, system=128, question=32, answer=8, concurrency=1)
 ROUNDS = 2
 
 
@@ -208,12 +212,14 @@ def _round(policy: str, fleet: Fleet, traffic: Traffic, into: Measured, context:
 
 
 def rows_of(measured: dict[str, Measured]) -> list[Row]:
-    """`measured` has every policy; those beside ours come after it."""
+    """`measured` has every policy, ours before the others, and the calm load."""
+    calm = measured.pop("calm")
     ours, other = measured["treeline"], measured["round_robin"]
     rows = [
         row("engines.vllm.hit_vs_oracle", ours.cached / ours.possible),
         row("engines.vllm.ttft_vs_rr", percentile(ours.ttft_ms, 50) / percentile(other.ttft_ms, 50)),
-        *(row(f"engines.vllm.event_ms.p{q}", percentile(ours.event_ms, q)) for q in (50, 99)),
+        *(row(f"engines.vllm.event_ms.p{q}", percentile(calm.event_ms, q)) for q in (50, 99)),
+        *(row(f"engines.vllm.event_busy_ms.p{q}", percentile(ours.event_ms, q)) for q in (50, 99)),
     ]
     for policy, found in measured.items():
         rows += [
@@ -228,13 +234,16 @@ def rows_of(measured: dict[str, Measured]) -> list[Row]:
 
 def run(context: Context) -> list[Row]:
     shape = QUICK if context.quick else FULL
-    traffic = Traffic(shape, PromptMaker.of_model(context.model), MODEL_NAME)
+    maker = PromptMaker.of_model(context.model)
+    traffic = Traffic(shape, maker, MODEL_NAME)
     measured = {policy: Measured() for policy in POLICIES}
     context.display.phase("starting two vLLM servers")
     with fleet(shape, context) as servers:
         for number in range(1 if context.quick else ROUNDS):
             for policy in POLICIES if number % 2 == 0 else reversed(POLICIES):
                 _round(policy, servers, traffic, measured[policy], context)
+        calm = Traffic(QUICK_CALM if context.quick else CALM, maker, MODEL_NAME)
+        _round("treeline", servers, calm, measured.setdefault("calm", Measured()), context)
     return rows_of(measured)
 
 
