@@ -70,9 +70,9 @@ PROBED: Final = ("/ready", "/v1/models", "/server_info", "/treeline/tokenizer", 
 class FakeEngine:
     """An HTTP engine: probes, information, and an echo for everything else.
 
-    `documents` maps paths to JSON documents (or bytes), `statuses` to what is answered instead; others are echoed. `reply_headers` go with echoes;
-    `reply_status` is their status. `hold` keeps them back, `hold_body` all but their headers. `last_words` are
-    written instead of an echo, and the connection is closed.
+    `documents` maps paths to JSON documents (or bytes), `statuses` to what is answered instead; others are echoed.
+    `reply_headers` go with echoes; `reply_status` is their status. `hold` keeps them back, `hold_body` all but their
+    headers. `last_words` are written instead of an echo, and the connection is closed.
     """
 
     name: str = "engine"
