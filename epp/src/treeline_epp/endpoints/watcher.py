@@ -202,7 +202,8 @@ class EngineWatcher:
             )
         if info is not None and info.foreign_host and info.foreign_host != known.foreign_host:
             log.warning(
-                "endpoint %s names %.100r as the place of its KV sockets: they are looked for at its own address, %s",
+                "endpoint %s names %.100r as the place of its KV sockets: they are looked for at its own address, %s. "
+                "vLLM and SGLang listen only if the endpoint in --kv-events-config has a * for the host",
                 self.spec.name,
                 info.foreign_host,
                 self.spec.address,
