@@ -70,15 +70,16 @@ PROBED: Final = ("/ready", "/v1/models", "/server_info", "/treeline/tokenizer", 
 class FakeEngine:
     """An HTTP engine: probes, information, and an echo for everything else.
 
-    `documents` maps paths to JSON documents (or bytes); a missing path is echoed. `reply_headers` go with echoes;
-    `reply_status` is their status. `hold` keeps them back, `hold_body` all but their headers. `last_words` are
-    written instead of an echo, and the connection is closed.
+    `documents` maps paths to JSON documents (or bytes), `statuses` to what is answered instead; others are echoed.
+    `reply_headers` go with echoes; `reply_status` is their status. `hold` keeps them back, `hold_body` all but their
+    headers. `last_words` are written instead of an echo, and the connection is closed.
     """
 
     name: str = "engine"
     models: tuple[str, ...] = ("tiny",)
     ready: bool = True
     documents: dict[str, Any] = field(default_factory=dict)
+    statuses: dict[str, int] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
     reply_headers: dict[str, str] = field(default_factory=dict)
     reply_status: int = 200
@@ -172,8 +173,8 @@ class FakeEngine:
         await writer.drain()
 
     def _content(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], Any]:
-        if path in self.missing:
-            return 404, {}, {}
+        if path in self.missing or path in self.statuses:
+            return self.statuses.get(path, 404), {}, {}
         if path == "/ready":
             return (200 if self.ready else 503), {}, {}
         if path in self.documents:

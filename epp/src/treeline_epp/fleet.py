@@ -331,6 +331,11 @@ class Fleet:
         keys_missing = self._curve is None and any(source.curve for source in info.sources)
         publishes = any(source.events_port is not None for source in info.sources)
         routing = way_of(publishes=publishes, keys_missing=keys_missing, tokenizer=tokenizer, no_events=info.no_events)
+        if info.foreign_host and not routing.message:
+            message = (
+                f"its publisher names the host {info.foreign_host:.100}: nothing is heard unless it listens at its own"
+            )
+            routing = routing._replace(message=f"{message} (endpoint tcp://*:PORT in --kv-events-config)")
         self.ways.set(spec.name, spec.pool, routing)
 
     def _set_served(self, spec: EndpointSpec, info: EngineInfo, keyer: PromptKeyer | None) -> None:

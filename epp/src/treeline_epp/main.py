@@ -228,7 +228,7 @@ async def _listen(
     except TlsError as error:
         raise StartError(str(error)) from error
     except (RuntimeError, OSError) as error:
-        why = (error.strerror if isinstance(error, OSError) else "") or str(error)
+        why = _words_of(error)
         wrong_host = isinstance(error, OSError) and error.errno in _WRONG_HOST
         fix = "correct --host" if wrong_host else f"choose another port with {flag}"
         raise StartError(f"cannot listen on {options.host}:{port}: {why}; {fix}") from error
@@ -258,9 +258,15 @@ def _read_secrets(options: Options) -> CurveKeys | None:
         curve = None if options.curve_dir is None else CurveKeys.load(options.curve_dir)
         if options.endpoints_file is not None:  # wrong at start is an error; wrong later is only said
             parse_file(options.endpoints_file.read_text(encoding="utf-8"))
-    except (KeyFileError, DiscoveryError, OSError, UnicodeDecodeError) as error:
-        raise StartError(str(error)) from error
+    except KeyFileError as error:
+        raise StartError(f"--curve-dir: {error}") from error
+    except (DiscoveryError, OSError, UnicodeDecodeError) as error:
+        raise StartError(f"--endpoints-file {options.endpoints_file}: {_words_of(error)}") from error
     return curve
+
+
+def _words_of(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else "") or str(error)
 
 
 def _tokenizers(options: Options) -> TokenizerSources:

@@ -110,7 +110,8 @@ class Options:
     endpoints_file: Path | None = setting(
         None,
         metavar="FILE",
-        help="YAML or JSON: `endpoints: [{name, address, pool?}]`; watched, replace it by renaming",
+        help="YAML or JSON: `endpoints: [{name, address, pool?, engine?, kv_events?}]`, where kv_events is {port, "
+        "replay_port?, topic?, ranks?} of an engine that does not say it; watched, replace it by renaming",
     )
     kubernetes: bool = setting(False, group=_KUBERNETES, help="implied by the next three")
     gateway: str = setting(

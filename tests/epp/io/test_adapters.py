@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -137,6 +138,42 @@ async def test_of_an_engine_that_is_told_nothing_is_guessed(http: httpx.AsyncCli
     assert asked_for(engine) == {"/v1/models"}
 
 
+# Engines with a key: `/v1` is for clients, and so is all of SGLang's but health and metrics
+
+
+async def test_a_vllm_with_a_key_is_known_and_followed(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.statuses["/v1/models"] = 401
+    engine.documents |= {"/version": {"version": "0.33.0"}, "/kv_event_sources": VLLM_0_32}
+    info = await EngineClient(http, engine.address).info()
+    assert (info.engine, info.models, info.wants_key) == ("vllm", (), True)
+    assert info.sources == (KvSource(HERE, 5990, 5991, topic="kv@pod@tiny"),)
+
+
+@pytest.mark.parametrize("named", ["", "sglang"])
+async def test_an_sglang_with_a_key_is_followed_where_discovery_tells(
+    http: httpx.AsyncClient, engine: FakeEngine, named: str
+) -> None:
+    engine.statuses |= dict.fromkeys(("/v1/models", "/server_info", "/version"), 401)
+    info = await EngineClient(http, engine.address, named, KvPorts(5557)).info()
+    assert (info.wants_key, info.sources) == (True, (KvSource(HERE, 5557),))
+    assert (await EngineClient(http, engine.address, named).info()).no_events
+
+
+async def test_an_engine_with_a_key_is_ready(
+    http: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.statuses["/v1/models"] = 403
+    watcher = EngineWatcher(
+        EndpointSpec("e", engine.address), EngineClient(http, engine.address), lambda *_: None, ProbePace()
+    )
+    watching = asyncio.create_task(watcher.run())
+    await asyncio.wait_for(watcher.probed.wait(), 5)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert watcher.state is EngineState.READY
+    assert any("without its API key" in text for text in caplog.messages)
+
+
 # vLLM
 
 
@@ -223,6 +260,35 @@ async def test_an_older_sglang_is_followed_where_discovery_says(http: httpx.Asyn
     owned(engine, "sglang", server_info={"version": "0.5.4"})
     client = EngineClient(http, engine.address, "sglang", KvPorts(6000, ranks=2))
     assert [source.events_port for source in (await client.info()).sources] == [6000, 6001]
+
+
+@pytest.mark.parametrize(
+    ("config", "sources"),
+    [
+        ('{"publisher":"zmq"}', (KvSource(HERE, 5557), KvSource(HERE, 5558, rank=1))),
+        (
+            '{"publisher":"zmq","endpoint":"tcp://*:6000","replay_endpoint":"tcp://*:6100","topic":"kv"}',
+            (KvSource(HERE, 6000, 6100, topic="kv"), KvSource(HERE, 6001, 6101, topic="kv", rank=1)),
+        ),
+        ('{"publisher":"zmq","endpoint":"tcp://0.0.0.0:6000"}', ()),  # it connects there
+        ('{"publisher":"null"}', ()),
+        ('{"publisher":"zmq","endpoint":"tcp://*:99999"}', ()),
+        ("{", ()),
+        ("[" * 5000, ()),
+        ({"publisher": "zmq"}, ()),
+    ],
+)
+async def test_an_sglang_that_shows_only_its_settings_is_followed_by_them(
+    http: httpx.AsyncClient, engine: FakeEngine, config: Any, sources: tuple[KvSource, ...]
+) -> None:
+    about = {"version": "0.5.7", "kv_events_config": config, "dp_size": 2}
+    owned(engine, "sglang", server_info=about)
+    info = await EngineClient(http, engine.address).info()
+    assert info.sources == sources
+    assert ("endpoint tcp://*:PORT" in info.no_events) is not bool(sources)
+    owned(engine, "sglang", server_info={**about, "kv_events": None})
+    info = await EngineClient(http, engine.address).info()
+    assert info.sources == (), "a newer one has looked at its settings itself"
 
 
 async def test_hello_is_for_our_own_runtimes(http: httpx.AsyncClient, engine: FakeEngine) -> None:

@@ -163,6 +163,40 @@ async def test_without_a_tokenizer_events_are_counted_and_requests_go_by_history
             assert metrics[name] == 2
 
 
+async def test_a_tokenizer_for_another_name_is_told_with_both_names() -> None:
+    async with (
+        foreign(models=("Qwen/Qwen3-4B", "more")) as (engine, _),
+        running_picker(
+            "--endpoint", f"e0={engine.address}", "--tokenizer", f"qwen={TINY}", "--tokenizer", f"b={TINY}"
+        ) as picker,
+    ):
+        found = await routed_by(picker, "history", "NoTokenizer")
+        assert "the engine serves Qwen/Qwen3-4B, more, and --tokenizer is given for qwen, b" in found["message"]
+
+
+async def test_a_publisher_that_may_connect_to_another_host_is_told_where_the_way_is() -> None:
+    async with foreign() as (engine, publisher):
+        engine.documents["/server_info"] = {"kv_events": {**publisher.kv_events(), "endpoint_host": "epp.llm-d"}}
+        async with running_picker("--endpoint", f"e0={engine.address}", "--tokenizer", f"{TINY}") as picker:
+            found = await routed_by(picker, "events")
+            assert "names the host epp.llm-d" in found["message"]
+            assert "tcp://*:PORT" in found["message"]
+
+
+async def test_the_only_tokenizer_is_that_of_an_engine_whose_models_nobody_knows() -> None:
+    async with foreign() as (engine, publisher):
+        engine.statuses["/v1/models"] = 401
+        engine.documents["/version"] = {"version": "0.33.0"}
+        port = publisher.kv_events()["endpoint_port_base"]
+        engine.documents["/kv_event_sources"] = {"0": {"endpoint": f"tcp://*:{port}"}}
+        flags = ("--endpoint", f"e0={engine.address}", "--tokenizer")
+        async with running_picker(*flags, f"qwen={TINY}") as picker:
+            await routed_by(picker, "events")
+        async with running_picker(*flags, f"qwen={TINY}", "--tokenizer", f"b={TINY}") as picker:
+            found = await routed_by(picker, "history", "NoTokenizer")
+            assert "serves models that nobody knows, and --tokenizer is given for qwen, b" in found["message"]
+
+
 async def test_a_folder_that_comes_later_and_then_changes_is_taken_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,6 +133,13 @@ def test_a_folder_that_is_of_no_use_says_why(tmp_path: Path, spoil: object, said
             found.load()
 
 
+def test_a_name_of_the_hub_that_lacks_its_scheme_is_told_apart_from_a_wrong_path(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"a model of the Hub is hf://nobody/nothing$"):
+        loader(Path("nobody/nothing")).load()
+    with pytest.raises(SourceError, match=r"the volume that it is on$"):
+        loader(tmp_path / "nothing").load()
+
+
 def test_a_folder_that_is_filled_late_is_found(tmp_path: Path) -> None:
     found = loader(tmp_path / "m")
     with pytest.raises(SourceError):

@@ -228,7 +228,7 @@ async def test_where_discovery_vouches_any_server_is_ready_that_answers_at_all(
         await writer.drain()
         writer.close()
 
-    engine.missing = {"/ready", "/health"}
+    engine.missing = {"/ready", "/health", "/v1/models"}
     assert await state_of(http, engine.address, trust_ready=True) is EngineState.READY
     assert await state_of(http, engine.address, trust_ready=False) is EngineState.STARTING
     engine.missing = set()
@@ -242,6 +242,25 @@ async def test_where_discovery_vouches_any_server_is_ready_that_answers_at_all(
     assert await state_of(http, address, trust_ready=True) is EngineState.DOWN
     engine.ready = False
     assert await state_of(http, engine.address, trust_ready=True) is EngineState.STARTING
+
+
+async def test_an_engine_without_a_probe_is_ready_when_it_lists_models(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.missing = {"/ready", "/health"}  # Ollama, for one
+    assert await state_of(http, engine.address, trust_ready=False) is EngineState.READY
+
+
+async def test_why_an_engine_is_not_ready_is_logged(
+    http: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "treeline_epp")
+    engine.ready = False
+    assert await state_of(http, engine.address, trust_ready=False) is EngineState.STARTING
+    assert "endpoint e is starting: its health is not 200 yet" in caplog.messages
+    await engine.stop()
+    assert await state_of(http, engine.address, trust_ready=False) is EngineState.DOWN
+    assert any(f"endpoint e is down: http://{engine.address}: ConnectError" in text for text in caplog.messages)
 
 
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]

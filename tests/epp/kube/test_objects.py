@@ -247,6 +247,8 @@ def test_where_an_engine_publishes_is_read_from_its_arguments(item: dict[str, An
         ("--kv-events-config", '{"publisher": "zmq", "enable_kv_cache_events": false}'),
         ("--kv-events-config", '{"enable_kv_cache_events": true, "endpoint": "ipc:///tmp/x"}'),
         ("--kv-events-config", '{"enable_kv_cache_events": true, "endpoint": "tcp://*:0"}'),
+        ("--kv-events-config", '{"enable_kv_cache_events": true, "endpoint": "tcp://epp.llm-d:5557"}'),  # it connects
+        ("--kv-events-config", '{"publisher": "zmq", "endpoint": "tcp://10.0.0.7:5557"}'),
         ("--kv-events-config", '{"enable_kv_cache_events": true, "endpoint": "tcp://*:99999"}'),
         ("sh -c 'vllm serve --kv-events-config {",),
     ],

@@ -19,6 +19,7 @@ _DOCUMENT_TIMEOUT_S = 5.0
 _PROBE_BYTES, _DOCUMENT_BYTES = 64 << 10, 4 << 20
 """Longest answers of engines."""
 _PASSING = frozenset({408, 425, 429})
+_REFUSED = frozenset({401, 403})
 _AS_IT_IS = {"accept-encoding": "identity"}
 
 
@@ -35,6 +36,10 @@ def new_http() -> httpx.AsyncClient:
     # Only loopback and cluster addresses are asked; a proxy from the environment would be in the way.
     limits = httpx.Limits(max_connections=4, max_keepalive_connections=1)
     return httpx.AsyncClient(trust_env=False, limits=limits, verify=_NO_TLS)
+
+
+class RefusedError(UnusableError):
+    """It answers those alone who show a key, which the picker has not."""
 
 
 class EngineHttp:
@@ -61,8 +66,7 @@ class EngineHttp:
             if status == 404:
                 return None
             if status != 200:
-                lasting = 400 <= status < 500 and status not in _PASSING
-                raise (UnusableError if lasting else EngineError)(f"{self.base}{path} is answered {status}")
+                raise _error_of(status)(f"{self.base}{path} is answered {status}")
             return msgspec.json.decode(content, type=into)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise UnusableError(f"{self.base}{path}: {error!r}") from error
@@ -86,3 +90,9 @@ class EngineHttp:
         except TimeoutError:
             raise httpx.ReadTimeout(f"no whole answer within {total_s:g} s") from None
         return response.status_code, bytes(got)
+
+
+def _error_of(status: int) -> type[EngineError]:
+    if status in _REFUSED:
+        return RefusedError
+    return UnusableError if 400 <= status < 500 and status not in _PASSING else EngineError

@@ -37,6 +37,10 @@ MOST_SHARE = 0.02
 _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 15.0
 _NO_METRICS_RETRY_S = 60.0
 """An engine that has no metrics may be another one later, behind the same address."""
+_UNKNOWN = (
+    "running nor waiting requests by a name that is known "
+    "(give it: --total-running-requests-metric, --total-queued-requests-metric)"
+)
 _NOT_THERE = frozenset({401, 403, 404, 405, 410, 501})
 _HEADERS = {"accept": "text/plain;version=0.0.4", "accept-encoding": "identity"}
 
@@ -227,7 +231,7 @@ class Scraper:
                 if self._followed == since:
                     self._urls = [url]
                 return load
-            said.insert(0, _Failed(Failure.NO_LOAD, f"{url} names neither running nor waiting requests"))
+            said.insert(0, _Failed(Failure.NO_LOAD, f"{url} names neither {_UNKNOWN}"))
         raise said[0]
 
     def _read(self, page: bytes, names: Sequence[MetricNames]) -> ScrapedLoad | None:

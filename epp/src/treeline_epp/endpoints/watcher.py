@@ -139,7 +139,7 @@ class EngineWatcher:
         self._pace = pace
         self._probe_asked = asyncio.Event()
         self._failures = 0
-        self._logged = ""
+        self._why = self._logged = ""
 
     def probe_now(self) -> None:
         """Something suggests that the engine changed: look now."""
@@ -182,7 +182,8 @@ class EngineWatcher:
         if state is self.state and info == self.info:
             return
         if state is not self.state:
-            log.info("endpoint %s is %s", self.spec.name, state.value)
+            why = f": {self._why}" if self._why and state is not EngineState.READY else ""
+            log.info("endpoint %s is %s%s", self.spec.name, state.value, why)
         self._pace.watch(self._is_ready, -1)
         self.state = state
         self._pace.watch(self._is_ready)
@@ -191,11 +192,18 @@ class EngineWatcher:
         self._report(state, self.info)
 
     def _tell(self, info: EngineInfo | None) -> None:
-        """Log what is new about where it publishes."""
+        """Log what is new about what it tells of itself."""
         known = self.info or EngineInfo()
+        if info is not None and info.wants_key and not known.wants_key:
+            log.warning(
+                "endpoint %s (%s) tells its models to nobody without its API key: it is asked for any model",
+                self.spec.name,
+                info.engine,
+            )
         if info is not None and info.foreign_host and info.foreign_host != known.foreign_host:
             log.warning(
-                "endpoint %s names %.100r as the place of its KV sockets: they are looked for at its own address, %s",
+                "endpoint %s names %.100r as the place of its KV sockets: they are looked for at its own address, %s. "
+                "vLLM and SGLang listen only if the endpoint in --kv-events-config has a * for the host",
                 self.spec.name,
                 info.foreign_host,
                 self.spec.address,
@@ -210,23 +218,25 @@ class EngineWatcher:
         try:
             ready = await self._client.ready()
             self._failures = 0
-            if ready:
+            self._why = "its health is not 200 yet"
+            if ready is not False:  # without a probe a list of models says that it serves
                 info = await self._client.info()
                 self._logged = ""
                 return EngineState.READY, info
-            if ready is None and self.spec.trust_ready:
-                return trusted
-        except httpx.TimeoutException:
+        except httpx.TimeoutException as error:
+            self._why = repr(error)
             self._failures += 1
             busy = self.state is EngineState.READY and self._failures < FAILURE_THRESHOLD
             return (self.state if busy else EngineState.DOWN), self.info
         except (httpx.HTTPError, OSError) as error:
             # Something answers, in a protocol that is not ours.
+            self._why = f"http://{self.spec.address}: {error!r:.200}"
             strange = isinstance(error, httpx.RemoteProtocolError)
             return trusted if self.spec.trust_ready and strange else (EngineState.DOWN, self.info)
         except EngineError as error:
             if self.spec.trust_ready:
                 return trusted
+            self._why = "what it serves is not known"
             if str(error) != self._logged:  # once, though it is asked again several times a second
                 self._logged = str(error)
                 log.warning("endpoint %s: %s", self.spec.name, error)

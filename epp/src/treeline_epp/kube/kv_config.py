@@ -26,6 +26,8 @@ _SIZE = frozenset({"--data-parallel-size", "--data_parallel_size", "-dp", "--dp-
 _NAMES = _CONFIG | _SIZE
 _LONGEST_LINE = 65536
 _TCP = re.compile(r"tcp://.+:([0-9]{1,5})", re.ASCII)
+_LISTENS = re.compile(r"tcp://(?:\*|\[?::\]?|0\.0\.0\.0):[0-9]+", re.ASCII)
+"""With any other host vLLM and SGLang connect to it, and nobody can connect to them."""
 _MOST_RANKS = 4096
 
 
@@ -53,7 +55,7 @@ def kv_ports(annotations: Mapping[str, str], containers: Iterable[objects.Contai
         return None
     enabled, events = config.enable_kv_cache_events, _port(config.endpoint)
     publishes = enabled is not False if config.publisher == "zmq" else config.publisher is None and enabled
-    if not publishes or events is None:
+    if not publishes or events is None or not _LISTENS.fullmatch(config.endpoint or ""):
         return None
     return KvPorts(events, _port(config.replay_endpoint), config.topic or "", ranks)
 

@@ -17,6 +17,8 @@ from treeline_epp.requests.tokenizer_watch import TokenizerSource, TokenizerSour
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
+_MOST_NAMED = 8
+"""Models in a message."""
 
 
 class EngineKeyers:
@@ -85,4 +87,8 @@ class EngineKeyers:
             )
         if source is not None:
             problem = source.problem or problem
+        elif self._sources.named and not info.fingerprint:
+            served = ", ".join(spec.models[:_MOST_NAMED]) or "models that nobody knows"
+            named = ", ".join(self._sources.named[:_MOST_NAMED])
+            problem = f"the engine serves {served}, and --tokenizer is given for {named}: give it for what is served"
         return TokenizerFacts(problem=problem, awaited=source is not None or bool(info.fingerprint))

@@ -80,7 +80,7 @@ def way_of(*, publishes: bool, keys_missing: bool, tokenizer: TokenizerFacts, no
     if tokenizer.awaited:
         message = tokenizer.problem or "the tokenizer is being fetched"
         return Routing(Way.HISTORY, WayReason.TOKENIZER_UNAVAILABLE, message)
-    message = "the engine serves no tokenizer: give --tokenizer MODEL=URI"
+    message = tokenizer.problem or "the engine serves no tokenizer: give --tokenizer MODEL=URI"
     return Routing(Way.HISTORY, WayReason.NO_TOKENIZER, message)
 
 

@@ -5,6 +5,7 @@ Everything here blocks, and is called in threads: `tokenizer_watch` says when.
 
 from __future__ import annotations
 
+import re
 import stat
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ MAX_TEMPLATE_BYTES: Final = 1 << 20
 LOOK_S: Final = 2.0
 """Folders are looked at so often. By `stat`, since network file systems (a claim that several pods mount) tell nobody
 of their changes."""
+_HUB_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
 class SourceError(Exception):
@@ -159,8 +161,9 @@ class FolderOrigin:
                 raise SourceError(f"{folder} has no {FILES[0]}: give a model's directory in Hugging Face's layout")
             templates = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
         except (FileNotFoundError, NotADirectoryError):
+            hub = f"; a model of the Hub is hf://{folder}" if _HUB_NAME.fullmatch(str(folder)) else ""
             raise SourceError(
-                f"there is no directory {folder}: correct the path, or mount the volume that it is on"
+                f"there is no directory {folder}: correct the path, or mount the volume that it is on{hub}"
             ) from None
         except OSError as error:
             raise SourceError(f"cannot read {folder}: {error.strerror}; let the picker's user read it") from error

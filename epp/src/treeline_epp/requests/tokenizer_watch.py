@@ -105,9 +105,17 @@ class TokenizerSources:
         return cls([TokenizerSource(spec, _origin(spec, spec.source, kept)) for spec in specs])
 
     def of_models(self, models: Iterable[str]) -> TokenizerSource | None:
-        """The source for an engine that serves these models: of the first that a flag names, or the one for all."""
-        named = (source for model in models if model and (source := self._by_model.get(model)) is not None)
-        return next(named, None) or self._by_model.get("")
+        """The source for an engine that serves these models: of the first that a flag names, or the one for all. Of an
+        engine whose models nobody knows, the only one there is."""
+        served = [model for model in models if model]
+        named = (source for model in served if (source := self._by_model.get(model)) is not None)
+        only = next(iter(self._by_model.values())) if not served and len(self._by_model) == 1 else None
+        return next(named, None) or self._by_model.get("") or only
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The models that the flags name."""
+        return tuple(model for model in self._by_model if model)
 
     async def run(self, changed: Callable[[TokenizerSource], None]) -> None:
         """Keep all of them up to date, until cancelled."""

@@ -45,7 +45,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     are its publishers, one for each rank; `no_events` says why there are none, and what to do about it.
     `isolates_clients`: it reads from the edge's headers whose cache a request uses. `foreign_host`: another machine
     than its own, which the engine names as the place of its sockets; never connected to. `engine` is the name of the
-    adapter that asked. `adapters` are the LoRA adapters among `models`, with what its events call each."""
+    adapter that asked. `adapters` are the LoRA adapters among `models`, with what its events call each. `wants_key`: it
+    tells its models to nobody without its key, so that `models` is empty: it is asked for any."""
 
     models: tuple[str, ...] = ()
     epoch: str = ""
@@ -56,6 +57,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     no_events: str = ""
     engine: str = ""
     adapters: dict[str, str] = {}
+    wants_key: bool = False
 
 
 class EngineAdapter(Protocol):

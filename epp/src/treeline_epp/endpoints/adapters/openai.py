@@ -10,7 +10,7 @@ from msgspec import Meta
 from treeline_wire.tokenizer import TokenizerBundle
 
 from treeline_epp.endpoints.adapters.base import EngineInfo, LoadReports, told_sources
-from treeline_epp.endpoints.engine_http import EngineError, EngineHttp, UnusableError
+from treeline_epp.endpoints.engine_http import EngineError, EngineHttp, RefusedError, UnusableError
 from treeline_epp.endpoints.model_server_metrics import KNOWN, MetricNames
 from treeline_epp.endpoints.spec import KvPorts
 
@@ -43,10 +43,11 @@ class Models(msgspec.Struct):
 
 
 class Served(msgspec.Struct, frozen=True):
-    """The names that an engine serves; `adapters` as in `EngineInfo`."""
+    """The names that an engine serves; `adapters` and `wants_key` as in `EngineInfo`."""
 
     names: tuple[str, ...]
     adapters: dict[str, str] = {}
+    wants_key: bool = False
 
 
 class OpenAIAdapter:
@@ -66,7 +67,10 @@ class OpenAIAdapter:
     async def models(self, http: EngineHttp) -> Served:
         """What it serves. A model with a parent is an adapter; vLLM and SGLang both list them so. Raises
         `EngineError`."""
-        served = await http.document("/v1/models", Models)
+        try:
+            served = await http.document("/v1/models", Models)
+        except RefusedError:  # clients have the key; health, metrics and events are told without it
+            return Served((), wants_key=True)
         if served is None:
             raise EngineError(f"{http.base} has no /v1/models")
         adapters = {self.adapter_name(one.base, one.id): one.id for one in served.data if one.base}
@@ -99,5 +103,10 @@ class OpenAIAdapter:
         sources = told_sources(http.host, told)
         no_events = "" if sources else why
         return EngineInfo(
-            served.names, sources=sources, no_events=no_events, engine=self.name, adapters=served.adapters
+            served.names,
+            sources=sources,
+            no_events=no_events,
+            engine=self.name,
+            adapters=served.adapters,
+            wants_key=served.wants_key,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
 from treeline_epp.endpoints.adapters.base import EngineAdapter
@@ -9,7 +11,9 @@ from treeline_epp.endpoints.adapters.openai import Models, OpenAIAdapter
 from treeline_epp.endpoints.adapters.sglang import SGLangAdapter
 from treeline_epp.endpoints.adapters.treeline import TreelineAdapter
 from treeline_epp.endpoints.adapters.vllm import VllmAdapter
-from treeline_epp.endpoints.engine_http import EngineError, EngineHttp
+from treeline_epp.endpoints.engine_http import EngineError, EngineHttp, RefusedError
+
+T = TypeVar("T")
 
 ADAPTERS: dict[str, EngineAdapter] = {
     adapter.name: adapter for adapter in (TreelineAdapter(), SGLangAdapter(), VllmAdapter(), OpenAIAdapter())
@@ -28,17 +32,30 @@ def adapter_of(engine: str) -> EngineAdapter | None:
 
 
 async def recognise(http: EngineHttp) -> EngineAdapter:
-    """The adapter of an engine by what it says of itself: who owns its models, and what else `/server_info` tells.
+    """The adapter of an engine by what it says of itself: who owns its models, and what else `/server_info` tells. Of
+    those that have a key for everything below `/v1`, vLLM still tells its version.
 
     Raises `EngineError` if it has no usable list of models: then it serves nothing yet.
     """
-    served = await http.document("/v1/models", Models)
+    try:
+        served = await http.document("/v1/models", Models)
+    except RefusedError:
+        return ADAPTERS["vllm"] if await _tells(http, "/version", _Version) else ANYTHING
     owners = [model.owned_by for model in served.data] if served is not None else []
     for adapter in ADAPTERS.values():
         if adapter.owner and adapter.owner in owners:
             return adapter
-    try:
-        about = await http.document("/server_info", dict[str, msgspec.Raw]) or {}
-    except EngineError:
-        about = {}  # something else answers there
+    about = await _tells(http, "/server_info", dict[str, msgspec.Raw]) or {}
     return next((adapter for adapter in ADAPTERS.values() if adapter.signs & about.keys()), ANYTHING)
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+async def _tells(http: EngineHttp, path: str, into: type[T]) -> T | None:
+    """The document, if there is one; something else may answer there."""
+    try:
+        return await http.document(path, into)
+    except EngineError:
+        return None
