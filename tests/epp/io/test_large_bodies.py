@@ -95,6 +95,11 @@ def wide(count: int) -> list[dict[str, Any]]:
     return [{"role": "user", "content": "x"}] * count
 
 
+def calling(arguments: str) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+
+
 HOSTILE: dict[str, Callable[[], bytes]] = {
     "24 MB of text": lambda: chat("hello world " * (2 * MB)),
     "24 MB of escapes": lambda: chat('"\\' * (6 * MB)),
@@ -119,6 +124,8 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "240 KB of members": lambda: chat("x", **{f"k{i}": i for i in range(18_000)}),
     "240 KB of tools": lambda: chat("x", tools=[{"type": "function", "function": {"name": "x"}}] * 4_500),
     "4,000 values in tools": lambda: chat("x", tools=[{"a": [1] * 15}] * 250),
+    "190 KB of arguments": lambda: chat("x", messages=[calling('{"a": [' + "[]," * 64_000 + "[]]}")]),
+    "190 KB of arguments of many calls": lambda: chat("x", messages=[calling('{"a": [' + "[]," * 270 + "[]]}")] * 200),
     "12 KB of prompts": lambda: json.dumps({"model": "tiny", "prompt": ["x"] * 4_000}).encode(),
     "5.4 KB of nested kwargs": lambda: chat("x", chat_template_kwargs={"a": 0}).replace(
         b'"a": 0', b'"a": ' + b"[" * 2_700 + b"]" * 2_700

@@ -289,9 +289,21 @@ async def _dripping(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.05)
 
 
+async def _crumbs(writer: asyncio.StreamWriter) -> None:
+    writer.write(_HEAD + b"transfer-encoding: chunked\r\n\r\n")
+    while not writer.is_closing():
+        writer.write(b"1\r\n \r\n" * 10_000)
+        await writer.drain()
+
+
 @pytest.mark.parametrize(
     ("answer", "error"),
-    [(_bomb, "encoded"), (_endless, "longer than"), (_dripping, "no whole answer within")],
+    [
+        (_bomb, "encoded"),
+        (_endless, "longer than"),
+        (_dripping, "no whole answer within"),
+        (_crumbs, "comes in crumbs"),
+    ],
 )
 async def test_no_engine_takes_the_pickers_memory_or_time_by_its_answer(
     http: httpx.AsyncClient, answer: Answer, error: str

@@ -243,6 +243,8 @@ def test_where_an_engine_publishes_is_read_from_its_arguments(item: dict[str, An
         ("--kv-events-config", "{"),
         ("--kv-events-config", "$(KV_EVENTS)"),
         ("--kv-events-config", "[" * 100_000),
+        ("sh", "-c", f"exec vllm serve --kv-events-config '{CONFIG}' " + "x " * 10_000),
+        ("sh", "-c", "exec vllm -dp 2 " + "x " * 5_000, "-c", f"vllm --kv-events-config '{CONFIG}'" + " x" * 5_000),
         ("--kv-events-config", '{"publisher": "null", "enable_kv_cache_events": true}'),
         ("--kv-events-config", '{"publisher": "zmq", "enable_kv_cache_events": false}'),
         ("--kv-events-config", '{"enable_kv_cache_events": true, "endpoint": "ipc:///tmp/x"}'),

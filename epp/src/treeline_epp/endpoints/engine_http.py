@@ -18,6 +18,12 @@ _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 _DOCUMENT_TIMEOUT_S = 5.0
 _PROBE_BYTES, _DOCUMENT_BYTES = 64 << 10, 4 << 20
 """Longest answers of engines."""
+_DOCUMENT_VALUES = 1 << 17
+"""Values in a document, by its brackets and commas: 4096 models of vLLM have some 80 thousand. Reading costs by the
+value, and the loop waits for it."""
+_FEW_PARTS, _PART_BYTES = 256, 256
+"""An answer may come in so many parts, and in more where they have this size on average: each costs as much as a
+hundred kilobytes."""
 _PASSING = frozenset({408, 425, 429})
 _REFUSED = frozenset({401, 403})
 _AS_IT_IS = {"accept-encoding": "identity"}
@@ -67,6 +73,8 @@ class EngineHttp:
                 return None
             if status != 200:
                 raise _error_of(status)(f"{self.base}{path} is answered {status}")
+            if sum(map(content.count, (b"{", b"[", b","))) > _DOCUMENT_VALUES:
+                raise UnusableError(f"{self.base}{path} has more values than are read")
             return msgspec.json.decode(content, type=into)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise UnusableError(f"{self.base}{path}: {error!r}") from error
@@ -76,7 +84,7 @@ class EngineHttp:
     async def fetch(self, path: str, total_s: float, most: int) -> tuple[int, bytes]:
         """Status and body of a GET that may take so long and be so large, all in all. Nothing is unpacked: a few
         kilobytes may unpack to gigabytes. Raises `httpx.HTTPError` and `EngineError`."""
-        got = bytearray()
+        got, parts = bytearray(), 0
         try:
             async with asyncio.timeout(total_s):
                 asked = self._http.stream("GET", self.base + path, headers=_AS_IT_IS, timeout=total_s)
@@ -85,8 +93,11 @@ class EngineHttp:
                         raise EngineError(f"{self.base}{path}: the answer is encoded, which was not asked for")
                     async for part in response.aiter_raw():
                         got += part
+                        parts += 1
                         if len(got) > most:
                             raise EngineError(f"{self.base}{path}: the answer is longer than {most} bytes")
+                        if parts > _FEW_PARTS + len(got) // _PART_BYTES:
+                            raise EngineError(f"{self.base}{path}: the answer comes in crumbs")
         except TimeoutError:
             raise httpx.ReadTimeout(f"no whole answer within {total_s:g} s") from None
         return response.status_code, bytes(got)

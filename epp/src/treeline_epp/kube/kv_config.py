@@ -24,7 +24,9 @@ RANKS = "treeline.dev/data-parallel-size"
 _CONFIG = frozenset({"--kv-events-config", "--kv_events_config"})
 _SIZE = frozenset({"--data-parallel-size", "--data_parallel_size", "-dp", "--dp-size", "--dp"})
 _NAMES = _CONFIG | _SIZE
-_LONGEST_LINE = 65536
+_MOST_LINES = 16384
+"""Characters of a pod's lines for shells that are split into words, all in all: each thousand takes a millisecond of
+the event loop, at every change of the pod. Lines that start an engine have some hundreds."""
 _TCP = re.compile(r"tcp://.+:([0-9]{1,5})", re.ASCII)
 _LISTENS = re.compile(r"tcp://(?:\*|\[?::\]?|0\.0\.0\.0):[0-9]+", re.ASCII)
 """With any other host vLLM and SGLang connect to it, and nobody can connect to them."""
@@ -63,8 +65,14 @@ def kv_ports(annotations: Mapping[str, str], containers: Iterable[objects.Contai
 def _options(containers: Iterable[objects.Container]) -> dict[str, str]:
     """The values of the options that matter, by "config" and "size"; the first of each."""
     found: dict[str, str] = {}
+    room = _MOST_LINES
     for container in containers:
-        words = list(_words([*(container.command or ()), *(container.args or ())]))
+        arguments = [*(container.command or ()), *(container.args or ())]
+        lines = sum(len(argument) for argument in arguments if _is_line(argument))
+        if lines > room:
+            continue
+        room -= lines
+        words = list(_words(arguments))
         for at, word in enumerate(words):
             name, equals, value = word.partition("=")
             what = "config" if name in _CONFIG else "size" if name in _SIZE else None
@@ -73,14 +81,14 @@ def _options(containers: Iterable[objects.Container]) -> dict[str, str]:
     return found
 
 
+def _is_line(argument: str) -> bool:
+    return argument[:1] not in ("-", "{") and any(map(argument.__contains__, _NAMES))
+
+
 def _words(arguments: Iterable[str]) -> Iterator[str]:
     """The arguments; what is a line for a shell (`sh -c "vllm serve … --kv-events-config '{…}'"`) in its words."""
     for argument in arguments:
-        if (
-            len(argument) <= _LONGEST_LINE
-            and argument[:1] not in ("-", "{")
-            and any(map(argument.__contains__, _NAMES))
-        ):
+        if _is_line(argument):
             try:
                 yield from shlex.split(argument.replace("\\\n", " "), comments=True)
             except ValueError:

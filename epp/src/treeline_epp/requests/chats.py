@@ -14,7 +14,7 @@ from treeline_wire.chat import TemplateError
 from treeline_wire.dialects import ChatDialect, dialect_of
 from treeline_wire.prompt import Prompt, PromptError, TooDeep, prompt_of_completion
 
-from treeline_epp.requests.conversion import Context, Conversation
+from treeline_epp.requests.conversion import MAX_CALL_VALUES, Context, Conversation, many_values
 from treeline_epp.requests.doors import Door
 from treeline_epp.requests.keyers import Keyer, Renderer
 from treeline_epp.requests.prompts import CHARS_PER_TOKEN, KeyedPrompt, keyed, shortened
@@ -109,11 +109,15 @@ class _Chat:
 
     def _known(self, conversation: Conversation) -> tuple[list[Any], bool]:
         """The messages up to the first that has a part without text, with that one's beginning where the template
-        writes parts in their order; and whether those are all."""
+        writes parts in their order, or up to the one whose calls have too many values; and whether those are all."""
         messages = conversation.body["messages"]
         if not isinstance(messages, list):
             raise PromptError("messages", "must be a list")
+        room = MAX_CALL_VALUES
         for i, message in enumerate(messages):
+            room -= _call_values(message)
+            if room < 0:
+                return messages[:i], False
             content = message.get("content") if isinstance(message, dict) else None
             parts = content if isinstance(content, list) else []
             for j, part in enumerate(parts):
@@ -194,6 +198,14 @@ def _with_text_at_end(messages: list[Any]) -> list[Any]:
             break
         end -= 1
     return messages[:end]
+
+
+def _call_values(message: Any) -> int:
+    """The values in the arguments of a message's calls, as far as those are texts."""
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else ()
+    texts = (function.get("arguments") for function in functions if isinstance(function, dict))
+    return sum(many_values(text) for text in texts if isinstance(text, str))
 
 
 def _role(message: Any) -> Any:

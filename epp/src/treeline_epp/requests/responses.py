@@ -13,7 +13,16 @@ from typing import Any, Final
 
 from treeline_wire.prompt import PromptError
 
-from treeline_epp.requests.conversion import Context, Conversation, Message, Unknown, blocks_of, text_member
+from treeline_epp.requests.conversion import (
+    MAX_CALL_VALUES,
+    Context,
+    Conversation,
+    Message,
+    Unknown,
+    blocks_of,
+    many_values,
+    text_member,
+)
 
 _PASSED: Final = ("model", "chat_template_kwargs", "cache_salt", "extra_key", "lora_path")
 _DEVELOPER: Final = "Developer instructions:\n"
@@ -100,6 +109,8 @@ def _add_as_sglang(item: dict[str, Any], where: str, chat: list[Message]) -> Non
     kind, role = item.get("type", "message"), item.get("role")
     if kind == "function_call":
         call = _call(item, where)
+        if many_values(call["function"]["arguments"]) > MAX_CALL_VALUES:
+            raise Unknown  # it takes long to see whether they are an object
         if not _is_object(call["function"]["arguments"]):
             call["function"]["arguments"] = "{}"
         chat.append({"role": "assistant", "tool_calls": [call]})

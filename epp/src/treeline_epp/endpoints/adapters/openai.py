@@ -3,10 +3,10 @@ events where discovery tells where it publishes them."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Raw
 from treeline_wire.tokenizer import TokenizerBundle
 
 from treeline_epp.endpoints.adapters.base import EngineInfo, LoadReports, told_sources
@@ -20,20 +20,37 @@ _LONGEST_REASON = 300
 _NO_EVENTS = "this engine does not say where it publishes KV events; discovery can"
 
 _LONGEST_NAME = 512
+_NOTHING = Raw(b"null")
 
 
 class Model(msgspec.Struct):
-    """One entry of `/v1/models`. `owned_by` and `parent` are strings in most."""
+    """One entry of `/v1/models`. `owned_by` and `parent` are strings in most: nothing else of them is read."""
 
     id: Annotated[str, Meta(min_length=1, max_length=_LONGEST_NAME)]
-    owned_by: Any = None
-    parent: Any = None
+    owned_by: Raw = _NOTHING
+    parent: Raw = _NOTHING
+
+    @property
+    def owner(self) -> str:
+        """Who made it; empty where that is not told."""
+        return _name(self.owned_by)
 
     @property
     def base(self) -> str:
         """The model that it is an adapter of; empty where it is none."""
-        known = isinstance(self.parent, str) and self.parent != self.id and len(self.parent) <= _LONGEST_NAME
-        return self.parent if known else ""
+        parent = _name(self.parent)
+        return parent if parent != self.id else ""
+
+
+def _name(value: Raw) -> str:
+    """A name; empty where it is something else. No value that is not a string is ever built, however large."""
+    if bytes(value)[:1] != b'"':
+        return ""
+    try:
+        name = msgspec.json.decode(value, type=str)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
+    return name if len(name) <= _LONGEST_NAME else ""
 
 
 class Models(msgspec.Struct):

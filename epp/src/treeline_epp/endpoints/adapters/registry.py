@@ -24,6 +24,15 @@ ANYTHING = ADAPTERS["openai"]
 PROBES = tuple(dict.fromkeys(path for adapter in ADAPTERS.values() for path in adapter.probes))
 """Of an engine of which nothing is known yet."""
 
+_SIGNS = msgspec.defstruct(
+    "Signs",
+    [
+        (sign, msgspec.Raw | msgspec.UnsetType, msgspec.UNSET)
+        for sign in sorted(frozenset().union(*(adapter.signs for adapter in ADAPTERS.values())))
+    ],
+)
+"""What is looked for in `/server_info`; nothing else of it is read, and of these only whether they are there."""
+
 
 def adapter_of(engine: str) -> EngineAdapter | None:
     """The adapter of an engine type as discovery names it. None for one that says nothing ("custom"), and where
@@ -41,12 +50,13 @@ async def recognise(http: EngineHttp) -> EngineAdapter:
         served = await http.document("/v1/models", Models)
     except RefusedError:
         return ADAPTERS["vllm"] if await _tells(http, "/version", _Version) else ANYTHING
-    owners = [model.owned_by for model in served.data] if served is not None else []
+    owners = [model.owner for model in served.data] if served is not None else []
     for adapter in ADAPTERS.values():
         if adapter.owner and adapter.owner in owners:
             return adapter
-    about = await _tells(http, "/server_info", dict[str, msgspec.Raw]) or {}
-    return next((adapter for adapter in ADAPTERS.values() if adapter.signs & about.keys()), ANYTHING)
+    about = await _tells(http, "/server_info", _SIGNS)
+    shown = {sign for sign in _SIGNS.__struct_fields__ if getattr(about, sign, msgspec.UNSET) is not msgspec.UNSET}
+    return next((adapter for adapter in ADAPTERS.values() if adapter.signs & shown), ANYTHING)
 
 
 class _Version(msgspec.Struct):
