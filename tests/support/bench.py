@@ -78,6 +78,16 @@ def _routing_rows() -> list[tuple[str, float, float | None]]:
 
 INVENTED: dict[str, list[tuple[str, float, float | None]]] = {
     "routing": _routing_rows(),
+    "engines": [
+        ("engines.vllm.hit_vs_oracle", 0.99, None),
+        ("engines.vllm.ttft_vs_rr", 0.3, None),
+        ("engines.vllm.event_ms.p50", 4.5, None),
+        ("engines.vllm.event_ms.p99", 15.0, None),
+        ("engines.vllm.hit_rate.treeline", 0.87, 0.88),
+        ("engines.vllm.hit_rate.round_robin", 0.47, 0.88),
+        ("engines.vllm.ttft_ms.p50.treeline", 60.0, 200.0),
+        ("engines.vllm.ttft_ms.p50.round_robin", 200.0, 200.0),
+    ],
     "picker": [
         ("picker.added_ms.p50", 1.1, None),
         ("picker.added_ms.p99", 2.2, None),

@@ -6,7 +6,7 @@ import random
 
 from treeline_epp.endpoints.load import prefill_rate, trust
 from treeline_epp.endpoints.spec import split_address
-from treeline_epp.index.pods import NO_HIT
+from treeline_epp.index.pods import NO_HIT, Hit
 from treeline_epp.picking.decision import NoEndpoints
 from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.picker import Picker
@@ -40,6 +40,12 @@ def candidates(picker: Picker, request: PickRequest, now: float) -> list[Candida
     prompt_tokens = max(1, request.prompt_tokens_estimate)
     key_tokens = prompt_tokens if request.key_tokens_estimate is None else max(1, request.key_tokens_estimate)
     per_byte = key_tokens / len(request.key) if request.key else 0.0
+    known = NO_HIT
+    for scope in {endpoint.pod.scope for endpoint in picker.endpoints.values() if serves(endpoint, request)}:
+        for level in picker.index.match(scope, request.namespace, request.key or b"", now).levels:
+            if level.tokens > known.tokens:
+                known = Hit(level.tokens, level.end, level.end)
+    prompt_tokens = max(1, prompt_tokens + known.tokens - int(known.end * per_byte))
     most = request.max_output_tokens
     found = []
     for endpoint in endpoints:

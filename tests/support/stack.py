@@ -94,7 +94,7 @@ class Stack:
 
     # Life and death
 
-    def start(self, *names: str) -> None:
+    def start(self, *names: str, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Start processes (all, when none is named) and wait until each is ready."""
         names = names or tuple(self.processes)
         for name in names:
@@ -110,9 +110,9 @@ class Stack:
                     start_new_session=True,
                 )
         for name in names:
-            self.wait_ready(name)
+            self.wait_ready(name, timeout_s)
 
-    def wait_ready(self, name: str) -> None:
+    def wait_ready(self, name: str, timeout_s: float = READY_TIMEOUT_S) -> None:
         process = self.processes[name]
 
         def answers() -> bool:
@@ -121,7 +121,7 @@ class Stack:
             assert status is None, f"{name} exited with {status}:\n{self.log(name)}"
             return self._ok(process.spec.ready_url, process.spec.ready_headers)
 
-        until(answers, f"{name} ready", READY_TIMEOUT_S, lambda: self.log(name))
+        until(answers, f"{name} ready", timeout_s, lambda: self.log(name))
 
     def end(self, name: str, number: signal.Signals = signal.SIGTERM, timeout_s: float = 40.0) -> int:
         """Send a signal (SIGKILL goes to the whole group) and wait for the end; returns the exit status."""

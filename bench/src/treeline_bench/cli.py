@@ -101,7 +101,7 @@ def _measure(benchmark: Benchmark, args: argparse.Namespace, console: Console) -
         benchmark=benchmark.name,
         date=datetime.date.today().isoformat(),
         machine=this_machine(),
-        versions=versions(),
+        versions=versions() | benchmark.versions(),
         command=f"python -m treeline_bench {benchmark.name}" + (" --quick" if args.quick else ""),
         rows=rows,
     )

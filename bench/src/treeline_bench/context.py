@@ -47,3 +47,5 @@ class Benchmark:
     run: Callable[[Context], list[Row]]
     only_by_name: bool = False
     """It needs what few machines have, so it is not one of all."""
+    versions: Callable[[], dict[str, str]] = dict
+    """Of what it starts and this environment has not, by name."""

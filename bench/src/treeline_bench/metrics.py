@@ -64,6 +64,39 @@ METRICS: dict[str, Metric] = {
         headline=False,
     ),
     "routing.errors": Metric("requests", "requests without a complete answer", "lower", source="none expected"),
+    "engines.vllm.hit_vs_oracle": Metric(
+        "share",
+        "prompt tokens that two vLLM servers had cached, by what one endless cache of both would have had",
+        "higher",
+        0.95,
+        EXPECTED,
+    ),
+    "engines.vllm.ttft_vs_rr": Metric(
+        "times", "time to first token of the same, median, by that of round robin", "lower", 0.5, EXPECTED
+    ),
+    "engines.vllm.event_ms.p50": Metric(
+        "ms", "a batch of vLLM's KV events from its making to the picker's tree, median", "lower", headline=False
+    ),
+    "engines.vllm.event_ms.p99": Metric("ms", "the same at the 99th percentile", "lower", 20.0, EXPECTED),
+    "engines.vllm.event_busy_ms": Metric(
+        "ms", "the same while the servers compute long prompts on the picker's cores", "lower", headline=False
+    ),
+    "engines.vllm.hit_rate": Metric(
+        "share",
+        "prompt tokens that vLLM had cached, by its own count",
+        "higher",
+        source="an endless cache of all servers",
+        beside="oracle",
+        headline=False,
+    ),
+    "engines.vllm.ttft_ms": Metric(
+        "ms",
+        "time to first token",
+        "lower",
+        source="round robin, same run",
+        beside="round robin",
+        headline=False,
+    ),
     "picker.added_ms.p50": Metric(
         "ms", "latency that asking the picker adds to bare Envoy, median", "lower", 2.0, EXPECTED
     ),

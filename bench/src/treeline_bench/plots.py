@@ -311,6 +311,21 @@ def _vllm(result: Result) -> Figure:
     return figure
 
 
+def _engines(result: Result) -> Figure:
+    share = result.value("engines.vllm.hit_vs_oracle")
+    title = f"Two vLLM servers: {100 * share:.1f} % of the hits that one endless cache would have"
+    figure, axes = _figure(title, 2, _size(result))
+    for axis, name, what, unit in (
+        (axes[0], "engines.vllm.hit_rate.", "Prompt tokens from the cache", "share"),
+        (axes[1], "engines.vllm.ttft_ms.p50.", "Time to first token, median", "ms"),
+    ):
+        values = {row.metric.removeprefix(name): row.value for row in result.rows if row.metric.startswith(name)}
+        colours = [OURS if policy == "treeline" else OTHER for policy in values]
+        _bars(axis, [policy.replace("_", " ") for policy in values], list(values.values()), colours)
+        axis.set(title=what, ylabel=unit)
+    return figure
+
+
 def _radix(result: Result) -> Figure:
     name = "radix.vs_optimal."
     rows = [row for row in result.rows if row.metric.startswith(name)]
@@ -372,6 +387,7 @@ PLOTS: dict[str, Callable[[Result], Figure]] = {
     "engine": _engine,
     "server": _server,
     "vllm": _vllm,
+    "engines": _engines,
     "radix": _radix,
     "cpu": _cpu,
     "fleet": _fleet,

@@ -17,7 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -33,7 +33,14 @@ class ChildFailed(RuntimeError):
 class Child:
     """One process. Use `child()`; stopping twice is harmless."""
 
-    def __init__(self, name: str, argv: Sequence[str], folder: Path, cores: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        folder: Path,
+        cores: Sequence[int] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self.log_path = folder / f"{name}.log"
         with self.log_path.open("wb") as log:
@@ -44,6 +51,7 @@ class Child:
                 stderr=log,
                 start_new_session=True,
                 preexec_fn=before_exec(cores),
+                env={**os.environ, **(environment or {})},
             )
 
     def check(self) -> None:
@@ -93,9 +101,16 @@ class Child:
 
 
 @contextlib.contextmanager
-def child(name: str, argv: Sequence[str], folder: Path, cores: Sequence[int] | None = None) -> Iterator[Child]:
-    """Start a process, pinned to `cores` where the system can; stop it at the end, also on Ctrl-C."""
-    started = Child(name, argv, folder, cores)
+def child(
+    name: str,
+    argv: Sequence[str],
+    folder: Path,
+    cores: Sequence[int] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Child]:
+    """Start a process, pinned to `cores` where the system can, with `environment` beside our own; stop it at the end,
+    also on Ctrl-C."""
+    started = Child(name, argv, folder, cores, environment)
     try:
         yield started
     finally:

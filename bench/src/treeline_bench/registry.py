@@ -22,6 +22,7 @@ from treeline_bench import (
 from treeline_bench import versus_transformers as cpu
 from treeline_bench import versus_vllm as vllm
 from treeline_bench.context import Benchmark
+from treeline_bench.engines import benchmark as engines
 from treeline_bench.kubernetes import benchmark as operator
 from treeline_bench.kubernetes import one_gateway
 from treeline_bench.serving.datasets import DATASETS
@@ -42,6 +43,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         engine.BENCHMARK,
         server.BENCHMARK,
         vllm.BENCHMARK,
+        engines.BENCHMARK,
         radix.BENCHMARK,
         cpu.BENCHMARK,
         operator.BENCHMARK,

@@ -203,6 +203,32 @@ def test_a_reconnect_that_nobody_vouches_for_lets_what_is_known_grow_old() -> No
     assert bench.holds(1)
 
 
+def test_an_engine_that_starts_and_is_slow_to_answer_is_asked_again_and_is_another_process() -> None:
+    bench = Told()
+    subscription = bench.subscription
+    assert subscription.on_connected(0.0) == [ReplayRequest(0)]
+    subscription.on_reply(item(0, bench.batch(0)), 0.1)
+    subscription.on_reply(ReplayEnd(), 0.1)
+    assert bench.holds(0)
+    subscription.on_disconnected(1.0)
+    assert subscription.on_connected(2.0) == [ReplayRequest(0)]
+    asked = [(at, request) for at in range(3, 9) for request in subscription.on_tick(float(at))]
+    assert asked == [(8, ReplayRequest(0))], "once a while, and it is LIVE in between"
+    assert bench.holds(0)
+    subscription.on_reply(ReplayEnd(), 8.1)
+    assert not bench.holds(0), "it does not know its own first batch"
+    subscription.on_reply(ReplayEnd(), 8.2)
+    assert [request for at in range(9, 60) for request in subscription.on_tick(float(at))] == []
+
+
+def test_an_engine_that_never_answers_is_left_in_peace() -> None:
+    bench = Told()
+    bench.subscription.on_connected(0.0)
+    asked = [at for at in range(1, 1000) if bench.subscription.on_tick(float(at))]
+    assert len(asked) == 12
+    assert asked[-1] < 120
+
+
 def test_gaps_without_end_take_few_places_in_the_index() -> None:
     bench = Told(replays=False)
     bench.subscription.on_connected(0.0)

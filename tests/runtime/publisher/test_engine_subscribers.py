@@ -140,13 +140,16 @@ def test_what_we_publish_is_read_by_their_types_live_and_replayed(name: str, pub
     assert [reply[1:] for reply in replayed] == live
     assert receive(dealer) == [b"", b"", END, b""]
 
-    # As vLLM's example subscriber asks: a REQ, which gets the first answer, and may ask again.
-    req = publisher.socket(zmq.REQ, "replay_port")
+    # As vLLM's example subscriber asks: a REQ, which gets the first answer. One socket for each question, since answers
+    # that are still on their way would be taken for those to the next.
+    def asked(start: int) -> list[bytes]:
+        with publisher.socket(zmq.REQ, "replay_port") as req:
+            req.send(start.to_bytes(8, "big"))
+            return receive(req)
+
     for step in (1, 2):
-        req.send((publisher.first + step).to_bytes(8, "big"))
-        _, seq, payload = receive(req)
+        _, seq, payload = asked(publisher.first + step)
         assert int.from_bytes(seq, "big") == publisher.first + step
         assert told(decoder, payload) == expected[step]
-    req.send((publisher.first + len(STEPS)).to_bytes(8, "big"))
-    _, seq, payload = receive(req)
+    _, seq, payload = asked(publisher.first + len(STEPS))
     assert (seq, payload) == (END, b"")

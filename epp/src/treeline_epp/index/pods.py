@@ -97,6 +97,12 @@ class Match(Struct, frozen=True):
     special: dict[Pod, Hit] = {}
     matched: int = 0
 
+    @property
+    def longest(self) -> Hit:
+        """What is confirmed of any pod; zeros if nothing. O(levels)."""
+        level = max(self.levels, key=lambda level: level.tokens, default=None)
+        return NO_HIT if level is None else Hit(level.tokens, level.end, level.end)
+
     def hit(self, pod: Pod) -> Hit:
         """What `pod` holds; zeros if nothing. O(levels)."""
         special = self.special.get(pod)

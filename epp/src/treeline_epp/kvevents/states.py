@@ -81,14 +81,15 @@ class SubscriptionConfig:
     """Times in seconds. `reply_s`: no answer for so long means none will come. `check_s`: between hellos while LIVE.
     `grace_s`: a batch that an answer names may still be on its way so long. `silence_s`: so long without a word while
     requests run there is suspicious. `replay_retry_s`: a replay that was not answered is asked for again no sooner,
-    unless the publisher was away. Retries wait `backoff_s`, doubled each time up to `max_backoff_s`. `buffer` bounds
-    buffered batches."""
+    unless the publisher has just come (back): then after `come_back_s`, since an engine that starts is slow to answer.
+    Retries wait `backoff_s`, doubled each time up to `max_backoff_s`. `buffer` bounds buffered batches."""
 
     reply_s: float = 1.0
     check_s: float = 1.0
     grace_s: float = 0.15
     silence_s: float = 10.0
     replay_retry_s: float = 30.0
+    come_back_s: float = 5.0
     backoff_s: float = 0.25
     max_backoff_s: float = 10.0
     buffer: int = 10_000

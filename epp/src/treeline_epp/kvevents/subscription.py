@@ -44,6 +44,8 @@ from treeline_epp.kvevents.table import table_of
 
 _MAX_ROUNDS = 4
 """Questions in one recovery before it waits."""
+_MAX_ASKS = 12
+"""Replays that a publisher without an epoch is asked for after it has come (back), until it answers one."""
 _MAX_MISSED_CHECKS = 3
 """Unanswered checks in a row after which a LIVE subscription recovers. One may be late because of a snapshot."""
 
@@ -87,6 +89,7 @@ class KvSubscription:
         self._replay = Replay()
         self._no_replay_until = float("-inf") if replays else float("inf")
         self._verified = True  # that the process is the one whose batches were applied
+        self._asks_left = 0  # replays until one is answered
         self._snapshot_seq = 0
         self._checks = Checks()
         self._last_heard = 0.0
@@ -165,6 +168,7 @@ class KvSubscription:
 
     def _connected(self, what: Any, now: float) -> list[Request]:
         self._verified = self.next_seq is None or self.peer is Peer.OURS  # those say hello
+        self._asks_left = 0 if self.peer is Peer.OURS else _MAX_ASKS
         if self._no_replay_until < float("inf"):
             self._no_replay_until = now
         return self._recover(what, now)
@@ -256,7 +260,7 @@ class KvSubscription:
                 return self._finish(now)  # only its end is missing
             self._rounds = 0
             return self._ask_replay(next_seq, None, now)
-        self._no_replay_until = now + self._config.replay_retry_s  # not configured there, or too busy
+        self._no_replay_until = now + (self._config.come_back_s if self._asks_left else self._config.replay_retry_s)
         return self._without_replay(now)
 
     def _missed_check(self, what: Any, now: float) -> list[Request]:
@@ -337,6 +341,7 @@ class KvSubscription:
 
     def _replay_end(self, end: ReplayEnd, now: float) -> list[Request]:
         replay = self._replay
+        self._asks_left = 0
         if replay.overlap is not None and replay.overlap >= 0:
             self._drop()  # it has never published what we know: another process
             return self._recover(end, now)
@@ -407,6 +412,10 @@ class KvSubscription:
         if self.peer is Peer.OURS and now >= self._checks.due_at and self.state is _LIVE:
             self._rounds = 0
             return self._ask(_CHECKING, HelloRequest(), now)
+        if self._asks_left and self.peer is Peer.FOREIGN and now >= self._no_replay_until:
+            self._asks_left -= 1
+            self._rounds = 0
+            return self._ask_foreign(now)
         if self._in_flight and now - self._last_heard >= self._config.silence_s:
             self._last_heard = now
             self.counts["silences"] += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Self
 
 import numpy as np
@@ -16,22 +16,27 @@ from treeline_epp.picking.table import Floats, Rows, Table
 
 
 class Work(Struct, frozen=True, gc=False):
-    """What a request asks of an endpoint: see `PickRequest`. `per_byte` is tokens per byte of its key."""
+    """What a request asks of an endpoint: see `PickRequest`. `per_byte` is tokens per byte of its key.
+
+    As far as any endpoint holds the key, its tokens are known; the rest is estimated by its bytes.
+    """
 
     prompt_tokens: int
     per_byte: float
     output_tokens: int
 
     @classmethod
-    def of(cls, request: PickRequest) -> Self:
-        """Of this request."""
+    def of(cls, request: PickRequest, matches: Iterable[Match] = ()) -> Self:
+        """Of this request, with what the index says of its key."""
         prompt_tokens = max(1, request.prompt_tokens_estimate)
         key_tokens = request.key_tokens_estimate
         key_tokens = prompt_tokens if key_tokens is None else max(1, key_tokens)
+        per_byte = key_tokens / len(request.key) if request.key else 0.0
+        known = max((match.longest for match in matches), key=lambda hit: hit.tokens, default=NO_HIT)
         most = request.max_output_tokens
         return cls(
-            prompt_tokens,
-            key_tokens / len(request.key) if request.key else 0.0,
+            max(1, prompt_tokens + known.tokens - int(known.end * per_byte)),
+            per_byte,
             ASSUMED_OUTPUT_TOKENS if most is None else min(most, ASSUMED_OUTPUT_TOKENS),
         )
 

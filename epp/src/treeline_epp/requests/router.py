@@ -122,8 +122,11 @@ class Router:
             metrics.computed(routed.client, prompt)
         asked = decision.request
         whole = asked.key is not None and asked.key_tokens_estimate is None
+        hit = decision.best.candidate.hit
         if prompt is not None and routed.keyer is not None and whole:
             routed.keyer.learn(len(asked.key or b""), prompt)
+        elif routed.keyer is not None and hit.tokens:  # engines that tell nothing in headers tell by their events
+            routed.keyer.learn(hit.end, hit.tokens)
         if by_other or outcome is Outcome.ERROR:
             self.on_trouble(decision.endpoint.name)
 

@@ -1,0 +1,1 @@
+"""Benchmark `engines`: servers that are not ours behind our Envoy and picker."""

@@ -1,0 +1,39 @@
+"""The picker, and how long after an engine made a batch of KV events the tree had it.
+
+    python epp/benchmarks/timed_picker.py FILE [flags of the picker]
+
+When it ends, FILE has a line of JSON for each live batch that was applied as it came: `pod`, `seq`, `events` and
+`delay_ms`, from the time that the engine wrote into the batch. That is the engine's clock: measure on one machine.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from treeline_epp.kvevents.subscription import KvSubscription
+from treeline_epp.main import main
+from treeline_wire.events import EventBatch
+from treeline_wire.frames import Request
+
+_lines: list[dict[str, object]] = []
+_on_live = KvSubscription.on_live
+
+
+def _timed(self: KvSubscription, seq: int, batch: EventBatch | None, now: float) -> list[Request]:
+    asked = _on_live(self, seq, batch, now)
+    if batch is not None and self.live and self.next_seq == seq + 1:
+        delay_ms = 1e3 * (time.time() - batch.ts)
+        _lines.append({"pod": str(self.pod), "seq": seq, "events": len(batch.events), "delay_ms": round(delay_ms, 3)})
+    return asked
+
+
+if __name__ == "__main__":
+    KvSubscription.on_live = _timed  # type: ignore[method-assign]
+    try:
+        status = main(sys.argv[2:])
+    finally:
+        Path(sys.argv[1]).write_text("".join(json.dumps(line) + "\n" for line in _lines))
+    sys.exit(status)

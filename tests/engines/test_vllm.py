@@ -1,0 +1,211 @@
+"""Two real vLLM servers behind our Envoy and picker, in the order of one life: traffic, restarts, deaths.
+
+What vLLM says itself is the judge: its count of cached tokens, its own tokenizer, its events as another subscriber
+counts them. The tests share the servers, which take a minute to start; each leaves them as it found them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import random
+import signal
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.prompts import text
+from support.stack import until
+from support.vllm import ADAPTER, NAMES, VllmStack, running_vllm
+from treeline.up.plan import TINY_MODEL
+from treeline_bench.context import BenchmarkError
+from treeline_bench.engines.benchmark import Measured
+from treeline_bench.engines.traffic import Exchange, Shape, Traffic
+from treeline_bench.engines.vllm import START_S, interpreter
+from treeline_bench.prompts import PromptMaker
+
+pytestmark = [pytest.mark.engines, pytest.mark.integration, pytest.mark.chaos, pytest.mark.timeout(900)]
+
+SHAPE = Shape(groups=4, talks=3, turns=6, system=512, question=64, answer=16, concurrency=3)
+CACHE_TOKENS = 6144
+"""Of one server: less than the conversations have at their end, so that some is evicted."""
+SETTLED_S = 3.0
+"""For what has been published to be in the tree."""
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmStack]:
+    try:
+        interpreter()
+    except BenchmarkError as error:
+        pytest.skip(str(error))
+    with running_vllm(tmp_path_factory.mktemp("vllm"), SHAPE, CACHE_TOKENS) as running:
+        yield running
+
+
+def talk(stack: VllmStack, seed: int, **shape: int) -> list[Exchange]:
+    """Conversations of their own through the gateway, every turn of which is answered."""
+    traffic = Traffic(dataclasses.replace(SHAPE, seed=seed, **shape), PromptMaker.of_model(TINY_MODEL), "tiny")
+    exchanges = asyncio.run(traffic.run("127.0.0.1", stack.options.port))
+    assert [exchange.record.error for exchange in exchanges] == [""] * traffic.shape.requests
+    return exchanges
+
+
+def measured(stack: VllmStack, exchanges: list[Exchange]) -> Measured:
+    found = Measured()
+    found.take(exchanges, stack.servers["vllm-0"])
+    return found
+
+
+def agree(stack: VllmStack) -> None:
+    for name in NAMES:
+        stack.agree(name, SETTLED_S)
+
+
+def test_conversations_go_where_their_beginnings_are_and_the_tree_is_what_the_engines_hold(stack: VllmStack) -> None:
+    found = measured(stack, talk(stack, seed=1))
+    assert found.cached >= 0.95 * found.possible
+    agree(stack)
+    assert all(stack.tree(name) for name in NAMES), "both have their share"
+
+
+def test_what_is_evicted_leaves_the_tree(stack: VllmStack) -> None:
+    maker, rng = PromptMaker.of_model(TINY_MODEL), random.Random(7)
+    for name in NAMES:
+        held, before = stack.announced(name), stack.witnesses[name].evicted
+        for _ in range(CACHE_TOKENS // 1024 + 1):
+            stack.ask(name, maker.text(1024, rng))
+        until(lambda: not held & stack.announced(name), "all of it is gone")  # noqa: B023
+        assert stack.witnesses[name].evicted >= before + len(held)
+    agree(stack)
+
+
+def test_every_pick_says_why_and_what_it_predicted_is_what_the_engine_reports(stack: VllmStack) -> None:
+    known = len(stack.decisions())
+    exchanges = talk(stack, seed=2, groups=2, talks=2, turns=3, concurrency=1)
+    decisions = until(
+        lambda: found if len(found := stack.decisions()[known:]) == len(exchanges) else None, "all are in the log"
+    )
+    for exchange, decision in zip(exchanges, decisions, strict=True):
+        costs = {name: terms["cost_s"] for name, terms in decision["terms"].items()}
+        # The endpoint with more of the prompt keeps it while it is little worse; equals share at random.
+        assert costs[decision["endpoint"]] <= 1.1 * min(costs.values()) + 0.005, decision
+        found = decision["terms"][decision["endpoint"]].get("confirmed_tokens", 0)
+        assert found == exchange.record.cached_tokens, decision
+    assert sum(exchange.record.cached_tokens for exchange in exchanges) > 0
+    agree(stack)
+
+
+LONG = text(120, seed=11)
+CHAT = [{"role": "system", "content": LONG}, {"role": "user", "content": "Where is the harbour?"}]
+CALLED = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+DOORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions": ("/v1/completions", {"prompt": f"completions {LONG}"}),
+    "token ids": ("/v1/completions", {"prompt": [500 + number % 900 for number in range(150)]}),
+    "chat": ("/v1/chat/completions", {"messages": CHAT}),
+    "content in parts": (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": f"one {LONG}"}, {"type": "text", "text": "two"}]}
+            ]
+        },
+    ),
+    "a tool call without content": (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {"role": "system", "content": f"tools {LONG}"},
+                {"role": "user", "content": "Look."},
+                {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+                {"role": "tool", "tool_call_id": "c1", "content": "A harbour."},
+                {"role": "user", "content": LONG},
+            ]
+        },
+    ),
+    "a prompt with a salt": ("/v1/completions", {"prompt": f"salted {LONG}", "cache_salt": "pepper"}),
+    "an adapter": ("/v1/completions", {"model": ADAPTER, "prompt": f"adapted {LONG}"}),
+    "responses": ("/v1/responses", {"input": f"responses {LONG}", "max_output_tokens": 16}),
+    "messages": ("/v1/messages", {"messages": [{"role": "user", "content": f"messages {LONG}"}], "max_tokens": 4}),
+}
+
+
+def reported(answer: dict[str, Any]) -> int:
+    """What the engine had of the prompt, as each door says it."""
+    usage = answer["usage"]
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    return int(details.get("cached_tokens") or usage.get("cache_read_input_tokens") or 0)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_through_every_door_the_picker_knows_what_the_engine_has(stack: VllmStack, door: str) -> None:
+    path, fields = DOORS[door]
+    known = len(stack.decisions())
+    body = {"model": "tiny", "max_tokens": 4, **fields} if path != "/v1/responses" else {"model": "tiny", **fields}
+    for _ in range(2):
+        answer = stack.http.post(f"{stack.url}{path}", json=body)
+        assert answer.status_code == 200, answer.text
+    decision = until(lambda: found[1] if len(found := stack.decisions()[known:]) == 2 else None, "both are in the log")
+    found = decision["terms"][decision["endpoint"]].get("confirmed_tokens", 0)
+    assert found == reported(answer.json()) > 0, (decision, answer.json()["usage"])
+
+
+def test_an_adapter_or_a_salt_keeps_a_prompt_apart(stack: VllmStack) -> None:
+    for own in ({"model": "tiny"}, {"model": ADAPTER}, {"cache_salt": "red"}, {"cache_salt": "blue"}):
+        body = {"model": "tiny", "prompt": f"apart {LONG}", "max_tokens": 1, **own}
+        known = len(stack.decisions())
+        answer = stack.http.post(f"{stack.url}/v1/completions", json=body).raise_for_status().json()
+        decision = until(lambda: stack.decisions()[known:], "it is in the log")[0]  # noqa: B023
+        assert decision["cached_tokens"] == reported(answer) == 0
+
+
+def test_a_picker_that_starts_again_knows_by_replay_what_it_did_not_hear(stack: VllmStack) -> None:
+    held = {name: stack.announced(name) for name in NAMES}
+    stack.end("picker")
+    for name in NAMES:
+        stack.ask(name, f"while nobody listened, {name} was told: " + "one two three four " * 40)
+    stack.start("picker")
+    until(stack.followed, "the picker follows both engines", state=lambda: stack.log("picker"))
+    agree(stack)
+    assert all(stack.announced(name) != held[name] for name in NAMES)
+
+
+def test_a_cache_that_is_emptied_is_forgotten(stack: VllmStack) -> None:
+    talk(stack, seed=3, groups=2, talks=1, turns=1)
+    for name, server in stack.servers.items():
+        held = stack.announced(name)
+        server.forget()
+        until(lambda: not held & stack.announced(name), "it has said so")  # noqa: B023
+    agree(stack)
+
+
+def test_a_server_that_dies_gets_nothing_and_comes_back_with_nothing_to_its_name(stack: VllmStack) -> None:
+    talk(stack, seed=4)
+    held = stack.announced("vllm-0")
+    assert held
+    stack.end("vllm-0", signal.SIGKILL)
+    until(lambda: stack.described("vllm-0")["state"] != "ready", "the picker notices")
+    known = len(stack.decisions())
+    talk(stack, seed=4, turns=1, concurrency=1)
+    assert {decision["endpoint"] for decision in stack.decisions()[known:]} == {"vllm-1"}
+
+    stack.start("vllm-0", timeout_s=START_S)
+    until(lambda: stack.described("vllm-0")["state"] == "ready", "it is picked again")
+    until(stack.followed, "the picker follows both engines", state=lambda: stack.log("picker"))
+    assert not stack.tree("vllm-0"), ("nothing of the old process is credited to the new one", stack.subscriptions())
+
+    found = measured(stack, talk(stack, seed=5))
+    assert found.cached >= 0.9 * found.possible
+    agree(stack)
+    assert stack.tree("vllm-0"), "it has learnt again"
+    assert not held & stack.tree("vllm-0")
+
+
+def test_events_are_in_the_tree_within_milliseconds(stack: VllmStack) -> None:
+    stack.end("picker")
+    delays = [json.loads(line)["delay_ms"] for line in stack.times.read_text().splitlines()]
+    stack.start("picker")
+    assert len(delays) > 20
+    assert statistics.median(delays) < 20

@@ -1,0 +1,120 @@
+"""Two real vLLM servers in place of the runtimes of a stack, with somebody who listens to each from its beginning."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+from treeline.up.command import envoy_config
+from treeline.up.plan import TINY_MODEL, ChildSpec
+from treeline_bench.engines.benchmark import TIMED_PICKER
+from treeline_bench.engines.traffic import Shape
+from treeline_bench.engines.vllm import BLOCK_TOKENS, START_S, Vllm
+from treeline_bench.engines.witness import Witness
+from treeline_operator.envoy import bootstrap_json
+
+from support.stack import Process, Stack, until
+
+NAMES = ("vllm-0", "vllm-1")
+ADAPTER, RANK = "adapter-1", 8
+
+
+class VllmStack(Stack):
+    """The processes `vllm-0`, `vllm-1`, `picker` and `envoy`; the picker logs its decisions, and times events."""
+
+    def __init__(self, folder: Path, shape: Shape, cache_tokens: int) -> None:
+        super().__init__(folder, replicas=len(NAMES), log_level="debug")
+        config = dataclasses.replace(envoy_config(self.options), engines=("vllm",))
+        (folder / "envoy.json").write_text(bootstrap_json(config))
+        self.times = folder / "times.jsonl"
+        self.servers: dict[str, Vllm] = {}
+        adapter = _adapter(folder / ADAPTER)
+        for name, place in zip(NAMES, list(super().runtimes), strict=True):
+            spec = self.processes.pop(place).spec
+            ports = {use: spec.ports[use][1] for use in ("port", "events-port", "replay-port")}
+            more = ("--enable-lora", "--max-lora-rank", str(RANK), "--lora-modules", f"{ADAPTER}={adapter}")
+            self.servers[name] = Vllm(name, *ports.values(), cache_tokens // BLOCK_TOKENS, TINY_MODEL, more=more)
+            self.processes[name] = Process(_spec(self.servers[name], shape.longest), folder / f"{name}.log")
+        picker = self.processes["picker"].spec
+        flags = [word.replace("runtime-", "vllm-") for word in picker.argv[3:]]
+        argv = (sys.executable, str(TIMED_PICKER), str(self.times), *flags, "--tokenizer", f"tiny={TINY_MODEL}")
+        self.processes["picker"].spec = dataclasses.replace(picker, argv=argv)
+        self.witnesses = {name: Witness(server.events_port) for name, server in self.servers.items()}
+
+    @property
+    def runtimes(self) -> list[str]:
+        return list(NAMES)
+
+    def announced(self, name: str) -> set[int]:
+        """What the engine has said that it holds."""
+        assert self.witnesses[name].missed == 0, "the witness did not hear everything"
+        return self.witnesses[name].blocks
+
+    def decisions(self) -> list[dict[str, Any]]:
+        """The picker's own words, one for each request that it gave a destination."""
+        lines = self.processes["picker"].log_path.read_text().splitlines()
+        records = (json.loads(line) for line in lines if line.startswith("{"))
+        return [record for record in records if record["message"] == "decision"]
+
+    def followed(self) -> bool:
+        """Whether the picker has applied all that is published."""
+        live = [f'treeline_epp_kv_subscriptions{{state="{state}"}}' for state in ("live", "checking")]
+        return sum(self.metrics().get(name, 0.0) for name in live) == len(NAMES)
+
+    def subscriptions(self) -> dict[str, float]:
+        """What the picker's subscriptions went through."""
+        return {name: value for name, value in self.metrics().items() if "kv_subscription" in name}
+
+    def ask(self, name: str, prompt: str, **fields: Any) -> dict[str, Any]:
+        """One completion by a server itself, past Envoy and picker."""
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, **fields}
+        answer = self.http.post(f"{self.servers[name].url}/v1/completions", json=body)
+        return dict(answer.raise_for_status().json())
+
+
+def _adapter(folder: Path) -> Path:
+    """A LoRA adapter of random numbers for the tiny model, as PEFT writes it."""
+    config = json.loads((TINY_MODEL / "config.json").read_text())
+    wide = config["num_attention_heads"] * config["head_dim"]
+    rng, weights = np.random.default_rng(0), {}
+    for layer in range(config["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        weights[f"{name}.lora_A.weight"] = rng.normal(0, 0.1, (RANK, config["hidden_size"])).astype(np.float32)
+        weights[f"{name}.lora_B.weight"] = rng.normal(0, 0.1, (wide, RANK)).astype(np.float32)
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["q_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+    return folder
+
+
+def _spec(server: Vllm, longest: int) -> ChildSpec:
+    return ChildSpec(
+        name=server.name,
+        argv=tuple(server.command(longest)),
+        ready_url=f"{server.url}/health",
+        ports={"port": ("127.0.0.1", server.port)},
+        env=server.environment(),
+    )
+
+
+@contextmanager
+def running_vllm(folder: Path, shape: Shape, cache_tokens: int) -> Iterator[VllmStack]:
+    """A stack that is ready and followed; ended with everything it started."""
+    stack = VllmStack(folder, shape, cache_tokens)
+    with ExitStack() as listening:
+        for witness in stack.witnesses.values():
+            listening.enter_context(witness)
+        try:
+            stack.start(timeout_s=START_S)
+            until(stack.followed, "the picker follows both engines", state=lambda: stack.log("picker"))
+            yield stack
+        finally:
+            stack.close()
