@@ -21,8 +21,8 @@ from treeline_epp.endpoints.spec import KvPorts
 
 _SILENT = "it publishes no KV events: start it with --kv-events-config"
 _OLD = (
-    "vLLM before 0.32 does not say where it publishes KV events: tell it in the pod's annotations, or by kv_events in the "
-    "endpoints file"
+    "vLLM before 0.32 does not say where it publishes KV events: tell it in the pod's annotations, or by "
+    "kv_events in the endpoints file"
 )
 _TCP = re.compile(r"tcp://(.{1,255}):([0-9]{1,5})", re.ASCII)
 
