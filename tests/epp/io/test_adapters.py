@@ -206,7 +206,7 @@ async def test_where_an_older_one_publishes_discovery_says(http: httpx.AsyncClie
     owned(engine, "vllm")
     engine.missing.add("/kv_event_sources")
     info = await EngineClient(http, engine.address, "vllm").info()
-    assert "discovery must" in info.no_events
+    assert "kv_events in the endpoints file" in info.no_events
     told = KvPorts(6000, 6100, "kv", ranks=2, first_rank=1)
     info = await EngineClient(http, engine.address, "vllm", told).info()
     assert info.sources == (

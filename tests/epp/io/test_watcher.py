@@ -257,7 +257,7 @@ async def test_why_an_engine_is_not_ready_is_logged(
     caplog.set_level("INFO", "treeline_epp")
     engine.ready = False
     assert await state_of(http, engine.address, trust_ready=False) is EngineState.STARTING
-    assert "endpoint e is starting: its health is not 200 yet" in caplog.messages
+    assert "endpoint e is starting: its health is not answered 200" in caplog.messages
     await engine.stop()
     assert await state_of(http, engine.address, trust_ready=False) is EngineState.DOWN
     assert any(f"endpoint e is down: http://{engine.address}: ConnectError" in text for text in caplog.messages)

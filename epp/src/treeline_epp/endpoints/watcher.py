@@ -218,7 +218,7 @@ class EngineWatcher:
         try:
             ready = await self._client.ready()
             self._failures = 0
-            self._why = "its health is not 200 yet"
+            self._why = "its health is not answered 200"
             if ready is not False:  # without a probe a list of models says that it serves
                 info = await self._client.info()
                 self._logged = ""

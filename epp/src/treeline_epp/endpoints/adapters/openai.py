@@ -17,7 +17,9 @@ from treeline_epp.endpoints.spec import KvPorts
 T = TypeVar("T")
 
 _LONGEST_REASON = 300
-_NO_EVENTS = "this engine does not say where it publishes KV events; discovery can"
+_NO_EVENTS = (
+    "this engine does not say where it publishes KV events: tell it in the pod's annotations or the endpoints file"
+)
 
 _LONGEST_NAME = 512
 _NOTHING = Raw(b"null")

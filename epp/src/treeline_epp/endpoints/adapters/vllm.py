@@ -20,7 +20,10 @@ from treeline_epp.endpoints.model_server_metrics import VLLM, MetricNames
 from treeline_epp.endpoints.spec import KvPorts
 
 _SILENT = "it publishes no KV events: start it with --kv-events-config"
-_OLD = "vLLM before 0.32 does not say where it publishes KV events: discovery must (annotation, endpoints file)"
+_OLD = (
+    "vLLM before 0.32 does not say where it publishes KV events: tell it in the pod's annotations, or by "
+    "kv_events in the endpoints file"
+)
 _TCP = re.compile(r"tcp://(.{1,255}):([0-9]{1,5})", re.ASCII)
 
 
