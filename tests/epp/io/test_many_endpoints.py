@@ -10,13 +10,21 @@ import sys
 import pytest
 import zmq
 import zmq.asyncio
-from support.epp_io import FakePublisher, until
+from support.epp_io import FakePublisher, small_bundle, until
+from treeline_epp.endpoints import watcher
+from treeline_epp.endpoints.adapters.base import EngineInfo
+from treeline_epp.endpoints.engine_http import EngineError
+from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.endpoints.watcher import ProbePace
 from treeline_epp.index.index import Index
 from treeline_epp.kvevents import connection
 from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats, Ticker, new_context
 from treeline_epp.kvevents.states import SubscriptionState
 from treeline_epp.kvevents.subscription import KvSubscription
+from treeline_epp.requests.engine_keyers import EngineKeyers
+from treeline_epp.requests.model_registry import ModelRegistry
+from treeline_epp.requests.tokenizer_watch import TokenizerSources
+from treeline_wire.tokenizer import TokenizerBundle
 
 COUNT = 150
 
@@ -73,9 +81,61 @@ async def test_a_thousand_engines_are_asked_as_often_as_a_hundred() -> None:
     many = sum(1_000 / pace.pause(True, 5.0) for _ in range(200)) / 200
     assert 0.8 < many / few < 1.25
     assert pace.pause(False, 0.25) < 0.31  # those that start are few, and asked at once
-    waiting = [asyncio.ensure_future(pace.asking.acquire()) for _ in range(200)]
+    asked: list[int] = []
+    waiting = [asyncio.create_task(_hangs(pace, asked, number)) for number in range(200)]
     await asyncio.sleep(0)
-    assert sum(task.done() for task in waiting) < 200
+    assert 100 < len(asked) < 200
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_engines_that_hang_do_not_keep_others_from_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watcher, "_TURN_S", 0.01)
+    pace, asked = ProbePace(), list[int]()
+    hanging = [asyncio.create_task(_hangs(pace, asked, number)) for number in range(300)]
+    await until(lambda: len(asked) == 300, "each is asked")
+    for task in hanging:
+        task.cancel()
+    await asyncio.gather(*hanging, return_exceptions=True)
+    # Each has left its place once: as many are asked at a time as before.
+    monkeypatch.setattr(watcher, "_TURN_S", 60.0)
+    again = [asyncio.create_task(_hangs(pace, asked, number)) for number in range(300)]
+    await asyncio.sleep(0)
+    assert len(asked) - 300 == 128
+    for task in again:
+        task.cancel()
+    await asyncio.gather(*again, return_exceptions=True)
+
+
+async def _hangs(pace: ProbePace, asked: list[int], number: int) -> None:
+    async with pace.asking():
+        asked.append(number)
+        await asyncio.Event().wait()
+
+
+async def test_an_engine_that_hangs_does_not_keep_the_tokenizer_from_others() -> None:
+    bundle = small_bundle()
+    keyers = EngineKeyers(ModelRegistry(), TokenizerSources())
+    info = EngineInfo(fingerprint=bundle.fingerprint)
+    told: list[str] = []
+    failing, serving = _Serves(None), _Serves(bundle)
+    ask = [keyers.keyer(EndpointSpec(one.name, "h:1"), info, one, told.append) for one in (failing, serving)]  # type: ignore[arg-type]
+    first, second = await asyncio.wait_for(asyncio.gather(*ask), 20)
+    assert first is second is not None
+    assert (failing.asked, serving.asked, told) == (1, 1, ["hangs"])
+
+
+class _Serves:
+    """An engine's tokenizer; none where it hangs."""
+
+    def __init__(self, bundle: TokenizerBundle | None) -> None:
+        self.name = "serving" if bundle is not None else "failing"
+        self.asked = 0
+        self._bundle = bundle
+
+    async def tokenizer(self) -> TokenizerBundle:
+        self.asked += 1
+        if self._bundle is None:
+            raise EngineError("hangs")
+        return self._bundle

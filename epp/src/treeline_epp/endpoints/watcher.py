@@ -8,7 +8,7 @@ import enum
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import httpx
 from treeline_wire.tokenizer import TokenizerBundle
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 MIN_PROBE_INTERVAL_S = 0.05
 """Between two looks, whatever the hints: a thousand failing requests are one reason to look."""
 _AT_ONCE = 128
+_TURN_S = 0.5
+"""An engine that takes longer to answer leaves its place to the next one: it costs nothing while it is waited for."""
 _FEW = 100
 """Engines that are asked at the full rate; more of them are asked less often each."""
 FAILURE_THRESHOLD = 3
@@ -109,16 +111,36 @@ Report = Callable[[EngineState, EngineInfo | None], None]
 class ProbePace:
     """How often engines are asked, so that thousands of them cost no more than a hundred, and how many at a time.
 
-    Without a bound, answers that are late because so many were asked at once would count as no answers.
+    Without a bound, answers that are late because so many were asked at once would count as no answers. Engines that
+    hang do not count for it (`_TURN_S`): a few hundred of them would keep the others from being asked.
     """
 
     def __init__(self) -> None:
-        self.asking = asyncio.Semaphore(_AT_ONCE)
+        self._asking = asyncio.Semaphore(_AT_ONCE)
         self._watched: Counter[bool] = Counter()
 
     def watch(self, ready: bool, count: int = 1) -> None:
         """So many engines more (less: negative) are watched that are ready, or not."""
         self._watched[ready] += count
+
+    @contextlib.asynccontextmanager
+    async def asking(self) -> AsyncIterator[None]:
+        """While an engine is asked; waits until few enough are."""
+        await self._asking.acquire()
+        held = True
+
+        def leave() -> None:
+            nonlocal held
+            if held:
+                held = False
+                self._asking.release()
+
+        turn = asyncio.get_running_loop().call_later(_TURN_S, leave)
+        try:
+            yield
+        finally:
+            turn.cancel()
+            leave()
 
     def pause(self, ready: bool, often_s: float) -> float:
         """Between two looks at an engine that a small fleet asks every `often_s`."""
@@ -177,7 +199,7 @@ class EngineWatcher:
         return self._pace.pause(self._is_ready, often)
 
     async def _probe(self) -> None:
-        async with self._pace.asking:
+        async with self._pace.asking():
             state, info = await self._ask()
         if state is self.state and info == self.info:
             return

@@ -58,23 +58,32 @@ class EngineKeyers:
             return None
         if (known := self._registry.keyer(info.fingerprint)) is not None:
             return known  # without the lock, for which a thousand engines would wait in turn
-        async with self._making.setdefault(info.fingerprint, asyncio.Lock()):
-            pause = _FIRST_PAUSE_S
-            while (known := self._registry.keyer(info.fingerprint)) is None:
+        return await self._own(spec, info, client, on_problem)
+
+    async def _own(
+        self, spec: EndpointSpec, info: EngineInfo, client: EngineClient, on_problem: Callable[[str], None]
+    ) -> PromptKeyer | None:
+        """The keyer of the tokenizer that the engine serves, asked for until it comes."""
+        pause = _FIRST_PAUSE_S
+        while True:
+            # For one try alone: an engine that hangs must not keep those that have the same one from being asked.
+            async with self._making.setdefault(info.fingerprint, asyncio.Lock()):
+                if (known := self._registry.keyer(info.fingerprint)) is not None:
+                    return known
                 try:
                     bundle = await client.tokenizer()
-                    if bundle.fingerprint != info.fingerprint:
-                        text = f"tokenizer {info.fingerprint} was announced, {bundle.fingerprint} came"
-                        log.error("endpoint %s: %s", spec.name, text)
-                        on_problem(f"{text}: restart the engine")
-                        return None
-                    return await asyncio.to_thread(self._registry.add_keyer, bundle)
+                    if bundle.fingerprint == info.fingerprint:
+                        return await asyncio.to_thread(self._registry.add_keyer, bundle)
                 except EngineError as error:
                     log.warning("no tokenizer yet: %s", error)
                     on_problem(str(error))
-                    await asyncio.sleep(pause)
-                    pause = min(_LONGEST_PAUSE_S, 2 * pause)
-            return known
+                else:
+                    text = f"tokenizer {info.fingerprint} was announced, {bundle.fingerprint} came"
+                    log.error("endpoint %s: %s", spec.name, text)
+                    on_problem(f"{text}: restart the engine")
+                    return None
+            await asyncio.sleep(pause)
+            pause = min(_LONGEST_PAUSE_S, 2 * pause)
 
     def facts(
         self, spec: EndpointSpec, info: EngineInfo, keyer: PromptKeyer | None, problem: str | None
