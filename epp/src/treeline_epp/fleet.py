@@ -28,14 +28,15 @@ from treeline_epp.endpoints.scraper import Scraper, Scraping
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.endpoints.watcher import EngineClient, EngineState, EngineWatcher, ProbePace
 from treeline_epp.index.pods import Pod
+from treeline_epp.keyers.prompt_keyer import PromptKeyer
 from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats, Load, Ticker, new_context
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.picking.picker import Picker
 from treeline_epp.requests.adapters import Adapters
-from treeline_epp.requests.engine_keyers import EngineKeyers
-from treeline_epp.requests.model_registry import ModelRegistry, PromptKeyer
+from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.routing_ways import RoutingWays, way_of
-from treeline_epp.requests.tokenizer_watch import TokenizerSource, TokenizerSources
+from treeline_epp.tokenizers.engine_keyers import EngineKeyers
+from treeline_epp.tokenizers.watch import TokenizerSource, TokenizerSources
 from treeline_epp.xds.eds import Eds
 
 log = logging.getLogger(__name__)

@@ -38,8 +38,8 @@ from treeline_epp.requests.body import BodyBudget
 from treeline_epp.requests.isolation import Isolation
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.router import Router
-from treeline_epp.requests.tokenizer_sources import FolderOrigin, SourceError, specs_of
-from treeline_epp.requests.tokenizer_watch import TokenizerSources
+from treeline_epp.tokenizers.sources import FolderOrigin, SourceError, specs_of
+from treeline_epp.tokenizers.watch import TokenizerSources
 from treeline_epp.xds.eds import Eds
 
 if TYPE_CHECKING:

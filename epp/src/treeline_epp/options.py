@@ -17,7 +17,7 @@ from treeline_epp.endpoints.discovery import DiscoveryError, parse_flag, unique
 from treeline_epp.endpoints.model_server_metrics import Capacity, Metric, MetricNames
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.picking.policies import POLICIES
-from treeline_epp.requests.tokenizer_sources import ForModel, specs_of
+from treeline_epp.tokenizers.sources import ForModel, specs_of
 
 GROUPS = ("inference.networking.k8s.io", "inference.networking.x-k8s.io", "treeline.dev")
 _ENV_IN_CLUSTER = "KUBERNETES_SERVICE_HOST"

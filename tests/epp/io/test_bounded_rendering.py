@@ -10,12 +10,12 @@ import pytest
 from epp.io.test_large_bodies import BUFFERED, longest_turn
 from support.epp_io import small_bundle
 from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.keyers.rendering import MAX_MESSAGES, BoundedRenderer
 from treeline_epp.metrics import Metrics
 from treeline_epp.picking.picker import Picker
 from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.parse import ParsedRequest, parse
-from treeline_epp.requests.rendering import MAX_MESSAGES, BoundedRenderer
 from treeline_epp.requests.router import Router
 from treeline_wire.chat import ChatTemplate
 from treeline_wire.dialects import TREELINE

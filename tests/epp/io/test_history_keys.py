@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.matching import GUARD_BYTES
+from treeline_epp.keyers.history import HistoryKeyer
 from treeline_epp.picking.decision import Outcome
 from treeline_epp.picking.picker import Picker
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.requests.body import Body
-from treeline_epp.requests.history import HistoryKeyer
 from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.outline import Outline

@@ -17,6 +17,7 @@ from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.extproc.convert import read, to_message, to_response
 from treeline_epp.extproc.session import ExtProcSession, SessionLimits
 from treeline_epp.extproc.state import Kind, Reply
+from treeline_epp.keyers.rendering import MAX_MESSAGES
 from treeline_epp.metrics import Metrics
 from treeline_epp.picking.picker import Picker
 from treeline_epp.requests.body import CHUNK_BYTES, Body, BodyBudget
@@ -24,7 +25,6 @@ from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.outline import MAX_MEMBERS, Outline
 from treeline_epp.requests.parse import ParsedRequest, is_large, parse
-from treeline_epp.requests.rendering import MAX_MESSAGES
 from treeline_epp.requests.router import Router
 from treeline_runtime.templates.pool import TemplatePool
 from treeline_wire.chat import ChatTemplate

@@ -21,9 +21,9 @@ from treeline_epp.kvevents import connection
 from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats, Ticker, new_context
 from treeline_epp.kvevents.states import SubscriptionState
 from treeline_epp.kvevents.subscription import KvSubscription
-from treeline_epp.requests.engine_keyers import EngineKeyers
 from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.tokenizer_watch import TokenizerSources
+from treeline_epp.tokenizers.engine_keyers import EngineKeyers
+from treeline_epp.tokenizers.watch import TokenizerSources
 from treeline_wire.tokenizer import TokenizerBundle
 
 COUNT = 150

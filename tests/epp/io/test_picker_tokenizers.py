@@ -25,8 +25,8 @@ from support.fake_hub import FakeRepo, running_hub
 from support.wire import wordpiece
 from tokenizers import Tokenizer
 from treeline_epp.index.index import Index
-from treeline_epp.requests import tokenizer_watch
-from treeline_epp.requests.tokenizer_sources import FolderOrigin
+from treeline_epp.tokenizers import watch as tokenizer_watch
+from treeline_epp.tokenizers.sources import FolderOrigin
 
 TINY = Path(__file__).parents[3] / "models/tiny"
 

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.epp_io import small_bundle
+from treeline_epp.keyers.prompt_keyer import PromptKeyer
 from treeline_epp.picking.decision import NoEndpoints, PickError, Saturated
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.requests.messages import Immediate, RouteRequest
-from treeline_epp.requests.model_registry import ModelRegistry, PromptKeyer
+from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.parse import ParsedRequest, parse, parse_subset
 from treeline_epp.requests.refusals import DROPPED_REASON, Refusal, of_pick
 from treeline_wire.tokenizer import TokenizerBundle

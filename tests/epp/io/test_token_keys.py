@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from support.wire import BAD, byte_level, tokenizer
 from tokenizers import Tokenizer
 from treeline_epp.index.index import Index
+from treeline_epp.keyers import token_keys
+from treeline_epp.keyers.prompt_keyer import PromptKeyer
+from treeline_epp.keyers.token_keys import LONGEST_CHARS, NEW_CHARS, STRETCH_CHARS, TokenKeys
 from treeline_epp.picking.request import PickRequest
-from treeline_epp.requests import token_keys
 from treeline_epp.requests.messages import RouteRequest
-from treeline_epp.requests.model_registry import ModelRegistry, PromptKeyer
+from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.parse import ParsedRequest, parse
-from treeline_epp.requests.token_keys import LONGEST_CHARS, NEW_CHARS, STRETCH_CHARS, TokenKeys
 from treeline_wire.events import BlockStored
 from treeline_wire.keys import KeySelfTestError, PrefixKeys
 from treeline_wire.prompt import Prompt

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from support.epp_io import small_bundle
 from support.fake_hub import FakeHub, FakeRepo, running_hub
-from treeline_epp.requests.tokenizer_hub import HubOrigin, TokenizerCache
-from treeline_epp.requests.tokenizer_sources import SourceError, TokenizerLoader, TokenizerSpec
+from treeline_epp.tokenizers.hub import HubOrigin, TokenizerCache
+from treeline_epp.tokenizers.sources import SourceError, TokenizerLoader, TokenizerSpec
 from treeline_wire.models import HubModel
 from treeline_wire.tokenizer import MAX_BUNDLE_BYTES, TokenizerBundle
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.epp_io import small_bundle
 from treeline_epp.options import options_of
-from treeline_epp.requests.tokenizer_sources import (
+from treeline_epp.tokenizers.sources import (
     FolderOrigin,
     ForModel,
     SourceError,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from support.epp_io import small_bundle, until
-from treeline_epp.requests import tokenizer_watch
-from treeline_epp.requests.tokenizer_sources import SourceError, TokenizerSpec
-from treeline_epp.requests.tokenizer_watch import TokenizerSource, TokenizerSources
+from treeline_epp.tokenizers import watch as tokenizer_watch
+from treeline_epp.tokenizers.sources import SourceError, TokenizerSpec
+from treeline_epp.tokenizers.watch import TokenizerSource, TokenizerSources
 from treeline_wire.models import HubModel
 from treeline_wire.tokenizer import TokenizerBundle
 
@@ -142,8 +142,8 @@ def test_the_first_model_that_a_flag_names_has_the_say() -> None:
 def test_a_download_that_hangs_does_not_keep_the_process() -> None:
     program = """
 import asyncio, threading
-from treeline_epp.requests.tokenizer_sources import TokenizerSpec
-from treeline_epp.requests.tokenizer_watch import TokenizerSource
+from treeline_epp.tokenizers.sources import TokenizerSpec
+from treeline_epp.tokenizers.watch import TokenizerSource
 from treeline_wire.models import HubModel
 
 began = threading.Event()

@@ -14,11 +14,11 @@ from treeline_wire.chat import TemplateError
 from treeline_wire.dialects import ChatDialect, dialect_of
 from treeline_wire.prompt import Prompt, PromptError, TooDeep, prompt_of_completion
 
+from treeline_epp.keyers.base import Keyer, Renderer
+from treeline_epp.keyers.rendering import MAX_MESSAGES
 from treeline_epp.requests.conversion import MAX_CALL_VALUES, Context, Conversation, many_values
 from treeline_epp.requests.doors import Door
-from treeline_epp.requests.keyers import Keyer, Renderer
 from treeline_epp.requests.prompts import CHARS_PER_TOKEN, KeyedPrompt, keyed, shortened
-from treeline_epp.requests.rendering import MAX_MESSAGES
 from treeline_epp.requests.summary import Summary
 
 MAX_TOOLS: Final = 256

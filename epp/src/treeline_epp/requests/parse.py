@@ -17,12 +17,12 @@ from urllib.parse import unquote
 import msgspec
 from treeline_wire.prompt import PromptError, TooDeep
 
+from treeline_epp.keyers.base import Keyer
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.requests.body import Body
 from treeline_epp.requests.chats import chat
 from treeline_epp.requests.doors import Door, door_of
 from treeline_epp.requests.isolation import NO_ISOLATION, Cache, Isolation
-from treeline_epp.requests.keyers import Keyer
 from treeline_epp.requests.messages import Immediate, RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.model_table import ModelNotFound, ModelTarget

@@ -13,7 +13,7 @@ import msgspec
 from treeline_wire.normalization import long_run
 from treeline_wire.prompt import Prompt, PromptError, prompt_of_completion
 
-from treeline_epp.requests.keyers import Keyer
+from treeline_epp.keyers.base import Keyer
 from treeline_epp.requests.summary import Summary
 
 CHARS_PER_TOKEN: Final = 4

@@ -12,6 +12,7 @@ from treeline_wire import headers as names
 from treeline_wire.paths import is_inference
 
 from treeline_epp.endpoints.adapters.registry import ANYTHING, adapter_of
+from treeline_epp.keyers.base import Keyer
 from treeline_epp.metrics import Metrics
 from treeline_epp.picking.decision import Outcome, PickError
 from treeline_epp.picking.lease import Lease
@@ -19,7 +20,6 @@ from treeline_epp.picking.picker import Picker
 from treeline_epp.requests import refusals
 from treeline_epp.requests.body import Body
 from treeline_epp.requests.isolation import NO_ISOLATION, Isolation
-from treeline_epp.requests.keyers import Keyer
 from treeline_epp.requests.messages import Immediate, RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.outline import Outline

@@ -10,9 +10,10 @@ from treeline_epp.endpoints.adapters.base import EngineInfo
 from treeline_epp.endpoints.engine_http import EngineError
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.endpoints.watcher import EngineClient
-from treeline_epp.requests.model_registry import ModelRegistry, PromptKeyer
+from treeline_epp.keyers.prompt_keyer import PromptKeyer
+from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.routing_ways import TokenizerFacts
-from treeline_epp.requests.tokenizer_watch import TokenizerSource, TokenizerSources
+from treeline_epp.tokenizers.watch import TokenizerSource, TokenizerSources
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from typing import Final, TypeVar
 from treeline_wire.models import HubModel
 from treeline_wire.tokenizer import TokenizerBundle
 
-from treeline_epp.requests.tokenizer_hub import HubOrigin, TokenizerCache
-from treeline_epp.requests.tokenizer_sources import (
+from treeline_epp.tokenizers.hub import HubOrigin, TokenizerCache
+from treeline_epp.tokenizers.sources import (
     LOOK_S,
     FolderOrigin,
     Origin,

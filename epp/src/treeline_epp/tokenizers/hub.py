@@ -24,7 +24,7 @@ import msgspec
 from treeline_wire.models import HubModel
 from treeline_wire.tokenizer import MAX_BUNDLE_BYTES, BundleError, TokenizerBundle
 
-from treeline_epp.requests.tokenizer_sources import FILES, MORE_TEMPLATES, SourceError, read_folder
+from treeline_epp.tokenizers.sources import FILES, MORE_TEMPLATES, SourceError, read_folder
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -1,0 +1,1 @@
+"""Where the models' tokenizers come from."""
