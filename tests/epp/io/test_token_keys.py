@@ -132,6 +132,19 @@ def test_what_is_remembered_and_what_waits_is_bounded(monkeypatch: pytest.Monkey
     assert len(keys._stretches._known) == 3
 
 
+def test_what_is_remembered_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stretches may be long, and of characters of four bytes that are a token each."""
+    monkeypatch.setattr(token_keys, "REMEMBERED_BYTES", 100_000)
+    keys = TokenKeys(lossy("wordpiece").to_str())
+    for seed in range(20):
+        wide = " ".join("𠀀" * 2_000 + str(seed * 100 + i) for i in range(10))
+        keys.prompt_key(wide, False)
+        keys.prompt_key(wide, False)
+    known = keys._stretches._known
+    assert 0 < sum(map(token_keys._size, known, known.values())) <= 100_000
+    assert keys._stretches._bytes == sum(map(token_keys._size, known, known.values()))
+
+
 def test_a_pool_with_such_a_tokenizer_is_routed_by_tokens() -> None:
     bundle = TokenizerBundle.build(lossy("wordpiece").to_str(), chat_template=TEMPLATE)
     registry = ModelRegistry()

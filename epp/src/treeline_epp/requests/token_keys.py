@@ -16,6 +16,7 @@ import logging
 import queue
 import re
 import string
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -38,6 +39,8 @@ NEW_CHARS: Final = 2048
 """What a request may wait for: two milliseconds or three."""
 REMEMBERED: Final = 32_768
 """Stretches: at the usual 130 tokens each, some 50 MB."""
+REMEMBERED_BYTES: Final = 64 << 20
+"""Of stretches and their keys, which a client can make ten times longer than they are elsewhere."""
 MOST_IDS: Final = 1 << 20
 """More than any known vocabulary has."""
 WAITING: Final = 64
@@ -118,6 +121,7 @@ class Stretches:
         self._keys = keys
         self._chars = chars
         self._known: OrderedDict[str, bytes] = OrderedDict()
+        self._bytes = 0
         self._lock = threading.Lock()
         self._waiting: queue.Queue[str] = queue.Queue(WAITING)
         self._reader: threading.Thread | None = None
@@ -174,9 +178,11 @@ class Stretches:
 
     def _remember(self, stretch: str, key: bytes) -> None:
         with self._lock:
+            if stretch not in self._known:
+                self._bytes += _size(stretch, key)
             self._known[stretch] = key
-            if len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
+            while len(self._known) > REMEMBERED or self._bytes > REMEMBERED_BYTES:
+                self._bytes -= _size(*self._known.popitem(last=False))
 
     def _read_on(self, text: str) -> None:
         with contextlib.suppress(queue.Full):  # so busy that the next request may as well ask again
@@ -202,6 +208,10 @@ class Stretches:
                 log.exception("a prompt could not be read on")
             finally:
                 self._waiting.task_done()
+
+
+def _size(stretch: str, key: bytes) -> int:
+    return sys.getsizeof(stretch) + sys.getsizeof(key)
 
 
 def _template(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
