@@ -12,6 +12,7 @@ of that; what lies beyond it is done by a thread of our own, for those who ask n
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import queue
 import re
@@ -26,6 +27,7 @@ import tokenizers
 from treeline_wire import keys_selftest
 from treeline_wire.keys import KeySelfTestError, PrefixKeys, escape
 from treeline_wire.library_errors import LibraryError, library_errors
+from treeline_wire.normalization import check_growth
 from treeline_wire.prompt import Prompt
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
 
@@ -63,6 +65,8 @@ class TokenKeys(PrefixKeys):
                 tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
                 tokenizer.no_truncation()
                 tokenizer.no_padding()
+                if tokenizer.normalizer is not None:
+                    check_growth(json.loads(tokenizer.normalizer.__getstate__()))
                 before, after = _template(tokenizer)
         except ValueError as error:
             raise BundleError(f"not a tokenizer: {str(error)[:200]}") from error
