@@ -155,6 +155,7 @@ CHAT = ChatTemplate(
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if documents %}D{% endif %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}",
     special_tokens={},
+    inline_seconds=60.0,
 )
 
 
@@ -184,6 +185,7 @@ def test_sglang_tries_a_template_that_fails_with_tools_without_their_wrapper() -
     picky = ChatTemplate(
         "{% for tool in tools %}{{ tool['name'] if 'name' in tool else raise_exception('no name') }}{% endfor %}",
         special_tokens={},
+        inline_seconds=60.0,
     )
     body = {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f"}}]}
     assert prompt_of_chat(body, picky, dialect_of("sglang")).text == "f"

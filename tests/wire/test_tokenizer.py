@@ -79,6 +79,14 @@ def test_a_bundle_survives_the_wire(folder: Path) -> None:
     PrefixKeys.from_bundle(bundle).self_test()
 
 
+def test_no_engine_chooses_the_fingerprint_of_its_tokenizer(folder: Path) -> None:
+    """Another pool's prompts would be rendered by its template."""
+    bundle = json.loads(configure(folder, chat_template="right", bos_token="<s>").to_json())
+    for lie in ({"chat_template": "wrong"}, {"tokenizer_json": "{}"}, {"bos_token": "x"}, {"add_bos": True}):
+        with pytest.raises(BundleError, match="not that of its parts"):
+            TokenizerBundle.from_json(json.dumps({**bundle, **lie}).encode())
+
+
 def test_fingerprints_tell_bundles_apart() -> None:
     base = TokenizerBundle.build("t", chat_template="c", special_tokens={"a_token": "x", "b_token": "y"})
     same = TokenizerBundle.build("t", chat_template="c", special_tokens={"b_token": "y", "a_token": "x"})

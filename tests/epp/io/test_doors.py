@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.epp_io import small_bundle
+from treeline_epp.keyers import prompt_keyer
 from treeline_epp.requests.adapters import Adapters
 from treeline_epp.requests.body import Body
 from treeline_epp.requests.messages import RouteRequest
@@ -35,6 +36,12 @@ FIRST_ONLY = (
     "{% endfor %}" + SHOWN
 )
 ALONE = "tool template;" + SHOWN
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection of garbage may fall into a rendering; what is looked at here is the text."""
+    monkeypatch.setattr(prompt_keyer, "RENDER_SECONDS", 60.0)
 
 
 def registry(engine: str, source: str = SHOWN, tool_source: str | None = None) -> ModelRegistry:

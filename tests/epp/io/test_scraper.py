@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -159,6 +160,25 @@ async def test_an_answer_without_end_is_left_after_a_few_megabytes(monkeypatch: 
     async with looking(lambda _: said) as it:
         await until(lambda: it.scraper.failing is not None, "it has failed")
         assert it.scraper.failing is Failure.TOO_LARGE
+
+
+async def test_the_loop_does_not_wait_for_a_long_page_that_takes_long_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two megabytes of short labels take half a second."""
+    threads = []
+
+    def reading(page: bytes, names: Sequence[MetricNames]) -> ScrapedLoad | None:
+        threads.append(threading.current_thread())
+        return read(page, names)
+
+    monkeypatch.setattr(module, "read", reading)
+    labels = b",".join(b'l%d="x"' % i for i in range(20))
+    many = b"".join(b'vllm:num_requests_swapped{engine="%d",%b} 1\n' % (i, labels) for i in range(2_000))
+    for page, here in ((PAGE, True), (PAGE + many, False)):
+        async with looking(lambda _, page=page: answer(page)) as it:  # type: ignore[misc]
+            await until(lambda: it.loads, "it was read")
+            assert it.loads[0][0] == LOAD
+        assert (threads[0] is threading.main_thread()) is here
+        threads.clear()
 
 
 async def test_without_metrics_an_engine_is_hardly_asked_until_another_may_be_there() -> None:

@@ -133,6 +133,42 @@ def test_what_is_remembered_and_what_waits_is_bounded(monkeypatch: pytest.Monkey
     assert len(keys._stretches._known) == 3
 
 
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}] * 9,
+        [{"type": "Replace", "pattern": {"Regex": ""}, "content": "a"}] * 30,
+        [{"type": "Prepend", "prepend": "a" * 100_000}],
+    ],
+)
+def test_a_tokenizer_that_makes_texts_a_thousand_times_longer_is_not_used(steps: list[dict[str, object]]) -> None:
+    """Nine small steps make a gigabyte of one letter, in the library, which ends the process when there is no room."""
+    for name in ("wordpiece", "unigram_unk"):
+        document = json.loads(lossy(name).to_str())
+        document["normalizer"] = {"type": "Sequence", "normalizers": steps}
+        bundle = TokenizerBundle.build(json.dumps(document))
+        with pytest.raises(BundleError, match="as long"):
+            PrefixKeys.from_bundle(bundle)
+        with pytest.raises(BundleError, match="as long"):
+            TokenKeys.from_bundle(bundle)
+        keyer = PromptKeyer(bundle)
+        assert keyer.keys is None
+        assert keyer.problem is not None
+
+
+def test_what_is_remembered_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stretches may be long, and of characters of four bytes that are a token each."""
+    monkeypatch.setattr(token_keys, "REMEMBERED_BYTES", 100_000)
+    keys = TokenKeys(lossy("wordpiece").to_str())
+    for seed in range(20):
+        wide = " ".join("𠀀" * 2_000 + str(seed * 100 + i) for i in range(10))
+        keys.prompt_key(wide, False)
+        keys.prompt_key(wide, False)
+    known = keys._stretches._known
+    assert 0 < sum(map(token_keys._size, known, known.values())) <= 100_000
+    assert keys._stretches._bytes == sum(map(token_keys._size, known, known.values()))
+
+
 def test_a_pool_with_such_a_tokenizer_is_routed_by_tokens() -> None:
     bundle = TokenizerBundle.build(lossy("wordpiece").to_str(), chat_template=TEMPLATE)
     registry = ModelRegistry()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.epp_io import small_bundle
 from support.fake_hub import FakeHub, FakeRepo, running_hub
+from treeline_epp.tokenizers import hub as tokenizer_hub
 from treeline_epp.tokenizers.hub import HubOrigin, TokenizerCache
 from treeline_epp.tokenizers.sources import SourceError, TokenizerLoader, TokenizerSpec
 from treeline_wire.models import HubModel
@@ -80,6 +81,15 @@ def test_a_large_file_is_where_the_hub_sends(hub: FakeHub, tmp_path: Path) -> No
     hub.repos["org/words"].large = ("tokenizer.json",)
     assert loader(tmp_path).load().tokenizer_json == small_bundle().tokenizer_json
     assert any("/store/" in path for _, path, _ in hub.asked)
+
+
+def test_a_mirror_that_would_send_more_than_it_lists_is_not_listened_to(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_hub, "MAX_BUNDLE_BYTES", 200)
+    hub.sizes["tokenizer.json"] = 1
+    assert "would send more of hf://org/words than it lists" in problem(tmp_path)
+    assert "tokenizer.json" not in hub.downloads()
 
 
 def test_a_token_opens_what_is_private_or_gated(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from . import keys_selftest
 from .added_tokens import AddedToken, AddedTokens, PlainScan, TextSegment, any_of
 from .keys_selftest import KeySelfTestError
 from .library_errors import LibraryError, library_errors
-from .normalization import compile_normalizer, flatten, space_mark
+from .normalization import check_growth, compile_normalizer, flatten, space_mark
 from .prompt import Prompt
 from .tokenizer import BundleError, TokenizerBundle
 
@@ -56,6 +56,7 @@ class PrefixKeys:
             with library_errors():
                 tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
                 spec: dict[str, Any] = json.loads(tokenizer_json)
+                check_growth(spec.get("normalizer"))
                 # Older files (RoBERTa's) leave the model's type to guessing.
                 spec["model"].setdefault("type", type(tokenizer.model).__name__)
                 self._build(spec, tokenizer)

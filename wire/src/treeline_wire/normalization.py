@@ -49,6 +49,9 @@ _STRIDE: Final = 16
 _IN_A_ROW: Final = 4
 _ASTRAL: Final = re.compile("[\U00010000-\U0010ffff]+")
 
+MOST_GROWTH: Final = 64
+"""How many times longer a normalizer may make a text; known ones double it at most, as far as one can tell."""
+
 
 def identity(text: str) -> str:
     """No normalization."""
@@ -62,6 +65,21 @@ def flatten(spec: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
     if spec.get("type") == "Sequence":
         return [step for inner in spec.get(members, []) for step in flatten(inner, members)]
     return [spec]
+
+
+def check_growth(spec: dict[str, Any] | None) -> None:
+    """Raises ValueError for a normalizer that can make a text much longer: nine steps that write ten characters for one
+    make a gigabyte of a letter."""
+    growth = 1.0
+    for step in flatten(spec, "normalizers"):
+        if step.get("type") == "Replace":
+            old, new = step["pattern"].get("String"), len(step["content"])
+            # A regular expression may match nothing, and that everywhere.
+            growth *= max(1.0, new / len(old)) if old else 1.0 + new
+        elif step.get("type") == "Prepend":
+            growth *= 1.0 + len(step["prepend"])
+        if growth > MOST_GROWTH:
+            raise ValueError(f"its normalizer may make a text more than {MOST_GROWTH} times as long")
 
 
 def space_mark(spec: dict[str, Any] | None) -> str | None:

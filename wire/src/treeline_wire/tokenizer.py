@@ -87,13 +87,26 @@ class TokenizerBundle(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, document: bytes) -> TokenizerBundle:
-        """Read what `to_json` wrote; unknown members are ignored. Raises `BundleError`."""
+        """Read what `to_json` wrote; unknown members are ignored. Raises `BundleError`.
+
+        The fingerprint must be that of the parts: pools share what is made of equal ones, so no engine may choose it.
+        """
         if len(document) > MAX_BUNDLE_BYTES:
             raise BundleError(f"a tokenizer of {len(document)} bytes is too large")
         try:
-            return msgspec.json.decode(document, type=cls)
+            told = msgspec.json.decode(document, type=cls)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise BundleError(f"not a tokenizer bundle: {str(error)[:200]}") from None
+        made = cls.build(
+            told.tokenizer_json,
+            chat_template=told.chat_template,
+            tool_template=told.tool_template,
+            special_tokens=told.special_tokens,
+            add_bos=told.add_bos,
+        )
+        if made != told:
+            raise BundleError(f"the fingerprint {told.fingerprint[:64]!r} is not that of its parts")
+        return made
 
 
 def _text(path: Path) -> str | None:

@@ -34,6 +34,8 @@ MOST_BYTES = 4 << 20
 """Of a page. vLLM's has 50 to 200 KB for each rank."""
 MOST_SHARE = 0.02
 """Of a core, for reading one engine's page: one that takes long to read is looked at less often."""
+_HERE_BYTES = 256 << 10
+"""A page that is longer is read in a thread: one with many labels takes milliseconds for each ten kilobytes."""
 _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 15.0
 _NO_METRICS_RETRY_S = 60.0
 """An engine that has no metrics may be another one later, behind the same address."""
@@ -221,7 +223,11 @@ class Scraper:
         said: list[_Failed] = []
         for url in self._urls:
             try:
-                load = self._read(await self._page(url), names)
+                page = await self._page(url)
+                if len(page) <= _HERE_BYTES:
+                    load = self._read(page, names)
+                else:
+                    load = await asyncio.to_thread(self._read, page, names)
             except _Failed as failed:
                 if failed.reason is not Failure.NO_METRICS:
                     raise

@@ -12,10 +12,12 @@ of that; what lies beyond it is done by a thread of our own, for those who ask n
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import queue
 import re
 import string
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ import tokenizers
 from treeline_wire import keys_selftest
 from treeline_wire.keys import KeySelfTestError, PrefixKeys, escape
 from treeline_wire.library_errors import LibraryError, library_errors
+from treeline_wire.normalization import check_growth
 from treeline_wire.prompt import Prompt
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
 
@@ -38,6 +41,8 @@ NEW_CHARS: Final = 2048
 """What a request may wait for: two milliseconds or three."""
 REMEMBERED: Final = 32_768
 """Stretches: at the usual 130 tokens each, some 50 MB."""
+REMEMBERED_BYTES: Final = 64 << 20
+"""Of stretches and their keys, which a client can make ten times longer than they are elsewhere."""
 MOST_IDS: Final = 1 << 20
 """More than any known vocabulary has."""
 WAITING: Final = 64
@@ -60,6 +65,8 @@ class TokenKeys(PrefixKeys):
                 tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
                 tokenizer.no_truncation()
                 tokenizer.no_padding()
+                if tokenizer.normalizer is not None:
+                    check_growth(json.loads(tokenizer.normalizer.__getstate__()))
                 before, after = _template(tokenizer)
         except ValueError as error:
             raise BundleError(f"not a tokenizer: {str(error)[:200]}") from error
@@ -118,6 +125,7 @@ class Stretches:
         self._keys = keys
         self._chars = chars
         self._known: OrderedDict[str, bytes] = OrderedDict()
+        self._bytes = 0
         self._lock = threading.Lock()
         self._waiting: queue.Queue[str] = queue.Queue(WAITING)
         self._reader: threading.Thread | None = None
@@ -174,9 +182,11 @@ class Stretches:
 
     def _remember(self, stretch: str, key: bytes) -> None:
         with self._lock:
+            if stretch not in self._known:
+                self._bytes += _size(stretch, key)
             self._known[stretch] = key
-            if len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
+            while len(self._known) > REMEMBERED or self._bytes > REMEMBERED_BYTES:
+                self._bytes -= _size(*self._known.popitem(last=False))
 
     def _read_on(self, text: str) -> None:
         with contextlib.suppress(queue.Full):  # so busy that the next request may as well ask again
@@ -202,6 +212,10 @@ class Stretches:
                 log.exception("a prompt could not be read on")
             finally:
                 self._waiting.task_done()
+
+
+def _size(stretch: str, key: bytes) -> int:
+    return sys.getsizeof(stretch) + sys.getsizeof(key)
 
 
 def _template(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:

@@ -170,8 +170,20 @@ class HubOrigin:
             )
         if 3 * total + _SPARE_BYTES > shutil.disk_usage(folder).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sent = 0
         for name in sizes:
+            sent += self._sent_size(name, commit)
+            if sent > MAX_BUNDLE_BYTES:
+                raise SourceError(f"{self._where} would send more of {self._uri} than it lists; set HF_ENDPOINT")
             api.hf_hub_download(repo, name, revision=commit, local_dir=folder, etag_timeout=_TIMEOUT_S)
+
+    def _sent_size(self, name: str, commit: str) -> int:
+        """How large a file is by the answer that would send it: the library takes whatever comes, and a mirror may list
+        other sizes, or none."""
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+        url = hf_hub_url(self._model.repo, name, revision=commit, endpoint=self._endpoint)
+        return get_hf_file_metadata(url, timeout=_TIMEOUT_S).size or 0
 
     def _api(self) -> HfApi:
         # Imported late: most pickers fetch nothing.
