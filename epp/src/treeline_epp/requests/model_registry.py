@@ -28,6 +28,9 @@ from treeline_epp.requests.token_keys import TokenKeys
 
 log = logging.getLogger(__name__)
 
+_SPARE_KEYERS = 4
+"""Keyers that no endpoint uses and that are kept, the newest: their engines may be starting. Each takes megabytes."""
+
 
 class PromptKeyer(TokenLengths):
     """Turns requests into prefix keys for one tokenizer and its chat template.
@@ -248,6 +251,9 @@ class ModelRegistry:
         self._by_pool = {}
         self._open_pools = set()
         self._forget_unused()
+        used = {fingerprint for _, _, fingerprint, _ in self._endpoints.values()}
+        for spare in [fingerprint for fingerprint in list(self._keyers) if fingerprint not in used][:-_SPARE_KEYERS]:
+            del self._keyers[spare]
         found: dict[str, dict[int, Adapters]] = {}  # each once, where it comes last: the last one's names count
         for name, (pool, *_) in self._endpoints.items():
             each, one = found.setdefault(pool, {}), self._adapters[name]
