@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
@@ -11,7 +11,8 @@ import msgspec
 import pytest
 from support.epp_io import FakePublisher, engines, running_picker, small_bundle, stored, until
 from treeline_epp.endpoints.watcher import EngineClient
-from treeline_epp.requests.adapters import Adapters
+from treeline_epp.requests import model_registry
+from treeline_epp.requests.adapters import Adapters, union
 from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.parse import ParsedRequest, parse
@@ -108,6 +109,40 @@ def test_endpoints_of_a_pool_that_have_different_adapters_are_told_apart_by_name
     assert namespace(served, "sql") == join_namespace("sql", None)
     served.remove_endpoint("f")
     assert isinstance(parsed(served, "code"), Refusal)
+
+
+def test_what_endpoints_have_in_common_is_put_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+
+    def counted(endpoints: Sequence[Adapters]) -> Adapters:
+        given.append(len(endpoints))
+        return union(endpoints)
+
+    monkeypatch.setattr(model_registry, "union", counted)
+    served = ModelRegistry()
+
+    def serves(endpoint: int, value: str) -> None:
+        models = tuple(f"adapter-{number}" for number in range(20))
+        names = {model: f"{value}-{model}" for model in models}
+        served.set_endpoint(f"e{endpoint}", "p", models, None, adapters=Adapters("vllm", names))
+
+    for endpoint in range(30):
+        serves(endpoint, "other" if endpoint == 7 else "one")
+    assert served.adapters_of("p").names["adapter-3"] == "one-adapter-3"
+    assert served.resolve("adapter-19").target == "adapter-19"
+    serves(29, "other")
+    assert served.adapters_of("p").names["adapter-3"] == "other-adapter-3", "those of the last endpoint"
+    served.remove_endpoint("e29")
+    assert served.adapters_of("p").names["adapter-3"] == "one-adapter-3"
+    assert given == [2, 2, 2]
+    for turn in range(200):
+        serves(0, f"turn-{turn}")
+    assert len(served._maps) < 4 * 29, "of what is served no more little is kept"
+    for endpoint in range(29):
+        served.remove_endpoint(f"e{endpoint}")
+    assert served.adapters_of("p") == Adapters()
+    assert not served._lists
+    assert not served._maps
 
 
 async def test_an_adapter_that_is_loaded_while_the_engine_runs_is_known_with_its_first_event() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from support.epp_io import small_bundle
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.extproc.session import ExtProcSession, SessionLimits
 from treeline_epp.metrics import Metrics
@@ -21,6 +22,7 @@ from treeline_epp.requests.router import RoutedRequest, Router
 from treeline_wire import headers as names
 from treeline_wire.load import TreelineLoad
 from treeline_wire.models import ModelRule
+from treeline_wire.tokenizer import TokenizerBundle
 
 MODES = processing_mode_pb2.ProcessingMode
 RATE = 1000.0
@@ -268,3 +270,19 @@ def test_an_engine_of_a_known_type_is_asked_for_inference_only(
     else:
         assert isinstance(result, Refusal)
         assert (result.status, result.code) == (404, "not_found")
+
+
+def test_of_tokenizers_that_nobody_uses_the_newest_few_are_kept() -> None:
+    registry = ModelRegistry()
+    bundles = [
+        TokenizerBundle.build(small_bundle().tokenizer_json, chat_template=f"template {number}") for number in range(12)
+    ]
+    for bundle in bundles:  # replaced before an engine's events could be read by it
+        registry.add_keyer(bundle)
+    registry.set_endpoint("e", "p", ("m",), bundles[0].fingerprint)
+    assert registry.keyer_of("p") is registry.keyer(bundles[0].fingerprint)
+    kept = [number for number, bundle in enumerate(bundles) if registry.keyer(bundle.fingerprint) is not None]
+    assert kept == [0, 8, 9, 10, 11]
+    registry.remove_endpoint("e")
+    assert registry.empty
+    assert registry.keyer(bundles[0].fingerprint) is None

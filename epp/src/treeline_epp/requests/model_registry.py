@@ -23,6 +23,9 @@ from treeline_epp.requests.model_table import ModelNotFound, ModelTable, ModelTa
 
 log = logging.getLogger(__name__)
 
+_SPARE_KEYERS = 4
+"""Keyers that no endpoint uses and that are kept, the newest: their engines may be starting. Each takes megabytes."""
+
 
 class ModelRegistry:
     """The models of every pool, and their keyers. Owners: the fleet, and discovery for what it configures."""
@@ -30,6 +33,9 @@ class ModelRegistry:
     def __init__(self) -> None:
         self._endpoints: dict[str, tuple[str, tuple[str, ...], str | None, bool]] = {}
         self._adapters: dict[str, Adapters] = {}
+        # One object for all endpoints that serve the same, of which a thousand may name a thousand adapters each.
+        self._lists: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._maps: dict[tuple[object, ...], Adapters] = {}
         self._keyers: dict[str, PromptKeyer] = {}
         self._configured: Mapping[str, Sequence[str]] = {}
         self._rules: tuple[ModelRule, ...] = ()
@@ -74,8 +80,10 @@ class ModelRegistry:
         `isolates_clients`: it keeps the caches of the edge's clients apart by itself. `adapters`: its type, which of
         the models are adapters, and what its requests name them by."""
         before = self._endpoints.get(name)
-        self._endpoints[name] = (pool, models, fingerprint, isolates_clients)
-        self._adapters[name] = adapters
+        self._endpoints[name] = (pool, self._lists.setdefault(models, models), fingerprint, isolates_clients)
+        self._adapters[name] = self._maps.setdefault(_spelled(adapters), adapters)
+        if len(self._lists) + len(self._maps) > 4 * len(self._endpoints):  # where no request comes, for long
+            self._forget_unused()
         self._outdated = True
         old = before[2] if before is not None else None
         # A tokenizer that was replaced takes much memory.
@@ -178,13 +186,22 @@ class ModelRegistry:
         pools: dict[str, dict[str, None]] = {pool: {} for pool in self._configured}
         self._by_pool = {}
         self._open_pools = set()
-        found: dict[str, list[Adapters]] = {}
+        self._forget_unused()
+        used = {fingerprint for _, _, fingerprint, _ in self._endpoints.values()}
+        for spare in [fingerprint for fingerprint in list(self._keyers) if fingerprint not in used][:-_SPARE_KEYERS]:
+            del self._keyers[spare]
+        found: dict[str, dict[int, Adapters]] = {}  # each once, where it comes last: the last one's names count
         for name, (pool, *_) in self._endpoints.items():
-            found.setdefault(pool, []).append(self._adapters[name])
-        self._adapters_by_pool = {pool: union(each) for pool, each in found.items()}
+            each, one = found.setdefault(pool, {}), self._adapters[name]
+            each.pop(id(one), None)
+            each[id(one)] = one
+        self._adapters_by_pool = {pool: union(list(each.values())) for pool, each in found.items()}
         self._salted_pools = {pool for pool, _, _, isolates in self._endpoints.values() if not isolates}
+        seen: set[tuple[str, int]] = set()
         for pool, models, fingerprint, _ in self._endpoints.values():
-            pools.setdefault(pool, {}).update(dict.fromkeys(models))
+            if (pool, id(models)) not in seen:
+                seen.add((pool, id(models)))
+                pools.setdefault(pool, {}).update(dict.fromkeys(models))
             if not models:
                 self._open_pools.add(pool)
             keyer = self._keyers.get(fingerprint or "")
@@ -194,6 +211,12 @@ class ModelRegistry:
         self._served = {pool: models for pool, models in told.items() if models or pool in self._open_pools}
         self._histories = {pool: keyer for pool, keyer in self._histories.items() if pool in pools}
         self._tables = {}
+
+    def _forget_unused(self) -> None:
+        lists = {id(models): models for _, models, *_ in self._endpoints.values()}
+        maps = {id(adapters): adapters for adapters in self._adapters.values()}
+        self._lists = {models: models for models in lists.values()}
+        self._maps = {_spelled(adapters): adapters for adapters in maps.values()}
 
     def _table(self, pool: str | None) -> ModelTable:
         """Names to targets, of all pools or of one. Made when it is first asked for: changes come in bursts."""
@@ -208,6 +231,10 @@ class ModelRegistry:
                 table = ModelTable({pool: self._served.get(pool, ())}, rules, {pool: "here"})
             self._tables[pool] = table
         return table
+
+
+def _spelled(adapters: Adapters) -> tuple[object, ...]:
+    return adapters.engine, *adapters.names.items()
 
 
 def _json(body: object) -> Immediate:
