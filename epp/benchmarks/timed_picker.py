@@ -2,8 +2,9 @@
 
     python epp/benchmarks/timed_picker.py FILE [flags of the picker]
 
-When it ends, FILE has a line of JSON for each live batch that was applied as it came: `pod`, `seq`, `events` and
-`delay_ms`, from the time that the engine wrote into the batch. That is the engine's clock: measure on one machine.
+When it ends, FILE has a line of JSON for each live batch that was applied as it came: `pod`, `seq`, `events`, `at`
+(seconds since the epoch) and `delay_ms`, from the time that the engine wrote into the batch. That is the engine's
+clock: measure on one machine.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ _on_live = KvSubscription.on_live
 def _timed(self: KvSubscription, seq: int, batch: EventBatch | None, now: float) -> list[Request]:
     asked = _on_live(self, seq, batch, now)
     if batch is not None and self.live and self.next_seq == seq + 1:
-        delay_ms = 1e3 * (time.time() - batch.ts)
-        _lines.append({"pod": str(self.pod), "seq": seq, "events": len(batch.events), "delay_ms": round(delay_ms, 3)})
+        at = time.time()
+        line = {"pod": str(self.pod), "seq": seq, "events": len(batch.events), "at": at}
+        _lines.append(line | {"delay_ms": round(1e3 * (at - batch.ts), 3)})
     return asked
 
 

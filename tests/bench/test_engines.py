@@ -176,11 +176,11 @@ def test_hits_are_compared_with_what_was_sent_before(monkeypatch: pytest.MonkeyP
     found = Measured()
     found.take([exchange("abcdefgh", "ijkl", 0, 0), exchange("abcdefghijklmnop", "", 8, 100)], server)
     assert (found.cached, found.possible, found.prompt) == (8, 12, 26), "the answer counts, too"
-    timed = replace(found, event_ms=[1.0])
-    rows = rows_of({"treeline": timed, "round_robin": found, "calm": replace(found, event_ms=[3.0])})
+    timed = replace(found, event_ms=[7.0], wire_ms=[1.0])
+    rows = rows_of({"treeline": timed, "round_robin": found, "calm": replace(found, event_ms=[3.0], wire_ms=[5.0])})
     values = {row.metric: row.value for row in rows}
     assert values["engines.vllm.hit_vs_oracle"] == pytest.approx(8 / 12)
-    assert (values["engines.vllm.event_ms.p99"], values["engines.vllm.event_busy_ms.p99"]) == (3.0, 1.0)
+    assert [values[f"engines.vllm.{name}_ms.p99"] for name in ("event", "event_busy", "event_wire")] == [3.0, 1.0, 5.0]
     wrong = exchange("abcd", "", 0, 0)
     wrong.record.prompt_tokens = 7
     with pytest.raises(BenchmarkError, match="has 5 by /tokenize"):

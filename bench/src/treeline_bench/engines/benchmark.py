@@ -11,8 +11,10 @@ measured in turns, in alternating order; between two of them both servers forget
 - `ttft_vs_rr`: the median time to first token, by that of round robin in the same run.
 - `event_ms`: from the moment that vLLM writes into a batch of events (`ts`, in its scheduler) to the moment when the
   picker's tree has it, by one clock; the picker tells (`epp/benchmarks/timed_picker.py`). It is measured in a load of
-  its own, one request at a time: engines compute on the picker's cores here, which they do nowhere else.
-  `event_busy_ms` is the same in the load above, where a batch may wait for a core, in vLLM or before the picker.
+  its own, one request at a time. vLLM's processes spin where they wait, here on the picker's cores: picker and witness
+  go first where we may say so (real-time priority; root), or they wait for a core, at times for seconds.
+  `event_wire_ms` is from the moment when the batch has come to another subscriber (`witness.py`), and `event_busy_ms`
+  the same in the load above.
 
 At the end of each measurement the picker's tree is compared with what `witness.py` counted for each server: a block too
 many or too few fails the run.
@@ -39,7 +41,7 @@ from treeline_bench.context import ROOT, Benchmark, BenchmarkError, Context
 from treeline_bench.engines.oracle import Oracle
 from treeline_bench.engines.traffic import Exchange, Shape, Traffic
 from treeline_bench.engines.vllm import BLOCK_TOKENS, START_S, Vllm, versions
-from treeline_bench.engines.witness import Witness
+from treeline_bench.engines.witness import Witness, prompt_start
 from treeline_bench.envoy import bootstrap, envoy_binary
 from treeline_bench.metrics import row
 from treeline_bench.processes import child, free_ports
@@ -67,6 +69,7 @@ class Measured:
     possible: int = 0
     ttft_ms: list[float] = field(default_factory=list)
     event_ms: list[float] = field(default_factory=list)
+    wire_ms: list[float] = field(default_factory=list)
 
     @property
     def hit_rate(self) -> float:
@@ -142,7 +145,16 @@ def edge(policy: str, engines: Sequence[Vllm], context: Context) -> Iterator[Edg
     folder = context.folder
     grpc, eds, metrics, pages, bare, port, admin = free_ports(7)
     times = folder / "times.jsonl"
-    argv = [sys.executable, str(TIMED_PICKER), str(times), "--policy", policy, "--log-level", "warning"]
+    argv = [
+        *prompt_start(),
+        sys.executable,
+        str(TIMED_PICKER),
+        str(times),
+        "--policy",
+        policy,
+        "--log-level",
+        "warning",
+    ]
     argv += ["--tokenizer", f"{MODEL_NAME}={context.model}", "--enable-debug-endpoints"]
     argv += ["--grpc-port", str(grpc), "--grpc-health-port", str(eds)]
     argv += ["--metrics-port", str(metrics), "--admin-port", str(pages)]
@@ -196,6 +208,9 @@ def _get(url: str) -> httpx.Response:
 class _Applied(msgspec.Struct):
     """A line of the timed picker."""
 
+    pod: str
+    seq: int
+    at: float
     delay_ms: float
 
 
@@ -208,7 +223,9 @@ def _round(policy: str, fleet: Fleet, traffic: Traffic, into: Measured, context:
         compare(at, fleet)
     into.take(exchanges, fleet.engines[0])
     lines = msgspec.json.Decoder(_Applied).decode_lines(at.times.read_bytes())
+    heard = {engine.name: witness.heard for engine, witness in zip(fleet.engines, fleet.witnesses, strict=True)}
     into.event_ms += [line.delay_ms for line in lines]
+    into.wire_ms += [max(0.0, 1e3 * (line.at - heard[line.pod][line.seq])) for line in lines]
 
 
 def rows_of(measured: dict[str, Measured]) -> list[Row]:
@@ -219,7 +236,8 @@ def rows_of(measured: dict[str, Measured]) -> list[Row]:
         row("engines.vllm.hit_vs_oracle", ours.cached / ours.possible),
         row("engines.vllm.ttft_vs_rr", percentile(ours.ttft_ms, 50) / percentile(other.ttft_ms, 50)),
         *(row(f"engines.vllm.event_ms.p{q}", percentile(calm.event_ms, q)) for q in (50, 99)),
-        *(row(f"engines.vllm.event_busy_ms.p{q}", percentile(ours.event_ms, q)) for q in (50, 99)),
+        *(row(f"engines.vllm.event_wire_ms.p{q}", percentile(calm.wire_ms, q)) for q in (50, 99)),
+        *(row(f"engines.vllm.event_busy_ms.p{q}", percentile(ours.wire_ms, q)) for q in (50, 99)),
     ]
     for policy, found in measured.items():
         rows += [
