@@ -50,6 +50,7 @@ class Engine:
         rank = {"data_parallel_rank", "attn_dp_rank"} & inspect.signature(made).parameters.keys()
         sockets = {"endpoint": f"tcp://*:{self.live}", "replay_endpoint": f"tcp://*:{self.replay}"}
         self._publisher = made(topic=TOPIC, **sockets, **dict.fromkeys(rank, 0))
+        self._published = 0
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -57,6 +58,11 @@ class Engine:
             batch = self.cache.batch()
             if batch.events:
                 self._publisher.publish(batch)
+                self._published += 1
+
+    async def told(self) -> None:
+        """Its thread has sent all of it. Who comes before that may miss the last of it, and hears of no gap."""
+        await until(lambda: len(self._publisher._buffer) == self._published, "all batches are sent")
 
     def stop(self) -> None:
         self._publisher.shutdown()
@@ -126,6 +132,7 @@ async def test_the_index_is_the_engine_s_cache_whenever_we_came(name: str, caplo
     follower = Follower(engine)
     try:
         engine.run(30)
+        await engine.told()
         async with follower.hearing():
             await follower.agrees("replayed from the beginning")
             assert follower.subscription.counts["replay"] == 1
@@ -134,11 +141,14 @@ async def test_the_index_is_the_engine_s_cache_whenever_we_came(name: str, caplo
             assert follower.subscription.counts["replay"] == 1
         follower.subscription.on_disconnected(0.0)
         engine.run(30)
+        await engine.told()
         async with follower.hearing():
             await follower.agrees("after what was missed")
             assert not follower.subscription.partial
             await engine.restart()
             engine.run(12)
+            await engine.told()
+            engine.run(1)
             await follower.agrees("in its next life")
             assert not follower.subscription.partial
     finally:
