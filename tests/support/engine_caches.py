@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
@@ -295,3 +295,14 @@ class Traffic:
         else:
             for _ in range(self.rng.randrange(1, 4)):
                 cache.serve(self.prompt())
+
+
+RELEASES: dict[str, Callable[[], EngineCache]] = {
+    "vllm-0.9.0": lambda: VllmCache("0.9.0"),
+    "vllm-0.23.0": lambda: VllmCache("0.23.0"),
+    "vllm-0.33.0": lambda: VllmCache("0.33.0"),
+    "sglang-0.5.7": lambda: SglangCache("0.5.7"),
+    "sglang-0.5.19": lambda: SglangCache("0.5.19"),
+    "sglang-0.5.23": lambda: SglangCache("0.5.23"),
+}
+"""The caches of the releases that are compared, by engine and version."""

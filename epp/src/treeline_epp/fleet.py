@@ -288,7 +288,7 @@ class Fleet:
             member.follower.cancel()
         member.rank_loads = RankLoads()
         member.keyer = member.keyer_problem = None
-        member.follows = any(source.events_port is not None for source in info.sources)
+        member.follows = info.publishes
         member.follower = self._spawn(lambda: self._follow(member, info), f"follow {member.spec.name}")
 
     def _follow_anew(self, member: Member, info: EngineInfo) -> None:
@@ -329,9 +329,12 @@ class Fleet:
         spec = member.registered
         assert spec is not None
         tokenizer = self._keyers.facts(spec, info, member.keyer, member.keyer_problem)
-        keys_missing = self._curve is None and any(source.curve for source in info.sources)
-        publishes = any(source.events_port is not None for source in info.sources)
-        routing = way_of(publishes=publishes, keys_missing=keys_missing, tokenizer=tokenizer, no_events=info.no_events)
+        routing = way_of(
+            publishes=info.publishes,
+            keys_missing=info.encrypted and self._curve is None,
+            tokenizer=tokenizer,
+            no_events=info.no_events,
+        )
         if info.foreign_host and not routing.message:
             message = (
                 f"its publisher names the host {info.foreign_host:.100}: nothing is heard unless it listens at its own"
@@ -368,7 +371,7 @@ class Fleet:
         # What it serves may have changed meanwhile.
         self._set_served(member.registered or spec, member.watcher.info or info, keyer)
         self._judge(member, info)
-        if any(source.curve for source in info.sources) and self._curve is None:
+        if info.encrypted and self._curve is None:
             log.error("endpoint %s publishes with keys; give this picker --curve-dir to listen to it", name)
             member.follows = False
             return

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from support.engine_caches import KEYS, EngineCache, SglangCache, SglangTree, Traffic, VllmCache, key_of
+from support.engine_caches import KEYS, RELEASES, EngineCache, SglangCache, SglangTree, Traffic, key_of
 from support.engine_wheels import needs_engine_wheels
 from treeline_epp.index.index import Index
 from treeline_epp.index.pods import Pod
@@ -17,12 +17,7 @@ from treeline_wire.namespaces import join_namespace
 pytestmark = needs_engine_wheels
 
 CACHES: dict[str, Callable[[], EngineCache]] = {
-    "vllm-0.9.0": lambda: VllmCache("0.9.0"),
-    "vllm-0.23.0": lambda: VllmCache("0.23.0"),
-    "vllm-0.33.0": lambda: VllmCache("0.33.0"),
-    "sglang-0.5.7": lambda: SglangCache("0.5.7"),
-    "sglang-0.5.19": lambda: SglangCache("0.5.19"),
-    "sglang-0.5.23": lambda: SglangCache("0.5.23"),
+    **RELEASES,
     "sglang-0.5.23-pairs": lambda: SglangCache("0.5.23", pairs=True),
     "sglang-0.5.23-tree": lambda: SglangTree("0.5.23"),
     "sglang-0.5.23-page-16": lambda: SglangCache("0.5.23", 16),

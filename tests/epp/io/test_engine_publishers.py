@@ -7,12 +7,12 @@ import asyncio
 import contextlib
 import inspect
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import zmq.asyncio
-from support.engine_caches import KEYS, EngineCache, SglangCache, Traffic, VllmCache
+from support.engine_caches import KEYS, RELEASES, Traffic
 from support.engine_wheels import needs_engine_wheels
 from support.epp_io import until
 from support.ports import free_ports
@@ -23,14 +23,6 @@ from treeline_epp.kvevents.subscription import KvSubscription
 
 pytestmark = [needs_engine_wheels, pytest.mark.integration]
 
-CACHES: dict[str, Callable[[], EngineCache]] = {
-    "vllm-0.9.0": lambda: VllmCache("0.9.0"),
-    "vllm-0.23.0": lambda: VllmCache("0.23.0"),
-    "vllm-0.33.0": lambda: VllmCache("0.33.0"),
-    "sglang-0.5.7": lambda: SglangCache("0.5.7"),
-    "sglang-0.5.19": lambda: SglangCache("0.5.19"),
-    "sglang-0.5.23": lambda: SglangCache("0.5.23"),
-}
 TOPIC = "kv@pod@model"
 
 
@@ -38,7 +30,7 @@ class Engine:
     """A cache and its publisher on two ports; `live` and `replay` are theirs for good, whatever process is there."""
 
     def __init__(self, name: str, seed: int) -> None:
-        self._make = CACHES[name]
+        self._make = RELEASES[name]
         self._traffic = Traffic(seed)
         self.live, self.replay = free_ports(2)
         self.start()
@@ -126,7 +118,7 @@ class Follower:
         self.index.check()
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", RELEASES)
 async def test_the_index_is_the_engine_s_cache_whenever_we_came(name: str, caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(name, seed=5)
     follower = Follower(engine)

@@ -59,6 +59,16 @@ class EngineInfo(msgspec.Struct, frozen=True):
     adapters: dict[str, str] = {}
     wants_key: bool = False
 
+    @property
+    def publishes(self) -> bool:
+        """Whether it is known where its KV events come from."""
+        return any(source.events_port is not None for source in self.sources)
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether one must have its key pair to listen to all of its publishers."""
+        return any(source.curve for source in self.sources)
+
 
 class EngineAdapter(Protocol):
     """How engines of one type are asked, and what their answers mean. Adapters have no state: one serves all engines of
