@@ -31,6 +31,18 @@ MAX_PROFILE_STEPS = 1000
 """A step leaves hundreds of kilobytes in memory until the trace is written."""
 
 
+class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an output must be, from its first token on or from a marker on. Equal grammars are compiled once."""
+
+    kind: Literal["json", "regex", "ebnf", "structural_tag", "choice"]
+    source: str
+    """json: a JSON Schema ("{}": any value; of `json_object`, '{"type":"object"}'). regex: a pattern that the whole
+    output matches. ebnf: xgrammar's GBNF, whose first rule is `root`. structural_tag: xgrammar's, as JSON. choice: a
+    JSON list of texts, one of which is the output."""
+    after: str = ""
+    """The output is free up to and with the first occurrence of this text (the end of reasoning); "" = none."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to choose the tokens of one request. `n` is expanded into n requests before this."""
 
@@ -53,6 +65,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     skip_special_tokens: bool = True
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
