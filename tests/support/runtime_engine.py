@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -82,6 +83,7 @@ class Memory:
         self.replies: list[Reply] = []
         self.updates: list[CacheUpdate] = []
         self.loads: list[LoadUpdate] = []
+        self.woken = threading.Event()
 
     def receive(self) -> list[ToScheduler]:
         messages = list(self.inbox)
@@ -107,6 +109,9 @@ class Memory:
 
     def wait(self) -> None:
         raise AssertionError("nobody would ever end this")
+
+    def wake(self) -> None:
+        self.woken.set()
 
 
 class Harness(Scheduler):

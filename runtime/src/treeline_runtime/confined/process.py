@@ -25,14 +25,15 @@ class Killed(Exception):
 class ConfinedProcess:
     """One process and our end of its socket. One thread asks at a time."""
 
-    def __init__(self, module: str, limits: ProcessLimits, *, niceness: int = 0) -> None:
-        """module: what runs, by `child.serve`. Raises OSError when it cannot be started."""
+    def __init__(self, module: str, limits: ProcessLimits, *arguments: str, niceness: int = 0) -> None:
+        """module: what runs, by `child.serve`; arguments: of its command line. Raises OSError when it cannot be
+        started."""
         self._seconds = limits.seconds + _GRACE_SECONDS
         ours, theirs = socket.socketpair()
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-m", module],
+                    [sys.executable, "-I", "-m", module, *arguments],
                     env={},
                     cwd="/",
                     stdin=theirs.fileno(),

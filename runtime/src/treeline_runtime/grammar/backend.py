@@ -61,17 +61,22 @@ class GrammarBackend(Protocol):
         bit j % 32 of word j // 32 is token j. Matchers that are at their end allow nothing."""
 
 
-def new_backend(name: str, vocabulary: Vocabulary) -> GrammarBackend:
-    """Raises ConfigError for a name that there is not. Imports what the backend needs."""
+NewBackend = Callable[[Vocabulary], GrammarBackend]
+
+
+def load_backend(name: str) -> NewBackend:
+    """Imports what the backend needs, which takes its time. Raises ConfigError for a name that there is not."""
     if name not in BACKENDS:
         raise ConfigError(f"unknown grammar backend {name!r}: use {', '.join(BACKENDS)}")
-    return BACKENDS[name](vocabulary)
+    return BACKENDS[name]()
 
 
-def _xgrammar(vocabulary: Vocabulary) -> GrammarBackend:
+def _xgrammar() -> NewBackend:
     from treeline_runtime.grammar.xgrammar_backend import XGrammarBackend
+    from treeline_runtime.grammar.xgrammar_library import load
 
-    return XGrammarBackend(vocabulary)
+    load()
+    return XGrammarBackend
 
 
-BACKENDS: dict[str, Callable[[Vocabulary], GrammarBackend]] = {"xgrammar": _xgrammar}
+BACKENDS: dict[str, Callable[[], NewBackend]] = {"xgrammar": _xgrammar}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -27,7 +28,6 @@ class XGrammarBackend:
         self._threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
         self._text = self._tokenizer_info(vocabulary, vocabulary.texts)
         self._marked = self._tokenizer_info(vocabulary, vocabulary.with_marks()) if vocabulary.marks else self._text
-        self._filler = self._library.BatchGrammarMatcher(self._threads)
 
     def compile(self, grammar: Grammar) -> bytes:
         compiler = self._library.GrammarCompiler(
@@ -56,7 +56,12 @@ class XGrammarBackend:
         if len(open_ones) == 1:
             open_ones[0].fill_next_token_bitmask(masks, places[0])
         elif open_ones:
-            self._filler.batch_fill_next_token_bitmask(open_ones, masks, places)
+            self._batch.batch_fill_next_token_bitmask(open_ones, masks, places)
+
+    @functools.cached_property
+    def _batch(self) -> Any:
+        """With threads of its own."""
+        return self._library.BatchGrammarMatcher(self._threads)
 
     def _tokenizer_info(self, vocabulary: Vocabulary, texts: list[bytes]) -> Any:
         library = self._library
