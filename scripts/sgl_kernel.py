@@ -1,4 +1,4 @@
-"""In place of SGLang's kernels for CPUs, which PyPI does not have (`scripts/engine_cpu.sh` puts it where SGLang is).
+"""In place of SGLang's kernels for CPUs, of which there is no wheel (`scripts/engine_cpu.sh` puts it beside SGLang).
 
 SGLang imports their names wherever it runs on a CPU. With attention and sampling by torch, and without Intel's AMX, a
 text model without speculative decoding calls none of them: all is computed by SGLang's own code and torch. Nothing is

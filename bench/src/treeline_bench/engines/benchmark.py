@@ -115,9 +115,9 @@ def fleet(kind: type[Server], shape: Shape, context: Context) -> Iterator[Fleet]
     """Two servers that are ready; stopped at the end. Raises ChildFailed, BenchmarkError where none is installed."""
     blocks = cache_tokens(shape) // kind.block_tokens
     with ExitStack() as stack:
-        ports = free_ports(8)
+        ports, events, replays, loads = (free_ports(2) for _ in range(4))
         engines = [
-            kind(f"{kind.engine}-{i}", *ports[3 * i : 3 * i + 3], blocks, context.model, load_port=ports[6 + i])
+            kind(f"{kind.engine}-{i}", ports[i], events[i], replays[i], blocks, context.model, loads[i])
             for i in range(2)
         ]
         witnesses = [stack.enter_context(Witness(engine.events_port)) for engine in engines]

@@ -24,7 +24,7 @@ class Installation:
     word: str
     variable: str
     package: str
-    """By whose name PyPI has it."""
+    """The distribution that has it."""
 
     def interpreter(self) -> Path:
         """Its Python. Raises BenchmarkError where there is none."""
@@ -37,7 +37,7 @@ class Installation:
     def versions(self) -> dict[str, str]:
         """Of the engine and its torch. Raises BenchmarkError."""
         code = f"import importlib.metadata as m; print(m.version({self.package!r}), m.version('torch'))"
-        command = [self.interpreter(), "-c", code]
+        command = [str(self.interpreter()), "-c", code]
         said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
         name = self.engine.lower()
         return dict(zip((name, f"torch of {name}"), said.split(), strict=False))

@@ -1,4 +1,4 @@
-"""A real SGLang on the CPU, without its kernels: attention and the rest by torch (`scripts/sglang_cpu.sh`)."""
+"""A real SGLang on the CPU, without its kernels: attention and the rest by torch (`scripts/engine_cpu.sh`)."""
 
 from __future__ import annotations
 
