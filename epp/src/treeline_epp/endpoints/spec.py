@@ -11,6 +11,7 @@ class KvPorts:
     """Where an engine publishes its KV events, told by discovery for engines that do not say it themselves.
 
     Ports are those of rank 0; rank r has them r further. `ranks` ranks are at this endpoint, from `first_rank` on.
+    `dials`: what the engine was configured with is an endpoint to which it connects: nobody may listen at that port.
     """
 
     events_port: int
@@ -18,6 +19,7 @@ class KvPorts:
     topic: str = ""
     ranks: int = 1
     first_rank: int = 0
+    dials: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,9 +104,10 @@ class Ticker:
 @dataclass(slots=True)
 class KvStats:
     """What arrived, over all publishers; read by the metrics. `unfollowed` names those for which there are no sockets
-    left."""
+    left, `refused` those that do not take our keys."""
 
     unfollowed: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
     events: int = 0
     batches: int = 0
     loads: int = 0
@@ -144,7 +145,9 @@ class KvConnection:
             while True:
                 await self._session()
         finally:
-            self.callbacks.stats.unfollowed.discard(str(self.callbacks.subscription.pod))
+            name = str(self.callbacks.subscription.pod)
+            self.callbacks.stats.unfollowed.discard(name)
+            self.callbacks.stats.refused.discard(name)
 
     async def _session(self) -> None:
         callbacks, name = self.callbacks, str(self.callbacks.subscription.pod)
@@ -262,12 +265,15 @@ class _Sockets:
         monitor, up = self._monitors[what], self._up[what]
         while what == "events" or not up.is_set():
             event = parse_monitor_message(await monitor.recv_multipart())
+            stats, name = self._callbacks.stats, str(self._callbacks.subscription.pod)
             if event["event"] & _UP:
                 up.set()
+                stats.refused.discard(name)
             elif up.is_set():
                 self._lost.set()
             elif event["event"] & ~zmq.Event.DISCONNECTED & _LOST:
-                log.warning("publisher %s: the %s socket refuses our keys", self._callbacks.subscription.pod, what)
+                stats.refused.add(name)
+                log.warning("publisher %s: the %s socket refuses our keys", name, what)
         self._unmonitor(what)
 
     async def _receive(self, sock: zmq.asyncio.Socket, handle: Callable[[list[bytes]], Iterable[Request]]) -> None:

@@ -119,6 +119,7 @@ class KvSubscription:
 
     def on_disconnected(self, now: float) -> None:
         """A socket lost its peer."""
+        self.counts["disconnects"] += 1
         self._handle(SubscriptionEvent.DISCONNECTED, None, now)
 
     def on_live(self, seq: int, batch: EventBatch | None, now: float) -> list[Request]:

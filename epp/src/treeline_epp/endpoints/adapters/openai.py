@@ -124,6 +124,7 @@ class OpenAIAdapter:
         return EngineInfo(
             served.names,
             sources=sources,
+            dials=told.dials if sources and told is not None else "",
             no_events=no_events,
             engine=self.name,
             adapters=served.adapters,
