@@ -71,7 +71,12 @@ async def test_a_publisher_that_goes_while_its_server_stays_is_noticed_and_predi
 ) -> None:
     pods: list[Pod] = []
     add = Index.add_pod
-    monkeypatch.setattr(Index, "add_pod", lambda *args: (pods.append(pod := add(*args)), pod)[1])
+
+    def recorded(*args: Any) -> Pod:
+        pods.append(add(*args))
+        return pods[-1]
+
+    monkeypatch.setattr(Index, "add_pod", recorded)
     async with foreign_engine("vllm", 2) as vllm:
         vllm.says_as_vllm()
         async with running_picker(*vllm.flags, *tokenizer_flags(tmp_path)) as picker:
