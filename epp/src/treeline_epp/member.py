@@ -37,7 +37,9 @@ class Member:
     @property
     def caught_up(self) -> bool:
         """Is all applied that its publishers are known to have published?"""
-        return not self.follows or (bool(self.subscriptions) and all(one.live for one in self.subscriptions.values()))
+        return not self.follows or (
+            bool(self.subscriptions) and all(one.live and not one.applied.busy for one in self.subscriptions.values())
+        )
 
     @property
     def state(self) -> EngineState:
