@@ -14,6 +14,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from treeline_wire.frames import Request
@@ -22,6 +23,7 @@ from treeline_wire.security import CurveKeys
 
 from treeline_epp.endpoints.adapters.base import EngineInfo, KvSource, LoadReports
 from treeline_epp.endpoints.engine_http import new_http
+from treeline_epp.endpoints.engine_key import EngineKey
 from treeline_epp.endpoints.model_server_metrics import MetricNames
 from treeline_epp.endpoints.rank_loads import RankLoads
 from treeline_epp.endpoints.scraper import Scraper, Scraping
@@ -51,7 +53,8 @@ _CHECKED_EACH_SECOND = 250
 
 
 class Fleet:
-    """See the module. `tokenizers` are those given by hand, which go before the engines' own. `on_gone` hears the name
+    """See the module. `tokenizers` are those given by hand, which go before the engines' own, `key_file`
+    has the API key of engines that have none of their own. `on_gone` hears the name
     of every endpoint that discovery has dropped."""
 
     def __init__(
@@ -63,6 +66,7 @@ class Fleet:
         curve: CurveKeys | None = None,
         tokenizers: TokenizerSources | None = None,
         scraping: Scraping | None = None,
+        key_file: Path | None = None,
         on_gone: Callable[[str], None] = lambda _name: None,
     ) -> None:
         self.stats = KvStats()
@@ -70,6 +74,7 @@ class Fleet:
         self.registry = registry
         self.eds = eds
         self._curve = curve
+        self._key_file = key_file
         self._keyers = EngineKeyers(registry, tokenizers or TokenizerSources())
         self._judge = WayJudge(picker, self._keyers, self.stats, has_curve=curve is not None)
         self.ways = self._judge.ways
@@ -188,7 +193,9 @@ class Fleet:
 
     def _add(self, spec: EndpointSpec) -> Member:
         # A pool of connections looks at all of them for each request, so that each engine has one of its own.
-        client = EngineClient(new_http(), spec.address, spec.engine, spec.kv)
+        key_file = spec.key_file or self._key_file
+        key = None if key_file is None else EngineKey(key_file)
+        client = EngineClient(new_http(key), spec.address, spec.engine, spec.kv)
         watcher = EngineWatcher(spec, client, lambda state, info: self._on_report(member, state, info), self._pace)
         scraper = Scraper(
             spec.name, spec.address, self.scraping, lambda load, at: self.picker.on_load(spec.name, load, at)
