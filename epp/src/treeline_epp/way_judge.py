@@ -125,4 +125,6 @@ def _places(sources: Iterable[KvSource]) -> str:
     for source in sources:
         host = f"[{source.host}]" if ":" in source.host else source.host
         places.append(f"tcp://{host}:{source.events_port}")
+    if not places:
+        return "its publishers"
     return f"{places[0]} and {len(places) - 1} more" if len(places) > 1 else places[0]

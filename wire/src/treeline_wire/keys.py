@@ -75,7 +75,7 @@ class PrefixKeys:
                 spec["model"].setdefault("type", type(tokenizer.model).__name__)
                 tokenizer.no_truncation()
                 tokenizer.no_padding()
-                self._tokenizer: tokenizers.Tokenizer | None = tokenizer
+                self._tokenizer = tokenizer
                 self._build(spec, tokenizer, None)
         except Exception as error:  # the library raises bare ones for a document that it does not understand
             raise BundleError(f"not a tokenizer: {str(error)[:200]}") from error
@@ -90,7 +90,6 @@ class PrefixKeys:
         """The keys that made the table; they have passed their test, or not, where they were made. O(vocabulary), and
         none of it in one call of a library."""
         keys = cls.__new__(cls)
-        keys._tokenizer = None
         spec = json.loads(table.skeleton)
         with library_errors():
             bare = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
@@ -131,7 +130,7 @@ class PrefixKeys:
         """Check the property on texts in many scripts. Raises `KeySelfTestError`; takes about 10 ms."""
         if self._refusal is not None:
             raise KeySelfTestError(self._refusal)
-        assert self._tokenizer is not None, "keys of a table were tested where it was made"
+        assert hasattr(self, "_tokenizer"), "keys of a table were tested where it was made"
         try:
             with library_errors():
                 keys_selftest.run(self, self._tokenizer, self._added_contents, every_category=self._keeps_matches)
