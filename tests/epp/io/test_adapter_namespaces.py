@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -201,12 +201,6 @@ async def test_an_adapter_that_is_loaded_while_the_engine_runs_is_known_with_its
             # It pushes its load, and so is asked every five seconds, or a little earlier.
             await until(listed, "the adapter to be listed", 3.0)
     publisher.stop()
-
-
-@pytest.fixture
-async def http() -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient() as client:
-        yield client
 
 
 @pytest.mark.parametrize(
