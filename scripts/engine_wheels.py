@@ -56,6 +56,36 @@ SGLANG_UNIFIED = (
 )
 """With the tree that newer releases use by default, in its Python form."""
 
+SGLANG_PARSER = (
+    "*__init__.py",
+    "kernels/fused_op.py",
+    "kernels/kernel_api_logging.py",
+    "kernels/ops/kv_canary/consts.py",
+    "kernels/registry.py",
+    "kernels/selector.py",
+    "kernels/spec.py",
+    "srt/arg_groups/*.py",
+    "srt/compilation/compilation_config.py",
+    "srt/disaggregation/kv_events.py",
+    "srt/distributed/*.py",
+    "srt/environ.py",
+    "srt/function_call/parser_names.py",
+    "srt/hardware_backend/m*/runtime.py",
+    "srt/lora/lora_registry.py",
+    "srt/model_executor/cuda_graph_config.py",
+    "srt/model_executor/runner_backend_utils/*.py",
+    "srt/observability/*.py",
+    "srt/parser/reasoning_parser_names.py",
+    "srt/platforms/*.py",
+    "srt/plugins/*.py",
+    "srt/runtime_context.py",
+    "srt/sampling/watermarking/*.py",
+    "srt/server_args.py",
+    "srt/speculative/decoupled_spec_io.py",
+    "srt/utils/*.py",
+)
+"""What its command line's parser imports."""
+
 
 @dataclass(frozen=True)
 class Release:
@@ -91,8 +121,8 @@ PARSERS = (
     Release(
         "sglang",
         "0.5.23",
-        ("srt/*.py", "kernels/*.py"),
-        "e6fdd4213aaa3174eb532564d477c319dc3d31a2118db696ae49fa40a3eaaf53",
+        SGLANG_PARSER,
+        "9b7daa6184902958fd027671d7667ada492e7ad378e0d65b10b9164b03e09774",
         "arguments",
     ),
 )
