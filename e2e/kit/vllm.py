@@ -75,7 +75,7 @@ def vllm_pool(name: str, **spec: Any) -> dict[str, Any]:
             "args": ["--enforce-eager"],
             "resources": {"requests": {"cpu": "50m", "memory": "2Gi"}, "limits": {"memory": "6Gi"}},
         },
-        "drain": {"timeoutSeconds": 60},
+        "drain": {"timeoutSeconds": 120},
         "gateway": {"standalone": {"serviceType": "NodePort", "exposeRouting": True}},
         "template": {
             "spec": {
