@@ -10,7 +10,7 @@ from support.engine_parsers import read_by_sglang, read_by_vllm
 from support.engine_wheels import PARSERS, is_there
 from support.pool_world import runtime
 from treeline_bench.context import BenchmarkError
-from treeline_bench.engines.vllm import interpreter
+from treeline_bench.engines.vllm import INSTALLATION
 from treeline_operator.api.engine import SETTINGS
 from treeline_operator.plan.engines import sglang
 from treeline_operator.plan.engines.registry import ADAPTERS
@@ -72,7 +72,7 @@ def test_a_pool_that_says_everything_leaves_no_setting_out(engine: str) -> None:
 @pytest.mark.timeout(300)
 def test_vllm_takes_every_flag_as_it_is_meant() -> None:
     try:
-        python = interpreter()
+        python = INSTALLATION.interpreter()
     except BenchmarkError as error:
         pytest.skip(str(error))
     nothing, plain, full = read_by_vllm(python, *lines("vllm"))
