@@ -29,7 +29,7 @@ def hub() -> list[dict[str, Any]]:
         "name": "hub",
         "image": image,
         "command": ["python3", "/hub/serve.py"],
-        "readinessProbe": {"tcpSocket": {"port": PORT}, "periodSeconds": 1},
+        "readinessProbe": {"tcpSocket": {"port": PORT}, "periodSeconds": 1, "timeoutSeconds": 10},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [{"name": "scripts", "mountPath": "/hub"}],
     }

@@ -101,7 +101,9 @@ def hub_server(hub: FakeHub, host: str, port: int) -> ThreadingHTTPServer:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    return ThreadingHTTPServer((host, port), Handler)
+    server = ThreadingHTTPServer((host, port), Handler)
+    server.socket.listen(64)  # its library's downloads come in parallel, each by a connection of its own
+    return server
 
 
 @contextlib.contextmanager
