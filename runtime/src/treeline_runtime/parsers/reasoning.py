@@ -1,0 +1,58 @@
+"""Parsers of reasoning that stands between two markers before the answer.
+
+The white space around the markers belongs to the format: templates write it anew for the next turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from treeline_runtime.parsers.source import Markers, Source, Steps
+from treeline_runtime.parsers.tools import attempt
+
+
+@dataclass(frozen=True)
+class Tags:
+    """How a family of models writes its reasoning."""
+
+    opening: str = "<think>"
+    closing: str = "</think>"
+    always: bool = False
+    """The output begins within the reasoning, whether or not the opening marker is repeated there."""
+    special: bool = False
+    """Its markers are special tokens."""
+    interrupting: tuple[str, ...] = ()
+    """Markers of calls that end the reasoning too, where tools are looked for: some models forget to close it."""
+
+    def begins_inside(self, prompt: str) -> bool:
+        """Does an output that follows `prompt` begin within the reasoning?"""
+        end = prompt.rstrip()
+        return end.endswith(self.opening) or (self.always and not end.endswith(self.closing))
+
+    def steps(self, source: Source, *, inside: bool, tools: bool) -> Steps[None]:
+        if inside:
+            yield from source.drop_space()
+            if not (yield from source.one_of((self.opening,))):
+                source.think(source.release())
+        elif not (yield from attempt(source, self._opened(source))):
+            yield from source.rest(source.say)
+            return
+        source.settle()
+        yield from source.drop_space()
+        interrupting = self.interrupting if tools else ()
+        marker = yield from source.until(Markers(self.closing, *interrupting), source.think)
+        source.settle()
+        if marker in interrupting:
+            source.say(marker)
+        else:
+            yield from source.drop_space()
+        yield from source.rest(source.say)
+
+    def _opened(self, source: Source) -> Steps[None]:
+        yield from source.space()
+        yield from source.expect(self.opening)
+
+
+DEEPSEEK_R1: Final = Tags(always=True)
+QWEN3: Final = Tags(interrupting=("<tool_call>",))
