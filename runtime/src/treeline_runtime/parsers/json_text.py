@@ -36,6 +36,7 @@ _NUMBER: Final[dict[str, dict[str, str]]] = {
 }
 _NUMBER_ENDS: Final = {"0", "int", "fraction", "exponent"}
 _ARGUMENTS: Final = ("arguments", "parameters")
+_KEYS: Final = (*_ARGUMENTS, "name", "id", "type")
 
 
 class JsonScanner:
@@ -237,6 +238,8 @@ def call_object(source: Source, names: Collection[str]) -> Steps[None]:
             source.begin_call(name, id)
             yield from arguments(source)
         else:
+            if source.begun == begun and key not in _KEYS:
+                raise BrokenError  # an object of another kind: it need not wait for its end
             value = yield from held_value(source)
             if key in _ARGUMENTS and early is None:
                 early = value

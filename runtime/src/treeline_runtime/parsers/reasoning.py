@@ -30,6 +30,10 @@ class Tags:
         end = prompt.rstrip()
         return end.endswith(self.opening) or (self.always and not end.endswith(self.closing))
 
+    def end_after(self, prompt: str) -> str:
+        """What ends the reasoning of an output that follows `prompt`; "" where the prompt has ended it already."""
+        return "" if prompt.rstrip().endswith(self.closing) else self.closing
+
     def steps(self, source: Source, *, inside: bool, tools: bool) -> Steps[None]:
         if inside:
             yield from source.drop_space()
@@ -54,5 +58,27 @@ class Tags:
         yield from source.expect(self.opening)
 
 
-DEEPSEEK_R1: Final = Tags(always=True)
-QWEN3: Final = Tags(interrupting=("<tool_call>",))
+_QWEN: Final = Tags(interrupting=("<tool_call>",))
+_ALWAYS: Final = Tags(always=True)
+
+FAMILIES: Final = {
+    "deepseek_r1": _ALWAYS,
+    "deepseek_v3": Tags(interrupting=("<｜tool▁calls▁begin｜>",)),  # V3.1 and later, where the template opens it
+    "glm45": _QWEN,
+    "interns1": _QWEN,
+    "kimi": Tags("◁think▷", "◁/think▷"),
+    "kimi_k2": Tags(interrupting=("<|tool_calls_section_begin|>",)),
+    "mimo": _QWEN,
+    "minimax": _ALWAYS,
+    "minimax_m2": _ALWAYS,
+    "mistral": Tags("[THINK]", "[/THINK]", special=True, interrupting=("[TOOL_CALLS]",)),
+    "nemotron_3": Tags(),
+    "nemotron_v3": Tags(),
+    "olmo3": Tags(),
+    "qwen3": _QWEN,
+    "qwen3_thinking": Tags(always=True, interrupting=("<tool_call>",)),
+    "seed_oss": Tags("<seed:think>", "</seed:think>"),
+    "step3": _ALWAYS,
+    "step3p5": _ALWAYS,
+}
+"""By SGLang's and vLLM's names, with `_` for `-`."""

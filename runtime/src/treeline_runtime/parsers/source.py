@@ -134,18 +134,22 @@ class Source:
         """Skip white space."""
         yield from self.take(_SPACE)
 
+    def flow(self, run: re.Pattern[str], tell: Callable[[str], None]) -> Steps[None]:
+        """Tell all that follows of the characters of `run`, as it comes; nothing is held."""
+        while (yield from self.ahead()):
+            match = run.match(self._text, self._at)
+            if match is None or match.end() == self._at:
+                return
+            tell(match.group())
+            self._at = match.end()
+
     def drop_space(self) -> Steps[None]:
         """Skip white space that is nobody's, however much."""
-        while (yield from self.ahead()).isspace():
-            match = _SPACE.match(self._text, self._at)
-            assert match is not None  # one character at least
-            self._at = match.end()
+        yield from self.flow(_SPACE, lambda _: None)
 
     def rest(self, tell: Callable[[str], None]) -> Steps[None]:
         """Tell all that still comes."""
-        while (yield from self.ahead()):
-            tell(self._text[self._at :])
-            self._at = len(self._text)
+        yield from self.flow(_ANY, tell)
 
     def expect(self, literal: str) -> Steps[None]:
         """Read `literal`, or BrokenError where the text differs."""
@@ -178,30 +182,36 @@ class Source:
         else:
             self._at = end
 
-    def until(self, markers: Markers, tell: Callable[[str], None], *, trim: bool = False) -> Steps[str]:
-        """Tell the text up to the first of the markers → the marker, which is held with white space before it; ""
-        at the end. `trim`: white space before the end is nobody's (else it is told)."""
+    def until(self, markers: Markers, tell: Callable[[str], None]) -> Steps[str]:
+        """Tell the text up to the first of the markers → the marker, which is held, with white space before it; ""
+        at the end, where all is told."""
         while True:
             text, at = self._text, self._at
             match = markers.whole.search(text, at)
             end = match.start() if match else len(text) if self._over else markers.open_end(text, at)
             told = at + len(text[at:end].rstrip())
             spare = end - told
-            if spare > MAX_SPACE:  # so long a run is text; how much of it waits depends on its length alone
+            if self._over and not match:
+                told = end
+            elif spare > MAX_SPACE:  # so long a run is text; how much of it waits depends on its length alone
                 told += (spare - 1) // MAX_SPACE * MAX_SPACE
             if told > at:
                 tell(text[at:told])
-                trim = False
                 self._at = told
             if match:
                 self.skip(match.end() - told)
                 return match.group()
             if self._over:
-                if not trim:
-                    tell(text[self._at :])
-                self._at = len(text)
                 return ""
             yield
+
+    def exactly_until(self, markers: Markers, tell: Callable[[str], None]) -> Steps[str]:
+        """The same, where white space before the marker is told too."""
+        marker = yield from self.until(markers, tell)
+        held = self.release()
+        if space := held[: len(held) - len(marker)]:
+            tell(space)
+        return marker
 
 
 class Markers:
@@ -223,3 +233,4 @@ class Markers:
 
 
 _SPACE: Final = re.compile(r"\s*")
+_ANY: Final = re.compile(r".*", re.DOTALL)
