@@ -6,10 +6,12 @@ are alike in names. Which output a format stands for is in its module.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
+from treeline_runtime.parsers import structures
 from treeline_runtime.parsers.chain import Chained, Reading, Without
 from treeline_runtime.parsers.harmony import HARMONY, Harmony
 from treeline_runtime.parsers.parts import OutputParser
@@ -20,29 +22,46 @@ from treeline_runtime.parsers.source import Markers, Source, Steps
 from treeline_runtime.parsers.tools import DEEPSEEK, HERMES, LLAMA3, MISTRAL, ToolFormat
 from treeline_runtime.registry import Registry
 
+
+@dataclass(frozen=True)
+class Calls:
+    """How a model writes calls: the parser, and for constrained decoding what it writes."""
+
+    format: ToolFormat
+    structure: structures.Structure
+
+
+_HERMES: Final = Calls(HERMES, structures.hermes)
+_LLAMA3: Final = Calls(LLAMA3, structures.llama3)
+_DEEPSEEK_V3: Final = Calls(DEEPSEEK, structures.deepseek_v3)
+_DEEPSEEK_V31: Final = Calls(DEEPSEEK, structures.deepseek_v31)
+_HARMONY: Final = Calls(HARMONY, structures.harmony)
+_PYTHONIC: Final = Calls(PYTHONIC, structures.pythonic)
+_QWEN_XML: Final = Calls(QWEN_XML, structures.qwen_xml)
+
 REASONING: Final[Registry[Tags | Harmony]] = Registry(
     "reasoning parser", {**FAMILIES, "gpt_oss": HARMONY, "openai_gptoss": HARMONY}
 )
-TOOLS: Final[Registry[ToolFormat]] = Registry(
+TOOLS: Final = Registry(
     "tool call parser",
     {
-        "deepseek_v3": DEEPSEEK,
-        "deepseek_v31": DEEPSEEK,
-        "deepseekv3": DEEPSEEK,
-        "deepseekv31": DEEPSEEK,
-        "gpt_oss": HARMONY,
-        "hermes": HERMES,
-        "llama3": LLAMA3,
-        "llama3_json": LLAMA3,
-        "llama4_json": LLAMA3,
-        "llama4_pythonic": PYTHONIC,
-        "mistral": MISTRAL,
-        "openai": HARMONY,
-        "pythonic": PYTHONIC,
-        "qwen": HERMES,
-        "qwen25": HERMES,
-        "qwen3_coder": QWEN_XML,
-        "qwen3_xml": QWEN_XML,
+        "deepseek_v3": _DEEPSEEK_V3,
+        "deepseek_v31": _DEEPSEEK_V31,
+        "deepseekv3": _DEEPSEEK_V3,
+        "deepseekv31": _DEEPSEEK_V31,
+        "gpt_oss": _HARMONY,
+        "hermes": _HERMES,
+        "llama3": _LLAMA3,
+        "llama3_json": _LLAMA3,
+        "llama4_json": _LLAMA3,
+        "llama4_pythonic": _PYTHONIC,
+        "mistral": Calls(MISTRAL, structures.mistral),
+        "openai": _HARMONY,
+        "pythonic": _PYTHONIC,
+        "qwen": _HERMES,
+        "qwen25": _HERMES,
+        "qwen3_coder": _QWEN_XML,
+        "qwen3_xml": _QWEN_XML,
     },
 )
 STRAYS: Final = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>")
@@ -60,7 +79,7 @@ def new(reasoning: str | None, tools: str | None, functions: Collection[str] = (
     """
     schemas = functions if isinstance(functions, Mapping) else dict.fromkeys(functions)
     thoughts = None if reasoning is None else REASONING.get(_known(reasoning))
-    calls = None if tools is None else TOOLS.get(_known(tools))
+    calls = None if tools is None else TOOLS.get(_known(tools)).format
     parsers: list[OutputParser] = []
     if isinstance(thoughts, Harmony) or isinstance(calls, Harmony):  # which is both in one
         parsers.append(Reading(partial(HARMONY.steps, functions=schemas if calls is HARMONY else {}, prompt=prompt)))
@@ -78,7 +97,7 @@ def needs_special_tokens(reasoning: str | None, tools: str | None) -> bool:
     it? `STRAYS` are removed from what is told. Raises ConfigError for a name that is not known."""
     formats = (
         None if reasoning is None else REASONING.get(_known(reasoning)),
-        None if tools is None else TOOLS.get(_known(tools)),
+        None if tools is None else TOOLS.get(_known(tools)).format,
     )
     return any(format is not None and format.special for format in formats)
 
@@ -88,6 +107,20 @@ def reasoning_end(reasoning: str | None, prompt: str) -> str:
     "" where there is no reasoning, or none that ends before the answer's format begins (harmony)."""
     tags = None if reasoning is None else REASONING.get(_known(reasoning))
     return tags.end_after(prompt) if isinstance(tags, Tags) else ""
+
+
+def structure(
+    tools: str, functions: Sequence[structures.Function], *, required: bool, parallel: bool
+) -> dict[str, Any]:
+    """The structural tag (xgrammar 0.2.8) of outputs in which these functions may be called, behind the reasoning.
+
+    `required`: calls and nothing else, at least one (`tool_choice` "required"; for a named function give that one
+    alone); else text in which there may be calls ("auto"). `parallel`: of calls there may be several. There must be
+    a function. Raises ConfigError for a name of a parser that is not known.
+    """
+    assert functions
+    format = TOOLS.get(_known(tools)).structure(functions, required=required, parallel=parallel)
+    return {"type": "structural_tag", "format": format}
 
 
 def _known(name: str) -> str:

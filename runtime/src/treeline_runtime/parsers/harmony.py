@@ -43,7 +43,7 @@ class Harmony:
         if _MESSAGE in header and not any(end in header for end in _ENDS):
             marker = yield from self._content(source, header.partition(_MESSAGE)[0])
         else:
-            marker = yield from source.one_of((" to=",))
+            marker = " to=" if (yield from attempt(source, source.expect(" to="))) else ""
         while True:
             if marker in ("", *_ENDS):
                 marker = yield from self._between(source)

@@ -246,9 +246,7 @@ def call_object(source: Source, names: Collection[str]) -> Steps[None]:
             elif key == "id" and char == '"':
                 id = json.loads(value)
         yield from source.space()
-        separator = yield from source.one_of((",", "}"))
-        if not separator:
-            raise BrokenError if (yield from source.ahead()) else OverError
+        separator = yield from source.need(",", "}")
     if source.begun == begun:
         if name is None:
             raise BrokenError

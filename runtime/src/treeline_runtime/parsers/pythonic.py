@@ -37,15 +37,14 @@ class Pythonic:
         if marker != "[":
             yield from source.space()
             yield from source.expect("[")
-        separator = ","
-        while separator == ",":
-            yield from source.space()
+        separator = ""
+        while separator != "]":
+            if separator:
+                yield from source.space()
             yield from self._call(source, functions)
             source.settle()
             yield from source.space()
-            separator = yield from source.one_of((",", "]"))
-        if not separator:
-            raise BrokenError if (yield from source.ahead()) else OverError
+            separator = yield from source.need(",", "]")
         source.settle()
         yield from source.space()
         if (yield from source.one_of(("<|python_end|>",))):
@@ -67,7 +66,7 @@ class Pythonic:
             yield from source.space()
             key = yield from source.take(_IDENTIFIER)
             if not key:
-                raise BrokenError if (yield from source.ahead()) else OverError
+                yield from source.broken()
             yield from source.space()
             yield from source.expect("=")
             value = as_json((yield from self._value(source)))
@@ -79,9 +78,7 @@ class Pythonic:
                 source.argue(", ")
             source.certain = True
             source.argue(f"{json.dumps(key, ensure_ascii=False)}: {value}")
-            separator = yield from source.one_of((",", ")"))
-        if not separator:
-            raise BrokenError if (yield from source.ahead()) else OverError
+            separator = yield from source.need(",", ")")
         source.argue("}")
 
     def _value(self, source: Source) -> Steps[str]:

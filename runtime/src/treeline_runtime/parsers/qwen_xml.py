@@ -16,15 +16,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Final
 
 from treeline_runtime.parsers.pythonic import as_json
-from treeline_runtime.parsers.source import BrokenError, Markers, OverError, Source, Steps
+from treeline_runtime.parsers.source import MAX_HELD, BrokenError, Markers, OverError, Source, Steps
 from treeline_runtime.parsers.tools import Functions, Marked
 
 _NAME: Final = re.compile(r"[^<>\n]*")
-_TEXT: Final = re.compile(r"[^<]*")
 _PARAMETER: Final = "<parameter="
 _FURTHER: Final = (_PARAMETER, "</function>", "</tool_call>")
 _VALUE_ENDS: Final = ("</parameter>", _PARAMETER, "</function>")
@@ -33,8 +33,10 @@ _PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 _KINDS: Final = frozenset(("string", "number", "boolean", "null", "object", "array"))
 _STRING: Final = frozenset(("string",))
 _FIRST: Final = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
-_MAX_DEPTH: Final = 16
-"""Of schemas within schemas that are looked through for a type."""
+_TYPES: Final = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+_NARROWING: Final = ("enum", "const", "pattern", "format", "minLength", "maxLength")
+_MAX_SCHEMAS: Final = 64
+_MAX_VALUES: Final = 1024
 
 
 def _call(source: Source, functions: Functions, marker: str) -> Steps[None]:
@@ -56,8 +58,7 @@ def _call(source: Source, functions: Functions, marker: str) -> Steps[None]:
         source.argue(f"{separator}{_quoted(key)}: ")
         source.certain = True  # that the call has begun: what follows is its, if the output ends there
         separator = ", "
-        kinds = _kinds_of_parameter(functions[name], key)
-        tag = yield from (_string(source) if kinds == _STRING else _value(source, kinds))
+        tag = yield from _value(source, _parameter(functions[name], key))
         if tag == "</parameter>":
             tag = yield from _further(source)
     source.argue("}")
@@ -66,37 +67,40 @@ def _call(source: Source, functions: Functions, marker: str) -> Steps[None]:
 def _further(source: Source) -> Steps[str]:
     """The tag that follows a name or a value."""
     yield from source.space()
-    tag = yield from source.one_of(_FURTHER)
-    if not tag:
-        raise BrokenError if (yield from source.ahead()) else OverError
-    return tag
+    return (yield from source.need(*_FURTHER))
 
 
-def _string(source: Source) -> Steps[str]:
-    """Tell a value as a JSON string, as it comes → the tag behind it."""
+def _value(source: Source, parameter: _Parameter) -> Steps[str]:
+    """Tell a value as JSON → the tag behind it. A string is told as it comes; so is what is too long for anything
+    else."""
     if (yield from source.ahead()) == "\n":
         source.skip(1)
         source.release()
-    source.argue('"')
-    tag = yield from source.until(_VALUE_MARKERS, lambda piece: source.argue(_quoted(piece)[1:-1]))
+    as_string = parameter.kinds == _STRING and not parameter.narrow
+    if as_string:
+        source.argue('"')
+    waiting: list[str] = []
+    chars = 0
+
+    def tell(piece: str) -> None:
+        nonlocal as_string, chars
+        if not as_string:
+            waiting.append(piece)
+            chars += len(piece)
+            if chars <= MAX_HELD:
+                return
+            source.argue('"')
+            piece, as_string = "".join(waiting), True
+        source.argue(_quoted(piece)[1:-1])
+
+    tag = yield from source.until(_VALUE_MARKERS, tell)
     if not tag:
         raise OverError
     space = source.release().removesuffix(tag).removesuffix("\n")
-    source.argue(_quoted(space)[1:])
-    source.certain = True
-    return tag
-
-
-def _value(source: Source, kinds: frozenset[str]) -> Steps[str]:
-    """Read a value, held, and tell it as JSON → the tag behind it."""
-    tag = ""
-    while not tag:
-        yield from source.take(_TEXT)
-        tag = yield from source.one_of(_VALUE_ENDS)
-        if not tag and not (yield from source.ahead()):
-            raise OverError
-    text = source.release().removesuffix(tag).removeprefix("\n").removesuffix("\n")
-    source.argue(_as_json(text, kinds))
+    if as_string:
+        source.argue(_quoted(space)[1:])
+    else:
+        source.argue(_as_json("".join(waiting) + space, parameter))
     source.certain = True
     return tag
 
@@ -105,46 +109,65 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _as_json(text: str, kinds: frozenset[str]) -> str:
-    """A value's text: JSON (or Python) of one of `kinds`, else a string."""
+def _as_json(text: str, parameter: _Parameter) -> str:
+    """A value's text: JSON (or Python) of a kind that it may be, else a string."""
+    string = _quoted(text.strip() if parameter.narrow else text)
     try:
         value = as_json(_PYTHON_WORDS.get(text.strip(), text))
     except BrokenError:
-        return _quoted(text)
-    kind = _FIRST.get(value[0], "number")
-    return value if kind in kinds and (kind != "string" or kinds == _STRING) else _quoted(text)
+        return string
+    return value if _kind(value) in parameter.kinds - _STRING else string
+
+
+def _kind(value: str) -> str:
+    """The type of a JSON value."""
+    return _FIRST.get(value[0], "number")
 
 
 # ---- what a schema says of a parameter -------------------------------------------------------------------
 
 
-def _kinds_of_parameter(schema: Any, key: str) -> frozenset[str]:
-    """Of which JSON types a parameter may be: one that is not described is a string."""
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    if not isinstance(properties, Mapping) or key not in properties:
-        return _STRING
-    return _kinds(properties[key], schema, _MAX_DEPTH)
+@dataclass
+class _Parameter:
+    """What may stand for a value. Looks through `_MAX_SCHEMAS` schemas at most, and takes the others for anything."""
+
+    root: Mapping[str, Any]
+    kinds: frozenset[str] = _STRING
+    """JSON types."""
+    narrow: bool = False
+    """More is said of strings than that they are strings: then white space around one is none of it."""
+    looked_at: int = 0
+
+    def look_at(self, schema: Any) -> frozenset[str]:
+        self.looked_at += 1
+        if not isinstance(schema, Mapping) or self.looked_at > _MAX_SCHEMAS:
+            return _KINDS
+        self.narrow = self.narrow or any(key in schema for key in _NARROWING)
+        kinds = _KINDS
+        if isinstance(reference := schema.get("$ref"), str):
+            kinds &= self.look_at(_resolved(reference, self.root))
+        if isinstance(names := schema.get("type"), str | list):
+            names = [names] if isinstance(names, str) else names
+            kinds &= {"number" if name == "integer" else name for name in names if isinstance(name, str)}
+        if isinstance(values := schema.get("enum"), list):
+            kinds &= {_TYPES.get(type(value), "number") for value in values[:_MAX_VALUES]}
+        if "const" in schema:
+            kinds &= {_TYPES.get(type(schema["const"]), "number")}
+        for key in ("anyOf", "oneOf"):
+            if isinstance(branches := schema.get(key), list):
+                kinds &= frozenset().union(*map(self.look_at, branches[:_MAX_SCHEMAS]))
+        if isinstance(branches := schema.get("allOf"), list):
+            kinds = reduce(frozenset.intersection, map(self.look_at, branches[:_MAX_SCHEMAS]), kinds)
+        return kinds
 
 
-def _kinds(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
-    if not isinstance(schema, Mapping) or not depth:
-        return _KINDS
-    found = _KINDS
-    if isinstance(reference := schema.get("$ref"), str):
-        found &= _kinds(_resolved(reference, root), root, depth - 1)
-    if isinstance(type := schema.get("type"), str | list):
-        names = [type] if isinstance(type, str) else type
-        found &= {"number" if name == "integer" else name for name in names if isinstance(name, str)}
-    if isinstance(values := schema.get("enum"), list):
-        found &= {_FIRST.get(json.dumps(value)[0], "number") for value in values}
-    if "const" in schema:
-        found &= {_FIRST.get(json.dumps(schema["const"])[0], "number")}
-    for any in ("anyOf", "oneOf"):
-        if isinstance(branches := schema.get(any), list):
-            found &= frozenset().union(*(_kinds(branch, root, depth - 1) for branch in branches))
-    if isinstance(branches := schema.get("allOf"), list):
-        found = reduce(frozenset.intersection, (_kinds(branch, root, depth - 1) for branch in branches), found)
-    return found
+def _parameter(schema: Any, key: str) -> _Parameter:
+    """One that the schema does not describe is a string."""
+    root = schema if isinstance(schema, Mapping) else {}
+    parameter, properties = _Parameter(root), root.get("properties")
+    if isinstance(properties, Mapping) and key in properties:
+        parameter.kinds = parameter.look_at(properties[key])
+    return parameter
 
 
 def _resolved(reference: str, root: Mapping[str, Any]) -> Any:

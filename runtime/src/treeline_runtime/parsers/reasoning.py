@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from treeline_runtime.parsers.source import Markers, Source, Steps
+from treeline_runtime.parsers.source import BrokenError, Markers, Source, Steps
 from treeline_runtime.parsers.tools import attempt
 
 
@@ -37,7 +37,9 @@ class Tags:
     def steps(self, source: Source, *, inside: bool, tools: bool) -> Steps[None]:
         if inside:
             yield from source.drop_space()
-            if not (yield from source.one_of((self.opening,))):
+            try:
+                yield from source.one_of((self.opening,))
+            except BrokenError:
                 source.think(source.release())
         elif not (yield from attempt(source, self._opened(source))):
             yield from source.rest(source.say)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Sequence
-from typing import Final, TypeVar
+from typing import Final, NoReturn, TypeVar
 
 from treeline_runtime.parsers.parts import CallArguments, CallBegun, Part, Said, Thought
 
@@ -162,7 +162,7 @@ class Source:
             self.skip(1)
 
     def one_of(self, literals: Sequence[str]) -> Steps[str]:
-        """Read the longest of `literals` that follows; "" where none does, with what was read of one held."""
+        """Read the one of `literals` that follows, the longest; "" where none begins. BrokenError behind a part."""
         read = ""
         while longer := [literal for literal in literals if literal.startswith(read) and literal != read]:
             char = yield from self.ahead()
@@ -170,7 +170,18 @@ class Source:
                 break
             read += char
             self.skip(1)
-        return read if read in literals else ""
+        if read and read not in literals:
+            yield from self.broken()
+        return read
+
+    def need(self, *literals: str) -> Steps[str]:
+        """Read the one of `literals` that follows; BrokenError where none does."""
+        read = yield from self.one_of(literals)
+        return read or (yield from self.broken())
+
+    def broken(self) -> Steps[NoReturn]:
+        """Something else was needed here."""
+        raise BrokenError if (yield from self.ahead()) else OverError
 
     def scan(self, scan: Callable[[str, int], int], *, hold: bool = False) -> Steps[None]:
         """Let `scan(text, at)` read from text that has come, up to the position that it returns."""
@@ -189,7 +200,7 @@ class Source:
             text, at = self._text, self._at
             match = markers.whole.search(text, at)
             end = match.start() if match else len(text) if self._over else markers.open_end(text, at)
-            told = at + len(text[at:end].rstrip())
+            told = at + len(text[at:end].rstrip(_SPACE_CHARS))
             spare = end - told
             if self._over and not match:
                 told = end
@@ -232,5 +243,6 @@ class Markers:
         return match.start() if match else len(text)
 
 
-_SPACE: Final = re.compile(r"\s*")
+_SPACE_CHARS: Final = " \t\n\r"
+_SPACE: Final = re.compile(f"[{_SPACE_CHARS}]*")
 _ANY: Final = re.compile(r".*", re.DOTALL)

@@ -47,16 +47,15 @@ def function_name(source: Source, functions: Functions) -> Steps[str]:
     """Read a function's name, which must be known."""
     name = yield from source.take(NAME)
     if name not in functions:
-        raise BrokenError if (yield from source.ahead()) else OverError
+        yield from source.broken()
     return name
 
 
 def call(source: Source, name: str, id: str | None = None) -> Steps[None]:
     """Read the arguments of a call of `name`, a JSON object that makes it certain."""
     yield from source.space()
-    char = yield from source.ahead()
-    if char != "{":
-        raise BrokenError if char else OverError
+    if (yield from source.ahead()) != "{":
+        yield from source.broken()
     source.begin_call(name, id)
     yield from arguments(source)
 
@@ -157,7 +156,7 @@ def _mistral(source: Source, functions: Functions, marker: str) -> Steps[None]:
             yield from call_object(source, functions)
             source.settle()
             yield from source.space()
-            separator = yield from source.one_of((",", "]"))
+            separator = yield from source.need(",", "]")
         return
     name = yield from function_name(source, functions)
     id = None
