@@ -25,7 +25,7 @@ from treeline_runtime.templates.pool import TemplatePool
 
 _ESCAPE_BYTES = 5
 MAX_ANALYSED_CHARS = 64 << 10
-"""Of a template: jinja2 takes a time for its variables that grows with its square. Known ones have up to 20 thousand."""
+"""Of a template, whose variables take jinja2 a time that grows with its square. Known ones have up to 20 thousand."""
 END_TOKENS = 64
 """Of a prompt, looked at for what a template has begun there."""
 
