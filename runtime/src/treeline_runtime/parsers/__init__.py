@@ -18,7 +18,7 @@ from treeline_runtime.parsers.parts import OutputParser
 from treeline_runtime.parsers.pythonic import PYTHONIC
 from treeline_runtime.parsers.qwen_xml import QWEN_XML
 from treeline_runtime.parsers.reasoning import FAMILIES, Tags
-from treeline_runtime.parsers.source import Markers, Source, Steps
+from treeline_runtime.parsers.source import Source, Steps, markers
 from treeline_runtime.parsers.tools import DEEPSEEK, HERMES, LLAMA3, MISTRAL, ToolFormat
 from treeline_runtime.registry import Registry
 
@@ -68,7 +68,7 @@ STRAYS: Final = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|e
 """Special tokens that end turns. Where a format needs special tokens in the text, these are taken out of thoughts and
 answers."""
 
-_STRAYS: Final = Markers(*STRAYS)
+_STRAYS: Final = markers(*STRAYS)
 
 
 def new(reasoning: str | None, tools: str | None, functions: Collection[str] = (), prompt: str = "") -> OutputParser:

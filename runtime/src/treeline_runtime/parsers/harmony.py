@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from treeline_runtime.parsers.source import BrokenError, Markers, Source, Steps
+from treeline_runtime.parsers.source import BrokenError, Source, Steps, markers
 from treeline_runtime.parsers.tools import Functions, attempt, call
 
 _START: Final = "<|start|>"
@@ -24,8 +24,8 @@ _MESSAGE: Final = "<|message|>"
 _CONSTRAIN: Final = "<|constrain|>"
 _BEGINNINGS: Final = (_START, _CHANNEL)
 _ENDS: Final = ("<|end|>", "<|return|>", "<|call|>")
-_BETWEEN: Final = Markers(*_BEGINNINGS)
-_WITHIN: Final = Markers(*_BEGINNINGS, *_ENDS)
+_BETWEEN: Final = markers(*_BEGINNINGS)
+_WITHIN: Final = markers(*_BEGINNINGS, *_ENDS)
 
 _WORDS: Final = re.compile(r"[^<]*")
 _RECIPIENT: Final = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
