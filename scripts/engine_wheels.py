@@ -1,6 +1,6 @@
-"""The parts of vLLM and SGLang that announce their caches, from the wheels on PyPI: `make engine-wheels`.
+"""Parts of vLLM and SGLang, from the wheels on PyPI: what announces caches, and parsers. `make engine-wheels`.
 
-The tests that have these engines' own publishers, decoders and caches speak with ours need a few Python modules of
+The tests that have these engines' own publishers, decoders, caches and parsers beside ours need a few Python modules of
 them and no more: not their dependencies, not a GPU. So each wheel is downloaded (a third of a GB for vLLM), the
 modules that are named here are taken out into .cache/engine-wheels/PACKAGE-VERSION, and the wheel is deleted. What was
 taken out must have the digest that stands here: the tests run what was looked at. The modules are their authors'
@@ -55,8 +55,24 @@ SGLANG_UNIFIED = (
     "srt/mem_cache/unified_cache/unified_tree_core_interface.py",
 )
 """With the tree that newer releases use by default, in its Python form."""
+SGLANG_OUTPUT_PARSERS = (
+    "srt/function_call/base_format_detector.py",
+    "srt/function_call/core_types.py",
+    "srt/function_call/deepseekv31_detector.py",
+    "srt/function_call/deepseekv3_detector.py",
+    "srt/function_call/gpt_oss_detector.py",
+    "srt/function_call/hermes_detector.py",
+    "srt/function_call/llama32_detector.py",
+    "srt/function_call/mistral_detector.py",
+    "srt/function_call/pythonic_detector.py",
+    "srt/function_call/qwen3_coder_detector.py",
+    "srt/function_call/utils.py",
+    "srt/parser/harmony_parser.py",
+    "srt/parser/reasoning_parser.py",
+)
+"""What finds reasoning and calls in outputs."""
 
-SGLANG_PARSER = (
+SGLANG_COMMAND_LINE = (
     "*__init__.py",
     "kernels/fused_op.py",
     "kernels/kernel_api_logging.py",
@@ -97,6 +113,7 @@ class Release:
     modules: tuple[str, ...]
     digest: str
     part: str = ""
+    """Which part of the release, where it is not its event code."""
 
     @property
     def folder(self) -> Path:
@@ -117,16 +134,21 @@ RELEASES = (
 cache holds: vLLM 0.9.0 is the first that has events, SGLang 0.5.7 the first where they are true. Before 0.5.6 it named
 a page by its own tokens alone, and 0.5.6, which is here to see that nothing wrong is made of it, took back a node that
 it split."""
-PARSERS = (
-    Release(
-        "sglang",
-        "0.5.23",
-        SGLANG_PARSER,
-        "9b7daa6184902958fd027671d7667ada492e7ad378e0d65b10b9164b03e09774",
-        "arguments",
-    ),
+COMMAND_LINES = Release(
+    "sglang",
+    "0.5.23",
+    SGLANG_COMMAND_LINE,
+    "9b7daa6184902958fd027671d7667ada492e7ad378e0d65b10b9164b03e09774",
+    "arguments",
 )
 """What reads the command line of the SGLang that a pool runs if it names no image."""
+OUTPUT_PARSERS = Release(
+    "sglang",
+    "0.5.23",
+    SGLANG_OUTPUT_PARSERS,
+    "5c9a2324298af2729ca0f402bbd21e356dfdd94ff1194421f5b7e24275a5a9d1",
+    "parsers",
+)
 
 
 class FetchError(Exception):
@@ -175,8 +197,8 @@ def fetch(release: Release) -> None:
 
 def main() -> int:
     failed = False
-    for release in (*RELEASES, *PARSERS):
-        name = f"{release.package} {release.version}"
+    for release in (*RELEASES, COMMAND_LINES, OUTPUT_PARSERS):
+        name = " ".join(filter(None, (release.package, release.version, release.part)))
         try:
             if not is_there(release):
                 fetch(release)

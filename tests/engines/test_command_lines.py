@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.engine_parsers import read_by_sglang, read_by_vllm
-from support.engine_wheels import PARSERS, is_there
+from support.engine_wheels import COMMAND_LINES, is_there
 from support.pool_world import runtime
 from treeline_bench.context import BenchmarkError
 from treeline_bench.engines.vllm import INSTALLATION
@@ -113,12 +113,11 @@ def test_vllm_takes_every_flag_as_it_is_meant() -> None:
 
 
 def test_sglang_takes_every_flag_as_it_is_meant() -> None:
-    [release] = [one for one in PARSERS if one.package == "sglang"]
-    assert sglang.IMAGE.endswith(f":v{release.version}")
-    if not is_there(release):
+    assert sglang.IMAGE.endswith(f":v{COMMAND_LINES.version}")
+    if not is_there(COMMAND_LINES):
         pytest.skip("not there: SGLang's parser (`make engine-wheels` fetches it)")
     without, *others = lines("sglang")
-    nothing, plain, full = read_by_sglang(release.folder, [*without, "--model-path=none"], *others)
+    nothing, plain, full = read_by_sglang(COMMAND_LINES.folder, [*without, "--model-path=none"], *others)
     for found in (plain, full):
         assert EVENTS.items() <= found.pop("kv_events_config").items()
     always = {

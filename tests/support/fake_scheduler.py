@@ -39,12 +39,17 @@ from treeline_runtime.messages import (
 )
 from treeline_runtime.models.pooling import pooling_of
 
+END, END_OF_TURN = 0, 2
+"""Token ids of `support.runtime_server.SPECIAL`."""
 TOKEN_S = float(os.environ.get("FAKE_TOKEN_S", "0.01"))
 CONTEXT = 4096
 
 
 class Magic:
     """Token ids that, first in a prompt, ask for something special."""
+
+    SPEAK = 57
+    """The answer is what follows, up to `END`, and ends there by itself."""
 
     SILENT = 60
     """Never a token."""
@@ -183,7 +188,12 @@ class FakeScheduler:
                 vector = vector_of(request.input_ids, self.size).tobytes() if request.pools else None
                 self.end(run, FinishReason("length"), vector)
                 continue
-            token = request.input_ids[run.produced % len(request.input_ids)]
+            if first == Magic.SPEAK and request.input_ids[run.produced + 1] == END:
+                del self.runs[request.rid]
+                run.produced += 1
+                self.emit(run, [END_OF_TURN], FinishReason("stop", matched=END_OF_TURN))
+                continue
+            token = request.input_ids[(run.produced + (first == Magic.SPEAK)) % len(request.input_ids)]
             run.produced += 1
             done = run.produced == request.sampling.max_new_tokens
             self.emit(run, [token], FinishReason("length") if done else None)

@@ -72,10 +72,13 @@ def test_tool_calls_have_the_members_and_the_order_of_the_engines_types() -> Non
     assert calls("vllm", CALL, api="responses") == calls("treeline", CALL)
     assert calls("sglang", CALL) == ["{'id': 'c', 'index': None, 'type': 'function', " + function + "}"]
     for arguments in ("{", "[1]", "3", "", None, "absent"):
-        spoilt = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-        assert "'arguments': {}" in calls("vllm", spoilt)[0]
-    with pytest.raises(PromptError):
-        calls("sglang", {"function": {"name": "f", "arguments": "[1]"}})
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        assert "'arguments': {}" in calls("vllm", call)[0]
+    for engine in ("treeline", "sglang"):
+        for spoilt in ("[1]", "3", "{"):
+            with pytest.raises(PromptError) as caught:
+                calls(engine, {"function": {"name": "f", "arguments": spoilt}})
+            assert caught.value.param == "messages[0].tool_calls[0].function.arguments"
     with pytest.raises(PromptError):
         calls("vllm", {"type": "custom", "custom": {}})
     assert calls("vllm") == []
@@ -137,17 +140,17 @@ def test_variables_of_reasoning() -> None:
         return dialect_of(engine).variables(body, given)
 
     low, high = {"reasoning_effort": "low"}, {"reasoning_effort": "high"}
-    assert variables("treeline", {}, **low) == low
+    assert variables("treeline", {}, **low) == variables("sglang", {}, **low)
     assert variables("vllm", {}, **low) == {**low, "enable_thinking": True}
     assert variables("sglang", {}, **low) == {**low, "enable_thinking": True, "thinking": True}
-    assert variables("treeline", high, **low) == variables("treeline", high) == high
+    assert variables("treeline", high) == high
+    assert variables("treeline", high, **low) == {**high, "enable_thinking": True, "thinking": True}
     assert variables("vllm", high, **low) == {**low, "enable_thinking": True}
     assert variables("sglang", high, **low)["reasoning_effort"] == "high"
     off = {"enable_thinking": False}
-    assert variables("vllm", {}, reasoning_effort="none")["enable_thinking"] is False
-    assert [variables(engine, off, **low)["enable_thinking"] for engine in ENGINES if engine != "treeline"] == [
-        False
-    ] * 2
+    for engine in ENGINES:
+        assert variables(engine, {}, reasoning_effort="none")["enable_thinking"] is False
+        assert variables(engine, off, **low)["enable_thinking"] is False
     assert variables("sglang", {}, reasoning={"enabled": True}) == {"enable_thinking": True, "thinking": True}
 
 

@@ -117,6 +117,20 @@ class ServerArgs(SchedulerConfig):
         help="where unset sampling values come from: the checkpoint's generation_config.json, or OpenAI's defaults "
         "(default: %(default)s)",
     )
+    tool_call_parser: str = setting(
+        "auto",
+        group="serving",
+        metavar="NAME",
+        help="how the model writes calls of tools, by SGLang's and vLLM's names (hermes, llama3, mistral, …); none = "
+        "requests with tools are refused (default: auto: what its chat template shows, which the log says)",
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        group="serving",
+        metavar="NAME",
+        help="how the model writes its reasoning, which answers then have apart (deepseek_r1, qwen3, …); none = it is "
+        "part of the answer (default: auto: what its chat template shows, which the log says)",
+    )
     enable_debug_endpoints: bool = setting(
         False,
         group="surfaces",

@@ -28,6 +28,7 @@ from treeline_wire.tokenizer import BundleError, TokenizerBundle
 
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.child import ChildSpec
+from treeline_runtime.config import ConfigError
 from treeline_runtime.detokenizers import ToDetokenizers
 from treeline_runtime.ipc import Begin, Observed, Outbox
 from treeline_runtime.listeners import url_of
@@ -38,6 +39,7 @@ from treeline_runtime.models.wrapped import language_model
 from treeline_runtime.server import surfaces
 from treeline_runtime.server.app import App
 from treeline_runtime.server.cors import Cors
+from treeline_runtime.server.formats import Formats, formats_of
 from treeline_runtime.server.limits import ByteBudget, Limits
 from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.server.pooling_reader import check_template
@@ -80,6 +82,7 @@ class ServedModel:
     prompts: Prompts
     defaults: SamplingDefaults
     pooling: Pooling | None
+    formats: Formats
 
     @property
     def hidden_size(self) -> int:
@@ -97,7 +100,10 @@ class ServedModel:
             pooling = pooling_of(directory, args.task, matryoshka=args.matryoshka)
             prompts = Prompts(TokenizerBundle.from_dir(directory))
             check_template(pooling, prompts)
-            return cls(directory, _read_json(directory / "config.json"), prompts, defaults, pooling)
+            formats = formats_of(prompts.bundle, args.reasoning_parser, args.tool_call_parser)
+            return cls(directory, _read_json(directory / "config.json"), prompts, defaults, pooling, formats)
+        except ConfigError as error:
+            raise ServeError(str(error)) from None
         except (BundleError, ModelError, TemplateError, ValueError) as error:
             raise ServeError(f"--model: {error}") from None
 
@@ -128,7 +134,9 @@ class Frontend:
         name = served_name(args)
         self.to_scheduler = Outbox(context, spec.addresses.scheduler)
         self.metrics = Metrics(name)
-        self.pool = ReaderPool(ReaderSpec(str(model.directory), name, model.defaults, args.log_level, model.pooling))
+        self.pool = ReaderPool(
+            ReaderSpec(str(model.directory), name, model.defaults, args.log_level, model.pooling, model.formats)
+        )
         self.service = Service(
             model_name=name,
             prompts=model.prompts,
@@ -145,6 +153,7 @@ class Frontend:
             state=state,
             budget=ByteBudget(args.max_bytes_in_flight // args.http_workers),
             pooling=model.pooling,
+            formats=model.formats,
             pool=self.pool,
             uses_priority=args.uses_priority,
             hidden_size=model.hidden_size if args.enable_return_hidden_states else None,

@@ -359,6 +359,9 @@ def serve(args: ServerArgs) -> int:
             admin_port=None if listeners.admin is None else address(listeners.admin)[1],
         )
         model = ServedModel.read(args, model_dir)
+        if model.pooling is None:
+            found = model.formats
+            logger.info("reasoning parser: %s; tool call parser: %s", found.reasoning or "none", found.tools or "none")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_run(args, listeners, model))
 

@@ -209,8 +209,7 @@ def test_what_is_no_integer_is_refused(http: httpx.Client, value: str) -> None:
 def test_what_would_change_the_answer_is_refused(http: httpx.Client) -> None:
     for field, value in {
         "lora_path": "adapter",
-        "json_schema": "{}",
-        "regex": "a",
+        "guided_whitespace_pattern": " ?",
         "best_of": 2,
         "use_beam_search": True,
     }.items():

@@ -31,17 +31,8 @@ def judge(document: Schema) -> Judge:
 # ---- the document and what the readers read -------------------------------------------------------------------------
 
 BODIES: Mapping[str, tuple[frozenset[str], Mapping[str, str]]] = {
-    "ChatBody": (
-        frozenset(openai.ChatBody.__struct_fields__)
-        | openai.NAMESPACE_FIELDS
-        | openai.TEMPLATE_FIELDS
-        | {"reasoning_effort"},
-        HARMLESS,
-    ),
-    "CompletionBody": (
-        frozenset(openai.CompletionBody.__struct_fields__) | openai.NAMESPACE_FIELDS,
-        HARMLESS,
-    ),
+    "ChatBody": (openai.CHAT_FIELDS | {"reasoning_effort"}, HARMLESS),
+    "CompletionBody": (openai.COMPLETION_FIELDS, HARMLESS),
     "GenerateBody": (native.GENERATE_FIELDS, NATIVE_HARMLESS),
     "NativeSampling": (native.SAMPLING_FIELDS, HARMLESS),
     "TokenizeBody": (native.TOKENIZE_FIELDS, HARMLESS),
@@ -94,7 +85,23 @@ SAID: list[tuple[str, Schema]] = [
     (CHAT, HELLO | {"messages": "hi"}),
     (CHAT, HELLO | {"messages": [{"content": "hi"}]}),
     (CHAT, {"max_tokens": 1}),
-    (CHAT, HELLO | {"tool_choice": "required"}),
+    (CHAT, HELLO | {"tool_choice": "requested"}),
+    (CHAT, HELLO | {"tool_choice": "none", "tools": [{"type": "function", "function": {"name": "f"}}]}),
+    (CHAT, HELLO | {"tool_choice": "none", "tools": [{"type": "function", "function": {"name": "f g"}}]}),
+    (CHAT, HELLO | {"tool_choice": "none", "tools": [{"type": "function", "function": {"parameters": {}}}]}),
+    (CHAT, HELLO | {"parallel_tool_calls": 1}),
+    (CHAT, HELLO | {"separate_reasoning": False, "stream_reasoning": None, "include_reasoning": "no"}),
+    (CHAT, HELLO | {"response_format": {"type": "json_object"}}),
+    (CHAT, HELLO | {"response_format": []}),
+    (CHAT, HELLO | {"json_schema": {}}),
+    (CHAT, HELLO | {"guided_json": "{}"}),
+    (CHAT, HELLO | {"guided_json": False}),
+    (CHAT, HELLO | {"guided_choice": ["a", "b"]}),
+    (CHAT, HELLO | {"choice": ["a", 1]}),
+    (COMPLETION, HI | {"guided_regex": "a+"}),
+    (COMPLETION, HI | {"structured_outputs": {"regex": "a+"}}),
+    (COMPLETION, HI | {"structured_outputs": "a+"}),
+    (COMPLETION, HI | {"tools": [{}]}),
     (CHAT, HELLO | {"unheard": 1}),
     (CHAT, HELLO | {"reasoning_effort": "none"}),
     (CHAT, HELLO | {"cache_salt": 5}),
@@ -125,7 +132,9 @@ SAID: list[tuple[str, Schema]] = [
     ("/generate", TEXT | {"text": ["a", "b"], "return_logprob": [True, False], "stream_options": 5}),
     ("/generate", {"input_ids": [[1], [2]], "sampling_params": [{"max_new_tokens": 1}, None]}),
     ("/generate", TEXT | {"sampling_params": {"max_new_tokens": 1, "top_k": 5, "regex": None}}),
-    ("/generate", TEXT | {"sampling_params": {"regex": "a+"}}),
+    ("/generate", TEXT | {"sampling_params": {"max_new_tokens": 1, "regex": "a+"}}),
+    ("/generate", TEXT | {"sampling_params": {"regex": ["a+"]}}),
+    ("/generate", TEXT | {"sampling_params": {"guided_regex": "a+"}}),
     ("/generate", TEXT | {"sampling_params": {"temperature": -1}}),
     ("/generate", TEXT | {"sampling_params": 5}),
     ("/generate", TEXT | {"rid": ""}),

@@ -1,1 +1,136 @@
-"""From an output's text to its parts: what was thought, said, and which tools are called."""
+"""From an output's text to its parts: what was thought, said, and which tools are called.
+
+Formats are chosen by the names that SGLang and vLLM give them (`--reasoning-parser`, `--tool-call-parser`); `-` and `_`
+are alike in names. Which output a format stands for is in its module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from treeline_runtime.parsers import structures
+from treeline_runtime.parsers.chain import Chained, Reading, Without
+from treeline_runtime.parsers.harmony import ANSWER, HARMONY, Harmony
+from treeline_runtime.parsers.parts import OutputParser
+from treeline_runtime.parsers.pythonic import PYTHONIC
+from treeline_runtime.parsers.qwen_xml import QWEN_XML
+from treeline_runtime.parsers.reasoning import FAMILIES, Tags
+from treeline_runtime.parsers.source import Source, Steps, markers
+from treeline_runtime.parsers.tools import DEEPSEEK, HERMES, LLAMA3, MISTRAL, ToolFormat
+from treeline_runtime.registry import Registry
+
+
+@dataclass(frozen=True)
+class Calls:
+    """How a model writes calls: the parser, and for constrained decoding what it writes."""
+
+    format: ToolFormat
+    structure: structures.Structure
+
+
+_HERMES: Final = Calls(HERMES, structures.hermes)
+_LLAMA3: Final = Calls(LLAMA3, structures.llama3)
+_DEEPSEEK_V3: Final = Calls(DEEPSEEK, structures.deepseek_v3)
+_DEEPSEEK_V31: Final = Calls(DEEPSEEK, structures.deepseek_v31)
+_HARMONY: Final = Calls(HARMONY, structures.harmony)
+_PYTHONIC: Final = Calls(PYTHONIC, structures.pythonic)
+_QWEN_XML: Final = Calls(QWEN_XML, structures.qwen_xml)
+
+REASONING: Final[Registry[Tags | Harmony]] = Registry(
+    "reasoning parser", {**FAMILIES, "gpt_oss": HARMONY, "openai_gptoss": HARMONY}
+)
+TOOLS: Final = Registry(
+    "tool call parser",
+    {
+        "deepseek_v3": _DEEPSEEK_V3,
+        "deepseek_v31": _DEEPSEEK_V31,
+        "deepseekv3": _DEEPSEEK_V3,
+        "deepseekv31": _DEEPSEEK_V31,
+        "gpt_oss": _HARMONY,
+        "hermes": _HERMES,
+        "llama3": _LLAMA3,
+        "llama3_json": _LLAMA3,
+        "llama4_json": _LLAMA3,
+        "llama4_pythonic": _PYTHONIC,
+        "mistral": Calls(MISTRAL, structures.mistral),
+        "openai": _HARMONY,
+        "pythonic": _PYTHONIC,
+        "qwen": _HERMES,
+        "qwen25": _HERMES,
+        "qwen3_coder": _QWEN_XML,
+        "qwen3_xml": _QWEN_XML,
+    },
+)
+STRAYS: Final = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>")
+"""Special tokens that end turns. Where a format needs special tokens in the text, these are taken out of thoughts and
+answers."""
+
+_STRAYS: Final = markers(*STRAYS)
+
+
+def new(reasoning: str | None, tools: str | None, functions: Collection[str] = (), prompt: str = "") -> OutputParser:
+    """A parser for one output: its reasoning first, then calls of `functions`. None: not looked for.
+
+    `functions` are names, better names → JSON Schema of the parameters: formats that are not JSON need it to tell
+    strings from numbers. `prompt` is what the output follows, or the end of it: a template may have begun the
+    reasoning there, or have left it out. Raises ConfigError for a name of a parser that is not known.
+    """
+    schemas = functions if isinstance(functions, Mapping) else dict.fromkeys(functions)
+    thoughts = None if reasoning is None else REASONING.get(_known(reasoning))
+    calls = None if tools is None else TOOLS.get(_known(tools)).format
+    parsers: list[OutputParser] = []
+    if isinstance(thoughts, Harmony) or isinstance(calls, Harmony):  # which is both in one
+        parsers.append(Reading(partial(HARMONY.steps, functions=schemas if calls is HARMONY else {}, prompt=prompt)))
+    elif thoughts is not None:
+        inside = thoughts.begins_inside(prompt)
+        parsers.append(Reading(partial(thoughts.steps, inside=inside, tools=calls is not None)))
+    if calls is not None and not isinstance(calls, Harmony):
+        parsers.append(Reading(partial(calls.steps, functions=schemas)))
+    parser = Chained(*parsers) if len(parsers) == 2 else parsers[0] if parsers else Reading(_all_said)
+    return Without(parser, _STRAYS) if needs_special_tokens(reasoning, tools) else parser
+
+
+def needs_special_tokens(reasoning: str | None, tools: str | None) -> bool:
+    """Must an output's text have its special tokens (`skip_special_tokens: false`) for these formats to be found in
+    it? Then `STRAYS` are removed from what is told. Raises ConfigError for a name that is not known."""
+    formats = (
+        None if reasoning is None else REASONING.get(_known(reasoning)),
+        None if tools is None else TOOLS.get(_known(tools)).format,
+    )
+    return any(format is not None and format.special for format in formats)
+
+
+def reasoning_end(reasoning: str | None, prompt: str, tools: str | None = None) -> str:
+    """The text from behind which a grammar holds, in an output that follows `prompt`: the end of the reasoning; "" =
+    from the beginning on. `tools` names the format where the grammar is its `structure`: harmony's has the reasoning
+    within. Raises ConfigError for a name of a parser that is not known."""
+    tags = None if reasoning is None else REASONING.get(_known(reasoning))
+    if isinstance(tags, Tags):
+        return tags.end_after(prompt)
+    within = tools is not None and TOOLS.get(_known(tools)) is _HARMONY
+    return "" if tags is None or within or prompt.endswith(ANSWER) else ANSWER
+
+
+def structure(
+    tools: str, functions: Sequence[structures.Function], *, required: bool, parallel: bool
+) -> dict[str, Any]:
+    """The structural tag (xgrammar 0.2.8) of outputs in which these functions may be called, behind the reasoning.
+
+    `required`: calls and nothing else, at least one (`tool_choice` "required"; for a named function give that one
+    alone); else text in which there may be calls ("auto"). `parallel`: of calls there may be several. There must be
+    a function. Raises ConfigError for a name of a parser that is not known.
+    """
+    assert functions
+    format = TOOLS.get(_known(tools)).structure(functions, required=required, parallel=parallel)
+    return {"type": "structural_tag", "format": format}
+
+
+def _known(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def _all_said(source: Source) -> Steps[None]:
+    yield from source.rest(source.say)

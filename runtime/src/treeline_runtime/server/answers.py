@@ -29,11 +29,17 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int
+
+
 class Usage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | Maybe = UNSET
+    completion_tokens_details: CompletionTokensDetails | Maybe = UNSET
+    """Where the model thinks, and the end of it is a token."""
 
 
 class TokenLogprob(Struct):
@@ -56,16 +62,37 @@ Matched = int | str | None
 """The stop token or string that ended the text."""
 
 
+ChatFinishReason = Literal["stop", "length", "tool_calls", "abort"]
+
+
+class CalledFunction(Struct):
+    name: str
+    arguments: str
+    """JSON, of an object unless it was cut off."""
+
+
+class ToolCall(Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(Struct):
+    """`content` is null where tools are called and nothing is said; the reasoning, under two names, is there where the
+    server tells it apart."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str | Maybe | None = UNSET
+    reasoning: str | Maybe | None = UNSET
+    tool_calls: list[ToolCall] | Maybe = UNSET
 
 
 class ChatChoice(Struct):
     index: int
     message: ChatMessage
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     matched_stop: Matched
     logprobs: ChatLogprobs | None
 
@@ -79,16 +106,33 @@ class ChatCompletion(Struct):
     usage: Usage
 
 
+class FunctionDelta(Struct):
+    arguments: str
+    name: str | Maybe = UNSET
+
+
+class ToolCallDelta(Struct):
+    """The first of a call has its id, type and name; the others go on with the arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | Maybe = UNSET
+    type: Literal["function"] | Maybe = UNSET
+
+
 class ChatDelta(Struct):
     role: Literal["assistant"] | Maybe = UNSET
     content: str | Maybe = UNSET
     refusal: Maybe | None = UNSET
+    reasoning_content: str | Maybe = UNSET
+    reasoning: str | Maybe = UNSET
+    tool_calls: list[ToolCallDelta] | Maybe = UNSET
 
 
 class ChatChunkChoice(Struct):
     index: int
     delta: ChatDelta
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     logprobs: ChatLogprobs | None
     matched_stop: Matched | Maybe = UNSET
 

@@ -2,90 +2,114 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 from treeline_runtime.messages import TextOut
 from treeline_runtime.server import openai
+from treeline_runtime.server.chat_answers import Choice, message
 from treeline_runtime.server.http import DONE, Request, Response, event
-from treeline_runtime.server.jobs import ChatTask, GenerationJob, Streaming
+from treeline_runtime.server.jobs import ChatTask
 from treeline_runtime.server.pacing import Pacer, open_object
 from treeline_runtime.server.service import Service, token_headers, usage
+from treeline_runtime.server.special_tokens import SpecialTokens
 from treeline_runtime.tokenizer_manager import InflightRequest
+
+_NOTHING_SPECIAL: Final = SpecialTokens(())
 
 
 async def chat_completions(service: Service, request: Request) -> Response | None:
     service.admit()
     task = await service.read(request, "chat", ChatTask)
-    job = task.job
-    inflight = await service.open(job)
+    inflight = await service.open(task.job)
     try:
+        answer = _Answer(service, task)
         if task.streaming.on:
-            await _stream(service, request, task.streaming, job, inflight)
+            await answer.stream(request, inflight)
             return None
-        outs = await service.collect(inflight)
-        return await _answer(service, job, outs)
+        return await answer.whole(await service.collect(inflight))
     finally:
         inflight.close()
 
 
-async def _answer(service: Service, job: GenerationJob, outs: list[TextOut]) -> Response:
-    head = openai.envelope(job.rid, "chat.completion", service.model_name) | {
-        "usage": usage(job, dict(enumerate(outs)))
-    }
-    pieces, pacer = [open_object(head, "choices"), b"["], Pacer()
-    for index, out in enumerate(outs):
-        choice = {
-            "index": index,
-            "message": {"role": "assistant", "content": out.text, "refusal": None},
-            "finish_reason": openai.finish_reason(out.finish),
-            "matched_stop": None if out.finish is None else out.finish.matched,
-        }
-        pieces += [b"," if index else b"", open_object(choice, "logprobs")]
-        pieces += [*await openai.chat_logprobs(out, service.prompts, pacer), b"}"]
-    headers = token_headers(job.prompt_tokens, outs[0].cached_tokens)
-    return Response([*pieces, b"]}"], headers=tuple(headers))
+class _Answer:
+    """What becomes of the outputs of one request."""
 
+    def __init__(self, service: Service, task: ChatTask) -> None:
+        self._service = service
+        self._task = task
+        parsing = task.parsing
+        hidden = parsing is not None and parsing.needs_special_tokens and not task.shown.special_tokens
+        special = service.prompts.special_tokens if hidden else _NOTHING_SPECIAL
+        closing = None if parsing is None else parsing.closing
+        end = None if closing is None else service.prompts.token_of(closing)
+        self._choices = [
+            Choice(None if parsing is None else parsing.parser(), task.shown, special, end) for _ in range(task.job.n)
+        ]
 
-async def _stream(
-    service: Service, request: Request, streaming: Streaming, job: GenerationJob, inflight: InflightRequest
-) -> None:
-    head = openai.envelope(job.rid, "chat.completion.chunk", service.model_name)
-    if streaming.usage:
-        head["usage"] = None
-    last: dict[int, TextOut] = {}
+    def _usage(self, outs: Mapping[int, TextOut]) -> dict[str, object]:
+        counts = [count for choice in self._choices if (count := choice.reasoning_tokens) is not None]
+        return usage(self._task.job, outs, sum(counts) if counts else None)
 
-    def counted() -> dict[str, object]:
-        return usage(job, last)
+    async def whole(self, outs: list[TextOut]) -> Response:
+        job, parsing = self._task.job, self._task.parsing
+        reasons = parsing is not None and parsing.reasoning is not None
+        pieces, pacer = list[bytes](), Pacer()
+        for index, (choice, out) in enumerate(zip(self._choices, outs, strict=True)):
+            shown = {
+                "index": index,
+                "message": message(await choice.take(out, pacer), reasons=reasons),
+                "finish_reason": choice.finish_reason(out.finish),
+                "matched_stop": None if out.finish is None else out.finish.matched,
+            }
+            pieces += [b"," if index else b"", open_object(shown, "logprobs")]
+            pieces += [*await openai.chat_logprobs(out, self._service.prompts, pacer), b"}"]
+        head = openai.envelope(job.rid, "chat.completion", self._service.model_name)
+        head["usage"] = self._usage(dict(enumerate(outs)))
+        headers = token_headers(job.prompt_tokens, outs[0].cached_tokens)
+        return Response([open_object(head, "choices"), b"[", *pieces, b"]}"], headers=tuple(headers))
 
-    def begun(index: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
-        """A chunk up to its `choices[0].logprobs`."""
-        shown = head | {"usage": counted()} if streaming.continuous_usage and last else head
-        choice = {"index": index, "delta": delta, "finish_reason": finish, **more}
-        return b"data: " + open_object(shown, "choices") + b"[" + open_object(choice, "logprobs")
+    async def stream(self, request: Request, inflight: InflightRequest) -> None:
+        job, streaming = self._task.job, self._task.streaming
+        head = openai.envelope(job.rid, "chat.completion.chunk", self._service.model_name)
+        if streaming.usage:
+            head["usage"] = None
+        last: dict[int, TextOut] = {}
 
-    async def frames(index: int, out: TextOut, pacer: Pacer) -> list[bytes]:
-        last[index] = out
-        made = list[bytes]()
-        if out.text or (out.logprobs and out.token_ids):
-            logprobs = await openai.chat_logprobs(out, service.prompts, pacer)
-            made += [begun(index, {"content": out.text}), *logprobs, _END]
-        if out.finish is not None:
-            finish = openai.finish_reason(out.finish)
-            made += [begun(index, {}, finish, matched_stop=out.finish.matched), b"null", _END]
-        return made
+        def begun(index: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
+            """A chunk up to its `choices[0].logprobs`."""
+            shown = head | {"usage": self._usage(last)} if streaming.continuous_usage and last else head
+            choice = {"index": index, "delta": delta, "finish_reason": finish, **more}
+            return b"data: " + open_object(shown, "choices") + b"[" + open_object(choice, "logprobs")
 
-    def closing() -> bytes:
-        return (event({**head, "choices": [], "usage": counted()}) if streaming.usage else b"") + DONE
+        async def frames(index: int, out: TextOut, pacer: Pacer) -> list[bytes]:
+            last[index] = out
+            choice, made = self._choices[index], list[bytes]()
+            deltas = await choice.take(out, pacer)
+            logprobs = openai.NO_LOGPROBS
+            if out.logprobs and out.token_ids:
+                logprobs = await openai.chat_logprobs(out, self._service.prompts, pacer)
+                deltas = deltas or [{}]  # tokens that say nothing, or whose text is held back
+            for delta in deltas:
+                made += [begun(index, delta), *logprobs, _END]
+                logprobs = openai.NO_LOGPROBS
+            if out.finish is not None:
+                finish = choice.finish_reason(out.finish)
+                made += [begun(index, {}, finish, matched_stop=out.finish.matched), b"null", _END]
+            return made
 
-    role = {"role": "assistant", "content": "", "refusal": None}
-    await service.stream(
-        request,
-        inflight,
-        frames,
-        headers_of=lambda out: token_headers(job.prompt_tokens, out.cached_tokens),
-        opening=b"".join(begun(index, role) + b"null" + _END for index in range(job.n)),
-        closing=closing,
-    )
+        def closing() -> bytes:
+            return (event({**head, "choices": [], "usage": self._usage(last)}) if streaming.usage else b"") + DONE
+
+        role = {"role": "assistant", "content": "", "refusal": None}
+        await self._service.stream(
+            request,
+            inflight,
+            frames,
+            headers_of=lambda out: token_headers(job.prompt_tokens, out.cached_tokens),
+            opening=b"".join(begun(index, role) + b"null" + _END for index in range(job.n)),
+            closing=closing,
+        )
 
 
 _END = b"}]}\n\n"

@@ -1,7 +1,7 @@
 """Request fields that we do not act on: which may be there anyway, and which must be refused.
 
 Three kinds. *Harmless* fields change nothing about an answer (bookkeeping, statistics). *Neutral* values ask for what
-happens anyway (`tool_choice: none`, `logprobs: false`). Everything else that we do not support is an error that names
+happens anyway (`best_of: 1`, `logprobs: false`). Everything else that we do not support is an error that names
 the field: ignoring it would give an answer to another question.
 """
 
@@ -26,9 +26,8 @@ HARMLESS: Mapping[str, str] = {
     "prompt_cache_key": "a hint to route by; prefixes are found without it",
     "prompt_cache_retention": "a hint how long to keep a prefix; the answer is the same",
     "safety_identifier": "says who asks, for statistics",
-    "parallel_tool_calls": "without tools, which are refused, it says nothing",
     "log_metrics": "whether the engine counts the request: sent by SGLang's router with its probes",
-    "include_reasoning": "whether to show the reasoning apart from the answer; nothing is parsed out of an answer",
+    "guided_decoding_backend": "which library holds an output to a grammar, at vLLM; the outputs are the same",
     "stream_interval": "at least so many tokens a chunk: SGLang's bench_one_batch_server; chunks are as they come",
     "session_id": "whose turns belong together, a hint to route by: SGLang's bench_serving",
     "routed_dp_rank": "there is one rank: sent by SGLang's router",
@@ -45,6 +44,8 @@ NATIVE_HARMLESS: Mapping[str, str] = {
 MESSAGE_FIELDS = frozenset({"role", "content"})
 INERT_MESSAGE_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
 """What a model thought in earlier turns: templates without a place for it leave it out on purpose."""
+INERT_RESULT_FIELDS = INERT_MESSAGE_FIELDS | {"tool_call_id", "name"}
+"""Which call a `role: tool` message answers: templates without a place for it go by the order."""
 PART_FIELDS = frozenset({"type", "text"})
 INERT_PART_FIELDS = frozenset({"cache_control"})
 
@@ -59,6 +60,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "lora_path": ("",),
     "separate_reasoning": (True,),
+    "include_reasoning": (True,),
+    "parallel_tool_calls": (True,),
     "stream_reasoning": (True,),
     "spaces_between_special_tokens": (True,),
     "beam_width": (1,),
@@ -102,7 +105,9 @@ def check_messages(messages: Any, template_reads: Callable[[str], bool]) -> None
             continue
         where = f"messages[{i}]."
         unread = {name: value for name, value in message.items() if not template_reads(name)}
-        check_unknown(unread, MESSAGE_FIELDS, harmless=INERT_MESSAGE_FIELDS, where=where)
+        inert = INERT_RESULT_FIELDS if message.get("role") == "tool" else INERT_MESSAGE_FIELDS
+        check_unknown(unread, MESSAGE_FIELDS, harmless=inert, where=where)
+        _check_calls(message.get("tool_calls"), f"{where}tool_calls")
         content = message.get("content")
         if content is None and message.get("role") not in (None, "assistant"):
             param = where + "content"
@@ -112,6 +117,25 @@ def check_messages(messages: Any, template_reads: Callable[[str], bool]) -> None
         for j, part in enumerate(content if isinstance(content, list) else ()):
             if isinstance(part, dict) and part.get("type", "text") == "text":
                 check_unknown(part, PART_FIELDS, harmless=INERT_PART_FIELDS, where=f"{where}content[{j}].")
+
+
+def _check_calls(calls: Any, where: str) -> None:
+    """Raises ApiError 400 for calls of an earlier turn that a template could not write. Arguments that are a text are
+    parsed where it is rendered."""
+    for i, call in enumerate(calls if isinstance(calls, list) else ()):
+        if not isinstance(call, dict):
+            continue
+        param = f"{where}[{i}]"
+        function = call.get("function")
+        if call.get("type", "function") != "function" or not isinstance(function, dict):
+            raise ApiError(400, f"Invalid value for {param!r}: expected the call of a function", param=param)
+        for member, types, said in (
+            ("name", str, "a text"),
+            ("arguments", str | dict | None, "the text of a JSON object"),
+        ):
+            if not isinstance(function.get(member), types):
+                wrong = f"{param}.function.{member}"
+                raise ApiError(400, f"Invalid value for {wrong!r}: expected {said}", param=wrong)
 
 
 def is_neutral(name: str, value: Any) -> bool:

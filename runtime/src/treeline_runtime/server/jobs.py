@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from treeline_runtime.messages import GenerateReq, SamplingParams
+from treeline_runtime.server.formats import Parsing
 
 
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -56,6 +57,12 @@ class GenerationJob(msgspec.Struct, frozen=True, omit_defaults=True):
     def generations(self) -> int:
         return len(self.prompts) * self.n
 
+    @property
+    def grammar_chars(self) -> int:
+        """Of what its outputs are held to, once for each generation."""
+        grammars = (prompt.sampling.grammar for prompt in self.prompts)
+        return self.n * sum(len(grammar.source) for grammar in grammars if grammar is not None)
+
     def requests(self) -> list[GenerateReq]:
         """One per choice, prompt by prompt. A seed gives each of a prompt's choices its own, reproducible one."""
         single = self.generations == 1
@@ -95,9 +102,24 @@ class Streaming(msgspec.Struct, frozen=True, omit_defaults=True):
     """The usage so far in every chunk."""
 
 
+class Shown(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What of a chat's output is told, and how."""
+
+    reasoning: bool = True
+    reasoning_at_once: bool = False
+    """In one piece, when it is over."""
+    several_calls: bool = True
+    """If not, the first alone."""
+    special_tokens: bool = False
+    """Those of the output too."""
+
+
 class ChatTask(msgspec.Struct, tag="chat", frozen=True):
     job: GenerationJob
     streaming: Streaming
+    parsing: Parsing | None = None
+    """How thoughts and calls are found in the output; None: it is all said."""
+    shown: Shown = Shown()
 
 
 class CompletionTask(msgspec.Struct, tag="completion", frozen=True):

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from treeline_runtime.server import openai
+from treeline_runtime.server import grammars, openai, tools
 from treeline_runtime.server.sampling import MAX_TOP_LOGPROBS, Count, Priority, SamplingFields, Seed, TokenId
 
 StartLen = Annotated[int, Meta(ge=-1, le=1 << 31)]
@@ -59,6 +59,6 @@ class ManyLists(Struct, frozen=True):
 
 
 GENERATE_FIELDS = frozenset(GenerateBody.__struct_fields__) | openai.NAMESPACE_FIELDS
-SAMPLING_FIELDS = frozenset(NativeSampling.__struct_fields__)
-TOKENIZE_FIELDS = frozenset(TokenizeBody.__struct_fields__) | openai.TEMPLATE_FIELDS
+SAMPLING_FIELDS = frozenset(NativeSampling.__struct_fields__) | grammars.SAMPLING_FIELDS
+TOKENIZE_FIELDS = frozenset(TokenizeBody.__struct_fields__) | openai.TEMPLATE_FIELDS | tools.FIELDS
 DETOKENIZE_FIELDS = frozenset(DetokenizeBody.__struct_fields__)

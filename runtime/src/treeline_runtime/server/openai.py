@@ -11,8 +11,10 @@ from msgspec import Meta, Struct
 from treeline_wire.prompt import PromptError, namespace_of
 
 from treeline_runtime.messages import FinishReason, SamplingParams, TextLogprob, TextOut, decode_logprobs
+from treeline_runtime.server import grammars, tools
 from treeline_runtime.server.errors import short
 from treeline_runtime.server.fields import check_unknown, convert, is_neutral
+from treeline_runtime.server.grammars import Constraint
 from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.jobs import Caller, Streaming
 from treeline_runtime.server.pacing import Pacer, elements
@@ -39,18 +41,22 @@ class CommonBody(SamplingFields, frozen=True):
     min_tokens: Count | None = None
     rid: Rid | None = None
     priority: Priority | None = None
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
 
 
 class ChatBody(CommonBody, frozen=True):
-    """What of a chat request we act on, besides `TEMPLATE_FIELDS`."""
+    """What of a chat request we act on, besides `TEMPLATE_FIELDS`, `tools.FIELDS` and `grammars.FIELDS`."""
 
     messages: Any = None
     max_tokens: PositiveCount | None = None
     max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    include_reasoning: bool | None = None
+    """Show what was thought at all: vLLM's."""
+    separate_reasoning: bool | None = None
+    """Apart from what is said: SGLang's."""
+    stream_reasoning: bool | None = None
+    """As it comes: SGLang's."""
 
 
 class CompletionBody(CommonBody, frozen=True):
@@ -70,14 +76,18 @@ MAX_SALT_CHARS = 1024
 TEMPLATE_FIELDS = frozenset({"documents", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"})
 """Read, and checked, by wire's `prompt_of_chat`."""
 
-_CHAT_FIELDS = frozenset(ChatBody.__struct_fields__) | NAMESPACE_FIELDS | TEMPLATE_FIELDS
-_COMPLETION_FIELDS = frozenset(CompletionBody.__struct_fields__) | NAMESPACE_FIELDS
+CHAT_FIELDS = (
+    frozenset(ChatBody.__struct_fields__) | NAMESPACE_FIELDS | TEMPLATE_FIELDS | tools.FIELDS | grammars.FIELDS
+)
+COMPLETION_FIELDS = frozenset(CompletionBody.__struct_fields__) | NAMESPACE_FIELDS | grammars.FIELDS
+EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
+"""Of chat templates: an effort sets them all (`treeline_wire.dialects.treeline`)."""
 
 
 def read_chat(body: Mapping[str, Any], reader: Reader) -> ChatBody:
     """Raises ApiError 400 or 404."""
-    known = _CHAT_FIELDS
-    if reader.prompts.template_reads("reasoning_effort"):
+    known = CHAT_FIELDS
+    if any(map(reader.prompts.template_takes, EFFORT_VARIABLES)):
         known |= {"reasoning_effort"}
     typed = convert(body, ChatBody)
     _check_common(body, typed, reader, known)
@@ -98,7 +108,7 @@ def read_completion(body: Mapping[str, Any], reader: Reader) -> CompletionBody:
     if body.get("logprobs") is False:  # chat's spelling of "none"
         body = {**body, "logprobs": None}
     typed = convert(body, CompletionBody)
-    _check_common(body, typed, reader, _COMPLETION_FIELDS)
+    _check_common(body, typed, reader, COMPLETION_FIELDS)
     if typed.prompt is None:
         raise ApiError(400, "Missing required parameter: 'prompt'", param="prompt", code="missing_required_parameter")
     return typed
@@ -107,9 +117,6 @@ def read_completion(body: Mapping[str, Any], reader: Reader) -> CompletionBody:
 def _check_common(body: Mapping[str, Any], typed: CommonBody, reader: Reader, known: frozenset[str]) -> None:
     check_unknown(body, known)
     reader.check_model(typed.model)
-    if typed.functions or (typed.tools and body.get("tool_choice") != "none"):
-        name = "functions" if typed.functions else "tools"
-        raise ApiError(400, f"{name!r} is not supported by this server", param=name, code="unsupported_parameter")
     if typed.stream_options is not None:
         if not typed.stream:
             raise ApiError(400, "'stream_options' is only allowed with 'stream': true", param="stream_options")
@@ -150,13 +157,16 @@ def namespace(body: Mapping[str, Any], caller: Caller) -> str | None:
         raise ApiError(400, f"Invalid value for {error.param!r}: {error}", param=error.param) from None
 
 
-def sampling(body: CommonBody, reader: Reader, max_new_tokens: int) -> SamplingParams:
+def sampling(
+    body: CommonBody, reader: Reader, max_new_tokens: int, constraint: Constraint | None = None
+) -> SamplingParams:
     return body.params(
         reader.defaults,
         reader.prompts.vocab_size,
         max_new_tokens=max_new_tokens,
         min_new_tokens=body.min_tokens,
         seed=body.seed,
+        constraint=constraint,
     )
 
 

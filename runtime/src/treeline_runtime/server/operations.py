@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from treeline_runtime.server import answers, openai
+from treeline_runtime.server import answers, openai, tools
 from treeline_runtime.server import native_fields as native
 from treeline_runtime.server import pooling_fields as pooling
+from treeline_runtime.server.chat_reader import EFFORTS
 from treeline_runtime.server.fields import NATIVE_HARMLESS
 from treeline_runtime.server.schema import Body, Operation, Schema
 
@@ -24,6 +25,11 @@ MESSAGES: Schema = {
         "properties": {
             "role": {"type": "string"},
             "content": {"anyOf": [{"type": "string"}, {"type": "array"}, {"type": "null"}]},
+            "tool_calls": {
+                "type": ["array", "null"],
+                "description": "Of the assistant; arguments are the text of JSON.",
+            },
+            "tool_call_id": {"type": ["string", "null"], "description": "Which call a message of `tool` answers."},
         },
     },
 }
@@ -45,17 +51,57 @@ _SALT = _said(
     type=["string", "null"],
     maxLength=openai.MAX_SALT_CHARS,
 )
+_FLAG = ["boolean", "null"]
 _FOR_TEMPLATE = "For the chat template."
 _TEMPLATE = {
     **_said(["documents"], _FOR_TEMPLATE, type=["array", "null"]),
     **_said(["add_generation_prompt", "continue_final_message"], _FOR_TEMPLATE, type=["boolean", "null"]),
     **_said(["chat_template_kwargs"], _FOR_TEMPLATE, type=["object", "null"]),
 }
-_TOOLS = _said(
-    ["tools", "functions"],
-    "Not supported: an empty list, or `tools` with `tool_choice: none`.",
-    type=["array", "null"],
-)
+_GRAMMAR = "What the output must be: one of these fields at most."
+_OBJECT, _TEXT, _TEXTS_OF = ["object", "null"], ["string", "null"], ["array", "null"]
+_OWN_GRAMMARS = {
+    **_said(["json_schema"], f"A JSON Schema. {_GRAMMAR}", type=["object", "string", "null"]),
+    **_said(["regex"], f"What the whole output matches. {_GRAMMAR}", type=_TEXT),
+    **_said(["ebnf"], f"A grammar in xgrammar's form, with a rule `root ::= …`. {_GRAMMAR}", type=_TEXT),
+    **_said(["structural_tag"], f"xgrammar's, or SGLang's older form. {_GRAMMAR}", type=["object", "string", "null"]),
+    **_said(["choice"], f"Texts, one of which is the output. {_GRAMMAR}", type=_TEXTS_OF, items={"type": "string"}),
+}
+_GRAMMARS = {
+    **_OWN_GRAMMARS,
+    **_said(["response_format"], f"OpenAI's, and type `structural_tag`. {_GRAMMAR}", type=_OBJECT),
+    **_said(["structured_outputs"], f"vLLM's object. {_GRAMMAR}", type=_OBJECT),
+    **{
+        f"guided_{theirs}": _OWN_GRAMMARS[ours] | {"description": f"vLLM's name of `{ours}`."}
+        for theirs, ours in (("json", "json_schema"), ("regex", "regex"), ("choice", "choice"), ("grammar", "ebnf"))
+    },
+}
+_TOOL: Schema = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "type": {"enum": ["function"]},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"},
+                "description": {"type": _TEXT},
+                "parameters": {"type": _OBJECT, "description": "A JSON Schema of the arguments."},
+                "strict": {"type": ["boolean", "null"], "description": "The arguments hold the schema."},
+            },
+        },
+    },
+}
+_TOOLS = {
+    **_said(["tools"], "What the model may call.", type=["array", "null"], items=_TOOL, maxItems=tools.MAX_TOOLS),
+    **_said(
+        ["tool_choice"],
+        "`auto` unless it is there. An object names the function that is called, or is OpenAI's `allowed_tools`.",
+        anyOf=[{"enum": ["none", "auto", "required", None]}, {"type": "object"}],
+    ),
+    **_said(["parallel_tool_calls"], "Whether there may be several calls; true unless it is there.", type=_FLAG),
+}
 
 STREAM_OPTIONS = Body(struct=openai.StreamOptions, description="What the chunks of a stream have besides.", harmless={})
 CHAT_BODY = Body(
@@ -65,7 +111,12 @@ CHAT_BODY = Body(
         **_SALT,
         **_TEMPLATE,
         **_TOOLS,
-        **_said(["reasoning_effort"], "For the chat template; only `none` where it does not read it."),
+        **_GRAMMARS,
+        **_said(
+            ["reasoning_effort"],
+            "For the chat template, whose thinking it turns on or off; only `none` where it reads neither.",
+            enum=[*sorted(EFFORTS), None],
+        ),
         "messages": MESSAGES,
         "stream_options": {"anyOf": [STREAM_OPTIONS.reference, {"type": "null"}]},
     },
@@ -77,7 +128,7 @@ COMPLETION_BODY = Body(
     description="Prompts to go on with. Unset sampling values come from the checkpoint, `max_tokens` is 16.",
     others={
         **_SALT,
-        **_TOOLS,
+        **_GRAMMARS,
         "prompt": PROMPT,
         "logprobs": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 20}, {"enum": [None, False]}]},
         "stream_options": {"anyOf": [STREAM_OPTIONS.reference, {"type": "null"}]},
@@ -88,6 +139,7 @@ COMPLETION_BODY = Body(
 SAMPLING = Body(
     struct=native.NativeSampling,
     description="Unset values come from the checkpoint, `max_new_tokens` is 128.",
+    others=_OWN_GRAMMARS,
 )
 _OWN_SAMPLING: Schema = {"anyOf": [SAMPLING.reference, {"type": "null"}]}
 GENERATE_BODY = Body(
@@ -103,7 +155,7 @@ GENERATE_BODY = Body(
 TOKENIZE_BODY = Body(
     struct=native.TokenizeBody,
     description="Either `prompt` or `messages`.",
-    others={**_TEMPLATE, "messages": {"anyOf": [MESSAGES, {"type": "null"}]}},
+    others={**_TEMPLATE, **_TOOLS, "messages": {"anyOf": [MESSAGES, {"type": "null"}]}},
 )
 DETOKENIZE_BODY = Body(
     struct=native.DetokenizeBody, description="Token ids: a list, or several.", others={"tokens": PROMPT}

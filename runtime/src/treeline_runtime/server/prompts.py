@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from tokenizers import Tokenizer
 from treeline_wire.chat import ChatTemplate, TemplateBusyError, TemplateError
 from treeline_wire.keys import KeySelfTestError, PrefixKeys
@@ -19,10 +19,15 @@ from treeline_wire.tokenizer import BundleError, TokenizerBundle
 from treeline_runtime.server.fields import check_messages, check_unknown
 from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.limits import INLINE_BYTES, MAX_PROMPT_TOKENS, Limits
+from treeline_runtime.server.special_tokens import SpecialTokens
 from treeline_runtime.server.tokenization import CachedTokenizer
 from treeline_runtime.templates.pool import TemplatePool
 
 _ESCAPE_BYTES = 5
+MAX_ANALYSED_CHARS = 64 << 10
+"""Of a template, whose variables take jinja2 a time that grows with its square. Known ones have up to 20 thousand."""
+END_TOKENS = 64
+"""Of a prompt, looked at for what a template has begun there."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +60,15 @@ class Prompts:
     def _read_names(self) -> frozenset[str]:
         templates = (self.bundle.chat_template, self.bundle.tool_template)
         return frozenset[str]().union(*(_names_read(text) for text in templates if text is not None))
+
+    def template_takes(self, name: str) -> bool:
+        """Whether a chat template of the model goes by a variable `name`, as `chat_template_kwargs` set them."""
+        return name in self._variables
+
+    @functools.cached_property
+    def _variables(self) -> frozenset[str]:
+        templates = (self.bundle.chat_template, self.bundle.tool_template)
+        return frozenset[str]().union(*(_variables_of(text) for text in templates if text is not None))
 
     def of_chat(self, body: Mapping[str, Any], limits: Limits | None = None, namespace: str | None = None) -> list[int]:
         """The ids of a chat request. `limits`: a prompt that is certainly longer is refused untokenized. `namespace`:
@@ -176,6 +190,21 @@ class Prompts:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
+    def end_of(self, ids: Sequence[int]) -> str:
+        """The end of the text that ids stand for, special tokens and all."""
+        return self.decode(ids[-END_TOKENS:], skip_special_tokens=False)
+
+    @functools.cached_property
+    def special_tokens(self) -> SpecialTokens:
+        """Those that `skip_special_tokens` leaves out."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return SpecialTokens(token.content for token in added.values() if token.special)
+
+    def token_of(self, text: str) -> int | None:
+        """The id of the token that is this text and nothing else, if there is one."""
+        id: int | None = self._tokenizer.token_to_id(text)
+        return id
+
     def bytes_of(self, id: int, text: str) -> list[int]:
         """The bytes of one token, as OpenAI reports them: exact even where the token is part of a character."""
         raw = self._raw(id)
@@ -274,6 +303,16 @@ def _names_read(template: str) -> set[str]:
         constants = [node] if isinstance(node, nodes.Const) else node.find_all(nodes.Const)
         names |= {constant.value for constant in constants if isinstance(constant.value, str)}
     return names
+
+
+def _variables_of(template: str) -> set[str]:
+    """The variables that a template is given; all names of one that is so long that telling them would take long."""
+    if len(template) > MAX_ANALYSED_CHARS:
+        return _names_read(template)
+    try:
+        return meta.find_undeclared_variables(TemplateEnvironment().parse(template))
+    except (jinja2.TemplateError, RecursionError):
+        return set()
 
 
 def _message(error: PromptError) -> str:

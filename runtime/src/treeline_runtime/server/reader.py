@@ -13,15 +13,16 @@ from treeline_wire.prompt import Prompt, PromptError, prompt_of_completion
 
 from treeline_runtime.messages import SamplingParams
 from treeline_runtime.models.pooling import Pooling
+from treeline_runtime.server import grammars, openai
 from treeline_runtime.server import native_fields as native
-from treeline_runtime.server import openai
+from treeline_runtime.server.chat_reader import read_chat_task
 from treeline_runtime.server.errors import UnknownModel
 from treeline_runtime.server.fields import NATIVE_HARMLESS, check_unknown, convert
+from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.http import ApiError, encode_json, json_object
 from treeline_runtime.server.jobs import (
     Answered,
     Caller,
-    ChatTask,
     CompletionTask,
     GenerateTask,
     GenerationJob,
@@ -33,6 +34,7 @@ from treeline_runtime.server.limits import MAX_ANSWER_BYTES, MAX_GENERATIONS, Li
 from treeline_runtime.server.pooling_reader import PoolingReader
 from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.sampling import SamplingDefaults
+from treeline_runtime.server.tools import read_calls
 
 Kind = Literal[
     "chat", "completion", "generate", "tokenize", "detokenize", "embedding", "pooling", "classify", "score", "rerank"
@@ -51,6 +53,8 @@ class Reader:
     defaults: SamplingDefaults
     pooling: Pooling | None = None
     """How the model makes vectors; None: it makes text."""
+    formats: Formats = NO_FORMATS
+    """In which the model thinks, and calls tools."""
 
     def read(self, kind: Kind, body: bytes, limits: Limits | None, caller: Caller) -> Task:
         """`limits` may be None for `tokenize` and `detokenize` alone. Raises NeedsWorkerError in an event loop, for
@@ -78,39 +82,24 @@ class Reader:
         if name is not None and name != self.model_name:
             raise UnknownModel(name)
 
-    def _chat(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> ChatTask:
-        body = openai.read_chat(raw, self)
-        namespace = openai.namespace(raw, caller)
-        ids = self.prompts.of_chat(raw, limits, namespace)
-        asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        most = limits.max_new_tokens(len(ids), asked, None, "messages")
-        spec = PromptSpec(
-            ids,
-            openai.sampling(body, self, most),
-            return_logprob=bool(body.logprobs),
-            top_logprobs_num=body.top_logprobs or 0,
-        )
-        job = GenerationJob(
-            body.rid or openai.new_rid("chatcmpl"),
-            [spec],
-            n=body.n or 1,
-            namespace=namespace,
-            tenant=caller.tenant,
-            hides_cache=caller.shares_cache,
-            priority=body.priority or 0,
-        )
-        return ChatTask(job, openai.streaming(body))
+    def _chat(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> Task:
+        return read_chat_task(raw, self, limits, caller)
 
     def _completion(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> CompletionTask:
         body = openai.read_completion(raw, self)
         check_generations(raw.get("prompt"), body.n or 1, "prompt" if (body.n or 1) == 1 else "n")
+        constraint = grammars.read_constraint(raw, grammars.FIELDS)
         namespace = openai.namespace(raw, caller)
         prompts = self.prompts.of_completion(raw, limits, namespace)
+        grammars.check_copies(constraint, len(prompts) * (body.n or 1))
         specs = [
             PromptSpec(
                 ids,
                 openai.sampling(
-                    body, self, limits.max_new_tokens(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
+                    body,
+                    self,
+                    limits.max_new_tokens(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt"),
+                    constraint,
                 ),
                 return_logprob=body.logprobs is not None,
                 logprob_start_len=0 if body.echo else -1,
@@ -196,7 +185,7 @@ class Reader:
         specs: list[PromptSpec] = []
         ns: set[int] = set()
         for ids, params, logprob, start, top in columns:
-            sampling, n = self._native_sampling(params, len(ids), limits)
+            sampling, n = self._native_sampling(params, len(ids), limits, count)
             if start is not None and start >= len(ids):
                 raise ApiError(
                     400,
@@ -210,13 +199,15 @@ class Reader:
             raise ApiError(400, "'n' must be the same for all prompts of a batch", param="sampling_params.n")
         return specs, ns.pop()
 
-    def _native_sampling(self, params: Any, prompt_len: int, limits: Limits) -> tuple[SamplingParams, int]:
-        """One prompt's `sampling_params`, and the `n` among them."""
+    def _native_sampling(self, params: Any, prompt_len: int, limits: Limits, count: int) -> tuple[SamplingParams, int]:
+        """The `sampling_params` of one of `count` prompts, and the `n` among them."""
         fields = {} if params is None else params
         if not isinstance(fields, dict):
             raise ApiError(400, "'sampling_params' must be an object", param="sampling_params")
         check_unknown(fields, native.SAMPLING_FIELDS)
         typed = convert(fields, native.NativeSampling, "sampling_params.")
+        constraint = grammars.read_constraint(fields, grammars.SAMPLING_FIELDS, "sampling_params.")
+        grammars.check_copies(constraint, count * (typed.n or 1))
         most = limits.max_new_tokens(prompt_len, typed.max_new_tokens, DEFAULT_MAX_NEW_TOKENS, "text")
         made = typed.params(
             self.defaults,
@@ -226,6 +217,7 @@ class Reader:
             seed=typed.sampling_seed,
             min_param="sampling_params.min_new_tokens",
             where="sampling_params.",
+            constraint=constraint,
         )
         return made, typed.n or 1
 
@@ -239,6 +231,7 @@ class Reader:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "Give exactly one of 'prompt' and 'messages'", param="prompt")
         if body.messages is not None:
+            read_calls(raw)
             tokens: Any = self.prompts.of_chat(raw, limits, openai.namespace(raw, caller))
             count: Any = len(tokens)
         else:

@@ -26,6 +26,7 @@ import msgspec
 from treeline_runtime.launch import spawn
 from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server.errors import UnknownModel, overloaded
+from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.jobs import Caller, Refused, Task
 from treeline_runtime.server.limits import Limits, Reservation
@@ -77,6 +78,7 @@ class ReaderSpec(msgspec.Struct, frozen=True):
     defaults: SamplingDefaults
     log_level: str
     pooling: Pooling | None = None
+    formats: Formats = NO_FORMATS
 
 
 @dataclass

@@ -53,7 +53,8 @@ def main() -> int:
         datefmt="%H:%M:%S",
         force=True,
     )
-    reader = Reader(spec.model_name, Prompts(TokenizerBundle.from_dir(spec.model_dir)), spec.defaults, spec.pooling)
+    prompts = Prompts(TokenizerBundle.from_dir(spec.model_dir))
+    reader = Reader(spec.model_name, prompts, spec.defaults, spec.pooling, spec.formats)
     loaded = _data_bytes()
     connection.sendall(b"+")
     while True:

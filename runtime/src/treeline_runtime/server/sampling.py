@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from treeline_runtime.messages import LARGEST_PRIORITY, SamplingParams
 from treeline_runtime.server.generation_config import parse_generation_config
+from treeline_runtime.server.grammars import Constraint
 from treeline_runtime.server.http import ApiError
 
 MAX_N = 128
@@ -89,11 +90,20 @@ class SamplingFields(msgspec.Struct, frozen=True):
         seed: int | None,
         min_param: str = "min_tokens",
         where: str = "",
+        constraint: Constraint | None = None,
     ) -> SamplingParams:
         """Raises ApiError 400 for values that only the whole request or the model can refuse.
 
         `min_param`: what the API calls `min_new_tokens`; `where`: prefix of the other fields' names.
+
+        An output that is held to a grammar is over where that ends, also with `ignore_eos`: nothing could follow.
         """
+        if min_new_tokens and constraint is not None:
+            raise ApiError(
+                400,
+                f"{min_param!r} and {constraint.param!r} contradict each other: a grammar says itself where it ends",
+                param=min_param,
+            )
         if min_new_tokens and min_new_tokens > max_new_tokens:
             raise ApiError(
                 400,
@@ -113,11 +123,12 @@ class SamplingFields(msgspec.Struct, frozen=True):
             repetition_penalty=_or(self.repetition_penalty, defaults.repetition_penalty),
             stop=_stop_strings(self.stop, where),
             stop_token_ids=_token_ids(self.stop_token_ids, vocab_size, where + "stop_token_ids"),
-            ignore_eos=bool(self.ignore_eos),
+            ignore_eos=bool(self.ignore_eos) and constraint is None,
             no_stop_trim=bool(self.no_stop_trim),
             skip_special_tokens=_or(self.skip_special_tokens, True),
             logit_bias=_logit_bias(self.logit_bias, vocab_size, where),
             seed=None if seed is None else seed & ((1 << 63) - 1),
+            grammar=None if constraint is None else constraint.grammar,
         )
 
 

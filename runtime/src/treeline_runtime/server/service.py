@@ -15,6 +15,7 @@ from treeline_runtime.messages import NO_PRIORITY, FinishReason, LoadUpdate, Tex
 from treeline_runtime.models.pooling import Pooling, Task
 from treeline_runtime.server import errors
 from treeline_runtime.server.errors import RETRY
+from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.http import ApiError, Header, Request, event, in_pieces
 from treeline_runtime.server.jobs import Caller, GenerationJob
 from treeline_runtime.server.jobs import Task as Read
@@ -119,6 +120,8 @@ class Service:
     """Bytes of bodies and prompts in flight."""
     pooling: Pooling | None = None
     """How the model makes vectors; None: it makes text."""
+    formats: Formats = NO_FORMATS
+    """In which the model thinks, and calls tools."""
     pool: ReaderPool | None = None
     """Reads large bodies; None: they are read in the event loop."""
     limits: Limits | None = None
@@ -133,7 +136,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.idle.set()
-        self.reader = Reader(self.model_name, self.prompts, self.defaults, self.pooling)
+        self.reader = Reader(self.model_name, self.prompts, self.defaults, self.pooling, self.formats)
 
     @property
     def task(self) -> Task:
@@ -218,7 +221,7 @@ class Service:
             await self.state.resumed()
             self.admit()
         reservation = Reservation(self.budget)
-        reservation.grow(BYTES_PER_TOKEN * job.prompt_tokens * job.n + answer_bytes)
+        reservation.grow(BYTES_PER_TOKEN * job.prompt_tokens * job.n + job.grammar_chars + answer_bytes)
         try:
             return await self.manager.open(
                 job.requests(), name=job.rid, on_close=reservation.release, tenant=job.tenant
@@ -292,8 +295,9 @@ async def _outputs(inflight: InflightRequest) -> AsyncIterator[list[tuple[int, T
         yield outs
 
 
-def usage(job: GenerationJob, outs: Mapping[int, TextOut]) -> dict[str, object]:
-    """OpenAI's usage object, from the outputs so far by index of the generation.
+def usage(job: GenerationJob, outs: Mapping[int, TextOut], reasoning_tokens: int | None = None) -> dict[str, object]:
+    """OpenAI's usage object, from the outputs so far by index of the generation. `reasoning_tokens`: of the completion
+    tokens; None = not known.
 
     A prompt counts once, however many choices it has; so do its cached tokens (those of its first choice: the others
     always find what the first computed). Where they are hidden, the member is left out.
@@ -305,6 +309,8 @@ def usage(job: GenerationJob, outs: Mapping[int, TextOut]) -> dict[str, object]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
+    if reasoning_tokens is not None:
+        counted["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
     if not job.hides_cache:
         cached_tokens = sum(out.cached_tokens for index, out in outs.items() if index % job.n == 0)
         counted["prompt_tokens_details"] = {"cached_tokens": cached_tokens}

@@ -56,12 +56,20 @@ class TreelineDialect(ChatDialect):
         return tools or None
 
     def variables(self, body: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """An effort turns thinking on or off under both names that templates have for it, as in SGLang; what
+        `chat_template_kwargs` say wins."""
         effort = body.get("reasoning_effort")
-        return dict(given) if effort is None else {"reasoning_effort": effort, **given}
+        if effort is None:
+            return dict(given)
+        thinks = effort != "none"
+        return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks, **given}
 
 
 def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
-    return {**call, "function": {**function, "arguments": arguments_of(function["arguments"], where)}}
+    arguments = arguments_of(function["arguments"], where)
+    if not isinstance(arguments, dict):
+        raise PromptError(f"{where}.function.arguments", "must be a JSON object")
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,255 @@
+"""Text that comes in pieces, read as if it were there: what the parsers of formats are written with.
+
+A format is written as a generator that reads a `Source` and yields where it needs text that has not come. Since each of
+the reads below decides by the characters alone, what a format finds does not depend on how the text was cut.
+
+What a format has read is *held* until it is certain what it is: either it is markup of a call (`settle` forgets it), or
+it was none after all (`release` tells it as `Said`). So nothing is lost, and nothing is read twice: time is linear in
+the text. What is held is bounded by `MAX_HELD`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Sequence
+from functools import cache
+from typing import Final, NoReturn, TypeVar
+
+from treeline_runtime.parsers.parts import CallArguments, CallBegun, Part, Said, Thought
+
+MAX_HELD: Final = 1 << 18
+"""Characters that may wait for the decision whether they are a call's."""
+MAX_SPACE: Final = 64
+"""Characters of white space that wait for the decision whether they are a call's surroundings."""
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+
+
+class BrokenError(Exception):
+    """The text is not in the format: what is held is to be told, and what follows read anew."""
+
+
+class OverError(BrokenError):
+    """The output is over, before what the format needs."""
+
+
+class Source:
+    """One output's text, and the parts found in it."""
+
+    __slots__ = ("_at", "_held", "_held_chars", "_over", "_parts", "_text", "begun", "certain")
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._over = False
+        self._held: list[str] = []
+        self._held_chars = 0
+        self._parts: list[Part] = []
+        self.begun = 0
+        """Calls that have begun."""
+        self.certain = False
+        """What is held belongs to a call that has begun: if the output ends here, it is nobody's answer."""
+
+    # ---- from outside ------------------------------------------------------------------------------------
+
+    def add(self, text: str) -> None:
+        self._text = self._text[self._at :] + text
+        self._at = 0
+
+    def finish(self) -> None:
+        self._over = True
+
+    def parts(self) -> list[Part]:
+        """Those found since the last time."""
+        found, self._parts = self._parts, []
+        return found
+
+    # ---- telling -----------------------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        if text:
+            self._parts.append(Said(text))
+
+    def think(self, text: str) -> None:
+        if text:
+            self._parts.append(Thought(text))
+
+    def begin_call(self, name: str, id: str | None = None) -> None:
+        """A call is certain: what is held was its markup."""
+        self.settle()
+        self.certain = True
+        self._parts.append(CallBegun(self.begun, name, id))
+        self.begun += 1
+
+    def argue(self, text: str) -> None:
+        """More arguments of the call that has begun last."""
+        if text:
+            self._parts.append(CallArguments(self.begun - 1, text))
+
+    def settle(self) -> None:
+        """What is held was markup."""
+        self._held.clear()
+        self._held_chars = 0
+        self.certain = False
+
+    def release(self) -> str:
+        """What is held is none → its text, which is to be told."""
+        held = "".join(self._held)
+        self.settle()
+        return held
+
+    # ---- reading -----------------------------------------------------------------------------------------
+
+    def ahead(self) -> Steps[str]:
+        """The next character, which stays; "" at the end."""
+        while self._at == len(self._text):
+            if self._over:
+                return ""
+            yield
+        return self._text[self._at]
+
+    def skip(self, chars: int) -> None:
+        """Read characters that have come, and hold them."""
+        room = MAX_HELD - self._held_chars
+        piece = self._text[self._at : self._at + min(chars, room)]
+        self._at += len(piece)
+        self._held_chars += len(piece)
+        self._held.append(piece)
+        if chars > room:
+            raise BrokenError
+
+    def take(self, run: re.Pattern[str]) -> Steps[str]:
+        """All that follows of the characters of `run`, a class with `*` or `*+`; at most `MAX_HELD`."""
+        taken: list[str] = []
+        while True:
+            match = run.match(self._text, self._at)
+            if match is not None and match.end() > self._at:
+                taken.append(match.group())
+                self.skip(match.end() - self._at)
+            if self._at < len(self._text) or self._over:
+                return "".join(taken)
+            yield
+
+    def space(self) -> Steps[None]:
+        """Skip white space."""
+        yield from self.take(_SPACE)
+
+    def flow(self, run: re.Pattern[str], tell: Callable[[str], None]) -> Steps[None]:
+        """Tell all that follows of the characters of `run`, as it comes; nothing is held."""
+        while (yield from self.ahead()):
+            match = run.match(self._text, self._at)
+            if match is None or match.end() == self._at:
+                return
+            tell(match.group())
+            self._at = match.end()
+
+    def drop_space(self) -> Steps[None]:
+        """Skip white space that is nobody's, however much."""
+        yield from self.flow(_SPACE, lambda _: None)
+
+    def rest(self, tell: Callable[[str], None]) -> Steps[None]:
+        """Tell all that still comes."""
+        yield from self.flow(_ANY, tell)
+
+    def expect(self, literal: str) -> Steps[None]:
+        """Read `literal`, or BrokenError where the text differs."""
+        for wanted in literal:
+            char = yield from self.ahead()
+            if not char:
+                raise OverError
+            if char != wanted:
+                raise BrokenError
+            self.skip(1)
+
+    def one_of(self, literals: Sequence[str]) -> Steps[str]:
+        """Read the one of `literals` that follows, the longest; "" where none begins. BrokenError behind a part."""
+        read = ""
+        while longer := [literal for literal in literals if literal.startswith(read) and literal != read]:
+            char = yield from self.ahead()
+            if not char or not any(literal.startswith(read + char) for literal in longer):
+                break
+            read += char
+            self.skip(1)
+        if read and read not in literals:
+            yield from self.broken()
+        return read
+
+    def need(self, *literals: str) -> Steps[str]:
+        """Read the one of `literals` that follows; BrokenError where none does."""
+        read = yield from self.one_of(literals)
+        return read or (yield from self.broken())
+
+    def broken(self) -> Steps[NoReturn]:
+        """Something else was needed here."""
+        raise BrokenError if (yield from self.ahead()) else OverError
+
+    def scan(self, scan: Callable[[str, int], int], *, hold: bool = False) -> Steps[None]:
+        """Let `scan(text, at)` read from text that has come, up to the position that it returns."""
+        if not (yield from self.ahead()):
+            raise OverError
+        end = scan(self._text, self._at)
+        if hold:
+            self.skip(end - self._at)
+        else:
+            self._at = end
+
+    def until(self, markers: Markers, tell: Callable[[str], None]) -> Steps[str]:
+        """Tell the text up to the first of the markers → the marker, which is held, with white space before it; ""
+        at the end, where all is told."""
+        while True:
+            text, at = self._text, self._at
+            match = markers.whole.search(text, at)
+            end = match.start() if match else len(text) if self._over else markers.open_end(text, at)
+            told = at + len(text[at:end].rstrip(_SPACE_CHARS))
+            spare = end - told
+            if self._over and not match:
+                told = end
+            elif spare > MAX_SPACE:  # so long a run is text; how much of it waits depends on its length alone
+                told += (spare - 1) // MAX_SPACE * MAX_SPACE
+            if told > at:
+                tell(text[at:told])
+                self._at = told
+            if match:
+                self.skip(match.end() - told)
+                return match.group()
+            if self._over:
+                return ""
+            yield
+
+    def exactly_until(self, markers: Markers, tell: Callable[[str], None]) -> Steps[str]:
+        """The same, where white space before the marker is told too."""
+        marker = yield from self.until(markers, tell)
+        held = self.release()
+        if space := held[: len(held) - len(marker)]:
+            tell(space)
+        return marker
+
+
+class Markers:
+    """Literals that are looked for in text, none of which is the beginning of another."""
+
+    def __init__(self, *markers: str) -> None:
+        assert markers
+        longest_first = sorted(markers, key=len, reverse=True)
+        self.whole = re.compile("|".join(map(re.escape, longest_first)))
+        prefixes = {re.escape(marker[:length]) for marker in markers for length in range(1, len(marker))}
+        # The leftmost match is the longest end of a text that may become a marker.
+        self._open = re.compile(f"(?:{'|'.join(sorted(prefixes, key=len, reverse=True)) or '(?!)'})\\Z")
+        self._longest = max(map(len, markers), default=0)
+
+    def open_end(self, text: str, at: int) -> int:
+        """Where the end of `text` begins that may become a marker."""
+        match = self._open.search(text, max(at, len(text) - self._longest))
+        return match.start() if match else len(text)
+
+
+@cache
+def markers(*literals: str) -> Markers:
+    """Formats have few, so they are compiled once."""
+    return Markers(*literals)
+
+
+_SPACE_CHARS: Final = " \t\n\r"
+_SPACE: Final = re.compile(f"[{_SPACE_CHARS}]*")
+_ANY: Final = re.compile(r".*", re.DOTALL)

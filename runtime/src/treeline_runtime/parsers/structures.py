@@ -1,0 +1,249 @@
+"""What an output with calls must look like, for constrained decoding: xgrammar's structural tags, as dicts.
+
+For each format a function from the functions that may be called to a format of xgrammar's structural tags (version
+0.2.8). It agrees with the parser of the format: whatever it lets through is parsed into calls of
+these functions, with arguments that are valid under their schemas. So free text may hold no marker that is not followed
+by a call. Reasoning comes before what the structure describes, except in harmony, where it is part of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+import msgspec
+
+_MAX_WHITESPACE: Final = 32
+"""In a row, between tokens of JSON: enough to indent, not to go on for ever."""
+
+Format = dict[str, Any]
+"""One of xgrammar's formats."""
+
+
+class Function(msgspec.Struct, frozen=True):
+    """A function that may be called."""
+
+    name: str
+    """Of letters, digits, `_`, `-` and `.`: formats that are not JSON have no way to quote."""
+    parameters: dict[str, Any] | None = None
+    """The arguments' JSON Schema; None = it takes none."""
+    strict: bool | None = None
+    """False: arguments are an object, whatever the schema says. Else they are valid under it."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """What the arguments are to be valid under: a schema of objects."""
+        if self.strict is False:
+            return {"type": "object"}
+        if self.parameters is None:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return _of_objects(self.parameters)
+
+    @property
+    def arguments(self) -> Format:
+        """The arguments as JSON."""
+        return _json(self.schema)
+
+
+class Structure(Protocol):
+    """A format's outputs with calls. `required`: calls and nothing else, at least one; else text in which there may be
+    calls. `parallel`: of calls there may be several. For the call of a named function, give that one alone, required.
+    """
+
+    def __call__(self, functions: Sequence[Function], *, required: bool, parallel: bool) -> Format: ...
+
+
+# ---- the formats -----------------------------------------------------------------------------------------
+
+
+def hermes(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
+    """As the templates of Hermes and Qwen write it."""
+    calls = [_tag(f"<tool_call>\n{_object(f, 'arguments')}", f.arguments, "}\n</tool_call>") for f in functions]
+    return _marked(calls, "<tool_call>", "\n", required=required, parallel=parallel)
+
+
+def qwen_xml(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
+    """Qwen3-Coder's elements. Texts hold none of the tags that end a value, by whose absence too parsers end one."""
+    ends = ["<parameter=", "</function>"]
+    calls = [
+        _tag(
+            f"<tool_call>\n<function={f.name}>\n",
+            {**f.arguments, "style": "qwen_xml", "excludes": ends},
+            "\n</function>\n</tool_call>",
+        )
+        for f in functions
+    ]
+    return _marked(calls, "<tool_call>", "\n", ["<function="], required=required, parallel=parallel)
+
+
+def llama3(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
+    """Objects as the whole output, or behind `<|python_tag|>`. Text does not begin with a brace: that is a call."""
+    objects = [_tag(_object(f, "parameters"), f.arguments, "}") for f in functions]
+    calls = _some(objects, "; ", parallel=parallel)
+    whole = _sequence({"type": "optional", "content": _const("<|python_tag|>")}, calls)
+    if required:
+        return whole
+    text = {"type": "dispatch", "rules": [["<|python_tag|>", calls]], "loop": False}
+    first = {"type": "regex", "pattern": "[ \\t\\n\\r]*([^ \\t\\n\\r{<]|<[^ \\t\\n\\r{|<])"}
+    return {"type": "or", "elements": [whole, {"type": "optional", "content": _sequence(first, text)}]}
+
+
+def mistral(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
+    """A list, or one name: a model writes what it was taught."""
+    objects = [_tag(_object(f, "arguments"), f.arguments, "}") for f in functions]
+    calls = [_tag("[TOOL_CALLS] [", _some(objects, ", ", parallel=parallel), "]")]
+    id = {"type": "regex", "pattern": "[a-zA-Z0-9]{9}"}
+    for f in functions:
+        calls.append(_tag(f"[TOOL_CALLS]{f.name}[ARGS]", f.arguments, ""))
+        calls.append(_tag(f"[TOOL_CALLS]{f.name}[CALL_ID]", _sequence(id, _const("[ARGS]"), f.arguments), ""))
+    return _marked(calls, "[TOOL_CALLS]", "", required=required, parallel=parallel)
+
+
+def deepseek_v3(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
+    """A list of calls, whose arguments are in a fence."""
+    tags = [
+        _tag(f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{f.name}\n```json\n", f.arguments, "\n```<｜tool▁call▁end｜>")
+        for f in functions
+    ]
+    return _deepseek(_some(tags, "\n", parallel=parallel), required=required)
+
+
+def deepseek_v31(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
+    """A list of calls, without fences."""
+    tags = [_tag(f"<｜tool▁call▁begin｜>{f.name}<｜tool▁sep｜>", f.arguments, "<｜tool▁call▁end｜>") for f in functions]
+    return _deepseek(_some(tags, "", parallel=parallel), required=required)
+
+
+def _deepseek(calls: Format, *, required: bool) -> Format:
+    listed = _tag("<｜tool▁calls▁begin｜>", calls, "<｜tool▁calls▁end｜>")
+    excludes = ["<｜tool▁call▁begin｜>"]
+    return _marked([listed], "<｜tool▁calls▁begin｜>", "", excludes, required=required, parallel=False)
+
+
+def harmony(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
+    """Messages: analysis and (where text may be) preambles, then the answer or calls. `<|call|>` and `<|return|>` at
+    the end may be left to the end of the output, which they are for gpt-oss."""
+    specials = [f"<|{name}|>" for name in ("start", "channel", "message", "constrain", "end", "call", "return")]
+    text = {"type": "any_text", "excludes": specials}
+    before = [
+        _tag(f"<|channel|>{channel}<|message|>", text, "<|end|><|start|>assistant")
+        for channel in (("analysis",) if required else ("analysis", "commentary"))
+    ]
+    calls = [
+        _tag(begin, f.arguments, "")
+        for f in functions
+        for begin in (
+            f"<|channel|>commentary to=functions.{f.name} <|constrain|>json<|message|>",
+            f" to=functions.{f.name}<|channel|>commentary <|constrain|>json<|message|>",
+        )
+    ]
+    last = [_sequence(_some(calls, "<|call|><|start|>assistant", parallel=parallel), _maybe("<|call|>"))]
+    if not required:
+        last.append(_sequence(_const("<|channel|>final<|message|>"), text, _maybe("<|return|>")))
+    messages = {"type": "star", "content": {"type": "or", "elements": before}}
+    return _sequence(messages, {"type": "or", "elements": last})
+
+
+def pythonic(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
+    """A list of calls, whose values are JSON. What a schema says of single properties holds, and which are required."""
+    keywords = {f.name: _keywords(f.schema) for f in functions}
+    further = _some([_tag(f"{name}(", values, ")") for name, values in keywords.items()], ", ", parallel=True)
+    more = [{"type": "optional", "content": _sequence(_const(", "), further)}] if parallel else []
+    lists = [_tag(f"[{name}(", _sequence(values, _const(")"), *more), "]") for name, values in keywords.items()]
+    if required:
+        return {"type": "or", "elements": lists}
+    return {
+        "type": "triggered_tags",
+        "triggers": [tag["begin"] for tag in lists],
+        "tags": lists,
+        "stop_after_first": not parallel,
+    }
+
+
+def _keywords(schema: dict[str, Any]) -> Format:
+    """`a=1, b="x"`: those required in order, and any of the others after them."""
+    properties = schema.get("properties", {})
+    required = [name for name in schema.get("required", []) if name in properties]
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    values = {
+        name: _json({**shared, **value} if isinstance(value, dict) else value) for name, value in properties.items()
+    }
+    optional = [_tag(f"{name}=", values[name], "") for name in properties if name not in required]
+    if not properties and schema.get("additionalProperties", True) is not False:
+        name = {"type": "regex", "pattern": "[a-zA-Z_][a-zA-Z0-9_]*"}
+        keyword = _sequence(name, _tag("=", _json({}), ""))
+        further = {"type": "star", "content": _sequence(_const(", "), keyword)}
+        return {"type": "optional", "content": _sequence(keyword, further)}
+    first: list[Format] = []
+    for name in required:
+        first += [_const(f"{', ' if first else ''}{name}="), values[name]]
+    if not optional:
+        return _sequence(*first) if first else _const("")
+    if not first:
+        return {"type": "tags_with_separator", "tags": optional, "separator": ", "}
+    further = _sequence(_const(", "), {"type": "or", "elements": optional})
+    return _sequence(*first, {"type": "star", "content": further})
+
+
+# ---- their parts -----------------------------------------------------------------------------------------
+
+
+def _marked(
+    calls: list[Format], trigger: str, separator: str, excludes: Sequence[str] = (), *, required: bool, parallel: bool
+) -> Format:
+    """Calls that begin with a marker; free text holds none of `excludes`, which a parser would take for calls too."""
+    if required:
+        return _some(calls, separator, parallel=parallel)
+    return {
+        "type": "triggered_tags",
+        "triggers": [trigger],
+        "tags": calls,
+        "excludes": list(excludes),
+        "stop_after_first": not parallel,
+    }
+
+
+def _some(tags: list[Format], separator: str, *, parallel: bool) -> Format:
+    """At least one of them."""
+    return {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": separator,
+        "at_least_one": True,
+        "stop_after_first": not parallel,
+    }
+
+
+def _object(function: Function, key: str) -> str:
+    """A call object up to its arguments."""
+    return f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{key}": '
+
+
+def _of_objects(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without those of its branches that are no objects."""
+    for branching in ("anyOf", "oneOf"):
+        if isinstance(branches := schema.get(branching), list):
+            kept = [b for b in branches if isinstance(b, dict) and b.get("type", "object") == "object"]
+            return {**schema, branching: [_of_objects(branch) for branch in kept]}
+    return schema if "$ref" in schema or "allOf" in schema else {**schema, "type": "object"}
+
+
+def _json(schema: Any) -> Format:
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MAX_WHITESPACE}
+
+
+def _tag(begin: str, content: Format, end: str) -> Format:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _const(text: str) -> Format:
+    return {"type": "const_string", "value": text}
+
+
+def _maybe(text: str) -> Format:
+    return {"type": "optional", "content": _const(text)}
+
+
+def _sequence(*elements: Format) -> Format:
+    return {"type": "sequence", "elements": list(elements)}

@@ -1,0 +1,115 @@
+"""The body of a chat → what it asks for: its prompt, what the answer may call, what it must be, how it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from treeline_runtime import parsers
+from treeline_runtime.server import formats, openai
+from treeline_runtime.server.formats import Parsing
+from treeline_runtime.server.grammars import FIELDS as GRAMMAR_FIELDS
+from treeline_runtime.server.grammars import check_copies, read_constraint
+from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.jobs import Caller, ChatTask, GenerationJob, PromptSpec, Shown
+from treeline_runtime.server.limits import Limits
+from treeline_runtime.server.tools import Calls, read_calls
+
+if TYPE_CHECKING:
+    from treeline_runtime.server.reader import Reader
+
+EFFORTS: Final = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
+"""OpenAI's, and the highest of SGLang and vLLM."""
+
+
+def read_chat_task(raw: Mapping[str, Any], reader: Reader, limits: Limits, caller: Caller) -> ChatTask:
+    """Raises ApiError 400 or 404."""
+    body = openai.read_chat(raw, reader)
+    calls = read_calls(raw)
+    if calls is not None:
+        _check_tools(reader)
+    constraint = read_constraint(raw, GRAMMAR_FIELDS)
+    _check_effort(raw)
+    namespace = openai.namespace(raw, caller)
+    ids = reader.prompts.of_chat(raw, limits, namespace)
+    end = reader.prompts.end_of(ids)
+    parsing = _parsing(body, reader, calls, end)
+    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    constraint = formats.whole_output(constraint, calls, reader.formats, end)
+    check_copies(constraint, body.n or 1)
+    sampling = openai.sampling(body, reader, limits.max_new_tokens(len(ids), asked, None, "messages"), constraint)
+    shown = Shown(
+        reasoning=body.include_reasoning is not False,
+        reasoning_at_once=body.stream_reasoning is False,
+        several_calls=calls is None or calls.several,
+        special_tokens=body.skip_special_tokens is False,
+    )
+    if parsing is not None and parsing.needs_special_tokens:
+        sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
+    spec = PromptSpec(
+        ids,
+        sampling,
+        return_logprob=bool(body.logprobs),
+        top_logprobs_num=body.top_logprobs or 0,
+    )
+    job = GenerationJob(
+        body.rid or openai.new_rid("chatcmpl"),
+        [spec],
+        n=body.n or 1,
+        namespace=namespace,
+        tenant=caller.tenant,
+        hides_cache=caller.shares_cache,
+        priority=body.priority or 0,
+    )
+    return ChatTask(job, openai.streaming(body), parsing, shown)
+
+
+def _check_tools(reader: Reader) -> None:
+    """Raises ApiError 400 where calls could not be made, or not be found."""
+    if reader.formats.tools is None:
+        known = ", ".join(parsers.TOOLS.names())
+        raise ApiError(
+            400,
+            "'tools' needs a server that knows how its model writes calls: start it with --tool-call-parser NAME "
+            f"({known}), or send 'tool_choice': 'none'",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    if not reader.prompts.template_takes("tools"):
+        raise ApiError(
+            400,
+            "The model's chat template has no place for tools: it would not know of them",
+            param="tools",
+            code="unsupported_parameter",
+        )
+
+
+def _check_effort(raw: Mapping[str, Any]) -> None:
+    """Raises ApiError 400. Whether the template goes by it, `openai.read_chat` knows."""
+    effort = raw.get("reasoning_effort")
+    if effort is not None and not (isinstance(effort, str) and effort in EFFORTS):
+        raise ApiError(
+            400,
+            f"Invalid value for 'reasoning_effort': expected one of {', '.join(sorted(EFFORTS))}",
+            param="reasoning_effort",
+            code="invalid_value",
+        )
+
+
+def _parsing(body: openai.ChatBody, reader: Reader, calls: Calls | None, end: str) -> Parsing | None:
+    """How the output is to be read; None: it is all said. Raises ApiError 400."""
+    if body.separate_reasoning is False and reader.formats.harmonic:
+        raise ApiError(
+            400,
+            "'separate_reasoning' cannot be false for a model that writes harmony: nothing else is its answer",
+            param="separate_reasoning",
+            code="unsupported_parameter",
+        )
+    reasoning = None if body.separate_reasoning is False else reader.formats.reasoning
+    tools = None if calls is None else reader.formats.tools
+    if reasoning is None and tools is None:
+        return None
+    functions = {} if calls is None else {tool.name: tool.parameters for tool in calls.tools}
+    return Parsing(reasoning, tools, functions, end)

@@ -1,0 +1,172 @@
+"""The formats in which a server's model thinks and calls tools: which they are, and what they mean for a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import msgspec
+from treeline_wire.tokenizer import TokenizerBundle
+
+from treeline_runtime import parsers
+from treeline_runtime.parsers.harmony import Harmony
+from treeline_runtime.parsers.parts import OutputParser
+from treeline_runtime.parsers.reasoning import Tags
+from treeline_runtime.parsers.structures import Function
+from treeline_runtime.server.grammars import Constraint, as_format, structural_tag
+from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.tools import Calls
+
+AUTO, NONE = "auto", "none"
+"""What a flag may be beside a name: guess it from the chat template, and do without."""
+
+_THINKING: Final = (
+    ("gpt_oss", "<|channel|>"),
+    ("qwen3", "<think>"),
+    ("mistral", "[THINK]"),
+    ("kimi", "◁think▷"),
+    ("seed_oss", "<seed:think>"),
+)
+"""A closing marker alone shows nothing: templates of models that do not think take it out of earlier turns, too."""
+_CALLING: Final = (
+    ("openai", "<|channel|>"),
+    ("glm45", "<tool_call>", "<arg_key>"),
+    ("seed_oss", "<seed:tool_call>"),
+    ("qwen3_coder", "<tool_call>", "<parameter="),
+    ("hermes", "<tool_call>"),
+    ("mistral", "[TOOL_CALLS]"),
+    ("llama3_json", "<|python_tag|>"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>", "```json"),
+    ("deepseek_v31", "<｜tool▁calls▁begin｜>"),
+)
+"""A format, and what a chat template has in it then; the first that is there, if there is a parser of that name."""
+
+
+class Formats(msgspec.Struct, frozen=True, omit_defaults=True):
+    """By the names of their parsers; None = not looked for."""
+
+    reasoning: str | None = None
+    tools: str | None = None
+
+    @property
+    def harmonic(self) -> bool:
+        """Whether reasoning, answer and calls are messages of one format."""
+        return any(
+            isinstance(found, Harmony)
+            for found in (
+                None if self.reasoning is None else parsers.REASONING.get(self.reasoning),
+                None if self.tools is None else parsers.TOOLS.get(self.tools).format,
+            )
+        )
+
+
+NO_FORMATS: Final = Formats()
+
+
+class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How an output is read; see `parsers.new`."""
+
+    reasoning: str | None = None
+    tools: str | None = None
+    functions: dict[str, Any] = {}
+    """Those that may be called, and the JSON Schemas of their arguments."""
+    prompt: str = ""
+    """The end of it."""
+
+    def parser(self) -> OutputParser:
+        """For one output."""
+        return parsers.new(self.reasoning, self.tools, self.functions, self.prompt)
+
+    @property
+    def closing(self) -> str | None:
+        """What ends the reasoning, where one text does."""
+        tags = None if self.reasoning is None else parsers.REASONING.get(self.reasoning)
+        return tags.closing if isinstance(tags, Tags) else None
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        return parsers.needs_special_tokens(self.reasoning, self.tools)
+
+
+def formats_of(bundle: TokenizerBundle, reasoning: str, tools: str) -> Formats:
+    """What the flags say, or the chat template. Raises ConfigError for a name that is not known."""
+    templates = "".join(text for text in (bundle.chat_template, bundle.tool_template) if text is not None)
+    found = Formats(
+        _named(reasoning, templates, _THINKING, parsers.REASONING.names()),
+        _named(tools, templates, _CALLING, parsers.TOOLS.names()),
+    )
+    parsers.needs_special_tokens(found.reasoning, found.tools)  # it knows the names
+    return found
+
+
+def _named(flag: str, templates: str, shown: Iterable[tuple[str, ...]], known: list[str]) -> str | None:
+    if flag == NONE:
+        return None
+    if flag != AUTO:
+        return flag.replace("-", "_")
+    found = next((name for name, *markers in shown if all(marker in templates for marker in markers)), None)
+    return found if found in known else None
+
+
+# ---- what an output must be ----------------------------------------------------------------------------------------
+
+
+def whole_output(
+    constraint: Constraint | None, calls: Calls | None, formats: Formats, prompt: str
+) -> Constraint | None:
+    """What an output must be, reasoning and calls included, whose answer must be as `constraint` says; None = whatever
+    it likes. `prompt`: the end of it. Raises ApiError 400 where that cannot be had.
+
+    Where tools may be called, the output is the one or the other; where one has to be, nothing is said.
+    """
+    if calls is not None and calls.required:
+        constraint = Constraint("tools", structural_tag(_calling(calls, formats, required=True), "tools"))
+    elif calls is not None and constraint is not None:
+        constraint = _either(constraint, calls, formats)
+    elif calls is not None and calls.constrained:
+        constraint = Constraint("tools", structural_tag(_calling(calls, formats, required=False), "tools"))
+    if constraint is None or (calls is not None and formats.harmonic):  # that structure has the reasoning in it
+        return constraint
+    return _after_thinking(constraint, formats.reasoning, prompt)
+
+
+def _either(constraint: Constraint, calls: Calls, formats: Formats) -> Constraint:
+    """An answer as the constraint says, or calls."""
+    param = constraint.param
+    if formats.harmonic:
+        raise ApiError(
+            400,
+            f"{param!r} and 'tools' cannot be combined for a model that writes harmony, unless 'tool_choice' is 'none' "
+            "or 'required'",
+            param=param,
+            code="unsupported_parameter",
+        )
+    elements = [as_format(constraint.grammar), _calling(calls, formats, required=True)]
+    return Constraint(param, structural_tag({"type": "or", "elements": elements}, param))
+
+
+def _calling(calls: Calls, formats: Formats, *, required: bool) -> dict[str, Any]:
+    """xgrammar's format of an output that calls; unless it is required, of one that says what it likes, too."""
+    assert formats.tools is not None, "checked where the tools were read"
+    functions = [Function(tool.name, tool.parameters or None, tool.strict or required) for tool in calls.tools]
+    tag = parsers.structure(formats.tools, functions, required=required, parallel=calls.several)
+    format: dict[str, Any] = tag["format"]
+    return format
+
+
+def _after_thinking(constraint: Constraint, reasoning: str | None, prompt: str) -> Constraint:
+    """The same for an output that may begin with reasoning, which is free.
+
+    Where the prompt has begun it, the constraint holds from behind its end on; where the model decides whether it
+    thinks, the grammar permits both.
+    """
+    end = parsers.reasoning_end(reasoning, prompt)
+    if reasoning is None or not end:
+        return constraint
+    tags = parsers.REASONING.get(reasoning)
+    if not isinstance(tags, Tags) or tags.begins_inside(prompt):
+        return constraint._replace(grammar=msgspec.structs.replace(constraint.grammar, after=end))
+    thought = {"type": "tag", "begin": tags.opening, "content": {"type": "any_text"}, "end": tags.closing}
+    thinking = {"type": "sequence", "elements": [thought, {"type": "regex", "pattern": "\\n{0,2}"}]}
+    whole = [{"type": "optional", "content": thinking}, as_format(constraint.grammar)]
+    return constraint._replace(grammar=structural_tag({"type": "sequence", "elements": whole}, constraint.param))

@@ -1,0 +1,296 @@
+"""Constraints of a request → one Grammar: the spellings of OpenAI's API, SGLang and vLLM. Pure functions.
+
+What each means was read in vLLM 0.32 (`vllm/sampling_params.py`, `entrypoints/openai/*/protocol.py`), SGLang 0.5.23
+(`srt/sampling/sampling_params.py`, `srt/entrypoints/openai/protocol.py`) and xgrammar 0.2.8 (`structural_tag.py`). A
+request has one constraint; a value that is there is one, also where it is empty: the schema {} permits any JSON value,
+the pattern "" the empty text alone, and a list of no choices nothing, which is refused. Whether a schema or a pattern
+can be compiled is found out where it is (`treeline_runtime.grammar`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Mapping
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from treeline_runtime.messages import Grammar
+from treeline_runtime.server.errors import short
+from treeline_runtime.server.fields import check_unknown
+from treeline_runtime.server.http import ApiError, encode_json
+
+MAX_SOURCE_BYTES: Final = 1 << 20
+MAX_COPIED_CHARS: Final = 16 << 20
+"""Each generation of a request carries its own."""
+MAX_DEPTH: Final = 128
+"""Of objects and lists in a schema or a structural tag: a property within a property takes two."""
+MAX_CHOICES: Final = 4096
+
+ANY_OBJECT: Final = Grammar("json", '{"type":"object"}')
+
+_decode = msgspec.json.Decoder().decode
+_ROOT: Final = re.compile(r"^[ \t]*root\s*::=", re.MULTILINE)
+
+
+class Constraint(NamedTuple):
+    """What an output must be, and which field said so."""
+
+    param: str
+    grammar: Grammar
+
+
+def read_constraint(body: Mapping[str, Any], names: Container[str], where: str = "") -> Constraint | None:
+    """The constraint that one of these fields of a body (`FIELDS`) asks for; None = there is none.
+
+    `where`: prefix of their names in errors. Raises ApiError 400 for a wrong value, and for a second constraint.
+    """
+    found: Constraint | None = None
+    for name, value in body.items():
+        if value is None or name not in names:
+            continue
+        asked = _FIELDS[name](value, where + name)
+        if asked is None:
+            continue
+        if found is not None:
+            raise ApiError(400, f"{found.param!r} and {asked.param!r} are two constraints: give one", param=asked.param)
+        found = asked
+    return found
+
+
+def check_copies(constraint: Constraint | None, generations: int) -> None:
+    """Raises ApiError 400 where so many generations would carry too much of it."""
+    if constraint is not None and len(constraint.grammar.source) * generations > MAX_COPIED_CHARS:
+        size = len(constraint.grammar.source)
+        raise ApiError(
+            400,
+            f"{constraint.param!r} of {size} characters is too large for {generations} generations at once: together "
+            f"they may have {MAX_COPIED_CHARS}",
+            param=constraint.param,
+        )
+
+
+def as_format(grammar: Grammar) -> dict[str, Any]:
+    """The same as a format of xgrammar's structural tags, to be put together with others."""
+    match grammar.kind:
+        case "json":
+            return {"type": "json_schema", "json_schema": _decode(grammar.source)}
+        case "regex":
+            return {"type": "regex", "pattern": grammar.source}
+        case "ebnf":
+            return {"type": "grammar", "grammar": grammar.source}
+        case "choice":
+            return {"type": "or", "elements": [{"type": "const_string", "value": c} for c in _decode(grammar.source)]}
+        case "structural_tag":
+            made: dict[str, Any] = _decode(grammar.source)["format"]
+            return made
+
+
+def structural_tag(format: Mapping[str, Any], param: str) -> Grammar:
+    """A format of xgrammar's as a grammar: a constraint together with others, or with calls. Raises ApiError 400 where
+    it is too large."""
+    return Grammar("structural_tag", _source({"type": "structural_tag", "format": format}, param, 2 * MAX_SOURCE_BYTES))
+
+
+def _json(value: Any, param: str) -> Constraint:
+    """A JSON Schema, as an object or as its text."""
+    schema = _parsed(value, param) if isinstance(value, str) else value
+    if not isinstance(schema, dict):
+        raise _wrong(param, "a JSON Schema is an object ({} permits any value)")
+    return Constraint(param, Grammar("json", _source(schema, param)))
+
+
+def _json_object(value: Any, param: str) -> Constraint | None:
+    if not isinstance(value, bool):
+        raise _wrong(param, "expected true or false")
+    return Constraint(param, ANY_OBJECT) if value else None
+
+
+def _regex(value: Any, param: str) -> Constraint:
+    return Constraint(param, Grammar("regex", _text(value, param)))
+
+
+def _ebnf(value: Any, param: str) -> Constraint:
+    text = _text(value, param)
+    if not _ROOT.search(text):
+        raise _wrong(
+            param,
+            "expected a grammar as xgrammar and llama.cpp write it, with a rule `root ::= …`; Lark's is not taken",
+        )
+    return Constraint(param, Grammar("ebnf", text))
+
+
+def _choice(value: Any, param: str) -> Constraint:
+    if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
+        raise _wrong(param, "expected a list of texts that is not empty")
+    if len(value) > MAX_CHOICES:
+        raise _wrong(param, f"more than {MAX_CHOICES} choices")
+    return Constraint(param, Grammar("choice", _source(list(dict.fromkeys(value)), param)))
+
+
+def _structural_tag(value: Any, param: str) -> Constraint:
+    """xgrammar's `{"format": …}`, or SGLang's older `{"structures": […], "triggers": […]}`; also as its text."""
+    tag = _parsed(value, param) if isinstance(value, str) else value
+    if not isinstance(tag, dict):
+        raise _wrong(param, "expected an object")
+    if tag.get("type", "structural_tag") != "structural_tag":
+        raise _wrong(f"{param}.type", "expected 'structural_tag'")
+    if "structures" in tag or "triggers" in tag:
+        check_unknown(tag, {"type", "structures", "triggers", "at_least_one"}, harmless=(), where=f"{param}.")
+        return Constraint(param, structural_tag(_triggered(tag, param), param))
+    check_unknown(tag, {"type", "format"}, harmless=(), where=f"{param}.")
+    format = tag.get("format")
+    if not isinstance(format, dict) or not isinstance(format.get("type"), str):
+        raise _wrong(f"{param}.format", "expected an object with a 'type'")
+    return Constraint(param, structural_tag(format, param))
+
+
+def _triggered(tag: Mapping[str, Any], param: str) -> dict[str, Any]:
+    """SGLang's structures as xgrammar's `triggered_tags`, as xgrammar itself takes them."""
+    structures, triggers = tag.get("structures"), tag.get("triggers")
+    if not isinstance(structures, list) or not structures:
+        raise _wrong(f"{param}.structures", "expected a list that is not empty")
+    if not isinstance(triggers, list) or not triggers or not all(isinstance(t, str) and t for t in triggers):
+        raise _wrong(f"{param}.triggers", "expected a list of texts that is not empty")
+    tags = []
+    for index, structure in enumerate(structures):
+        where = f"{param}.structures[{index}]"
+        if not isinstance(structure, dict):
+            raise _wrong(where, "expected an object")
+        check_unknown(structure, {"begin", "schema", "end"}, harmless=(), where=f"{where}.")
+        begin, end, schema = (structure.get(name) for name in ("begin", "end", "schema"))
+        if not isinstance(begin, str) or not isinstance(end, str):
+            raise _wrong(where, "expected texts 'begin' and 'end'")
+        if not any(begin.startswith(trigger) for trigger in triggers):
+            raise _wrong(f"{where}.begin", "begins with none of the triggers")
+        if not isinstance(schema, dict | None):
+            raise _wrong(f"{where}.schema", "a JSON Schema is an object ({} permits any value)")
+        tags.append({"begin": begin, "content": {"type": "json_schema", "json_schema": schema or {}}, "end": end})
+    at_least_one = tag.get("at_least_one") or False
+    if not isinstance(at_least_one, bool):
+        raise _wrong(f"{param}.at_least_one", "expected true or false")
+    return {"type": "triggered_tags", "triggers": triggers, "tags": tags, "at_least_one": at_least_one}
+
+
+def _response_format(value: Any, param: str) -> Constraint | None:
+    if not isinstance(value, dict):
+        raise _wrong(param, "expected an object with a 'type'")
+    match value.get("type"):
+        case "text" | "json_object" as kind:
+            check_unknown(value, {"type"}, harmless=(), where=f"{param}.")
+            return Constraint(param, ANY_OBJECT) if kind == "json_object" else None
+        case "json_schema":
+            check_unknown(value, {"type", "json_schema", "schema"}, harmless=(), where=f"{param}.")
+            return _format_schema(value, param)
+        case "structural_tag":
+            return Constraint(param, _structural_tag(value, param).grammar)
+    raise _wrong(f"{param}.type", "expected 'text', 'json_object', 'json_schema' or 'structural_tag'")
+
+
+def _format_schema(value: Mapping[str, Any], param: str) -> Constraint:
+    """OpenAI's `{"json_schema": {"name", "schema", "strict"}}`, or the schema beside the type, as SGLang takes it."""
+    wrapped = value.get("json_schema")
+    if wrapped is None and isinstance(value.get("schema"), dict):
+        return Constraint(param, _json(value["schema"], f"{param}.schema").grammar)
+    where = f"{param}.json_schema"
+    if wrapped is None:
+        raise ApiError(400, f"Missing required parameter: {where!r}", param=where, code="missing_required_parameter")
+    if not isinstance(wrapped, dict):
+        raise _wrong(where, "expected an object")
+    check_unknown(wrapped, {"name", "description", "schema", "strict"}, harmless=(), where=f"{where}.")
+    for name, type in (("name", str), ("description", str), ("strict", bool)):
+        if not isinstance(wrapped.get(name), type | None):
+            raise _wrong(f"{where}.{name}", f"expected {'a text' if type is str else 'true or false'}")
+    if wrapped.get("schema") is None:
+        where = f"{where}.schema"
+        raise ApiError(400, f"Missing required parameter: {where!r}", param=where, code="missing_required_parameter")
+    return Constraint(param, _json(wrapped["schema"], f"{where}.schema").grammar)
+
+
+_OUTPUTS: Final[Mapping[str, Callable[[Any, str], Constraint | None]]] = {
+    "json": _json,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _ebnf,
+    "json_object": _json_object,
+    "structural_tag": _structural_tag,
+}
+_FALLBACK: Final = ("disable_fallback",)
+"""Whether vLLM may take another library than the one it was told: there is no other."""
+
+
+def _structured_outputs(value: Any, param: str) -> Constraint:
+    """vLLM's object, of which exactly one member is set."""
+    if not isinstance(value, dict):
+        raise _wrong(param, "expected an object")
+    check_unknown(value, _OUTPUTS.keys(), harmless=_FALLBACK, where=f"{param}.")
+    found = [
+        asked
+        for name, read in _OUTPUTS.items()
+        if value.get(name) is not None and (asked := read(value[name], f"{param}.{name}")) is not None
+    ]
+    if len(found) != 1:
+        raise _wrong(param, f"exactly one of {', '.join(_OUTPUTS)} has to be set, {len(found)} are")
+    return found[0]
+
+
+_FIELDS: Final[Mapping[str, Callable[[Any, str], Constraint | None]]] = {
+    "response_format": _response_format,
+    "json_schema": _json,
+    "regex": _regex,
+    "ebnf": _ebnf,
+    "structural_tag": _structural_tag,
+    "choice": _choice,
+    "guided_json": _json,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _ebnf,
+    "structured_outputs": _structured_outputs,
+}
+FIELDS: Final = frozenset(_FIELDS)
+"""Of chats and completions."""
+SAMPLING_FIELDS: Final = frozenset({"json_schema", "regex", "ebnf", "structural_tag", "choice"})
+"""Of the `sampling_params` of `/generate`."""
+
+
+def _text(value: Any, param: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(param, "expected a text")
+    _check_size(value.encode("utf-8", "surrogatepass"), param)
+    if "\0" in value:
+        raise _wrong(param, "contains a NUL character")
+    return value
+
+
+def _parsed(text: str, param: str) -> Any:
+    try:
+        return _decode(_text(text, param))
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise _wrong(param, f"not JSON: {short(error)}") from None
+
+
+def _source(value: Any, param: str, most: int = MAX_SOURCE_BYTES) -> str:
+    """A value of JSON as its text: members keep their order."""
+    _check_depth(value, param)
+    encoded = encode_json(value)
+    _check_size(encoded, param, most)
+    return encoded.decode()
+
+
+def _check_size(encoded: bytes, param: str, most: int = MAX_SOURCE_BYTES) -> None:
+    if len(encoded) > most:
+        raise _wrong(param, f"larger than {most} bytes")
+
+
+def _check_depth(value: Any, param: str) -> None:
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise _wrong(param, f"nested more than {MAX_DEPTH} levels deep")
+        inner = [item for item in level if isinstance(item, dict | list)]
+        level = [item for one in inner for item in (one.values() if isinstance(one, dict) else one)]
+
+
+def _wrong(param: str, what: str) -> ApiError:
+    return ApiError(400, f"Invalid value for {param!r}: {what}", param=param, code="invalid_value")

@@ -1,0 +1,204 @@
+"""Deltas and messages of a choice, from outputs as they come (the engine's text is ours)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletionChunk
+from support.outputs import pieces
+from treeline_runtime import parsers
+from treeline_runtime.messages import FinishReason, TextOut
+from treeline_runtime.server.chat_answers import Choice, Delta, message
+from treeline_runtime.server.jobs import Shown
+from treeline_runtime.server.pacing import Pacer
+from treeline_runtime.server.special_tokens import SpecialTokens
+
+SPECIAL = SpecialTokens(["<|im_end|>", "<|im_start|>"])
+STOP = FinishReason("stop", matched=2)
+FUNCTIONS = ["weather", "now"]
+CALLS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Kiel"}}\n</tool_call>\n'
+CALLS += '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+OUTPUT = "<think>\nIt is <|im_start|>asked.\n</think>\n\nLet me see<|im_end|>.\n" + CALLS
+
+
+TOLD = Shown()
+
+
+def choice(shown: Shown = TOLD, reasoning: str | None = "qwen3", tools: str | None = "hermes") -> Choice:
+    return Choice(parsers.new(reasoning, tools, FUNCTIONS, "assistant\n"), shown, SPECIAL)
+
+
+def fed(made: Choice, texts: list[str], finish: FinishReason = STOP) -> list[Delta]:
+    async def feed() -> list[Delta]:
+        pacer, deltas = Pacer(), list[Delta]()
+        for text in texts:
+            deltas += await made.take(TextOut("r", text, [1] * len(text)), pacer)
+        return deltas + await made.take(TextOut("r", "", [], finish), pacer)
+
+    return asyncio.run(feed())
+
+
+def plain(message: dict[str, Any]) -> dict[str, Any]:
+    """Without ids, which are others each time."""
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    assert len({call["id"] for call in message.get("tool_calls", ())}) == len(calls)
+    return {**message, "tool_calls": calls}
+
+
+WHOLE: dict[str, Any] = {
+    "role": "assistant",
+    "content": "Let me see.",
+    "refusal": None,
+    "reasoning_content": "It is asked.",
+    "reasoning": "It is asked.",
+    "tool_calls": [{"name": "weather", "arguments": '{"city": "Kiel"}'}, {"name": "now", "arguments": "{}"}],
+}
+
+
+@given(st.lists(st.integers(0, 1000), max_size=20))
+def test_the_message_does_not_depend_on_where_the_text_was_cut(cuts: list[int]) -> None:
+    made = choice()
+    found = plain(message(fed(made, pieces(OUTPUT, cuts)), reasons=True))
+    assert found == WHOLE
+    assert made.finish_reason(STOP) == "tool_calls"
+
+
+@given(st.lists(st.integers(0, 1000), max_size=20))
+def test_the_official_client_puts_the_deltas_together(cuts: list[int]) -> None:
+    state = ChatCompletionStreamState()
+    deltas: list[Delta] = [{"role": "assistant", "content": ""}, *fed(choice(), pieces(OUTPUT, cuts)), {}]
+    for index, delta in enumerate(deltas):
+        finish = "tool_calls" if index == len(deltas) - 1 else None
+        shown = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+        chunk = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [shown]}
+        state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
+    found = state.get_final_completion().choices[0].message
+    assert found.content == WHOLE["content"]
+    assert found.model_extra is not None
+    assert found.model_extra["reasoning_content"] == found.model_extra["reasoning"] == WHOLE["reasoning"]
+    assert found.tool_calls is not None
+    assert [(call.function.name, call.function.arguments) for call in found.tool_calls] == [
+        (call["name"], call["arguments"]) for call in WHOLE["tool_calls"]
+    ]
+    assert all(call.id.startswith("call_") and call.type == "function" for call in found.tool_calls)
+
+
+def test_a_delta_begins_a_call_and_others_go_on_with_it() -> None:
+    deltas = [delta for delta in fed(choice(), list(OUTPUT)) if "tool_calls" in delta]
+    calls = [delta["tool_calls"][0] for delta in deltas]
+    begun = [index for index, call in enumerate(calls) if "id" in call]
+    assert [set(calls[index]) for index in begun] == [{"index", "id", "type", "function"}] * 2
+    assert [calls[index]["function"]["name"] for index in begun] == FUNCTIONS
+    assert all(set(call["function"]) == {"arguments"} for call in calls if "id" not in call)
+    assert [call["index"] for call in calls] == sorted(call["index"] for call in calls)
+    assert len(calls) > 10, "the arguments came as they were written"
+
+
+def test_what_comes_at_once_is_few_deltas() -> None:
+    assert [list(delta) for delta in fed(choice(), [OUTPUT])] == [
+        ["reasoning_content", "reasoning"],
+        ["content"],
+        ["tool_calls"],
+        ["tool_calls"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shown", "changed"),
+    [
+        (Shown(reasoning=False), {"reasoning": None, "reasoning_content": None}),
+        (Shown(several_calls=False), {"tool_calls": WHOLE["tool_calls"][:1]}),
+        (Shown(reasoning_at_once=True), {}),
+    ],
+)
+def test_what_is_not_shown(shown: Shown, changed: dict[str, Any]) -> None:
+    deltas = fed(choice(shown), list(OUTPUT))
+    assert plain(message(deltas, reasons=True)) == WHOLE | changed
+    if shown.reasoning_at_once:
+        assert [delta for delta in deltas if "reasoning" in delta] == [
+            {"reasoning_content": WHOLE["reasoning"], "reasoning": WHOLE["reasoning"]}
+        ]
+
+
+def test_reasoning_that_is_not_parsed_is_said() -> None:
+    deltas = fed(choice(reasoning=None, tools=None), [OUTPUT])
+    assert message(deltas, reasons=False) == {
+        "role": "assistant",
+        "content": OUTPUT.replace("<|im_start|>", "").replace("<|im_end|>", ""),
+        "refusal": None,
+    }
+
+
+def test_content_is_null_where_there_are_calls_alone() -> None:
+    found = message(fed(choice(reasoning=None), [CALLS]), reasons=False)
+    assert found["content"] is None
+    assert "reasoning" not in found
+    assert message(fed(choice(), [""]), reasons=True) == {
+        "role": "assistant",
+        "content": "",
+        "refusal": None,
+        "reasoning_content": None,
+        "reasoning": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("finish", "expected"),
+    [
+        (STOP, "tool_calls"),
+        (FinishReason("stop", matched="city"), "stop"),
+        (FinishReason("length"), "length"),
+        (FinishReason("abort"), "abort"),
+    ],
+)
+def test_a_call_that_was_cut_off_is_told_as_far_as_it_came(finish: FinishReason, expected: str) -> None:
+    made = choice(reasoning=None)
+    deltas = fed(made, [CALLS[: CALLS.index("Kiel") + 2]], finish)
+    (call,) = message(deltas, reasons=False)["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Ki'}
+    assert made.finish_reason(finish) == expected
+    assert made.finish_reason(None) is None
+
+
+def test_an_answer_without_calls_ends_as_it_did() -> None:
+    made = Choice(None, TOLD, SpecialTokens([]))
+    assert message(fed(made, ["a", "b"]), reasons=False)["content"] == "ab"
+    assert made.finish_reason(STOP) == "stop"
+
+
+def test_tokens_of_reasoning_are_counted_up_to_the_one_that_ends_it() -> None:
+    def counted(text: str, *ids: list[int]) -> int | None:
+        made = Choice(parsers.new("qwen3", None), TOLD, SpecialTokens([]), end_of_thinking=7)
+
+        async def feed() -> None:
+            pacer = Pacer()
+            await made.take(TextOut("r", text, []), pacer)
+            for some in ids:
+                await made.take(TextOut("r", "", some), pacer)
+
+        asyncio.run(feed())
+        return made.reasoning_tokens
+
+    assert counted("<think>a</think>b", [1, 2], [3, 7, 4], [5, 7]) == 4
+    assert counted("<think>a", [1, 2], [3]) == 3
+    assert counted("b", [1, 2], [3, 7]) == 0
+    assert choice().reasoning_tokens is None
+
+
+def test_a_models_own_name_of_a_call_is_kept() -> None:
+    class Named:
+        def feed(self, text: str) -> list[parsers.parts.Part]:
+            return [parsers.parts.CallBegun(0, text, id="9charslng"), parsers.parts.CallArguments(0, "{}")]
+
+        def end(self) -> list[parsers.parts.Part]:
+            return []
+
+    (call,) = message(fed(Choice(Named(), TOLD, SPECIAL), ["f"]), reasons=False)["tool_calls"]
+    assert call == {"id": "9charslng", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    assert json.loads(call["function"]["arguments"]) == {}
