@@ -15,7 +15,7 @@ from support.fake_scheduler import Magic
 from support.runtime_server import ServerProcess, running, sse
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hello world"}]
-RESPONSES_PATH, MESSAGES_PATH, COUNT_PATH = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+RESPONSES_PATH, MESSAGES_PATH = "/v1/responses", "/v1/messages"
 
 
 @pytest.fixture(scope="module")

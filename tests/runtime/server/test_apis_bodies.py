@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.epp_io import small_bundle
+from treeline_runtime.server.formats import Formats
 from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.jobs import Answered, Caller, MessagesTask, ResponsesTask
 from treeline_runtime.server.limits import Limits
@@ -31,7 +32,7 @@ LIMITS = Limits(4096, 4096)
 def reader() -> Iterator[Reader]:
     bundle = TokenizerBundle.build(small_bundle().tokenizer_json, chat_template=SOURCE)
     prompts = Prompts(bundle)
-    yield Reader("m", prompts, SamplingDefaults())
+    yield Reader("m", prompts, SamplingDefaults(), formats=Formats("qwen3", "hermes"))
     prompts.close()
 
 
@@ -221,6 +222,11 @@ ITEM = st.fixed_dictionaries(
     optional={"role": WORDS, "content": JSON, "name": WORDS, "arguments": WORDS, "call_id": WORDS, "output": JSON}
     | {"summary": JSON, "text": WORDS | JSON, "input": JSON, "id": WORDS, "tool_use_id": WORDS, "status": WORDS},
 )
+TOOL = st.fixed_dictionaries(
+    {"name": WORDS},
+    optional={"type": st.sampled_from(["function", "custom"]), "strict": st.booleans(), "description": WORDS}
+    | dict.fromkeys(("parameters", "input_schema"), JSON | st.just({"type": "object"})),
+)
 TURN = st.fixed_dictionaries({"role": WORDS, "content": WORDS | st.lists(ITEM, max_size=3)})
 LISTED = st.lists(ITEM | TURN | JSON, max_size=3)
 BODY = st.fixed_dictionaries(
@@ -232,7 +238,7 @@ BODY = st.fixed_dictionaries(
         **dict.fromkeys(
             ("system", "instructions", "tool_choice", "reasoning", "thinking", "output_config", "text"), JSON
         ),
-        "tools": JSON | st.lists(ITEM, max_size=2),
+        "tools": JSON | st.lists(ITEM | TOOL, max_size=2),
         **dict.fromkeys(("metadata", "stop_sequences", "include", "stream_options", "chat_template_kwargs", "n"), JSON),
         **dict.fromkeys(("temperature", "max_output_tokens", "seed", "top_k"), NUMBERS),
     },

@@ -40,9 +40,7 @@ def choices(prompts: Prompts, task: ChatTask) -> list[Choice]:
     special = prompts.special_tokens if hidden else _NOTHING_SPECIAL
     closing = None if parsing is None else parsing.closing
     end = None if closing is None else prompts.token_of(closing)
-    return [
-        Choice(None if parsing is None else parsing.parser(), task.shown, special, end) for _ in range(task.job.n)
-    ]
+    return [Choice(None if parsing is None else parsing.parser(), task.shown, special, end) for _ in range(task.job.n)]
 
 
 class _Answer:
