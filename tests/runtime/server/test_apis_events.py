@@ -156,12 +156,15 @@ def test_a_response_that_fails_keeps_what_came() -> None:
     events = responses()
     list(events.begin(output(None)))
     list(events.take(Said("so far")))
-    frame = events.failed(ApiError(500, "it broke"))
-    assert frame.startswith(b"event: response.failed\ndata: ")
-    event = json.loads(frame.split(b"data: ")[1])
+    *_, last, nothing = events.failed(ApiError(500, "it broke")).split(b"\n\n")
+    assert last.startswith(b"event: response.failed\ndata: ")
+    event = json.loads(last.split(b"data: ")[1])
+    assert not nothing
     assert event["response"]["status"] == "failed"
     assert event["response"]["error"] == {"code": "server_error", "message": "it broke"}
-    assert event["sequence_number"] == 5
+    (item,) = event["response"]["output"]
+    assert (item["status"], item["content"][0]["text"]) == ("incomplete", "so far")
+    assert event["sequence_number"] == 8, "behind the ends of what had begun"
     aborted = told(responses(), [Said("a")], FinishReason("abort", message="aborted"))[-1]
     assert (aborted["type"], aborted["response"]["error"]["message"]) == ("response.failed", "aborted")
 

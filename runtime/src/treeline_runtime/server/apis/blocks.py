@@ -110,5 +110,5 @@ class Blocks:
 
     def _close(self, *, cut: bool) -> Iterator[Step]:
         if self._open is not None:
-            yield Ended(self._open, cut)
-            self._open = None
+            closed, self._open = self._open, None
+            yield Ended(closed, cut)

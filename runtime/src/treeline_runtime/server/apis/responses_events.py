@@ -33,8 +33,8 @@ class ResponseEvents:
         shown: bytes,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`members`: those of the response that do not change, and of those the ones that repeat the request, as JSON
-        (`shown`, an object with members). `clock`: seconds since the epoch."""
+        """`members`: those of the response that do not change, besides those that repeat the request, which are in
+        `shown` as JSON (an object that is not empty). `clock`: seconds since the epoch."""
         self._shown = shown
         self._items: list[dict[str, Any]] = []
         self._made = members | {
@@ -79,9 +79,14 @@ class ResponseEvents:
             yield self._failed(finish.message or "The request was ended")
 
     def failed(self, error: ApiError) -> bytes:
-        """The last event of a stream that fails: what came so far stays."""
-        event = self._failed(error.body["error"]["message"])
-        return named_event(event["type"], event)
+        """The end of a stream that fails: what came so far stays."""
+
+        def all() -> Iterator[Event]:
+            for step in self._blocks.end(cut=True):
+                yield from self._tell(step)
+            yield self._failed(error.body["error"]["message"])
+
+        return b"".join(named_event(event["type"], event) for event in all())
 
     def _failed(self, message: str) -> Event:
         self._made |= {"status": "failed", "error": {"code": "server_error", "message": message}}
