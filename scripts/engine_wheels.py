@@ -1,6 +1,6 @@
-"""The parts of vLLM and SGLang that announce their caches, from the wheels on PyPI: `make engine-wheels`.
+"""Parts of vLLM and SGLang, from the wheels on PyPI: what announces caches, and parsers. `make engine-wheels`.
 
-The tests that have these engines' own publishers, decoders and caches speak with ours need a few Python modules of
+The tests that have these engines' own publishers, decoders, caches and parsers beside ours need a few Python modules of
 them and no more: not their dependencies, not a GPU. So each wheel is downloaded (a third of a GB for vLLM), the
 modules that are named here are taken out into .cache/engine-wheels/PACKAGE-VERSION, and the wheel is deleted. What was
 taken out must have the digest that stands here: the tests run what was looked at. The modules are their authors'
@@ -53,6 +53,22 @@ SGLANG_UNIFIED = (
     "srt/mem_cache/unified_cache/unified_tree_core_interface.py",
 )
 """With the tree that newer releases use by default, in its Python form."""
+SGLANG_PARSERS = (
+    "srt/function_call/base_format_detector.py",
+    "srt/function_call/core_types.py",
+    "srt/function_call/deepseekv31_detector.py",
+    "srt/function_call/deepseekv3_detector.py",
+    "srt/function_call/gpt_oss_detector.py",
+    "srt/function_call/hermes_detector.py",
+    "srt/function_call/llama32_detector.py",
+    "srt/function_call/mistral_detector.py",
+    "srt/function_call/pythonic_detector.py",
+    "srt/function_call/qwen3_coder_detector.py",
+    "srt/function_call/utils.py",
+    "srt/parser/harmony_parser.py",
+    "srt/parser/reasoning_parser.py",
+)
+"""What finds reasoning and calls in outputs."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +79,13 @@ class Release:
     version: str
     modules: tuple[str, ...]
     digest: str
+    part: str = ""
+    """Which part of the release, where it is not its event code."""
 
     @property
     def folder(self) -> Path:
         """Where its modules are, when they were fetched."""
-        return HOME / f"{self.package}-{self.version}"
+        return HOME / f"{self.package}-{self.version}{self.part}"
 
 
 RELEASES = (
@@ -83,6 +101,10 @@ RELEASES = (
 cache holds: vLLM 0.9.0 is the first that has events, SGLang 0.5.7 the first where they are true. Before 0.5.6 it named
 a page by its own tokens alone, and 0.5.6, which is here to see that nothing wrong is made of it, took back a node that
 it split."""
+
+PARSERS = Release(
+    "sglang", "0.5.23", SGLANG_PARSERS, "5c9a2324298af2729ca0f402bbd21e356dfdd94ff1194421f5b7e24275a5a9d1", "-parsers"
+)
 
 
 class FetchError(Exception):
@@ -127,8 +149,8 @@ def fetch(release: Release) -> None:
 
 def main() -> int:
     failed = False
-    for release in RELEASES:
-        name = f"{release.package} {release.version}"
+    for release in (*RELEASES, PARSERS):
+        name = f"{release.package} {release.version}{release.part}"
         try:
             if not is_there(release):
                 fetch(release)

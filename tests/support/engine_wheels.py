@@ -1,4 +1,4 @@
-"""vLLM's and SGLang's own event code, imported without them: what `make engine-wheels` took out of their wheels.
+"""vLLM's and SGLang's own code, imported without them: what `make engine-wheels` took out of their wheels.
 
 `load` imports the modules of one release that are there; whatever else these import from their package is a stand-in
 made on the spot: a class without members, unless `_REAL` says better. What came to use such a class would fail. Several
@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import importlib
 import importlib.util
+import json
 import logging
 import struct
 import sys
@@ -26,7 +27,7 @@ from typing import Any
 import pytest
 
 _SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "engine_wheels.py"
-_STAND_INS = ("cbor2",)
+_STAND_INS = ("cbor2", "orjson", "partial_json_parser")
 """What the modules import from elsewhere and need not have here."""
 
 
@@ -50,6 +51,16 @@ def missing() -> list[str]:
 needs_engine_wheels = pytest.mark.skipif(
     bool(missing()), reason=f"not there: {', '.join(missing())} (`make engine-wheels` fetches them)"
 )
+
+
+needs_engine_parsers = pytest.mark.skipif(
+    not _FETCHED.is_there(_FETCHED.PARSERS), reason="SGLang's parsers are not there (`make engine-wheels` fetches them)"
+)
+
+
+def load_parsers() -> dict[str, ModuleType]:
+    """SGLang's parsers, by their path below the package, like `srt/function_call/hermes_detector`."""
+    return _load(_FETCHED.PARSERS.package, _FETCHED.PARSERS.folder, _FETCHED.PARSERS.modules)
 
 
 def load(package: str, version: str) -> dict[str, ModuleType]:
@@ -140,5 +151,8 @@ _REAL: dict[str, Any] = {
     "vllm.config.utils.config": dataclasses.dataclass,
     "vllm.logger.init_logger": logging.getLogger,
     "vllm.utils.sha256": _sha256_of_0_9,
+    "orjson.loads": json.loads,
+    "sglang.srt.environ.envs": SimpleNamespace(SGLANG_FORWARD_UNKNOWN_TOOLS=SimpleNamespace(get=lambda: False)),
+    "sglang.srt.parser.inkling_tokenizer.INKLING_CONTROL_TOKENS": (),
     "sglang.srt.mem_cache.cpp_utils.native_hash.get_native_hash": _page_hashes,
 }

@@ -82,8 +82,7 @@ CORPUS: list[tuple[str, str, list[Any]]] = [
     ("pythonic", "See [1] and [search] and [search(me)].", [said("See [1] and [search] and [search(me)].")]),
     ("pythonic", f"Well. {PYTHON} So.", [said("Well."), PARIS, said(" So.")]),
     ("pythonic", """[search(a='it\\'s "x"', b=[1, (2,), {'k': None}], c=true, d=-1.5, e=False,)]""",
-     [("call", ("search", '{"a": "it\'s \\"x\\"", "b": [1, [2], {"k": null}], "c": true, "d": -1.5, "e": false')),
-      said(",)]")]),
+     [("call", ("search", {"a": 'it\'s "x"', "b": [1, [2], {"k": None}], "c": True, "d": -1.5, "e": False}))]),
     ("pythonic", "[search(a='],)')]", [("call", ("search", {"a": "],)"}))]),
     ("pythonic", "[search(a=open('x'))]", [said("[search(a=open('x'))]")]),
     ("pythonic", "[search(a=1, b=c)]", [("call", ("search", '{"a": 1')), said(", b=c)]")]),
@@ -116,6 +115,7 @@ CORPUS: list[tuple[str, str, list[Any]]] = [
      [said("<|channel|>commentary to=functions.search<|message|>[1]<|call|>")]),
     ("openai", "<|channel|>final<|message|>a < b <|e", [said("a < b <|e")]),
     ("openai", "Just text.", [said("Just text.")]),
+    ("openai", " to=me", [said(" to=me")]),
     ("openai", "<|channel|>fin", []),
 ]  # fmt: skip
 
@@ -199,3 +199,31 @@ def test_a_hostile_output_takes_time_in_proportion_to_its_length(tools: str) -> 
         few = min(seconds(1_000) for _ in range(3))
         many = min(seconds(8_000) for _ in range(2))
         assert many < 32 * few, "twice the text takes four times the time: something is read again and again"
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "tools", "prompt", "end"),
+    [
+        (None, "hermes", "", ""),
+        ("qwen3", "hermes", "<|im_start|>assistant\n", "</think>"),
+        ("qwen3", "hermes", "<|im_start|>assistant\n<think>\n\n</think>\n\n", ""),
+        ("deepseek_r1", None, "<think>\n", "</think>"),
+        ("gpt_oss", None, "<|start|>assistant", "<|channel|>final<|message|>"),
+        ("gpt_oss", None, "<|start|>assistant<|channel|>final<|message|>", ""),
+        ("gpt_oss", "gpt_oss", "<|start|>assistant", ""),
+    ],
+)
+def test_a_grammar_holds_from_behind_the_reasoning(reasoning: str | None, tools: str, prompt: str, end: str) -> None:
+    assert parsers.reasoning_end(reasoning, prompt, tools) == end
+
+
+def test_special_tokens_are_text_where_no_format_needs_them() -> None:
+    assert read(parsers.new("qwen3", None), "Say <|im_end|>.") == [said("Say <|im_end|>.")]
+
+
+@pytest.mark.parametrize(
+    "value", ["-" * 50_000 + "1", "9" * 50_000 + "_0", "a" + ".a" * 30_000, "(" * 130 + ")" * 130, "'\x00'", "1j"]
+)
+def test_a_hostile_literal_is_none(value: str) -> None:
+    text = f"[search(a={value})]"
+    assert read(parsers.new(None, "pythonic", FUNCTIONS), text) == [said(text)]

@@ -10,7 +10,9 @@ import msgspec
 import pytest
 from support.runtime_server import make_tokenizer
 from tokenizers import Tokenizer
+from treeline_runtime.args import parse_args
 from treeline_runtime.config import ConfigError
+from treeline_runtime.frontend import ServedModel, ServeError
 from treeline_runtime.messages import Grammar, SamplingParams
 from treeline_runtime.server.formats import Formats, Parsing, formats_of
 from treeline_runtime.server.http import ApiError
@@ -221,11 +223,13 @@ def test_an_effort_that_the_template_does_not_know_is_refused(tokenizer: str) ->
         ("plain", Formats()),
         ("<tool_call>", Formats(None, "hermes")),
         ("<think><tool_call>", Formats("qwen3", "hermes")),
-        ("{{ content.split('</think>')[-1] }}", Formats("deepseek_r1", None)),
-        ("<tool_call><function=", Formats(None, "qwen3_coder")),
+        ("{{ content.split('</think>')[-1] }}", Formats()),
+        ("<tool_call><function=f><parameter=", Formats(None, "qwen3_coder")),
+        ("<tool_call>f<arg_key>", Formats()),
         ("[TOOL_CALLS][THINK]", Formats("mistral", "mistral")),
         ("<|python_tag|>", Formats(None, "llama3_json")),
-        ("<｜tool▁calls▁begin｜><think>", Formats("qwen3", "deepseek_v3")),
+        ("<｜tool▁calls▁begin｜><think>", Formats("qwen3", "deepseek_v31")),
+        ("<｜tool▁calls▁begin｜>```json", Formats(None, "deepseek_v3")),
         ("<|start|>assistant<|channel|>analysis", Formats("gpt_oss", "openai")),
     ],
 )
@@ -242,3 +246,11 @@ def test_a_format_that_is_not_known_is_named(tokenizer: str) -> None:
     for reasoning, tools in (("hermit", "none"), ("none", "hermit")):
         with pytest.raises(ConfigError, match=r"unknown .* parser 'hermit'; known: "):
             formats_of(bundle, reasoning, tools)
+
+
+def test_a_server_does_not_start_with_a_format_that_is_not_known(model: Path) -> None:
+    args = parse_args(["--model", str(model), "--tool-call-parser=hermit"])
+    with pytest.raises(ServeError, match=r"^unknown tool call parser .hermit.; known: .*hermes"):
+        ServedModel.read(args, model)
+    found = ServedModel.read(parse_args(["--model", str(model), "--reasoning-parser=deepseek-r1"]), model)
+    assert found.formats == Formats("deepseek_r1")

@@ -65,6 +65,8 @@ class Pythonic:
         while separator == ",":
             yield from source.space()
             key = yield from source.take(_IDENTIFIER)
+            if not key and source.begun > begun and (yield from source.one_of((")",))):
+                break  # behind a comma too many, which Python allows
             if not key:
                 yield from source.broken()
             yield from source.space()

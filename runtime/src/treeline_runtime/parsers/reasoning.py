@@ -67,6 +67,7 @@ FAMILIES: Final = {
     "deepseek_r1": _ALWAYS,
     "deepseek_v3": Tags(interrupting=("<｜tool▁calls▁begin｜>",)),  # V3.1 and later, where the template opens it
     "glm45": _QWEN,
+    "glm47": _QWEN,
     "interns1": _QWEN,
     "kimi": Tags("◁think▷", "◁/think▷"),
     "kimi_k2": Tags(interrupting=("<|tool_calls_section_begin|>",)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
@@ -20,22 +21,25 @@ AUTO, NONE = "auto", "none"
 """What a flag may be beside a name: guess it from the chat template, and do without."""
 
 _THINKING: Final = (
-    ("<|channel|>", "gpt_oss"),
-    ("<think>", "qwen3"),
-    ("</think>", "deepseek_r1"),
-    ("[THINK]", "mistral"),
-    ("◁think▷", "kimi"),
-    ("<seed:think>", "seed_oss"),
+    ("gpt_oss", "<|channel|>"),
+    ("qwen3", "<think>"),
+    ("mistral", "[THINK]"),
+    ("kimi", "◁think▷"),
+    ("seed_oss", "<seed:think>"),
 )
+"""A closing marker alone shows nothing: templates of models that do not think take it out of earlier turns, too."""
 _CALLING: Final = (
-    ("<|channel|>", "openai"),
-    ("<function=", "qwen3_coder"),
-    ("<tool_call>", "hermes"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
-    ("<|python_tag|>", "llama3_json"),
+    ("openai", "<|channel|>"),
+    ("glm45", "<tool_call>", "<arg_key>"),
+    ("seed_oss", "<seed:tool_call>"),
+    ("qwen3_coder", "<tool_call>", "<parameter="),
+    ("hermes", "<tool_call>"),
+    ("mistral", "[TOOL_CALLS]"),
+    ("llama3_json", "<|python_tag|>"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>", "```json"),
+    ("deepseek_v31", "<｜tool▁calls▁begin｜>"),
 )
-"""What a chat template has in it, and the format that this shows; the first that is there."""
+"""A format, and what a chat template has in it then; the first that is there, if there is a parser of that name."""
 _FINAL: Final = "<|channel|>final<|message|>"
 """What begins the answer in harmony."""
 
@@ -97,12 +101,12 @@ def formats_of(bundle: TokenizerBundle, reasoning: str, tools: str) -> Formats:
     return found
 
 
-def _named(flag: str, templates: str, shown: tuple[tuple[str, str], ...], known: list[str]) -> str | None:
+def _named(flag: str, templates: str, shown: Iterable[tuple[str, ...]], known: list[str]) -> str | None:
     if flag == NONE:
         return None
     if flag != AUTO:
         return flag.replace("-", "_")
-    found = next((name for marker, name in shown if marker in templates), None)
+    found = next((name for name, *markers in shown if all(marker in templates for marker in markers)), None)
     return found if found in known else None
 
 
@@ -160,11 +164,12 @@ def _after_thinking(constraint: Constraint, reasoning: str | None, prompt: str) 
     Where the prompt has begun it, the constraint holds from behind its end on; where the model decides whether it
     thinks, the grammar permits both.
     """
-    tags = None if reasoning is None else parsers.REASONING.get(reasoning)
-    if not isinstance(tags, Tags) or not tags.end_after(prompt):
+    end = parsers.reasoning_end(reasoning, prompt)
+    if reasoning is None or not end:
         return constraint
-    if tags.begins_inside(prompt):
-        return _behind(constraint, tags.closing)
+    tags = parsers.REASONING.get(reasoning)
+    if not isinstance(tags, Tags) or tags.begins_inside(prompt):
+        return _behind(constraint, end)
     thought = {"type": "tag", "begin": tags.opening, "content": {"type": "any_text"}, "end": tags.closing}
     thinking = {"type": "sequence", "elements": [thought, {"type": "regex", "pattern": "\\n{0,2}"}]}
     whole = [{"type": "optional", "content": thinking}, as_format(constraint.grammar)]

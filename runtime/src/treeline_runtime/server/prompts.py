@@ -25,6 +25,8 @@ from treeline_runtime.server.tokenization import CachedTokenizer
 from treeline_runtime.templates.pool import TemplatePool
 
 _ESCAPE_BYTES = 5
+MAX_ANALYSED_CHARS = 64 << 10
+"""Of a template, whose variables take jinja2 a time that grows with its square. Known ones have up to 20 thousand."""
 END_TOKENS = 64
 """Of a prompt, looked at for what a template has begun there."""
 
@@ -314,7 +316,9 @@ def _names_read(template: str) -> set[str]:
 
 
 def _variables_of(template: str) -> set[str]:
-    """The variables that a template is given."""
+    """The variables that a template is given; all names of one that is so long that telling them would take long."""
+    if len(template) > MAX_ANALYSED_CHARS:
+        return _names_read(template)
     try:
         return meta.find_undeclared_variables(TemplateEnvironment().parse(template))
     except (jinja2.TemplateError, RecursionError):
