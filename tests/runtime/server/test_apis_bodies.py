@@ -192,6 +192,29 @@ def test_a_prompt_is_that_of_the_chat_and_counted_so(reader: Reader) -> None:
     assert json.loads(counted.body) == {"input_tokens": len(chat.prompts[0].ids)}
 
 
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
+
+
+def test_formats_of_outputs_are_a_chats_grammars(reader: Reader) -> None:
+    def grammar(kind: Kind, body: Any) -> Any:
+        return read(reader, kind, body).chat.job.prompts[0].sampling.grammar
+
+    wrapped = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+    read_chat = read(reader, "chat", {"messages": SAY["messages"], "response_format": wrapped})
+    expected = read_chat.job.prompts[0].sampling.grammar
+    assert expected is not None
+    format = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
+    assert grammar("responses", ASK | {"text": {"format": format}}) == expected
+    assert (
+        grammar("messages", SAY | {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}) == expected
+    )
+    object = read(reader, "chat", {"messages": SAY["messages"], "response_format": {"type": "json_object"}})
+    assert grammar("responses", ASK | {"text": {"format": {"type": "json_object"}}}) == (
+        object.job.prompts[0].sampling.grammar
+    )
+    assert grammar("responses", ASK) is grammar("messages", SAY) is None
+
+
 WORDS = st.sampled_from(
     [
         *("message", "function_call", "function_call_output", "reasoning", "user", "assistant", "system", "developer"),
@@ -253,7 +276,7 @@ def status(reader: Reader, kind: Kind, body: Any) -> int:
     return 200
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(BODY, st.sampled_from(["responses", "messages", "count_tokens"]), st.booleans())
 def test_no_body_is_the_servers_fault(reader: Reader, body: dict[str, Any], kind: Kind, whole: bool) -> None:
     if whole:

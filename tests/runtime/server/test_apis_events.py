@@ -278,7 +278,7 @@ def outputs(draw: st.DrawFn) -> list[Part]:
 FINISHES = st.sampled_from([STOP, LENGTH, FinishReason("stop", matched="END")])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(outputs(), FINISHES)
 def test_the_deltas_of_a_response_add_up_to_its_items(parts: list[Part], finish: FinishReason) -> None:
     events = responses()
@@ -308,7 +308,7 @@ def test_the_deltas_of_a_response_add_up_to_its_items(parts: list[Part], finish:
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(outputs(), FINISHES)
 def test_both_apis_tell_the_same_of_an_output(parts: list[Part], finish: FinishReason) -> None:
     of_openai, of_anthropic = responses(), messages()
