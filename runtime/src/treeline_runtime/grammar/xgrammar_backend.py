@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from treeline_runtime.grammar.backend import Compiled, GrammarError, Matcher
+from treeline_runtime.grammar.satisfiable import check_satisfiable
 from treeline_runtime.grammar.vocabulary import Vocabulary
 from treeline_runtime.grammar.xgrammar_library import load as load_library
 from treeline_runtime.messages import Grammar
@@ -34,7 +35,11 @@ class XGrammarBackend:
             self._info(grammar.kind == "structural_tag"), max_threads=self._threads, cache_enabled=False
         )
         try:
-            compiled = self._compile(compiler, grammar)
+            rules = self._rules(grammar)
+            check_satisfiable(rules.serialize_json())
+            compiled = compiler.compile_grammar(rules)
+        except GrammarError:
+            raise
         except (RuntimeError, ValueError, TypeError) as error:
             raise GrammarError(_reason(error)) from None
         return _MARKED[grammar.kind == "structural_tag"] + compiled.serialize_json().encode()
@@ -67,22 +72,33 @@ class XGrammarBackend:
     def _info(self, marked: bool) -> Any:
         return self._marked if marked else self._text
 
-    def _compile(self, compiler: Any, grammar: Grammar) -> Any:
+    def _rules(self, grammar: Grammar) -> Any:
+        parsed = self._library.Grammar
         match grammar.kind:
             case "json":
-                return compiler.compile_json_schema(grammar.source, any_whitespace=False)
+                return self._without_controls(parsed.from_json_schema(grammar.source, any_whitespace=False))
             case "regex":
-                return compiler.compile_regex(grammar.source)
+                return parsed.from_regex(grammar.source)
             case "ebnf":
-                return compiler.compile_grammar(grammar.source)
+                return parsed.from_ebnf(grammar.source)
             case "structural_tag":
-                return compiler.compile_structural_tag(grammar.source)
+                return parsed.from_structural_tag(grammar.source)
             case "choice":
                 texts = [{"type": "const_string", "value": text} for text in json.loads(grammar.source)]
-                return compiler.compile_structural_tag(
+                return parsed.from_structural_tag(
                     {"type": "structural_tag", "format": {"type": "or", "elements": texts}}
                 )
 
+    def _without_controls(self, rules: Any) -> Any:
+        """Strings with a length take control characters, which JSON has only escaped."""
+        serialized = rules.serialize_json()
+        mended = serialized.replace(_BOUNDED_CHARACTER, _JSON_CHARACTER)
+        return rules if mended == serialized else self._library.Grammar.deserialize_json(mended)
+
+
+# As many numbers, since expressions are found by where they begin: a class, 9 numbers, negative, from … to ….
+_BOUNDED_CHARACTER = ",1,9,1,34,34,92,92,13,13,10,10,"
+_JSON_CHARACTER = ",1,9,1,0,31,34,34,92,92,92,92,"
 
 _MARKED = {False: b"t", True: b"m"}
 """What compiled bytes begin with: whether they are for the vocabulary with special tokens."""
