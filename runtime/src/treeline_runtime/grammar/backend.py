@@ -74,4 +74,20 @@ def _xgrammar(vocabulary: Vocabulary) -> GrammarBackend:
     return XGrammarBackend(vocabulary)
 
 
-BACKENDS: dict[str, Callable[[Vocabulary], GrammarBackend]] = {"xgrammar": _xgrammar}
+def _llguidance(vocabulary: Vocabulary) -> GrammarBackend:
+    from treeline_runtime.grammar.llguidance_backend import LLGuidanceBackend
+
+    return LLGuidanceBackend(vocabulary)
+
+
+def _auto(vocabulary: Vocabulary) -> GrammarBackend:
+    from treeline_runtime.grammar.auto_backend import AutoBackend
+
+    return AutoBackend(vocabulary)
+
+
+BACKENDS: dict[str, Callable[[Vocabulary], GrammarBackend]] = {
+    "auto": _auto,
+    "xgrammar": _xgrammar,
+    "llguidance": _llguidance,
+}

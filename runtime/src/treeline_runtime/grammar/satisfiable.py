@@ -4,11 +4,12 @@ A rule that leads to itself on every way (`a ::= "[" a "]"`) derives no finite t
 for ever, and its forced text never ends. A rule whose shortest text doubles at each of forty references is no better.
 
 What is checked, of every rule and each expression in it: it derives a text, and the shortest one has at most
-MAX_SHORTEST characters. Of rules that nothing leads to as well, for which xgrammar 0.2.8 overflows its stack. This bounds
-the forced text at any place. What is forced begins every text that may follow, the shortest too, so it is no longer than
-that one. The place is a stack of rules that have begun; what remains of each is the rest of one sequence that was
-checked, or of one repetition, so at most MAX_SHORTEST; and a shortest text opens no rule within itself. So it is at most
-MAX_SHORTEST for each rule that is open, and no more are than bytes were read, times the rules there are.
+MAX_SHORTEST characters. Of rules that nothing leads to as well, for which xgrammar 0.2.8 overflows its stack.
+
+This bounds the forced text at any place. What is forced begins every text that may follow, the shortest too, so it is
+no longer than that one. The place is a stack of rules that have begun; what remains of each is the rest of one sequence
+that was checked, or of one repetition, so at most MAX_SHORTEST; and a shortest text opens no rule within itself. So it
+is at most MAX_SHORTEST for each rule that is open, and no more are than bytes were read, times the rules there are.
 
 The shortest texts are computed by Knuth's generalisation of Dijkstra's algorithm (A Generalization of Dijkstra's
 Algorithm, 1977): lengths become final in ascending order; O(n log n) in the size of the grammar.
@@ -54,6 +55,7 @@ class Rules:
     def __init__(self, serialized: str) -> None:
         grammar = json.loads(serialized)
         self.names: list[str] = [rule[0] for rule in grammar["rules"]]
+        self._ahead: list[int] = [rule[2] for rule in grammar["rules"]]
         self._bodies: list[int] = [rule[1] for rule in grammar["rules"]]
         self._data: list[int] = grammar["grammar_expr_data"]
         self._starts: list[int] = grammar["grammar_expr_indptr"]
@@ -62,6 +64,9 @@ class Rules:
     def rule(self, number: int) -> int:
         """Its node."""
         return len(self._starts) + number
+
+    def looks_ahead(self, number: int) -> bool:
+        return self._ahead[number] >= 0
 
     def expression(self, node: int) -> tuple[Kind, list[int]]:
         start = self._starts[node]

@@ -9,7 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from treeline_runtime.grammar.backend import Compiled, GrammarError, Matcher
+from treeline_runtime.grammar.mended import mended
+from treeline_runtime.grammar.patterns import as_ebnf, whole
 from treeline_runtime.grammar.satisfiable import check_satisfiable
+from treeline_runtime.grammar.schema_support import for_xgrammar
+from treeline_runtime.grammar.structural_tags import for_xgrammar_tags
 from treeline_runtime.grammar.vocabulary import Vocabulary
 from treeline_runtime.grammar.xgrammar_library import load as load_library
 from treeline_runtime.messages import Grammar
@@ -35,9 +39,9 @@ class XGrammarBackend:
             self._info(grammar.kind == "structural_tag"), max_threads=self._threads, cache_enabled=False
         )
         try:
-            rules = self._rules(grammar)
-            check_satisfiable(rules.serialize_json())
-            compiled = compiler.compile_grammar(rules)
+            rules = mended(self._rules(grammar).serialize_json())
+            check_satisfiable(rules)
+            compiled = compiler.compile_grammar(self._library.Grammar.deserialize_json(rules))
         except GrammarError:
             raise
         except (RuntimeError, ValueError, TypeError) as error:
@@ -52,7 +56,7 @@ class XGrammarBackend:
     def fill(self, matchers: Sequence[Matcher], masks: torch.Tensor, rows: Sequence[int]) -> None:
         open_ones, places = [], []
         for matcher, row in zip(matchers, rows, strict=True):
-            assert isinstance(matcher, _Matcher)
+            assert isinstance(matcher, XGrammarMatcher)
             if matcher.handle.is_terminated():
                 masks[row] = 0
             else:
@@ -76,29 +80,19 @@ class XGrammarBackend:
         parsed = self._library.Grammar
         match grammar.kind:
             case "json":
-                return self._without_controls(parsed.from_json_schema(grammar.source, any_whitespace=False))
+                return parsed.from_json_schema(for_xgrammar(grammar.source), any_whitespace=False)
             case "regex":
-                return parsed.from_regex(grammar.source)
+                return parsed.from_ebnf(f"root ::= {as_ebnf(whole(grammar.source))}")
             case "ebnf":
                 return parsed.from_ebnf(grammar.source)
             case "structural_tag":
-                return parsed.from_structural_tag(grammar.source)
+                return parsed.from_structural_tag(for_xgrammar_tags(grammar.source))
             case "choice":
                 texts = [{"type": "const_string", "value": text} for text in json.loads(grammar.source)]
                 return parsed.from_structural_tag(
                     {"type": "structural_tag", "format": {"type": "or", "elements": texts}}
                 )
 
-    def _without_controls(self, rules: Any) -> Any:
-        """Strings with a length take control characters, which JSON has only escaped."""
-        serialized = rules.serialize_json()
-        mended = serialized.replace(_BOUNDED_CHARACTER, _JSON_CHARACTER)
-        return rules if mended == serialized else self._library.Grammar.deserialize_json(mended)
-
-
-# As many numbers, since expressions are found by where they begin: a class, 9 numbers, negative, from … to ….
-_BOUNDED_CHARACTER = ",1,9,1,34,34,92,92,13,13,10,10,"
-_JSON_CHARACTER = ",1,9,1,0,31,34,34,92,92,92,92,"
 
 _MARKED = {False: b"t", True: b"m"}
 """What compiled bytes begin with: whether they are for the vocabulary with special tokens."""
@@ -114,10 +108,12 @@ class _Compiled:
         return int(self._compiled.memory_size_bytes)
 
     def matcher(self, stop_ids: Sequence[int]) -> Matcher:
-        return _Matcher(self._library.GrammarMatcher(self._compiled, override_stop_tokens=list(stop_ids)))
+        return XGrammarMatcher(self._library.GrammarMatcher(self._compiled, override_stop_tokens=list(stop_ids)))
 
 
-class _Matcher:
+class XGrammarMatcher:
+    """Implements `Matcher`."""
+
     def __init__(self, handle: Any) -> None:
         self.handle = handle
 
@@ -133,6 +129,14 @@ class _Matcher:
     @property
     def completed(self) -> bool:
         return bool(self.handle.is_completed())
+
+
+def parse_ebnf(source: str) -> str:
+    """The rules, as the library serialises them. Raises GrammarError."""
+    try:
+        return str(load_library().Grammar.from_ebnf(source).serialize_json())
+    except RuntimeError as error:
+        raise GrammarError(_reason(error)) from None
 
 
 def _reason(error: Exception) -> str:
