@@ -28,7 +28,8 @@ class Matcher(Protocol):
         """The last `count` accepted tokens were never there."""
 
     def forced(self) -> str:
-        """The text that must come next, as far as it is certain; "" where there is a choice, or the end."""
+        """The text that must come next, as far as it is certain; "" where there is a choice, or the end, or where the
+        output stands within a character."""
 
     @property
     def completed(self) -> bool:
@@ -59,6 +60,14 @@ class GrammarBackend(Protocol):
     def fill(self, matchers: Sequence[Matcher], masks: torch.Tensor, rows: Sequence[int]) -> None:
         """masks (rows, words) int32 on the CPU: overwrite row rows[i] with the tokens that matchers[i] may go on with:
         bit j % 32 of word j // 32 is token j. Matchers that are at their end allow nothing."""
+
+
+def certain_text(forced: bytes) -> str:
+    """What is text of the bytes that must come next. A character may be certain but for its last bytes."""
+    try:
+        return forced.decode()
+    except UnicodeDecodeError as error:
+        return forced[: error.start].decode()
 
 
 def new_backend(name: str, vocabulary: Vocabulary) -> GrammarBackend:

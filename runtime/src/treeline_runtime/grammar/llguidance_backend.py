@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from treeline_runtime.grammar.backend import Compiled, GrammarError, Matcher
+from treeline_runtime.grammar.backend import Compiled, GrammarError, Matcher, certain_text
 from treeline_runtime.grammar.lark_grammar import as_lark
 from treeline_runtime.grammar.patterns import as_regex, whole
 from treeline_runtime.grammar.satisfiable import Rules, check_satisfiable
@@ -172,8 +172,7 @@ class LLGuidanceMatcher:
     def forced(self) -> str:
         if not self.can_go_on:
             return ""
-        forced: bytes = self.handle.compute_ff_bytes()
-        return forced.decode(errors="ignore")
+        return certain_text(self.handle.compute_ff_bytes())
 
     @property
     def completed(self) -> bool:

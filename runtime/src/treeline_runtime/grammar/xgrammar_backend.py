@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from treeline_runtime.grammar.backend import Compiled, GrammarError, Matcher
+from treeline_runtime.grammar.backend import Compiled, GrammarError, Matcher, certain_text
 from treeline_runtime.grammar.mended import mended
 from treeline_runtime.grammar.patterns import as_ebnf, whole
 from treeline_runtime.grammar.satisfiable import check_satisfiable
@@ -124,7 +124,12 @@ class XGrammarMatcher:
         self.handle.rollback(count)
 
     def forced(self) -> str:
-        return "" if self.handle.is_terminated() else str(self.handle.find_jump_forward_string())
+        if self.handle.is_terminated():
+            return ""
+        try:
+            return str(self.handle.find_jump_forward_string())
+        except UnicodeDecodeError as error:  # what is certain begins or ends within a character
+            return certain_text(error.object)
 
     @property
     def completed(self) -> bool:
