@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.grammar_schemas import Generator, judge, parse
 from support.grammar_walks import Walker, synthetic_vocabulary, tiny_vocabulary
-from treeline_runtime.grammar.backend import GrammarError, new_backend
+from treeline_runtime.grammar.backend import GrammarError, load_backend
 from treeline_runtime.messages import Grammar
 
 COUNT = int(os.environ.get("TREELINE_SCHEMAS", "1000"))
@@ -40,7 +40,7 @@ REASONS = [
 def _refusals(backend: str, vocabulary: str, seeds: range, length: int) -> collections.Counter[str]:
     """Walks over each of the schemas once. Returns why some were refused."""
     tokens = VOCABULARIES[vocabulary]()
-    grammars = new_backend(backend, tokens)
+    grammars = load_backend(backend)(tokens)
     walker, refused, unfinished = Walker(grammars, tokens), collections.Counter[str](), 0
     for seed in seeds:
         schema = Generator(seed).schema()
