@@ -1,4 +1,9 @@
-"""xgrammar, and llguidance for the schemas that have keywords which xgrammar would ignore."""
+"""llguidance, and xgrammar for what it has not.
+
+llguidance compiles in a tenth of the time and fills masks in a fifth, and where xgrammar is slow (words and patterns
+whose tokens cross from one part into the next) in a twentieth. xgrammar has structural tags and the grammars in its own
+notation, and some keywords of schemas that llguidance has not.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +11,17 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from treeline_runtime.grammar.backend import Compiled, GrammarBackend, Matcher
-from treeline_runtime.grammar.json_schema import UnsupportedError
+from treeline_runtime.grammar.backend import Compiled, GrammarBackend, Matcher, NotHereError
+from treeline_runtime.grammar.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
 from treeline_runtime.grammar.vocabulary import Vocabulary
-from treeline_runtime.grammar.xgrammar_backend import XGrammarBackend, XGrammarMatcher
+from treeline_runtime.grammar.xgrammar_backend import XGrammarBackend
 from treeline_runtime.messages import Grammar
 
 if TYPE_CHECKING:
     import torch
+
+_LLGUIDANCE, _XGRAMMAR = b"l", b"x"
+"""What compiled bytes begin with."""
 
 
 class AutoBackend:
@@ -21,29 +29,34 @@ class AutoBackend:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._first = XGrammarBackend(vocabulary)
 
     @cached_property
-    def _second(self) -> GrammarBackend:
-        from treeline_runtime.grammar.llguidance_backend import LLGuidanceBackend
-
+    def _llguidance(self) -> GrammarBackend:
         return LLGuidanceBackend(self._vocabulary)
 
+    @cached_property
+    def _xgrammar(self) -> GrammarBackend:
+        return XGrammarBackend(self._vocabulary)
+
     def compile(self, grammar: Grammar) -> bytes:
+        if grammar.kind in ("ebnf", "structural_tag"):
+            return _XGRAMMAR + self._xgrammar.compile(grammar)
         try:
-            return b"1" + self._first.compile(grammar)
-        except UnsupportedError:
-            if grammar.kind == "structural_tag":
-                raise
-            return b"2" + self._second.compile(grammar)
+            return _LLGUIDANCE + self._llguidance.compile(grammar)
+        except NotHereError as unsupported:
+            try:
+                return _XGRAMMAR + self._xgrammar.compile(grammar)
+            except NotHereError:
+                raise unsupported from None
 
     def load(self, compiled: bytes) -> Compiled:
-        return (self._first if compiled[:1] == b"1" else self._second).load(compiled[1:])
+        backend = self._llguidance if compiled[:1] == _LLGUIDANCE else self._xgrammar
+        return backend.load(compiled[1:])
 
     def fill(self, matchers: Sequence[Matcher], masks: torch.Tensor, rows: Sequence[int]) -> None:
-        first = [i for i, matcher in enumerate(matchers) if isinstance(matcher, XGrammarMatcher)]
-        second = [i for i, matcher in enumerate(matchers) if not isinstance(matcher, XGrammarMatcher)]
-        if first:
-            self._first.fill([matchers[i] for i in first], masks, [rows[i] for i in first])
-        if second:
-            self._second.fill([matchers[i] for i in second], masks, [rows[i] for i in second])
+        is_ours = [isinstance(matcher, LLGuidanceMatcher) for matcher in matchers]
+        for ours in (True, False):
+            chosen = [i for i, is_one in enumerate(is_ours) if is_one is ours]
+            if chosen:
+                backend = self._llguidance if ours else self._xgrammar
+                backend.fill([matchers[i] for i in chosen], masks, [rows[i] for i in chosen])

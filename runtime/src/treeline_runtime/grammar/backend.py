@@ -17,6 +17,10 @@ class GrammarError(ValueError):
     """What is wrong with a grammar; the text is for whoever wrote it."""
 
 
+class NotHereError(GrammarError):
+    """What this backend has not, and another may have."""
+
+
 class Matcher(Protocol):
     """The place in a grammar that one output has come to. Starts at its beginning."""
 

@@ -17,7 +17,7 @@ import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
-from treeline_runtime.grammar.backend import GrammarError
+from treeline_runtime.grammar.backend import GrammarError, NotHereError
 from treeline_runtime.grammar.disjoint import disjoint, same, types_of
 from treeline_runtime.grammar.formats import FORMATS
 from treeline_runtime.grammar.patterns import as_regex, within
@@ -80,7 +80,7 @@ _LARGEST = 2**53
 """Integers beyond are not the same in every library."""
 
 
-class UnsupportedError(GrammarError):
+class UnsupportedError(NotHereError):
     """A keyword that a backend would ignore, or take for something else."""
 
     def __init__(self, keyword: str, path: str, why: str = "is not supported") -> None:

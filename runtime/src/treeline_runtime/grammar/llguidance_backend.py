@@ -11,7 +11,10 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from treeline_runtime.grammar.backend import Compiled, GrammarError, Matcher, certain_text
+import numpy as np
+import numpy.typing as npt
+
+from treeline_runtime.grammar.backend import Compiled, GrammarError, Matcher, NotHereError, certain_text
 from treeline_runtime.grammar.lark_grammar import as_lark
 from treeline_runtime.grammar.patterns import as_regex, whole
 from treeline_runtime.grammar.satisfiable import Rules, check_satisfiable
@@ -49,38 +52,36 @@ class LLGuidanceBackend:
         self._tokenizer = self._library.LLTokenizer(tokenizer, n_vocab=self._size + 1, eos_token=self._size)
         self._limits = self._library.LLParserLimits(verbose_errors=False, **_LIMITS)
         self._executor = self._library.LLExecutor()
+        self._buffer = np.zeros((0, 0), dtype=np.uint32)
 
     def compile(self, grammar: Grammar) -> bytes:
         text = self._text(grammar)
         matcher = self._new(text)
         if matcher.is_error():
-            raise GrammarError(_reason(matcher.get_error()))
+            reason = _reason(matcher.get_error())
+            raise NotHereError(reason) if "supported" in reason else GrammarError(reason)
         return text.encode()
 
     def load(self, compiled: bytes) -> Compiled:
         return _Compiled(self._new(compiled.decode()), len(compiled))
 
     def fill(self, matchers: Sequence[Matcher], masks: torch.Tensor, rows: Sequence[int]) -> None:
-        import torch
-
-        handles = []
-        for matcher, row in zip(matchers, rows, strict=True):
-            assert isinstance(matcher, LLGuidanceMatcher)
-            masks[row] = 0
-            if matcher.can_go_on:
-                handles.append((matcher, row))
-        words = (self._size + 32) // 32  # of llguidance's vocabulary, which has one token more
-        filled = torch.zeros((len(handles), words), dtype=torch.int32)
-        jobs = [(matcher.handle, i) for i, (matcher, _row) in enumerate(handles)]
+        filled = self._masks(len(matchers))
+        ours = [_llguidance(matcher) for matcher in matchers]
+        jobs = [(matcher.handle, i) for i, matcher in enumerate(ours) if matcher.can_go_on]
         if jobs:
-            self._executor.unsafe_compute_mask_ptr(jobs, filled.data_ptr(), words * 4, len(jobs))
-        clear = ~(1 << self._size % 32) if self._size % 32 != 31 else 0x7FFFFFFF
-        filled[:, self._size // 32] &= clear
-        for i, (matcher, row) in enumerate(handles):
-            if not matcher.handle.is_error():
-                width = min(words, masks.shape[1])
-                masks[row, :width] = filled[i, :width]
-                matcher.add_stops(masks[row])
+            self._executor.unsafe_compute_mask_ptr(jobs, filled.ctypes.data, filled.strides[0], len(matchers))
+        filled[:, self._size // 32] &= ~np.uint32(1 << self._size % 32)  # its own end
+        for matcher, mask in zip(ours, filled, strict=True):
+            matcher.finish(mask)
+        width = min(filled.shape[1], masks.shape[1])
+        masks.numpy().view(np.uint32)[list(rows), :width] = filled[:, :width]
+
+    def _masks(self, count: int) -> npt.NDArray[np.uint32]:
+        """(count, words of llguidance's vocabulary, which has one token more)"""
+        if len(self._buffer) < count:
+            self._buffer = np.zeros((count, (self._size + 32) // 32), dtype=np.uint32)
+        return self._buffer[:count]
 
     def _new(self, text: str) -> Any:
         return self._library.LLMatcher(self._tokenizer, text, limits=self._limits, log_level=0)
@@ -98,7 +99,7 @@ class LLGuidanceBackend:
             case "choice":
                 return f"{_OPTIONS}start: {' | '.join(json.dumps(text) for text in json.loads(grammar.source))}\n"
             case "structural_tag":
-                raise GrammarError("structural tags are not supported by llguidance")
+                raise NotHereError("structural tags are not supported by llguidance")
 
 
 def _spaced(schema: str) -> str:
@@ -147,12 +148,13 @@ class LLGuidanceMatcher:
     def can_go_on(self) -> bool:
         return not self._ended and not self.handle.is_error()
 
-    def add_stops(self, row: torch.Tensor) -> None:
-        """row (words) int32: what ends the output is allowed where it may end."""
-        if self.completed:
+    def finish(self, mask: npt.NDArray[np.uint32]) -> None:
+        """mask (words): what ends the output is allowed where it may end; nothing is where nothing can follow."""
+        if not self.can_go_on:
+            mask[:] = 0
+        elif self.completed:
             for id in self._stop_ids:
-                bit = 1 << id % 32
-                row[id // 32] |= bit - (1 << 32) if bit >> 31 else bit
+                mask[id // 32] |= np.uint32(1 << id % 32)
 
     def accept(self, token: int) -> bool:
         if not self.can_go_on:
@@ -177,6 +179,11 @@ class LLGuidanceMatcher:
     @property
     def completed(self) -> bool:
         return not self.handle.is_error() and bool(self.handle.is_accepting())
+
+
+def _llguidance(matcher: Matcher) -> LLGuidanceMatcher:
+    assert isinstance(matcher, LLGuidanceMatcher)
+    return matcher
 
 
 def _reason(error: str) -> str:
