@@ -207,7 +207,9 @@ def judge(schema: Any) -> Any:
 
 
 def _multiple_of(_validator: Any, unit: float, value: Any, _schema: Any) -> Iterator[ValidationError]:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    number = (isinstance(value, int) and not isinstance(value, bool)) or (
+        isinstance(value, float) and math.isfinite(value)
+    )
     if number and fractions.Fraction(repr(value)) % fractions.Fraction(repr(unit)):
         yield ValidationError(f"{value} is not a multiple of {unit}")
 

@@ -57,6 +57,8 @@ class LLGuidanceBackend:
     def compile(self, grammar: Grammar) -> bytes:
         text = self._text(grammar)
         matcher = self._new(text)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # too much for one step, as a thousand properties are, shows at the first one
         if matcher.is_error():
             reason = _reason(matcher.get_error())
             raise NotHereError(reason) if "supported" in reason else GrammarError(reason)

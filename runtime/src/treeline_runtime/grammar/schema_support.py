@@ -37,6 +37,8 @@ _AS_RULES = "(?:\u00e9){0}"
 """Nothing, with a character that is not ASCII: such patterns xgrammar 0.2.8 turns into rules, and others into automata,
 where an optional part may be entered in its middle (`(?:xy+)?` takes `y`)."""
 _ESCAPED = ((0, 31), (34, 34), (92, 92))
+_MOST_PROPERTIES = 300
+"""What llguidance can go through in one step."""
 _MOST_MULTIPLE = 1024
 _MOST_RANGE = 10_000
 
@@ -59,6 +61,8 @@ def for_llguidance(source: str) -> str:
         _refuse(schema, path, _NOBODY | {"propertyNames"})
         _check_free_keys(schema, path)
         _check_near_bounds(schema, path)
+        if len(schema.get("properties", ())) > _MOST_PROPERTIES:
+            raise UnsupportedError("properties", path, f"with more than {_MOST_PROPERTIES} is not supported")
     _check_finite(root, schemas)
     return json.dumps(root)
 
