@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.runtime_constraints import Toy, only
 from treeline_runtime.ops.torch_ops import TorchOps
-from treeline_runtime.sampling import fill_masks, mask_words
+from treeline_runtime.sampling import Masks, mask_words
 from treeline_runtime.sampling.constraint import Filler
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def test_there_is_a_bit_for_every_token(vocab: int, words: int) -> None:
 )
 def test_what_is_left_is_what_the_constraints_allow(case: tuple[int, list[set[int]]]) -> None:
     vocab, allowed = case
-    masks, failed = fill_masks([Toy(lambda _, tokens=tokens: tokens) for tokens in allowed], vocab, CPU)  # type: ignore[misc]
+    masks, failed = Masks(vocab, CPU).fill([Toy(lambda _, tokens=tokens: tokens) for tokens in allowed])  # type: ignore[misc]
     assert failed == {}
     logits = torch.arange(len(allowed) * vocab, dtype=torch.float32).view(-1, vocab)
     before = logits.clone()
@@ -54,20 +54,20 @@ class Full:
 
 
 def test_bits_beyond_the_vocabulary_mean_nothing() -> None:
-    masks, _ = fill_masks([Full()], 40, CPU)
+    masks, _ = Masks(40, CPU).fill([Full()])
     logits = torch.zeros(1, 40)
     TorchOps().forbid(logits, masks)
     assert logits.tolist() == [[0.0] * 40]
 
 
 def test_nan_that_is_forbidden_is_gone() -> None:
-    masks, _ = fill_masks([Toy(only(2))], 4, CPU)
+    masks, _ = Masks(4, CPU).fill([Toy(only(2))])
     logits = torch.tensor([[torch.nan, torch.inf, 1.0, torch.nan]])
     TorchOps().forbid(logits, masks)
     assert logits.tolist() == [[-torch.inf, -torch.inf, 1.0, -torch.inf]]
 
 
 def test_one_that_fails_is_named_and_the_others_are_filled() -> None:
-    masks, failed = fill_masks([Toy(only(0)), Toy(only(1), fails="fill"), Toy(only(33))], 64, CPU)
+    masks, failed = Masks(64, CPU).fill([Toy(only(0)), Toy(only(1), fails="fill"), Toy(only(33))])
     assert masks[[0, 2]].tolist() == [[1, 0], [0, 2]]
     assert failed == {1: "internal error: RuntimeError('fill fails as told')"}

@@ -1,7 +1,7 @@
 """Choosing tokens, and their log probabilities."""
 
 from treeline_runtime.sampling.check import check_sampling
-from treeline_runtime.sampling.constraint import Constraint, fill_masks, mask_words
+from treeline_runtime.sampling.constraint import Constraint, Masks, mask_words
 from treeline_runtime.sampling.sampler import Row, needs_history, needs_more, sample
 
-__all__ = ["Constraint", "Row", "check_sampling", "fill_masks", "mask_words", "needs_history", "needs_more", "sample"]
+__all__ = ["Constraint", "Masks", "Row", "check_sampling", "mask_words", "needs_history", "needs_more", "sample"]

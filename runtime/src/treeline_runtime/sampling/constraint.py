@@ -10,6 +10,9 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+_IN_FLIGHT = 3
+"""Masks of so many steps: one is filled, one may be copied, one is read."""
+
 
 class Filler(Protocol):
     """Says what constraints allow, those of one kind together."""
@@ -43,20 +46,50 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-def fill_masks(
-    constraints: Sequence[Constraint], vocab_size: int, device: torch.device
-) -> tuple[torch.Tensor, dict[int, str]]:
-    """→ (constraints, words) int32 of `Ops.forbid`, on its way to the device; which ones failed, and why: their rows
-    mean nothing."""
-    on_cuda = device.type == "cuda"
-    masks = torch.zeros(len(constraints), mask_words(vocab_size), dtype=torch.int32, pin_memory=on_cuda)
-    rows_of: dict[Filler, list[int]] = {}
-    for i, constraint in enumerate(constraints):
-        rows_of.setdefault(constraint.filler, []).append(i)
-    failed = dict[int, str]()
-    for filler, rows in rows_of.items():
-        failed |= _fill(filler, constraints, masks, rows)
-    return masks.to(device, non_blocking=True), failed
+class Masks:
+    """Masks on their way to the device, from memory that is kept.
+
+    On CUDA this is page-locked memory. To lock pages waits for whatever the device computes, so it is done once; and
+    the copy of a step waits behind its forward pass, so the next steps fill other memory meanwhile.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._words = mask_words(vocab_size)
+        self._device = device
+        self._buffers: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        self._next = 0
+
+    def fill(self, constraints: Sequence[Constraint]) -> tuple[torch.Tensor, dict[int, str]]:
+        """→ (constraints, words) int32 of `Ops.forbid`; which ones failed, and why: their rows mean nothing."""
+        if self._device.type == "cuda":
+            kept, copied = self._buffer(len(constraints))
+            masks = kept[: len(constraints)].zero_()
+        else:
+            masks = torch.zeros(len(constraints), self._words, dtype=torch.int32)
+        rows_of: dict[Filler, list[int]] = {}
+        for i, constraint in enumerate(constraints):
+            rows_of.setdefault(constraint.filler, []).append(i)
+        failed = dict[int, str]()
+        for filler, rows in rows_of.items():
+            failed |= _fill(filler, constraints, masks, rows)
+        if self._device.type == "cuda":
+            masks = masks.to(self._device, non_blocking=True)
+            copied.record()
+        return masks, failed
+
+    def _buffer(self, rows: int) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """The one that was used longest ago, once it is copied; larger than before if need be."""
+        if not self._buffers or len(self._buffers[0][0]) < rows:
+            torch.cuda.synchronize(self._device)
+            size = 1 << (rows - 1).bit_length()
+            self._buffers = [
+                (torch.zeros(size, self._words, dtype=torch.int32, pin_memory=True), torch.cuda.Event())
+                for _ in range(_IN_FLIGHT)
+            ]
+        self._next = (self._next + 1) % _IN_FLIGHT
+        kept, copied = self._buffers[self._next]
+        copied.synchronize()
+        return kept, copied
 
 
 def _fill(filler: Filler, constraints: Sequence[Constraint], masks: torch.Tensor, rows: list[int]) -> dict[int, str]:

@@ -28,7 +28,7 @@ from treeline_runtime.kvcache import KVPool, Pages
 from treeline_runtime.messages import TokenLogprob
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.pooler import Vector
-from treeline_runtime.sampling import Row, fill_masks, mask_words, needs_history, needs_more, sample
+from treeline_runtime.sampling import Masks, Row, mask_words, needs_history, needs_more, sample
 from treeline_runtime.sampling.logprobs import ROWS_AT_ONCE, Logprobs
 from treeline_runtime.scheduler.forward import DecodeInputs, Forward, Tokens
 from treeline_runtime.scheduler.graphs import DecodeGraphs
@@ -176,6 +176,7 @@ class Executor:
         self._model = model
         self._table = table
         self._device = device
+        self._masks = Masks(shape.vocab_size, device)
         with self._on_device():
             self.pool = KVPool(
                 num_layers=shape.num_layers,
@@ -312,7 +313,7 @@ class Executor:
         if not live:
             return {}
         rows, constraints = zip(*live, strict=True)
-        masks, failed = fill_masks(constraints, step.logits.shape[1], self._device)
+        masks, failed = self._masks.fill(constraints)
         return self._sample_each(step, list(rows), masks) | {rows[i]: message for i, message in failed.items()}
 
     def _sample_each(self, step: Step, rows: list[int], masks: torch.Tensor) -> dict[int, str]:
