@@ -228,6 +228,12 @@ class SchedulerConfig(EngineConfig):
         metavar="NAME",
         help="what compiles grammars of structured output (default: xgrammar)",
     )
+    jump_forward: Literal["auto", "on", "off"] = setting(
+        "auto",
+        group="engine",
+        rare=True,
+        help="text that a grammar forces is not sampled (default: auto: on)",
+    )
     schedule_conservativeness: float = setting(
         1.0,
         group=None,

@@ -117,7 +117,12 @@ class _Matcher:
         self.handle.rollback(count)
 
     def forced(self) -> str:
-        return "" if self.handle.is_terminated() else str(self.handle.find_jump_forward_string())
+        if self.handle.is_terminated():
+            return ""
+        try:
+            return str(self.handle.find_jump_forward_string())
+        except UnicodeDecodeError as error:  # it ends within a character, or goes on with the rest of one
+            return error.object[: error.start].decode()
 
     @property
     def completed(self) -> bool:
