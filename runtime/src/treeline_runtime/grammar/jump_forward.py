@@ -129,7 +129,9 @@ class JumpForward:
         for j in range(1, len(encoded.ids)):
             at = encoded.ends[j - 1] - surplus
             if encoded.starts_word[j] and at > 0 and at in starts:
-                return starts[at], j
+                before, behind = self._text(encoded.ids[j - 1])[-1:], self._text(encoded.ids[j])[:1]
+                if not _kind(before) or _kind(before) != _kind(behind):  # where digits are split, those before decide
+                    return starts[at], j
         return None
 
     def _text(self, id: int) -> bytes:
