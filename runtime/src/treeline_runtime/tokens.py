@@ -135,7 +135,7 @@ class IncrementalDetokenizer:
         """Take new ids; with `finish` set, also release everything that was held back.
 
         A stop token that ended generation is not part of the text unless `no_stop_trim`. `withdrawn`: so many of the
-        ids before never were; the new ones begin with their text.
+        ids before never were; the new ones begin with their text. Before and after that the ids are whole characters.
         """
         if self._ended:
             return Delta("")
@@ -164,13 +164,16 @@ class IncrementalDetokenizer:
     def _withdraw(self, count: int) -> None:
         kept = len(self._ids) - count
         if kept < self._read:
-            behind = self._text_said()[len(self._decode(self._ids[self._surr : self._read])) :]
-            context = max(min(self._surr, kept) - SETTLED_TOKENS, 0)
-            said = self._decode(self._ids[context : self._read])
-            while said.startswith(REPLACEMENT) and kept - context < 3 * SETTLED_TOKENS and context:
-                context -= 1  # it begins within a character
-                said = self._decode(self._ids[context : self._read])
-            self._surr, self._read, self._said = context, kept, said + behind
+            said = self._text_said()
+            if self._surr > kept:  # look for a context before
+                behind = said[len(self._decode(self._ids[self._surr : self._read])) :]
+                context = max(kept - SETTLED_TOKENS, 0)
+                said = self._decode(self._ids[context : self._read]) + behind
+                while said.startswith(REPLACEMENT) and kept - context < 3 * SETTLED_TOKENS and context:
+                    context -= 1  # it begins within a character
+                    said = self._decode(self._ids[context : self._read]) + behind
+                self._surr = context
+            self._read, self._said = kept, said
         del self._ids[kept:]
         self._count -= count
         self._undecided = 0
@@ -209,8 +212,14 @@ class IncrementalDetokenizer:
                 return self._settled_text(before, text)
         if len(text) <= len(before) or (text.endswith(REPLACEMENT) and not final):
             return ""
-        self._surr, self._read, self._undecided, self._said = self._read, len(self._ids), 0, None
+        self._hand_on(len(self._ids))
         return text[len(before) :]
+
+    def _hand_on(self, end: int) -> None:
+        """The text of the ids up to `end`."""
+        if self._said is None:  # else `read` may be within a character
+            self._surr = self._read
+        self._read, self._undecided, self._said = end, 0, None
 
     def _settled_text(self, before: str, text: str) -> str:
         """Of a long run that is no UTF-8, what will stay as it is."""
@@ -218,5 +227,5 @@ class IncrementalDetokenizer:
         settled = self._decode(self._ids[self._surr : end])
         if len(settled) <= len(before) or not text.startswith(settled):
             return ""  # it ends within a character: with one of the next tokens it will not
-        self._surr, self._read, self._undecided, self._said = self._read, end, 0, None
+        self._hand_on(end)
         return settled[len(before) :]
