@@ -84,6 +84,8 @@ class Req:
     overtaken: int = -1
     """After a jump while a launched batch holds this request: of its result, what is computed up to here counts, and
     nothing that it samples. -1: no jump, or that batch is processed."""
+    jumps_from: int = 0
+    """No jump is looked for before the output has so many tokens."""
     deferred: list[tuple[int, Pages]] = field(default_factory=list)
     """Duplicate pages to free when so many more of the launched batches that hold this request are processed."""
     retractions: int = 0

@@ -286,6 +286,22 @@ def test_a_stop_token_is_not_jumped_over() -> None:
         assert (finish.matched == stop) == (engine.tokens(str(i))[-1] == stop)
 
 
+def test_a_long_word_is_not_looked_at_with_each_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, looked = engine_of(0), list[int]()
+    forward = engine.grammars.jump_forward
+    assert forward is not None
+    jump = forward.jump
+
+    def looking(tokens: list[int], fixed: int, forced: str) -> Any:
+        looked.append(len(forced))
+        return jump(tokens, fixed, forced)
+
+    monkeypatch.setattr(forward, "jump", looking)
+    engine.submit("a", prompt(1, 5), grammar=Grammar("choice", json.dumps(["x" * 900])), max_new_tokens=60)
+    engine.run()
+    assert 1 < len(looked) < 10
+
+
 @pytest.mark.parametrize("option", ["return_logprob", "return_hidden_states"])
 def test_who_asks_what_was_sampled_does_not_jump(option: str) -> None:
     engine = engine_of(1, enable_return_hidden_states=True)

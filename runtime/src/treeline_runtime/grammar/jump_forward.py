@@ -26,9 +26,9 @@ from treeline_runtime.grammar.vocabulary import Vocabulary
 
 WINDOW_TOKENS = 12
 """Of the sequence, tokenized anew with what is forced: words are shorter, but for a few."""
-ENCODED_TEXTS = 4096
-"""Remembered, with their tokens: grammars force the same texts again and again."""
-MAX_FORCED_CHARS = 32_768
+ENCODED_TEXTS, ENCODED_CHARS = 4096, 512
+"""So many texts, none longer, are remembered with their tokens: grammars force the same ones again and again."""
+MAX_FORCED_CHARS = 4096
 """Of one jump; the rest is another."""
 
 
@@ -100,7 +100,7 @@ class JumpForward:
             text = known.decode() + forced
         except UnicodeDecodeError:  # the sequence ends within a character
             return None
-        encoded = self._encode(text)
+        encoded = self._encode(text) if len(text) <= ENCODED_CHARS else self._encode_afresh(text)
         made = b"".join(map(self._text, encoded.ids))
         surplus = len(made) - len(text.encode())  # the space that some tokenizers put before every text
         if made != b" " * surplus + text.encode():

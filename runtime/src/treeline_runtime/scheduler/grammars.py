@@ -24,6 +24,8 @@ class Grammars:
     def __init__(self, config: SchedulerConfig, model: ModelConfig, wake: Callable[[], None], *, jumps: bool) -> None:
         """wake: called by other threads when `take_ready` has something. jumps: whether what is forced is not sampled.
         Raises ConfigError."""
+        self.jump_forward: JumpForward | None = None
+        """There once the first grammar is compiled; None where nothing jumps."""
 
         def vocabulary() -> Vocabulary:
             try:
@@ -35,8 +37,6 @@ class Grammars:
                 raise GrammarError(f"this server cannot follow grammars: {error}") from None
 
         self._compiler = GrammarCompiler(config.grammar_backend, vocabulary, on_done=wake)
-        self.jump_forward: JumpForward | None = None
-        """There once the first grammar is compiled; None where nothing jumps."""
         self.waiting: dict[str, tuple[Req, Future[Compiled]]] = {}
 
     def enter(self, req: Req) -> bool:

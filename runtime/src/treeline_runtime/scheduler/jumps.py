@@ -20,6 +20,10 @@ from treeline_runtime.scheduler.table import TableManager
 
 logger = logging.getLogger(__name__)
 
+CHARS_PER_TOKEN = 64
+"""Forced text that makes no jump, a single long word say, is looked at again after a token for so many characters of
+it: looking takes as long as it is."""
+
 
 class Jumps:
     """Decides whether a request jumps, and does what that changes of it."""
@@ -42,13 +46,19 @@ class Jumps:
         forward, constraint = self._forward(), req.constraint
         if forward is None or constraint is None or req.return_logprob or req.return_hidden_states:
             return None
+        if req.output_len < req.jumps_from:
+            return None
         fixed = max(req.prompt_len, req.tree_len, len(req.tokens) - constraint.reversible)
         try:
-            jump = forward.jump(req.tokens, fixed, constraint.forced())
+            forced = constraint.forced()
+            jump = forward.jump(req.tokens, fixed, forced)
         except Exception:
             logger.exception("a jump failed: the request goes on without")
             return None
-        if jump is None or jump.gain < self._least_gain or not req.stop_ids.isdisjoint(jump.append):
+        if jump is None:
+            req.jumps_from = req.output_len + len(forced) // CHARS_PER_TOKEN
+            return None
+        if jump.gain < self._least_gain or not req.stop_ids.isdisjoint(jump.append):
             return None
         kept = len(req.tokens) - jump.take_back
         append = jump.append
