@@ -233,6 +233,9 @@ class InProcess:
     def publish(self, update: ToPublisher) -> bool:
         return True
 
+    def wake(self) -> None:
+        pass
+
     def wait(self) -> None:
         """Nobody waits: there is always something to do."""
 

@@ -66,6 +66,16 @@ class Toy:
             raise ValueError(f"token {token} may not follow {self.output}")
         self.output.append(token)
 
+    def forced(self) -> str:
+        return ""
+
+    @property
+    def reversible(self) -> int:
+        return 0
+
+    def rollback(self, count: int) -> None:
+        assert count == 0, "it jumps never"
+
     def fill(self, row: npt.NDArray[np.int32]) -> None:
         self._may_fail("fill")
         self.filled.append(len(self.output))

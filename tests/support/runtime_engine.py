@@ -212,7 +212,13 @@ class Harness(Scheduler):
         return np.frombuffer(vector, "<f4")
 
     def tokens(self, rid: str) -> list[int]:
-        return [token for out in self.outs[rid] for token in out.token_ids]
+        """That messages told, without those that they took back."""
+        found = list[int]()
+        for out in self.outs[rid]:
+            assert out.withdrawn <= len(found)
+            del found[len(found) - out.withdrawn :]
+            found += out.token_ids
+        return found
 
     def last(self, rid: str) -> TokenOut:
         return self.outs[rid][-1]

@@ -359,6 +359,19 @@ def _cpu(result: Result) -> Figure:
     return figure
 
 
+def _structured(result: Result) -> Figure:
+    name = "structured.jump_forward_speedup."
+    rows = [row for row in result.rows if row.metric.startswith(name)]
+    title = f"JSON at least {number(min(row.value for row in rows))} times as fast where forced text is not sampled"
+    figure, (axes,) = _figure(title, 1, _size(result))
+    figure.set_size_inches(8.6, 4.4)
+    labels = [row.metric.removeprefix(name + "s").replace(".b", " %\n× ") for row in rows]
+    _bars(axes, labels, [row.value for row in rows], [OURS] * len(rows))
+    _line(axes, 1.0, "all of it sampled", bars=len(rows))
+    axes.set(title="By the share of forced text, and requests at once", ylabel="times as fast")
+    return figure
+
+
 def _serving(result: Result) -> Figure:
     """Output and waiting for the first token, a bar a server; one that never showed a token has no second one."""
     rates, waits = (
@@ -393,6 +406,7 @@ PLOTS: dict[str, Callable[[Result], Figure]] = {
     "engines-sglang": partial(_engines, engine="SGLang"),
     "radix": _radix,
     "cpu": _cpu,
+    "structured": _structured,
     "fleet": _fleet,
     "scrape": _scrape,
     "operator": _operator,

@@ -16,6 +16,7 @@ from treeline_bench import (
     sampling,
     scrape,
     server,
+    structured,
     tokenization,
     tree,
 )
@@ -46,6 +47,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         *engines.BENCHMARKS,
         radix.BENCHMARK,
         cpu.BENCHMARK,
+        structured.BENCHMARK,
         operator.BENCHMARK,
         one_gateway.BENCHMARK,
     )

@@ -229,6 +229,12 @@ class SchedulerConfig(EngineConfig):
         help="what structured output is made with: llguidance, xgrammar, or auto = llguidance, and xgrammar for what "
         "it has not (default: auto)",
     )
+    jump_forward: Literal["auto", "on", "off"] = setting(
+        "auto",
+        group="engine",
+        rare=True,
+        help="text that a grammar forces is not sampled (default: auto: on)",
+    )
     schedule_conservativeness: float = setting(
         1.0,
         group=None,

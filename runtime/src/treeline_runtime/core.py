@@ -7,7 +7,8 @@ Lengths of a request, in tokens, always in this order:
     tree_len     kept in the radix tree under this request's lock (whole pages)
     kv_len       keys and values computed, results processed
     device_len   computed, or being computed by launched batches
-    tokens       prompt and the output known so far; with overlap, device_len may run ahead of it by a token
+    tokens       prompt and the output known so far; with overlap, device_len may run ahead of it by a token, and
+                 after a jump (`scheduler.jumps`) it stays behind by many
 """
 
 from __future__ import annotations
@@ -80,6 +81,11 @@ class Req:
     """Output tokens sampled by launched batches: at least output_len."""
     in_flight: int = 0
     """Launched batches that hold this request and are not processed: its pages may not be released."""
+    overtaken: int = -1
+    """After a jump while a launched batch holds this request: of its result, what is computed up to here counts, and
+    nothing that it samples. -1: no jump, or that batch is processed."""
+    jumps_from: int = 0
+    """No jump is looked for before the output has so many tokens."""
     deferred: list[tuple[int, Pages]] = field(default_factory=list)
     """Duplicate pages to free when so many more of the launched batches that hold this request are processed."""
     retractions: int = 0
@@ -88,6 +94,10 @@ class Req:
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_top_logprobs: list[list[TokenLogprob] | None] = field(default_factory=list)
     input_logprobs_sent: bool = False
+    told: int = 0
+    """Output tokens that messages have told of and that still stand."""
+    withdrawn: int = 0
+    """Output tokens that messages have told of and that were replaced since the last one."""
     pooled: Vector | None = None
     """What the chunks so far add to the vector that is asked for; None before, and for text."""
     hidden_from: int = 0
@@ -151,6 +161,13 @@ class Req:
             return FinishReason("stop")
         return FinishReason("length") if self.output_len >= self.max_new_tokens else None
 
+    def replace_tokens(self, kept: int, append: list[int]) -> None:
+        """The first `kept` tokens stay, which are at least the prompt; these follow."""
+        self.tokens[kept:] = append
+        if (standing := min(self.told, kept - self.prompt_len)) < self.told:
+            self.withdrawn += self.told - standing
+            self.told = standing
+
     @property
     def wants_input_logprobs(self) -> bool:
         return self.return_logprob and self.logprob_start_len >= 0 and not self.input_logprobs_sent
@@ -187,6 +204,7 @@ class Req:
 class Phase(enum.Enum):
     PREFILL = enum.auto()
     DECODE = enum.auto()
+    """Outputs go on: by a token each, or by what a jump has added."""
 
 
 @dataclass(slots=True, eq=False)
@@ -198,9 +216,9 @@ class Batch:
     starts: list[int]
     ends: list[int]
     samples: list[bool]
-    """Whether a token is sampled after ends[i]: not before the last chunk of a prompt."""
+    """Whether a token is sampled after ends[i]: not before the last chunk of a prompt, or of a long jump."""
     riding: int = 0
-    """So many of the last requests decode a token each, along with the prefill of the others (a mixed batch)."""
+    """So many of the last requests decode, along with the prefill of the others (a mixed batch)."""
 
     @property
     def q_lens(self) -> list[int]:
@@ -210,6 +228,12 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return sum(self.ends) - sum(self.starts)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of those that do not decode."""
+        alone = 0 if self.phase is Phase.DECODE else len(self.reqs) - self.riding
+        return sum(self.ends[:alone]) - sum(self.starts[:alone])
 
     def phase_of(self, i: int) -> Phase:
         """What request i does in this batch."""

@@ -121,10 +121,13 @@ class DetokenizerCore:
             if out.finish is not None and request.init.waits_for_end:
                 texts.append(request.http, _ended(request.stopped, out))
             return
-        delta = request.text.push(out.token_ids, out.finish)
+        delta = request.text.push(out.token_ids, out.finish, withdrawn=out.withdrawn)
         finish = out.finish
         if delta.matched is not None:
             finish = FinishReason("stop", matched=delta.matched)
+        if delta.unused:
+            used, count = out.token_ids[: -delta.unused], out.completion_tokens - delta.unused
+            out = msgspec.structs.replace(out, token_ids=used, completion_tokens=count)
         with_text = request.init.return_logprob_text
         for part in _parts(out):
             texts.append(request.http, self._text_out(part, "", None, with_text=with_text))
@@ -149,6 +152,7 @@ class DetokenizerCore:
             logprobs=self._logprobs(out, with_text),
             vector=out.vector,
             hidden_states=out.hidden_states,
+            withdrawn=out.withdrawn,
         )
 
     def _logprobs(self, out: TokenOut, with_text: bool) -> list[msgspec.Raw]:
@@ -176,7 +180,7 @@ def _ended(stopped: TextOut, out: TokenOut) -> TextOut:
     if states is not None:
         rows = stopped.prompt_tokens + max(stopped.completion_tokens - 1, 0) - states.first
         states = msgspec.structs.replace(states, data=states.data[: 4 * states.size * rows])
-    return msgspec.structs.replace(stopped, text="", token_ids=[], logprobs=[], hidden_states=states)
+    return msgspec.structs.replace(stopped, text="", token_ids=[], withdrawn=0, logprobs=[], hidden_states=states)
 
 
 class _Texts:

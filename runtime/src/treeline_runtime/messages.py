@@ -251,6 +251,9 @@ class TokenOut(msgspec.Struct, frozen=True, omit_defaults=True):
     """float32 numbers: what a request that pools asked for, in its last message."""
     hidden_states: HiddenStates | None = None
     """With `finish`, when asked for."""
+    withdrawn: int = 0
+    """So many of the last ids told before are not part of the output: `token_ids` stand in their place, too, and begin
+    with their text."""
 
 
 class BatchTokenOut(msgspec.Struct, tag=True, frozen=True):
@@ -296,6 +299,8 @@ class TextOut(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """`Logprobs`, encoded, in order: an answer may have millions, which are nobody's objects before they are shown."""
     vector: bytes | None = None
     hidden_states: HiddenStates | None = None
+    withdrawn: int = 0
+    """As in TokenOut; the text is new in any case."""
 
 
 class BatchTextOut(msgspec.Struct, tag=True, frozen=True):
@@ -346,6 +351,9 @@ class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):
     total_prefill_uncached_tokens: int = 0
     """Computed since start."""
     total_prefill_busy_us: int = 0
+    total_jumps: int = 0
+    total_forced_tokens: int = 0
+    """By which jumps made outputs longer, since start."""
     asleep: int = 0
     """Its level (SleepReq); 0 = awake. Routers are told that it drains."""
 

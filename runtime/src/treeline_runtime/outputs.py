@@ -125,8 +125,10 @@ class Outputs:
             output.hidden_states = rows[: output.prompt_tokens + max(known - 1, 0) - states.first]
         if output.finish is not None:
             return ""
+        if out.withdrawn:
+            del output.token_ids[-out.withdrawn :]
         output.token_ids += out.token_ids
-        run.call.tokens += len(out.token_ids)
+        run.call.tokens += len(out.token_ids) - out.withdrawn
         output.cached_tokens = out.cached_tokens
         output.retractions = out.retractions
         output.output_token_logprobs += out.output_token_logprobs or ()
@@ -138,8 +140,10 @@ class Outputs:
             run.call.failure = output.finish
         if run.text is None:
             return ""
-        delta = run.text.push(out.token_ids, out.finish)
+        delta = run.text.push(out.token_ids, out.finish, withdrawn=out.withdrawn)
         output.text += delta.text
+        if delta.unused:
+            del output.token_ids[-delta.unused :]
         if delta.matched is not None:
             output.finish = FinishReason("stop", matched=delta.matched)
             if out.finish is None:  # the scheduler does not know yet

@@ -150,10 +150,17 @@ def merge(outs: Sequence[TextOut]) -> TextOut:
     if len(outs) == 1:
         return outs[0]
     last = outs[-1]
+    token_ids, withdrawn = list[int](), 0
+    for out in outs:
+        ours = min(out.withdrawn, len(token_ids))
+        del token_ids[len(token_ids) - ours :]
+        withdrawn += out.withdrawn - ours
+        token_ids += out.token_ids
     return msgspec.structs.replace(
         last,
         text="".join(out.text for out in outs),
-        token_ids=[token for out in outs for token in out.token_ids],
+        token_ids=token_ids,
+        withdrawn=withdrawn,
         logprobs=[raw for out in outs for raw in out.logprobs],
     )
 
@@ -291,8 +298,8 @@ class TokenizerManager:
             future.set_result(reply)
 
     def _measure(self, generation: _Generation, out: TextOut, now: float) -> None:
-        metrics, fresh = self._metrics, len(out.token_ids)
-        if fresh:
+        metrics, fresh = self._metrics, len(out.token_ids) - out.withdrawn
+        if fresh > 0:
             if generation.first_at is None:
                 generation.first_at = now
                 metrics.time_to_first_token.observe(now - generation.started_at)

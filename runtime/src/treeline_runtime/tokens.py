@@ -33,6 +33,8 @@ class Delta:
     text: str
     matched: str | None = None
     """The stop string that ended the text; nothing is released after it."""
+    unused: int = 0
+    """Of the ids pushed, how many came after the one that completed it."""
 
 
 class StopFinder:
@@ -115,6 +117,7 @@ class IncrementalDetokenizer:
     ) -> None:
         self._decode = decode
         self._stop = StopFinder(stop)
+        self._finds_stops = any(stop)
         self._no_stop_trim = no_stop_trim
         self._min_tokens = min_tokens
         self._ids: list[int] = []
@@ -123,16 +126,21 @@ class IncrementalDetokenizer:
         """Pushes since text was handed on."""
         self._surr = 0
         self._read = 0
+        self._said: str | None = None
+        """The text from `surr` on that was handed on, where it is more than that of the ids up to `read`."""
         self._held = ""
         self._ended = False
 
-    def push(self, token_ids: Sequence[int], finish: FinishReason | None = None) -> Delta:
+    def push(self, token_ids: Sequence[int], finish: FinishReason | None = None, *, withdrawn: int = 0) -> Delta:
         """Take new ids; with `finish` set, also release everything that was held back.
 
-        A stop token that ended generation is not part of the text unless `no_stop_trim`.
+        A stop token that ended generation is not part of the text unless `no_stop_trim`. `withdrawn`: so many of the
+        ids before never were; the new ones begin with their text. Before and after that the ids are whole characters.
         """
         if self._ended:
             return Delta("")
+        if withdrawn:
+            self._withdraw(withdrawn)
         ids = list(token_ids)
         if (
             finish is not None
@@ -143,12 +151,35 @@ class IncrementalDetokenizer:
             and not self._no_stop_trim
         ):
             ids.pop()
-        early = max(0, self._min_tokens - self._count)
+        if not self._finds_stops or len(ids) < 2:
+            return self._take(ids, finish)
         released = ""
-        if early and len(ids) > early:
-            released, ids = self._take(ids[:early], None).text, ids[early:]
-        delta = self._take(ids, finish)
-        return Delta(released + delta.text, delta.matched) if released else delta
+        for unused, id in zip(range(len(ids) - 1, -1, -1), ids, strict=True):
+            delta = self._take([id], None if unused else finish)
+            released += delta.text
+            if delta.matched is not None:
+                return Delta(released, delta.matched, unused)
+        return Delta(released)
+
+    def _withdraw(self, count: int) -> None:
+        kept = len(self._ids) - count
+        if kept < self._read:
+            said = self._text_said()
+            if self._surr > kept:  # look for a context before
+                behind = said[len(self._decode(self._ids[self._surr : self._read])) :]
+                context = max(kept - SETTLED_TOKENS, 0)
+                said = self._decode(self._ids[context : self._read]) + behind
+                while said.startswith(REPLACEMENT) and kept - context < 3 * SETTLED_TOKENS and context:
+                    context -= 1  # it begins within a character
+                    said = self._decode(self._ids[context : self._read]) + behind
+                self._surr = context
+            self._read, self._said = kept, said
+        del self._ids[kept:]
+        self._count -= count
+        self._undecided = 0
+
+    def _text_said(self) -> str:
+        return self._decode(self._ids[self._surr : self._read]) if self._said is None else self._said
 
     def _take(self, ids: list[int], finish: FinishReason | None) -> Delta:
         self._ids += ids
@@ -169,7 +200,7 @@ class IncrementalDetokenizer:
     def _new_text(self, *, final: bool) -> str:
         if self._read == len(self._ids):
             return ""
-        before = self._decode(self._ids[self._surr : self._read])
+        before = self._text_said()
         text = self._decode(self._ids[self._surr :])
         self._undecided += 1
         if not final and self._undecided > UNDECIDED_PUSHES:
@@ -181,8 +212,14 @@ class IncrementalDetokenizer:
                 return self._settled_text(before, text)
         if len(text) <= len(before) or (text.endswith(REPLACEMENT) and not final):
             return ""
-        self._surr, self._read, self._undecided = self._read, len(self._ids), 0
+        self._hand_on(len(self._ids))
         return text[len(before) :]
+
+    def _hand_on(self, end: int) -> None:
+        """The text of the ids up to `end`."""
+        if self._said is None:  # else `read` may be within a character
+            self._surr = self._read
+        self._read, self._undecided, self._said = end, 0, None
 
     def _settled_text(self, before: str, text: str) -> str:
         """Of a long run that is no UTF-8, what will stay as it is."""
@@ -190,5 +227,5 @@ class IncrementalDetokenizer:
         settled = self._decode(self._ids[self._surr : end])
         if len(settled) <= len(before) or not text.startswith(settled):
             return ""  # it ends within a character: with one of the next tokens it will not
-        self._surr, self._read, self._undecided = self._read, end, 0
+        self._hand_on(end)
         return settled[len(before) :]

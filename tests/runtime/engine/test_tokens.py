@@ -264,3 +264,68 @@ def test_many_long_stop_strings_cost_little() -> None:
         finder.feed("aaaa")
     assert finder.begun == 1000
     assert time.process_time() - started < 2.0  # by comparing every end with every string: 40 s
+
+
+# ---- ids that are withdrawn -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=80)
+@given(st.sampled_from(list(TOKENIZERS)), st.sampled_from(TEXTS), st.data())
+def test_other_ids_in_the_place_of_the_last_ones_change_no_text(name: str, text: str, data: st.DataObject) -> None:
+    """At every message ids may be replaced that say the same, and more."""
+    ids = TOKENIZERS[name].encode(text, add_special_tokens=False).ids
+    detokenizer = IncrementalDetokenizer(lambda some: decode(name, some))
+    told, at, released = list[int](), 0, ""
+    while at < len(ids):
+        at = min(at + data.draw(st.integers(1, 4)), len(ids))
+        back = data.draw(st.integers(0, min(6, len(told))))
+        if not (is_whole(said_bytes(name, told)) and is_whole(said_bytes(name, ids[:at]))):
+            back = 0
+        kept = told[: len(told) - back]
+        behind = said_bytes(name, ids[:at])[len(said_bytes(name, kept)) :]
+        new = split(name, behind, shortest=data.draw(st.booleans()))
+        finish = LENGTH if at == len(ids) else None
+        released += detokenizer.push(new, finish, withdrawn=back).text
+        told = kept + new
+        assert decode(name, ids).startswith(released)
+    assert said_bytes(name, told) == said_bytes(name, ids)
+    assert released == decode(name, ids)
+
+
+def pieces(name: str) -> dict[int, bytes]:
+    """Token → bytes."""
+    tokenizer = TOKENIZERS[name]
+    known = {id: piece for piece, id in tokenizer.get_vocab().items()}
+    if name == "metaspace":
+        return {
+            id: bytes([int(piece[3:5], 16)]) if piece.startswith("<0x") else piece.replace("▁", " ").encode()
+            for id, piece in known.items()
+        }
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    plain = {char: ord(char) for char in alphabet if ord(char) < 256}
+    others = [byte for byte in range(256) if byte not in plain.values()]
+    table = plain | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {id: bytes(table[char] for char in piece) if piece != "<|end|>" else b"" for id, piece in known.items()}
+
+
+PIECES = {name: pieces(name) for name in TOKENIZERS}
+
+
+def said_bytes(name: str, ids: list[int]) -> bytes:
+    return b"".join(PIECES[name][id] for id in ids)
+
+
+def is_whole(data: bytes) -> bool:
+    return data.decode(errors="replace").encode() == data
+
+
+def split(name: str, data: bytes, *, shortest: bool) -> list[int]:
+    """Tokens that say it: the shortest ones, or the longest."""
+    by_bytes = {piece: id for id, piece in sorted(PIECES[name].items(), reverse=True) if piece}
+    found = list[int]()
+    lengths = range(1, 9) if shortest else range(8, 0, -1)
+    while data:
+        length = next(n for n in lengths if data[:n] in by_bytes)
+        found.append(by_bytes[data[:length]])
+        data = data[length:]
+    return found

@@ -197,3 +197,17 @@ def test_a_long_prompts_logprobs_come_in_parts_with_the_rest_in_the_last() -> No
     parts = [decode_logprobs(raw) for one in shown for raw in one.logprobs]
     assert [id for part in parts for _, id, _ in part.input_tokens or []] == [id for _, id in chosen]
     assert [len(part.input_tops or []) for part in parts] == [MESSAGE_SIZE, MESSAGE_SIZE, 7]
+
+
+def test_ids_that_are_withdrawn_change_no_text_and_the_stop_string_ends_at_its_token() -> None:
+    made = DetokenizerCore(lambda ids, skip: "".join(chr(id % 1000) for id in ids))
+    made.take([DetokenizeInit("a", stop=("lo w",))])
+    said = [ord(char) for char in "hello "]
+    first = texts(made.take([BatchTokenOut([TokenOut("a", said, completion_tokens=6)])]))
+    other = [1000 + ord(char) for char in "lo world"]
+    turn = made.take([BatchTokenOut([TokenOut("a", other, completion_tokens=11, withdrawn=3)])])
+    (last,) = texts(turn)
+    assert "".join(out.text for out in [*first, last]) == "hel"
+    assert (last.withdrawn, last.token_ids, last.completion_tokens) == (3, other[:4], 7)
+    assert last.finish == FinishReason("stop", matched="lo w")
+    assert turn.to_scheduler == [StopReq("a", "lo w")]

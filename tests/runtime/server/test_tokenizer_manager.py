@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from treeline_runtime.ids import maker
 from treeline_runtime.ipc import AbortNamed
 from treeline_runtime.messages import (
@@ -262,3 +264,19 @@ async def test_an_abort_does_not_go_through_the_names_of_all_requests() -> None:
     for inflight in opened:
         inflight.close()
     assert not len(world.manager._named)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 9), max_size=4)), min_size=1, max_size=8))
+def test_merging_keeps_what_was_withdrawn(changes: list[tuple[int, list[int]]]) -> None:
+    """Whatever is merged first, a reader ends with the same ids."""
+    outs, ids = list[TextOut](), [100, 101, 102]
+    for back, new in changes:
+        back = min(back, len(ids))
+        ids = ids[: len(ids) - back] + new
+        outs.append(TextOut("a", "", new, withdrawn=back))
+    for cut in range(1, len(outs) + 1):
+        merged = [merge(outs[:cut]), *outs[cut:]]
+        seen = [100, 101, 102]
+        for out in merged:
+            seen = seen[: len(seen) - out.withdrawn] + out.token_ids
+        assert seen == ids

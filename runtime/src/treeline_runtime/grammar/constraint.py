@@ -37,6 +37,8 @@ class GrammarConstraint:
         self._tail = b""
         self._left = min_tokens
         self._ended = False
+        self.reversible = 0
+        """So many of the last tokens can be taken back: those that the grammar has taken."""
 
     @property
     def waits(self) -> bool:
@@ -58,6 +60,7 @@ class GrammarConstraint:
             if not self.matcher.accept(token):
                 raise ValueError(f"token {token} is not what the grammar allows")
             self._ended = token in self.stop_ids
+            self.reversible += 1
         else:
             self._tail += self._texts[token]
             if self._marker in self._tail:
@@ -65,6 +68,15 @@ class GrammarConstraint:
             else:
                 self._tail = self._tail[-len(self._marker) :]
         self._left -= 1
+
+    def rollback(self, count: int) -> None:
+        """The output is shorter by `count` tokens, at most `reversible`."""
+        assert count <= self.reversible, f"{count} of {self.reversible} tokens cannot be taken back"
+        if count:
+            self.matcher.rollback(count)
+            self.reversible -= count
+            self._left += count
+            self._ended = False
 
     def forced(self) -> str:
         """The text that must come next, as far as it is certain."""

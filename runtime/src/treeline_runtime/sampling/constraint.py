@@ -26,7 +26,8 @@ class Constraint(Protocol):
     """One request's, at the place that its output has come to. Used by the scheduler's thread alone.
 
     It is told of a token when the request takes it, not when it is sampled. What a step samples for a request that has
-    ended meanwhile it never hears of, and a retracted request keeps its tokens, so nothing has to be taken back.
+    ended meanwhile it never hears of, and a retracted request keeps its tokens; so nothing has to be taken back but
+    where a jump (`scheduler.jumps`) says the same text in other tokens.
     """
 
     @property
@@ -39,6 +40,16 @@ class Constraint(Protocol):
     @property
     def finished(self) -> bool:
         """Nothing may follow: the request is done, without a token that says so."""
+
+    def forced(self) -> str:
+        """The text that must come next, as far as it is certain."""
+
+    @property
+    def reversible(self) -> int:
+        """So many of the last tokens can be taken back."""
+
+    def rollback(self, count: int) -> None:
+        """The output is shorter by so many tokens."""
 
 
 def mask_words(vocab_size: int) -> int:

@@ -209,7 +209,8 @@ class Executor:
 
     def _launch(self, batch: Batch) -> Launched:
         wants_hidden = any(req.return_hidden_states for req in batch.reqs)  # which graphs do not keep
-        if batch.phase is Phase.DECODE and len(batch.reqs) <= self._graphs.largest and not wants_hidden:
+        one_each = batch.phase is Phase.DECODE and batch.num_tokens == len(batch.reqs)
+        if one_each and len(batch.reqs) <= self._graphs.largest and not wants_hidden:
             inputs = DecodeInputs.of(batch.reqs, batch.starts)
             logits, tokens, kv_finite = self._graphs.replay(inputs, batch.ends)
             return self._finish(batch, list(range(len(batch.reqs))), logits, tokens, kv_finite, [])
@@ -307,8 +308,9 @@ class Executor:
             launched.error = error
 
     def _sample_constrained(self, step: Step) -> dict[int, str]:
-        """→ which rows could not be sampled, and why. Nobody will look at the rows of those who have ended."""
-        constrained = [(j, req.constraint) for j, req in enumerate(step.reqs) if req.finish is None]
+        """→ which rows could not be sampled, and why. Nobody will look at those of who has ended, or jumped."""
+        waited_for = [(j, req) for j, req in enumerate(step.reqs) if req.finish is None and req.overtaken < 0]
+        constrained = [(j, req.constraint) for j, req in waited_for]
         live = [(j, constraint) for j, constraint in constrained if constraint is not None]
         if not live:
             return {}

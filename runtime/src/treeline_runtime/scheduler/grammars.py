@@ -12,6 +12,7 @@ from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Req
 from treeline_runtime.grammar.backend import Compiled, GrammarError
 from treeline_runtime.grammar.compiler import GrammarBusyError, GrammarCompiler
+from treeline_runtime.grammar.jump_forward import JumpForward, jump_forward
 from treeline_runtime.grammar.vocabulary import Vocabulary
 from treeline_runtime.messages import FinishReason
 from treeline_runtime.models.config import ModelConfig
@@ -20,13 +21,18 @@ from treeline_runtime.models.config import ModelConfig
 class Grammars:
     """Owns the requests that wait here. They hold no memory of the engine."""
 
-    def __init__(self, config: SchedulerConfig, model: ModelConfig, wake: Callable[[], None]) -> None:
-        """wake: called by other threads when `take_ready` has something. Raises ConfigError."""
+    def __init__(self, config: SchedulerConfig, model: ModelConfig, wake: Callable[[], None], *, jumps: bool) -> None:
+        """wake: called by other threads when `take_ready` has something. jumps: whether what is forced is not sampled.
+        Raises ConfigError."""
+        self.jump_forward: JumpForward | None = None
+        """There once the first grammar is compiled; None where nothing jumps."""
 
         def vocabulary() -> Vocabulary:
             try:
                 bundle = TokenizerBundle.from_dir(Path(config.model))
-                return Vocabulary.of(bundle, model.vocab_size, model.eos_token_ids)
+                vocabulary = Vocabulary.of(bundle, model.vocab_size, model.eos_token_ids)
+                self.jump_forward = jump_forward(bundle, vocabulary) if jumps else None
+                return vocabulary
             except BundleError as error:
                 raise GrammarError(f"this server cannot follow grammars: {error}") from None
 

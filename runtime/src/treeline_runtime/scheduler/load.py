@@ -24,6 +24,8 @@ def load_of(scheduler: Scheduler, running: int) -> LoadUpdate:
         tokens_used=cache.used_pages * page_size,
         total_prefill_uncached_tokens=stats.total_prefill_tokens,
         total_prefill_busy_us=stats.total_prefill_busy_us,
+        total_jumps=stats.total_jumps,
+        total_forced_tokens=stats.total_forced_tokens,
         prefill_tokens_per_s=stats.prefill_tokens_per_s,
         decode_step_ms=stats.decode_step_ms,
         draining=scheduler.draining,

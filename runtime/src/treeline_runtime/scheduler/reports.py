@@ -80,12 +80,15 @@ class Reporter:
 
 
 def token_out(req: Req, result: Sampled | None) -> TokenOut:
-    """What a step did to `req`: its new token, if there is one, and its end, if it has ended, with its vector."""
+    """What a step did to `req`: its new tokens, if there are any, and its end, if it has ended, with its vector."""
     first = req.return_logprob and not req.input_logprobs_sent
     sampled = result is not None and result.token is not None
+    untold, withdrawn = req.tokens[req.prompt_len + req.told :], req.withdrawn
+    req.told, req.withdrawn = req.output_len, 0
     out = TokenOut(
         rid=req.rid,
-        token_ids=[req.tokens[-1]] if sampled else [],
+        token_ids=untold,
+        withdrawn=withdrawn,
         finish=req.finish,
         prompt_tokens=req.prompt_len,
         cached_tokens=max(req.cached_tokens, 0),

@@ -9,6 +9,8 @@ makes depth 1 safe:
 - a batch that still holds a finished request is computed for nothing there, and its result is dropped;
 - constrained rows are launched with the rest, and sampled once all results before theirs are taken (`_sample_delayed`),
   still before the next launch;
+- where a grammar forces what comes next, the request takes that as it takes a token (`jumps`): the batch launched
+  meanwhile is overtaken there, and computes and samples for nothing;
 - memory is taken back from running requests (retraction) only when nothing is in flight.
 
 A `Transport` carries its messages; what a step has to say goes there through a `Reporter`, at its end.
@@ -44,8 +46,8 @@ from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.decode import DecodeManager, retraction_order
 from treeline_runtime.scheduler.executor import Executor, Launched, Sampled
 from treeline_runtime.scheduler.grammars import Grammars
+from treeline_runtime.scheduler.jumps import Jumps
 from treeline_runtime.scheduler.load import load_of
-from treeline_runtime.scheduler.memory import told_as_settings
 from treeline_runtime.scheduler.prefill import PrefillManager
 from treeline_runtime.scheduler.profiler import Profiler
 from treeline_runtime.scheduler.reports import Reporter, token_out
@@ -55,11 +57,9 @@ from treeline_runtime.scheduler.stats import SchedulerStats
 from treeline_runtime.scheduler.table import TableManager
 from treeline_runtime.scheduler.time_limits import TimeLimits
 from treeline_runtime.scheduler.transport import Transport
+from treeline_runtime.scheduler.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
-
-WARM_UP_TOKENS = 16
-"""On a CPU, where nothing is compiled and a large model takes seconds for a long prompt."""
 
 
 class Scheduler:
@@ -86,7 +86,7 @@ class Scheduler:
         )
         self.cache = CacheManager(limits.num_pages, config.page_size, config.eviction_policy, self.table)
         self.prefill = PrefillManager(config, limits.chunked_prefill_size, self.cache, clock)
-        self.decode = DecodeManager(self.cache)
+        self.decode = DecodeManager(self.cache, limits.chunked_prefill_size)
         self.residence = Residence(config, limits, self.table, model, self.warm_up)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self._clock = clock
@@ -95,7 +95,10 @@ class Scheduler:
         self.draining = False
         self._pooler = model.pooler
         pooling = None if model.pooler is None else model.pooler.pooling
-        self.grammars = Grammars(config, model.config, transport.wake)
+        self.grammars = Grammars(config, model.config, transport.wake, jumps=limits.jump_forward)
+        # with a launch under way, the first forced token is as late as if it were sampled
+        least_gain = 1 + limits.overlap_depth
+        self._jumps = Jumps(lambda: self.grammars.jump_forward, self.table, self.stats, least_gain)
         self._arrivals = Arrivals(config, limits.longest_request, model.config, pooling)
         self._pending: deque[tuple[Launched, float]] = deque()
         self._leaving: dict[Req, bool] = {}  # finished, but in flight → whether what it computed is trusted
@@ -123,13 +126,8 @@ class Scheduler:
         return self.residence.executor
 
     def warm_up(self) -> None:
-        """Before the first request: see `Executor.warm_up`. Raises ConfigError where a full step has no memory."""
-        chunk = min(self.limits.chunked_prefill_size, self.limits.context_length)
-        lengths = [1, chunk] if self.limits.device.type == "cuda" else [min(WARM_UP_TOKENS, chunk)]
-        started = time.perf_counter()
-        with told_as_settings(f"a step of {chunk} prompt tokens", self.limits.device):
-            self.executor.warm_up(lengths)
-        logger.info("warmed up with %s tokens: %.1f s", " and ".join(map(str, lengths)), time.perf_counter() - started)
+        """Before the first request."""
+        warm_up(self.executor, self.limits)
 
     # ---- the loop -----------------------------------------------------------------------------------------
 
@@ -148,10 +146,10 @@ class Scheduler:
             self._handle(message)
         ready = self.grammars.take_ready()
         for req, refused in ready:
-            if refused is None:
-                self.prefill.queue(req)
+            if (finish := refused or self._jumps.after(req)) is not None:
+                self._finish(req, finish)
             else:
-                self._finish(req, refused)
+                self.prefill.queue(req)
         for req, finish in self._time_limits.exceeded(self.prefill.waiting.values(), self._clock()):
             self._finish(req, finish)
         self.activity.begin("choosing a batch")
@@ -189,7 +187,7 @@ class Scheduler:
                 self.decode.running.values(),
                 self.table.num_free,
                 self.ratio.value,
-                riding=len(runnable) if riding is not None else 0,
+                riding=riding.num_tokens if riding is not None else 0,
             )
             if batch is not None:
                 self._prefills_in_a_row += 1
@@ -219,7 +217,9 @@ class Scheduler:
                 self._fail(batch.reqs[0], f"internal error: {error!r}")
                 return
             for one in batch.apart():
-                if one.reqs[0].finish is None:  # sampling the one before takes results, which may end this one
+                # sampling the one before takes results, with which this one may end, or jump
+                req, outdated = one.reqs[0], one.samples[0] and one.ends[0] < len(one.reqs[0].tokens)
+                if req.finish is None and not outdated:
                     self._launch(one)
                     self._sample_delayed()
             return
@@ -257,7 +257,7 @@ class Scheduler:
         seconds = now - max(started, self._processed_at)  # a step launched behind another begins when that one ends
         self._processed_at = now
         if batch.phase is Phase.PREFILL:
-            self.stats.on_prefill(batch.num_tokens - batch.riding, seconds)
+            self.stats.on_prefill(batch.prompt_tokens, seconds)
         else:
             self.stats.on_decode(seconds)
         for i, (req, end, result) in enumerate(zip(batch.reqs, batch.ends, results, strict=True)):
@@ -277,7 +277,10 @@ class Scheduler:
                     self._fail(req, f"internal error: {error!r}")
 
     def _advance(self, req: Req, end: int, phase: Phase, result: Sampled) -> None:
-        """One request is computed up to `end`, and perhaps one token longer."""
+        """One request is computed up to `end`, and perhaps one token longer, or a jump."""
+        if req.overtaken >= 0:
+            req.kv_len, req.overtaken = min(end, req.overtaken), -1
+            return
         req.kv_len = end
         if result.hidden_states is not None:
             req.take_hidden(result.hidden_states, end)
@@ -294,8 +297,9 @@ class Scheduler:
                         req.vector = self._pooler.finish(req.pooled, len(req.tokens))
                     self._finish(req, FinishReason("length"))
                 return
-        assert result.token is not None
-        if (finish := req.take_token(result.token)) is not None:
+        if result.token is None:  # not yet all of a long jump
+            return
+        if (finish := req.take_token(result.token) or self._jumps.after(req)) is not None:
             self._finish(req, finish, result)
         else:
             self.reporter.tell(token_out(req, result))

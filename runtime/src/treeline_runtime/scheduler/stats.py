@@ -16,6 +16,8 @@ class SchedulerStats:
     def __init__(self) -> None:
         self.total_prefill_tokens = 0
         self.total_prefill_busy_us = 0
+        self.total_jumps = 0
+        self.total_forced_tokens = 0
         self._tokens = 0.0
         self._busy = 0.0
         self._decode = 0.0
@@ -29,6 +31,11 @@ class SchedulerStats:
             return
         self._tokens = FORGET * self._tokens + tokens
         self._busy = FORGET * self._busy + seconds
+
+    def on_jump(self, tokens: int) -> None:
+        """A request went on by so many tokens that were not sampled."""
+        self.total_jumps += 1
+        self.total_forced_tokens += tokens
 
     def on_decode(self, seconds: float) -> None:
         if not self._decoded:

@@ -33,7 +33,7 @@ class TableManager:
         self._token_cells = (num_rows + 1, context_length + 1)
         self.enter_device()
         self._mirrored = device.type != "cpu"
-        self._new_tokens: dict[int, list[int]] = {}
+        self._new_tokens: dict[int, tuple[int, list[int]]] = {}  # row → where they begin, tokens
         self._new_pages: list[tuple[int, int, int]] = []  # (row, start, end)
 
     def enter_device(self) -> None:
@@ -58,11 +58,19 @@ class TableManager:
         """A row that begins with these tokens."""
         row = self._free.pop()
         self._is_free[row] = False
-        if self._mirrored:
-            self._new_tokens[row] = tokens[:]
-        else:
-            self.token_pool[row, : len(tokens)] = torch.tensor(tokens)
+        self._new_tokens.pop(row, None)  # of who had it before
+        self.write_tokens(row, 0, tokens)
         return row
+
+    def write_tokens(self, row: int, start: int, tokens: list[int]) -> None:
+        """From position `start` on, whatever is there; behind what launched batches write."""
+        if not self._mirrored:
+            self.token_pool[row, start : start + len(tokens)] = torch.tensor(tokens)
+            return
+        before, known = self._new_tokens.get(row, (start, []))
+        if before < start:
+            start, tokens = before, known[: start - before] + tokens
+        self._new_tokens[row] = start, tokens[:]
 
     def free(self, row: int) -> None:
         assert not self._is_free[row], f"row {row} is freed twice"
@@ -85,8 +93,9 @@ class TableManager:
         """Everything written since the last time, in one copy and one kernel for each table."""
         if self._new_tokens:
             rows = self._new_tokens
-            where = [np.arange(len(tokens)) + row * self.token_pool.shape[1] for row, tokens in rows.items()]
-            _scatter(self.token_pool, where, np.concatenate([np.array(tokens) for tokens in rows.values()]))
+            width = self.token_pool.shape[1]
+            where = [np.arange(len(tokens)) + row * width + start for row, (start, tokens) in rows.items()]
+            _scatter(self.token_pool, where, np.concatenate([np.array(tokens) for _, tokens in rows.values()]))
             self._new_tokens = {}
         if self._new_pages:
             width = self.pages.shape[1]

@@ -79,6 +79,9 @@ class Metrics:
         )
         self.cached_tokens = self._counter("cached_tokens_total", "Prompt tokens that the prefix cache supplied")
         self.generation_tokens = self._counter("generation_tokens_total", "Tokens generated")
+        self.jumps = self._counter("num_jumps_total", "Times that a grammar forced what an output went on with")
+        self.forced_tokens = self._counter("forced_tokens_total", "Tokens that grammars forced: they were not sampled")
+        self._last_load = LoadUpdate()
         self.vectors = self._counter("num_vectors_total", "Vectors made of prompts: embeddings, scores, rewards")
         self.rejected = self._counter("num_rejected_requests_total", "Requests answered 503: queue full or draining")
 
@@ -135,6 +138,9 @@ class Metrics:
         self.set("num_waiting_uncached_tokens", load.waiting_uncached_tokens)
         self.set("prefill_tokens_per_second", load.prefill_tokens_per_s)
         self.set("decode_step_seconds", load.decode_step_ms / 1000)
+        self.jumps.inc(load.total_jumps - self._last_load.total_jumps)
+        self.forced_tokens.inc(load.total_forced_tokens - self._last_load.total_forced_tokens)
+        self._last_load = load
 
     def samples(self) -> Samples:
         """What `render` adds to the first process's own."""

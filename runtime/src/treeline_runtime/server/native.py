@@ -90,6 +90,7 @@ class _Answers:
         """
         so_far = self._so_far.setdefault(index, _SoFar())
         so_far.text += out.text
+        _shorten(so_far.ids, out.withdrawn)
         _extend(so_far.ids, elements(out.token_ids))
         for raw in out.logprobs:
             known = decode_logprobs(raw)
@@ -139,6 +140,12 @@ class _SoFar:
     text: str = ""
     ids: bytearray = field(default_factory=bytearray)
     logprobs: dict[str, bytearray] = field(default_factory=dict)
+
+
+def _shorten(listed: bytearray, count: int) -> None:
+    """The last `count` elements were never there."""
+    for _ in range(count):
+        del listed[max(listed.rfind(b","), 0) :]
 
 
 def _extend(known: bytearray, fresh: bytes) -> None:

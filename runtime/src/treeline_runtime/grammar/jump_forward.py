@@ -1,0 +1,194 @@
+"""Jump-forward decoding: text that a grammar forces becomes tokens without being sampled.
+
+A free split of the forced text would make token sequences that the model has never seen. So the end of the sequence is
+tokenized anew together with that text, as the tokenizer would have done (Zheng et al., SGLang, section 4: compressed
+finite state machines): the last tokens may come out differently, and are replaced; the text so far never changes.
+
+    tokens so far:   … | window, as context | differs   |
+    tokenized anew:        same             | replaced  | forced … | undecided |
+
+What follows the forced text is not known yet, and could join its last word: the last word is left to sampling. A word
+is what the tokenizer splits texts into before anything else, so what comes before it cannot change any more.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Collection, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+from treeline_wire.tokenizer import TokenizerBundle
+
+from treeline_runtime.grammar.vocabulary import Vocabulary
+
+WINDOW_TOKENS = 12
+"""Of the sequence, tokenized anew with what is forced: words are shorter, but for a few."""
+ENCODED_TEXTS, ENCODED_CHARS = 4096, 512
+"""So many texts, none longer, are remembered with their tokens: grammars force the same ones again and again."""
+MAX_FORCED_CHARS = 4096
+"""Of one jump; the rest is another."""
+
+
+class Jump(NamedTuple):
+    """The last `take_back` tokens of the sequence are not what the tokenizer would have made: `append` stands in their
+    place, begins with their text, and goes on with what is forced."""
+
+    take_back: int
+    append: list[int]
+
+    @property
+    def gain(self) -> int:
+        """Tokens by which the sequence is longer."""
+        return len(self.append) - self.take_back
+
+
+class _Encoded(NamedTuple):
+    """A text as tokens, the byte at which each ends, whether a word starts with it, and how many of the tokens stay as
+    they are whatever follows."""
+
+    ids: list[int]
+    ends: list[int]
+    starts_word: list[bool]
+    decided: int
+
+
+class JumpForward:
+    """Turns forced text into tokens. One thread uses it."""
+
+    def __init__(self, tokenizer: Tokenizer, texts: Sequence[bytes], added: dict[int, str]) -> None:
+        """texts: of all tokens, special ones too. added: the tokens that are found before all others, and their texts;
+        nothing joins them."""
+        self._tokenizer = tokenizer
+        self._texts = texts
+        self._hard: Collection[int] = {*added, *(id for id, text in enumerate(texts) if not text)}
+        self._begins_added = {text[:n] for text in added.values() for n in range(1, len(text))}
+        self._longest_added = max(map(len, added.values()), default=0)
+        # of tokenizers without other words, SentencePiece's: a space always begins a token
+        self._words_by_space = not any(b" " in text.lstrip(b" ") for id, text in enumerate(texts) if id not in added)
+        self._encode = functools.lru_cache(ENCODED_TEXTS)(self._encode_afresh)
+
+    def jump(self, tokens: Sequence[int], fixed: int, forced: str) -> Jump | None:
+        """tokens: the sequence so far, of which the first `fixed` stay. None: nothing is certain, or it cannot be said
+        in tokens."""
+        if not forced:
+            return None
+        forced = forced[:MAX_FORCED_CHARS]
+        start = self._window(tokens)
+        hard = start == 0 or tokens[start - 1] in self._hard
+        found = self._retokenized(tokens[start:], max(fixed - start, 0), forced, hard=hard)
+        if found is None and start < fixed:  # what may not change would: the forced text begins behind it
+            found = self._retokenized(tokens[fixed:], 0, forced, hard=True)
+        return found
+
+    def _window(self, tokens: Sequence[int]) -> int:
+        """Where it starts: not within a character, and behind the last token that nothing joins."""
+        start = max(len(tokens) - WINDOW_TOKENS, 0)
+        for i in range(len(tokens) - 1, start - 1, -1):
+            if tokens[i] in self._hard:
+                return i + 1
+        while start < len(tokens) and self._texts[tokens[start]][0] & 0xC0 == 0x80:
+            start += 1
+        return start
+
+    def _retokenized(self, window: Sequence[int], fixed: int, forced: str, *, hard: bool) -> Jump | None:
+        """hard: what comes before the window does not matter to it."""
+        known = b"".join(self._texts[id] for id in window)
+        try:
+            text = known.decode() + forced
+        except UnicodeDecodeError:  # the sequence ends within a character
+            return None
+        encoded = self._encode(text) if len(text) <= ENCODED_CHARS else self._encode_afresh(text)
+        made = b"".join(map(self._text, encoded.ids))
+        surplus = len(made) - len(text.encode())  # the space that some tokenizers put before every text
+        if made != b" " * surplus + text.encode():
+            return None
+        place = self._first_common(window, encoded, surplus, hard=hard)
+        if place is None:
+            return None
+        i, j = place
+        while i < len(window) and j < encoded.decided and window[i] == encoded.ids[j]:
+            i, j = i + 1, j + 1
+        covered = encoded.ends[encoded.decided - 1] - surplus if encoded.decided else 0
+        if i < fixed or covered < len(known) or j >= encoded.decided:
+            return None
+        return Jump(len(window) - i, encoded.ids[j : encoded.decided])
+
+    def _first_common(
+        self, window: Sequence[int], encoded: _Encoded, surplus: int, *, hard: bool
+    ) -> tuple[int, int] | None:
+        """The first index of the window, and of the tokens made anew, from which on both say the same text, whatever
+        came before."""
+        if hard and surplus == 0:
+            return 0, 0
+        if hard and encoded.ends[0] == surplus:
+            return 0, 1
+        starts = {0: 0} | {end: i + 1 for i, end in enumerate(accumulate(len(self._texts[id]) for id in window))}
+        for j in range(1, len(encoded.ids)):
+            at = encoded.ends[j - 1] - surplus
+            if encoded.starts_word[j] and at > 0 and at in starts:
+                before, behind = self._text(encoded.ids[j - 1])[-1:], self._text(encoded.ids[j])[:1]
+                if not _kind(before) or _kind(before) != _kind(behind):  # where digits are split, those before decide
+                    return starts[at], j
+        return None
+
+    def _text(self, id: int) -> bytes:
+        """Of a token that the model may lack."""
+        return self._texts[id] if id < len(self._texts) else b"\xff"
+
+    def _encode_afresh(self, text: str) -> _Encoded:
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        words: list[int | None] = encoding.word_ids
+        texts = list(map(self._text, ids))
+        starts = [True] * len(ids)
+        for j in range(1, len(ids)):
+            spaced = self._words_by_space and texts[j][:1] == b" " and texts[j - 1][-1:] != b" "
+            starts[j] = words[j] != words[j - 1] or spaced
+        return _Encoded(ids, list(accumulate(map(len, texts))), starts, self._decided(text, texts, starts))
+
+    def _decided(self, text: str, texts: list[bytes], starts: list[bool]) -> int:
+        """How many of the tokens are sure: not those of the last word, nor of a run of spaces or of digits, which
+        tokenizers split by what follows, nor the beginning of an added token."""
+        decided = len(texts)
+        tail, kind = b"", b""
+        while decided:
+            word_at = decided - 1
+            while not starts[word_at]:
+                word_at -= 1
+            word = b"".join(texts[word_at:decided])
+            if kind and _kind(word) != kind:
+                break
+            decided, tail, kind = word_at, word + tail, _kind(word + tail)
+            if not kind:
+                break
+        begun = self._begun_added(text)
+        while decided and len(tail) < begun:
+            decided -= 1
+            tail = texts[decided] + tail
+        return decided
+
+    def _begun_added(self, text: str) -> int:
+        """Bytes at the end of the text that an added token could begin with."""
+        for n in range(min(self._longest_added, len(text)), 0, -1):
+            if text[-n:] in self._begins_added:
+                return len(text[-n:].encode())
+        return 0
+
+
+def _kind(word: bytes) -> bytes:
+    """Of which words in a row are not sure."""
+    if word.isspace():
+        return b" "
+    return b"0" if word.strip(b" ").isdigit() else b""
+
+
+def jump_forward(bundle: TokenizerBundle, vocabulary: Vocabulary) -> JumpForward:
+    """For a model's tokenizer, which takes its time."""
+    tokenizer: Tokenizer = Tokenizer.from_str(bundle.tokenizer_json)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    added = json.loads(bundle.tokenizer_json).get("added_tokens") or []
+    return JumpForward(tokenizer, vocabulary.with_marks(), {token["id"]: token["content"] for token in added})
