@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from treeline_runtime.core import Req
 from treeline_runtime.messages import GenerateReq
 
@@ -38,12 +39,19 @@ def only(*tokens: int) -> Rule:
     return lambda output: tokens[len(output) : len(output) + 1]
 
 
+class ToyFiller:
+    def fill(self, toys: Sequence[Any], masks: torch.Tensor, rows: Sequence[int]) -> None:
+        for toy, row in zip(toys, rows, strict=True):
+            toy.fill(masks[row].numpy())
+
+
 class Toy:
     """Obeys a rule, and is finished where the rule allows nothing."""
 
     def __init__(self, rule: Rule, *, fails: str = "", after: int = 0, ends: bool = True) -> None:
         """fails: the method that raises once the output has `after` tokens. ends: whether it says that it is
         finished."""
+        self.filler = ToyFiller()
         self._rule = rule
         self._fails = fails
         self._after = after

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -82,6 +83,7 @@ class Memory:
         self.replies: list[Reply] = []
         self.updates: list[CacheUpdate] = []
         self.loads: list[LoadUpdate] = []
+        self.woken = threading.Event()
 
     def receive(self) -> list[ToScheduler]:
         messages = list(self.inbox)
@@ -108,6 +110,9 @@ class Memory:
     def wait(self) -> None:
         raise AssertionError("nobody would ever end this")
 
+    def wake(self) -> None:
+        self.woken.set()
+
 
 class Harness(Scheduler):
     """A scheduler that checks its own books after every step."""
@@ -125,6 +130,7 @@ class Harness(Scheduler):
         super().__init__(config, dummy_model(config), memory, clock=clock)
         self.inbox, self.outs, self.replies = memory.inbox, memory.outs, memory.replies
         self.updates, self.loads = memory.updates, memory.loads
+        self.woken = memory.woken
         self.steps = 0
 
     def step(self) -> bool:
@@ -165,11 +171,19 @@ class Harness(Scheduler):
     def run(self, max_steps: int = 5000) -> None:
         """Until nothing is left to do; then nothing may be held."""
         for _ in range(max_steps):
-            if not self.step():
+            if not self.step() and not self._woken_by_a_grammar():
                 break
         else:
             raise AssertionError(f"not idle after {max_steps} steps: {self._everything()}")
         self.assert_clean()
+
+    def _woken_by_a_grammar(self) -> bool:
+        """Wait for what is being compiled. → whether anything is."""
+        if not self.grammars.waiting:
+            return False
+        assert self.woken.wait(60.0), f"nothing came of {self.grammars.reqs()}"
+        self.woken.clear()
+        return True
 
     def assert_clean(self) -> None:
         """Idle, every page free or cached, no lock, every rid ended."""

@@ -221,6 +221,13 @@ class SchedulerConfig(EngineConfig):
         help="what the cache forgets first: lru, lfu, fifo, mru, filo, slru, or priority = what only requests of low "
         "priority used (default: lru)",
     )
+    grammar_backend: str = setting(
+        "xgrammar",
+        group="engine",
+        rare=True,
+        metavar="NAME",
+        help="what compiles grammars of structured output (default: xgrammar)",
+    )
     schedule_conservativeness: float = setting(
         1.0,
         group=None,

@@ -113,7 +113,8 @@ class Req:
     ) -> Req:
         sampling = message.sampling
         ids = message.input_ids if pooling is None else pooling.trimmed(message.input_ids)
-        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_ids))
+        endless = sampling.ignore_eos and sampling.grammar is None  # a grammar's end is an end
+        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if endless else frozenset(eos_ids))
         return cls(
             rid=message.rid,
             tokens=list(ids),
@@ -144,7 +145,7 @@ class Req:
             self.constraint.accept(token)
             done = self.constraint.finished
         self.tokens.append(token)
-        if token in self.stop_ids and self.output_len > self.sampling.min_new_tokens:
+        if token in self.stop_ids and (done or self.output_len > self.sampling.min_new_tokens):
             return FinishReason("stop", matched=token)
         if done:
             return FinishReason("stop")

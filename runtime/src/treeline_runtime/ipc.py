@@ -252,6 +252,13 @@ class Inbox(Generic[T]):
         """Blocks until something is there; False after `timeout_ms`."""
         return bool(self.socket.poll(timeout_ms))
 
+    def wait_or(self, fd: int, timeout_ms: int) -> bool:
+        """The same, also until a descriptor can be read; → whether it can."""
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(fd, zmq.POLLIN)
+        return any(found == fd for found, _ in poller.poll(timeout_ms))
+
     def close(self) -> None:
         self.socket.close(linger=0)
 

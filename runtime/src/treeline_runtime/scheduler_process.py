@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import sys
 import time
 from typing import Any
@@ -44,6 +45,7 @@ class SocketTransport:
         self._load = LoadUpdate()
         self._load_told = True
         self._beat_at = float("-inf")
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def announce_ready(self, limits: dict[str, Any], load: LoadUpdate) -> None:
         """Tell the HTTP process that there is a scheduler behind this, and routers that it is idle."""
@@ -65,7 +67,11 @@ class SocketTransport:
         return self._publisher is None or self._publisher.send(update)
 
     def wait(self) -> None:
-        self._inbox.wait(int(1000 * (HEARTBEAT_S / 2 if self._load_told else LOAD_INTERVAL_S)))
+        if self._inbox.wait_or(self._woken, int(1000 * (HEARTBEAT_S / 2 if self._load_told else LOAD_INTERVAL_S))):
+            os.eventfd_read(self._woken)
+
+    def wake(self) -> None:
+        os.eventfd_write(self._woken, 1)
 
     def _beat(self) -> None:
         now = time.monotonic()

@@ -41,6 +41,7 @@ class SchedulerThread:
         self._inbox: list[ToScheduler] = []
         self._arrived = threading.Condition()
         self._closing = False
+        self._woken = False
         self.ended = False
         self._loaded = threading.Event()
         self.failure: BaseException | None = None
@@ -105,6 +106,7 @@ class SchedulerThread:
         self._inbox.append(AbortReq())
         while scheduler.step():
             pass
+        scheduler.grammars.close()
 
     def _give_back(self) -> None:
         gc.collect()  # a model and its graphs may refer to each other in circles
@@ -129,4 +131,10 @@ class SchedulerThread:
 
     def wait(self) -> None:
         with self._arrived:
-            self._arrived.wait_for(lambda: self._inbox or self._closing)
+            self._arrived.wait_for(lambda: self._inbox or self._closing or self._woken)
+            self._woken = False
+
+    def wake(self) -> None:
+        with self._arrived:
+            self._woken = True
+            self._arrived.notify()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from support.runtime_constraints import Toy, only
 from treeline_runtime.ops.torch_ops import TorchOps
 from treeline_runtime.sampling import fill_masks, mask_words
+from treeline_runtime.sampling.constraint import Filler
 
 CPU = torch.device("cpu")
 
@@ -40,11 +42,15 @@ class Full:
 
     finished = False
 
+    @property
+    def filler(self) -> Filler:
+        return self
+
     def accept(self, token: int) -> None:
         raise AssertionError(token)
 
-    def fill(self, row: npt.NDArray[np.int32]) -> None:
-        row[:] = -1
+    def fill(self, constraints: Sequence[Any], masks: torch.Tensor, rows: Sequence[int]) -> None:
+        masks[rows] = -1
 
 
 def test_bits_beyond_the_vocabulary_mean_nothing() -> None:

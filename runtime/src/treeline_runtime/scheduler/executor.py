@@ -354,7 +354,9 @@ class Executor:
 
     def _row(self, req: Req, end: int) -> Row:
         history = self._table.token_pool[req.row, :end] if needs_history(req.sampling) else None
-        return Row(req.sampling, req.seed, end - req.prompt_len, req.stop_ids, req.prompt_len, history)
+        # a grammar knows itself where an output may end
+        stop_ids = req.stop_ids if req.sampling.grammar is None else frozenset[int]()
+        return Row(req.sampling, req.seed, end - req.prompt_len, stop_ids, req.prompt_len, history)
 
     def _input_logprobs(self, batch: Batch, hidden: torch.Tensor) -> list[tuple[int, Logprobs]]:
         """Of the prompt tokens that follow the batch's positions, as far as they were asked for."""

@@ -43,6 +43,8 @@ from treeline_runtime.scheduler.arrivals import Arrivals
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.decode import DecodeManager, retraction_order
 from treeline_runtime.scheduler.executor import Executor, Launched, Sampled
+from treeline_runtime.scheduler.grammars import Grammars
+from treeline_runtime.scheduler.load import load_of
 from treeline_runtime.scheduler.memory import told_as_settings
 from treeline_runtime.scheduler.prefill import PrefillManager
 from treeline_runtime.scheduler.profiler import Profiler
@@ -93,6 +95,7 @@ class Scheduler:
         self.draining = False
         self._pooler = model.pooler
         pooling = None if model.pooler is None else model.pooler.pooling
+        self.grammars = Grammars(config, model.config, transport.wake)
         self._arrivals = Arrivals(config, limits.longest_request, model.config, pooling)
         self._pending: deque[tuple[Launched, float]] = deque()
         self._leaving: dict[Req, bool] = {}  # finished, but in flight → whether what it computed is trusted
@@ -143,6 +146,12 @@ class Scheduler:
         messages = self._transport.receive()
         for message in messages:
             self._handle(message)
+        ready = self.grammars.take_ready()
+        for req, refused in ready:
+            if refused is None:
+                self.prefill.queue(req)
+            else:
+                self._finish(req, refused)
         for req, finish in self._time_limits.exceeded(self.prefill.waiting.values(), self._clock()):
             self._finish(req, finish)
         self.activity.begin("choosing a batch")
@@ -151,7 +160,7 @@ class Scheduler:
             self._launch(batch)
             self._sample_delayed()
             self.profiler.step()
-        worked = bool(messages or self._pending or self.reporter.has_tokens)
+        worked = bool(messages or ready or self._pending or self.reporter.has_tokens)
         self._process_all_but(self.limits.overlap_depth if batch is not None else 0)
         if worked:
             self._end_step()
@@ -351,6 +360,7 @@ class Scheduler:
         assert req.finish is None, f"ended twice: {req}"
         req.finish = finish
         self.prefill.leave(req)
+        self.grammars.leave(req)
         self.decode.running.pop(req.rid, None)
         self._last_step.pop(req.rid, None)
         self._time_limits.end(req)
@@ -389,7 +399,8 @@ class Scheduler:
             self.reporter.tell(TokenOut(message.rid, [], finish, prompt_tokens=len(message.input_ids)))
             return
         req = self._arrivals.new_req(message)
-        self.prefill.queue(req)
+        if not self.grammars.enter(req):
+            self.prefill.queue(req)
         self._time_limits.begin(req, self._clock())
 
     def _refusal(self, message: GenerateReq) -> FinishReason | None:
@@ -415,7 +426,8 @@ class Scheduler:
         chunked = self.prefill.chunked
         if chunked is not None and chunked.rid == rid:
             return chunked
-        return self.decode.running.get(rid) or self.prefill.waiting.get(rid) or self._last_step.get(rid)
+        waiting = self.prefill.waiting.get(rid) or self.grammars.find(rid)
+        return self.decode.running.get(rid) or waiting or self._last_step.get(rid)
 
     def _everything(self) -> list[Req]:
         """Requests that have not ended, each once."""
@@ -425,6 +437,7 @@ class Scheduler:
             *chunked,
             *self._last_step.values(),
             *self.prefill.waiting.values(),
+            *self.grammars.reqs(),
         ]
         return list(dict.fromkeys(reqs))
 
@@ -449,29 +462,12 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not (
-            self.decode.running or self.prefill.waiting or self.prefill.chunked or self._pending or self._leaving
-        )
+        waiting = self.prefill.waiting or self.grammars.waiting or self.prefill.chunked
+        return not (self.decode.running or waiting or self._pending or self._leaving)
 
     def load(self) -> LoadUpdate:
-        chunked = self.prefill.chunked
-        return LoadUpdate(
-            running=len(self.decode.running) + len(self._last_step) + (chunked is not None),
-            waiting=len(self.prefill.waiting),
-            waiting_uncached_tokens=self.prefill.uncached_tokens(),
-            pages_used=self.cache.used_pages,
-            pages_cached=self.cache.tree.evictable_pages,
-            pages_total=self.cache.pool.num_pages,
-            page_size=self.config.page_size,
-            tokens_used=self.cache.used_pages * self.config.page_size,
-            total_prefill_uncached_tokens=self.stats.total_prefill_tokens,
-            total_prefill_busy_us=self.stats.total_prefill_busy_us,
-            prefill_tokens_per_s=self.stats.prefill_tokens_per_s,
-            decode_step_ms=self.stats.decode_step_ms,
-            draining=self.draining,
-            max_running=self.limits.max_running_requests,
-            asleep=self.residence.level,
-        )
+        chunked = self.prefill.chunked is not None
+        return load_of(self, running=len(self.decode.running) + len(self._last_step) + chunked)
 
     def _end_step(self) -> None:
         self.reporter.flush(self.load())

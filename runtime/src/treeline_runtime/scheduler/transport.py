@@ -21,3 +21,6 @@ class Transport(Protocol):
 
     def wait(self) -> None:
         """Called when there is nothing to do: return when `receive` may have something, or after a while."""
+
+    def wake(self) -> None:
+        """End a `wait`, or the next one. Called by any thread."""

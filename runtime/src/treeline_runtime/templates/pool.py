@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import atexit
 import logging
-import socket
-import subprocess
-import sys
 import threading
-import time
 from typing import Any, Final, NamedTuple
 
 import msgspec
 from treeline_wire.chat import TemplateBusyError, TemplateError, failed, refused
 from treeline_wire.template_env import utc_now
 
-from treeline_runtime.templates.worker import HEADER, Answer, Request, Settings, read_frame
+from treeline_runtime.confined.child import ProcessLimits
+from treeline_runtime.confined.process import ConfinedProcess, Killed
+from treeline_runtime.templates.worker import Answer, Request
 
-_START_SECONDS: Final = 30.0
-_GRACE_SECONDS: Final = 0.5
-"""The worker ends itself at its deadline; this much later we do."""
 _MAX_TEMPLATES: Final = 64
 """Templates that one worker keeps compiled. A process serves a few; one with more gets new workers."""
 
@@ -39,10 +34,6 @@ class PoolLimits(NamedTuple):
     workers: int = 2
     waiting: int = 64
     wait_seconds: float = 10.0
-
-
-class _RenderKilledError(Exception):
-    """The rendering passed a limit, and its worker was ended."""
 
 
 class TemplatePool:
@@ -62,8 +53,8 @@ class TemplatePool:
         """Implements `chat.Renderer`. Raises `TemplateError`, `TemplateBusyError` among them."""
         try:
             kind, text = self._answer(key, source, variables)
-        except _RenderKilledError as error:
-            kind, text = Answer.NO_MEMORY, str(error)
+        except Killed as error:
+            raise self._too_much(str(error)) from None
         except UnicodeEncodeError:
             raise TemplateError("a text contains half of a surrogate pair", user_error=True) from None
         if kind is Answer.RENDERED:
@@ -72,11 +63,12 @@ class TemplatePool:
             raise refused(text)
         if kind is Answer.FAILED:
             raise failed(text)
-        if kind is Answer.BROKEN:
-            logger.error("the chat template does not compile: %s", text)
-            raise TemplateError("the model's chat template does not compile", user_error=False)
-        logger.warning("a chat template was stopped: it passed its limits (%s)", text or "memory")
-        raise TemplateError(
+        logger.error("the chat template does not compile: %s", text)
+        raise TemplateError("the model's chat template does not compile", user_error=False)
+
+    def _too_much(self, why: str) -> TemplateError:
+        logger.warning("a chat template was stopped: it passed its limits (%s)", why)
+        return TemplateError(
             f"the model's chat template needs more than {self.limits.seconds:g} s or "
             f"{self.limits.memory_bytes >> 20} MiB for this request: send less",
             user_error=True,
@@ -93,12 +85,12 @@ class TemplatePool:
                 request = known
                 if key not in worker.templates:
                     request = msgspec.msgpack.encode(Request(key, now, source, variables))
-                answer = worker.ask(request, self.limits.seconds + _GRACE_SECONDS)
+                answer = worker.ask(request)
             except BaseException:
                 self._drop(worker)
                 raise
             worker.templates.add(key)
-            if answer[0] is Answer.NO_MEMORY or len(worker.templates) > _MAX_TEMPLATES:
+            if len(worker.templates) > _MAX_TEMPLATES:
                 self._drop(worker)
             else:
                 self._put_back(worker)
@@ -114,14 +106,14 @@ class TemplatePool:
             idle, busy = [*self._idle], [*self._busy]
             self._idle.clear()
         for worker in idle:
-            worker.end()
+            worker.process.end()
         for worker in busy:
-            worker.kill()  # whoever waits for it sees it end, and ends the rest
+            worker.process.kill()  # whoever waits for it sees it end, and ends the rest
 
     def pids(self) -> list[int]:
         """The processes of the workers that are alive."""
         with self._lock:
-            return [worker.pid for worker in (*self._idle, *self._busy)]
+            return [worker.process.pid for worker in (*self._idle, *self._busy)]
 
     def _take_slot(self) -> None:
         if not self._closed and self._slots.acquire(blocking=False):
@@ -141,10 +133,10 @@ class TemplatePool:
         with self._lock:
             while self._idle:
                 worker = self._idle.pop()
-                if worker.alive():
+                if worker.process.alive():
                     self._busy.add(worker)
                     return worker
-                worker.end()
+                worker.process.end()
         try:
             worker = _Worker(self.limits)
         except OSError as error:
@@ -163,67 +155,25 @@ class TemplatePool:
             if not self._closed:
                 self._idle.append(worker)
                 return
-        worker.end()
+        worker.process.end()
 
     def _drop(self, worker: _Worker) -> None:
         with self._lock:
             self._busy.discard(worker)
-        worker.end()
+        worker.process.end()
 
 
 class _Worker:
-    """One process and our end of its socket. Raises OSError when it cannot be started."""
+    """One process. Raises OSError when it cannot be started."""
 
     def __init__(self, limits: PoolLimits) -> None:
         self.templates: set[int] = set()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-m", "treeline_runtime.templates.worker"],
-                    env={},
-                    cwd="/",
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                )
-            except BaseException:
-                ours.close()
-                raise
-        self._socket = ours
-        self.pid = self._process.pid
-        try:
-            first = msgspec.msgpack.encode(Settings(limits.memory_bytes, limits.seconds))
-            if self.ask(first, _START_SECONDS)[0] is not Answer.READY:
-                raise OSError("the worker did not start")
-        except _RenderKilledError as error:
-            self.end()
-            raise OSError("the worker did not start") from error
+        confined = ProcessLimits(limits.seconds, limits.memory_bytes)
+        self.process = ConfinedProcess("treeline_runtime.templates.worker", confined)
 
-    def alive(self) -> bool:
-        """It has not ended by itself."""
-        return self._process.poll() is None
-
-    def ask(self, request: bytes, seconds: float) -> tuple[Answer, str]:
-        """Send a frame and wait for the answer. Raises `_RenderKilledError` when none comes in time."""
-        deadline = time.monotonic() + seconds
-        try:
-            self._socket.settimeout(seconds)
-            self._socket.sendall(HEADER.pack(len(request)))
-            self._socket.sendall(request)
-            reply = read_frame(self._socket, deadline)
-        except OSError as error:
-            raise _RenderKilledError(f"{type(error).__name__}") from error
+    def ask(self, request: bytes) -> tuple[Answer, str]:
+        """Send a frame and wait for the answer. Raises `Killed` when none comes in time."""
+        reply = self.process.ask(request)
         if not reply or reply[0] > max(Answer):
-            raise _RenderKilledError("the worker died")
+            raise Killed("it answered nonsense")
         return Answer(reply[0]), str(memoryview(reply)[1:], "utf-8", "replace")
-
-    def kill(self) -> None:
-        """End the process, which may be in the middle of anything, and wait for it."""
-        self._process.kill()
-        self._process.wait()
-
-    def end(self) -> None:
-        """Kill it and close the socket. For the thread that owns this worker."""
-        self.kill()
-        self._socket.close()

@@ -1,0 +1,1 @@
+"""Processes for what may never end or want all memory, on behalf of clients: under limits, killed beyond them."""

@@ -1,0 +1,75 @@
+"""The confined side: one descriptor, a socket to the parent as standard input, and nothing else.
+
+A process is started with an empty environment. After its imports it can open no file and no socket, has a limit on its
+memory, and dies by a signal when a request takes too long, whatever the interpreter is busy with. When the parent goes,
+the socket ends and so does the process. See `process` for the parent's side.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+from treeline_runtime.confined.frames import read_frame, send_frame
+
+READY = b"ready"
+
+
+class ProcessLimits(msgspec.Struct, frozen=True):
+    """The first frame. `memory_bytes` are on top of what the process has after its imports."""
+
+    seconds: float
+    """Of one request."""
+    memory_bytes: int
+    threads: bool = False
+    """It may start threads."""
+
+
+def serve(answer: Callable[[bytearray], bytes]) -> None:
+    """Serve requests from standard input until it ends. A MemoryError ends the process: what is left of its memory may
+    be in pieces. Everything that `answer` needs is imported."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    sock = socket.socket(fileno=0)
+    first = read_frame(sock)
+    if first is None:
+        return
+    limits = msgspec.msgpack.decode(first, type=ProcessLimits)
+    _confine(limits)
+    send_frame(sock, READY)
+    while (frame := read_frame(sock)) is not None:
+        signal.setitimer(signal.ITIMER_REAL, limits.seconds)
+        try:
+            payload = answer(frame)
+            del frame
+            send_frame(sock, payload)
+            del payload
+        except MemoryError:
+            sys.exit(1)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _confine(limits: ProcessLimits) -> None:
+    """No new descriptors, files, processes or core dumps, and so much more memory than there is now."""
+    with open("/proc/self/statm") as statm:
+        now = int(statm.read().split()[0]) * resource.getpagesize()
+    try:
+        with open("/proc/self/oom_score_adj", "w") as score:
+            score.write("1000")  # of all in the container, this is what the kernel shall end first
+    except OSError:
+        pass
+    caps = [
+        (resource.RLIMIT_AS, now + limits.memory_bytes),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NOFILE, 0),
+    ]
+    if not limits.threads:
+        caps.append((resource.RLIMIT_NPROC, 0))  # which counts threads, too
+    for limit, value in caps:
+        resource.setrlimit(limit, (value, value))

@@ -1,0 +1,82 @@
+"""What a grammar backend does: five verbs on a vocabulary (compile, accept, fill, forced text, roll back)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from treeline_runtime.config import ConfigError
+from treeline_runtime.grammar.vocabulary import Vocabulary
+from treeline_runtime.messages import Grammar
+
+if TYPE_CHECKING:
+    import torch
+
+
+class GrammarError(ValueError):
+    """What is wrong with a grammar; the text is for whoever wrote it."""
+
+
+class Matcher(Protocol):
+    """The place in a grammar that one output has come to. Starts at its beginning."""
+
+    def accept(self, token: int) -> bool:
+        """The output is longer by this token. False: it may not be, and nothing has changed. A stop token is accepted
+        where the output may end; nothing is afterwards."""
+
+    def rollback(self, count: int) -> None:
+        """The last `count` accepted tokens were never there."""
+
+    def forced(self) -> str:
+        """The text that must come next, as far as it is certain; "" where there is a choice, or the end."""
+
+    @property
+    def completed(self) -> bool:
+        """The output may end here."""
+
+
+class Compiled(Protocol):
+    """A grammar that is ready. Immutable; its matchers share it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes of the memory, about."""
+
+    def matcher(self, stop_ids: Sequence[int]) -> Matcher:
+        """stop_ids: the tokens that end an output; they are never text."""
+
+
+class GrammarBackend(Protocol):
+    """One library, for one vocabulary."""
+
+    def compile(self, grammar: Grammar) -> bytes:
+        """What `load` takes. May take seconds and gigabytes: it is called in a confined process. Raises
+        GrammarError."""
+
+    def load(self, compiled: bytes) -> Compiled:
+        """What `compile` has made. Called in any thread."""
+
+    def fill(self, matchers: Sequence[Matcher], masks: torch.Tensor, rows: Sequence[int]) -> None:
+        """masks (rows, words) int32 on the CPU: overwrite row rows[i] with the tokens that matchers[i] may go on with:
+        bit j % 32 of word j // 32 is token j. Matchers that are at their end allow nothing."""
+
+
+NewBackend = Callable[[Vocabulary], GrammarBackend]
+
+
+def load_backend(name: str) -> NewBackend:
+    """Imports what the backend needs, which takes its time. Raises ConfigError for a name that there is not."""
+    if name not in BACKENDS:
+        raise ConfigError(f"unknown grammar backend {name!r}: use {', '.join(BACKENDS)}")
+    return BACKENDS[name]()
+
+
+def _xgrammar() -> NewBackend:
+    from treeline_runtime.grammar.xgrammar_backend import XGrammarBackend
+    from treeline_runtime.grammar.xgrammar_library import load
+
+    load()
+    return XGrammarBackend
+
+
+BACKENDS: dict[str, Callable[[], NewBackend]] = {"xgrammar": _xgrammar}

@@ -1,0 +1,99 @@
+"""A grammar as the constraint of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from treeline_runtime.grammar.backend import GrammarBackend, Matcher
+
+
+class GrammarConstraint:
+    """Implements `sampling.Constraint`: one request's place in its grammar.
+
+    Where the grammar begins after a marker, everything but an end may be said before. The marker is looked for in the
+    bytes of the output, so it need not be a token; the grammar begins with the token after the one that completes it.
+    """
+
+    def __init__(
+        self,
+        matcher: Matcher,
+        filler: GrammarFiller,
+        *,
+        texts: Sequence[bytes],
+        stop_ids: Sequence[int],
+        after: str = "",
+        min_tokens: int = 0,
+    ) -> None:
+        """texts: of all tokens, special ones too. min_tokens: the output does not end before it has so many, if the
+        grammar has anything else to say."""
+        self.matcher = matcher
+        self.filler = filler
+        self._texts = texts
+        self.stop_ids = stop_ids
+        self._marker = after.encode()
+        self._tail = b""
+        self._left = min_tokens
+        self._ended = False
+
+    @property
+    def waits(self) -> bool:
+        """The marker has not come yet."""
+        return bool(self._marker)
+
+    @property
+    def may_not_end(self) -> bool:
+        return self._left > 0
+
+    @property
+    def finished(self) -> bool:
+        """Outputs end with a stop token; where the model has none, as soon as they may."""
+        return self._ended or (not self.stop_ids and not self._marker and self.matcher.completed)
+
+    def accept(self, token: int) -> None:
+        """Raises ValueError where the grammar does not allow the token."""
+        if not self._marker:
+            if not self.matcher.accept(token):
+                raise ValueError(f"token {token} is not what the grammar allows")
+            self._ended = token in self.stop_ids
+        else:
+            self._tail += self._texts[token]
+            if self._marker in self._tail:
+                self._marker = self._tail = b""
+            else:
+                self._tail = self._tail[-len(self._marker) :]
+        self._left -= 1
+
+    def forced(self) -> str:
+        """The text that must come next, as far as it is certain."""
+        return "" if self._marker else self.matcher.forced()
+
+
+class GrammarFiller:
+    """Fills the masks of all constraints of a backend at once."""
+
+    def __init__(self, backend: GrammarBackend) -> None:
+        self._backend = backend
+
+    def fill(self, constraints: Sequence[GrammarConstraint], masks: torch.Tensor, rows: Sequence[int]) -> None:
+        """masks (rows, words) int32 on the CPU: overwrite row rows[i] with what constraints[i] allows next."""
+        begun = [(one.matcher, row) for one, row in zip(constraints, rows, strict=True) if not one.waits]
+        if begun:
+            self._backend.fill([matcher for matcher, _ in begun], masks, [row for _, row in begun])
+        for one, row in zip(constraints, rows, strict=True):
+            if one.waits:
+                masks[row] = -1
+            if one.waits or one.may_not_end:
+                _without(masks[row].numpy(), one.stop_ids)
+
+
+def _without(words: np.ndarray[tuple[int], np.dtype[np.int32]], ids: Sequence[int]) -> None:
+    """Forbid the tokens, if that leaves others."""
+    bits = words.view(np.uint32)
+    left = bits.copy()
+    for id in ids:
+        left[id // 32] &= ~np.uint32(1 << id % 32)
+    if left.any():
+        bits[:] = left

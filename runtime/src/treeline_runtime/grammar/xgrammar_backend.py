@@ -1,0 +1,131 @@
+"""Grammars by xgrammar (https://github.com/mlc-ai/xgrammar): a pushdown automaton with masks computed beforehand."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from treeline_runtime.grammar.backend import Compiled, GrammarError, Matcher
+from treeline_runtime.grammar.vocabulary import Vocabulary
+from treeline_runtime.grammar.xgrammar_library import load as load_library
+from treeline_runtime.messages import Grammar
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_THREADS = 8
+
+
+class XGrammarBackend:
+    """Implements `GrammarBackend`."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._library: Any = load_library()
+        self._threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
+        self._text = self._tokenizer_info(vocabulary, vocabulary.texts)
+        self._marked = self._tokenizer_info(vocabulary, vocabulary.with_marks()) if vocabulary.marks else self._text
+
+    def compile(self, grammar: Grammar) -> bytes:
+        compiler = self._library.GrammarCompiler(
+            self._info(grammar.kind == "structural_tag"), max_threads=self._threads, cache_enabled=False
+        )
+        try:
+            compiled = self._compile(compiler, grammar)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise GrammarError(_reason(error)) from None
+        return _MARKED[grammar.kind == "structural_tag"] + compiled.serialize_json().encode()
+
+    def load(self, compiled: bytes) -> Compiled:
+        info = self._info(compiled[:1] == _MARKED[True])
+        loaded = self._library.CompiledGrammar.deserialize_json(compiled[1:].decode(), info)
+        return _Compiled(self._library, loaded)
+
+    def fill(self, matchers: Sequence[Matcher], masks: torch.Tensor, rows: Sequence[int]) -> None:
+        open_ones, places = [], []
+        for matcher, row in zip(matchers, rows, strict=True):
+            assert isinstance(matcher, _Matcher)
+            if matcher.handle.is_terminated():
+                masks[row] = 0
+            else:
+                open_ones.append(matcher.handle)
+                places.append(row)
+        if len(open_ones) == 1:
+            open_ones[0].fill_next_token_bitmask(masks, places[0])
+        elif open_ones:
+            self._batch.batch_fill_next_token_bitmask(open_ones, masks, places)
+
+    @functools.cached_property
+    def _batch(self) -> Any:
+        """With threads of its own."""
+        return self._library.BatchGrammarMatcher(self._threads)
+
+    def _tokenizer_info(self, vocabulary: Vocabulary, texts: list[bytes]) -> Any:
+        library = self._library
+        return library.TokenizerInfo(
+            texts, library.VocabType.RAW, vocab_size=len(texts), stop_token_ids=list(vocabulary.stop_ids)
+        )
+
+    def _info(self, marked: bool) -> Any:
+        return self._marked if marked else self._text
+
+    def _compile(self, compiler: Any, grammar: Grammar) -> Any:
+        match grammar.kind:
+            case "json":
+                return compiler.compile_json_schema(grammar.source, any_whitespace=False)
+            case "regex":
+                return compiler.compile_regex(grammar.source)
+            case "ebnf":
+                return compiler.compile_grammar(grammar.source)
+            case "structural_tag":
+                return compiler.compile_structural_tag(grammar.source)
+            case "choice":
+                texts = [{"type": "const_string", "value": text} for text in json.loads(grammar.source)]
+                return compiler.compile_structural_tag(
+                    {"type": "structural_tag", "format": {"type": "or", "elements": texts}}
+                )
+
+
+_MARKED = {False: b"t", True: b"m"}
+"""What compiled bytes begin with: whether they are for the vocabulary with special tokens."""
+
+
+class _Compiled:
+    def __init__(self, library: Any, compiled: Any) -> None:
+        self._library = library
+        self._compiled = compiled
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self._compiled.memory_size_bytes)
+
+    def matcher(self, stop_ids: Sequence[int]) -> Matcher:
+        return _Matcher(self._library.GrammarMatcher(self._compiled, override_stop_tokens=list(stop_ids)))
+
+
+class _Matcher:
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    def accept(self, token: int) -> bool:
+        return bool(self.handle.accept_token(token))
+
+    def rollback(self, count: int) -> None:
+        self.handle.rollback(count)
+
+    def forced(self) -> str:
+        return "" if self.handle.is_terminated() else str(self.handle.find_jump_forward_string())
+
+    @property
+    def completed(self) -> bool:
+        return bool(self.handle.is_completed())
+
+
+def _reason(error: Exception) -> str:
+    """What the library says, without the time and place in its source that it puts before."""
+    text = re.sub(r"\[\d\d:\d\d:\d\d\] \S+?:\d+: ", "", str(error)).strip()
+    text = re.sub(r"^Check failed: \(.*?\) is false: ", "", text)
+    return text.splitlines()[-1 if text.startswith("Traceback") else 0][:500] if text else type(error).__name__
