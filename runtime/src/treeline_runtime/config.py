@@ -11,6 +11,8 @@ from typing import Literal
 
 from treeline_wire.settings import ConfigError, check, setting
 
+from treeline_runtime.logit_processors import entry
+
 __all__ = ["ConfigError", "EngineConfig", "SchedulerConfig"]
 
 
@@ -227,6 +229,16 @@ class SchedulerConfig(EngineConfig):
         rare=True,
         metavar="NAME",
         help="what compiles grammars of structured output (default: xgrammar)",
+    )
+    logit_processor: tuple[str, ...] = setting(
+        (),
+        group="engine",
+        metavar="NAME=module:attribute",
+        repeated=True,
+        parse=entry,
+        help="let requests have their logits changed by this class, as `custom_logit_processor: NAME` with "
+        "`custom_params`; found on PYTHONPATH, repeatable. Just NAME for one that is built in: disallowed_tokens, "
+        "no_repeat_ngram, thinking_budget (default: none; code is never taken from requests)",
     )
     schedule_conservativeness: float = setting(
         1.0,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from treeline_runtime.kvcache import Node, Pages
     from treeline_runtime.models.pooler import Vector
     from treeline_runtime.models.pooling import Pooling
-    from treeline_runtime.sampling import Constraint
+    from treeline_runtime.sampling import Constraint, Processing
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +54,8 @@ class Req:
     return_hidden_states: bool = False
     constraint: Constraint | None = None
     """What its output must obey; it has accepted exactly that output. None: anything goes."""
+    processor: Processing | None = None
+    """What changes its logits, called once for each output token. None: nothing."""
 
     # waiting: filled by PrefillManager
     key: bytes = b""
@@ -150,6 +152,11 @@ class Req:
         if done:
             return FinishReason("stop")
         return FinishReason("length") if self.output_len >= self.max_new_tokens else None
+
+    @property
+    def delays(self) -> bool:
+        """Its next token depends on those before in a way that only the CPU knows: they must be known there."""
+        return self.constraint is not None or self.processor is not None
 
     @property
     def wants_input_logprobs(self) -> bool:

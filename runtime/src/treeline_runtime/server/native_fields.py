@@ -17,6 +17,8 @@ class NativeSampling(SamplingFields, frozen=True):
     max_new_tokens: Count | None = None
     min_new_tokens: Count | None = None
     sampling_seed: Seed | None = None
+    custom_logit_processor: str | None = None
+    custom_params: dict[str, Any] | None = None
 
 
 class GenerateBody(Struct, frozen=True):
@@ -34,6 +36,9 @@ class GenerateBody(Struct, frozen=True):
     top_logprobs_num: TopCount | list[TopCount] | None = None
     return_text_in_logprobs: bool | None = None
     return_hidden_states: bool | None = None
+    custom_logit_processor: str | list[str | None] | None = None
+    custom_params: dict[str, Any] | list[dict[str, Any] | None] | None = None
+    """As in `sampling_params`: SGLang's clients have the first here, and the second there."""
 
 
 class TokenizeBody(Struct, frozen=True):

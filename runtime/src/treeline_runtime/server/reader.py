@@ -32,6 +32,7 @@ from treeline_runtime.server.jobs import (
 )
 from treeline_runtime.server.limits import MAX_ANSWER_BYTES, MAX_GENERATIONS, Limits
 from treeline_runtime.server.pooling_reader import PoolingReader
+from treeline_runtime.server.processors import read_processor, with_processor
 from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.server.tools import read_calls
@@ -89,6 +90,7 @@ class Reader:
         body = openai.read_completion(raw, self)
         check_generations(raw.get("prompt"), body.n or 1, "prompt" if (body.n or 1) == 1 else "n")
         constraint = grammars.read_constraint(raw, grammars.FIELDS)
+        processor = openai.processor(body)
         namespace = openai.namespace(raw, caller)
         prompts = self.prompts.of_completion(raw, limits, namespace)
         grammars.check_copies(constraint, len(prompts) * (body.n or 1))
@@ -100,6 +102,7 @@ class Reader:
                     self,
                     limits.max_new_tokens(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt"),
                     constraint,
+                    processor,
                 ),
                 return_logprob=body.logprobs is not None,
                 logprob_start_len=0 if body.echo else -1,
@@ -177,6 +180,8 @@ class Reader:
         columns = zip(
             prompts,
             _each(body.sampling_params, count, "sampling_params"),
+            _each(body.custom_logit_processor, count, "custom_logit_processor"),
+            _each(body.custom_params, count, "custom_params"),
             _each(body.return_logprob, count, "return_logprob"),
             _each(body.logprob_start_len, count, "logprob_start_len"),
             _each(body.top_logprobs_num, count, "top_logprobs_num"),
@@ -184,7 +189,8 @@ class Reader:
         )
         specs: list[PromptSpec] = []
         ns: set[int] = set()
-        for ids, params, logprob, start, top in columns:
+        for ids, params, processor, custom, logprob, start, top in columns:
+            params = with_processor(params, {"custom_logit_processor": processor, "custom_params": custom})
             sampling, n = self._native_sampling(params, len(ids), limits, count)
             if start is not None and start >= len(ids):
                 raise ApiError(
@@ -218,6 +224,9 @@ class Reader:
             min_param="sampling_params.min_new_tokens",
             where="sampling_params.",
             constraint=constraint,
+            processor=read_processor(
+                typed.custom_logit_processor, {"custom_params": typed.custom_params}, "sampling_params."
+            ),
         )
         return made, typed.n or 1
 
