@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.messages import (
     AbortReq,
-    CustomProcessor,
     FlushReq,
     GenerateReq,
     Reply,
@@ -38,7 +37,7 @@ from treeline_runtime.scheduler.processors import Processors
 from treeline_runtime.scheduler_thread import EngineDead, SchedulerThread
 from treeline_runtime.tokens import IncrementalDetokenizer
 
-__all__ = ["CustomProcessor", "Engine", "EngineDead", "GenerationError", "Output", "Params", "Prompt"]
+__all__ = ["Engine", "EngineDead", "GenerationError", "Output", "Params", "Prompt"]
 
 Prompt = str | list[int]
 Params = SamplingParams | Mapping[str, Any]
