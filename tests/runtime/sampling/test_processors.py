@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from treeline_runtime.sampling.builtin_processors import BUILT_IN
-from treeline_runtime.sampling.processor import Processing
+from treeline_runtime.sampling.processor import Processing, told
 
 VOCAB = 6
 TOKENS = st.integers(0, VOCAB - 1)
@@ -128,5 +128,14 @@ def test_an_error_is_told_in_few_words() -> None:
 
     failed = Processing("raises", raises).apply([], torch.zeros(2))
     assert isinstance(failed, str)
-    assert failed.startswith("logit processor 'raises' failed: ValueError('xxx")
+    assert failed.startswith("logit processor 'raises' failed: xxx")
     assert len(failed) == 500
+
+
+def test_an_error_may_say_what_it_likes() -> None:
+    class Odd(RuntimeError):
+        def __repr__(self) -> str:
+            raise NotImplementedError
+
+    assert told("it failed:", Odd()) == "it failed: Odd"
+    assert told("it failed:", ValueError("\udcff")) == "it failed: ?"

@@ -13,7 +13,9 @@ from support.runtime_server import ServerProcess, running
 from treeline_runtime.args import parse_args
 from treeline_runtime.messages import CustomProcessor
 from treeline_runtime.server.http import ApiError
-from treeline_runtime.server.processors import MAX_DEPTH, MAX_PARAMS_BYTES, read_processor, with_processor
+from treeline_runtime.server.native_fields import NativeSampling
+from treeline_runtime.server.native_fields import read_processor as read_native
+from treeline_runtime.server.processors import MAX_DEPTH, MAX_PARAMS_BYTES, read_processor
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -36,7 +38,7 @@ def nested(levels: int) -> dict[str, Any]:
     ],
 )
 def test_a_processor_is_named(name: str | None, given: dict[str, Any], found: CustomProcessor | None) -> None:
-    assert read_processor(name, given) == found
+    assert read_processor({"custom_logit_processor": name}, given) == found
 
 
 @pytest.mark.parametrize(
@@ -58,23 +60,22 @@ def test_a_processor_is_named(name: str | None, given: dict[str, Any], found: Cu
 )
 def test_what_names_none_is_refused(name: str | None, given: dict[str, Any], param: str, words: str) -> None:
     with pytest.raises(ApiError) as caught:
-        read_processor(name, given)
+        read_processor({"custom_logit_processor": name}, given)
     assert caught.value.status == 400
     assert caught.value.body["error"]["param"] == param
     assert words in str(caught.value)
 
 
-def test_sampling_params_and_what_is_above_are_one() -> None:
-    above = {"custom_logit_processor": "a", "custom_params": None}
-    assert with_processor(None, above) == {"custom_logit_processor": "a"}
-    assert with_processor({"n": 2, "custom_params": {"b": 1}}, above) == {
-        "n": 2,
-        "custom_params": {"b": 1},
-        "custom_logit_processor": "a",
-    }
-    assert with_processor(5, above) == 5, "whose type somebody else refuses"
-    with pytest.raises(ApiError, match="give one"):
-        with_processor({"custom_logit_processor": "a"}, above)
+def test_in_generate_it_is_said_once() -> None:
+    own = NativeSampling(custom_logit_processor="a", custom_params={"b": 1})
+    assert read_native(own, None, {}) == CustomProcessor("a", '{"b":1}')
+    assert read_native(NativeSampling(custom_params={"b": 1}), "a", None) == CustomProcessor("a", '{"b":1}')
+    for name, params in (("a", None), (None, {"c": 1})):
+        with pytest.raises(ApiError, match="give one"):
+            read_native(own, name, params)
+    with pytest.raises(ApiError) as caught:
+        read_native(NativeSampling(), "{}", None)
+    assert caught.value.body["error"]["param"] == "custom_logit_processor"
 
 
 def test_the_flag_is_repeated_and_checked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,5 +76,14 @@ class Processing:
                 raise TypeError("it must leave the logits' shape, type and device")
         except (Exception, SystemExit) as error:
             logger.exception("logit processor %r failed", self.name)
-            return f"logit processor {self.name!r} failed: {error!r}"[:MAX_ERROR_CHARS]
+            return told(f"logit processor {self.name!r} failed:", error)
         return mine
+
+
+def told(what: str, error: BaseException) -> str:
+    """What is said of an error in code of others: of bounded length, encodable, and whatever its own text does."""
+    try:
+        said = str(error) if isinstance(error, ValueError) else repr(error)
+    except Exception:
+        said = type(error).__name__
+    return f"{what} {said}"[:MAX_ERROR_CHARS].encode(errors="replace").decode()

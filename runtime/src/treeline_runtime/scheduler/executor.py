@@ -80,7 +80,7 @@ class Step:
     processed: dict[int, torch.Tensor] = field(default_factory=dict)
     """Index among the requests → (vocabulary,) float32, what its logit processor made of its logits."""
     sound: torch.Tensor | None = None
-    """(requests,) bool, where some are delayed: whether one can choose from what logit processors left."""
+    """(requests,) bool, where there are such: whether one can choose from them."""
 
 
 class Launched:
@@ -108,8 +108,8 @@ class Launched:
 
     def read_back(self, kv_finite: torch.Tensor, *sampled: torch.Tensor) -> None:
         """Send the result on its way. kv_finite (tokens of the batch,); of those who sample, if any, tokens, whether
-        logits are finite, and where some are delayed, whether there was a token to choose, and what processors left is
-        sound."""
+        logits are finite, and where some are delayed, whether there was a token to choose, and where some have logit
+        processors, whether what these left is sound."""
         self._copies = Readback(kv_finite, *sampled)
 
     def result(self) -> list[Sampled]:
@@ -317,7 +317,6 @@ class Executor:
         try:
             with torch.inference_mode(), self._on_device():
                 step.allowed = torch.ones(len(step.reqs), dtype=torch.bool, device=self._device)
-                step.sound = step.allowed.clone()
                 failed = self._process(step)
                 launched.unsampled = self._sample_constrained(step) | self._sample_processed(step) | failed
                 self._read_back(launched, step)
@@ -327,15 +326,19 @@ class Executor:
     def _process(self, step: Step) -> dict[int, str]:
         """Have logit processors change copies of their rows, each once. → for which that failed, and why."""
         failed = dict[int, str]()
-        for j, req in enumerate(step.reqs):
-            if req.processor is not None and req.finish is None:
-                logits = req.processor.apply(req.tokens[req.prompt_len + req.processor.seen :], step.logits[j])
+        live = [(j, req.processor) for j, req in enumerate(step.reqs) if req.finish is None]
+        for j, processor in live:
+            if processor is not None:
+                req = step.reqs[j]
+                logits = processor.apply(req.tokens[req.prompt_len + processor.seen :], step.logits[j])
                 if isinstance(logits, str):
                     failed[j] = logits
                 else:
                     step.processed[j] = logits
-                    assert step.sound is not None
-                    step.sound[j] = logits.max().isfinite()  # NaN is a maximum, too
+        if step.processed:
+            step.sound = torch.ones(len(step.reqs), dtype=torch.bool, device=self._device)
+            for j, logits in step.processed.items():
+                step.sound[j] = logits.max().isfinite()  # NaN is a maximum, too
         return failed
 
     def _sample_processed(self, step: Step) -> dict[int, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 from collections.abc import Iterable, Mapping
 from functools import reduce
@@ -15,7 +16,7 @@ from treeline_runtime.logit_processors import split
 from treeline_runtime.messages import CustomProcessor, FinishReason
 from treeline_runtime.sampling import Factory, Processing
 from treeline_runtime.sampling.builtin_processors import BUILT_IN
-from treeline_runtime.sampling.processor import MAX_ERROR_CHARS
+from treeline_runtime.sampling.processor import told
 
 logger = logging.getLogger(__name__)
 
@@ -58,18 +59,16 @@ class Processors:
         try:
             params = msgspec.json.decode(asked.params, type=dict[str, Any])
             return Processing(asked.name, factory(params, vocab_size))
-        except (ValueError, RecursionError) as error:
-            return _failed(f"custom_params of logit processor {asked.name!r}: {error}", 400)
+        except ValueError as error:
+            message = told(f"custom_params of logit processor {asked.name!r}:", error)
+            return FinishReason("error", message=message, status=400)
         except (Exception, SystemExit) as error:
             logger.exception("logit processor %r failed to begin", asked.name)
-            return _failed(f"logit processor {asked.name!r} failed to begin: {error!r}", 500)
+            message = told(f"logit processor {asked.name!r} failed to begin:", error)
+            return FinishReason("error", message=message, status=500)
 
 
 NO_PROCESSORS = Processors({})
-
-
-def _failed(message: str, status: int) -> FinishReason:
-    return FinishReason("error", message=message[:MAX_ERROR_CHARS], status=status)
 
 
 def _find(place: str) -> Factory:
@@ -82,16 +81,31 @@ def _find(place: str) -> Factory:
     try:
         imported = importlib.import_module(module)
     except (Exception, SystemExit) as error:
-        missing = isinstance(error, ModuleNotFoundError) and (error.name or "") in f"{module}."
+        missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
         if not missing:
             logger.exception("importing %s failed", module)
         hint = " (it must be installed beside the server, or its folder be on PYTHONPATH)" if missing else ""
         raise ValueError(f"cannot import {module}: {type(error).__name__}: {error}{hint}") from None
     try:
         factory: Any = reduce(getattr, attribute.split("."), imported)
-    except AttributeError as error:
-        raise ValueError(f"{error}") from None
+    except Exception as error:
+        raise ValueError(f"cannot find {attribute} in {module}: {error}") from None
     if not callable(factory):
         raise ValueError(f"{attribute} in {module} is no class and no function: {type(factory).__name__}")
+    _check_signature(factory, attribute)
     made: Factory = factory
     return made
+
+
+def _check_signature(factory: Any, attribute: str) -> None:
+    """Classes of SGLang and vLLM are made with something else, and would fail with every request. Raises ValueError."""
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # of C code
+        return
+    try:
+        signature.bind({}, 1)
+    except TypeError as error:
+        raise ValueError(
+            f"{attribute} must be callable with (params, vocab_size): {error} (see treeline_runtime.sampling.processor)"
+        ) from None

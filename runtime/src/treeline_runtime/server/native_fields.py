@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from treeline_runtime.server import grammars, openai, tools
+from treeline_runtime.messages import CustomProcessor
+from treeline_runtime.server import grammars, openai, processors, tools
 from treeline_runtime.server.sampling import MAX_TOP_LOGPROBS, Count, Priority, SamplingFields, Seed, TokenId
 
 StartLen = Annotated[int, Meta(ge=-1, le=1 << 31)]
@@ -19,6 +20,14 @@ class NativeSampling(SamplingFields, frozen=True):
     sampling_seed: Seed | None = None
     custom_logit_processor: str | None = None
     custom_params: dict[str, Any] | None = None
+
+
+def read_processor(sampling: NativeSampling, name: str | None, params: dict[str, Any] | None) -> CustomProcessor | None:
+    """name, params: what the body says beside them. Raises ApiError 400."""
+    return processors.read_processor(
+        {"custom_logit_processor": name, "sampling_params.custom_logit_processor": sampling.custom_logit_processor},
+        {"custom_params": params, "sampling_params.custom_params": sampling.custom_params},
+    )
 
 
 class GenerateBody(Struct, frozen=True):

@@ -190,7 +190,7 @@ def sampling(
 def processor(body: CommonBody) -> CustomProcessor | None:
     """What is to change its logits. Raises ApiError 400."""
     given = {"custom_params": body.custom_params, "vllm_xargs": body.vllm_xargs}
-    return read_processor(body.custom_logit_processor, given)
+    return read_processor({"custom_logit_processor": body.custom_logit_processor}, given)
 
 
 def envelope(id: str, object: str, model: str) -> dict[str, Any]:

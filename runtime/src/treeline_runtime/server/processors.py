@@ -19,43 +19,33 @@ MAX_PARAMS_BYTES: Final = 64 << 10
 """As JSON."""
 MAX_DEPTH: Final = 32
 
-NAME: Final = "custom_logit_processor"
-
 
 def read_processor(
-    name: str | None, given: Mapping[str, dict[str, Any] | None], where: str = ""
+    names: Mapping[str, str | None], given: Mapping[str, dict[str, Any] | None]
 ) -> CustomProcessor | None:
-    """given: the objects that there are for it, by field. `where`: prefix of the fields' names. Raises ApiError 400."""
+    """names, given: what says which one, and with what, by field. Raises ApiError 400."""
+    named = {field: name for field, name in names.items() if name is not None}
     filled = {field: params for field, params in given.items() if params}
-    for field in filled if name is None else ():
-        raise _refused(where + field, f"which logit processor is it for? Name it as {where + NAME!r}")
-    if name is None:
+    for found in (named, filled):
+        if len(found) > 1:
+            first, second, *_ = found
+            raise _refused(second, f"it says the same as {first!r}: give one")
+    if not named:
+        for field in filled:
+            raise _refused(field, "which logit processor is it for? Name it as 'custom_logit_processor'")
         return None
+    ((field, name),) = named.items()
     if name.lstrip().startswith("{"):
         raise _refused(
-            where + NAME,
+            field,
             "code is never taken from requests. Put the class where the server can import it, start the server with "
             "--logit-processor NAME=module:attribute, and send NAME",
         )
     if not is_name(name):
-        raise _refused(where + NAME, f"a name has 1 to {MAX_NAME_CHARS} of A-Z, a-z, 0-9, _, . and -")
-    if len(filled) > 1:
-        raise _refused(where + list(filled)[1], f"it says the same as {where + next(iter(filled))!r}: give one")
-    for field, params in filled.items():
-        return _made(name, params, where + field)
+        raise _refused(field, f"a name has 1 to {MAX_NAME_CHARS} of A-Z, a-z, 0-9, _, . and -")
+    for param, params in filled.items():
+        return _made(name, params, param)
     return CustomProcessor(name)
-
-
-def with_processor(params: Any, above: Mapping[str, Any]) -> Any:
-    """`sampling_params` with what the body says of the logit processor. Raises ApiError 400 for both."""
-    above = {field: value for field, value in above.items() if value is not None}
-    if not above or not isinstance(params, dict | None):
-        return params
-    own = params or {}
-    for field in above:
-        if own.get(field) is not None:
-            raise _refused(field, f"it is also in 'sampling_params.{field}': give one")
-    return own | above
 
 
 def _made(name: str, params: dict[str, Any], param: str) -> CustomProcessor:

@@ -32,7 +32,6 @@ from treeline_runtime.server.jobs import (
 )
 from treeline_runtime.server.limits import MAX_ANSWER_BYTES, MAX_GENERATIONS, Limits
 from treeline_runtime.server.pooling_reader import PoolingReader
-from treeline_runtime.server.processors import read_processor, with_processor
 from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.server.tools import read_calls
@@ -190,8 +189,7 @@ class Reader:
         specs: list[PromptSpec] = []
         ns: set[int] = set()
         for ids, params, processor, custom, logprob, start, top in columns:
-            params = with_processor(params, {"custom_logit_processor": processor, "custom_params": custom})
-            sampling, n = self._native_sampling(params, len(ids), limits, count)
+            sampling, n = self._native_sampling(params, len(ids), limits, count, (processor, custom))
             if start is not None and start >= len(ids):
                 raise ApiError(
                     400,
@@ -205,8 +203,11 @@ class Reader:
             raise ApiError(400, "'n' must be the same for all prompts of a batch", param="sampling_params.n")
         return specs, ns.pop()
 
-    def _native_sampling(self, params: Any, prompt_len: int, limits: Limits, count: int) -> tuple[SamplingParams, int]:
-        """The `sampling_params` of one of `count` prompts, and the `n` among them."""
+    def _native_sampling(
+        self, params: Any, prompt_len: int, limits: Limits, count: int, processor: tuple[Any, Any]
+    ) -> tuple[SamplingParams, int]:
+        """The `sampling_params` of one of `count` prompts, and the `n` among them. processor: what is said of it beside
+        them."""
         fields = {} if params is None else params
         if not isinstance(fields, dict):
             raise ApiError(400, "'sampling_params' must be an object", param="sampling_params")
@@ -224,9 +225,7 @@ class Reader:
             min_param="sampling_params.min_new_tokens",
             where="sampling_params.",
             constraint=constraint,
-            processor=read_processor(
-                typed.custom_logit_processor, {"custom_params": typed.custom_params}, "sampling_params."
-            ),
+            processor=native.read_processor(typed, *processor),
         )
         return made, typed.n or 1
 
