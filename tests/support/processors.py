@@ -48,13 +48,6 @@ class Favours:
         return logits
 
 
-class ForOthers:
-    """Made with nothing, as SGLang's are."""
-
-    def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
-        return logits
-
-
 class Fails:
     """Does what it is told when the output has `after` tokens."""
 

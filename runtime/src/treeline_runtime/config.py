@@ -223,13 +223,6 @@ class SchedulerConfig(EngineConfig):
         help="what the cache forgets first: lru, lfu, fifo, mru, filo, slru, or priority = what only requests of low "
         "priority used (default: lru)",
     )
-    grammar_backend: str = setting(
-        "xgrammar",
-        group="engine",
-        rare=True,
-        metavar="NAME",
-        help="what compiles grammars of structured output (default: xgrammar)",
-    )
     logit_processor: tuple[str, ...] = setting(
         (),
         group="engine",
@@ -239,6 +232,13 @@ class SchedulerConfig(EngineConfig):
         help="let requests have their logits changed by this class, as `custom_logit_processor: NAME` with "
         "`custom_params`; found on PYTHONPATH, repeatable. Just NAME for one that is built in: disallowed_tokens, "
         "no_repeat_ngram, thinking_budget (default: none; code is never taken from requests)",
+    )
+    grammar_backend: str = setting(
+        "xgrammar",
+        group="engine",
+        rare=True,
+        metavar="NAME",
+        help="what compiles grammars of structured output (default: xgrammar)",
     )
     schedule_conservativeness: float = setting(
         1.0,

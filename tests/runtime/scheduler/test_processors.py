@@ -334,7 +334,7 @@ def test_what_is_named_at_start_is_imported() -> None:
         (["a=support.processors:Missing"], "no attribute 'Missing'"),
         (["a=support.processors:CALLS.x.y"], "no attribute 'x'"),
         (["a=support.processors:__name__"], "no class and no function: str"),
-        (["a=support.processors:ForOthers"], "must be callable with (params, vocab_size): too many positional"),
+        (["a=string:Formatter"], "must be callable with (params, vocab_size): too many positional"),
         (["unheard"], "there is no built-in 'unheard', only disallowed_tokens, no_repeat_ngram, thinking_budget"),
         (["no_repeat_ngram", "no_repeat_ngram=support.processors:Favours"], "two of the name 'no_repeat_ngram'"),
         (["a b=x:y"], "expected NAME=module:attribute"),
