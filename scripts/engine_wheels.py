@@ -4,13 +4,15 @@ The tests that have these engines' own publishers, decoders, caches and parsers 
 them and no more: not their dependencies, not a GPU. So each wheel is downloaded (a third of a GB for vLLM), the
 modules that are named here are taken out into .cache/engine-wheels/PACKAGE-VERSION, and the wheel is deleted. What was
 taken out must have the digest that stands here: the tests run what was looked at. The modules are their authors'
-(Apache-2.0) and are not part of this repository.
+(Apache-2.0) and are not part of this repository. Of the SGLang that our pools run, all that its command line's parser
+may import is taken out besides.
 
 A release whose modules are there already is not fetched again. Exit status: 0 when all are there, 1 otherwise.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import shutil
 import subprocess
@@ -53,7 +55,7 @@ SGLANG_UNIFIED = (
     "srt/mem_cache/unified_cache/unified_tree_core_interface.py",
 )
 """With the tree that newer releases use by default, in its Python form."""
-SGLANG_PARSERS = (
+SGLANG_OUTPUT_PARSERS = (
     "srt/function_call/base_format_detector.py",
     "srt/function_call/core_types.py",
     "srt/function_call/deepseekv31_detector.py",
@@ -70,10 +72,41 @@ SGLANG_PARSERS = (
 )
 """What finds reasoning and calls in outputs."""
 
+SGLANG_COMMAND_LINE = (
+    "*__init__.py",
+    "kernels/fused_op.py",
+    "kernels/kernel_api_logging.py",
+    "kernels/ops/kv_canary/consts.py",
+    "kernels/registry.py",
+    "kernels/selector.py",
+    "kernels/spec.py",
+    "srt/arg_groups/*.py",
+    "srt/compilation/compilation_config.py",
+    "srt/disaggregation/kv_events.py",
+    "srt/distributed/*.py",
+    "srt/environ.py",
+    "srt/function_call/parser_names.py",
+    "srt/hardware_backend/m*/runtime.py",
+    "srt/lora/lora_registry.py",
+    "srt/model_executor/cuda_graph_config.py",
+    "srt/model_executor/runner_backend_utils/*.py",
+    "srt/observability/*.py",
+    "srt/parser/reasoning_parser_names.py",
+    "srt/platforms/*.py",
+    "srt/plugins/*.py",
+    "srt/runtime_context.py",
+    "srt/sampling/watermarking/*.py",
+    "srt/server_args.py",
+    "srt/speculative/decoupled_spec_io.py",
+    "srt/utils/*.py",
+)
+"""What its command line's parser imports."""
+
 
 @dataclass(frozen=True)
 class Release:
-    """A release, which of its modules are wanted (those that it has), and their digest (`digest_of`)."""
+    """A release, which of its modules are wanted (those that it has; a star is any text), and their digest
+    (`digest_of`). `part` keeps what is taken out of one release for two ends apart."""
 
     package: str
     version: str
@@ -85,7 +118,7 @@ class Release:
     @property
     def folder(self) -> Path:
         """Where its modules are, when they were fetched."""
-        return HOME / f"{self.package}-{self.version}{self.part}"
+        return HOME / "-".join(filter(None, (self.package, self.version, self.part)))
 
 
 RELEASES = (
@@ -101,9 +134,20 @@ RELEASES = (
 cache holds: vLLM 0.9.0 is the first that has events, SGLang 0.5.7 the first where they are true. Before 0.5.6 it named
 a page by its own tokens alone, and 0.5.6, which is here to see that nothing wrong is made of it, took back a node that
 it split."""
-
-PARSERS = Release(
-    "sglang", "0.5.23", SGLANG_PARSERS, "5c9a2324298af2729ca0f402bbd21e356dfdd94ff1194421f5b7e24275a5a9d1", "-parsers"
+COMMAND_LINES = Release(
+    "sglang",
+    "0.5.23",
+    SGLANG_COMMAND_LINE,
+    "9b7daa6184902958fd027671d7667ada492e7ad378e0d65b10b9164b03e09774",
+    "arguments",
+)
+"""What reads the command line of the SGLang that a pool runs if it names no image."""
+OUTPUT_PARSERS = Release(
+    "sglang",
+    "0.5.23",
+    SGLANG_OUTPUT_PARSERS,
+    "5c9a2324298af2729ca0f402bbd21e356dfdd94ff1194421f5b7e24275a5a9d1",
+    "parsers",
 )
 
 
@@ -114,12 +158,16 @@ class FetchError(Exception):
 def digest_of(folder: Path, modules: Iterable[str]) -> str:
     """SHA-256 over the names and contents of those modules that are in a folder."""
     whole = hashlib.sha256()
-    for module in sorted(modules):
-        path = folder / module
-        if path.is_file():
-            content = path.read_bytes()
-            whole.update(f"{module} {len(content)}\n".encode() + content)
+    for name in sorted(chosen((path.relative_to(folder).as_posix() for path in folder.rglob("*.py")), modules)):
+        content = (folder / name).read_bytes()
+        whole.update(f"{name} {len(content)}\n".encode() + content)
     return whole.hexdigest()
+
+
+def chosen(names: Iterable[str], modules: Iterable[str]) -> set[str]:
+    """Those of the names that are wanted."""
+    names = list(names)
+    return {name for module in modules for name in fnmatch.filter(names, module)}
 
 
 def is_there(release: Release) -> bool:
@@ -129,7 +177,7 @@ def is_there(release: Release) -> bool:
 
 def fetch(release: Release) -> None:
     """Download the wheel, take the modules out, check them, and put them in their place. Raises FetchError."""
-    wanted = {f"{release.package}/{module}" for module in release.modules}
+    wanted = [f"{release.package}/{module}" for module in release.modules]
     with tempfile.TemporaryDirectory(prefix="engine-wheel-") as name:
         scratch = Path(name)
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
@@ -138,7 +186,7 @@ def fetch(release: Release) -> None:
             raise FetchError("pip could not download the wheel")
         [wheel] = scratch.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(scratch / "out", wanted.intersection(archive.namelist()))
+            archive.extractall(scratch / "out", chosen(archive.namelist(), wanted))
         found = digest_of(scratch / "out" / release.package, release.modules)
         if found != release.digest:
             raise FetchError(f"its modules have the digest {found}, not {release.digest}")
@@ -149,8 +197,8 @@ def fetch(release: Release) -> None:
 
 def main() -> int:
     failed = False
-    for release in (*RELEASES, PARSERS):
-        name = f"{release.package} {release.version}{release.part}"
+    for release in (*RELEASES, COMMAND_LINES, OUTPUT_PARSERS):
+        name = " ".join(filter(None, (release.package, release.version, release.part)))
         try:
             if not is_there(release):
                 fetch(release)

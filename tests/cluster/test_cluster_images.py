@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from e2e.cluster import oci, sources
-from e2e.cluster.images import wanted
-from e2e.cluster.place import ROOT
+from e2e.cluster.images import ENGINES, FOREIGN, VLLM, wanted
+from e2e.cluster.place import ROOT, ClusterError
 
 DOCKERFILE = """# COPY nothing here
 FROM base AS build
@@ -76,6 +76,44 @@ def test_a_node_knows_an_image_by_the_name_that_a_pods_short_name_means() -> Non
     names = {image.word: image.in_cluster for image in wanted()}
     assert names["epp"].startswith("docker.io/library/treeline-epp:")
     assert names["runtime-cpu"].endswith("-cpu")
+
+
+def test_an_engine_that_is_not_ours_is_built_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENGINES, raising=False)
+    own = wanted()
+    assert VLLM not in {image.word for image in own}
+    monkeypatch.setenv(ENGINES, VLLM)
+    *others, image = wanted()
+    assert (others, image.word) == (own, VLLM)
+    command = image.build("buildah", "--isolation", "chroot", base="mine")
+    assert command[:2] == ["buildah", "build"]
+    assert command[-3:] == ["--isolation", "chroot", str(ROOT / "requirements")]
+    assert "BASE_IMAGE=mine" in command
+    assert not any("BASE_IMAGE" in word for word in image.build("docker"))
+    monkeypatch.setenv(ENGINES, f"{VLLM} nope")
+    with pytest.raises(ClusterError, match="'nope': there are vllm-cpu"):
+        wanted()
+
+
+def test_images_of_ours_are_built_by_the_script_with_what_the_tool_is_told() -> None:
+    image = next(image for image in wanted() if image.word == "epp")
+    script = str(ROOT / "scripts/images.sh")
+    assert image.build("docker") == [script, "--tool", "docker", "epp"]
+    command = image.build("buildah", "--build-arg", "REVISION=e2e", base="mine")
+    assert command == [script, "--tool", "buildah", "--base", "mine", "epp", "--", "--build-arg", "REVISION=e2e"]
+
+
+def test_an_engines_image_is_made_of_locked_packages_on_the_base_of_ours() -> None:
+    for dockerfile, context, _ in FOREIGN.values():
+        text = (ROOT / dockerfile).read_text()
+        assert all((ROOT / context / path).exists() for path in sources.copied(text))
+        (base,) = (line for line in text.splitlines() if line.startswith("ARG BASE_IMAGE="))
+        assert base in (ROOT / "images/runtime.Dockerfile").read_text()
+        installs = [
+            line for line in text.splitlines() if " install " in line and "pip" not in line and "apt" not in line
+        ]
+        assert installs
+        assert all("--require-hashes" in line or "--index-url" in line for line in installs)
 
 
 def test_a_layout_holds_whole_images_and_its_tar_leaves_out_what_is_there(tmp_path: Path) -> None:

@@ -76,18 +76,23 @@ def _routing_rows() -> list[tuple[str, float, float | None]]:
     return rows
 
 
+def _rows_of_two(engine: str) -> list[tuple[str, float, float | None]]:
+    return [
+        (f"engines.{engine}.hit_vs_oracle", 0.99, None),
+        (f"engines.{engine}.ttft_vs_rr", 0.3, None),
+        (f"engines.{engine}.event_ms.p50", 4.5, None),
+        (f"engines.{engine}.event_ms.p99", 15.0, None),
+        (f"engines.{engine}.hit_rate.treeline", 0.87, 0.88),
+        (f"engines.{engine}.hit_rate.round_robin", 0.47, 0.88),
+        (f"engines.{engine}.ttft_ms.p50.treeline", 60.0, 200.0),
+        (f"engines.{engine}.ttft_ms.p50.round_robin", 200.0, 200.0),
+    ]
+
+
 INVENTED: dict[str, list[tuple[str, float, float | None]]] = {
     "routing": _routing_rows(),
-    "engines": [
-        ("engines.vllm.hit_vs_oracle", 0.99, None),
-        ("engines.vllm.ttft_vs_rr", 0.3, None),
-        ("engines.vllm.event_ms.p50", 4.5, None),
-        ("engines.vllm.event_ms.p99", 15.0, None),
-        ("engines.vllm.hit_rate.treeline", 0.87, 0.88),
-        ("engines.vllm.hit_rate.round_robin", 0.47, 0.88),
-        ("engines.vllm.ttft_ms.p50.treeline", 60.0, 200.0),
-        ("engines.vllm.ttft_ms.p50.round_robin", 200.0, 200.0),
-    ],
+    "engines": _rows_of_two("vllm"),
+    "engines-sglang": _rows_of_two("sglang"),
     "picker": [
         ("picker.added_ms.p50", 1.1, None),
         ("picker.added_ms.p99", 2.2, None),

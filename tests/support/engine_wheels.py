@@ -41,6 +41,8 @@ def _script() -> Any:
 
 
 _FETCHED = _script()
+COMMAND_LINES, is_there = _FETCHED.COMMAND_LINES, _FETCHED.is_there
+"""What reads the command lines of pools, and whether it was fetched."""
 
 
 def missing() -> list[str]:
@@ -54,13 +56,14 @@ needs_engine_wheels = pytest.mark.skipif(
 
 
 needs_engine_parsers = pytest.mark.skipif(
-    not _FETCHED.is_there(_FETCHED.PARSERS), reason="SGLang's parsers are not there (`make engine-wheels` fetches them)"
+    not _FETCHED.is_there(_FETCHED.OUTPUT_PARSERS),
+    reason="SGLang's parsers are not there (`make engine-wheels` fetches them)",
 )
 
 
 def load_parsers() -> dict[str, ModuleType]:
     """SGLang's parsers, by their path below the package, like `srt/function_call/hermes_detector`."""
-    return _load(_FETCHED.PARSERS.package, _FETCHED.PARSERS.folder, _FETCHED.PARSERS.modules)
+    return _load(_FETCHED.OUTPUT_PARSERS.package, _FETCHED.OUTPUT_PARSERS.folder, _FETCHED.OUTPUT_PARSERS.modules)
 
 
 def load(package: str, version: str) -> dict[str, ModuleType]:

@@ -293,6 +293,8 @@ class Lab:
         self.subscription.on_disconnected(self.now)
 
     def perform(self, sends: Sequence[Request]) -> None:
+        while self.subscription.applied.busy:
+            self.subscription.applied.work()
         for send in sends:
             delay = 5.0 if self.rng.random() < self.slow else self.rng.random() * 0.1
             for reply in self.engine.answer(send):

@@ -54,6 +54,8 @@ class FakeHub:
         revision = parts[3] if len(parts) > 3 else "main"
         if revision not in (*repo.revisions, repo.commit):
             return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
+        if api and parts[2:3] == ["tree"]:
+            return 200, {}, json.dumps([self._entry(repo, name) for name in repo.files]).encode()
         if api:
             siblings = [
                 {"rfilename": name, "size": self.sizes.get(name, len(content))} for name, content in repo.files.items()
@@ -71,11 +73,14 @@ class FakeHub:
             return 302, {**told, "Location": f"{self.url}/{path.strip('/').replace('/resolve/', '/store/')}"}, b""
         return 200, told, content
 
+    def _entry(self, repo: FakeRepo, name: str) -> dict[str, object]:
+        content = repo.files[name]
+        size = self.sizes.get(name, len(content))
+        return {"type": "file", "path": name, "size": size, "oid": hashlib.sha1(content).hexdigest()}
 
-@contextlib.contextmanager
-def running_hub(**repos: FakeRepo) -> Iterator[FakeHub]:
-    """A Hub on a port of its own; repositories are named `org/NAME`."""
-    hub = FakeHub(repos={f"org/{name}": repo for name, repo in repos.items()})
+
+def hub_server(hub: FakeHub, host: str, port: int) -> ThreadingHTTPServer:
+    """What answers for a hub at an address, to be told when to serve; port 0 is any that is free."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -96,7 +101,16 @@ def running_hub(**repos: FakeRepo) -> Iterator[FakeHub]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer((host, port), Handler)
+    server.socket.listen(64)  # its library's downloads come in parallel, each by a connection of its own
+    return server
+
+
+@contextlib.contextmanager
+def running_hub(**repos: FakeRepo) -> Iterator[FakeHub]:
+    """A Hub on a port of its own; repositories are named `org/NAME`."""
+    hub = FakeHub(repos={f"org/{name}": repo for name, repo in repos.items()})
+    server = hub_server(hub, "127.0.0.1", 0)
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()

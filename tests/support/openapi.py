@@ -26,8 +26,8 @@ class Judge:
         responses = self._paths[path][method]["responses"]
         return self._validator(responses["200"]["content"][kind])
 
-    def error(self) -> Any:
-        return self._validator({"schema": {"$ref": "#/components/schemas/Error"}})
+    def error(self, name: str = "Error") -> Any:
+        return self._validator({"schema": {"$ref": f"#/components/schemas/{name}"}})
 
     def _validator(self, content: Schema) -> Any:
         schema = {**content["schema"], "components": self._components}

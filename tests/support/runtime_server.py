@@ -303,14 +303,17 @@ def gone(pid: int) -> bool:
 
 
 def sse(response: httpx.Response) -> list[Any]:
-    """The events of a whole stream, checked to be well-formed; the last is "[DONE]" unless an error ended it."""
+    """The events of a whole stream, checked to be well-formed; the last is "[DONE]" unless an error ended it. Those
+    that have a name have it as their type."""
     events: list[Any] = []
     text = "".join(response.iter_text())
     assert text.endswith("\n\n")
     for frame in text.removesuffix("\n\n").split("\n\n"):
-        assert frame.startswith("data: "), frame
-        payload = frame.removeprefix("data: ")
+        named, _, data = frame.rpartition("\n")
+        assert data.startswith("data: "), frame
+        payload = data.removeprefix("data: ")
         events.append(payload if payload == "[DONE]" else json.loads(payload))
+        assert not named or named == f"event: {events[-1]['type']}", frame
     return events
 
 

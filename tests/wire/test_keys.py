@@ -4,12 +4,13 @@ import json
 import time
 import unicodedata
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import wire as support
 from tokenizers import normalizers
-from treeline_wire.keys import KeySelfTestError, PrefixKeys, escape
+from treeline_wire.keys import KeySelfTestError, KeyTable, PrefixKeys, escape
 from treeline_wire.normalization import compile_normalizer, long_run
 from treeline_wire.prompt import Prompt
 from treeline_wire.tokenizer import TokenizerBundle
@@ -49,6 +50,20 @@ def test_the_self_test_passes(name: str, keys_of: dict[str, PrefixKeys]) -> None
 def test_tokens_and_text_have_one_key(name: str, keys_of: dict[str, PrefixKeys], text: str, special: bool) -> None:
     ids = support.tokenizer(name).encode(text, add_special_tokens=special).ids
     assert keys_of[name].block_key(ids) == keys_of[name].prompt_key(text, special), (name, text)
+
+
+@pytest.mark.parametrize("name", support.GOOD)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=15)
+@given(text=texts, special=st.booleans())
+def test_keys_of_a_table_are_those_that_made_it(
+    name: str, keys_of: dict[str, PrefixKeys], text: str, special: bool
+) -> None:
+    table = msgspec.msgpack.decode(msgspec.msgpack.encode(keys_of[name].table()), type=KeyTable)
+    assert "vocab" not in json.loads(table.skeleton)["model"]
+    keys = PrefixKeys.from_table(table)
+    assert keys.prompt_key(text, special) == keys_of[name].prompt_key(text, special)
+    assert keys.token_bytes == keys_of[name].token_bytes
+    assert keys.table() == table
 
 
 @pytest.mark.parametrize("name", support.BAD)

@@ -29,6 +29,53 @@ class Metric:
 
 EXPECTED = "expected on 2 cores"
 
+
+def _of_engine(engine: str) -> dict[str, Metric]:
+    """Those of two servers of an engine that is not ours."""
+    name = f"engines.{engine.lower()}"
+    return {
+        f"{name}.hit_vs_oracle": Metric(
+            "share",
+            f"prompt tokens that two {engine} servers had cached, by what one endless cache of both would have had",
+            "higher",
+            0.95,
+            EXPECTED,
+        ),
+        f"{name}.ttft_vs_rr": Metric(
+            "times", "time to first token of the same, median, by that of round robin", "lower", 0.5, EXPECTED
+        ),
+        f"{name}.event_ms.p50": Metric(
+            "ms",
+            f"a batch of {engine}'s KV events from its making to the picker's tree, median",
+            "lower",
+            headline=False,
+        ),
+        f"{name}.event_ms.p99": Metric("ms", "the same at the 99th percentile", "lower", 20.0, EXPECTED),
+        f"{name}.event_wire_ms": Metric(
+            "ms", "the same from the moment when another subscriber has it", "lower", headline=False
+        ),
+        f"{name}.event_busy_ms": Metric(
+            "ms", "the latter while the servers compute long prompts on the picker's cores", "lower", headline=False
+        ),
+        f"{name}.hit_rate": Metric(
+            "share",
+            f"prompt tokens that {engine} had cached, by its own count",
+            "higher",
+            source="an endless cache of all servers",
+            beside="oracle",
+            headline=False,
+        ),
+        f"{name}.ttft_ms": Metric(
+            "ms",
+            "time to first token",
+            "lower",
+            source="round robin, same run",
+            beside="round robin",
+            headline=False,
+        ),
+    }
+
+
 METRICS: dict[str, Metric] = {
     "routing.hit_rate": Metric(
         "share",
@@ -64,42 +111,8 @@ METRICS: dict[str, Metric] = {
         headline=False,
     ),
     "routing.errors": Metric("requests", "requests without a complete answer", "lower", source="none expected"),
-    "engines.vllm.hit_vs_oracle": Metric(
-        "share",
-        "prompt tokens that two vLLM servers had cached, by what one endless cache of both would have had",
-        "higher",
-        0.95,
-        EXPECTED,
-    ),
-    "engines.vllm.ttft_vs_rr": Metric(
-        "times", "time to first token of the same, median, by that of round robin", "lower", 0.5, EXPECTED
-    ),
-    "engines.vllm.event_ms.p50": Metric(
-        "ms", "a batch of vLLM's KV events from its making to the picker's tree, median", "lower", headline=False
-    ),
-    "engines.vllm.event_ms.p99": Metric("ms", "the same at the 99th percentile", "lower", 20.0, EXPECTED),
-    "engines.vllm.event_wire_ms": Metric(
-        "ms", "the same from the moment when another subscriber has it", "lower", headline=False
-    ),
-    "engines.vllm.event_busy_ms": Metric(
-        "ms", "the latter while the servers compute long prompts on the picker's cores", "lower", headline=False
-    ),
-    "engines.vllm.hit_rate": Metric(
-        "share",
-        "prompt tokens that vLLM had cached, by its own count",
-        "higher",
-        source="an endless cache of all servers",
-        beside="oracle",
-        headline=False,
-    ),
-    "engines.vllm.ttft_ms": Metric(
-        "ms",
-        "time to first token",
-        "lower",
-        source="round robin, same run",
-        beside="round robin",
-        headline=False,
-    ),
+    **_of_engine("vLLM"),
+    **_of_engine("SGLang"),
     "picker.added_ms.p50": Metric(
         "ms", "latency that asking the picker adds to bare Envoy, median", "lower", 2.0, EXPECTED
     ),

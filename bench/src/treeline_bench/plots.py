@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -311,13 +312,14 @@ def _vllm(result: Result) -> Figure:
     return figure
 
 
-def _engines(result: Result) -> Figure:
-    share = result.value("engines.vllm.hit_vs_oracle")
-    title = f"Two vLLM servers: {100 * share:.1f} % of the hits that one endless cache would have"
+def _engines(result: Result, engine: str = "vLLM") -> Figure:
+    of = f"engines.{engine.lower()}"
+    share = result.value(f"{of}.hit_vs_oracle")
+    title = f"Two {engine} servers: {100 * share:.1f} % of the hits that one endless cache would have"
     figure, axes = _figure(title, 2, _size(result))
     for axis, name, what, unit in (
-        (axes[0], "engines.vllm.hit_rate.", "Prompt tokens from the cache", "share"),
-        (axes[1], "engines.vllm.ttft_ms.p50.", "Time to first token, median", "ms"),
+        (axes[0], f"{of}.hit_rate.", "Prompt tokens from the cache", "share"),
+        (axes[1], f"{of}.ttft_ms.p50.", "Time to first token, median", "ms"),
     ):
         values = {row.metric.removeprefix(name): row.value for row in result.rows if row.metric.startswith(name)}
         colours = [OURS if policy == "treeline" else OTHER for policy in values]
@@ -388,6 +390,7 @@ PLOTS: dict[str, Callable[[Result], Figure]] = {
     "server": _server,
     "vllm": _vllm,
     "engines": _engines,
+    "engines-sglang": partial(_engines, engine="SGLang"),
     "radix": _radix,
     "cpu": _cpu,
     "fleet": _fleet,

@@ -43,7 +43,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         engine.BENCHMARK,
         server.BENCHMARK,
         vllm.BENCHMARK,
-        engines.BENCHMARK,
+        *engines.BENCHMARKS,
         radix.BENCHMARK,
         cpu.BENCHMARK,
         operator.BENCHMARK,

@@ -14,6 +14,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from treeline_wire.frames import Request
@@ -22,6 +23,7 @@ from treeline_wire.security import CurveKeys
 
 from treeline_epp.endpoints.adapters.base import EngineInfo, KvSource, LoadReports
 from treeline_epp.endpoints.engine_http import new_http
+from treeline_epp.endpoints.engine_key import EngineKey
 from treeline_epp.endpoints.model_server_metrics import MetricNames
 from treeline_epp.endpoints.rank_loads import RankLoads
 from treeline_epp.endpoints.scraper import Scraper, Scraping
@@ -30,13 +32,15 @@ from treeline_epp.endpoints.watcher import EngineClient, EngineState, EngineWatc
 from treeline_epp.index.pods import Pod
 from treeline_epp.keyers.prompt_keyer import PromptKeyer
 from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats, Load, Ticker, new_context
+from treeline_epp.kvevents.hearing import Hearing
 from treeline_epp.kvevents.subscription import KvSubscription
+from treeline_epp.member import Member
 from treeline_epp.picking.picker import Picker
 from treeline_epp.requests.adapters import Adapters
 from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.routing_ways import RoutingWays, way_of
 from treeline_epp.tokenizers.engine_keyers import EngineKeyers
 from treeline_epp.tokenizers.watch import TokenizerSource, TokenizerSources
+from treeline_epp.way_judge import WayJudge
 from treeline_epp.xds.eds import Eds
 
 log = logging.getLogger(__name__)
@@ -48,44 +52,9 @@ _CHECKED_EACH_SECOND = 250
 """Subscriptions that may each ask every second whether something got lost; of more, each asks less often."""
 
 
-class Member:
-    """One endpoint and its tasks."""
-
-    def __init__(self, spec: EndpointSpec, client: EngineClient, watcher: EngineWatcher, scraper: Scraper) -> None:
-        self.spec = spec
-        self.client = client
-        self.watcher = watcher
-        self.scraper = scraper
-        # As the picker has it: with models, and the process's epoch.
-        self.registered: EndpointSpec | None = None
-        self.follows = False  # publishes events, and so counts for readiness only when they have been applied
-        self.subscriptions: dict[int, KvSubscription] = {}  # by rank
-        self.rank_loads = RankLoads()
-        self.keyer: PromptKeyer | None = None  # as its events are read and its requests are keyed
-        self.keyer_problem: str | None = None  # why its own tokenizer cannot be had
-        self.reports_draining = False
-        self.ready, self.draining = spec.ready, spec.draining  # as discovery says; may change while it lives
-        self.tasks: list[asyncio.Task[None]] = []
-        self.follower: asyncio.Task[None] | None = None
-
-    @property
-    def caught_up(self) -> bool:
-        """Is all applied that its publishers are known to have published?"""
-        return not self.follows or (bool(self.subscriptions) and all(one.live for one in self.subscriptions.values()))
-
-    @property
-    def state(self) -> EngineState:
-        """The engine's state as the watcher sees it; draining as soon as its load report or discovery says so."""
-        state = self.watcher.state
-        if state is not EngineState.READY:
-            return state
-        if self.draining or self.reports_draining:
-            return EngineState.DRAINING
-        return EngineState.READY if self.ready else EngineState.UNREADY
-
-
 class Fleet:
-    """See the module. `tokenizers` are those given by hand, which go before the engines' own. `on_gone` hears the name
+    """See the module. `tokenizers` are those given by hand, which go before the engines' own, `key_file`
+    has the API key of engines that have none of their own. `on_gone` hears the name
     of every endpoint that discovery has dropped."""
 
     def __init__(
@@ -97,6 +66,7 @@ class Fleet:
         curve: CurveKeys | None = None,
         tokenizers: TokenizerSources | None = None,
         scraping: Scraping | None = None,
+        key_file: Path | None = None,
         on_gone: Callable[[str], None] = lambda _name: None,
     ) -> None:
         self.stats = KvStats()
@@ -104,8 +74,10 @@ class Fleet:
         self.registry = registry
         self.eds = eds
         self._curve = curve
+        self._key_file = key_file
         self._keyers = EngineKeyers(registry, tokenizers or TokenizerSources())
-        self.ways = RoutingWays()
+        self._judge = WayJudge(picker, self._keyers, self.stats, has_curve=curve is not None)
+        self.ways = self._judge.ways
         self._on_gone = on_gone
         self._zmq = new_context()
         self._ticker = Ticker()
@@ -169,6 +141,7 @@ class Fleet:
             if self._changed:
                 self._announce()
             self._select(self._waiting)
+            self._judge.look(self.members.values(), time.monotonic())
             self.ways.tell()
             self._beat.set()
             self._beat = asyncio.Event()
@@ -220,7 +193,9 @@ class Fleet:
 
     def _add(self, spec: EndpointSpec) -> Member:
         # A pool of connections looks at all of them for each request, so that each engine has one of its own.
-        client = EngineClient(new_http(), spec.address, spec.engine, spec.kv)
+        key_file = spec.key_file or self._key_file
+        key = None if key_file is None else EngineKey(key_file)
+        client = EngineClient(new_http(key), spec.address, spec.engine, spec.kv)
         watcher = EngineWatcher(spec, client, lambda state, info: self._on_report(member, state, info), self._pace)
         scraper = Scraper(
             spec.name, spec.address, self.scraping, lambda load, at: self.picker.on_load(spec.name, load, at)
@@ -289,6 +264,7 @@ class Fleet:
         member.rank_loads = RankLoads()
         member.keyer = member.keyer_problem = None
         member.follows = info.publishes
+        member.hearing = Hearing()
         member.follower = self._spawn(lambda: self._follow(member, info), f"follow {member.spec.name}")
 
     def _follow_anew(self, member: Member, info: EngineInfo) -> None:
@@ -307,7 +283,7 @@ class Fleet:
             if spec is None or info is None or self._keyers.source(spec) is not source:
                 continue
             if source.bundle is None or (used is not None and used.fingerprint == source.bundle.fingerprint):
-                self._judge(member, info)
+                self._judge.judge(member, info)
                 continue
             concerned.add(name)
             if used is not None and (endpoint := self.picker.endpoints.get(name)) is not None:
@@ -322,25 +298,7 @@ class Fleet:
 
     def _on_problem(self, member: Member, info: EngineInfo, problem: str) -> None:
         member.keyer_problem = problem
-        self._judge(member, info)
-
-    def _judge(self, member: Member, info: EngineInfo) -> None:
-        """By which way the endpoint is routed."""
-        spec = member.registered
-        assert spec is not None
-        tokenizer = self._keyers.facts(spec, info, member.keyer, member.keyer_problem)
-        routing = way_of(
-            publishes=info.publishes,
-            keys_missing=info.encrypted and self._curve is None,
-            tokenizer=tokenizer,
-            no_events=info.no_events,
-        )
-        if info.foreign_host and not routing.message:
-            message = (
-                f"its publisher names the host {info.foreign_host:.100}: nothing is heard unless it listens at its own"
-            )
-            routing = routing._replace(message=f"{message} (endpoint tcp://*:PORT in --kv-events-config)")
-        self.ways.set(spec.name, spec.pool, routing)
+        self._judge.judge(member, info)
 
     def _set_served(self, spec: EndpointSpec, info: EngineInfo, keyer: PromptKeyer | None) -> None:
         if keyer is not None:
@@ -370,7 +328,7 @@ class Fleet:
         )
         # What it serves may have changed meanwhile.
         self._set_served(member.registered or spec, member.watcher.info or info, keyer)
-        self._judge(member, info)
+        self._judge.judge(member, info)
         if info.encrypted and self._curve is None:
             log.error("endpoint %s publishes with keys; give this picker --curve-dir to listen to it", name)
             member.follows = False

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 from treeline_epp.endpoints.scraper import Failure
 from treeline_epp.endpoints.watcher import EngineState
-from treeline_epp.fleet import Fleet, Member
+from treeline_epp.fleet import Fleet
 from treeline_epp.index.event_filter import Skip
 from treeline_epp.kvevents.states import SubscriptionState
 from treeline_epp.kvevents.subscription import KvSubscription
+from treeline_epp.member import Member
 from treeline_epp.metrics import Sample
 
 

@@ -92,7 +92,14 @@ async def serve(options: Options, stopping: asyncio.Event) -> None:
             options.metric_names, path=options.model_server_metrics_path, port=options.model_server_metrics_port
         )
         fleet = Fleet(
-            picker, registry, eds, curve=curve, tokenizers=tokenizers, scraping=scraping, on_gone=metrics.forget
+            picker,
+            registry,
+            eds,
+            curve=curve,
+            tokenizers=tokenizers,
+            scraping=scraping,
+            key_file=options.engine_key_file,
+            on_gone=metrics.forget,
         )
         metrics.observe(lambda: fleet_report.samples(fleet))
         kube = await _kubernetes(options, registry, metrics, stack)

@@ -110,8 +110,14 @@ class Options:
     endpoints_file: Path | None = setting(
         None,
         metavar="FILE",
-        help="YAML or JSON: `endpoints: [{name, address, pool?, engine?, kv_events?}]`, where kv_events is {port, "
-        "replay_port?, topic?, ranks?} of an engine that does not say it; watched, replace it by renaming",
+        help="YAML or JSON: `endpoints: [{name, address, pool?, engine?, kv_events?, api_key_file?}]`, where kv_events "
+        "is {port, replay_port?, topic?, ranks?} of an engine that does not say it; watched, replace it by renaming",
+    )
+    engine_key_file: Path | None = setting(
+        None,
+        metavar="FILE",
+        help="the API key that the engines want (--api-key of vLLM and SGLang), to be told their models; read again "
+        "when it is replaced. An endpoint's own `api_key_file` goes before it",
     )
     kubernetes: bool = setting(False, group=_KUBERNETES, help="implied by the next three")
     gateway: str = setting(

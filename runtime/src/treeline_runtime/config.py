@@ -234,11 +234,12 @@ class SchedulerConfig(EngineConfig):
         "no_repeat_ngram, thinking_budget (default: none; code is never taken from requests)",
     )
     grammar_backend: str = setting(
-        "xgrammar",
+        "auto",
         group="engine",
         rare=True,
         metavar="NAME",
-        help="what compiles grammars of structured output (default: xgrammar)",
+        help="what structured output is made with: llguidance, xgrammar, or auto = llguidance, and xgrammar for what "
+        "it has not (default: auto)",
     )
     schedule_conservativeness: float = setting(
         1.0,

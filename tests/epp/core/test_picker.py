@@ -478,3 +478,13 @@ def test_prefixes_stay_where_they_are() -> None:
     assert hit_rate("treeline") >= best - 0.02
     assert hit_rate("round_robin") < 0.75
     assert hit_rate("random") < 0.75
+
+
+def test_prompts_are_counted_that_an_endpoint_answered_and_did_not_hold() -> None:
+    picker = make(1)
+    endpoint, prompt = picker.endpoints["e0"], Prompt(list(range(10 * WIDTH)))
+    for outcome in (Outcome.ERROR, Outcome.HEADERS, Outcome.HEADERS):
+        picker.close(picker.reserve(picker.pick(ask(prompt), now=1.0), now=1.0), 1.1, outcome)
+    picker.close(picker.reserve(picker.pick(ask(), now=1.0), now=1.0), 1.1, Outcome.HEADERS)
+    assert endpoint.keyed_prompts == 2
+    assert 10 * WIDTH <= endpoint.new_tokens < 20 * WIDTH, "the second time it was predicted to hold it"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.epp_io import FakePublisher, engines, running_picker, small_bundle, stored, until
 from treeline_epp.endpoints.watcher import EngineClient
 from treeline_epp.requests import model_registry
-from treeline_epp.requests.adapters import Adapters, union
+from treeline_epp.requests.adapters import Adapters, Alike, union
 from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.parse import ParsedRequest, parse
@@ -111,12 +113,43 @@ def test_endpoints_of_a_pool_that_have_different_adapters_are_told_apart_by_name
     assert isinstance(parsed(served, "code"), Refusal)
 
 
+def test_an_engine_that_calls_its_base_model_an_adapter_does_not_take_the_others_hits() -> None:
+    served = registry(VLLM)
+    liar = Adapters("vllm", {"base": "base"})
+    served.set_endpoint("liar", "pool", ("base", "x"), None, adapters=liar)
+    assert namespace(served, "base") is None, "as many say that it is none"
+    assert namespace(served, "sql") == join_namespace("sql", None)
+    served.set_endpoint("f", "pool", ("base", "sql"), None, adapters=VLLM)
+    served.set_endpoint("other liar", "pool", ("base", "sql"), None, adapters=Adapters("vllm"))
+    assert namespace(served, "base") is None
+    assert namespace(served, "sql") == join_namespace("sql", None), "most say that it is one"
+    served.remove_endpoint("e")
+    served.remove_endpoint("f")
+    assert served.adapters_of("pool") == Adapters("vllm"), "one against one"
+
+
+GROUPS = st.lists(
+    st.tuples(st.sets(st.sampled_from("abcd"), min_size=1), st.sets(st.sampled_from("abcd")), st.integers(1, 3)),
+    max_size=6,
+)
+
+
+@given(GROUPS)
+def test_a_name_is_an_adapter_where_most_endpoints_list_it_as_one(groups: list[tuple[set[str], set[str], int]]) -> None:
+    made = [
+        Alike(Adapters("vllm", {name: name for name in models & lora}), tuple(models), n) for models, lora, n in groups
+    ]
+    votes = {name: sum(n if name in lora else -n for models, lora, n in groups if name in models) for name in "abcd"}
+    assert set(union(made).names) == {name for name in "abcd" if votes[name] > 0}
+    assert union(made).names == union(made[::-1]).names
+
+
 def test_what_endpoints_have_in_common_is_put_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
 
-    def counted(endpoints: Sequence[Adapters]) -> Adapters:
-        given.append(len(endpoints))
-        return union(endpoints)
+    def counted(groups: Sequence[Alike]) -> Adapters:
+        given.append(len(groups))
+        return union(groups)
 
     monkeypatch.setattr(model_registry, "union", counted)
     served = ModelRegistry()
@@ -170,12 +203,6 @@ async def test_an_adapter_that_is_loaded_while_the_engine_runs_is_known_with_its
     publisher.stop()
 
 
-@pytest.fixture
-async def http() -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient() as client:
-        yield client
-
-
 @pytest.mark.parametrize(
     ("engine_type", "models", "adapters"),
     [
@@ -190,6 +217,32 @@ async def test_a_model_with_a_parent_is_an_adapter(
     async with engines(1) as (engine,):
         engine.documents["/v1/models"] = LISTED
         info = await EngineClient(http, engine.address, engine_type).info()
+        assert (info.models, info.adapters) == (models, adapters)
+
+
+@pytest.mark.parametrize(
+    ("listed", "models", "adapters"),
+    [
+        ([("base", "x")], ("base",), {}),
+        ([("a", "b"), ("b", "a")], ("a", "b"), {}),
+        ([("base", None), ("base", "x"), ("sql", "base")], ("base", "base:sql"), {"base:sql": "sql"}),
+        (
+            [("base", None), ("sql", "/models/somewhere")],
+            ("base", "/models/somewhere:sql"),
+            {"/models/somewhere:sql": "sql"},
+        ),
+        ([], (), {}),
+    ],
+)
+async def test_there_is_no_engine_without_a_base_model(
+    http: httpx.AsyncClient,
+    listed: list[tuple[str, str | None]],
+    models: tuple[str, ...],
+    adapters: dict[str, str],
+) -> None:
+    async with engines(1) as (engine,):
+        engine.documents["/v1/models"] = {"data": [{"id": name, "parent": parent} for name, parent in listed]}
+        info = await EngineClient(http, engine.address, "sglang").info()
         assert (info.models, info.adapters) == (models, adapters)
 
 

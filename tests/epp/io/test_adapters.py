@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -12,8 +11,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.epp_io import FakeEngine, engines
-from support.http import client as local_client
+from support.epp_io import FakeEngine
 from treeline_epp.endpoints.adapters.base import MAX_RANKS, KvSource, LoadReports
 from treeline_epp.endpoints.adapters.openai import Model
 from treeline_epp.endpoints.adapters.registry import ADAPTERS, adapter_of, recognise
@@ -51,18 +49,6 @@ SGLANG_0_5_23 = {
         "replay_endpoint_port_base": 5757,
     },
 }
-
-
-@pytest.fixture
-async def http() -> AsyncIterator[httpx.AsyncClient]:
-    async with local_client(trust_env=False) as client:
-        yield client
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[FakeEngine]:
-    async with engines(1) as (fake,):
-        yield fake
 
 
 def owned(engine: FakeEngine, owner: str, **documents: Any) -> None:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from treeline_epp.requests import rewrite
 from treeline_epp.requests.body import CHUNK_BYTES, Body, Edit
-from treeline_epp.requests.outline import Outline, beginning, count_values
+from treeline_epp.requests.outline import Outline, beginning
+from treeline_wire.json_values import count_values
 
 NAMES = st.sampled_from(["model", "messages", "a", "é", 'q"', "back\\slash", ""]) | st.text(max_size=8)
 VALUES = st.recursive(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,12 @@ import pytest
 import zmq.asyncio
 from support.epp_io import FakePublisher, stored, until
 from treeline_epp.endpoints.adapters.base import KvSource
+from treeline_epp.index.index import Index
+from treeline_epp.kvevents.batches import AppliedBatches
 from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats, Load, Ticker
+from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_wire import frames
-from treeline_wire.events import EventBatch
+from treeline_wire.events import BlockRemoved, BlockStored, EventBatch, encode_batch
 from treeline_wire.frames import HelloRequest, ReplayRequest, Request, SnapshotRequest
 from treeline_wire.load import LOAD_TOPIC, TREELINE_LOAD_TOPIC, LoadStat, TreelineLoad
 from treeline_wire.security import CurveKeys
@@ -34,6 +40,8 @@ class Script:
         self.loads: list[Load] = []
         self.troubles = 0
         self.stats = KvStats()
+        index = Index()
+        self.applied = AppliedBatches(index, index.add_pod("p", "m"), None, Counter())
 
     def on_connected(self, now: float) -> list[Request]:
         self.connected += 1
@@ -183,3 +191,46 @@ async def test_nothing_there_is_no_reason_to_fail(address: str) -> None:
     async with subscribed(KvSource(address, *gone.ports)) as script:
         await asyncio.sleep(0.3)
         assert (script.connected, script.disconnected) == (0, 0)
+
+
+class Texts:
+    """A table of tokens whose texts are all different."""
+
+    token_bytes = [b"%05d" % token for token in range(1 << 16)]  # noqa: RUF012
+
+
+@pytest.mark.parametrize("one_event", [True, False], ids=["one event", "an event each"])
+async def test_many_removals_at_once_hold_up_nobody_and_what_follows_comes_after(one_event: bool) -> None:
+    count, rng = 30_000, random.Random(0)
+    hashes = [rng.getrandbits(63) for _ in range(count)]
+    tokens = [rng.randrange(1 << 16) for _ in range(count)]
+    index, keys = Index(), Texts()
+    pod = index.add_pod("p", "m")
+    for at in range(0, count, 100):
+        index.apply(pod, BlockStored(hashes[at : at + 100], None, tokens[at : at + 100], 1), keys)
+    assert pod.blocks == count
+    gone = rng.sample(hashes, count)
+    removed = [BlockRemoved(gone)] if one_event else [BlockRemoved([block]) for block in gone]
+    subscription = KvSubscription(index, pod, keys, ours=False, replays=False)
+    callbacks = KvCallbacks(subscription, lambda _: [], lambda: None, lambda: 0, KvStats())
+    async with publisher() as fake:
+        source = KvSource("127.0.0.1", fake.source.events_port)
+        context, ticker = zmq.asyncio.Context(), Ticker()
+        task = asyncio.create_task(KvConnection(context, ticker, source, callbacks, None).run())
+        try:
+            await fake.subscribed()
+            await fake.send(encode_batch(1.0, removed))
+            await fake.send(encode_batch(2.0, [BlockStored(hashes[:1], None, tokens[:1], 1)]))
+            longest, before = 0.0, time.thread_time()
+            deadline = time.monotonic() + 60
+            while pod.blocks != 1 or subscription.applied.busy or subscription.next_seq != 2:
+                assert time.monotonic() < deadline, (pod.blocks, subscription.state)
+                await asyncio.sleep(0)
+                now = time.thread_time()
+                before, longest = now, max(longest, now - before)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            context.destroy(linger=0)
+    assert index.blocks_of(pod) == {hashes[0]}, "in the order in which they were published"
+    assert longest < 0.05

@@ -20,7 +20,14 @@ from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import ParsedRequest, parse
 from treeline_epp.requests.refusals import Refusal
+from treeline_runtime.server.apis.reader import ApiReader
+from treeline_runtime.server.jobs import Caller
+from treeline_runtime.server.limits import Limits
 from treeline_runtime.server.prompts import Prompts
+from treeline_runtime.server.reader import Reader
+from treeline_runtime.server.sampling import SamplingDefaults
+from treeline_wire.apis import anthropic as anthropic_api
+from treeline_wire.apis import responses as responses_api
 from treeline_wire.tokenizer import TokenizerBundle
 
 ENGINES = ("treeline", "vllm", "sglang")
@@ -247,6 +254,80 @@ def test_runtime_and_picker_make_the_same_prompt_of_a_chat() -> None:
                     found = routed("/v1/chat/completions", {"model": "tiny", "messages": chat, **more}, served)
                     assert keyer.keys is not None
                     assert found.pick.key == keyer.keys.block_key(ids)
+
+
+LATE = {"role": "system", "content": "late"}
+USE = {"type": "tool_use", "id": "c", "name": "f", "input": {"x": "é", "y": [1]}}
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [part("1"), part("2")]}
+CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"x": "é"}'}
+AT_DOORS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/responses", {"input": "q", "instructions": "S"}),
+    ("/v1/responses", {"input": [user([part("a", "input_text"), part("b", "input_text")]), LATE, user("r")]}),
+    ("/v1/responses", {"input": [user("q"), {"role": "developer", "content": "D"}, user("r")]}),
+    (
+        "/v1/responses",
+        {
+            "input": [
+                user("q"),
+                {"type": "reasoning", "summary": [part("hm", "summary_text")]},
+                {"type": "message", "role": "assistant", "content": [part("a", "output_text")]},
+                CALL_ITEM,
+                {"type": "function_call_output", "call_id": "c", "output": "1"},
+            ],
+            "tools": [{"type": "function", "name": "f", "parameters": {}, "strict": False}],
+            "tool_choice": {"type": "function", "name": "f"},
+        },
+    ),
+    ("/v1/responses", {"input": "q", "tools": [{"type": "function", "name": "f"}], "tool_choice": "none"}),
+    ("/v1/responses", {"input": "q", "reasoning": {"effort": "none"}, "chat_template_kwargs": {"x": 1}}),
+    (
+        "/v1/responses",
+        {"input": [user("q"), {"type": "message", "role": "assistant", "content": "so far", "status": "incomplete"}]},
+    ),
+    ("/v1/messages", {"messages": [user("q")], "system": [part("x-anthropic-billing-header: 1"), part("S")]}),
+    ("/v1/messages", {"messages": [user("q"), LATE, user("r")], "system": "S"}),
+    (
+        "/v1/messages",
+        {
+            "messages": [
+                user("q"),
+                {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, part("a"), USE]},
+                user([RESULT, part("b")]),
+            ],
+            "tools": [{"name": "f", "input_schema": {}, "description": "d"}],
+            "tool_choice": {"type": "any"},
+        },
+    ),
+    ("/v1/messages", {"messages": [user("q")], "thinking": {"type": "disabled"}}),
+    ("/v1/messages", {"messages": [user("q")], "thinking": {"type": "enabled", "budget_tokens": 9}}),
+    ("/v1/messages", {"messages": [user("q"), {"role": "assistant", "content": "so far"}]}),
+    (
+        "/v1/messages",
+        {"messages": [user("q")], "tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "none"}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), AT_DOORS, ids=str)
+def test_runtime_and_picker_make_the_same_prompt_of_other_apis(path: str, body: dict[str, Any]) -> None:
+    parts = "{% for p in m.content %}<{{ p.text }}>{% endfor %}"
+    lists = SHOWN.replace(
+        "{{ m.content }}", "{% if m.content is string %}{{ m.content }}{% else %}" + parts + "{% endif %}"
+    )
+    convert, name = (responses_api, "input") if path == "/v1/responses" else (anthropic_api, "messages")
+    for template in (SHOWN, lists, FIRST_ONLY if path == "/v1/messages" else SHOWN):
+        served = registry("treeline", template, ALONE + template)
+        keyer = served.keyer_of("default")
+        assert keyer is not None
+        assert keyer.keys is not None
+        bundle = TokenizerBundle.build(
+            small_bundle().tokenizer_json, chat_template=template, tool_template=ALONE + template
+        )
+        with contextlib.closing(Prompts(bundle)) as prompts:
+            reader = ApiReader(Reader("tiny", prompts, SamplingDefaults()), body, Limits(4096, 4096), Caller())
+            ids = prompts.of_chat(reader.converted(convert.to_chat, name))
+            found = routed(path, {"model": "tiny", **body}, served)
+            assert found.pick.key == keyer.keys.block_key(ids)
 
 
 TEXT = st.text(alphabet="ab \n", min_size=1, max_size=8)

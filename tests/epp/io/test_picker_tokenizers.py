@@ -174,15 +174,6 @@ async def test_a_tokenizer_for_another_name_is_told_with_both_names() -> None:
         assert "the engine serves Qwen/Qwen3-4B, more, and --tokenizer is given for qwen, b" in found["message"]
 
 
-async def test_a_publisher_that_may_connect_to_another_host_is_told_where_the_way_is() -> None:
-    async with foreign() as (engine, publisher):
-        engine.documents["/server_info"] = {"kv_events": {**publisher.kv_events(), "endpoint_host": "epp.llm-d"}}
-        async with running_picker("--endpoint", f"e0={engine.address}", "--tokenizer", f"{TINY}") as picker:
-            found = await routed_by(picker, "events")
-            assert "names the host epp.llm-d" in found["message"]
-            assert "tcp://*:PORT" in found["message"]
-
-
 async def test_the_only_tokenizer_is_that_of_an_engine_whose_models_nobody_knows() -> None:
     async with foreign() as (engine, publisher):
         engine.statuses["/v1/models"] = 401

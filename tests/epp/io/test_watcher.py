@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import httpx
 import pytest
-from support.epp_io import FakeEngine, engines, small_bundle, until
-from support.http import client as local_client
+from support.epp_io import FakeEngine, small_bundle, until
 from treeline_epp.endpoints.adapters.base import EngineInfo, KvSource
 from treeline_epp.endpoints.engine_http import EngineError
 from treeline_epp.endpoints.spec import EndpointSpec
@@ -28,18 +27,6 @@ KV = {
     "dp_size": 1,
     "curve": False,
 }
-
-
-@pytest.fixture
-async def http() -> AsyncIterator[httpx.AsyncClient]:
-    async with local_client(trust_env=False) as client:
-        yield client
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[FakeEngine]:
-    async with engines(1) as (fake,):
-        yield fake
 
 
 async def test_a_treeline_runtime_says_everything(http: httpx.AsyncClient, engine: FakeEngine) -> None:

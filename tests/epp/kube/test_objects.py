@@ -249,14 +249,30 @@ def test_where_an_engine_publishes_is_read_from_its_arguments(item: dict[str, An
         ("--kv-events-config", '{"publisher": "zmq", "enable_kv_cache_events": false}'),
         ("--kv-events-config", '{"enable_kv_cache_events": true, "endpoint": "ipc:///tmp/x"}'),
         ("--kv-events-config", '{"enable_kv_cache_events": true, "endpoint": "tcp://*:0"}'),
-        ("--kv-events-config", '{"enable_kv_cache_events": true, "endpoint": "tcp://epp.llm-d:5557"}'),  # it connects
-        ("--kv-events-config", '{"publisher": "zmq", "endpoint": "tcp://10.0.0.7:5557"}'),
         ("--kv-events-config", '{"enable_kv_cache_events": true, "endpoint": "tcp://*:99999"}'),
         ("sh -c 'vllm serve --kv-events-config {",),
     ],
 )
 def test_arguments_that_say_nothing_usable_say_nothing(arguments: tuple[str, ...]) -> None:
     assert found(calling(*arguments))[0].kv is None
+
+
+@pytest.mark.parametrize(
+    ("config", "listens"),
+    [
+        ({"enable_kv_cache_events": True, "endpoint": "tcp://*:5557"}, True),
+        ({"enable_kv_cache_events": True, "endpoint": "tcp://[::]:5557"}, True),
+        ({"enable_kv_cache_events": True, "endpoint": "tcp://0.0.0.0:5557"}, False),  # SGLang alone binds this one
+        ({"publisher": "zmq", "endpoint": "tcp://0.0.0.0:5557"}, True),
+        ({"enable_kv_cache_events": True, "endpoint": "tcp://epp.llm-d:5557"}, False),
+        ({"publisher": "zmq", "endpoint": "tcp://10.0.0.7:5557"}, False),
+        ({"publisher": "zmq", "endpoint": "tcp://10.0.0.7:5557", "bind": True}, True),
+        ({"publisher": "zmq", "endpoint": "tcp://*:5557", "bind": False}, False),
+    ],
+)
+def test_at_an_endpoint_to_which_the_engine_connects_nobody_may_listen(config: dict[str, Any], listens: bool) -> None:
+    dials = "" if listens else config["endpoint"]
+    assert found(calling("--kv-events-config", json.dumps(config)))[0].kv == KvPorts(5557, dials=dials)
 
 
 def test_sglang_names_its_publisher_and_vllm_switches_it_on() -> None:

@@ -248,7 +248,7 @@ def test_a_gateway_serves_the_inference_paths_of_all_its_pools_engines() -> None
 
     alone = paths(pool("a"))
     both = paths(pool("a"), pool("b", created=1, engine={"type": "vllm"}))
-    assert both - alone >= {"/v1/responses", "/v2/embed"}
+    assert both - alone >= {"/v1/chat/completions/batch", "/v2/embed"}
     assert "/generate" in alone & both
     assert not {path for path in both if "flush" in path or "metrics" in path}
 

@@ -6,11 +6,12 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.outputs import cut_places, fed, near, read, same_however_cut
 from treeline_runtime import parsers
-from treeline_runtime.parsers.parts import CallBegun
+from treeline_runtime.parsers.parts import CallArguments, CallBegun
+from treeline_runtime.parsers.source import MAX_HELD
 
 FUNCTIONS = {
     "get_weather": {
@@ -115,6 +116,7 @@ CORPUS: list[tuple[str, str, list[Any]]] = [
      [said("<|channel|>commentary to=functions.search<|message|>[1]<|call|>")]),
     ("openai", "<|channel|>final<|message|>a < b <|e", [said("a < b <|e")]),
     ("openai", "Just text.", [said("Just text.")]),
+    ("openai", " to=me", [said(" to=me")]),
     ("openai", "<|channel|>fin", []),
 ]  # fmt: skip
 
@@ -161,6 +163,7 @@ FRAGMENTS = {
 }  # fmt: skip
 
 
+@settings(max_examples=60)
 @given(data=st.data(), cuts=cut_places, reasoning=st.sampled_from([None, None, "deepseek_r1", "mistral"]))
 @pytest.mark.parametrize("tools", FRAGMENTS)
 def test_what_is_found_does_not_depend_on_where_the_text_was_cut(
@@ -195,6 +198,73 @@ def test_a_hostile_output_takes_time_in_proportion_to_its_length(tools: str) -> 
             fed(parsers.new("qwen3", tools, FUNCTIONS), text)
             return time.process_time() - start
 
-        few = min(seconds(1_000) for _ in range(3))
-        many = min(seconds(8_000) for _ in range(2))
+        few = min(seconds(500) for _ in range(3))
+        many = min(seconds(4_000) for _ in range(2))
         assert many < 32 * few, "twice the text takes four times the time: something is read again and again"
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "tools", "prompt", "end"),
+    [
+        (None, "hermes", "", ""),
+        ("qwen3", "hermes", "<|im_start|>assistant\n", "</think>"),
+        ("qwen3", "hermes", "<|im_start|>assistant\n<think>\n\n</think>\n\n", ""),
+        ("deepseek_r1", None, "<think>\n", "</think>"),
+        ("gpt_oss", None, "<|start|>assistant", "<|channel|>final<|message|>"),
+        ("gpt_oss", None, "<|start|>assistant<|channel|>final<|message|>", ""),
+        ("gpt_oss", "gpt_oss", "<|start|>assistant", ""),
+    ],
+)
+def test_a_grammar_holds_from_behind_the_reasoning(reasoning: str | None, tools: str, prompt: str, end: str) -> None:
+    assert parsers.reasoning_end(reasoning, prompt, tools) == end
+
+
+def test_special_tokens_are_text_where_no_format_needs_them() -> None:
+    assert read(parsers.new("qwen3", None), "Say <|im_end|>.") == [said("Say <|im_end|>.")]
+
+
+@pytest.mark.parametrize(
+    "value", ["-" * 50_000 + "1", "9" * 50_000 + "_0", "a" + ".a" * 30_000, "(" * 130 + ")" * 130, "'\x00'", "1j"]
+)
+def test_a_hostile_literal_is_none(value: str) -> None:
+    text = f"[search(a={value})]"
+    assert read(parsers.new(None, "pythonic", FUNCTIONS), text) == [said(text)]
+
+
+BEGUN = {
+    "hermes": '<tool_call>{"name": "search", "arguments": ',
+    "llama3": '{"name": "search", "parameters": ',
+    "mistral": "[TOOL_CALLS]search[ARGS]",
+    "deepseek_v3": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>search\n```json\n",
+    "deepseekv31": "<｜tool▁call▁begin｜>search<｜tool▁sep｜>",
+    "gpt-oss": "<|channel|>commentary to=functions.search <|constrain|>json<|message|>",
+}
+
+
+@pytest.mark.parametrize("tools", BEGUN)
+def test_arguments_are_told_as_they_come(tools: str) -> None:
+    parser = parsers.new(None, tools, FUNCTIONS)
+    assert parser.feed(BEGUN[tools]) == []
+    assert parser.feed("{") == [CallBegun(0, "search"), CallArguments(0, "{")]
+    for char in '"q": "a\\n\u00e9 <", "r": [1, {}]}':
+        assert parser.feed(char) == [CallArguments(0, char)]
+
+
+def test_a_string_of_an_element_is_told_as_it_comes() -> None:
+    parser = parsers.new(None, "qwen3_coder", FUNCTIONS)
+    assert parser.feed("<function=get_weather><parameter=city>\n")[0] == CallBegun(0, "get_weather")
+    for char in "Paris":
+        assert parser.feed(char) == [CallArguments(0, char)]
+
+
+@pytest.mark.parametrize(
+    ("tools", "begun"),
+    [("hermes", '<tool_call>{"arguments": {"q": "'), ("pythonic", "[search(a='"), ("gpt-oss", "<|channel|>"),
+     ("qwen3_coder", "<function=get_weather><parameter=days>"), ("mistral", "[TOOL_CALLS]")],
+)  # fmt: skip
+def test_what_waits_is_bounded(tools: str, begun: str) -> None:
+    parser = parsers.new(None, tools, FUNCTIONS)
+    parts = parser.feed(begun)
+    for _ in range(5):
+        parts += parser.feed("x" * (MAX_HELD // 4))
+    assert sum(len(getattr(part, "text", "")) for part in parts) >= MAX_HELD

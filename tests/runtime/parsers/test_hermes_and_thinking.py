@@ -96,3 +96,14 @@ def test_names_are_known_or_refused() -> None:
     with pytest.raises(ConfigError, match=r"known: .*hermes"):
         parsers.needs_special_tokens(None, "nobody")
     assert parsers.needs_special_tokens("qwen3", "hermes")
+
+
+def test_names_of_sglang_and_vllm_are_known() -> None:
+    for reasoning in ("deepseek-r1", "deepseek_r1", "qwen3", "mistral", "gpt-oss", "openai_gptoss", "kimi_k2", "glm45"):
+        parsers.new(reasoning, None)
+    hermes = ("hermes", "qwen", "qwen25")
+    deepseek = ("deepseekv3", "deepseek_v3", "deepseekv31", "deepseek_v31")
+    others = ("llama3", "llama3_json", "mistral", "openai", "gpt-oss", "pythonic", "qwen3_coder", "qwen3_xml")
+    for tools in (*hermes, *deepseek, *others):
+        parsers.new(None, tools)
+    assert not parsers.needs_special_tokens("qwen3", None)

@@ -100,7 +100,10 @@ def test_a_bad_grammar_is_the_clients_fault_and_nobody_elses(engine: Speaking) -
     engine.submit("bad", PROMPT, grammar=Grammar("regex", "(a"))
     engine.submit("good", PROMPT, grammar=CITY, max_new_tokens=16)
     engine.run()
-    assert engine.refusal("bad") == (400, "Regex parsing error at position 3: The parenthesis is not closed.")
+    status, message = engine.refusal("bad")
+    assert status == 400
+    assert message is not None
+    assert "missing ), unterminated subpattern" in message
     assert engine.text("good") in json.loads(CITY.source)
 
 

@@ -138,6 +138,8 @@ def test_no_constraint(body: dict[str, Any]) -> None:
         ({"regex": "é" * (MAX_SOURCE_BYTES // 2 + 1)}, "regex"),
         ({"json_schema": {"const": "a" * MAX_SOURCE_BYTES}}, "json_schema"),
         ({"ebnf": ""}, "ebnf"),
+        ({"ebnf": "\n" * MAX_SOURCE_BYTES}, "ebnf"),
+        ({"ebnf": " root\n" * (MAX_SOURCE_BYTES // 6)}, "ebnf"),
         ({"guided_grammar": '?start: "a" | "b"'}, "guided_grammar"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": "ab"}, "guided_choice"),

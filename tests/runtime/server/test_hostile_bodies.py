@@ -117,6 +117,40 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "a long model": (TEXT, lambda: text(model="m" * 8 * MB)),
     "a long rid": (TEXT, lambda: text(rid="m" * 8 * MB)),
     "a long salt": (TEXT, lambda: text(cache_salt="m" * 8 * MB)),
+    "30 MB as items": ("/v1/responses", lambda: written({"input": messages("Hello world, " * (30 * MB // 13))})),
+    "many items": ("/v1/responses", lambda: written({"input": messages("", 150_000)})),
+    "30 MB that would be repeated": (
+        "/v1/responses",
+        lambda: written(
+            {"input": "x", "tool_choice": "none", "tools": [{"type": "function", "name": "f" * 1000}] * 30_000}
+        ),
+    ),
+    "2 MB that are repeated": (
+        "/v1/responses",
+        lambda: written(
+            {
+                "input": "x",
+                "max_output_tokens": 1,
+                "stream": True,
+                "tool_choice": "none",
+                "tools": [{"type": "function", "name": f"f{i}", "description": "x" * 2000} for i in range(900)],
+            }
+        ),
+    ),
+    "many blocks": (
+        "/v1/messages",
+        lambda: written({"messages": messages([{"type": "text", "text": "a"}] * 150_000), "max_tokens": 1}),
+    ),
+    "many results": (
+        "/v1/messages",
+        lambda: written(
+            {"messages": messages([{"type": "tool_result", "tool_use_id": "c"}] * 100_000), "max_tokens": 1}
+        ),
+    ),
+    "30 MB to count": (
+        "/v1/messages/count_tokens",
+        lambda: written({"messages": messages("Hello world, " * (30 * MB // 13))}),
+    ),
     "no JSON": (TEXT, lambda: b'"' + b"x" * 30 * MB),
     "escapes": (TEXT, lambda: b'{"prompt":"' + b"\\u00e9" * 4_000_000 + b'"}'),
     "halves of surrogate pairs": (TEXT, lambda: b'{"prompt":"' + b"\\ud83d" * 10_000 + b'"}'),

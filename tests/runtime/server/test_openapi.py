@@ -13,6 +13,7 @@ from support.runtime_server import ServerProcess, running, sse
 from treeline_runtime.server import native_fields as native
 from treeline_runtime.server import openai
 from treeline_runtime.server import pooling_fields as pooling
+from treeline_runtime.server.apis import anthropic_fields, responses_fields
 from treeline_runtime.server.fields import HARMLESS, NATIVE_HARMLESS, NEUTRAL, ON_BY_DEFAULT
 
 
@@ -33,6 +34,14 @@ def judge(document: Schema) -> Judge:
 BODIES: Mapping[str, tuple[frozenset[str], Mapping[str, str]]] = {
     "ChatBody": (openai.CHAT_FIELDS | {"reasoning_effort"}, HARMLESS),
     "CompletionBody": (openai.COMPLETION_FIELDS, HARMLESS),
+    "ResponsesBody": (
+        frozenset(responses_fields.ResponsesBody.__struct_fields__) | responses_fields.OTHER_FIELDS,
+        responses_fields.RESPONSES_HARMLESS,
+    ),
+    "MessagesBody": (
+        frozenset(anthropic_fields.MessagesBody.__struct_fields__) | anthropic_fields.OTHER_FIELDS,
+        anthropic_fields.MESSAGES_HARMLESS,
+    ),
     "GenerateBody": (native.GENERATE_FIELDS, NATIVE_HARMLESS),
     "NativeSampling": (native.SAMPLING_FIELDS, HARMLESS),
     "TokenizeBody": (native.TOKENIZE_FIELDS, HARMLESS),
@@ -70,7 +79,9 @@ def test_a_body_has_the_fields_that_its_reader_knows(document: Schema, name: str
 
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 HELLO: Schema = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+ASK: Schema = {"input": "hi", "max_output_tokens": 1}
 HI: Schema = {"prompt": "hi", "max_tokens": 1}
 TEXT: Schema = {"text": "hi", "sampling_params": {"max_new_tokens": 1}}
 SAID: list[tuple[str, Schema]] = [
@@ -128,6 +139,30 @@ SAID: list[tuple[str, Schema]] = [
     (COMPLETION, HI | {"stream": True, "stream_options": {"include_usage": True, "unheard": False}}),
     (COMPLETION, HI | {"stream": True, "stream_options": {"include_usage": 1}}),
     (COMPLETION, HI | {"stream": True, "stream_options": {"unheard": 1}}),
+    (RESPONSES, ASK),
+    (RESPONSES, ASK | {"input": [{"role": "user", "content": "hi"}], "store": True, "metadata": {"a": "b"}}),
+    (RESPONSES, ASK | {"metadata": {"a": 1}}),
+    (RESPONSES, ASK | {"metadata": {str(i): "x" for i in range(17)}}),
+    (RESPONSES, ASK | {"input": 5}),
+    (RESPONSES, ASK | {"input": None}),
+    (RESPONSES, ASK | {"previous_response_id": "resp_1"}),
+    (RESPONSES, ASK | {"background": True}),
+    (RESPONSES, ASK | {"background": False, "truncation": "disabled", "max_tool_calls": 5}),
+    (RESPONSES, ASK | {"truncation": "auto"}),
+    (RESPONSES, ASK | {"top_logprobs": 1}),
+    (RESPONSES, ASK | {"n": 2}),
+    (RESPONSES, ASK | {"n": 1, "temperature": 0.5, "top_k": 3, "seed": 7, "stop": "x"}),
+    (RESPONSES, ASK | {"max_output_tokens": 0}),
+    (RESPONSES, ASK | {"conversation": "c"}),
+    (MESSAGES, HELLO),
+    (MESSAGES, HELLO | {"system": "S", "stop_sequences": ["x"], "top_k": 5, "service_tier": "auto"}),
+    (MESSAGES, HELLO | {"messages": []}),
+    (MESSAGES, HELLO | {"messages": [{"role": "tool", "content": "hi"}]}),
+    (MESSAGES, HELLO | {"max_tokens": 0}),
+    (MESSAGES, HELLO | {"n": 2}),
+    (MESSAGES, HELLO | {"stop": "x"}),
+    (MESSAGES, HELLO | {"container": "c"}),
+    (MESSAGES, HELLO | {"system": 5}),
     ("/generate", TEXT),
     ("/generate", TEXT | {"text": ["a", "b"], "return_logprob": [True, False], "stream_options": 5}),
     ("/generate", {"input_ids": [[1], [2]], "sampling_params": [{"max_new_tokens": 1}, None]}),
@@ -202,6 +237,8 @@ ASKED: list[tuple[str, Schema]] = [
     (CHAT, HELLO | MANY | {"logprobs": True, "top_logprobs": 2}),
     (COMPLETION, HI),
     (COMPLETION, HI | MANY | {"prompt": ["a", "b"], "echo": True, "logprobs": 2}),
+    (RESPONSES, ASK | {"max_output_tokens": 9}),
+    (MESSAGES, HELLO | {"max_tokens": 9}),
     ("/generate", TEXT),
     ("/generate", TEXT | {"text": ["a", "b"]}),
     ("/generate", TEXT | {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0}),
@@ -224,7 +261,7 @@ def test_what_the_server_says_of_itself_is_as_the_document_says(http: httpx.Clie
     judge.answer(path, method="get").validate(http.get(path.format(model="random")).json())
 
 
-STREAMED = [(path, body) for path, body in ASKED if path in (CHAT, COMPLETION, "/generate")] + [
+STREAMED = [(path, body) for path, body in ASKED if path not in ("/tokenize", "/detokenize")] + [
     (path, body | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}})
     for path, body in ((CHAT, HELLO), (COMPLETION, HI | MANY))
 ]
@@ -234,8 +271,10 @@ STREAMED = [(path, body) for path, body in ASKED if path in (CHAT, COMPLETION, "
 def test_events_are_as_the_document_says(http: httpx.Client, judge: Judge, path: str, body: Schema) -> None:
     with http.stream("POST", path, json=body | {"stream": True}) as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
-        *events, done = sse(stream)
-    assert (done, bool(events)) == ("[DONE]", True)
+        events = sse(stream)
+    if path not in (RESPONSES, MESSAGES):
+        assert events.pop() == "[DONE]"
+    assert events
     for event in events:
         judge.answer(path, kind="text/event-stream").validate(event)
 
@@ -248,6 +287,13 @@ def test_errors_are_as_the_document_says(http: httpx.Client, judge: Judge, metho
     answer = http.request(method, path)
     assert 400 <= answer.status_code < 500
     judge.error().validate(answer.json())
+
+
+@pytest.mark.parametrize("path", [MESSAGES, "/v1/messages/count_tokens"])
+def test_errors_of_anthropics_paths_are_as_the_document_says(http: httpx.Client, document: Schema, path: str) -> None:
+    default = document["paths"][path]["post"]["responses"]["default"]["content"]["application/json"]
+    assert default["schema"] == {"$ref": "#/components/schemas/AnthropicError"}
+    Judge(document).error("AnthropicError").validate(http.post(path, json={}).json())
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------

@@ -130,6 +130,15 @@ def test_a_stream_that_calls_adds_up_to_the_answer(client: openai.OpenAI) -> Non
     assert sorted(event.name for event in done) == ["now", "now", "weather", "weather"]
 
 
+def test_a_large_body_with_tools_is_read_in_another_process(client: openai.OpenAI) -> None:
+    messages = [*says("x" * 20_000), *says(THOUGHT + CALL)]
+    (choice,) = client.chat.completions.create(model="speaks", messages=messages, tools=TOOLS).choices
+    assert (choice.finish_reason, [call.function.name for call in called(choice.message)]) == (
+        "tool_calls",
+        ["weather"],
+    )
+
+
 def test_the_first_chunk_has_the_role_and_the_last_why_it_ended(http: httpx.Client) -> None:
     body = {"messages": says(CALL), "tools": TOOLS, "stream": True, "stream_options": {"continuous_usage_stats": True}}
     with http.stream("POST", CHAT, json=body) as response:

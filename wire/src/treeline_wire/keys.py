@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import tokenizers
+from msgspec import Struct
 
 from . import keys_selftest
 from .added_tokens import AddedToken, AddedTokens, PlainScan, TextSegment, any_of
@@ -42,12 +43,25 @@ def escape(token_id: int) -> bytes:
     return _ESCAPE.pack(0xFF, token_id)
 
 
+class KeyTable(Struct, frozen=True):
+    """What keys are made of, for another process: reading a large tokenizer takes seconds, reading this a fraction.
+
+    `skeleton` is the tokenizer's document without its vocabulary, `token_bytes` as in `PrefixKeys`, `literal_bytes` the
+    pieces that texts may spell out.
+    """
+
+    skeleton: str
+    token_bytes: list[bytes]
+    literal_bytes: dict[str, bytes]
+
+
 class PrefixKeys:
     """The keys of one tokenizer. Immutable after construction and safe to share between threads.
 
     - Keys: `prompt_key`, `prompt_key_of` (from requests), `block_key` (from token ids).
     - `token_bytes`: id → bytes, for callers that build keys of blocks themselves.
     - `self_test`: whether the tokenizer holds the property at all. Run it once after construction.
+    - `table`, `from_table`: to another process, where the tested keys are what they are here.
     """
 
     def __init__(self, tokenizer_json: str) -> None:
@@ -59,7 +73,10 @@ class PrefixKeys:
                 check_growth(spec.get("normalizer"))
                 # Older files (RoBERTa's) leave the model's type to guessing.
                 spec["model"].setdefault("type", type(tokenizer.model).__name__)
-                self._build(spec, tokenizer)
+                tokenizer.no_truncation()
+                tokenizer.no_padding()
+                self._tokenizer = tokenizer
+                self._build(spec, tokenizer, None)
         except Exception as error:  # the library raises bare ones for a document that it does not understand
             raise BundleError(f"not a tokenizer: {str(error)[:200]}") from error
 
@@ -67,6 +84,22 @@ class PrefixKeys:
     def from_bundle(cls, bundle: TokenizerBundle) -> PrefixKeys:
         """Keys for a bundle's tokenizer. Raises `tokenizer.BundleError`."""
         return cls(bundle.tokenizer_json)
+
+    @classmethod
+    def from_table(cls, table: KeyTable) -> PrefixKeys:
+        """The keys that made the table; they have passed their test, or not, where they were made. O(vocabulary), and
+        none of it in one call of a library."""
+        keys = cls.__new__(cls)
+        spec = json.loads(table.skeleton)
+        with library_errors():
+            bare = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+            tokenizer = tokenizers.Tokenizer.from_str(json.dumps({**bare, "normalizer": spec.get("normalizer")}))
+        keys._build(spec, tokenizer, table)
+        return keys
+
+    def table(self) -> KeyTable:
+        """What `from_table` makes these keys of."""
+        return KeyTable(self._skeleton, self.token_bytes, self._literal_bytes)
 
     def prompt_key(self, text: str, add_special_tokens: bool) -> bytes:
         """The key of a text. O(len(text)); about a millisecond for 500 KB.
@@ -97,16 +130,17 @@ class PrefixKeys:
         """Check the property on texts in many scripts. Raises `KeySelfTestError`; takes about 10 ms."""
         if self._refusal is not None:
             raise KeySelfTestError(self._refusal)
+        assert hasattr(self, "_tokenizer"), "keys of a table were tested where it was made"
         try:
             with library_errors():
                 keys_selftest.run(self, self._tokenizer, self._added_contents, every_category=self._keeps_matches)
         except LibraryError as error:
             raise KeySelfTestError(str(error)) from error
 
-    def _build(self, spec: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> None:
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+    def _build(self, spec: dict[str, Any], tokenizer: tokenizers.Tokenizer, made: KeyTable | None) -> None:
+        """`made`: what was made of the vocabulary before; else it is in `spec` and `tokenizer`."""
         model = spec["model"]
+        self._skeleton = json.dumps({**spec, "model": {k: v for k, v in model.items() if k not in ("vocab", "merges")}})
         pre = flatten(spec.get("pre_tokenizer"), "pretokenizers")
         norm = spec.get("normalizer")
         byte_levels = [p for p in pre if p["type"] == "ByteLevel"]
@@ -115,16 +149,16 @@ class PrefixKeys:
         self._mark = metaspaces[0]["replacement"] if metaspaces else space_mark(norm)
         self._prefix_always, self._prefix_first = _prefix_rule(byte_levels, metaspaces)
         self._byte_fallback = bool(model.get("byte_fallback"))
-        self._tokenizer = tokenizer
         added = [AddedToken.from_spec(t) for t in spec.get("added_tokens") or []]
         self._normalizer = compile_normalizer(norm, tokenizer.normalizer, self._mark)
         self._added = AddedTokens(added, self._normalizer.normalize)
         self._added_contents = [t.content for t in added if t.content]
         self._refusal = _refusal(model, pre, self._byte_level, self._byte_fallback)
         self._keeps_matches = any(map(_keeps_matches, pre))
-        self.token_bytes = self._token_table(tokenizer, {t.id: t for t in added})
+        known = {t.id: t for t in added}
+        self.token_bytes = made.token_bytes if made is not None else self._token_table(tokenizer, known)
         self._head, self._tail = map(self.block_key, _template(spec.get("post_processor")))
-        self._literal_bytes = self._literal_pieces(model, added)
+        self._literal_bytes = made.literal_bytes if made is not None else self._literal_pieces(model, tokenizer, added)
         self._literal = re.compile(any_of(list(self._literal_bytes))) if self._literal_bytes else None
         self._plain = self._plain_scan(added)
 
@@ -191,16 +225,16 @@ class PrefixKeys:
         parts.append(text[done:].encode())
         return b"".join(parts)
 
-    def _literal_pieces(self, model: dict[str, Any], added: list[AddedToken]) -> dict[str, bytes]:
+    def _literal_pieces(
+        self, model: dict[str, Any], tokenizer: tokenizers.Tokenizer, added: list[AddedToken]
+    ) -> dict[str, bytes]:
         if model["type"] != "Unigram":
             return {}
         ids = {piece: i for i, (piece, _) in enumerate(model["vocab"])}
         literals = {p for p in ids if self._byte_fallback and _BYTE_PIECE.fullmatch(p)}
         literals |= {t.content for t in added if t.content in ids}
-        return {p: self.token_bytes[ids[p]] for p in literals if self._is_chosen(p, ids[p])}
-
-    def _is_chosen(self, piece: str, token_id: int) -> bool:
-        return token_id in [token.id for token in self._tokenizer.model.tokenize(piece)]
+        chosen = {p for p in literals if ids[p] in [token.id for token in tokenizer.model.tokenize(p)]}
+        return {p: self.token_bytes[ids[p]] for p in chosen}
 
 
 def _prefix_rule(byte_levels: list[dict[str, Any]], metaspaces: list[dict[str, Any]]) -> tuple[bool, bool]:

@@ -43,6 +43,9 @@ _TOKENS: Final = ("/tokenize", "/detokenize")
 _POSTS: Final[Mapping[str, tuple[str, ...]]] = {
     "treeline": (
         *_OPENAI,
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/generate",
         "/v1/embeddings",
         "/pooling",

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 _SPECIAL_SUFFIX: Final = "_token"
+_PIECE_CHARS: Final = 1 << 18
 MAX_BUNDLE_BYTES: Final = 256 << 20
 """More than any known tokenizer.json (about 35 MB), in bytes."""
 
@@ -50,9 +51,8 @@ class TokenizerBundle(Struct, frozen=True, kw_only=True):
     ) -> TokenizerBundle:
         """Make a bundle from its parts and compute the fingerprint."""
         tokens = dict(sorted((special_tokens or {}).items()))
-        parts = [tokenizer_json, chat_template, tool_template, tokens, add_bos]
         return cls(
-            fingerprint=hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32],
+            fingerprint=_fingerprint(tokenizer_json, [chat_template, tool_template, tokens, add_bos]),
             tokenizer_json=tokenizer_json,
             chat_template=chat_template,
             tool_template=tool_template,
@@ -107,6 +107,17 @@ class TokenizerBundle(Struct, frozen=True, kw_only=True):
         if made != told:
             raise BundleError(f"the fingerprint {told.fingerprint[:64]!r} is not that of its parts")
         return made
+
+
+def _fingerprint(tokenizer_json: str, rest: list[Any]) -> str:
+    """Of the JSON list of all parts. Its first one is written piece by piece: in one call a large one would keep all
+    threads of the process waiting for half a second."""
+    made = hashlib.sha256(b'["')
+    for at in range(0, len(tokenizer_json), _PIECE_CHARS):
+        made.update(json.dumps(tokenizer_json[at : at + _PIECE_CHARS])[1:-1].encode())
+    made.update(b'", ')
+    made.update(json.dumps(rest)[1:].encode())
+    return made.hexdigest()[:32]
 
 
 def _text(path: Path) -> str | None:

@@ -1,17 +1,20 @@
-"""Benchmark `engines`: two real vLLM servers behind our picker, in conversations of many turns.
+"""Benchmarks `engines` and `engines-sglang`: two real vLLM or SGLang servers behind our picker, in conversations.
 
-Method. Two vLLM servers (CPU build, the tiny model, one thread each), Envoy and the picker, which follows the servers'
-own KV events. `traffic.py` has the load: conversations whose prompts grow, in groups that share a system prompt, in one
-order for all policies. The caches of both servers together hold all conversations, one alone does not. Policies are
-measured in turns, in alternating order; between two of them both servers forget, and picker and Envoy are new.
+Method. Two servers of one kind (on CPUs, the tiny model, one thread each), Envoy and the picker, which follows the
+servers' own KV events. `traffic.py` has the load: conversations whose prompts grow, in groups that share a system
+prompt, in one order for all policies. The caches of both servers together hold all conversations, one alone does not.
+Policies are measured in turns, in alternating order; between two of them both servers forget, and picker and Envoy are
+new.
 
-- `hit_vs_oracle`: prompt tokens that vLLM itself reports as cached (`usage.prompt_tokens_details`), by what `oracle.py`
-  finds by block arithmetic over the ids that vLLM's `/tokenize` gives for the same messages: every whole block that any
-  request sent before had too, as if both servers shared one cache that never forgets. No router reaches more.
+- `hit_vs_oracle`: prompt tokens that the servers themselves report as cached (`usage.prompt_tokens_details`), by what
+  `oracle.py` finds by block arithmetic over the ids that the server's `/tokenize` gives for the same messages: every
+  whole block that any request sent before had too, as if both servers shared one cache that never forgets. No router
+  reaches more.
 - `ttft_vs_rr`: the median time to first token, by that of round robin in the same run.
-- `event_ms`: from the moment that vLLM writes into a batch of events (`ts`, in its scheduler) to the moment when the
-  picker's tree has it, by one clock; the picker tells (`epp/benchmarks/timed_picker.py`). It is measured in a load of
-  its own, one request at a time. vLLM's processes spin where they wait, here on the picker's cores: picker and witness
+- `event_ms`: from the moment that the server writes into a batch of events (`ts`, in its scheduler) to the moment when
+  the picker's tree has it, by one clock; the picker tells (`epp/benchmarks/timed_picker.py`). It is measured in a load
+  of its own, one request at a time. SGLang collects events before that: until its next prefill, until it is idle, or
+  for 40 steps of decoding. vLLM's processes spin where they wait, here on the picker's cores: picker and witness
   go first where we may say so (real-time priority; root), or they wait for a core, at times for seconds.
   `event_wire_ms` is from the moment when the batch has come to another subscriber (`witness.py`), and `event_busy_ms`
   the same in the load above.
@@ -32,6 +35,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -39,8 +43,10 @@ import msgspec
 
 from treeline_bench.context import ROOT, Benchmark, BenchmarkError, Context
 from treeline_bench.engines.oracle import Oracle
+from treeline_bench.engines.server import Server
+from treeline_bench.engines.sglang import Sglang
 from treeline_bench.engines.traffic import Exchange, Shape, Traffic
-from treeline_bench.engines.vllm import BLOCK_TOKENS, START_S, Vllm, versions
+from treeline_bench.engines.vllm import Vllm
 from treeline_bench.engines.witness import Witness, prompt_start
 from treeline_bench.envoy import bootstrap, envoy_binary
 from treeline_bench.metrics import row
@@ -75,9 +81,9 @@ class Measured:
     def hit_rate(self) -> float:
         return self.cached / self.prompt
 
-    def take(self, exchanges: Sequence[Exchange], engine: Vllm) -> None:
+    def take(self, exchanges: Sequence[Exchange], engine: Server) -> None:
         """Another round. Raises BenchmarkError where a request was not answered, or its prompt was another one."""
-        oracle = Oracle(BLOCK_TOKENS)
+        oracle = Oracle(engine.block_tokens)
         told: list[tuple[int, int, list[int]]] = []
         for exchange in exchanges:
             record = exchange.record
@@ -100,17 +106,20 @@ class Measured:
 class Fleet:
     """The servers, and who listens to each."""
 
-    engines: list[Vllm]
+    engines: list[Server]
     witnesses: list[Witness]
 
 
 @contextmanager
-def fleet(shape: Shape, context: Context) -> Iterator[Fleet]:
-    """Two servers that are ready; stopped at the end. Raises ChildFailed, and BenchmarkError without vLLM."""
-    blocks = cache_tokens(shape) // BLOCK_TOKENS
+def fleet(kind: type[Server], shape: Shape, context: Context) -> Iterator[Fleet]:
+    """Two servers that are ready; stopped at the end. Raises ChildFailed, BenchmarkError where none is installed."""
+    blocks = cache_tokens(shape) // kind.block_tokens
     with ExitStack() as stack:
-        ports = free_ports(6)
-        engines = [Vllm(f"vllm-{i}", ports[i], ports[2 + i], ports[4 + i], blocks, context.model) for i in range(2)]
+        ports, events, replays, loads = (free_ports(2) for _ in range(4))
+        engines = [
+            kind(f"{kind.engine}-{i}", ports[i], events[i], replays[i], blocks, context.model, loads[i])
+            for i in range(2)
+        ]
         witnesses = [stack.enter_context(Witness(engine.events_port)) for engine in engines]
         started = [
             stack.enter_context(
@@ -119,7 +128,7 @@ def fleet(shape: Shape, context: Context) -> Iterator[Fleet]:
             for engine in engines
         ]
         for process, engine in zip(started, engines, strict=True):
-            process.wait_ready(f"{engine.url}/health", START_S)
+            process.wait_ready(f"{engine.url}/health", engine.start_s)
         yield Fleet(engines, witnesses)
 
 
@@ -140,7 +149,7 @@ class Edge:
 
 
 @contextmanager
-def edge(policy: str, engines: Sequence[Vllm], context: Context) -> Iterator[Edge]:
+def edge(policy: str, engines: Sequence[Server], context: Context) -> Iterator[Edge]:
     """Ready, and following the engines; stopped at the end. Raises ChildFailed."""
     folder = context.folder
     grpc, eds, metrics, pages, bare, port, admin = free_ports(7)
@@ -181,7 +190,7 @@ def follows(edge: Edge, engines: int) -> bool:
     return sum(float(count) for name, count in states if "live" in name or "checking" in name) == engines
 
 
-def tree(edge: Edge, engine: Vllm) -> set[int]:
+def tree(edge: Edge, engine: Server) -> set[int]:
     """The blocks that the picker believes a server to hold."""
     page = _get(f"{edge.pages}/debug/tree?pod={engine.name}").json()
     return {int(block) for block in page["blocks"]}
@@ -228,48 +237,54 @@ def _round(policy: str, fleet: Fleet, traffic: Traffic, into: Measured, context:
     into.wire_ms += [max(0.0, 1e3 * (line.at - heard[line.pod][line.seq])) for line in lines]
 
 
-def rows_of(measured: dict[str, Measured]) -> list[Row]:
+def rows_of(engine: str, measured: dict[str, Measured]) -> list[Row]:
     """`measured` has every policy, ours before the others, and the calm load."""
+    name = f"engines.{engine}"
     calm = measured.pop("calm")
     ours, other = measured["treeline"], measured["round_robin"]
     rows = [
-        row("engines.vllm.hit_vs_oracle", ours.cached / ours.possible),
-        row("engines.vllm.ttft_vs_rr", percentile(ours.ttft_ms, 50) / percentile(other.ttft_ms, 50)),
-        *(row(f"engines.vllm.event_ms.p{q}", percentile(calm.event_ms, q)) for q in (50, 99)),
-        *(row(f"engines.vllm.event_wire_ms.p{q}", percentile(calm.wire_ms, q)) for q in (50, 99)),
-        *(row(f"engines.vllm.event_busy_ms.p{q}", percentile(ours.wire_ms, q)) for q in (50, 99)),
+        row(f"{name}.hit_vs_oracle", ours.cached / ours.possible),
+        row(f"{name}.ttft_vs_rr", percentile(ours.ttft_ms, 50) / percentile(other.ttft_ms, 50)),
+        *(row(f"{name}.event_ms.p{q}", percentile(calm.event_ms, q)) for q in (50, 99)),
+        *(row(f"{name}.event_wire_ms.p{q}", percentile(calm.wire_ms, q)) for q in (50, 99)),
+        *(row(f"{name}.event_busy_ms.p{q}", percentile(ours.wire_ms, q)) for q in (50, 99)),
     ]
     for policy, found in measured.items():
         rows += [
-            row(f"engines.vllm.hit_rate.{policy}", found.hit_rate, found.possible / found.prompt),
+            row(f"{name}.hit_rate.{policy}", found.hit_rate, found.possible / found.prompt),
             *(
-                row(f"engines.vllm.ttft_ms.p{q}.{policy}", percentile(found.ttft_ms, q), percentile(other.ttft_ms, q))
+                row(f"{name}.ttft_ms.p{q}.{policy}", percentile(found.ttft_ms, q), percentile(other.ttft_ms, q))
                 for q in (50, 99)
             ),
         ]
     return rows
 
 
-def run(context: Context) -> list[Row]:
+def run(kind: type[Server], context: Context) -> list[Row]:
     shape = QUICK if context.quick else FULL
     maker = PromptMaker.of_model(context.model)
     traffic = Traffic(shape, maker, MODEL_NAME)
     measured = {policy: Measured() for policy in POLICIES}
-    context.display.phase("starting two vLLM servers")
-    with fleet(shape, context) as servers:
+    context.display.phase(f"starting two {kind.installation.engine} servers")
+    with fleet(kind, shape, context) as servers:
         for number in range(1 if context.quick else ROUNDS):
             for policy in POLICIES if number % 2 == 0 else reversed(POLICIES):
                 _round(policy, servers, traffic, measured[policy], context)
         calm = Traffic(QUICK_CALM if context.quick else CALM, maker, MODEL_NAME)
         _round("treeline", servers, calm, measured.setdefault("calm", Measured()), context)
-    return rows_of(measured)
+    return rows_of(kind.engine, measured)
 
 
-BENCHMARK = Benchmark(
-    "engines",
-    "Two real vLLM servers behind the picker",
-    "hits and first tokens of vLLM on CPUs, by its own events (only by name; `make vllm-cpu`)",
-    run,
-    only_by_name=True,
-    versions=versions,
-)
+def _benchmark(name: str, kind: type[Server]) -> Benchmark:
+    engine, word = kind.installation.engine, kind.installation.word
+    return Benchmark(
+        name,
+        f"Two real {engine} servers behind the picker",
+        f"hits and first tokens of {engine} on CPUs, by its own events (only by name; `make {word}`)",
+        partial(run, kind),
+        only_by_name=True,
+        versions=kind.installation.versions,
+    )
+
+
+BENCHMARKS = (_benchmark("engines", Vllm), _benchmark("engines-sglang", Sglang))

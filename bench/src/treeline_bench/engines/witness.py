@@ -1,8 +1,8 @@
 """What an engine says it holds, by a subscriber that shares no code with the picker.
 
-The formats are those of vLLM's `vllm/distributed/kv_events.py` (0.32): live messages of topic, sequence number (8
-bytes, big-endian) and a msgpack batch `[ts, events, rank]`, each event a map with its `type`. A block is stored once
-for each copy and removed once for each, so copies are counted.
+The formats are those of vLLM's `vllm/distributed/kv_events.py` (0.32), and SGLang's (0.5.23) are the same: live
+messages of topic, sequence number (8 bytes, big-endian) and a msgpack batch `[ts, events, rank]`, each event a map with
+its `type`. A block is stored once for each copy and removed once for each, so copies are counted.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Witness:
 
     @property
     def missed(self) -> int:
-        """Batches that did not arrive: anything but 0 makes `blocks` worthless."""
+        """Batches that did not arrive since the cache was last emptied: anything but 0 makes `blocks` worthless."""
         with self._lock:
             return self._missed
 
@@ -134,5 +134,6 @@ class Witness:
                     self._evicted += len(event["block_hashes"])
                 case "AllBlocksCleared":
                     self._copies.clear()
+                    self._missed = 0
                 case other:
                     raise ValueError(f"an event of type {other!r}")

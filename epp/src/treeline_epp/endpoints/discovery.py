@@ -1,10 +1,11 @@
 """Where endpoints come from: flags, and a file that is watched. Each source yields the complete list, again and again.
 
-The file (YAML or JSON) has one member, `endpoints`: a list of `{name, address, pool?, uid?, engine?, kv_events?}`.
-`engine` is one of the adapters; without it the engine is asked what it is. `kv_events` says where an engine publishes
-that does not tell: `{port, replay_port?, topic?, ranks?}`, ports of rank 0. The file is replaced by renaming a new one
-over it, or by the symlink swap of a mounted ConfigMap. A file that cannot be used changes nothing: the last good list
-stays, and the log says what is wrong.
+The file (YAML or JSON) has one member, `endpoints`: a list of `{name, address, pool?, uid?, engine?, kv_events?,
+api_key_file?}`. `engine` is one of the adapters; without it the engine is asked what it is. `kv_events` says where an
+engine publishes that does not tell: `{port, replay_port?, topic?, ranks?}`, ports of rank 0. `api_key_file` has the key
+without which it tells its models to nobody. The file is replaced by renaming a new one over it, or by the symlink swap
+of a mounted ConfigMap. A file that cannot be used changes nothing: the last good list stays, and the log says what is
+wrong.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     uid: str = ""
     engine: str = ""
     kv_events: _KvEvents | None = None
+    api_key_file: str | None = None
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -96,6 +98,7 @@ def _spec(entry: _Entry) -> EndpointSpec:
         pool=entry.pool,
         uid=entry.uid,
         engine=entry.engine,
+        key_file=None if entry.api_key_file is None else Path(entry.api_key_file),
         kv=None if kv is None else KvPorts(kv.port, kv.replay_port, kv.topic, kv.ranks),
     )
 

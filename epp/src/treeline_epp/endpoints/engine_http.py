@@ -37,11 +37,11 @@ class UnusableError(EngineError):
     """It answers, and would answer the same again: in a shape that is not known, or that we may not ask."""
 
 
-def new_http() -> httpx.AsyncClient:
-    """A client for one engine, without TLS. It keeps one connection."""
+def new_http(key: httpx.Auth | None = None) -> httpx.AsyncClient:
+    """A client for one engine, without TLS, which shows it this key. It keeps one connection."""
     # Only loopback and cluster addresses are asked; a proxy from the environment would be in the way.
     limits = httpx.Limits(max_connections=4, max_keepalive_connections=1)
-    return httpx.AsyncClient(trust_env=False, limits=limits, verify=_NO_TLS)
+    return httpx.AsyncClient(auth=key, trust_env=False, limits=limits, verify=_NO_TLS)
 
 
 class RefusedError(UnusableError):

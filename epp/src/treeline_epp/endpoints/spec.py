@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,6 +12,7 @@ class KvPorts:
     """Where an engine publishes its KV events, told by discovery for engines that do not say it themselves.
 
     Ports are those of rank 0; rank r has them r further. `ranks` ranks are at this endpoint, from `first_rank` on.
+    `dials`: what the engine was configured with is an endpoint to which it connects: nobody may listen at that port.
     """
 
     events_port: int
@@ -18,6 +20,7 @@ class KvPorts:
     topic: str = ""
     ranks: int = 1
     first_rank: int = 0
+    dials: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class EndpointSpec:
     `uid` changes when the process behind the name does (pod UID and restart count). `ready` and `draining` are what
     discovery says besides the engine itself. `trust_ready`: discovery's word is enough where the engine has no probes.
     `engine` is its type, empty where discovery does not tell: then every path may be asked of it.
-    `kv`: where it publishes, should it not say so itself.
+    `kv`: where it publishes, should it not say so itself. `key_file` has the API key that it wants.
     """
 
     name: str
@@ -41,11 +44,12 @@ class EndpointSpec:
     trust_ready: bool = False
     engine: str = ""
     kv: KvPorts | None = None
+    key_file: Path | None = None
 
     @property
     def identity(self) -> tuple[object, ...]:
         """What makes it this endpoint and no other; the rest may change while it lives."""
-        return (self.name, self.address, self.pool, self.uid, self.trust_ready, self.engine, self.kv)
+        return (self.name, self.address, self.pool, self.uid, self.trust_ready, self.engine, self.kv, self.key_file)
 
 
 def normal_ip(text: str) -> str | None:

@@ -218,7 +218,8 @@ class EngineWatcher:
         known = self.info or EngineInfo()
         if info is not None and info.wants_key and not known.wants_key:
             log.warning(
-                "endpoint %s (%s) tells its models to nobody without its API key: it is asked for any model",
+                "endpoint %s (%s) tells its models to nobody without its API key: it is asked for any model, and they "
+                "are not listed here; give the right key by --engine-key-file, or api_key_file in the endpoints file",
                 self.spec.name,
                 info.engine,
             )

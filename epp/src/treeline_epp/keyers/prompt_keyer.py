@@ -9,6 +9,7 @@ from treeline_wire.prompt import Prompt
 from treeline_wire.tokenizer import TokenizerBundle
 
 from treeline_epp.keyers.base import TokenLengths
+from treeline_epp.keyers.made_apart import proven_keys
 from treeline_epp.keyers.rendering import RENDER_SECONDS, BoundedRenderer
 from treeline_epp.keyers.token_keys import TokenKeys
 
@@ -17,7 +18,8 @@ class PromptKeyer(TokenLengths):
     """Turns requests into prefix keys for one tokenizer and its chat template.
 
     Where the tokenizer loses text, prompts are tokenized here (`token_keys`); `keys` is `None` where that cannot be
-    done either (`problem` says why): requests are then routed by history. `renderer` is `None` then, or where there is
+    done either (`problem` says why): requests are then routed by history. Making one blocks: for seconds, where the
+    tokenizer is large. `renderer` is `None` then, or where there is
     no chat template.
     """
 
@@ -28,9 +30,7 @@ class PromptKeyer(TokenLengths):
         self.keys: PrefixKeys | None = None
         self.renderer: BoundedRenderer | None = None
         try:
-            keys = PrefixKeys.from_bundle(bundle)
-            keys.self_test()
-            self.keys = keys
+            self.keys = proven_keys(bundle.tokenizer_json)
         except (KeySelfTestError, ValueError) as error:
             self._use_tokens(bundle, error)
         long_run("é")  # makes its tables, which no request should wait for

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from treeline_wire.chat import ChatTemplate, NeedsWorkerError, TemplateError
+from treeline_wire.apis.conversion import takes_inline_system
+from treeline_wire.chat import ChatTemplate, NeedsWorkerError
 from treeline_wire.dialects import ChatDialect, dialect_of
 from treeline_wire.prompt import Prompt, beginning_of_chat, prompt_of_chat
 
@@ -23,7 +24,6 @@ _MIN_MESSAGES: Final = 16
 """So few are always tried; where they take too long, it is not for their number."""
 _SMALL_PART: Final = 0.4
 """Half as many messages more take at most 2.25 times as long, where time grows with their square."""
-_SENTINEL: Final = "the system speaks again"
 
 
 class BoundedRenderer:
@@ -60,13 +60,10 @@ class BoundedRenderer:
         return known
 
     def _try_inline_system(self, must_show: bool) -> bool:
-        said = (("system", "t"), ("user", "t"), ("system", _SENTINEL), ("user", "t"))
-        messages = [{"role": role, "content": text} for role, text in said]
         try:
-            text = self._template.render(messages, add_generation_prompt=False)
-        except (TemplateError, NeedsWorkerError):
+            return takes_inline_system(self._template, must_show=must_show)
+        except NeedsWorkerError:
             return False
-        return _SENTINEL in text or not must_show
 
     def _timed(self, render: Callable[..., Prompt], body: Mapping[str, Any], dialect: ChatDialect) -> Prompt | None:
         began = self._clock()

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
+from treeline_epp.endpoints.kv_endpoints import listens
 from treeline_epp.endpoints.spec import KvPorts
 from treeline_epp.kube import objects
 
@@ -28,9 +29,8 @@ _MOST_LINES = 16384
 """Characters of a pod's lines for shells that are split into words, all in all: each thousand takes a millisecond of
 the event loop, at every change of the pod. Lines that start an engine have some hundreds."""
 _TCP = re.compile(r"tcp://.+:([0-9]{1,5})", re.ASCII)
-_LISTENS = re.compile(r"tcp://(?:\*|\[?::\]?|0\.0\.0\.0):[0-9]+", re.ASCII)
-"""With any other host vLLM and SGLang connect to it, and nobody can connect to them."""
 _MOST_RANKS = 4096
+_LONGEST_ENDPOINT = 300
 
 
 class _Config(msgspec.Struct):
@@ -40,6 +40,7 @@ class _Config(msgspec.Struct):
     enable_kv_cache_events: bool | None = None
     publisher: str | None = None
     endpoint: str | None = "tcp://*:5557"
+    bind: bool | None = None
     replay_endpoint: str | None = None
     topic: str | None = ""
 
@@ -57,9 +58,11 @@ def kv_ports(annotations: Mapping[str, str], containers: Iterable[objects.Contai
         return None
     enabled, events = config.enable_kv_cache_events, _port(config.endpoint)
     publishes = enabled is not False if config.publisher == "zmq" else config.publisher is None and enabled
-    if not publishes or events is None or not _LISTENS.fullmatch(config.endpoint or ""):
+    if not publishes or events is None or config.endpoint is None:
         return None
-    return KvPorts(events, _port(config.replay_endpoint), config.topic or "", ranks)
+    at_home = listens(config.endpoint, sglang=enabled is None, bind=config.bind)
+    dials = "" if at_home else config.endpoint[:_LONGEST_ENDPOINT]
+    return KvPorts(events, _port(config.replay_endpoint), config.topic or "", ranks, dials=dials)
 
 
 def _options(containers: Iterable[objects.Container]) -> dict[str, str]:

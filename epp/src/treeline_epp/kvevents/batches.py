@@ -1,15 +1,19 @@
-"""Batches of one publisher, applied to the index in order: which have been, and whether one comes a second time."""
+"""Batches of one publisher, applied to the index in order: which have been, and whether one comes a second time.
+
+What is taken is not in the index at once where it is much: it waits in line, and `work` does a bounded part of it.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from treeline_wire.events import EventBatch
+from treeline_wire.events import AllBlocksCleared, Event, EventBatch
 from treeline_wire.keys import PrefixKeys
 
 from treeline_epp.index.index import Index
 from treeline_epp.index.pods import Pod
+from treeline_epp.kvevents.pieces import PIECE, pieces
 
 _REMEMBERED = 256
 """Remembered time stamps, to tell a batch that came twice from one of a new process."""
@@ -33,9 +37,26 @@ class AppliedBatches:
     _aged_at: float = float("-inf")
     _age_due: float = float("inf")
     _fresh: bool = False
+    _line: deque[Event | float] = field(default_factory=deque)  # events, and times at which what was before them ages
+
+    @property
+    def busy(self) -> bool:
+        """Is something taken that is not in the index yet?"""
+        return bool(self._line)
+
+    def work(self, blocks: int = PIECE) -> None:
+        """Do so many blocks of what waits, or a piece more."""
+        line, apply, pod, keys = self._line, self.index.apply, self.pod, self.keys
+        while line and blocks > 0:
+            what = line.popleft()
+            if isinstance(what, float):
+                self.index.age(pod, what)
+                continue
+            blocks -= 1 if isinstance(what, AllBlocksCleared) else max(1, len(what.block_hashes))
+            apply(pod, what, keys)
 
     def apply(self, seq: int, batch: EventBatch | None) -> None:
-        """The next batch; None if it could not be decoded."""
+        """The next batch; None if it could not be decoded. `work` puts it into the index."""
         self.next_seq = seq + 1
         self._times.pop(seq - _REMEMBERED, None)
         if batch is None:
@@ -48,9 +69,8 @@ class AppliedBatches:
         if batch.rejected:
             self.counts["rejected"] += sum(batch.rejected.values())
             self.partial = True
-        apply, pod, keys = self.index.apply, self.pod, self.keys
         for event in batch.events:
-            apply(pod, event, keys)
+            self._line.extend(pieces(event))
 
     def has(self, seq: int, batch: EventBatch | None) -> bool:
         """Is this a second copy of a batch that was applied?"""
@@ -89,10 +109,12 @@ class AppliedBatches:
 
     def _age(self, now: float) -> None:
         self._aged_at, self._age_due, self._fresh = now, float("inf"), False
-        self.index.age(self.pod, now)
+        self._line.append(float(now))
 
     def begin_after(self, seq: int) -> None:
-        """A snapshot has brought all up to `seq`."""
+        """A snapshot has brought all up to `seq`, and takes the place of what the pod holds."""
+        self._line.clear()
+        self.index.end_snapshot(self.pod)
         self._age_due, self._fresh = float("inf"), True
         self.next_seq = seq + 1
         self.partial = False
@@ -102,6 +124,7 @@ class AppliedBatches:
         """Another process, another cache: nothing has been applied, and nothing is held."""
         self.counts["epochs"] += 1
         self._aged_at, self._age_due, self._fresh = float("-inf"), float("inf"), False
+        self._line.clear()
         self.index.clear(self.pod)
         self.next_seq = None
         self.partial = False

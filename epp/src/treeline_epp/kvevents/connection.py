@@ -18,7 +18,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,10 @@ _RETRY_S = 5.0
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _TICKS = 200
 """Publishers that are ticked before other tasks get a turn."""
+_TURN_S = 0.005
+"""After so long other tasks get a turn, too, however few the messages were."""
+_LARGE = 1 << 18
+"""Bytes; a larger payload is decoded in a thread. One of a hundred thousand events takes 70 ms."""
 _BATCH = 64
 """Messages handled before other tasks get a turn: a snapshot must not delay a pick."""
 _QUEUE = 100_000
@@ -66,6 +70,7 @@ _LOST = zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Even
 _LOST |= zmq.Event.HANDSHAKE_FAILED_PROTOCOL
 
 Load = LoadStat | TreelineLoad
+_Handler = Callable[[list[bytes]], Coroutine[Any, Any, Iterable[Request]]]
 
 
 def new_context() -> zmq.asyncio.Context:
@@ -76,9 +81,11 @@ def new_context() -> zmq.asyncio.Context:
 
 
 class Ticker:
-    """Calls everybody every TICK_S: one task for all publishers."""
+    """Calls everybody every TICK_S: one task for all publishers. `turn` is held by the one publisher whose large events
+    are put into the index: the work of many in one turn of the loop would hold up everybody else."""
 
     def __init__(self) -> None:
+        self.turn = asyncio.Lock()
         self._calls: dict[Callable[[], None], None] = {}
 
     async def run(self) -> None:
@@ -104,9 +111,10 @@ class Ticker:
 @dataclass(slots=True)
 class KvStats:
     """What arrived, over all publishers; read by the metrics. `unfollowed` names those for which there are no sockets
-    left."""
+    left, `refused` those that do not take our keys."""
 
     unfollowed: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
     events: int = 0
     batches: int = 0
     loads: int = 0
@@ -144,7 +152,9 @@ class KvConnection:
             while True:
                 await self._session()
         finally:
-            self.callbacks.stats.unfollowed.discard(str(self.callbacks.subscription.pod))
+            name = str(self.callbacks.subscription.pod)
+            self.callbacks.stats.unfollowed.discard(name)
+            self.callbacks.stats.refused.discard(name)
 
     async def _session(self) -> None:
         callbacks, name = self.callbacks, str(self.callbacks.subscription.pod)
@@ -162,6 +172,7 @@ class KvConnection:
             sockets.close()
             await asyncio.sleep(_RETRY_S * random.uniform(0.8, 1.2))
         else:
+            await sockets.settle()
             callbacks.stats.disconnects += 1
             callbacks.subscription.on_disconnected(time.monotonic())
             callbacks.on_trouble()
@@ -245,12 +256,23 @@ class _Sockets:
             except TimeoutError:
                 missing = [what for what, event in self._up.items() if not event.is_set()]
                 log.warning("publisher %s: no connection for %s", subscription.pod, ", ".join(missing))
+            await self.settle()
             await self._send(subscription.on_connected(time.monotonic()))
         with self._ticker.calling(self._tick):
             await asyncio.Event().wait()
 
+    async def settle(self) -> None:
+        """Wait until all that has arrived is in the index."""
+        applied = self._callbacks.subscription.applied
+        while applied.busy:
+            async with self._ticker.turn:
+                applied.work()
+                await asyncio.sleep(0)
+
     def _tick(self) -> None:
         callbacks = self._callbacks
+        if callbacks.subscription.applied.busy:
+            return
         requests = callbacks.subscription.on_tick(time.monotonic(), callbacks.in_flight())
         if requests:
             sending = asyncio.ensure_future(self._send(requests))
@@ -262,26 +284,33 @@ class _Sockets:
         monitor, up = self._monitors[what], self._up[what]
         while what == "events" or not up.is_set():
             event = parse_monitor_message(await monitor.recv_multipart())
+            stats, name = self._callbacks.stats, str(self._callbacks.subscription.pod)
             if event["event"] & _UP:
                 up.set()
+                stats.refused.discard(name)
             elif up.is_set():
                 self._lost.set()
             elif event["event"] & ~zmq.Event.DISCONNECTED & _LOST:
-                log.warning("publisher %s: the %s socket refuses our keys", self._callbacks.subscription.pod, what)
+                stats.refused.add(name)
+                log.warning("publisher %s: the %s socket refuses our keys", name, what)
         self._unmonitor(what)
 
-    async def _receive(self, sock: zmq.asyncio.Socket, handle: Callable[[list[bytes]], Iterable[Request]]) -> None:
-        """Hand every message to its handler, a bounded number at a time."""
+    async def _receive(self, sock: zmq.asyncio.Socket, handle: _Handler) -> None:
+        """Hand every message to its handler, a bounded number and for a bounded time."""
         # The plain view of the same socket: taking what is there costs no future per message.
         plain: zmq.Socket[bytes] = zmq.Socket.shadow(sock.underlying)
         while True:
             await sock.poll()
+            began = time.monotonic()
             for _ in range(_BATCH):
                 try:
                     message: Any = plain.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
                     break
-                await self._send(handle(message))
+                await self._send(await handle(message))
+                if self._callbacks.subscription.applied.busy or time.monotonic() - began > _TURN_S:
+                    break
+            await self.settle()
             await asyncio.sleep(0)
 
     async def _send(self, requests: Iterable[Request]) -> None:
@@ -300,8 +329,8 @@ class _Sockets:
 
     # --- one handler for each socket ----------------------------------------------------------------------------------
 
-    def _on_live(self, message: list[bytes]) -> Iterable[Request]:
-        stats, now = self._callbacks.stats, time.monotonic()
+    async def _on_live(self, message: list[bytes]) -> Iterable[Request]:
+        stats = self._callbacks.stats
         try:
             _, seq, payload = frames.parse_live(message)
         except WireError as error:
@@ -310,7 +339,7 @@ class _Sockets:
             return ()
         batch: EventBatch | None
         try:
-            batch = decode_batch(payload)
+            batch = decode_batch(payload) if len(payload) <= _LARGE else await asyncio.to_thread(decode_batch, payload)
         except DecodeError as error:
             stats.rejected[error.reason.value] += 1
             batch = None
@@ -318,18 +347,20 @@ class _Sockets:
             stats.batches += 1
             stats.events += len(batch.events)
             stats.rejected.update(batch.rejected)
-        return self._callbacks.subscription.on_live(seq, batch, now)
+        await self.settle()
+        return self._callbacks.subscription.on_live(seq, batch, time.monotonic())
 
-    def _on_reply(self, message: list[bytes]) -> Iterable[Request]:
+    async def _on_reply(self, message: list[bytes]) -> Iterable[Request]:
         try:
             reply = frames.parse_reply(message)
         except WireError as error:
             self._callbacks.stats.rejected["frames"] += 1
             log.debug("reply refused: %s", error)
             return ()
+        await self.settle()
         return self._callbacks.subscription.on_reply(reply, time.monotonic())
 
-    def _on_load(self, message: list[bytes]) -> Iterable[Request]:
+    async def _on_load(self, message: list[bytes]) -> Iterable[Request]:
         stats = self._callbacks.stats
         try:
             load = decode_load(message[0], message[-1])
@@ -341,4 +372,5 @@ class _Sockets:
             self._treeline_load = True
         elif self._treeline_load:
             return ()  # the same state in the older form, which says less
+        await self.settle()
         return self._callbacks.on_load(load)

@@ -3,7 +3,8 @@
 Two rules. All questions to a publisher come from here, at most one is open at a time, and nobody else applies its
 events. The driver (`connection`) owns the sockets: it feeds what arrives, sends the requests that are returned on the
 publisher's replay socket (a DEALER; a fresh one after each reconnect, so that no answer to an old question can arrive),
-and ticks. `TABLE` (see `table`) says which method handles an event in a state; `states` explains them.
+and ticks; while `applied` is busy, it lets that work and feeds nothing. `TABLE` (see `table`) says which method handles
+an event in a state; `states` explains them.
 """
 
 from __future__ import annotations
@@ -42,12 +43,10 @@ from treeline_epp.kvevents.states import (
 )
 from treeline_epp.kvevents.table import table_of
 
-_MAX_ROUNDS = 4
-"""Questions in one recovery before it waits."""
-_MAX_ASKS = 12
-"""Replays that a publisher without an epoch is asked for after it has come (back), until it answers one."""
-_MAX_MISSED_CHECKS = 3
-"""Unanswered checks in a row after which a LIVE subscription recovers. One may be late because of a snapshot."""
+_AT_ONCE = 128  # blocks that are put into the index with the message that brings them: most bring fewer
+_MAX_ROUNDS = 4  # questions in one recovery before it waits
+_MAX_ASKS = 12  # replays that a publisher without an epoch is asked for after it has come (back), until it answers one
+_MAX_MISSED_CHECKS = 3  # in a row, after which a LIVE subscription recovers; one may be late because of a snapshot
 
 
 class KvSubscription:
@@ -57,7 +56,7 @@ class KvSubscription:
     much longer to answer.
 
     Readable: `state`, `epoch`, `next_seq` (the next batch wanted), `partial` (something is known to be missing),
-    `peer`, `counts` (by what happened: "applied", "gaps", "snapshot" …).
+    `peer`, `applied`, `counts` (by what happened: "applied", "gaps", "snapshot" …).
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class KvSubscription:
         self._rounds = 0
         self._backoff_s = self._config.backoff_s
         self._buffer: deque[tuple[int, EventBatch | None]] = deque()
-        self._applied = AppliedBatches(index, pod, keys, self.counts)
+        self.applied = AppliedBatches(index, pod, keys, self.counts)
         self._replay = Replay()
         self._no_replay_until = float("-inf") if replays else float("inf")
         self._verified = True  # that the process is the one whose batches were applied
@@ -97,18 +96,18 @@ class KvSubscription:
 
     @property
     def live(self) -> bool:
-        """Is all applied that is known to be published?"""
+        """Has all arrived that is known to be published?"""
         return self.state is _LIVE or self.state is _CHECKING
 
     @property
     def next_seq(self) -> int | None:
         """The next batch wanted."""
-        return self._applied.next_seq
+        return self.applied.next_seq
 
     @property
     def partial(self) -> bool:
         """Is something known to be missing?"""
-        return self._applied.partial
+        return self.applied.partial
 
     # What the driver feeds
 
@@ -119,6 +118,7 @@ class KvSubscription:
 
     def on_disconnected(self, now: float) -> None:
         """A socket lost its peer."""
+        self.counts["disconnects"] += 1
         self._handle(SubscriptionEvent.DISCONNECTED, None, now)
 
     def on_live(self, seq: int, batch: EventBatch | None, now: float) -> list[Request]:
@@ -139,7 +139,7 @@ class KvSubscription:
     def on_tick(self, now: float, in_flight: int = 0) -> list[Request]:
         """Time passed; call at least every 100 ms. `in_flight`: requests that we know to be running there."""
         self._in_flight = in_flight
-        self._applied.tick(now)
+        self.applied.tick(now)
         event = SubscriptionEvent.TIMEOUT if now >= self._until else SubscriptionEvent.TICK
         return self._handle(event, None, now)
 
@@ -147,6 +147,7 @@ class KvSubscription:
         cell = TABLE[self.state][event]
         sends = cell.handle(self, what, now)
         assert self.state in cell.leads_to, (event, self.state)
+        self.applied.work(_AT_ONCE)
         return sends
 
     # In any state
@@ -212,10 +213,10 @@ class KvSubscription:
 
     def _without_replay(self, now: float) -> list[Request]:
         """Go on with what comes."""
-        self._applied.partial = True
+        self.applied.partial = True
         if not self._verified:
             self._verified = True
-            self._applied.accept_unverified(now)
+            self.applied.accept_unverified(now)
         return self._finish(now)
 
     def _fill(self, oldest: int | None, now: float) -> list[Request]:
@@ -277,7 +278,7 @@ class KvSubscription:
             if self.next_seq is not None:
                 self._drop()
             self.epoch = hello.epoch
-        newest, applied = -1 if hello.newest is None else hello.newest, self._applied
+        newest, applied = -1 if hello.newest is None else hello.newest, self.applied
         if applied.next_seq is not None and newest < applied.next_seq - 1:
             self._drop()  # it does not know batches that we have: not the same process, whatever it says
             self.epoch = hello.epoch
@@ -311,7 +312,7 @@ class KvSubscription:
             batch = decode_batch(item.payload)
         except DecodeError:
             batch = None
-        replay, applied = self._replay, self._applied
+        replay, applied = self._replay, self.applied
         if replay.overlap is not None:
             self._compare(item.seq, batch, replay.overlap, now)
             replay.overlap = None
@@ -332,11 +333,11 @@ class KvSubscription:
 
     def _compare(self, seq: int, batch: EventBatch | None, known: int, now: float) -> None:
         """The first batch of a replay that should begin with `known`: is it the same process?"""
-        if seq <= known and (seq != known or self._applied.contradicts(seq, batch)):
+        if seq <= known and (seq != known or self.applied.contradicts(seq, batch)):
             self._drop()
             self._replay.uncovered = True  # ask again, from 0, when this replay is over
-        elif not self._verified and not self._applied.has(seq, batch):
-            self._applied.accept_gap(max(seq, known + 1), now)  # that one it has no more: nobody knows
+        elif not self._verified and not self.applied.has(seq, batch):
+            self.applied.accept_gap(max(seq, known + 1), now)  # that one it has no more: nobody knows
         self._verified = True
 
     def _replay_end(self, end: ReplayEnd, now: float) -> list[Request]:
@@ -350,9 +351,9 @@ class KvSubscription:
         if replay.uncovered or (self.peer is Peer.OURS and self.next_seq is None):
             return self._recover(end, now)
         if self.next_seq is None:
-            self._applied.next_seq = 0  # it has all from 0 on, and that is nothing yet
+            self.applied.next_seq = 0  # it has all from 0 on, and that is nothing yet
         elif self.peer is Peer.FOREIGN and replay.beyond is not None and replay.start == self.next_seq:
-            self._applied.accept_gap(replay.beyond, now)  # it has nothing to fill the gap with
+            self.applied.accept_gap(replay.beyond, now)  # it has nothing to fill the gap with
         return self._finish(now)
 
     def _snapshot_header(self, header: SnapshotHeader, now: float) -> list[Request]:
@@ -371,8 +372,7 @@ class KvSubscription:
         return []
 
     def _snapshot_end(self, _end: SnapshotEnd, now: float) -> list[Request]:
-        self._index.end_snapshot(self.pod)
-        self._applied.begin_after(self._snapshot_seq)
+        self.applied.begin_after(self._snapshot_seq)
         self.pod.rebuild_wanted = False
         return self._finish(now)
 
@@ -429,7 +429,7 @@ class KvSubscription:
         newest = -1
         while buffered:
             seq, batch = buffered.popleft()
-            if seq < newest and not self._applied.has(seq, batch):  # it restarted meanwhile
+            if seq < newest and not self.applied.has(seq, batch):  # it restarted meanwhile
                 buffered.appendleft((seq, batch))
                 self._drop()
                 sends = self._recover(None, now)
@@ -460,11 +460,11 @@ class KvSubscription:
     def _take(self, came: tuple[int, EventBatch | None], now: float) -> list[Request]:
         """A live batch while LIVE."""
         seq, batch = came
-        applied = self._applied
+        applied = self.applied
         if applied.next_seq is None:
             applied.next_seq = seq  # a foreign publisher without replay: begin where it is
         if seq < applied.next_seq:
-            if self._applied.has(seq, batch):
+            if self.applied.has(seq, batch):
                 self.counts["duplicates"] += 1
                 return []
             self._drop()
@@ -475,20 +475,20 @@ class KvSubscription:
             if self.peer is not Peer.FOREIGN or now >= self._no_replay_until:
                 self._buffer.append(came)
                 return self._fill(None, now)
-            self._applied.accept_gap(seq, now)
+            self.applied.accept_gap(seq, now)
         self._apply(seq, batch)
         return []
 
     def _apply(self, seq: int, batch: EventBatch | None) -> None:
         """The next batch."""
-        self._applied.apply(seq, batch)
+        self.applied.apply(seq, batch)
         behind = self._checks.behind
         if behind is not None and seq >= behind[0]:
             self._checks.behind = None
 
     def _drop(self) -> None:
         """Another process: forget everything at once."""
-        self._applied.forget()
+        self.applied.forget()
         self._verified = True
         self.epoch = None
         self._checks.behind = None

@@ -20,6 +20,9 @@ class Endpoint:
     and so the endpoint is credited with the rank that holds most of it: that is what a request may find there, and
     between endpoints it is the right order. What it will find is known for endpoints of one rank only; others are not
     audited.
+
+    `keyed_prompts` counts the answered requests whose prompts had keys, `new_tokens` those of their tokens that it was
+    not known to hold.
     """
 
     spec: EndpointSpec
@@ -29,6 +32,8 @@ class Endpoint:
     breaker: Breaker = field(default_factory=Breaker)
     ready: bool = True
     draining: bool = False
+    keyed_prompts: int = 0
+    new_tokens: int = 0
 
     @property
     def pod(self) -> Pod:

@@ -235,6 +235,9 @@ class Picker:
             load.on_overloaded(now)
         elif answered:
             endpoint.breaker.on_answer()
+            if lease.decision.request.key:
+                endpoint.keyed_prompts += 1
+                endpoint.new_tokens += lease.decision.best.candidate.uncached_tokens
             if cached_tokens is not None and prompt_tokens is not None:
                 load.train_hits(cached_tokens, prompt_tokens)
                 if ttft_s is not None:

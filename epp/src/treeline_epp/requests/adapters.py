@@ -7,8 +7,9 @@ What an engine does not read is no part of the namespace there, however much a b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -40,10 +41,32 @@ class Adapters(msgspec.Struct, frozen=True):
 NO_ADAPTERS: Final = Adapters()
 
 
-def union(endpoints: Sequence[Adapters]) -> Adapters:
-    """What the endpoints of one pool have, any of which may be asked."""
-    engines = {one.engine for one in endpoints if one.engine}
+class Alike(NamedTuple):
+    """Endpoints of one pool that serve the same: their adapters, all names of `models` (adapters and base models), and
+    how many endpoints they are."""
+
+    adapters: Adapters
+    models: Sequence[str]
+    endpoints: int = 1
+
+
+def union(groups: Sequence[Alike]) -> Adapters:
+    """What the endpoints of one pool have, any of which may be asked.
+
+    A name that is an adapter at some and a base model at others is what most call it, a base model where they are as
+    many: an engine that tells it wrong must not take the pool's requests away from what the others hold.
+    """
+    engines = {one.adapters.engine for one in groups if one.adapters.engine}
     names: dict[str, str] = {}
-    for one in endpoints:
-        names.update(one.names)
-    return Adapters(engines.pop() if len(engines) == 1 else "", names)
+    votes: Counter[str] = Counter()
+    for one in groups:
+        for asked, name in one.adapters.names.items():
+            names[asked] = name
+            votes[asked] += one.endpoints
+    if names:
+        for one in groups:
+            for model in one.models:
+                if model in names and model not in one.adapters.names:
+                    votes[model] -= one.endpoints
+    kept = {asked: name for asked, name in names.items() if votes[asked] > 0}
+    return Adapters(engines.pop() if len(engines) == 1 else "", kept)

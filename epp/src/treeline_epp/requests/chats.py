@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from treeline_wire.apis.conversion import MAX_CALL_VALUES, Context, Conversation, items_of, many_values
 from treeline_wire.chat import TemplateError
 from treeline_wire.dialects import ChatDialect, dialect_of
 from treeline_wire.prompt import Prompt, PromptError, TooDeep, prompt_of_completion
 
 from treeline_epp.keyers.base import Keyer, Renderer
 from treeline_epp.keyers.rendering import MAX_MESSAGES
-from treeline_epp.requests.conversion import MAX_CALL_VALUES, Context, Conversation, many_values
 from treeline_epp.requests.doors import Door
 from treeline_epp.requests.prompts import CHARS_PER_TOKEN, KeyedPrompt, keyed, shortened
 from treeline_epp.requests.summary import Summary
@@ -101,11 +101,7 @@ class _Chat:
         members = self._summary.members
         if self._door.convert is None:
             return Conversation({**members, "messages": value})
-        if isinstance(value, str):
-            value = [{"role": "user", "content": value}]
-        if not isinstance(value, list):
-            raise PromptError(self._name, "must be a list")
-        return self._door.convert(members, value, self._context)
+        return self._door.convert(members, items_of(value, self._name), self._context)
 
     def _known(self, conversation: Conversation) -> tuple[list[Any], bool]:
         """The messages up to the first that has a part without text, with that one's beginning where the template

@@ -1,7 +1,7 @@
 """The doors of an engine that take a prompt, and how what is said at each becomes a chat or a completion.
 
 An engine turns the requests of its other chat APIs into chat completions and renders those; so do we, by its own rules
-(`anthropic`, `responses`), before anything is rendered.
+(wire's `apis`), before anything is rendered.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
-
-from treeline_epp.requests import anthropic, responses
-from treeline_epp.requests.conversion import Context, Conversation
+from treeline_wire.apis import anthropic, responses
+from treeline_wire.apis.conversion import Context, Conversation, Unknown
 
 Convert = Callable[[Mapping[str, Any], list[Any], Context], Conversation]
 
@@ -39,7 +38,9 @@ class Door(msgspec.Struct, frozen=True):
 
 def _first_of_batch(body: Mapping[str, Any], chats: list[Any], _: Context) -> Conversation:
     """vLLM's batch: a list of conversations, of which the first gives the key, as of several texts."""
-    return Conversation({**body, "messages": chats[0] if chats else []}, complete=False)
+    return Conversation(
+        {**body, "messages": chats[0] if chats else []}, Unknown("messages", "there are several conversations")
+    )
 
 
 _DOORS: Final = (

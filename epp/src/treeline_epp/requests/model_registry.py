@@ -17,7 +17,7 @@ from treeline_wire.tokenizer import TokenizerBundle
 from treeline_epp.keyers.base import Keyer
 from treeline_epp.keyers.history import HistoryKeyer
 from treeline_epp.keyers.prompt_keyer import PromptKeyer
-from treeline_epp.requests.adapters import NO_ADAPTERS, Adapters, union
+from treeline_epp.requests.adapters import NO_ADAPTERS, Adapters, Alike, union
 from treeline_epp.requests.messages import Immediate
 from treeline_epp.requests.model_table import ModelNotFound, ModelTable, ModelTarget
 
@@ -190,11 +190,12 @@ class ModelRegistry:
         used = {fingerprint for _, _, fingerprint, _ in self._endpoints.values()}
         for spare in [fingerprint for fingerprint in list(self._keyers) if fingerprint not in used][:-_SPARE_KEYERS]:
             del self._keyers[spare]
-        found: dict[str, dict[int, Adapters]] = {}  # each once, where it comes last: the last one's names count
-        for name, (pool, *_) in self._endpoints.items():
+        found: dict[str, dict[tuple[int, int], Alike]] = {}  # each where it comes last: the last one's names count
+        for name, (pool, models, *_) in self._endpoints.items():
             each, one = found.setdefault(pool, {}), self._adapters[name]
-            each.pop(id(one), None)
-            each[id(one)] = one
+            key = id(one), id(models)
+            known = each.pop(key, None)
+            each[key] = Alike(one, models, 1 if known is None else known.endpoints + 1)
         self._adapters_by_pool = {pool: union(list(each.values())) for pool, each in found.items()}
         self._salted_pools = {pool for pool, _, _, isolates in self._endpoints.values() if not isolates}
         seen: set[tuple[str, int]] = set()

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from treeline_wire.json_values import count_values, mask_escapes
 
 from treeline_epp.requests.body import Body, Buffer
 
@@ -36,13 +37,6 @@ Bools = npt.NDArray[np.bool_]
 Depths = npt.NDArray[np.int32]
 
 
-def mask_escapes(data: bytes) -> bytes:
-    """The same length, with escaped quotes and backslashes in strings made harmless. O(bytes) at memory speed."""
-    if b"\\" not in data:
-        return data
-    return data.replace(b"\\\\", b"__").replace(b'\\"', b"__")
-
-
 def structure(masked: bytes, inside: bool, depth: int) -> tuple[Bools, Depths]:
     """For each byte: is it structure (in no string, and no opening quote), and the depth after it.
 
@@ -56,13 +50,6 @@ def structure(masked: bytes, inside: bool, depth: int) -> tuple[Bools, Depths]:
     depths: Depths = np.cumsum(steps, dtype=np.int32)
     depths += depth
     return outside, depths
-
-
-def count_values(data: bytes) -> int:
-    """How many values a JSON document has, or a few more. O(bytes) at memory speed."""
-    masked = mask_escapes(data)
-    bare = b"".join(masked.split(b'"')[::2])
-    return 1 + bare.count(b",") + bare.count(b"[") + bare.count(b"{")
 
 
 class NotReadable(ValueError):

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import msgspec
+from treeline_wire.json_values import count_values
 from treeline_wire.prompt import PromptError, TooDeep
 
 from treeline_epp.keyers.base import Keyer
@@ -26,7 +27,7 @@ from treeline_epp.requests.isolation import NO_ISOLATION, Cache, Isolation
 from treeline_epp.requests.messages import Immediate, RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.model_table import ModelNotFound, ModelTarget
-from treeline_epp.requests.outline import NotReadable, Outline, count_values
+from treeline_epp.requests.outline import NotReadable, Outline
 from treeline_epp.requests.prompts import CHARS_PER_TOKEN, KeyedPrompt, completion
 from treeline_epp.requests.refusals import Refusal, bad_request, model_not_found, not_kept_apart
 from treeline_epp.requests.summary import MAX_VALUES, Summary, summary_of

@@ -33,6 +33,8 @@ class WayReason(StrEnum):
     """Why an endpoint is not routed by events and text. The values are metric labels, and words of `/endpoints`."""
 
     NO_EVENTS = "NoEvents"
+    EVENTS_UNREACHABLE = "EventsUnreachable"
+    NOTHING_HEARD = "NothingHeard"
     NO_KEY_PAIR = "NoKeyPair"
     NO_TOKENIZER = "NoTokenizer"
     TOKENIZER_UNAVAILABLE = "TokenizerUnavailable"
@@ -61,15 +63,31 @@ class TokenizerFacts(NamedTuple):
     """A flag names it, or the engine says that it serves it."""
 
 
-def way_of(*, publishes: bool, keys_missing: bool, tokenizer: TokenizerFacts, no_events: str = "") -> Routing:
+class Unheard(NamedTuple):
+    """Why the events of an endpoint do not arrive although it is known where they come from, and what to do."""
+
+    reason: WayReason
+    message: str
+
+
+def way_of(
+    *,
+    publishes: bool,
+    keys_missing: bool,
+    tokenizer: TokenizerFacts,
+    no_events: str = "",
+    unheard: Unheard | None = None,
+) -> Routing:
     """The way of one endpoint. `publishes`: it is known where its events come from, and if not, `no_events` says why;
-    `keys_missing`: they are encrypted, for keys that this picker has not."""
+    `keys_missing`: they are encrypted, for keys that this picker has not. `unheard`: none of them arrives."""
     if keys_missing:
         return Routing(Way.HISTORY, WayReason.NO_KEY_PAIR, "the engine publishes with keys: give --curve-dir")
     if not publishes:
         message = no_events or "the engine publishes no KV events, or does not say where"
         message += " (docs/engines.md)"
         return Routing(Way.HISTORY, WayReason.NO_EVENTS, message)
+    if unheard is not None:
+        return Routing(Way.HISTORY, unheard.reason, f"{unheard.message} (docs/engines.md)")
     if tokenizer.has_keys and tokenizer.by_tokens:
         return Routing(Way.TOKENS, WayReason.TOKENIZER_LOSES_TEXT, tokenizer.problem or "")
     if tokenizer.has_keys:  # a problem then is that of its chat template
@@ -128,8 +146,20 @@ class RoutingWays:
 
 
 def _worst(routings: Iterable[Routing]) -> Routing:
-    found = Counter(routings)
-    count, first = max((_BETTER_FIRST.index(routing.way), count, routing) for routing, count in found.items())[1:]
-    if len(found) == 1 or not first.message:
+    """The worst way; of those that have it the reason that most have, with one of their messages."""
+    by_reason: dict[tuple[Way, str], Counter[Routing]] = {}
+    for routing in routings:
+        by_reason.setdefault((routing.way, routing.reason), Counter())[routing] += 1
+    endpoints = sum(found.total() for found in by_reason.values())
+    _, count, key = max((_BETTER_FIRST.index(key[0]), found.total(), key) for key, found in by_reason.items())
+    found = by_reason[key]
+    told = {routing: times for routing, times in found.items() if routing.message}
+    if not told:
+        return Routing(*key)
+    if not key[1]:  # it is the best way, and what is told concerns some requests: only those who have it count
+        count = sum(told.values())
+    first = max(told, key=lambda routing: (told[routing], routing.message))
+    if len(found) == 1 and count == endpoints:
         return first
-    return first._replace(message=f"{count} of {sum(found.values())} endpoints: {first.message}")
+    one_of = "" if len(told) == 1 else "for example, "
+    return first._replace(message=f"{count} of {endpoints} endpoints: {one_of}{first.message}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 import msgspec
+from treeline_wire.json_values import count_values
 
 from treeline_epp.requests.body import Body
-from treeline_epp.requests.outline import NotReadable, Outline, beginning, count_values, is_ids
+from treeline_epp.requests.outline import NotReadable, Outline, beginning, is_ids
 
 MAX_VALUES: Final = 4096
 """Values (of objects and lists) that are read of one body: reading and rendering cost by the value."""

@@ -69,7 +69,7 @@ def http_route(
 
     Of several pools behind one gateway the oldest takes every request, the others (`by_model`) those for their model.
     """
-    matches = list(_matches(INFERENCE[pool.spec.engine.type], pool.spec.model.served_name if by_model else None))
+    matches = list(matches_of(INFERENCE[pool.spec.engine.type], pool.spec.model.served_name if by_model else None))
     backend = {
         "group": "inference.networking.k8s.io",
         "kind": "InferencePool",
@@ -93,7 +93,7 @@ def http_route(
     return manifest("gateway.networking.k8s.io/v1", "HTTPRoute", meta, spec=spec)
 
 
-def _matches(rules: Sequence[PathRule], model: str | None) -> Iterator[dict[str, Any]]:
+def matches_of(rules: Sequence[PathRule], model: str | None = None) -> Iterator[dict[str, Any]]:
     """A match for every path and method; with `model` only for requests that ask for it."""
     headers = [{"type": "Exact", "name": MODEL_HEADER, "value": model}]
     below = {rule.path for rule in rules if rule.below}

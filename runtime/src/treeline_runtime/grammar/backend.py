@@ -17,6 +17,10 @@ class GrammarError(ValueError):
     """What is wrong with a grammar; the text is for whoever wrote it."""
 
 
+class NotHereError(GrammarError):
+    """What this backend has not, and another may have."""
+
+
 class Matcher(Protocol):
     """The place in a grammar that one output has come to. Starts at its beginning."""
 
@@ -28,7 +32,8 @@ class Matcher(Protocol):
         """The last `count` accepted tokens were never there."""
 
     def forced(self) -> str:
-        """The text that must come next, as far as it is certain; "" where there is a choice, or the end."""
+        """The text that must come next, as far as it is certain; "" where there is a choice, or the end, or where the
+        output stands within a character."""
 
     @property
     def completed(self) -> bool:
@@ -61,6 +66,14 @@ class GrammarBackend(Protocol):
         bit j % 32 of word j // 32 is token j. Matchers that are at their end allow nothing."""
 
 
+def certain_text(forced: bytes) -> str:
+    """What is text of the bytes that must come next. A character may be certain but for its last bytes."""
+    try:
+        return forced.decode()
+    except UnicodeDecodeError as error:
+        return forced[: error.start].decode()
+
+
 NewBackend = Callable[[Vocabulary], GrammarBackend]
 
 
@@ -79,4 +92,20 @@ def _xgrammar() -> NewBackend:
     return XGrammarBackend
 
 
-BACKENDS: dict[str, Callable[[], NewBackend]] = {"xgrammar": _xgrammar}
+def _llguidance() -> NewBackend:
+    import llguidance  # noqa: F401  (a confined process can import nothing later)
+
+    from treeline_runtime.grammar.llguidance_backend import LLGuidanceBackend
+
+    return LLGuidanceBackend
+
+
+def _auto() -> NewBackend:
+    from treeline_runtime.grammar.auto_backend import AutoBackend
+
+    _xgrammar()
+    _llguidance()
+    return AutoBackend
+
+
+BACKENDS: dict[str, Callable[[], NewBackend]] = {"auto": _auto, "xgrammar": _xgrammar, "llguidance": _llguidance}

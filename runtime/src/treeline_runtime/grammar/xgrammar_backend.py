@@ -9,7 +9,12 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from treeline_runtime.grammar.backend import Compiled, GrammarError, Matcher
+from treeline_runtime.grammar.backend import Compiled, GrammarError, Matcher, certain_text
+from treeline_runtime.grammar.mended import mended
+from treeline_runtime.grammar.patterns import as_ebnf, whole
+from treeline_runtime.grammar.satisfiable import check_satisfiable
+from treeline_runtime.grammar.schema_support import for_xgrammar
+from treeline_runtime.grammar.structural_tags import for_xgrammar_tags
 from treeline_runtime.grammar.vocabulary import Vocabulary
 from treeline_runtime.grammar.xgrammar_library import load as load_library
 from treeline_runtime.messages import Grammar
@@ -34,7 +39,11 @@ class XGrammarBackend:
             self._info(grammar.kind == "structural_tag"), max_threads=self._threads, cache_enabled=False
         )
         try:
-            compiled = self._compile(compiler, grammar)
+            rules = mended(self._rules(grammar).serialize_json())
+            check_satisfiable(rules)
+            compiled = compiler.compile_grammar(self._library.Grammar.deserialize_json(rules))
+        except GrammarError:
+            raise
         except (RuntimeError, ValueError, TypeError) as error:
             raise GrammarError(_reason(error)) from None
         return _MARKED[grammar.kind == "structural_tag"] + compiled.serialize_json().encode()
@@ -47,7 +56,7 @@ class XGrammarBackend:
     def fill(self, matchers: Sequence[Matcher], masks: torch.Tensor, rows: Sequence[int]) -> None:
         open_ones, places = [], []
         for matcher, row in zip(matchers, rows, strict=True):
-            assert isinstance(matcher, _Matcher)
+            assert isinstance(matcher, XGrammarMatcher)
             if matcher.handle.is_terminated():
                 masks[row] = 0
             else:
@@ -72,19 +81,20 @@ class XGrammarBackend:
     def _info(self, marked: bool) -> Any:
         return self._marked if marked else self._text
 
-    def _compile(self, compiler: Any, grammar: Grammar) -> Any:
+    def _rules(self, grammar: Grammar) -> Any:
+        parsed = self._library.Grammar
         match grammar.kind:
             case "json":
-                return compiler.compile_json_schema(grammar.source, any_whitespace=False)
+                return parsed.from_json_schema(for_xgrammar(grammar.source), any_whitespace=False)
             case "regex":
-                return compiler.compile_regex(grammar.source)
+                return parsed.from_ebnf(f"root ::= {as_ebnf(whole(grammar.source))}")
             case "ebnf":
-                return compiler.compile_grammar(grammar.source)
+                return parsed.from_ebnf(grammar.source)
             case "structural_tag":
-                return compiler.compile_structural_tag(grammar.source)
+                return parsed.from_structural_tag(for_xgrammar_tags(grammar.source))
             case "choice":
                 texts = [{"type": "const_string", "value": text} for text in json.loads(grammar.source)]
-                return compiler.compile_structural_tag(
+                return parsed.from_structural_tag(
                     {"type": "structural_tag", "format": {"type": "or", "elements": texts}}
                 )
 
@@ -103,10 +113,12 @@ class _Compiled:
         return int(self._compiled.memory_size_bytes)
 
     def matcher(self, stop_ids: Sequence[int]) -> Matcher:
-        return _Matcher(self._library.GrammarMatcher(self._compiled, override_stop_tokens=list(stop_ids)))
+        return XGrammarMatcher(self._library.GrammarMatcher(self._compiled, override_stop_tokens=list(stop_ids)))
 
 
-class _Matcher:
+class XGrammarMatcher:
+    """Implements `Matcher`."""
+
     def __init__(self, handle: Any) -> None:
         self.handle = handle
 
@@ -117,11 +129,24 @@ class _Matcher:
         self.handle.rollback(count)
 
     def forced(self) -> str:
-        return "" if self.handle.is_terminated() else str(self.handle.find_jump_forward_string())
+        if self.handle.is_terminated():
+            return ""
+        try:
+            return str(self.handle.find_jump_forward_string())
+        except UnicodeDecodeError as error:  # what is certain begins or ends within a character
+            return certain_text(error.object)
 
     @property
     def completed(self) -> bool:
         return bool(self.handle.is_completed())
+
+
+def parse_ebnf(source: str) -> str:
+    """The rules, as the library serialises them. Raises GrammarError."""
+    try:
+        return str(load_library().Grammar.from_ebnf(source).serialize_json())
+    except RuntimeError as error:
+        raise GrammarError(_reason(error)) from None
 
 
 def _reason(error: Exception) -> str:

@@ -13,12 +13,12 @@ from typing import Any, Final
 
 from treeline_runtime.parsers import structures
 from treeline_runtime.parsers.chain import Chained, Reading, Without
-from treeline_runtime.parsers.harmony import HARMONY, Harmony
+from treeline_runtime.parsers.harmony import ANSWER, HARMONY, Harmony
 from treeline_runtime.parsers.parts import OutputParser
 from treeline_runtime.parsers.pythonic import PYTHONIC
 from treeline_runtime.parsers.qwen_xml import QWEN_XML
 from treeline_runtime.parsers.reasoning import FAMILIES, Tags
-from treeline_runtime.parsers.source import Markers, Source, Steps
+from treeline_runtime.parsers.source import Source, Steps, markers
 from treeline_runtime.parsers.tools import DEEPSEEK, HERMES, LLAMA3, MISTRAL, ToolFormat
 from treeline_runtime.registry import Registry
 
@@ -65,9 +65,10 @@ TOOLS: Final = Registry(
     },
 )
 STRAYS: Final = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>")
-"""Special tokens that end turns. Where special tokens are in the text, these are taken out of thoughts and answers."""
+"""Special tokens that end turns. Where a format needs special tokens in the text, these are taken out of thoughts and
+answers."""
 
-_STRAYS: Final = Markers(*STRAYS)
+_STRAYS: Final = markers(*STRAYS)
 
 
 def new(reasoning: str | None, tools: str | None, functions: Collection[str] = (), prompt: str = "") -> OutputParser:
@@ -89,12 +90,12 @@ def new(reasoning: str | None, tools: str | None, functions: Collection[str] = (
     if calls is not None and not isinstance(calls, Harmony):
         parsers.append(Reading(partial(calls.steps, functions=schemas)))
     parser = Chained(*parsers) if len(parsers) == 2 else parsers[0] if parsers else Reading(_all_said)
-    return Without(parser, _STRAYS)
+    return Without(parser, _STRAYS) if needs_special_tokens(reasoning, tools) else parser
 
 
 def needs_special_tokens(reasoning: str | None, tools: str | None) -> bool:
     """Must an output's text have its special tokens (`skip_special_tokens: false`) for these formats to be found in
-    it? `STRAYS` are removed from what is told. Raises ConfigError for a name that is not known."""
+    it? Then `STRAYS` are removed from what is told. Raises ConfigError for a name that is not known."""
     formats = (
         None if reasoning is None else REASONING.get(_known(reasoning)),
         None if tools is None else TOOLS.get(_known(tools)).format,
@@ -102,11 +103,15 @@ def needs_special_tokens(reasoning: str | None, tools: str | None) -> bool:
     return any(format is not None and format.special for format in formats)
 
 
-def reasoning_end(reasoning: str | None, prompt: str) -> str:
-    """The text with which the reasoning of an output that follows `prompt` ends: a grammar holds from behind it on.
-    "" where there is no reasoning, or none that ends before the answer's format begins (harmony)."""
+def reasoning_end(reasoning: str | None, prompt: str, tools: str | None = None) -> str:
+    """The text from behind which a grammar holds, in an output that follows `prompt`: the end of the reasoning; "" =
+    from the beginning on. `tools` names the format where the grammar is its `structure`: harmony's has the reasoning
+    within. Raises ConfigError for a name of a parser that is not known."""
     tags = None if reasoning is None else REASONING.get(_known(reasoning))
-    return tags.end_after(prompt) if isinstance(tags, Tags) else ""
+    if isinstance(tags, Tags):
+        return tags.end_after(prompt)
+    within = tools is not None and TOOLS.get(_known(tools)) is _HARMONY
+    return "" if tags is None or within or prompt.endswith(ANSWER) else ANSWER
 
 
 def structure(

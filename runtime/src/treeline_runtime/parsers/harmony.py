@@ -14,17 +14,18 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from treeline_runtime.parsers.source import BrokenError, Markers, Source, Steps
+from treeline_runtime.parsers.source import BrokenError, Source, Steps, markers
 from treeline_runtime.parsers.tools import Functions, attempt, call
 
 _START: Final = "<|start|>"
+_TO: Final = " to="
 _CHANNEL: Final = "<|channel|>"
 _MESSAGE: Final = "<|message|>"
 _CONSTRAIN: Final = "<|constrain|>"
 _BEGINNINGS: Final = (_START, _CHANNEL)
 _ENDS: Final = ("<|end|>", "<|return|>", "<|call|>")
-_BETWEEN: Final = Markers(*_BEGINNINGS)
-_WITHIN: Final = Markers(*_BEGINNINGS, *_ENDS)
+_BETWEEN: Final = markers(*_BEGINNINGS)
+_WITHIN: Final = markers(*_BEGINNINGS, *_ENDS)
 
 _WORDS: Final = re.compile(r"[^<]*")
 _RECIPIENT: Final = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
@@ -39,17 +40,25 @@ class Harmony:
 
     def steps(self, source: Source, functions: Functions, prompt: str = "") -> Steps[None]:
         """Read an output that follows `prompt`, which may have begun a message."""
-        header = prompt.rpartition(_START)[2]
-        if _MESSAGE in header and not any(end in header for end in _ENDS):
-            marker = yield from self._content(source, header.partition(_MESSAGE)[0])
+        header, begun, content = prompt.rpartition(_START)[2].partition(_MESSAGE)
+        if begun and not any(end in content for end in _ENDS):
+            marker = yield from self._content(source, header)
         else:
-            marker = " to=" if (yield from attempt(source, source.expect(" to="))) else ""
+            marker = yield from self._recipient(source)
         while True:
             if marker in ("", *_ENDS):
                 marker = yield from self._between(source)
                 if not marker:
                     return
             marker = yield from self._message(source, functions, marker)
+
+    def _recipient(self, source: Source) -> Steps[str]:
+        """What begins a message whose `<|start|>assistant` the prompt has, if its recipient comes first."""
+        try:
+            yield from source.expect(_TO)
+        except BrokenError:
+            return ""
+        return _TO
 
     def _between(self, source: Source) -> Steps[str]:
         source.say(source.release())
@@ -72,7 +81,7 @@ class Harmony:
 
     def _header(self, source: Source, marker: str) -> Steps[str]:
         """Read, held, up to where the content begins; "" if this is no header. One that breaks off with the output is
-        nobody's answer."""
+        nobody's answer, if it began with a marker."""
         header = [marker]
         try:
             while header[-1] != _MESSAGE:
@@ -81,7 +90,7 @@ class Harmony:
                 if not header[-1]:
                     raise BrokenError
         except BrokenError:
-            if not (yield from source.ahead()):
+            if marker != _TO and not (yield from source.ahead()):
                 source.settle()
             source.say(source.release())
             return ""
@@ -100,3 +109,5 @@ class Harmony:
 
 
 HARMONY: Final = Harmony()
+ANSWER: Final = "<|channel|>final<|message|>"
+"""What the answer follows."""

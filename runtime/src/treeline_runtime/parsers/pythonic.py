@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from treeline_runtime.parsers.json_text import MAX_DEPTH, JsonScanner
-from treeline_runtime.parsers.source import BrokenError, Markers, OverError, Source, Steps
+from treeline_runtime.parsers.source import BrokenError, OverError, Source, Steps, markers
 from treeline_runtime.parsers.tools import Functions, attempt, function_name
 
-_LIST: Final = Markers("[", "<|python_start|>")
+_LIST: Final = markers("[", "<|python_start|>")
 _PLAIN: Final = re.compile(r"""[^\[\](){}"'\\,]*""")
 _WITHIN: Final = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
 _IDENTIFIER: Final = re.compile(r"\w*")

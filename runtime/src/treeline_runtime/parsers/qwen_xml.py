@@ -21,14 +21,14 @@ from functools import reduce
 from typing import Any, Final
 
 from treeline_runtime.parsers.pythonic import as_json
-from treeline_runtime.parsers.source import MAX_HELD, BrokenError, Markers, OverError, Source, Steps
+from treeline_runtime.parsers.source import MAX_HELD, BrokenError, OverError, Source, Steps, markers
 from treeline_runtime.parsers.tools import Functions, Marked
 
 _NAME: Final = re.compile(r"[^<>\n]*")
 _PARAMETER: Final = "<parameter="
 _FURTHER: Final = (_PARAMETER, "</function>", "</tool_call>")
 _VALUE_ENDS: Final = ("</parameter>", _PARAMETER, "</function>")
-_VALUE_MARKERS: Final = Markers(*_VALUE_ENDS)
+_VALUE_MARKERS: Final = markers(*_VALUE_ENDS)
 _PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 _KINDS: Final = frozenset(("string", "number", "boolean", "null", "object", "array"))
 _STRING: Final = frozenset(("string",))

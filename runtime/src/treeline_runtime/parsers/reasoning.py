@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from treeline_runtime.parsers.source import BrokenError, Markers, Source, Steps
+from treeline_runtime.parsers.source import BrokenError, Source, Steps, markers
 from treeline_runtime.parsers.tools import attempt
 
 
@@ -47,7 +47,7 @@ class Tags:
         source.settle()
         yield from source.drop_space()
         interrupting = self.interrupting if tools else ()
-        marker = yield from source.until(Markers(self.closing, *interrupting), source.think)
+        marker = yield from source.until(markers(self.closing, *interrupting), source.think)
         source.settle()
         if marker in interrupting:
             source.say(marker)
@@ -67,6 +67,7 @@ FAMILIES: Final = {
     "deepseek_r1": _ALWAYS,
     "deepseek_v3": Tags(interrupting=("<｜tool▁calls▁begin｜>",)),  # V3.1 and later, where the template opens it
     "glm45": _QWEN,
+    "glm47": _QWEN,
     "interns1": _QWEN,
     "kimi": Tags("◁think▷", "◁/think▷"),
     "kimi_k2": Tags(interrupting=("<|tool_calls_section_begin|>",)),

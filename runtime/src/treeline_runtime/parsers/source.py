@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Sequence
+from functools import cache
 from typing import Final, NoReturn, TypeVar
 
 from treeline_runtime.parsers.parts import CallArguments, CallBegun, Part, Said, Thought
@@ -241,6 +242,12 @@ class Markers:
         """Where the end of `text` begins that may become a marker."""
         match = self._open.search(text, max(at, len(text) - self._longest))
         return match.start() if match else len(text)
+
+
+@cache
+def markers(*literals: str) -> Markers:
+    """Formats have few, so they are compiled once."""
+    return Markers(*literals)
 
 
 _SPACE_CHARS: Final = " \t\n\r"

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
+
+_MAX_WHITESPACE: Final = 32
+"""In a row, between tokens of JSON: enough to indent, not to go on for ever."""
 
 Format = dict[str, Any]
 """One of xgrammar's formats."""
@@ -22,6 +25,7 @@ class Function(msgspec.Struct, frozen=True):
     """A function that may be called."""
 
     name: str
+    """Of letters, digits, `_`, `-` and `.`: formats that are not JSON have no way to quote."""
     parameters: dict[str, Any] | None = None
     """The arguments' JSON Schema; None = it takes none."""
     strict: bool | None = None
@@ -226,7 +230,7 @@ def _of_objects(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _json(schema: Any) -> Format:
-    return {"type": "json_schema", "json_schema": schema}
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MAX_WHITESPACE}
 
 
 def _tag(begin: str, content: Format, end: str) -> Format:

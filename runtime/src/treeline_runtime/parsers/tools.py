@@ -1,4 +1,9 @@
-"""Parsers of tool calls: the steps that formats share, and the formats that write calls in JSON."""
+"""Parsers of tool calls: the steps that formats share, and the formats that write calls in JSON.
+
+A call is certain where its function is known and its arguments have begun. What only looks like one up to there is
+said in full. From there on arguments are told as they come: where they are no longer JSON, the call stays as far as it
+came, and what follows is said.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from treeline_runtime.parsers.json_text import arguments, call_object
-from treeline_runtime.parsers.source import BrokenError, Markers, OverError, Source, Steps
+from treeline_runtime.parsers.source import BrokenError, OverError, Source, Steps, markers
 
 Functions = Mapping[str, Any]
 """The functions that may be called: name → JSON Schema of the parameters, where known, else None."""
@@ -72,8 +77,8 @@ class Marked:
     special: bool = False
 
     def steps(self, source: Source, functions: Functions) -> Steps[None]:
-        markers = Markers(*self.opening)
-        marker = yield from source.until(markers, source.say)
+        opening = markers(*self.opening)
+        marker = yield from source.until(opening, source.say)
         while marker:
             if marker in self.closing:
                 source.settle()
@@ -82,7 +87,7 @@ class Marked:
                 marker = yield from self._adjoining(source)
             else:
                 marker = ""
-            marker = marker or (yield from source.until(markers, source.say))
+            marker = marker or (yield from source.until(opening, source.say))
 
     def _adjoining(self, source: Source) -> Steps[str]:
         """The marker behind a call, with nothing but white space between; white space at the end is nobody's."""
@@ -113,6 +118,7 @@ HERMES: Final = Marked(_hermes, ("<tool_call>",), ("</tool_call>",), special=Tru
 # ---- Llama 3 ---------------------------------------------------------------------------------------------
 
 _PYTHON_TAG: Final = "<|python_tag|>"
+_TAGGED: Final = markers(_PYTHON_TAG)
 
 
 @dataclass(frozen=True)
@@ -120,9 +126,8 @@ class _Llama3:
     special: bool = True
 
     def steps(self, source: Source, functions: Functions) -> Steps[None]:
-        markers = Markers(_PYTHON_TAG)
         yield from attempt(source, self._calls(source, functions))
-        while (yield from source.until(markers, source.say)):
+        while (yield from source.until(_TAGGED, source.say)):
             yield from attempt(source, self._calls(source, functions))
 
     def _calls(self, source: Source, functions: Functions) -> Steps[None]:

@@ -11,11 +11,14 @@ from treeline_runtime.server.http import ApiError, Request
 
 
 def api_key(key: str | None) -> Guard:
-    """`Authorization: Bearer KEY` for every route that is not open; anybody where there is no key."""
+    """`Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's clients say it, for every route that is not open;
+    anybody where there is no key."""
     wanted = None if key is None else key.encode()
 
     def guard(request: Request, route: Route) -> None:
-        if wanted is not None and not route.open and not _holds(request, wanted):
+        if wanted is None or route.open:
+            return
+        if not _holds(request, wanted) and not _named(request, wanted):
             raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
 
     return guard
@@ -48,6 +51,11 @@ def read_only(request: Request, _route: Route) -> None:
     for name, value in request.scope["headers"]:
         if name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0 ")):
             raise ApiError(413, "Nothing here takes a body", code="request_too_large")
+
+
+def _named(request: Request, wanted: bytes) -> bool:
+    given = [value for name, value in request.scope["headers"] if name == b"x-api-key"]
+    return len(given) == 1 and hmac.compare_digest(given[0], wanted)
 
 
 def _holds(request: Request, wanted: bytes) -> bool:

@@ -22,8 +22,10 @@ from starlette.types import ASGIApp
 from treeline_runtime.server import schema
 from treeline_runtime.server.errors import UnknownModel
 from treeline_runtime.server.http import (
+    OPENAI_ERRORS,
     ApiError,
     ClientGone,
+    ErrorShape,
     Receive,
     Request,
     Response,
@@ -31,7 +33,6 @@ from treeline_runtime.server.http import (
     Send,
     encode_json,
     error_response,
-    event,
     run_while_connected,
 )
 from treeline_runtime.server.limits import MAX_CONTROL_BYTES, Reservation, TooMuchInFlight
@@ -52,6 +53,8 @@ class Route:
     """Is waited for when the server drains."""
     max_body: int = MAX_CONTROL_BYTES
     """Bytes."""
+    errors: ErrorShape = OPENAI_ERRORS
+    """How its API writes them."""
     operation: schema.Operation | None = None
     """What the OpenAPI document says of it; None: nothing."""
 
@@ -123,20 +126,19 @@ class App(FastAPI):
         except ClientGone:
             return  # nobody is there to be answered
         except UnknownModel as error:
-            response = error_response(error.without_picker() if request.bypassed_picker else error)
+            response = error_response(error.without_picker() if request.bypassed_picker else error, request.errors)
         except ApiError as error:
-            response = error_response(error)
+            response = error_response(error, request.errors)
         except TooMuchInFlight:
-            response = error_response(
-                self._service.overloaded("Requests in flight take all the memory that they may have")
-            )
+            full = self._service.overloaded("Requests in flight take all the memory that they may have")
+            response = error_response(full, request.errors)
         except Exception:
             logger.exception("%s %s failed", scope["method"], scope["path"])
             broken = ApiError(500, "The server failed to answer; its log says why", type="server_error")
             if request.streaming:
-                await request.end_events(event(broken.body))
+                await request.end_events(request.errors.event(broken))
                 return
-            response = error_response(broken)
+            response = error_response(broken, request.errors)
         finally:
             if request.reservation is not None:
                 request.reservation.release()
@@ -147,6 +149,7 @@ class App(FastAPI):
         self._service.metrics.http_requests.labels(path, status).inc()
 
     async def _answer(self, route: Route, request: Request) -> Response | None:
+        request.errors = route.errors
         self._surface.guard(request, route)
         await request.read_body(route.max_body, Reservation(self._service.budget))
         answering = run_while_connected(request.receive, _call(route.handler, request))

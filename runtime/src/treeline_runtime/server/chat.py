@@ -11,6 +11,7 @@ from treeline_runtime.server.chat_answers import Choice, message
 from treeline_runtime.server.http import DONE, Request, Response, event
 from treeline_runtime.server.jobs import ChatTask
 from treeline_runtime.server.pacing import Pacer, open_object
+from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.service import Service, token_headers, usage
 from treeline_runtime.server.special_tokens import SpecialTokens
 from treeline_runtime.tokenizer_manager import InflightRequest
@@ -32,20 +33,23 @@ async def chat_completions(service: Service, request: Request) -> Response | Non
         inflight.close()
 
 
+def choices(prompts: Prompts, task: ChatTask) -> list[Choice]:
+    """The choices of an answer, of which nothing has come yet."""
+    parsing = task.parsing
+    hidden = parsing is not None and parsing.needs_special_tokens and not task.shown.special_tokens
+    special = prompts.special_tokens if hidden else _NOTHING_SPECIAL
+    closing = None if parsing is None else parsing.closing
+    end = None if closing is None else prompts.token_of(closing)
+    return [Choice(None if parsing is None else parsing.parser(), task.shown, special, end) for _ in range(task.job.n)]
+
+
 class _Answer:
     """What becomes of the outputs of one request."""
 
     def __init__(self, service: Service, task: ChatTask) -> None:
         self._service = service
         self._task = task
-        parsing = task.parsing
-        hidden = parsing is not None and parsing.needs_special_tokens and not task.shown.special_tokens
-        special = service.prompts.special_tokens if hidden else _NOTHING_SPECIAL
-        closing = None if parsing is None else parsing.closing
-        end = None if closing is None else service.prompts.token_of(closing)
-        self._choices = [
-            Choice(None if parsing is None else parsing.parser(), task.shown, special, end) for _ in range(task.job.n)
-        ]
+        self._choices = choices(service.prompts, task)
 
     def _usage(self, outs: Mapping[int, TextOut]) -> dict[str, object]:
         counts = [count for choice in self._choices if (count := choice.reasoning_tokens) is not None]

@@ -40,8 +40,6 @@ _CALLING: Final = (
     ("deepseek_v31", "<｜tool▁calls▁begin｜>"),
 )
 """A format, and what a chat template has in it then; the first that is there, if there is a parser of that name."""
-_FINAL: Final = "<|channel|>final<|message|>"
-"""What begins the answer in harmony."""
 
 
 class Formats(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -127,9 +125,7 @@ def whole_output(
         constraint = _either(constraint, calls, formats)
     elif calls is not None and calls.constrained:
         constraint = Constraint("tools", structural_tag(_calling(calls, formats, required=False), "tools"))
-    elif constraint is not None and formats.harmonic:
-        return _behind(constraint, _FINAL)
-    if constraint is None or formats.harmonic:  # its calls' structure has the reasoning in it
+    if constraint is None or (calls is not None and formats.harmonic):  # that structure has the reasoning in it
         return constraint
     return _after_thinking(constraint, formats.reasoning, prompt)
 
@@ -169,12 +165,8 @@ def _after_thinking(constraint: Constraint, reasoning: str | None, prompt: str) 
         return constraint
     tags = parsers.REASONING.get(reasoning)
     if not isinstance(tags, Tags) or tags.begins_inside(prompt):
-        return _behind(constraint, end)
+        return constraint._replace(grammar=msgspec.structs.replace(constraint.grammar, after=end))
     thought = {"type": "tag", "begin": tags.opening, "content": {"type": "any_text"}, "end": tags.closing}
     thinking = {"type": "sequence", "elements": [thought, {"type": "regex", "pattern": "\\n{0,2}"}]}
     whole = [{"type": "optional", "content": thinking}, as_format(constraint.grammar)]
     return constraint._replace(grammar=structural_tag({"type": "sequence", "elements": whole}, constraint.param))
-
-
-def _behind(constraint: Constraint, marker: str) -> Constraint:
-    return constraint._replace(grammar=msgspec.structs.replace(constraint.grammar, after=marker))

@@ -30,7 +30,7 @@ MAX_CHOICES: Final = 4096
 ANY_OBJECT: Final = Grammar("json", '{"type":"object"}')
 
 _decode = msgspec.json.Decoder().decode
-_ROOT: Final = re.compile(r"^\s*root\s*::=", re.MULTILINE)
+_ROOT: Final = re.compile(r"^[ \t]*root\s*::=", re.MULTILINE)
 
 
 class Constraint(NamedTuple):

@@ -55,6 +55,19 @@ class ApiError(Exception):
         self.headers = tuple(headers)
 
 
+@dataclass(frozen=True)
+class ErrorShape:
+    """How an API writes its errors."""
+
+    body: Callable[[ApiError], Any]
+    """As an answer, which becomes JSON."""
+    event: Callable[[ApiError], bytes]
+    """As the last event of a stream that fails."""
+
+
+OPENAI_ERRORS = ErrorShape(lambda error: error.body, lambda error: event(error.body))
+
+
 class ClientGone(Exception):
     """The client closed its connection before it had its answer."""
 
@@ -102,8 +115,8 @@ def json_response(value: Any, status: int = 200, headers: Iterable[Header] = ())
     return Response(encode_json(value), status, headers=tuple(headers))
 
 
-def error_response(error: ApiError) -> Response:
-    return json_response(error.body, error.status, error.headers)
+def error_response(error: ApiError, shape: ErrorShape = OPENAI_ERRORS) -> Response:
+    return json_response(shape.body(error), error.status, error.headers)
 
 
 @dataclass
@@ -122,6 +135,8 @@ class Request:
     query: dict[str, str] = field(default_factory=dict)
     streaming: bool = False
     """Response headers have been sent."""
+    errors: ErrorShape = OPENAI_ERRORS
+    """Of the API that it speaks."""
 
     @property
     def method(self) -> str:
@@ -234,6 +249,11 @@ def json_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ApiError(400, "The body must be a JSON object")
     return value
+
+
+def named_event(name: str, value: Any) -> bytes:
+    """The same with a name."""
+    return b"event: " + name.encode() + b"\n" + event(value)
 
 
 def _content_length(request: Request) -> int:

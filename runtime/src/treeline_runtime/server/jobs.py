@@ -168,6 +168,22 @@ class RerankTask(msgspec.Struct, tag="rerank", frozen=True):
     """To be shown in the answer; None = they are not."""
 
 
+class ResponsesTask(msgspec.Struct, tag="responses", frozen=True):
+    """Of `/v1/responses`."""
+
+    chat: ChatTask
+    shown: bytes
+    """What the answer repeats of the request: a JSON object."""
+
+
+class MessagesTask(msgspec.Struct, tag="messages", frozen=True):
+    """Of `/v1/messages`."""
+
+    chat: ChatTask
+    fills_context: bool
+    """The end of the context comes before that of the tokens that were asked for."""
+
+
 class Answered(msgspec.Struct, tag="answered", frozen=True):
     """The answer itself, as JSON."""
 
@@ -187,4 +203,15 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     """The name, where it is that."""
 
 
-Task = ChatTask | CompletionTask | GenerateTask | VectorsTask | ClassifyTask | ScoreTask | RerankTask | Answered
+Task = (
+    ChatTask
+    | CompletionTask
+    | GenerateTask
+    | VectorsTask
+    | ClassifyTask
+    | ScoreTask
+    | RerankTask
+    | ResponsesTask
+    | MessagesTask
+    | Answered
+)

@@ -10,6 +10,7 @@ from typing import Any
 import jinja2
 from jinja2 import meta, nodes
 from tokenizers import Tokenizer
+from treeline_wire.apis.conversion import takes_inline_system
 from treeline_wire.chat import ChatTemplate, TemplateBusyError, TemplateError
 from treeline_wire.keys import KeySelfTestError, PrefixKeys
 from treeline_wire.prompt import Prompt, PromptError, prompt_of_chat, prompt_of_completion
@@ -25,7 +26,7 @@ from treeline_runtime.templates.pool import TemplatePool
 
 _ESCAPE_BYTES = 5
 MAX_ANALYSED_CHARS = 64 << 10
-"""Of a template: jinja2 takes a time for its variables that grows with its square. Known ones have up to 20 thousand."""
+"""Of a template, whose variables take jinja2 a time that grows with its square. Known ones have up to 20 thousand."""
 END_TOKENS = 64
 """Of a prompt, looked at for what a template has begun there."""
 
@@ -44,6 +45,7 @@ class Prompts:
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._pool = TemplatePool()
         self._template = ChatTemplate.from_bundle(bundle, self._pool)
+        self._inline_system: dict[bool, bool] = {}
         keys = _keys(bundle)
         self._token_bytes = [] if keys is None else keys.token_bytes
         self._bound = _LengthBound.of(keys)
@@ -60,6 +62,14 @@ class Prompts:
     def _read_names(self) -> frozenset[str]:
         templates = (self.bundle.chat_template, self.bundle.tool_template)
         return frozenset[str]().union(*(_names_read(text) for text in templates if text is not None))
+
+    def takes_inline_system(self, *, must_show: bool) -> bool:
+        """Whether the chat template takes a system message in the midst of a chat; `must_show`: and prints it."""
+        known = self._inline_system.get(must_show)
+        if known is None:
+            known = self._template is not None and takes_inline_system(self._template, must_show=must_show)
+            self._inline_system[must_show] = known
+        return known
 
     def template_takes(self, name: str) -> bool:
         """Whether a chat template of the model goes by a variable `name`, as `chat_template_kwargs` set them."""

@@ -15,6 +15,7 @@ from treeline_runtime.messages import SamplingParams
 from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server import grammars, openai
 from treeline_runtime.server import native_fields as native
+from treeline_runtime.server.apis.reader import ApiReader
 from treeline_runtime.server.chat_reader import read_chat_task
 from treeline_runtime.server.errors import UnknownModel
 from treeline_runtime.server.fields import NATIVE_HARMLESS, check_unknown, convert
@@ -37,7 +38,19 @@ from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.server.tools import read_calls
 
 Kind = Literal[
-    "chat", "completion", "generate", "tokenize", "detokenize", "embedding", "pooling", "classify", "score", "rerank"
+    "chat",
+    "completion",
+    "generate",
+    "tokenize",
+    "detokenize",
+    "embedding",
+    "pooling",
+    "classify",
+    "score",
+    "rerank",
+    "responses",
+    "messages",
+    "count_tokens",
 ]
 DEFAULT_MAX_TOKENS = 16
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -71,6 +84,9 @@ class Reader:
             "classify": lambda *read: PoolingReader(self, *read).classify(),
             "score": lambda *read: PoolingReader(self, *read).score(),
             "rerank": lambda *read: PoolingReader(self, *read).rerank(),
+            "responses": lambda *read: ApiReader(self, *read).responses(),
+            "messages": lambda *read: ApiReader(self, *read).messages(),
+            "count_tokens": lambda *read: ApiReader(self, *read).count_tokens(),
         }
         try:
             return readers[kind](json_object(body), limits, caller)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 KINDS: Final[tuple[Kind, ...]] = (
     *("chat", "completion", "generate", "tokenize", "detokenize"),
     *("embedding", "pooling", "classify", "score", "rerank"),
+    *("responses", "messages", "count_tokens"),
 )
 ORDER = struct.Struct("!BQQQQ")
 """Index in KINDS, context length, longest request (0: not known yet), bytes of the caller (msgpack) that follows, and

@@ -27,8 +27,9 @@ KEY = "key"
 NOTHING: tuple[Any, ...] = (None, False, [], {})
 """With these values any field asks for nothing (`fields.is_neutral`)."""
 DESCRIPTION = """\
-An OpenAI-compatible API, and SGLang's `/generate`, over a radix prefix cache. Nothing in a body is ignored: what the
-server does not act on is harmless, or has a value that asks for nothing, or is a 400 that names the field.
+An OpenAI-compatible API, Anthropic's `/v1/messages` and SGLang's `/generate`, over a radix prefix cache. Nothing in a
+body is ignored: what the server does not act on is harmless, or has a value that asks for nothing, or is a 400 that
+names the field.
 """
 
 
@@ -78,6 +79,8 @@ class Operation:
     """Its type."""
     event: Any = None
     """The type of a stream's events; None: there are no streams."""
+    error: Any = Error
+    """The type of answers that are errors."""
     body: Body | None = None
     parameters: Mapping[str, str] = field(default_factory=dict)
     """Of the path: what they mean, by name."""
@@ -87,7 +90,7 @@ class Operation:
         content = {JSON: {"schema": reference(self.answer)}}
         if self.event is not None:
             content[EVENTS] = {"schema": reference(self.event)}
-        failed = {"description": "An error", "content": {JSON: {"schema": reference(Error)}}}
+        failed = {"description": "An error", "content": {JSON: {"schema": reference(self.error)}}}
         made: Schema = {
             "tags": [self.tag],
             "summary": self.summary,
@@ -115,10 +118,14 @@ def document(app: FastAPI, operations: Iterable[Operation]) -> Schema:
     types: list[Any] = [Error]
     bodies = dict[str, Schema]()
     for operation in operations:
-        types += [kind for kind in (operation.answer, operation.event) if kind is not None]
+        types += [kind for kind in (operation.answer, operation.event, operation.error) if kind is not None]
         bodies |= {} if operation.body is None else operation.body.components()
     made = get_openapi(title=app.title, version=app.version, description=DESCRIPTION, routes=app.routes)
-    key = {"type": "http", "scheme": "bearer", "description": "Where the server was started with --api-key."}
+    key = {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "Where the server was started with --api-key. `x-api-key` takes it as well.",
+    }
     made["components"] = {"schemas": components(types) | bodies, "securitySchemes": {KEY: key}}
     return made
 

@@ -16,7 +16,7 @@ from treeline_runtime.models.pooling import Pooling, Task
 from treeline_runtime.server import errors
 from treeline_runtime.server.errors import RETRY
 from treeline_runtime.server.formats import NO_FORMATS, Formats
-from treeline_runtime.server.http import ApiError, Header, Request, event, in_pieces
+from treeline_runtime.server.http import ApiError, Header, Request, in_pieces
 from treeline_runtime.server.jobs import Caller, GenerationJob
 from treeline_runtime.server.jobs import Task as Read
 from treeline_runtime.server.limits import (
@@ -269,7 +269,7 @@ class Service:
         closing: Callable[[], bytes],
     ) -> None:
         """Sends outputs as they come. Headers leave with the first token; an error before it is an ordinary error
-        answer (ApiError), one after it an error object that ends the stream."""
+        answer (ApiError), one after it an event that ends the stream, in the request's shape."""
         try:
             pacer = Pacer()
             async for outs in _outputs(inflight):
@@ -287,7 +287,7 @@ class Service:
         except ApiError as error:
             if not request.streaming:
                 raise
-            await request.end_events(event(error.body))
+            await request.end_events(request.errors.event(error))
 
 
 async def _outputs(inflight: InflightRequest) -> AsyncIterator[list[tuple[int, TextOut]]]:

@@ -9,10 +9,14 @@ from treeline_runtime.models.pooling import Task
 from treeline_runtime.server import native, operations, vectors
 from treeline_runtime.server.access import admin_key, api_key, read_only
 from treeline_runtime.server.administration import Administration
+from treeline_runtime.server.apis import operations as api_operations
+from treeline_runtime.server.apis.anthropic import count_tokens, messages
+from treeline_runtime.server.apis.errors import ANTHROPIC_ERRORS
+from treeline_runtime.server.apis.responses import responses
 from treeline_runtime.server.app import Handler, Route, Surface
 from treeline_runtime.server.chat import chat_completions
 from treeline_runtime.server.completions import completions
-from treeline_runtime.server.http import Request, Response
+from treeline_runtime.server.http import OPENAI_ERRORS, ErrorShape, Request, Response
 from treeline_runtime.server.limits import MAX_BODY_BYTES
 from treeline_runtime.server.probes import Probes
 from treeline_runtime.server.schema import Operation
@@ -60,12 +64,15 @@ def inference(
     def info(handler: Handler, operation: Operation) -> Route:
         return Route(handler, open=True, operation=operation)
 
-    def generating(handler: ServiceHandler, operation: Operation, *tasks: Task) -> Route:
+    def generating(
+        handler: ServiceHandler, operation: Operation, *tasks: Task, errors: ErrorShape = OPENAI_ERRORS
+    ) -> Route:
         bound = functools.partial(_for_tasks, service, handler, tasks or ("generate",))
-        return Route(bound, generates=True, max_body=MAX_BODY_BYTES, operation=operation)
+        return Route(bound, generates=True, max_body=MAX_BODY_BYTES, errors=errors, operation=operation)
 
-    def converting(handler: ServiceHandler, operation: Operation) -> Route:
-        return Route(functools.partial(handler, service), max_body=MAX_BODY_BYTES, operation=operation)
+    def converting(handler: ServiceHandler, operation: Operation, errors: ErrorShape = OPENAI_ERRORS) -> Route:
+        bound = functools.partial(handler, service)
+        return Route(bound, max_body=MAX_BODY_BYTES, errors=errors, operation=operation)
 
     ready = info(probes.ready, operations.READY)
     model_info = info(probes.model_info, operations.MODEL_INFO)
@@ -75,6 +82,7 @@ def inference(
     routes = {
         ("POST", "/v1/chat/completions"): generating(chat_completions, operations.CHAT),
         ("POST", "/v1/completions"): generating(completions, operations.COMPLETION),
+        **_api_routes(generating, converting),
         ("POST", "/generate"): generating(native.generate, operations.GENERATE),
         **_vector_routes(generating),
         ("GET", "/v1/models"): Route(probes.models, operation=operations.MODELS),
@@ -98,6 +106,16 @@ def inference(
     served_by_other |= SAID_OTHERWISE
     served_by_other[METRICS_PATH] = _served_by_other(METRICS_PATH, "metrics", "--metrics-port", metrics_at)
     return Surface(routes, api_key(key), served_by_other, documented)
+
+
+def _api_routes(generating: Callable[..., Route], converting: Callable[..., Route]) -> dict[tuple[str, str], Route]:
+    """Chats in the words of other APIs."""
+    counting = converting(count_tokens, api_operations.COUNT_TOKENS, ANTHROPIC_ERRORS)
+    return {
+        ("POST", "/v1/responses"): generating(responses, api_operations.RESPONSES),
+        ("POST", "/v1/messages"): generating(messages, api_operations.MESSAGES, errors=ANTHROPIC_ERRORS),
+        ("POST", "/v1/messages/count_tokens"): counting,
+    }
 
 
 def _vector_routes(route: Callable[..., Route]) -> dict[tuple[str, str], Route]:

@@ -44,9 +44,11 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """What an engine serves. `epoch` is empty where it has none, `fingerprint` where it serves no tokenizer. `sources`
     are its publishers, one for each rank; `no_events` says why there are none, and what to do about it.
     `isolates_clients`: it reads from the edge's headers whose cache a request uses. `foreign_host`: another machine
-    than its own, which the engine names as the place of its sockets; never connected to. `engine` is the name of the
-    adapter that asked. `adapters` are the LoRA adapters among `models`, with what its events call each. `wants_key`: it
-    tells its models to nobody without its key, so that `models` is empty: it is asked for any."""
+    than its own, which the engine names as the place of its sockets; never connected to. `dials`: the endpoint of its
+    `--kv-events-config`, if it is one that the engine may connect to instead of listening there. `engine` is the name
+    of the adapter that asked. `adapters` are the LoRA adapters among `models`, with what its events call each.
+    `wants_key`: it tells its models to nobody without its key, so that `models` is empty: it is asked for
+    any."""
 
     models: tuple[str, ...] = ()
     epoch: str = ""
@@ -54,6 +56,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     sources: tuple[KvSource, ...] = ()
     isolates_clients: bool = False
     foreign_host: str | None = None
+    dials: str = ""
     no_events: str = ""
     engine: str = ""
     adapters: dict[str, str] = {}

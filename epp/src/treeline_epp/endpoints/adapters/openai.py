@@ -84,17 +84,18 @@ class OpenAIAdapter:
     signs: frozenset[str] = frozenset()
 
     async def models(self, http: EngineHttp) -> Served:
-        """What it serves. A model with a parent is an adapter; vLLM and SGLang both list them so. Raises
-        `EngineError`."""
+        """What it serves. A model with a parent is an adapter; vLLM and SGLang both list them so. No engine is
+        without a base model: where all have parents, these mean something else. Raises `EngineError`."""
         try:
             served = await http.document("/v1/models", Models)
         except RefusedError:  # clients have the key; health, metrics and events are told without it
             return Served((), wants_key=True)
         if served is None:
             raise EngineError(f"{http.base} has no /v1/models")
-        adapters = {self.adapter_name(one.base, one.id): one.id for one in served.data if one.base}
-        names = (self.adapter_name(one.base, one.id) if one.base else one.id for one in served.data)
-        return Served(tuple(names), adapters)
+        bases = {one.id for one in served.data if not one.base} or {one.id for one in served.data}
+        adapters = {self.adapter_name(one.base, one.id): one.id for one in served.data if one.id not in bases}
+        names = (one.id if one.id in bases else self.adapter_name(one.base, one.id) for one in served.data)
+        return Served(tuple(dict.fromkeys(names)), adapters)
 
     def adapter_name(self, base: str, adapter: str) -> str:
         """The model that one asks for to get an adapter of `base`."""
@@ -124,6 +125,7 @@ class OpenAIAdapter:
         return EngineInfo(
             served.names,
             sources=sources,
+            dials=told.dials if sources and told is not None else "",
             no_events=no_events,
             engine=self.name,
             adapters=served.adapters,

@@ -18,6 +18,7 @@ from treeline_wire.security import is_loopback
 from treeline_epp.endpoints.adapters.base import MAX_RANKS, EngineInfo, KvSource, LoadReports, sources_of
 from treeline_epp.endpoints.adapters.openai import OpenAIAdapter
 from treeline_epp.endpoints.engine_http import EngineHttp
+from treeline_epp.endpoints.kv_endpoints import listens
 from treeline_epp.endpoints.model_server_metrics import SGLANG, MetricNames
 from treeline_epp.endpoints.spec import KvPorts, normal_ip
 
@@ -92,8 +93,10 @@ class SGLangAdapter(OpenAIAdapter):
         if events is not None:
             foreign = foreign_host(http, events.endpoint_host)
             known = msgspec.structs.replace(known, foreign_host=foreign)
-        if sources:
-            known = msgspec.structs.replace(known, sources=sources, no_events="")
+        if sources and events is not None:
+            endpoint = f"tcp://{events.endpoint_host}:{events.endpoint_port_base}"
+            dials = "" if listens(endpoint, sglang=True) else endpoint
+            known = msgspec.structs.replace(known, sources=sources, dials=dials, no_events="")
         return known, about
 
     def adapter_name(self, base: str, adapter: str) -> str:

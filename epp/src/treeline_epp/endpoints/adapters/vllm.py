@@ -16,6 +16,7 @@ from treeline_epp.endpoints.adapters.base import MAX_RANKS, EngineInfo, KvSource
 from treeline_epp.endpoints.adapters.openai import OpenAIAdapter
 from treeline_epp.endpoints.adapters.sglang import Topic, foreign_host
 from treeline_epp.endpoints.engine_http import EngineHttp
+from treeline_epp.endpoints.kv_endpoints import listens
 from treeline_epp.endpoints.model_server_metrics import VLLM, MetricNames
 from treeline_epp.endpoints.spec import KvPorts
 
@@ -63,8 +64,13 @@ class VllmAdapter(OpenAIAdapter):
         if not found:
             return known
         hosts = (foreign_host(http, host) for one in publishers.values() if (host := _place(one.endpoint)[0]))
+        named = (one.endpoint or "" for one in publishers.values())
         return msgspec.structs.replace(
-            known, sources=tuple(found[:MAX_RANKS]), no_events="", foreign_host=next(filter(None, hosts), None)
+            known,
+            sources=tuple(found[:MAX_RANKS]),
+            no_events="",
+            foreign_host=next(filter(None, hosts), None),
+            dials=next((endpoint for endpoint in named if _place(endpoint)[1] and not listens(endpoint)), ""),
         )
 
 

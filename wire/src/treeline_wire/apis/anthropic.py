@@ -1,9 +1,11 @@
-"""Anthropic's `/v1/messages` as the chat completion that vLLM and SGLang make of it.
+"""Anthropic's `/v1/messages` as the chat completion that our runtime, vLLM and SGLang make of it.
 
 vLLM 0.32: `AnthropicServingMessages.to_chat_completion_request` in vllm/entrypoints/anthropic/serving.py. SGLang
 0.5.23: `AnthropicServing._convert_to_chat_completion_request` in sglang/srt/entrypoints/anthropic/serving.py. They
 differ in what joins the parts of a system prompt, in where a user's words beside tool results go, and in reasoning:
-SGLang's depends on the parser that it was started with, so there a key ends before it.
+SGLang's depends on the parser that it was started with, so there a key ends before it. Our runtime does as vLLM, but
+goes on with a last message that is the assistant's, and tells a template in the words that templates read whether to
+think.
 """
 
 from __future__ import annotations
@@ -12,19 +14,17 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from treeline_wire.dialects.base import check_size
-from treeline_wire.prompt import PromptError
-
-from treeline_epp.requests.conversion import Context, Conversation, Message, Unknown, blocks_of, text_member
+from ..dialects.base import check_size
+from ..errors import PromptError
+from .conversion import PASSED, Context, Conversation, Message, Unknown, blocks_of, function, text_member, tools_of
 
 _BILLING: Final = "x-anthropic-billing-header"
-_PASSED: Final = ("model", "chat_template_kwargs", "cache_salt", "extra_key", "lora_path")
 
 
 def to_chat(body: Mapping[str, Any], messages: list[Any], context: Context) -> Conversation:
     """The chat of a request with these messages. Raises `PromptError`."""
     sglang = context.engine == "sglang"
-    made: dict[str, Any] = {name: body[name] for name in _PASSED if body.get(name) is not None}
+    made: dict[str, Any] = {name: body[name] for name in PASSED if body.get(name) is not None}
     if sglang:
         made.pop("chat_template_kwargs", None)
     roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
@@ -36,18 +36,27 @@ def to_chat(body: Mapping[str, Any], messages: list[Any], context: Context) -> C
         system += [text for text in inline if text]
     if system:
         chat.append({"role": "system", "content": ("\n" if sglang else "").join(system)})
-    complete = True
+    unknown: Unknown | None = None
     try:
         for i, message in enumerate(messages):
             _convert(message, f"messages[{i}]", chat, sglang, merged)
-    except Unknown:
-        complete = False
-    tools = _tools(body, messages, sglang)
+    except Unknown as error:
+        unknown = error
+    ours = context.engine == "treeline"
+    if ours and unknown is None and _is_begun(chat):
+        made |= {"continue_final_message": True, "add_generation_prompt": False}
+    tools = _tools(body, messages, context.engine)
     if tools:
         made["tools"] = tools
-        made["tool_choice"] = _choice(body.get("tool_choice"))
-    made |= _thinking(body, sglang)
-    return Conversation({**made, "messages": chat}, complete)
+        made["tool_choice"] = _choice(body.get("tool_choice"), ours)
+    made |= _thinking(body, context.engine, made.get("chat_template_kwargs"))
+    return Conversation({**made, "messages": chat}, unknown)
+
+
+def _is_begun(chat: list[Message]) -> bool:
+    """Whether the last message is an answer that has begun."""
+    last = chat[-1] if chat else {}
+    return last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
 
 
 def _role(message: Any) -> Any:
@@ -128,7 +137,7 @@ def _convert_block(
         case "image":
             parts.append({"type": "image_url"})
         case "thinking" if sglang:
-            raise Unknown
+            raise Unknown(where, "what an assistant thought depends on the engine's settings")
         case "thinking":
             reasoning.append(text_member(block, "thinking", where) or "")
         case "redacted_thinking" | "tool_reference":
@@ -138,7 +147,7 @@ def _convert_block(
             arguments = json.dumps(block.get("input") or {})
             function = {"name": block.get("name") or "", "arguments": arguments}
             if not block.get("id"):
-                raise Unknown  # the engine makes one up
+                raise Unknown(f"{where}.id", "it is missing")  # the engine makes one up
             calls.append({"id": block["id"], "type": "function", "function": function})
         case "tool_result" if role == "user":
             if sglang and parts:
@@ -146,7 +155,7 @@ def _convert_block(
                 parts.clear()
             _convert_result(block, where, chat, sglang)
         case _:
-            raise Unknown
+            raise Unknown(where, "blocks of this type are not supported")
 
 
 def _convert_result(block: dict[str, Any], where: str, chat: list[Message], sglang: bool) -> None:
@@ -156,7 +165,7 @@ def _convert_result(block: dict[str, Any], where: str, chat: list[Message], sgla
     if isinstance(content, list):
         blocks = blocks_of(content, f"{where}.content")
         if any(inner["type"] != "text" for inner in blocks):
-            raise Unknown
+            raise Unknown(f"{where}.content", "only texts are supported")
         texts = [text_member(inner, "text", where) or "" for inner in blocks]
         texts = [text for text in texts if text or not sglang]
         made["content"] = texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
@@ -165,31 +174,24 @@ def _convert_result(block: dict[str, Any], where: str, chat: list[Message], sgla
     chat.append(made)
 
 
-def _tools(body: Mapping[str, Any], messages: list[Any], sglang: bool) -> list[dict[str, Any]]:
-    tools = body.get("tools")
-    if not tools:
-        return []
-    if any(block.get("type") in ("tool_addition", "tool_removal") for block in _all_blocks(messages)):
+def _tools(body: Mapping[str, Any], messages: list[Any], engine: str) -> list[dict[str, Any]]:
+    tools = tools_of(body)
+    if tools and any(block.get("type") in ("tool_addition", "tool_removal") for block in _all_blocks(messages)):
         raise PromptError("messages", "changes the tools")
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise PromptError("tools", "must be a list of objects")
-    made = []
-    for tool in tools:
-        description = tool.get("description")
-        function = {
-            "name": tool.get("name"),
-            "description": (description or "") if sglang else description,
-            "parameters": tool.get("input_schema"),
-            "strict": tool.get("strict"),
-        }
-        if sglang and tool.get("input_schema") is None:
-            continue  # one of Anthropic's own tools
-        deferred = tool.get("defer_loading")
-        if sglang:
-            made.append({"type": "function", "function": function, "defer_loading": deferred})
-        else:
-            made.append({"type": "function", "function": {**function, "defer_loading": deferred}})
-    return made
+    return [made for tool in tools if (made := _tool(tool, engine)) is not None]
+
+
+def _tool(tool: dict[str, Any], engine: str) -> dict[str, Any] | None:
+    name, description, schema = tool.get("name"), tool.get("description"), tool.get("input_schema")
+    strict, deferred = tool.get("strict"), tool.get("defer_loading")
+    if engine == "treeline":
+        return function(name=name, description=description, parameters=schema, strict=strict)
+    made = {"name": name, "description": description, "parameters": schema, "strict": strict}
+    if engine != "sglang":
+        return {"type": "function", "function": {**made, "defer_loading": deferred}}
+    if schema is None:
+        return None  # one of Anthropic's own tools
+    return {"type": "function", "function": made | {"description": description or ""}, "defer_loading": deferred}
 
 
 def _all_blocks(messages: list[Any]) -> list[dict[str, Any]]:
@@ -197,24 +199,30 @@ def _all_blocks(messages: list[Any]) -> list[dict[str, Any]]:
     return [block for content in contents if isinstance(content, list) for block in content if isinstance(block, dict)]
 
 
-def _choice(value: Any) -> Any:
-    """Only what a template is shown depends on it: no tools, or one of them."""
+def _choice(value: Any, ours: bool) -> Any:
+    """What a template is shown depends on it: no tools, or one of them; and with ours, what the model must do."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "tool":
         return {"type": "function", "function": {"name": value.get("name")}}
+    if kind == "any" and ours:
+        return "required"
     return "none" if kind == "none" else "auto"
 
 
-def _thinking(body: Mapping[str, Any], sglang: bool) -> dict[str, Any]:
+def _thinking(body: Mapping[str, Any], engine: str, given: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     output, thinking = body.get("output_config"), body.get("thinking")
     effort = output.get("effort") if isinstance(output, dict) else None
     if effort is not None:
-        found["reasoning_effort"] = "max" if sglang and effort == "xhigh" else effort
+        found["reasoning_effort"] = "max" if engine == "sglang" and effort == "xhigh" else effort
     kind = thinking.get("type") if isinstance(thinking, dict) else None
-    if sglang and kind is not None:
-        # Which of the two its model reads is known to the parser that the engine was started with.
-        found["chat_template_kwargs"] = {"thinking": kind != "disabled", "enable_thinking": kind != "disabled"}
+    if kind is not None and engine in ("sglang", "treeline"):
+        # Which of the two a model's template reads is known to SGLang by the parser that it was started with.
+        said = {"thinking": kind != "disabled", "enable_thinking": kind != "disabled"}
+        if engine == "sglang" or given is None:
+            found["chat_template_kwargs"] = said
+        elif isinstance(given, dict):
+            found["chat_template_kwargs"] = said | given
     elif kind == "disabled":
         found["reasoning_effort"] = "none"
     return found

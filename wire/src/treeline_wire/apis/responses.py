@@ -1,8 +1,9 @@
-"""OpenAI's `/v1/responses` as the chat completion that vLLM and SGLang make of it.
+"""OpenAI's `/v1/responses` as the chat completion that our runtime, vLLM and SGLang make of it.
 
 vLLM 0.32: `construct_input_messages` and what it calls in vllm/entrypoints/openai/responses/utils.py. SGLang 0.5.23:
 `_construct_input_messages` and what it calls in sglang/srt/entrypoints/openai/serving_responses.py. What a request
 refers to by `previous_response_id` is in the engine alone: then only the instructions are known, which come before it.
+Our runtime stores nothing, and puts the items of one turn of the assistant into one message.
 """
 
 from __future__ import annotations
@@ -11,68 +12,116 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from treeline_wire.prompt import PromptError
-
-from treeline_epp.requests.conversion import (
+from ..errors import PromptError
+from .conversion import (
     MAX_CALL_VALUES,
+    PASSED,
     Context,
     Conversation,
     Message,
     Unknown,
     blocks_of,
+    function,
     many_values,
     text_member,
+    tools_of,
 )
 
-_PASSED: Final = ("model", "chat_template_kwargs", "cache_salt", "extra_key", "lora_path")
 _DEVELOPER: Final = "Developer instructions:\n"
 """What SGLang writes before the text of a developer."""
 _OPEN: Final = ("in_progress", "incomplete")
+_TEXTS: Final = ("input_text", "output_text", "text")
+_OTHER: Final = "its type is not known here"
+_ENCRYPTED: Final = "it is encrypted"
 
 
 def to_chat(body: Mapping[str, Any], items: list[Any], context: Context) -> Conversation:
     """The chat of a request with these input items. Raises `PromptError`."""
-    sglang = context.engine == "sglang"
-    made: dict[str, Any] = {name: body[name] for name in _PASSED if body.get(name) is not None}
+    engine = context.engine
+    add = _ADD.get(engine, _add_as_vllm)
+    made: dict[str, Any] = {name: body[name] for name in PASSED if body.get(name) is not None}
     chat: list[Message] = []
     instructions = text_member(dict(body), "instructions", "body")
     if instructions:
         chat.append({"role": "system", "content": instructions})
-    complete = body.get("previous_response_id") is None
-    if complete:
+    unknown: Unknown | None = None
+    if body.get("previous_response_id") is not None:
+        unknown = Unknown("previous_response_id", "responses are not stored: send the whole conversation as `input`")
+    else:
         try:
             for i, item in enumerate(items):
                 if not isinstance(item, dict):
                     raise PromptError(f"input[{i}]", "must be an object")
-                (_add_as_sglang if sglang else _add_as_vllm)(item, f"input[{i}]", chat)
-        except Unknown:
-            complete = False
-    if sglang:
+                add(item, f"input[{i}]", chat)
+        except Unknown as error:
+            unknown = error
+    if engine == "sglang":
         chat = _merged(chat)
         if not context.inline_system(must_show=True):
             chat = _system_first(chat)
-    elif complete and items and items[-1].get("status") in _OPEN and items[-1].get("type", "message") == "message":
+    elif unknown is None and items and _is_open(items[-1]):
         made |= {"continue_final_message": True, "add_generation_prompt": False}
-    tools = _tools(body.get("tools"), sglang)
-    if tools:
-        made["tools"] = tools
-        choice = body.get("tool_choice")
-        if isinstance(choice, dict) and choice.get("type") == "function":
-            choice = {"function": {"name": choice.get("name")}}
-        made["tool_choice"] = choice
+    made |= _tools(body, engine)
     reasoning = body.get("reasoning")
     if isinstance(reasoning, dict) and reasoning.get("effort") is not None:
         made["reasoning_effort"] = reasoning["effort"]
-    return Conversation({**made, "messages": chat}, complete)
+    return Conversation({**made, "messages": chat}, unknown)
+
+
+def _is_open(item: dict[str, Any]) -> bool:
+    """Whether a last item is an answer that has begun."""
+    return item.get("status") in _OPEN and item.get("type", "message") == "message"
 
 
 def _call(item: dict[str, Any], where: str) -> dict[str, Any]:
     name, arguments = item.get("name"), item.get("arguments")
     if item.get("namespace"):
-        raise Unknown
+        raise Unknown(f"{where}.namespace", "tools have no namespaces here")
     if not isinstance(name, str) or not isinstance(arguments, str):
         raise PromptError(where, "must have a name and arguments")
     return {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _add(item: dict[str, Any], where: str, chat: list[Message]) -> None:
+    """Ours: what an assistant thought, said and called in one turn is one message."""
+    last = chat[-1] if chat and chat[-1]["role"] == "assistant" else {}
+    kind = item.get("type", "message")
+    if kind == "function_call":
+        calls = [*last.get("tool_calls", ()), _call(item, where)]
+        if last:
+            last["tool_calls"] = calls
+        else:
+            chat.append({"role": "assistant", "tool_calls": calls})
+    elif kind == "reasoning":
+        text = _reasoning(item, ("content", "summary"), where, first=False)
+        if item.get("encrypted_content") and not text:
+            raise Unknown(f"{where}.encrypted_content", "it cannot be read here")
+        if text:
+            chat.append({"role": "assistant", "reasoning_content": text})
+    elif kind == "function_call_output":
+        output = _texts(item.get("output"), f"{where}.output")
+        chat.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+    elif kind == "message" and item.get("role") == "assistant":
+        said = _texts(item.get("content"), f"{where}.content")
+        text = said if isinstance(said, str) else "".join(part["text"] for part in said or ())
+        if last and "content" not in last and "tool_calls" not in last:
+            last["content"] = text
+        else:
+            chat.append({"role": "assistant", "content": text})
+    elif kind == "message" and isinstance(item.get("role"), str):
+        chat.append({"role": item["role"], "content": _texts(item.get("content"), f"{where}.content")})
+    else:
+        raise Unknown(where, "items of this type are not supported")
+
+
+def _texts(content: Any, where: str) -> Any:
+    """Content with its parts in the words of a chat completion, all of them texts."""
+    if content is None or isinstance(content, str):
+        return content
+    for i, part in enumerate(blocks_of(content, where)):
+        if part["type"] not in _TEXTS:
+            raise Unknown(f"{where}[{i}]", "only texts are supported (input_text, output_text)")
+    return _plain(content, where)
 
 
 def _add_as_vllm(item: dict[str, Any], where: str, chat: list[Message]) -> None:
@@ -92,7 +141,13 @@ def _add_as_vllm(item: dict[str, Any], where: str, chat: list[Message]) -> None:
         else:
             chat.append({"role": "assistant", "reasoning": text})
     elif kind == "function_call_output":
-        chat.append({"role": "tool", "content": _plain(item.get("output")), "tool_call_id": item.get("call_id")})
+        chat.append(
+            {
+                "role": "tool",
+                "content": _plain(item.get("output"), f"{where}.output"),
+                "tool_call_id": item.get("call_id"),
+            }
+        )
     elif kind == "message" and item.get("role") == "assistant":
         text = _first_text(item.get("content"), where)
         if last is not None and last.get("content") is None:
@@ -100,9 +155,9 @@ def _add_as_vllm(item: dict[str, Any], where: str, chat: list[Message]) -> None:
         else:
             chat.append({"role": "assistant", "content": text})
     elif kind == "message" and isinstance(item.get("role"), str):
-        chat.append({"role": item["role"], "content": _plain(item.get("content"))})
+        chat.append({"role": item["role"], "content": _plain(item.get("content"), f"{where}.content")})
     else:
-        raise Unknown
+        raise Unknown(where, _OTHER)
 
 
 def _add_as_sglang(item: dict[str, Any], where: str, chat: list[Message]) -> None:
@@ -110,28 +165,31 @@ def _add_as_sglang(item: dict[str, Any], where: str, chat: list[Message]) -> Non
     if kind == "function_call":
         call = _call(item, where)
         if many_values(call["function"]["arguments"]) > MAX_CALL_VALUES:
-            raise Unknown  # it takes long to see whether they are an object
+            raise Unknown(where, "it has many arguments")  # it takes long to see whether they are an object
         if not _is_object(call["function"]["arguments"]):
             call["function"]["arguments"] = "{}"
         chat.append({"role": "assistant", "tool_calls": [call]})
     elif kind == "reasoning":
         if item.get("encrypted_content") and not item.get("summary"):
-            raise Unknown
+            raise Unknown(where, _ENCRYPTED)
         text = _reasoning(item, ("summary", "content"), where, first=False)
         if text:
             chat.append({"role": "assistant", "reasoning_content": text})
     elif kind == "function_call_output":
-        output = _plain(item.get("output"))
+        output = _plain(item.get("output"), f"{where}.output")
         if isinstance(output, list):
             output = "".join(part.get("text", "") for part in output)
         chat.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     elif kind == "message" and isinstance(role, str):
-        content = _plain(item.get("content"))
+        content = _plain(item.get("content"), f"{where}.content")
         if role == "developer":
-            role, content = "system", _labelled(content)
+            role, content = "system", _labelled(content, where)
         chat.append({"role": role, "content": content})
     else:
-        raise Unknown
+        raise Unknown(where, _OTHER)
+
+
+_ADD: Final = {"treeline": _add, "sglang": _add_as_sglang}
 
 
 def _is_object(text: str) -> bool:
@@ -141,29 +199,29 @@ def _is_object(text: str) -> bool:
         return False
 
 
-def _labelled(content: Any) -> Any:
+def _labelled(content: Any, where: str) -> Any:
     if content is None:
         return None
     if isinstance(content, list):
         for i, part in enumerate(content):
             if part["type"] == "text":
                 return [*content[:i], {"type": "text", "text": _DEVELOPER + part["text"]}, *content[i + 1 :]]
-        raise Unknown
+        raise Unknown(where, "it has no text")
     return f"{_DEVELOPER}{content}"
 
 
-def _plain(content: Any) -> Any:
+def _plain(content: Any, where: str) -> Any:
     """Content with its parts in the words of a chat completion."""
     if content is None or isinstance(content, str):
         return content
     parts: list[dict[str, Any]] = []
-    for part in blocks_of(content, "input"):
-        if part["type"] in ("input_text", "output_text", "text"):
-            parts.append({"type": "text", "text": text_member(part, "text", "input") or ""})
+    for part in blocks_of(content, where):
+        if part["type"] in _TEXTS:
+            parts.append({"type": "text", "text": text_member(part, "text", where) or ""})
         elif part["type"] == "input_image":
             parts.append({"type": "image_url"})
         else:
-            raise Unknown
+            raise Unknown(where, _OTHER)
     return parts
 
 
@@ -172,14 +230,14 @@ def _first_text(content: Any, where: str) -> str:
         return content
     blocks = blocks_of(content, f"{where}.content")
     if not blocks or not isinstance(blocks[0].get("text"), str):
-        raise Unknown
+        raise Unknown(where, "it has no text")
     text: str = blocks[0]["text"]
     return text
 
 
 def _reasoning(item: dict[str, Any], members: tuple[str, str], where: str, *, first: bool) -> str:
     if first and item.get("encrypted_content"):
-        raise Unknown
+        raise Unknown(where, _ENCRYPTED)
     for member in members:
         blocks = blocks_of(item.get(member) or [], f"{where}.{member}")
         texts = [text for block in blocks if (text := text_member(block, "text", where))]
@@ -233,21 +291,42 @@ def _system_first(chat: list[Message]) -> list[Message]:
     return [{"role": "system", "content": "\n\n".join(texts)}, *others]
 
 
-def _tools(tools: Any, sglang: bool) -> list[dict[str, Any]]:
-    """SGLang's tools are not strict unless it is said; vLLM's then have no such member."""
-    if not tools:
-        return []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise PromptError("tools", "must be a list of objects")
-    if any(tool.get("type") in ("custom", "namespace") for tool in tools):
+def _tools(body: Mapping[str, Any], engine: str) -> dict[str, Any]:
+    """Tools, and which of them is wanted. SGLang's tools are not strict unless it is said; vLLM's then have no such
+    member."""
+    given = tools_of(body)
+    if any(tool.get("type") in ("custom", "namespace") for tool in given):
         raise PromptError("tools", "has kinds of tools that are not known here")
+    functions = [tool for tool in given if tool.get("type") == "function"]
+    if not functions:
+        return {}
+    choice = body.get("tool_choice")
+    named = choice.get("name") if isinstance(choice, dict) and choice.get("type") == "function" else None
     names = ("name", "description", "parameters")
-    return [
+    if engine == "treeline":
+        tools = [function(**{name: tool.get(name) for name in (*names, "strict")}) for tool in functions]
+        return {"tools": tools} | ({} if choice is None else {"tool_choice": _choice(choice)})
+    strict = False if engine == "sglang" else None
+    tools = [
         {
             "type": "function",
-            "function": {name: tool.get(name) for name in names}
-            | {"strict": tool.get("strict", False if sglang else None)},
+            "function": {name: tool.get(name) for name in names} | {"strict": tool.get("strict", strict)},
         }
-        for tool in tools
-        if tool.get("type") == "function"
+        for tool in functions
     ]
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"function": {"name": named}}
+    return {"tools": tools, "tool_choice": choice}
+
+
+def _choice(choice: Any) -> Any:
+    """`tool_choice` as a chat completion spells it."""
+    match choice:
+        case {"type": "function", "name": name}:
+            return function(name=name)
+        case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
+            return {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": mode, "tools": [_choice(tool) for tool in tools]},
+            }
+    return choice

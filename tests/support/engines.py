@@ -1,4 +1,4 @@
-"""Two real vLLM servers in place of the runtimes of a stack, with somebody who listens to each from its beginning."""
+"""Two real servers of another engine in place of the runtimes of a stack, each with a listener from its beginning."""
 
 from __future__ import annotations
 
@@ -15,42 +15,61 @@ from safetensors.numpy import save_file
 from treeline.up.command import envoy_config
 from treeline.up.plan import TINY_MODEL, ChildSpec
 from treeline_bench.engines.benchmark import TIMED_PICKER
+from treeline_bench.engines.server import Server
+from treeline_bench.engines.sglang import Sglang
 from treeline_bench.engines.traffic import Shape
-from treeline_bench.engines.vllm import BLOCK_TOKENS, START_S, Vllm
+from treeline_bench.engines.vllm import Vllm
 from treeline_bench.engines.witness import Witness
 from treeline_operator.envoy import bootstrap_json
 
-from support.stack import Process, Stack, until
+from support.stack import READY_TIMEOUT_S, Process, Stack, until
 
-NAMES = ("vllm-0", "vllm-1")
+KINDS: dict[str, type[Server]] = {"vllm": Vllm, "sglang": Sglang}
 ADAPTER, RANK = "adapter-1", 8
 
 
-class VllmStack(Stack):
-    """The processes `vllm-0`, `vllm-1`, `picker` and `envoy`; the picker logs its decisions, and times events."""
+class EngineStack(Stack):
+    """The processes `KIND-0`, `KIND-1`, `picker` and `envoy`; the picker logs its decisions, and times events."""
 
-    def __init__(self, folder: Path, shape: Shape, cache_tokens: int) -> None:
-        super().__init__(folder, replicas=len(NAMES), log_level="debug")
-        config = dataclasses.replace(envoy_config(self.options), engines=("vllm",))
+    def __init__(self, folder: Path, kind: str, shape: Shape, cache_tokens: int) -> None:
+        self.names = (f"{kind}-0", f"{kind}-1")
+        super().__init__(folder, replicas=len(self.names), log_level="debug")
+        config = dataclasses.replace(envoy_config(self.options), engines=(kind,))
         (folder / "envoy.json").write_text(bootstrap_json(config))
+        self.kind = KINDS[kind]
         self.times = folder / "times.jsonl"
-        self.servers: dict[str, Vllm] = {}
-        adapter = _adapter(folder / ADAPTER)
-        for name, place in zip(NAMES, list(super().runtimes), strict=True):
-            spec = self.processes.pop(place).spec
-            ports = {use: spec.ports[use][1] for use in ("port", "events-port", "replay-port")}
-            more = ("--enable-lora", "--max-lora-rank", str(RANK), "--lora-modules", f"{ADAPTER}={adapter}")
-            self.servers[name] = Vllm(name, *ports.values(), cache_tokens // BLOCK_TOKENS, TINY_MODEL, more=more)
+        self.servers: dict[str, Server] = {}
+        more = _with_adapter(kind, folder / ADAPTER)
+        for name, place in zip(self.names, list(super().runtimes), strict=True):
+            ports = {use: port for use, (_, port) in self.processes.pop(place).spec.ports.items()}
+            self.servers[name] = self.kind(
+                name,
+                ports["port"],
+                ports["events-port"],
+                ports["replay-port"],
+                cache_tokens // self.kind.block_tokens,
+                TINY_MODEL,
+                load_port=ports["load-port"],
+                more=more,
+            )
             self.processes[name] = Process(_spec(self.servers[name], shape.longest), folder / f"{name}.log")
+        self.processes = {name: self.processes[name] for name in (*self.names, "picker", "envoy")}  # who fails is told
         picker = self.processes["picker"].spec
-        flags = [word.replace("runtime-", "vllm-") for word in picker.argv[3:]]
+        flags = [word.replace("runtime-", f"{kind}-") for word in picker.argv[3:]]
         argv = (sys.executable, str(TIMED_PICKER), str(self.times), *flags, "--tokenizer", f"tiny={TINY_MODEL}")
         self.processes["picker"].spec = dataclasses.replace(picker, argv=argv)
         self.witnesses = {name: Witness(server.events_port) for name, server in self.servers.items()}
 
     @property
     def runtimes(self) -> list[str]:
-        return list(NAMES)
+        return list(self.names)
+
+    def start(self, *names: str, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """The servers that are started empty their caches once more: what a listener had no time to hear is settled."""
+        super().start(*names, timeout_s=timeout_s)
+        for name in self.names:
+            if not names or name in names:
+                self.servers[name].forget()
 
     def announced(self, name: str) -> set[int]:
         """What the engine has said that it holds."""
@@ -66,7 +85,7 @@ class VllmStack(Stack):
     def followed(self) -> bool:
         """Whether the picker has applied all that is published."""
         live = [f'treeline_epp_kv_subscriptions{{state="{state}"}}' for state in ("live", "checking")]
-        return sum(self.metrics().get(name, 0.0) for name in live) == len(NAMES)
+        return sum(self.metrics().get(name, 0.0) for name in live) == len(self.names)
 
     def subscriptions(self) -> dict[str, float]:
         """What the picker's subscriptions went through."""
@@ -79,8 +98,16 @@ class VllmStack(Stack):
         return dict(answer.raise_for_status().json())
 
 
+def _with_adapter(kind: str, folder: Path) -> tuple[str, ...]:
+    """What a server of the kind has to be told to serve an adapter of random numbers. SGLang is told nothing: its
+    adapters want pinned memory, which there is none of without a GPU."""
+    if kind == "sglang":
+        return ()
+    return ("--enable-lora", "--max-lora-rank", str(RANK), "--lora-modules", f"{ADAPTER}={_adapter(folder)}")
+
+
 def _adapter(folder: Path) -> Path:
-    """A LoRA adapter of random numbers for the tiny model, as PEFT writes it."""
+    """A LoRA adapter for the tiny model, as PEFT writes it."""
     config = json.loads((TINY_MODEL / "config.json").read_text())
     wide = config["num_attention_heads"] * config["head_dim"]
     rng, weights = np.random.default_rng(0), {}
@@ -95,7 +122,7 @@ def _adapter(folder: Path) -> Path:
     return folder
 
 
-def _spec(server: Vllm, longest: int) -> ChildSpec:
+def _spec(server: Server, longest: int) -> ChildSpec:
     return ChildSpec(
         name=server.name,
         argv=tuple(server.command(longest)),
@@ -106,14 +133,14 @@ def _spec(server: Vllm, longest: int) -> ChildSpec:
 
 
 @contextmanager
-def running_vllm(folder: Path, shape: Shape, cache_tokens: int) -> Iterator[VllmStack]:
+def running_engines(folder: Path, kind: str, shape: Shape, cache_tokens: int) -> Iterator[EngineStack]:
     """A stack that is ready and followed; ended with everything it started."""
-    stack = VllmStack(folder, shape, cache_tokens)
+    stack = EngineStack(folder, kind, shape, cache_tokens)
     with ExitStack() as listening:
         for witness in stack.witnesses.values():
             listening.enter_context(witness)
         try:
-            stack.start(timeout_s=START_S)
+            stack.start(timeout_s=stack.kind.start_s)
             until(stack.followed, "the picker follows both engines", state=lambda: stack.log("picker"))
             yield stack
         finally:

@@ -1,7 +1,7 @@
-"""Two real vLLM servers behind our Envoy and picker, in the order of one life: traffic, restarts, deaths.
+"""Two real servers of vLLM, or of SGLang, behind our Envoy and picker, in the order of one life: traffic, deaths.
 
-What vLLM says itself is the judge: its count of cached tokens, its own tokenizer, its events as another subscriber
-counts them. The tests share the servers, which take a minute to start; each leaves them as it found them.
+What the engine says itself is the judge: its count of cached tokens, its own tokenizer, its events as another
+subscriber counts them. The tests share the servers, which take a minute to start; each leaves them as it found them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.engines import ADAPTER, KINDS, EngineStack, running_engines
 from support.prompts import text
 from support.stack import until
-from support.vllm import ADAPTER, NAMES, VllmStack, running_vllm
 from treeline.up.plan import TINY_MODEL
 from treeline_bench.context import BenchmarkError
 from treeline_bench.engines.benchmark import Measured
 from treeline_bench.engines.traffic import Exchange, Shape, Traffic
-from treeline_bench.engines.vllm import START_S, interpreter
 from treeline_bench.prompts import PromptMaker
 
 pytestmark = [pytest.mark.engines, pytest.mark.integration, pytest.mark.chaos, pytest.mark.timeout(900)]
@@ -31,21 +30,23 @@ pytestmark = [pytest.mark.engines, pytest.mark.integration, pytest.mark.chaos, p
 SHAPE = Shape(groups=4, talks=3, turns=6, system=512, question=64, answer=16, concurrency=3)
 CACHE_TOKENS = 6144
 """Of one server: less than the conversations have at their end, so that some is evicted."""
+LATE_TOKENS = {"vllm": 0, "sglang": SHAPE.answer + 16}
+"""What a server may hold and not have said when the next turn comes: SGLang tells of an answer once it is idle."""
 SETTLED_S = 3.0
 """For what has been published to be in the tree."""
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmStack]:
+@pytest.fixture(scope="module", params=list(KINDS))
+def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineStack]:
     try:
-        interpreter()
+        KINDS[request.param].installation.interpreter()
     except BenchmarkError as error:
         pytest.skip(str(error))
-    with running_vllm(tmp_path_factory.mktemp("vllm"), SHAPE, CACHE_TOKENS) as running:
+    with running_engines(tmp_path_factory.mktemp(request.param), request.param, SHAPE, CACHE_TOKENS) as running:
         yield running
 
 
-def talk(stack: VllmStack, seed: int, **shape: int) -> list[Exchange]:
+def talk(stack: EngineStack, seed: int, **shape: int) -> list[Exchange]:
     """Conversations of their own through the gateway, every turn of which is answered."""
     traffic = Traffic(dataclasses.replace(SHAPE, seed=seed, **shape), PromptMaker.of_model(TINY_MODEL), "tiny")
     exchanges = asyncio.run(traffic.run("127.0.0.1", stack.options.port))
@@ -53,27 +54,36 @@ def talk(stack: VllmStack, seed: int, **shape: int) -> list[Exchange]:
     return exchanges
 
 
-def measured(stack: VllmStack, exchanges: list[Exchange]) -> Measured:
+def measured(stack: EngineStack, exchanges: list[Exchange]) -> Measured:
     found = Measured()
-    found.take(exchanges, stack.servers["vllm-0"])
+    found.take(exchanges, stack.servers[stack.names[0]])
     return found
 
 
-def agree(stack: VllmStack) -> None:
-    for name in NAMES:
+def agree(stack: EngineStack) -> None:
+    for name in stack.names:
         stack.agree(name, SETTLED_S)
 
 
-def test_conversations_go_where_their_beginnings_are_and_the_tree_is_what_the_engines_hold(stack: VllmStack) -> None:
+def test_the_picker_sees_what_each_is_and_how_it_tells_its_load(stack: EngineStack) -> None:
+    for name in stack.names:
+        seen = stack.described(name)
+        assert (seen["engine"], seen["state"], seen["no_events"]) == (stack.kind.engine, "ready", None)
+        assert seen["load"] == {"vllm": "scraped", "sglang": "pushed"}[stack.kind.engine]
+        assert not seen["load_failing"]
+        until(lambda: not stack.described(name)["silent"], "its load is heard", state=lambda: stack.described(name))  # noqa: B023
+
+
+def test_conversations_go_where_their_beginnings_are_and_the_tree_is_what_the_engines_hold(stack: EngineStack) -> None:
     found = measured(stack, talk(stack, seed=1))
     assert found.cached >= 0.95 * found.possible
     agree(stack)
-    assert all(stack.tree(name) for name in NAMES), "both have their share"
+    assert all(stack.tree(name) for name in stack.names), "both have their share"
 
 
-def test_what_is_evicted_leaves_the_tree(stack: VllmStack) -> None:
+def test_what_is_evicted_leaves_the_tree(stack: EngineStack) -> None:
     maker, rng = PromptMaker.of_model(TINY_MODEL), random.Random(7)
-    for name in NAMES:
+    for name in stack.names:
         held, before = stack.announced(name), stack.witnesses[name].evicted
         for _ in range(CACHE_TOKENS // 1024 + 1):
             stack.ask(name, maker.text(1024, rng))
@@ -82,7 +92,7 @@ def test_what_is_evicted_leaves_the_tree(stack: VllmStack) -> None:
     agree(stack)
 
 
-def test_every_pick_says_why_and_what_it_predicted_is_what_the_engine_reports(stack: VllmStack) -> None:
+def test_every_pick_says_why_and_what_it_predicted_is_what_the_engine_reports(stack: EngineStack) -> None:
     known = len(stack.decisions())
     exchanges = talk(stack, seed=2, groups=2, talks=2, turns=3, concurrency=1)
     decisions = until(
@@ -93,7 +103,7 @@ def test_every_pick_says_why_and_what_it_predicted_is_what_the_engine_reports(st
         # The endpoint with more of the prompt keeps it while it is little worse; equals share at random.
         assert costs[decision["endpoint"]] <= 1.1 * min(costs.values()) + 0.005, decision
         found = decision["terms"][decision["endpoint"]].get("confirmed_tokens", 0)
-        assert found == exchange.record.cached_tokens, decision
+        assert 0 <= exchange.record.cached_tokens - found <= LATE_TOKENS[stack.kind.engine], decision
     assert sum(exchange.record.cached_tokens for exchange in exchanges) > 0
     agree(stack)
 
@@ -101,6 +111,13 @@ def test_every_pick_says_why_and_what_it_predicted_is_what_the_engine_reports(st
 LONG = text(120, seed=11)
 CHAT = [{"role": "system", "content": LONG}, {"role": "user", "content": "Where is the harbour?"}]
 CALLED = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+OF_ONE: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "vllm": [("/v1/completions", {"model": ADAPTER, "prompt": f"adapted {LONG}"})],
+    "sglang": [
+        ("/generate", {"text": f"generate {LONG}", "sampling_params": {"max_new_tokens": 4}}),
+        ("/generate", {"input_ids": [*range(500, 650)], "sampling_params": {"max_new_tokens": 4}}),
+    ],
+}
 DOORS: dict[str, tuple[str, dict[str, Any]]] = {
     "completions": ("/v1/completions", {"prompt": f"completions {LONG}"}),
     "token ids": ("/v1/completions", {"prompt": [500 + number % 900 for number in range(150)]}),
@@ -126,7 +143,6 @@ DOORS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "a prompt with a salt": ("/v1/completions", {"prompt": f"salted {LONG}", "cache_salt": "pepper"}),
-    "an adapter": ("/v1/completions", {"model": ADAPTER, "prompt": f"adapted {LONG}"}),
     "responses": ("/v1/responses", {"input": f"responses {LONG}", "max_output_tokens": 16}),
     "messages": ("/v1/messages", {"messages": [{"role": "user", "content": f"messages {LONG}"}], "max_tokens": 4}),
 }
@@ -134,26 +150,37 @@ DOORS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def reported(answer: dict[str, Any]) -> int:
     """What the engine had of the prompt, as each door says it."""
-    usage = answer["usage"]
-    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    usage = answer.get("usage") or answer["meta_info"]
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or usage
     return int(details.get("cached_tokens") or usage.get("cache_read_input_tokens") or 0)
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_through_every_door_the_picker_knows_what_the_engine_has(stack: VllmStack, door: str) -> None:
-    path, fields = DOORS[door]
+def knock(stack: EngineStack, path: str, fields: dict[str, Any]) -> None:
+    """The same request twice: of the second, the picker predicts what the engine then reports."""
     known = len(stack.decisions())
-    body = {"model": "tiny", "max_tokens": 4, **fields} if path != "/v1/responses" else {"model": "tiny", **fields}
+    counted = {"max_tokens": 4} if path not in ("/v1/responses", "/generate") else {}
     for _ in range(2):
-        answer = stack.http.post(f"{stack.url}{path}", json=body)
+        answer = stack.http.post(f"{stack.url}{path}", json={"model": "tiny", **counted, **fields})
         assert answer.status_code == 200, answer.text
     decision = until(lambda: found[1] if len(found := stack.decisions()[known:]) == 2 else None, "both are in the log")
     found = decision["terms"][decision["endpoint"]].get("confirmed_tokens", 0)
-    assert found == reported(answer.json()) > 0, (decision, answer.json()["usage"])
+    assert found == reported(answer.json()) > 0, (decision, answer.json())
 
 
-def test_an_adapter_or_a_salt_keeps_a_prompt_apart(stack: VllmStack) -> None:
-    for own in ({"model": "tiny"}, {"model": ADAPTER}, {"cache_salt": "red"}, {"cache_salt": "blue"}):
+@pytest.mark.parametrize("door", DOORS)
+def test_through_every_door_the_picker_knows_what_the_engine_has(stack: EngineStack, door: str) -> None:
+    knock(stack, *DOORS[door])
+
+
+def test_so_it_does_through_doors_that_one_engine_has(stack: EngineStack) -> None:
+    for path, fields in OF_ONE[stack.kind.engine]:
+        knock(stack, path, fields)
+
+
+def test_an_adapter_or_a_salt_keeps_a_prompt_apart(stack: EngineStack) -> None:
+    apart = [{"model": "tiny"}, {"cache_salt": "red"}, {"cache_salt": "blue"}]
+    apart += [{"model": ADAPTER}] if stack.kind.engine == "vllm" else []
+    for own in apart:
         body = {"model": "tiny", "prompt": f"apart {LONG}", "max_tokens": 1, **own}
         known = len(stack.decisions())
         answer = stack.http.post(f"{stack.url}/v1/completions", json=body).raise_for_status().json()
@@ -161,18 +188,18 @@ def test_an_adapter_or_a_salt_keeps_a_prompt_apart(stack: VllmStack) -> None:
         assert decision["cached_tokens"] == reported(answer) == 0
 
 
-def test_a_picker_that_starts_again_knows_by_replay_what_it_did_not_hear(stack: VllmStack) -> None:
-    held = {name: stack.announced(name) for name in NAMES}
+def test_a_picker_that_starts_again_knows_by_replay_what_it_did_not_hear(stack: EngineStack) -> None:
+    held = {name: stack.announced(name) for name in stack.names}
     stack.end("picker")
-    for name in NAMES:
+    for name in stack.names:
         stack.ask(name, f"while nobody listened, {name} was told: " + "one two three four " * 40)
     stack.start("picker")
     until(stack.followed, "the picker follows both engines", state=lambda: stack.log("picker"))
     agree(stack)
-    assert all(stack.announced(name) != held[name] for name in NAMES)
+    assert all(stack.announced(name) != held[name] for name in stack.names)
 
 
-def test_a_cache_that_is_emptied_is_forgotten(stack: VllmStack) -> None:
+def test_a_cache_that_is_emptied_is_forgotten(stack: EngineStack) -> None:
     talk(stack, seed=3, groups=2, talks=1, turns=1)
     for name, server in stack.servers.items():
         held = stack.announced(name)
@@ -181,31 +208,52 @@ def test_a_cache_that_is_emptied_is_forgotten(stack: VllmStack) -> None:
     agree(stack)
 
 
-def test_a_server_that_dies_gets_nothing_and_comes_back_with_nothing_to_its_name(stack: VllmStack) -> None:
+def test_a_server_that_dies_gets_nothing_and_comes_back_with_nothing_to_its_name(stack: EngineStack) -> None:
+    dies, stays = stack.names
     talk(stack, seed=4)
-    held = stack.announced("vllm-0")
+    held = stack.announced(dies)
     assert held
-    stack.end("vllm-0", signal.SIGKILL)
-    until(lambda: stack.described("vllm-0")["state"] != "ready", "the picker notices")
+    stack.end(dies, signal.SIGKILL)
+    until(lambda: stack.described(dies)["state"] != "ready", "the picker notices")
     known = len(stack.decisions())
     talk(stack, seed=4, turns=1, concurrency=1)
-    assert {decision["endpoint"] for decision in stack.decisions()[known:]} == {"vllm-1"}
+    assert {decision["endpoint"] for decision in stack.decisions()[known:]} == {stays}
 
-    stack.start("vllm-0", timeout_s=START_S)
-    until(lambda: stack.described("vllm-0")["state"] == "ready", "it is picked again")
+    stack.start(dies, timeout_s=stack.kind.start_s)
+    until(lambda: stack.described(dies)["state"] == "ready", "it is picked again")
     until(stack.followed, "the picker follows both engines", state=lambda: stack.log("picker"))
-    assert not stack.tree("vllm-0"), ("nothing of the old process is credited to the new one", stack.subscriptions())
+    assert not stack.tree(dies), ("nothing of the old process is credited to the new one", stack.subscriptions())
 
     found = measured(stack, talk(stack, seed=5))
     assert found.cached >= 0.9 * found.possible
     agree(stack)
-    assert stack.tree("vllm-0"), "it has learnt again"
-    assert not held & stack.tree("vllm-0")
+    assert stack.tree(dies), "it has learnt again"
+    assert not held & stack.tree(dies)
 
 
-def test_events_are_in_the_tree_within_milliseconds(stack: VllmStack) -> None:
+def test_events_are_in_the_tree_within_milliseconds(stack: EngineStack) -> None:
     stack.end("picker")
     delays = [json.loads(line)["delay_ms"] for line in stack.times.read_text().splitlines()]
     stack.start("picker")
+    until(stack.followed, "the picker follows both engines", state=lambda: stack.log("picker"))
     assert len(delays) > 20
     assert statistics.median(delays) < 20
+
+
+def test_a_server_that_drains_answers_what_it_has_and_gets_nothing_new(stack: EngineStack) -> None:
+    if stack.kind.engine == "vllm":
+        pytest.skip("tried with SGLang alone, whose page says so while it finishes")
+    leaves, stays = stack.names
+    body = {"model": "tiny", "prompt": "a long story", "max_tokens": 800, "ignore_eos": True, "stream": True}
+    with stack.http.stream("POST", f"{stack.servers[leaves].url}/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        stack.send(leaves, signal.SIGTERM)
+        until(lambda: stack.described(leaves)["state"] != "ready", "the picker notices", 20)
+        assert stack.http.get(f"{stack.servers[leaves].url}/health").status_code == 503
+        known = len(stack.decisions())
+        talk(stack, seed=6, groups=1, talks=2, turns=2, concurrency=1)
+        assert {decision["endpoint"] for decision in stack.decisions()[known:]} == {stays}
+        assert list(lines)[-2:] == ["data: [DONE]", ""], "the long answer has come to its end"
+    assert stack.processes[leaves].popen is not None
+    stack.processes[leaves].popen.wait(60)

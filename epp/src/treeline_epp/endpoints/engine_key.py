@@ -1,0 +1,52 @@
+"""The API key that an engine wants (vLLM's and SGLang's `--api-key`), shown where the picker asks what it serves."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Final
+
+import httpx
+
+log = logging.getLogger(__name__)
+
+_REREAD_S: Final = 10.0
+_MOST_BYTES: Final = 4096
+
+
+class EngineKey(httpx.Auth):
+    """The key in a file, as a bearer token. Read again when it may have been replaced; a file that cannot be used is
+    logged once, and the engine is asked without a key."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._key = ""
+        self._due = float("-inf")
+        self._problem = ""
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        """See httpx."""
+        if key := self._current():
+            request.headers["authorization"] = f"Bearer {key}"
+        yield request
+
+    def _current(self) -> str:
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + _REREAD_S
+            try:
+                with self._file.open("rb") as file:
+                    key = file.read(_MOST_BYTES + 1).decode().strip()
+                problem = "" if _usable(key) else "it must be one line of printable ASCII, of at most 4096 bytes"
+            except (OSError, UnicodeDecodeError) as error:
+                key, problem = "", str(error)
+            if problem and problem != self._problem:
+                log.error("API key %s cannot be used, engines are asked without it: %s", self._file, problem)
+            self._key, self._problem = "" if problem else key, problem
+        return self._key
+
+
+def _usable(key: str) -> bool:
+    return 0 < len(key) <= _MOST_BYTES and key.isascii() and key.isprintable() and " " not in key

@@ -1,0 +1,92 @@
+"""Does what an engine publishes arrive here? Judged by its connections, and by the prompts that it serves. Pure.
+
+That an engine says where it publishes is no proof: the port may be closed by a NetworkPolicy, the engine may connect to
+that address instead of listening there, the topic may be another, its prefix cache may be off. Its requests are routed
+by history then, and somebody has to be told why.
+
+    UNKNOWN      followed, but neither connected nor given up yet
+    HEARD        connected
+    UNREACHED    a connection has been missing for `UNREACHED_S`; HEARD again when all have held for `STEADY_S`
+    NOTHING      connected, and not one batch has come while it served prompts that were new to it
+
+An engine that is not ready is not judged: one that restarts is no news.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, NamedTuple
+
+UNREACHED_S: Final = 5.0
+"""Reconnecting takes half a second; a publisher thread may be busy with a replay for some seconds."""
+STEADY_S: Final = 5.0
+"""One that accepts connections and drops them must not make the way change with each."""
+SILENT_PROMPTS: Final = 8
+SILENT_TOKENS: Final = 4096
+"""So many prompts, with so many new tokens in all, fill blocks of any engine (a hybrid model's have some hundreds of
+tokens), and events about them."""
+_SILENT_LOOKS: Final = 3
+"""Events come after the step that computed the prompt: they get so many looks to arrive."""
+
+
+class HearingState(Enum):
+    """See the module."""
+
+    UNKNOWN = "unknown"
+    HEARD = "heard"
+    UNREACHED = "unreached"
+    NOTHING = "nothing"
+
+
+class Prefills(NamedTuple):
+    """The prompts whose prefixes are known here that an endpoint has answered, and their tokens that were new to it."""
+
+    prompts: int = 0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class Hearing:
+    """Whether one endpoint is heard. Its process's connections are looked at about every second."""
+
+    state: HearingState = HearingState.UNKNOWN
+    _broken_since: float | None = None
+    _whole_since: float | None = None
+    _breaks: int | None = None
+    _before: Prefills = field(default=Prefills())
+    _silent_looks: int = 0
+
+    def look(self, now: float, *, connected: bool, breaks: int, batches: int, served: Prefills) -> bool:
+        """What is seen at `now`; True if that changes the state. `connected`: to all publishers; `breaks`: connections
+        that were lost, `batches`: those that came, both since the process is followed."""
+        held = connected and self._breaks in (None, breaks)  # it may have been lost and back since the last look
+        self._breaks = breaks
+        if not held:
+            self._whole_since = None
+            self._broken_since = now if self._broken_since is None else self._broken_since
+        elif self._whole_since is None:
+            self._whole_since, self._broken_since = now, None
+            self._before, self._silent_looks = served, 0
+        before, self.state = self.state, self._judge(now, batches, served)
+        return self.state is not before
+
+    def rest(self) -> None:
+        """The engine is not ready: the time until it is again counts for nothing."""
+        self._broken_since = self._whole_since = None
+
+    def _judge(self, now: float, batches: int, served: Prefills) -> HearingState:
+        if self._broken_since is not None:
+            given_up = now - self._broken_since >= UNREACHED_S
+            return HearingState.UNREACHED if given_up else self.state
+        assert self._whole_since is not None
+        if self.state is HearingState.UNREACHED and now - self._whole_since < STEADY_S:
+            return self.state
+        if batches:
+            return HearingState.HEARD
+        prompts, tokens = served.prompts - self._before.prompts, served.tokens - self._before.tokens
+        if prompts >= SILENT_PROMPTS and tokens >= SILENT_TOKENS:
+            self._silent_looks += 1
+        if self._silent_looks >= _SILENT_LOOKS or self.state is HearingState.NOTHING:
+            return HearingState.NOTHING
+        return HearingState.HEARD

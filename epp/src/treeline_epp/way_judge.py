@@ -1,0 +1,130 @@
+"""By which way each endpoint's requests find what is cached, judged by what it says of itself and what is heard of it.
+
+That it says where it publishes is not enough: `kvevents.hearing` tells whether any of it arrives. Until that is known,
+nothing is said of an endpoint for which nothing else is in the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from treeline_epp.endpoints.adapters.base import EngineInfo, KvSource
+from treeline_epp.endpoints.kv_endpoints import why_not_listening
+from treeline_epp.endpoints.watcher import EngineState
+from treeline_epp.kvevents.connection import KvStats
+from treeline_epp.kvevents.hearing import HearingState, Prefills
+from treeline_epp.kvevents.states import SubscriptionState
+from treeline_epp.kvevents.subscription import KvSubscription
+from treeline_epp.member import Member
+from treeline_epp.picking.picker import Picker
+from treeline_epp.requests.routing_ways import RoutingWays, Unheard, Way, WayReason, way_of
+from treeline_epp.tokenizers.engine_keyers import EngineKeyers
+
+_EVERY_S = 1.0
+"""Between two looks at those whose state is known."""
+
+
+class WayJudge:
+    """See the module. `has_curve`: the picker has keys for publishers that encrypt."""
+
+    def __init__(self, picker: Picker, keyers: EngineKeyers, stats: KvStats, *, has_curve: bool) -> None:
+        self.ways = RoutingWays()
+        self._picker = picker
+        self._keyers = keyers
+        self._stats = stats
+        self._has_curve = has_curve
+        self._due_at = float("-inf")
+
+    def judge(self, member: Member, info: EngineInfo) -> None:
+        """Something about the endpoint has changed: say by which way it is routed now."""
+        spec = member.registered
+        assert spec is not None
+        routing = way_of(
+            publishes=info.publishes,
+            keys_missing=info.encrypted and not self._has_curve,
+            tokenizer=self._keyers.facts(spec, info, member.keyer, member.keyer_problem),
+            no_events=info.no_events,
+            unheard=self._unheard(member, info),
+        )
+        if routing.way is Way.HISTORY or member.hearing.state is not HearingState.UNKNOWN:
+            self.ways.set(spec.name, spec.pool, routing)
+
+    def look(self, members: Iterable[Member], now: float) -> None:
+        """Look at what is heard: often while that is not known, else about every second. O(publishers)."""
+        due = now >= self._due_at
+        if due:
+            self._due_at = now + _EVERY_S
+        for member in members:
+            if not due and member.hearing.state is not HearingState.UNKNOWN:
+                continue
+            info = member.watcher.info
+            if info is None or not member.follows or not member.subscriptions or member.registered is None:
+                continue
+            if member.state is not EngineState.READY:
+                member.hearing.rest()
+            elif self._look_at(member, info, now):
+                if member.hearing.state is HearingState.UNREACHED:
+                    self._rely_on_history(member)
+                self.judge(member, info)
+
+    def _look_at(self, member: Member, info: EngineInfo, now: float) -> bool:
+        followed = _followed(member, info)
+        endpoint = self._picker.endpoints.get(member.spec.name)
+        if endpoint is None or not followed:
+            return False
+        subscriptions = [one for _, one in followed]
+        return member.hearing.look(
+            now,
+            connected=not any(one.state is SubscriptionState.DISCONNECTED for one in subscriptions),
+            breaks=sum(one.counts["disconnects"] for one in subscriptions),
+            batches=sum(one.counts["applied"] + one.counts[SubscriptionState.SNAPSHOT] for one in subscriptions),
+            served=Prefills(endpoint.keyed_prompts, endpoint.new_tokens),
+        )
+
+    def _rely_on_history(self, member: Member) -> None:
+        """Predictions are to last: no event will confirm them. The next one that comes changes that by itself."""
+        for pod in self._picker.endpoints[member.spec.name].pods:
+            pod.precise = False
+
+    def _unheard(self, member: Member, info: EngineInfo) -> Unheard | None:
+        """Why nothing is heard of it, and what to do; None if something is, or nobody knows yet."""
+        if member.hearing.state is HearingState.UNREACHED:
+            return Unheard(WayReason.EVENTS_UNREACHABLE, self._why_unreached(member, info))
+        if member.hearing.state is HearingState.NOTHING:
+            places = _places(source for source, _ in _followed(member, info))
+            topics = ", ".join(sorted({repr(source.topic[:100]) for source in info.sources if source.topic}))
+            asked = f"its prefix cache on, and its topic {topics}" if topics else "its prefix cache on"
+            message = f"connected to {places}, but nothing was heard while prompts were served: is {asked}?"
+            return Unheard(WayReason.NOTHING_HEARD, message)
+        return None
+
+    def _why_unreached(self, member: Member, info: EngineInfo) -> str:
+        followed = _followed(member, info)
+        lost = [source for source, one in followed if one.state is SubscriptionState.DISCONNECTED]
+        pods = {str(one.pod) for _, one in followed}
+        if pods & self._stats.unfollowed:
+            why = "the picker has no sockets left for it: give it more file descriptors"
+        elif pods & self._stats.refused:
+            why = "its sockets refuse the keys of --curve-dir: give both the same"
+        elif info.dials:
+            why = why_not_listening(info.dials)
+        else:
+            why = "nothing listens there, or a NetworkPolicy closes the port"
+        return f"cannot connect to {_places(lost or [source for source, _ in followed])}: {why}"
+
+
+def _followed(member: Member, info: EngineInfo) -> list[tuple[KvSource, KvSubscription]]:
+    """Its publishers of events; some ranks may send their load alone."""
+    found = ((source, member.subscriptions.get(source.rank)) for source in info.sources)
+    return [(source, one) for source, one in found if one is not None and source.events_port is not None]
+
+
+def _places(sources: Iterable[KvSource]) -> str:
+    """The first of the places, with how many there are besides."""
+    places = []
+    for source in sources:
+        host = f"[{source.host}]" if ":" in source.host else source.host
+        places.append(f"tcp://{host}:{source.events_port}")
+    if not places:
+        return "its publishers"
+    return f"{places[0]} and {len(places) - 1} more" if len(places) > 1 else places[0]

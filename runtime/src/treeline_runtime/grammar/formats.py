@@ -1,0 +1,51 @@
+"""The formats of JSON Schema that are kept, as patterns of our own: backends would differ, and take the 31st of April.
+
+From RFC 3339 (dates and times; no leap seconds, which nobody parses), RFC 5321 (email: dot-string and domain), RFC 1123
+(hostname), RFC 4291 (IPv6 without embedded IPv4), RFC 3986 (uri: ASCII, with an authority or a path), ISO 8601
+(duration).
+"""
+
+from __future__ import annotations
+
+_YEAR = r"(?:[1-9]\d{3}|0[1-9]\d{2}|00[1-9]\d|000[1-9])"
+_LEAP = "(?:0[48]|[2468][048]|[13579][26])"
+_LEAP_YEAR = rf"(?:(?:[1-9]\d|0[1-9]){_LEAP}|00{_LEAP}|{_LEAP}00)"
+_DATE = (
+    rf"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)"
+    rf"|02-(?:0[1-9]|1\d|2[0-8]))|{_LEAP_YEAR}-02-29)"
+)
+_TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,9})?(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,38}[A-Za-z0-9])?"
+_HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,5}}"  # 245 characters at most, of 253
+_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_DAYS = r"(?:\d+Y(?:\d+M(?:\d+D)?)?|\d+M(?:\d+D)?|\d+D)"
+_HOURS = r"(?:\d+H(?:\d+M(?:\d+S)?)?|\d+M(?:\d+S)?|\d+S)"
+_BYTE = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
+_H16 = r"[0-9A-Fa-f]{1,4}"
+_URI_CHAR = r"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"
+
+
+def _ipv6() -> str:
+    """Eight groups, or up to seven with `::` in place of the others."""
+    forms = [rf"(?:{_H16}:){{7}}{_H16}", rf"::(?:{_H16}(?::{_H16}){{0,6}})?"]
+    forms += [rf"{_H16}(?::{_H16}){{{n - 1}}}::(?:{_H16}(?::{_H16}){{0,{6 - n}}})?" for n in range(1, 7)]
+    return "|".join([*forms, rf"{_H16}(?::{_H16}){{6}}::"])
+
+
+FORMATS: dict[str, str] = {
+    name: f"^(?:{pattern})$"
+    for name, pattern in {
+        "date": _DATE,
+        "time": _TIME,
+        "date-time": rf"{_DATE}T{_TIME}",
+        "duration": rf"P(?:\d+W|{_DAYS}(?:T{_HOURS})?|T{_HOURS})",
+        "email": rf"{_ATOM}(?:\.{_ATOM})*@{_HOST}",
+        "hostname": _HOST,
+        "ipv4": rf"(?:{_BYTE}\.){{3}}{_BYTE}",
+        "ipv6": _ipv6(),
+        "uuid": r"[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
+        "uri": rf"[A-Za-z][A-Za-z0-9+.-]*:(?://)?{_URI_CHAR}+(?:/{_URI_CHAR}*)*"
+        rf"(?:\?(?:{_URI_CHAR}|[/?])*)?(?:#(?:{_URI_CHAR}|[/?])*)?",
+    }.items()
+}
+"""By name; a text has the format when the pattern matches it."""

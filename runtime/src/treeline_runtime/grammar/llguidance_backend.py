@@ -1,0 +1,190 @@
+"""Grammars by llguidance (https://github.com/guidance-ai/llguidance): an Earley parser over lazy automata.
+
+Masks are computed when they are asked for. Nearly nothing is computed beforehand, so what is compiled is the grammar's
+text, after a trial; each step has a limit of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from treeline_runtime.grammar.backend import Compiled, GrammarError, Matcher, NotHereError, certain_text
+from treeline_runtime.grammar.lark_grammar import as_lark
+from treeline_runtime.grammar.patterns import as_regex, whole
+from treeline_runtime.grammar.satisfiable import Rules, check_satisfiable
+from treeline_runtime.grammar.schema_support import for_llguidance
+from treeline_runtime.grammar.vocabulary import Vocabulary
+from treeline_runtime.grammar.xgrammar_backend import parse_ebnf
+from treeline_runtime.messages import Grammar
+
+if TYPE_CHECKING:
+    import torch
+
+_LIMITS = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 500_000,
+}
+"""Of work for one grammar or one step, in steps of the library: some 14,000 to 50,000 a millisecond."""
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+"""Masks have all tokens that may come, also where the next text is certain: not one token of one tokenisation."""
+_STATE_BYTES = 100_000
+"""What a matcher has grown to after some hundred tokens, about."""
+
+
+class LLGuidanceBackend:
+    """Implements `GrammarBackend`. Has no structural tags."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._library: Any = importlib.import_module("llguidance")
+        self._size = len(vocabulary.texts)
+        tokenizer = _Tokenizer(vocabulary.texts)
+        # One token more than there are ends outputs in its masks: what ends one is each request's to say.
+        self._tokenizer = self._library.LLTokenizer(tokenizer, n_vocab=self._size + 1, eos_token=self._size)
+        self._limits = self._library.LLParserLimits(verbose_errors=False, **_LIMITS)
+        self._executor = self._library.LLExecutor()
+        self._buffer = np.zeros((0, 0), dtype=np.uint32)
+
+    def compile(self, grammar: Grammar) -> bytes:
+        text = self._text(grammar)
+        matcher = self._new(text)
+        if matcher.is_error():
+            reason = _reason(matcher.get_error())
+            raise NotHereError(reason) if "supported" in reason else GrammarError(reason)
+        return text.encode()
+
+    def load(self, compiled: bytes) -> Compiled:
+        return _Compiled(self._new(compiled.decode()), len(compiled))
+
+    def fill(self, matchers: Sequence[Matcher], masks: torch.Tensor, rows: Sequence[int]) -> None:
+        filled = self._masks(len(matchers))
+        ours = [_llguidance(matcher) for matcher in matchers]
+        jobs = [(matcher.handle, i) for i, matcher in enumerate(ours) if matcher.can_go_on]
+        if jobs:
+            self._executor.unsafe_compute_mask_ptr(jobs, filled.ctypes.data, filled.strides[0], len(matchers))
+        filled[:, self._size // 32] &= ~np.uint32(1 << self._size % 32)  # its own end
+        for matcher, mask in zip(ours, filled, strict=True):
+            matcher.finish(mask)
+        width = min(filled.shape[1], masks.shape[1])
+        masks.numpy().view(np.uint32)[list(rows), :width] = filled[:, :width]
+
+    def _masks(self, count: int) -> npt.NDArray[np.uint32]:
+        """(count, words of llguidance's vocabulary, which has one token more)"""
+        if len(self._buffer) < count:
+            self._buffer = np.zeros((count, (self._size + 32) // 32), dtype=np.uint32)
+        return self._buffer[:count]
+
+    def _new(self, text: str) -> Any:
+        return self._library.LLMatcher(self._tokenizer, text, limits=self._limits, log_level=0)
+
+    def _text(self, grammar: Grammar) -> str:
+        match grammar.kind:
+            case "json":
+                return f"{_OPTIONS}start: %json {_spaced(for_llguidance(grammar.source))}\n"
+            case "regex":
+                return f"{_OPTIONS}start: /{as_regex(whole(grammar.source))}/\n"
+            case "ebnf":
+                rules = parse_ebnf(grammar.source)
+                check_satisfiable(rules)
+                return _OPTIONS + as_lark(Rules(rules))
+            case "choice":
+                return f"{_OPTIONS}start: {' | '.join(json.dumps(text) for text in json.loads(grammar.source))}\n"
+            case "structural_tag":
+                raise NotHereError("structural tags are not supported by llguidance")
+
+
+def _spaced(schema: str) -> str:
+    """A schema with the white space that xgrammar writes."""
+    read = json.loads(schema)
+    return json.dumps({**({"allOf": [read]} if isinstance(read, bool) else read), "x-guidance": _SPACING})
+
+
+class _Tokenizer:
+    """What the library asks of a tokenizer that is not one of its own. Texts are never tokenised with it."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    special_token_ids: tuple[int, ...] = ()
+
+    def __init__(self, texts: list[bytes]) -> None:
+        self.tokens = [*texts, b""]
+        self.eos_token_id = len(texts)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        raise NotImplementedError
+
+
+class _Compiled:
+    def __init__(self, fresh: Any, length: int) -> None:
+        self._fresh = fresh
+        self._length = length
+
+    @property
+    def num_bytes(self) -> int:
+        return self._length + _STATE_BYTES
+
+    def matcher(self, stop_ids: Sequence[int]) -> Matcher:
+        return LLGuidanceMatcher(self._fresh.deep_copy(), tuple(stop_ids))
+
+
+class LLGuidanceMatcher:
+    """Implements `Matcher`. After a step that took too much it allows nothing."""
+
+    def __init__(self, handle: Any, stop_ids: tuple[int, ...]) -> None:
+        self.handle = handle
+        self._stop_ids = stop_ids
+        self._ended = False
+
+    @property
+    def can_go_on(self) -> bool:
+        return not self._ended and not self.handle.is_error()
+
+    def finish(self, mask: npt.NDArray[np.uint32]) -> None:
+        """mask (words): what ends the output is allowed where it may end; nothing is where nothing can follow."""
+        if not self.can_go_on:
+            mask[:] = 0
+        elif self.completed:
+            for id in self._stop_ids:
+                mask[id // 32] |= np.uint32(1 << id % 32)
+
+    def accept(self, token: int) -> bool:
+        if not self.can_go_on:
+            return False
+        if token in self._stop_ids:
+            self._ended = self.completed
+            return self._ended
+        return bool(self.handle.try_consume_tokens([token]))
+
+    def rollback(self, count: int) -> None:
+        if count and self._ended:
+            self._ended = False
+            count -= 1
+        if count:
+            self.handle.rollback(count)
+
+    def forced(self) -> str:
+        if not self.can_go_on:
+            return ""
+        return certain_text(self.handle.compute_ff_bytes())
+
+    @property
+    def completed(self) -> bool:
+        return not self.handle.is_error() and bool(self.handle.is_accepting())
+
+
+def _llguidance(matcher: Matcher) -> LLGuidanceMatcher:
+    assert isinstance(matcher, LLGuidanceMatcher)
+    return matcher
+
+
+def _reason(error: str) -> str:
+    return error.strip().splitlines()[0][:500] if error.strip() else "the grammar was refused"

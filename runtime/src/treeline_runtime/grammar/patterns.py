@@ -1,0 +1,389 @@
+"""Regular expressions: read as Python's `re` does, written in the few words that every backend reads alike.
+
+Dialects differ in what `\\d`, `\\s` and `.` are, in escapes, in anchors and flags, and libraries take what they do not
+know for something else. So a pattern is parsed here, by the parser of `re`, to sets of characters, sequences, choices
+and repetitions; what is written from these has no escape but of single characters. What is more than regular, or would
+be another language in one of the dialects, is refused by name: lookarounds, backreferences, conditions, word
+boundaries, atomic groups and possessive quantifiers, and anchors that are not at an end.
+
+Where Python and ECMAScript differ, a text must match in both: `\\d`, `\\w` and `\\s` are ASCII's, and `\\D`, `\\W` and
+`\\S` are what is none of them in Unicode either.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from re import _constants as op  # type: ignore[attr-defined]
+from re import _parser as parser  # type: ignore[attr-defined]
+from typing import Any
+
+from treeline_runtime.grammar.backend import GrammarError
+
+Ranges = tuple[tuple[int, int], ...]
+"""Characters, as first and last of ascending ranges that do not touch; no surrogates."""
+
+_LAST = sys.maxunicode
+
+
+@dataclass(frozen=True)
+class Chars:
+    """One character of these; there is one at least."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True)
+class Sequence:
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Repeat:
+    part: Node
+    least: int
+    most: int | None
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """Of the beginning, or of the end. None is left in what `whole` and `within` return."""
+
+    start: bool
+
+
+Node = Chars | Sequence | Choice | Repeat | Anchor
+EMPTY = Sequence(())
+
+
+def whole(pattern: str) -> Node:
+    """The texts that are matches of the pattern (`re.fullmatch`). Raises GrammarError."""
+    return _trim(_parse(pattern), EMPTY)
+
+
+def within(pattern: str) -> Node:
+    """The texts that have a match somewhere (`re.search`), as JSON Schema means it. Raises GrammarError."""
+    return _trim(_parse(pattern), Repeat(Chars(_but(())), 0, None))
+
+
+def _parse(pattern: str) -> Node:
+    pattern = re.sub(r"\\.|\(\?<(?![=!])", lambda m: "(?P<" if m[0] == "(?<" else m[0], pattern, flags=re.DOTALL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            parsed = parser.parse(pattern)
+        return _Reader(parsed.state.flags).sequence(parsed, parsed.state.flags)
+    except (re.error, OverflowError) as error:
+        raise GrammarError(f"the pattern {_short(pattern)} is not a regular expression: {error}") from None
+    except RecursionError:
+        raise GrammarError(f"the pattern {_short(pattern)} is nested too deeply") from None
+    except _RefusedError as refused:
+        raise GrammarError(f"{refused} in the pattern {_short(pattern)} is not supported") from None
+
+
+def _short(pattern: str) -> str:
+    return repr(pattern if len(pattern) <= 60 else pattern[:57] + "...")
+
+
+class _RefusedError(Exception):
+    """The text names what is refused."""
+
+
+class _Reader:
+    """From what `re` has parsed to nodes. Flags are as they are at the place."""
+
+    def __init__(self, flags: int) -> None:
+        if flags & re.LOCALE:
+            raise _RefusedError("the flag L")
+
+    def sequence(self, items: Iterable[tuple[Any, Any]], flags: int) -> Node:
+        parts = [self._item(code, argument, flags) for code, argument in items]
+        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+
+    def _item(self, code: Any, argument: Any, flags: int) -> Node:
+        if code is op.LITERAL:
+            return Chars(_cased(((argument, argument),), flags))
+        if code is op.NOT_LITERAL:
+            return Chars(_but(_cased(((argument, argument),), flags, outside=True)))
+        if code is op.ANY:
+            return Chars(_but(() if flags & re.DOTALL else ((10, 10),)))
+        if code is op.IN:
+            return self._set(argument, flags)
+        if code is op.BRANCH:
+            return Choice(tuple(self.sequence(branch, flags) for branch in argument[1]))
+        if code is op.SUBPATTERN:
+            _group, add, remove, items = argument
+            return self.sequence(items, (flags | add) & ~remove)
+        if code in (op.MAX_REPEAT, op.MIN_REPEAT):
+            least, most, items = argument
+            return Repeat(self.sequence(items, flags), least, None if most is op.MAXREPEAT else most)
+        if code is op.AT:
+            return self._anchor(argument, flags)
+        raise _RefusedError(_REFUSED.get(code, str(code)))
+
+    def _anchor(self, argument: Any, flags: int) -> Anchor:
+        if argument in (op.AT_BOUNDARY, op.AT_NON_BOUNDARY):
+            raise _RefusedError("a word boundary")
+        if flags & re.MULTILINE and argument in (op.AT_BEGINNING, op.AT_END):
+            raise _RefusedError("the flag m with an anchor")
+        return Anchor(argument in (op.AT_BEGINNING, op.AT_BEGINNING_STRING))
+
+    def _set(self, items: list[tuple[Any, Any]], flags: int) -> Node:
+        negated = items[0][0] is op.NEGATE
+        ranges: list[tuple[int, int]] = []
+        for code, argument in items[negated:]:
+            match code:
+                case op.LITERAL:
+                    ranges += _cased(((argument, argument),), flags, outside=negated)
+                case op.RANGE:
+                    ranges += _cased((argument,), flags, outside=negated)
+                case op.CATEGORY:
+                    ranges += _category(argument, outside=negated)
+        chars = _but(ranges) if negated else _union(ranges)
+        if not chars:
+            raise _RefusedError("a set without characters")
+        return Chars(chars)
+
+
+_REFUSED = {
+    op.ASSERT: "a lookaround",
+    op.ASSERT_NOT: "a lookaround",
+    op.GROUPREF: "a backreference",
+    op.GROUPREF_EXISTS: "a condition",
+    op.POSSESSIVE_REPEAT: "a possessive quantifier",
+    op.ATOMIC_GROUP: "an atomic group",
+    op.FAILURE: "a set without characters",
+}
+
+
+def _trim(node: Node, beyond: Node) -> Node:
+    """Without anchors. beyond: what may stand outside of a side that no anchor closes."""
+    node = _edge(_edge(node, beyond, start=True), beyond, start=False)
+    if _has_anchor(node):
+        raise GrammarError("'^' and '$' in a pattern are supported at its ends and those of its alternatives")
+    return node
+
+
+def _edge(node: Node, beyond: Node, start: bool) -> Node:
+    if not _has_anchor(node):
+        if node == EMPTY or beyond is EMPTY:
+            return node if beyond is EMPTY else beyond
+        return Sequence((beyond, node) if start else (node, beyond))
+    match node:
+        case Anchor(at) if at == start:
+            return EMPTY
+        case Choice(parts):
+            return Choice(tuple(_edge(part, beyond, start) for part in parts))
+        case Sequence(parts):
+            while len(parts) > 1 and parts[0 if start else -1] == parts[1 if start else -2] == Anchor(start):
+                parts = parts[1:] if start else parts[:-1]
+            if not _has_anchor(parts[0 if start else -1]):
+                return node if beyond is EMPTY else Sequence((beyond, *parts) if start else (*parts, beyond))
+            if start:
+                return Sequence((_edge(parts[0], beyond, start), *parts[1:]))
+            return Sequence((*parts[:-1], _edge(parts[-1], beyond, start)))
+        case Repeat(part, 1, 1):
+            return _edge(part, beyond, start)
+        case _:
+            return node
+
+
+def _has_anchor(node: Node) -> bool:
+    match node:
+        case Anchor():
+            return True
+        case Sequence(parts) | Choice(parts):
+            return any(_has_anchor(part) for part in parts)
+        case Repeat(part):
+            return _has_anchor(part)
+        case _:
+            return False
+
+
+# Characters
+
+
+def _union(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Without surrogates."""
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(_no_surrogates(ranges)):
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return tuple(_no_surrogates(merged))
+
+
+def _no_surrogates(ranges: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int]]:
+    for first, last in ranges:
+        if first < 0xD800:
+            yield first, min(last, 0xD7FF)
+        if last > 0xDFFF:
+            yield max(first, 0xE000), last
+
+
+def _but(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """All other characters."""
+    others, after = [], 0
+    for first, last in (*_union(ranges), (_LAST + 1, _LAST + 1)):
+        if first > after:
+            others.append((after, first - 1))
+        after = last + 1
+    return _union(others)
+
+
+def characters(ranges: Iterable[tuple[int, int]], negated: bool) -> Ranges:
+    """A class as it is written."""
+    return _but(ranges) if negated else _union(ranges)
+
+
+class EmptyError(Exception):
+    """Nothing is left."""
+
+
+def but(node: Node, characters: Ranges) -> Node:
+    """The texts that have none of the characters. Raises EmptyError where a set has no others."""
+    match node:
+        case Chars(ranges):
+            left = _but((*_but(ranges), *characters))
+            if not left:
+                raise EmptyError
+            return Chars(left)
+        case Sequence(parts):
+            return Sequence(tuple(but(part, characters) for part in parts))
+        case Choice(parts):
+            return Choice(tuple(but(part, characters) for part in parts))
+        case Repeat(part, least, most):
+            return Repeat(but(part, characters), least, most)
+    raise AssertionError(node)
+
+
+def _cased(ranges: Ranges, flags: int, outside: bool = False) -> Ranges:
+    """With their other cases, where the flag i is set. outside: of a set that is negated, so all that might be one."""
+    if not flags & re.IGNORECASE:
+        return ranges
+    if sum(last - first + 1 for first, last in ranges) > _MOST_CASED:
+        raise _RefusedError("the flag i with a large set")
+    chars = [chr(code) for first, last in ranges for code in range(first, last + 1)]
+    found = {ord(c) for char in chars for c in (char, char.lower(), char.upper()) if len(c) == 1}
+    if outside:
+        found |= {ord(c) for char in chars for c in _SPECIAL_CASES.get(char.lower(), "")}
+    return tuple((code, code) for code in sorted(found))
+
+
+_MOST_CASED = 4096
+_SPECIAL_CASES = {"k": "\u212a", "s": "\u017f", "i": "\u0130\u0131", "å": "\u212b", "µ": "\u039c\u03bc"}
+
+
+def _category(category: Any, outside: bool) -> Ranges:
+    """outside: it is within a set that is negated, so that it must have all that any dialect counts in."""
+    name, negative = _CATEGORIES[category]
+    narrow, wide = _ASCII[name], _unicode(name)
+    if negative:
+        return _but(narrow if outside else wide)
+    return wide if outside else narrow
+
+
+_CATEGORIES = {
+    op.CATEGORY_DIGIT: ("digit", False),
+    op.CATEGORY_NOT_DIGIT: ("digit", True),
+    op.CATEGORY_SPACE: ("space", False),
+    op.CATEGORY_NOT_SPACE: ("space", True),
+    op.CATEGORY_WORD: ("word", False),
+    op.CATEGORY_NOT_WORD: ("word", True),
+}
+_ASCII: dict[str, Ranges] = {
+    "digit": ((48, 57),),
+    "space": ((9, 13), (32, 32)),
+    "word": ((48, 57), (65, 90), (95, 95), (97, 122)),
+}
+_UNICODE: dict[str, Callable[[str], bool]] = {
+    "digit": str.isdecimal,
+    "space": lambda char: char.isspace() or char == "\ufeff",
+    "word": lambda char: char.isalnum() or char == "_",
+}
+
+
+@cache
+def _unicode(name: str) -> Ranges:
+    return _union((code, code) for code in range(_LAST + 1) if _UNICODE[name](chr(code)))
+
+
+# Writing
+
+
+def as_regex(node: Node) -> str:
+    """For Rust's `regex`, for `re`, and for xgrammar: its own parentheses are non-capturing groups."""
+    return _written(node, _regex_chars, "(?:{})", "|", "")
+
+
+def as_ebnf(node: Node) -> str:
+    """The right side of a rule of xgrammar's EBNF."""
+    return _written(node, _ebnf_chars, "({})", " | ", " ") or '""'
+
+
+def _written(node: Node, chars: Callable[[Ranges], str], group: str, bar: str, space: str) -> str:
+    nothing = '""' if space else ""
+    match node:
+        case Chars(ranges):
+            return chars(ranges)
+        case Sequence(parts):
+            texts = [_written(part, chars, group, bar, space) for part in parts]
+            inner = [group.format(t) if isinstance(p, Choice) else t for p, t in zip(parts, texts, strict=True)]
+            return space.join(text for text in inner if text)
+        case Choice(parts):
+            return bar.join(_written(part, chars, group, bar, space) or nothing for part in parts)
+        case Repeat(part, least, most):
+            text = _written(part, chars, group, bar, space)
+            return (text if isinstance(part, Chars) else group.format(text)) + _count(least, most) if text else ""
+    raise AssertionError(node)
+
+
+def _count(least: int, most: int | None) -> str:
+    match least, most:
+        case 0, None:
+            return "*"
+        case 1, None:
+            return "+"
+        case 0, 1:
+            return "?"
+    if least == most:
+        return f"{{{least}}}"
+    return f"{{{least},{'' if most is None else most}}}"
+
+
+def _regex_chars(ranges: Ranges) -> str:
+    if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+        return _regex_char(ranges[0][0])
+    negated = ranges[-1][1] == _LAST
+    return _bracketed(_but(ranges) if negated else ranges, _regex_char, negated)
+
+
+def _ebnf_chars(ranges: Ranges) -> str:
+    negated = ranges[-1][1] == _LAST
+    return _bracketed(_but(ranges) if negated else ranges, lambda code: f"\\U{code:08X}", negated)
+
+
+def _bracketed(ranges: Ranges, char: Callable[[int], str], negated: bool) -> str:
+    if ranges and ranges[0][0] == ord("^"):  # not where it would negate, whatever becomes of the escape
+        ranges = ((ranges[-1][1], ranges[-1][1]), *ranges)
+    inner = "".join(char(first) if first == last else f"{char(first)}-{char(last)}" for first, last in ranges)
+    return f"[^{inner}]" if negated and inner else f"[{inner or f'{char(0)}-{char(_LAST)}'}]"
+
+
+def _regex_char(code: int) -> str:
+    char = chr(code)
+    if char in r"\^$.*+?()[]{}|/-":
+        return "\\" + char
+    if code < 32 or code == 127:
+        return f"\\x{code:02x}"
+    return char

@@ -1,0 +1,77 @@
+"""How an answer of another API leaves, whole or as events: one output's parts, told by whoever knows that API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from treeline_runtime.messages import TextOut
+from treeline_runtime.parsers.parts import Part
+from treeline_runtime.server.apis.parts import Parts
+from treeline_runtime.server.http import Request, Response, encode_json, named_event
+from treeline_runtime.server.jobs import ChatTask
+from treeline_runtime.server.pacing import Pacer
+from treeline_runtime.server.service import Service, token_headers
+from treeline_runtime.tokenizer_manager import InflightRequest
+
+Event = dict[str, Any]
+"""With its `type`. Parts of it may change afterwards: it is written before the next is asked for."""
+
+
+class Events(Protocol):
+    """One answer's. No IO."""
+
+    @property
+    def answer(self) -> Any:
+        """As it is by now; becomes JSON."""
+
+    def begin(self, out: TextOut) -> Iterator[Event]:
+        """The first output has come."""
+
+    def take(self, part: Part) -> Iterator[Event]:
+        """The output goes on."""
+
+    def end(self, out: TextOut, reasoning_tokens: int | None) -> Iterator[Event]:
+        """That was the last. `reasoning_tokens`: how many of all were reasoning; None = not known. Raises ApiError for
+        an end that the API has no word for."""
+
+
+async def whole(service: Service, chat: ChatTask, inflight: InflightRequest, events: Events) -> Response:
+    """The answer as one."""
+    (out,) = await service.collect(inflight)
+    parts = Parts(service.prompts, chat)
+    _drain(events.begin(out))
+    for part in await parts.take(out, Pacer()):
+        _drain(events.take(part))
+    _drain(events.end(out, parts.reasoning_tokens))
+    headers = token_headers(chat.job.prompt_tokens, out.cached_tokens)
+    return Response(encode_json(events.answer), headers=tuple(headers))
+
+
+async def stream(service: Service, request: Request, chat: ChatTask, inflight: InflightRequest, events: Events) -> None:
+    """The answer as it comes."""
+    parts = Parts(service.prompts, chat)
+
+    async def frames(_index: int, out: TextOut, pacer: Pacer) -> list[bytes]:
+        made = [] if request.streaming else _written(events.begin(out))
+        for part in await parts.take(out, pacer):
+            made += _written(events.take(part))
+        return made if out.finish is None else made + _written(events.end(out, parts.reasoning_tokens))
+
+    await service.stream(
+        request,
+        inflight,
+        frames,
+        headers_of=lambda out: token_headers(chat.job.prompt_tokens, out.cached_tokens),
+        opening=b"",
+        closing=lambda: b"",
+    )
+
+
+def _written(events: Iterator[Event]) -> list[bytes]:
+    return [named_event(event["type"], event) for event in events]
+
+
+def _drain(events: Iterator[Event]) -> None:
+    for _ in events:
+        pass

@@ -1,0 +1,198 @@
+"""The shapes of answers, as `server.answers` has those of the other paths."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct
+
+from treeline_runtime.server.answers import Maybe
+
+# ---- /v1/responses --------------------------------------------------------------------------------------------------
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class ResponsePart(Struct):
+    """Of a message, or of the reasoning."""
+
+    type: Literal["output_text", "reasoning_text"]
+    text: str
+    annotations: list[Any] | Maybe = UNSET
+    logprobs: list[Any] | Maybe = UNSET
+
+
+class ResponseItem(Struct):
+    """A message, the call of a function, or reasoning: `type` says which, and that which members there are."""
+
+    id: str
+    type: Literal["message", "function_call", "reasoning"]
+    status: ItemStatus
+    role: Literal["assistant"] | Maybe = UNSET
+    content: list[ResponsePart] | Maybe = UNSET
+    summary: list[Any] | Maybe = UNSET
+    call_id: str | Maybe = UNSET
+    name: str | Maybe = UNSET
+    arguments: str | Maybe = UNSET
+
+
+class InputTokensDetails(Struct):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(Struct):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Struct):
+    input_tokens: int
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+    input_tokens_details: InputTokensDetails | Maybe = UNSET
+
+
+class ResponseError(Struct):
+    code: str
+    message: str
+
+
+class IncompleteDetails(Struct):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseObject(Struct):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    model: str
+    output: list[ResponseItem]
+    usage: ResponseUsage | None
+    background: bool
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: dict[str, Any]
+    service_tier: str
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+
+
+class ResponseEvent(Struct):
+    """An event of a stream, `response.*`: `type` says which members there are."""
+
+    type: str
+    sequence_number: int
+    response: ResponseObject | Maybe = UNSET
+    output_index: int | Maybe = UNSET
+    item: ResponseItem | Maybe = UNSET
+    item_id: str | Maybe = UNSET
+    content_index: int | Maybe = UNSET
+    part: ResponsePart | Maybe = UNSET
+    delta: str | Maybe = UNSET
+    text: str | Maybe = UNSET
+    name: str | Maybe = UNSET
+    arguments: str | Maybe = UNSET
+    logprobs: list[Any] | Maybe = UNSET
+
+
+# ---- /v1/messages ---------------------------------------------------------------------------------------------------
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
+class ThinkingTokens(Struct):
+    thinking_tokens: int
+
+
+class MessageUsage(Struct):
+    """Tokens read from the cache are counted beside those of the input, not within them."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int | Maybe = UNSET
+    cache_creation_input_tokens: int | Maybe = UNSET
+    output_tokens_details: ThinkingTokens | Maybe = UNSET
+    """Where it is known."""
+
+
+class MessageBlock(Struct):
+    """A text, thinking, or the use of a tool: `type` says which, and that which members there are."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: str | Maybe = UNSET
+    thinking: str | Maybe = UNSET
+    signature: str | Maybe = UNSET
+    id: str | Maybe = UNSET
+    name: str | Maybe = UNSET
+    input: dict[str, Any] | Maybe = UNSET
+
+
+class Message(Struct):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[MessageBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageDelta(Struct):
+    """More of a block, or what ended the message."""
+
+    type: Literal["text_delta", "thinking_delta", "input_json_delta"] | Maybe = UNSET
+    text: str | Maybe = UNSET
+    thinking: str | Maybe = UNSET
+    partial_json: str | Maybe = UNSET
+    stop_reason: StopReason | Maybe = UNSET
+    stop_sequence: str | Maybe | None = UNSET
+
+
+class MessageEvent(Struct):
+    """An event of a stream: `type` says which members there are."""
+
+    type: Literal[
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    message: Message | Maybe = UNSET
+    index: int | Maybe = UNSET
+    content_block: MessageBlock | Maybe = UNSET
+    delta: MessageDelta | Maybe = UNSET
+    usage: MessageUsage | Maybe = UNSET
+
+
+class TokenCount(Struct):
+    input_tokens: int
+
+
+class AnthropicErrorDetail(Struct):
+    type: str
+    message: str
+
+
+class AnthropicError(Struct):
+    """Every answer of these paths that is an error, and the last event of a stream that failed."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail

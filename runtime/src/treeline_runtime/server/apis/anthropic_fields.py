@@ -1,0 +1,189 @@
+"""The bodies of `/v1/messages` and `/v1/messages/count_tokens` → that of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import Annotated, Any, Final
+
+from msgspec import Meta
+
+from treeline_runtime.server.errors import short
+from treeline_runtime.server.fields import HARMLESS, check_unknown, convert
+from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.openai import NAMESPACE_FIELDS, Rid
+from treeline_runtime.server.sampling import PositiveCount, Priority, SamplingFields, Seed
+
+
+class MessagesBody(SamplingFields, frozen=True):
+    """What of a request we act on, besides `OTHER_FIELDS`."""
+
+    messages: Annotated[list[Any], Meta(min_length=1)] | None = None
+    model: str | None = None
+    system: str | list[Any] | None = None
+    max_tokens: PositiveCount | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    tools: list[Any] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    seed: Seed | None = None
+    rid: Rid | None = None
+    priority: Priority | None = None
+
+
+OTHER_FIELDS: Final = NAMESPACE_FIELDS | {"chat_template_kwargs"}
+"""Read where those of a chat are."""
+MESSAGES_HARMLESS: Final[Mapping[str, str]] = {
+    **{name: why for name, why in HARMLESS.items() if name != "parallel_tool_calls"},
+    "cache_control": "prefixes are cached without being told",
+    "inference_geo": "says where; there is one place",
+    "user_profile_id": "says who asks, for statistics",
+    "workspace_id": "says who asks, for statistics",
+}
+NAMES: Final[Mapping[str, str]] = {
+    "messages": "messages",
+    "stop": "stop_sequences",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+}
+"""Of a chat's fields, those that are called otherwise here; the chat's messages are others than the request's."""
+MEMBERS: Final[Mapping[str, str]] = {".function.parameters": ".input_schema", ".function": "", ".json_schema": ""}
+"""Within tools and formats."""
+_AS_THEY_ARE: Final = (
+    *(name for name in SamplingFields.__struct_fields__ if name not in ("n", "stop")),
+    *("seed", "rid", "priority"),
+)
+_ROLES: Final[Mapping[str, frozenset[str]]] = {
+    "user": frozenset({"text", "tool_result"}),
+    "assistant": frozenset({"text", "thinking", "redacted_thinking", "tool_use"}),
+    "system": frozenset({"text"}),
+}
+"""Who says what."""
+_BLOCKS: Final[Mapping[str, frozenset[str]]] = {
+    "text": frozenset({"type", "text", "cache_control", "citations"}),
+    "thinking": frozenset({"type", "thinking", "signature"}),
+    "redacted_thinking": frozenset({"type", "data"}),
+    "tool_use": frozenset({"type", "id", "name", "input", "cache_control", "caller"}),
+    "tool_result": frozenset({"type", "tool_use_id", "content", "is_error", "cache_control"}),
+}
+"""Members of content blocks; what is an answer's that comes back, or a hint for a cache, says nothing to a model."""
+_TOOL: Final = frozenset({"type", "name", "description", "input_schema", "strict"})
+_TOOL_HINTS: Final = frozenset({"cache_control", "eager_input_streaming"})
+_CHOICES: Final = ("auto", "any", "tool", "none")
+_THINKING: Final = ("enabled", "disabled", "adaptive")
+_THINKING_HINTS: Final = frozenset({"budget_tokens"})
+"""A target, as Anthropic calls it: nothing here holds a model to it."""
+
+
+def read_messages(raw: Mapping[str, Any], *, counts: bool = False) -> MessagesBody:
+    """`counts`: the tokens are to be counted, and none made. Raises ApiError 400."""
+    body = convert(raw, MessagesBody)
+    check_unknown(raw, frozenset(MessagesBody.__struct_fields__) | OTHER_FIELDS, harmless=MESSAGES_HARMLESS)
+    for name in ("messages",) if counts else ("messages", "max_tokens"):
+        if getattr(body, name) is None:
+            raise ApiError(400, f"Missing required parameter: {name!r}", param=name, code="missing_required_parameter")
+    if body.n not in (None, 1) or body.stop:
+        name = "n" if body.stop is None else "stop"
+        raise _unsupported(name, "this API has no such field")
+    _check_blocks(body.system, "system", _ROLES["system"])
+    for i, message in enumerate(body.messages or ()):
+        _check_message(message, f"messages[{i}]")
+    for i, tool in enumerate(body.tools or ()):
+        _check_tool(tool, f"tools[{i}]")
+    _check_choice(body)
+    if body.thinking is not None:
+        check_unknown(body.thinking, {"type", "display"}, harmless=_THINKING_HINTS, where="thinking.")
+        if body.thinking.get("type") not in _THINKING:
+            raise _unsupported("thinking.type", f"expected one of {', '.join(_THINKING)}")
+        if body.thinking.get("display") not in (None, "summarized", "omitted"):
+            raise _unsupported("thinking.display", "expected 'summarized' or 'omitted'")
+    return body
+
+
+def chat_fields(body: MessagesBody, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The members of the chat's body that have nothing to do with its prompt. Raises ApiError 400."""
+    made = {name: raw[name] for name in _AS_THEY_ARE if raw.get(name) is not None}
+    if body.stop_sequences:
+        made["stop"] = body.stop_sequences
+    if body.tools and (body.tool_choice or {}).get("disable_parallel_tool_use") is True:
+        made["parallel_tool_calls"] = False
+    if body.thinking and body.thinking.get("display") == "omitted":
+        made["include_reasoning"] = False
+    if body.output_config:
+        check_unknown(body.output_config, {"effort", "format"}, harmless=(), where="output_config.")
+        format = body.output_config.get("format")
+        if format is not None:
+            made["response_format"] = _response_format(format)
+    return made
+
+
+def _check_message(message: Any, where: str) -> None:
+    """Raises ApiError 400 for members that nobody would read. What else is wrong is left to the conversion."""
+    if not isinstance(message, dict):
+        return
+    check_unknown(message, {"role", "content"}, harmless=(), where=f"{where}.")
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        param = f"{where}.role"
+        raise ApiError(400, f"Invalid value for {param!r}: expected one of {', '.join(_ROLES)}", param=param)
+    _check_blocks(message.get("content"), f"{where}.content", _ROLES[role])
+
+
+def _check_blocks(content: Any, where: str, kinds: Container[str]) -> None:
+    """`kinds`: those that may be there."""
+    for i, block in enumerate(content if isinstance(content, list) else ()):
+        if not isinstance(block, dict):
+            continue
+        kind, at = block.get("type"), f"{where}[{i}]"
+        if not isinstance(kind, str) or kind not in kinds:
+            raise _unsupported(f"{at}.type", f"blocks of this type are not supported here: {short(kind)!r}")
+        check_unknown(block, _BLOCKS[kind], harmless=(), where=f"{at}.")
+        if kind == "tool_result":
+            _check_type(block, "tool_use_id", str, "a text", at)
+            _check_blocks(block.get("content"), f"{at}.content", {"text"})
+        if kind == "tool_use":
+            _check_type(block, "id", str, "a text", at)
+            _check_type(block, "name", str, "a text", at)
+            _check_type(block, "input", dict, "an object", at)
+
+
+def _check_type(block: Mapping[str, Any], name: str, type: type, said: str, where: str) -> None:
+    if not isinstance(block.get(name), type):
+        param = f"{where}.{name}"
+        raise ApiError(400, f"Invalid value for {param!r}: expected {said}", param=param)
+
+
+def _check_tool(tool: Any, where: str) -> None:
+    if not isinstance(tool, dict):
+        raise ApiError(400, f"Invalid value for {where!r}: expected an object", param=where)
+    if tool.get("type") not in (None, "custom"):
+        raise _unsupported(f"{where}.type", f"built-in tools are not served here: {short(tool['type'])!r}")
+    check_unknown(tool, _TOOL, harmless=_TOOL_HINTS, where=f"{where}.")
+    if not isinstance(tool.get("input_schema"), dict):
+        param = f"{where}.input_schema"
+        raise ApiError(400, f"Invalid value for {param!r}: expected a JSON Schema, which is an object", param=param)
+
+
+def _check_choice(body: MessagesBody) -> None:
+    choice = body.tool_choice
+    if choice is None:
+        return
+    check_unknown(choice, {"type", "name", "disable_parallel_tool_use"}, harmless=(), where="tool_choice.")
+    if choice.get("type") not in _CHOICES:
+        raise _unsupported("tool_choice.type", f"expected one of {', '.join(_CHOICES)}")
+    if not isinstance(choice.get("disable_parallel_tool_use"), bool | None):
+        raise _unsupported("tool_choice.disable_parallel_tool_use", "expected true or false")
+    if choice["type"] in ("any", "tool") and not body.tools:
+        raise _unsupported("tool_choice", "there are no 'tools' to choose from")
+
+
+def _response_format(format: Any) -> dict[str, Any]:
+    if not isinstance(format, dict) or format.get("type") != "json_schema":
+        raise _unsupported("output_config.format.type", "expected json_schema")
+    check_unknown(format, {"type", "schema"}, harmless=(), where="output_config.format.")
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": format.get("schema"), "strict": True}}
+
+
+def _unsupported(param: str, why: str) -> ApiError:
+    return ApiError(400, f"Invalid value for {param!r}: {why}", param=param, code="unsupported_parameter")

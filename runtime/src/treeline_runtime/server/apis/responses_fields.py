@@ -1,0 +1,185 @@
+"""The body of `/v1/responses` → that of a chat, and what the answer repeats of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
+
+from msgspec import Meta
+
+from treeline_runtime.server.errors import short
+from treeline_runtime.server.fields import HARMLESS, check_unknown, convert
+from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.openai import NAMESPACE_FIELDS, Rid
+from treeline_runtime.server.sampling import Count, PositiveCount, Priority, SamplingFields, Seed
+
+Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
+"""OpenAI's bounds."""
+
+
+class ResponsesBody(SamplingFields, frozen=True):
+    """What of a request we act on, besides `OTHER_FIELDS`."""
+
+    input: str | list[Any] | None = None
+    instructions: str | None = None
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    max_output_tokens: PositiveCount | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    include: list[Any] | None = None
+    metadata: Metadata | None = None
+    truncation: Literal["disabled"] | None = None
+    top_logprobs: Literal[0] | None = None
+    previous_response_id: str | None = None
+    seed: Seed | None = None
+    min_tokens: Count | None = None
+    rid: Rid | None = None
+    priority: Priority | None = None
+
+
+OTHER_FIELDS: Final = NAMESPACE_FIELDS | {"chat_template_kwargs"}
+"""Read where those of a chat are."""
+RESPONSES_HARMLESS: Final[Mapping[str, str]] = {
+    **{name: why for name, why in HARMLESS.items() if name not in ("metadata", "parallel_tool_calls")},
+    "max_tool_calls": "counts calls of built-in tools, of which there are none",
+    "prompt_cache_options": "hints how to keep a prefix; the answer is the same",
+}
+NAMES: Final[Mapping[str, str]] = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
+"""Of a chat's fields, those that are called otherwise here."""
+MEMBERS: Final[Mapping[str, str]] = {".function": "", ".json_schema": ""}
+"""Within tools and formats."""
+_AS_THEY_ARE: Final = (
+    *(name for name in SamplingFields.__struct_fields__ if name != "n"),
+    *("seed", "min_tokens", "rid", "priority", "parallel_tool_calls"),
+)
+_INCLUDABLE: Final = ("reasoning.encrypted_content",)
+"""The reasoning is there as it is, so it need not come encrypted as well."""
+_ROLES: Final = ("user", "assistant", "system", "developer")
+_ITEMS: Final[Mapping[str, frozenset[str]]] = {
+    "message": frozenset({"type", "role", "content", "id", "status", "phase"}),
+    "function_call": frozenset({"type", "id", "call_id", "name", "arguments", "status"}),
+    "function_call_output": frozenset({"type", "id", "call_id", "output", "status"}),
+    "reasoning": frozenset({"type", "id", "summary", "content", "encrypted_content", "status"}),
+}
+"""Members of input items; some of them are an answer's that comes back, and say nothing to a model."""
+_PART: Final = frozenset({"type", "text", "annotations", "logprobs"})
+_TOOL: Final = frozenset({"type", "name", "description", "parameters", "strict"})
+
+
+def read_responses(raw: Mapping[str, Any]) -> ResponsesBody:
+    """Raises ApiError 400."""
+    body = convert(raw, ResponsesBody)
+    check_unknown(raw, frozenset(ResponsesBody.__struct_fields__) | OTHER_FIELDS, harmless=RESPONSES_HARMLESS)
+    if body.input is None:
+        raise ApiError(400, "Missing required parameter: 'input'", param="input", code="missing_required_parameter")
+    if body.n not in (None, 1):
+        raise ApiError(400, "'n' must be 1: a response is one answer", param="n", code="unsupported_parameter")
+    if body.stream_options:
+        check_unknown(body.stream_options, (), harmless=(), where="stream_options.")
+    for one in body.include or ():
+        if one not in _INCLUDABLE:
+            raise _unsupported("include", f"{short(one)!r} cannot be included")
+    for i, item in enumerate(body.input if isinstance(body.input, list) else ()):
+        _check_item(item, f"input[{i}]")
+    for i, tool in enumerate(body.tools or ()):
+        _check_tool(tool, f"tools[{i}]")
+    if body.tool_choice not in (None, "none", "auto") and not body.tools:
+        raise _unsupported("tool_choice", "there are no 'tools' to choose from")
+    return body
+
+
+def chat_fields(body: ResponsesBody, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The members of the chat's body that have nothing to do with its prompt. Raises ApiError 400."""
+    made = {name: raw[name] for name in _AS_THEY_ARE if raw.get(name) is not None}
+    if not body.tools:
+        made.pop("parallel_tool_calls", None)
+    if body.max_output_tokens is not None:
+        made["max_completion_tokens"] = body.max_output_tokens
+    if body.reasoning:
+        known = {name: value for name, value in body.reasoning.items() if (name, value) not in _USUAL}
+        check_unknown(known, {"effort"}, harmless={"summary", "generate_summary"}, where="reasoning.")
+    if body.text:
+        check_unknown(body.text, {"format"}, harmless=(), where="text.")
+        format = _response_format(body.text.get("format"))
+        made |= {} if format is None else {"response_format": format}
+    return made
+
+
+def shown(body: ResponsesBody, temperature: float, top_p: float) -> dict[str, Any]:
+    """What the answer repeats; `temperature` and `top_p` are those that hold."""
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
+        "temperature": temperature,
+        "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": body.tools or [],
+        "top_p": top_p,
+    }
+
+
+_USUAL: Final = (("context", "auto"), ("mode", "standard"))
+"""Of `reasoning`: what happens anyway."""
+
+
+def _check_item(item: Any, where: str) -> None:
+    """Raises ApiError 400 for members that nobody would read. What else is wrong is left to the conversion."""
+    if not isinstance(item, dict):
+        return
+    kind = item.get("type", "message")
+    known = _ITEMS.get(kind) if isinstance(kind, str) else None
+    if known is None:
+        raise _unsupported(f"{where}.type", f"items of this type are not supported: {short(kind)!r}")
+    check_unknown(item, known, harmless=(), where=f"{where}.")
+    if kind == "message" and item.get("role") not in _ROLES:
+        raise ApiError(
+            400, f"Invalid value for '{where}.role': expected one of {', '.join(_ROLES)}", param=f"{where}.role"
+        )
+    if kind.startswith("function_call") and not isinstance(item.get("call_id"), str):
+        where += ".call_id"
+        raise ApiError(400, f"Invalid value for {where!r}: expected a text", param=where)
+    for name in ("content", "output", "summary"):
+        parts = item.get(name)
+        for j, part in enumerate(parts if isinstance(parts, list) else ()):
+            if isinstance(part, dict) and part.get("type") in ("input_text", "output_text"):
+                check_unknown(part, _PART, harmless=(), where=f"{where}.{name}[{j}].")
+
+
+def _check_tool(tool: Any, where: str) -> None:
+    if not isinstance(tool, dict):
+        raise ApiError(400, f"Invalid value for {where!r}: expected an object", param=where)
+    if tool.get("type") != "function":
+        said = f"built-in tools are not served here: {short(tool.get('type'))!r}, expected 'function'"
+        raise _unsupported(f"{where}.type", said)
+    check_unknown(tool, _TOOL, harmless=(), where=f"{where}.")
+
+
+def _response_format(format: Any) -> dict[str, Any] | None:
+    """`text.format` as a chat's `response_format`. None for plain text."""
+    kind = "text" if format is None else format.get("type") if isinstance(format, dict) else None
+    match kind:
+        case "text":
+            return None
+        case "json_object":
+            return {"type": "json_object"}
+        case "json_schema":
+            return {"type": "json_schema", "json_schema": {k: v for k, v in format.items() if k != "type"}}
+    where = "text.format.type"
+    raise ApiError(400, f"Invalid value for {where!r}: expected text, json_schema or json_object", param=where)
+
+
+def _unsupported(param: str, why: str) -> ApiError:
+    return ApiError(400, f"Invalid value for {param!r}: {why}", param=param, code="unsupported_parameter")

@@ -1,0 +1,73 @@
+"""Engines with an API key: the picker shows the one that it was given, and lists their models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+from support.epp_io import FakeEngine, running_picker, until
+from treeline_epp.endpoints import engine_key
+from treeline_epp.endpoints.engine_key import EngineKey
+
+
+class Keyed(FakeEngine):
+    """Below /v1 it answers those alone who show the key."""
+
+    def _content(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], object]:
+        if path.startswith("/v1/") and headers.get("authorization") != "Bearer secret":
+            return 401, {}, {}
+        return super()._content(path, headers, body)
+
+
+async def models(*flags: str) -> list[str]:
+    async with running_picker(*flags) as picker:
+
+        async def ready() -> bool:
+            (found,) = (await picker.get("/endpoints")).json()["pools"]["default"]["endpoints"]
+            return bool(found["ready"])
+
+        await until(ready, "the endpoint to be ready")
+        return list((await picker.get("/endpoints")).json()["pools"]["default"]["models"])
+
+
+async def test_the_models_of_an_engine_with_a_key_are_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    key, endpoints = tmp_path / "key", tmp_path / "endpoints.yaml"
+    key.write_text("secret\n")
+    engine = Keyed("e0")
+    await engine.start()
+    try:
+        entry = f"name: e0, address: '{engine.address}'"
+        endpoints.write_text(f"endpoints: [{{{entry}, api_key_file: '{key}'}}]")
+        assert await models("--endpoints-file", str(endpoints)) == ["tiny"]
+        assert await models("--endpoint", f"e0={engine.address}", "--engine-key-file", str(key)) == ["tiny"]
+        assert "API key" not in caplog.text
+        assert await models("--endpoint", f"e0={engine.address}") == []
+        assert "--engine-key-file" in caplog.text
+        key.write_text("wrong")
+        assert await models("--endpoint", f"e0={engine.address}", "--engine-key-file", str(key)) == []
+        assert "wrong" not in caplog.text
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", b"two\nlines", b"\xff", b"x" * 5000, "é".encode()])
+async def test_a_key_that_is_none_is_not_shown_and_a_better_one_is_taken_up(
+    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_key, "_REREAD_S", 0.0)
+    file, seen = tmp_path / "key", list[str | None]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers.get("authorization"))
+        return httpx.Response(200)
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer), auth=EngineKey(file)) as http:
+        await http.get("http://e/v1/models")
+        file.write_bytes(content)
+        await http.get("http://e/v1/models")
+        await http.get("http://e/v1/models")
+        file.write_bytes(b"secret")
+        await http.get("http://e/v1/models")
+    assert seen == [None, None, None, "Bearer secret"]
+    assert [record.getMessage().count("cannot be used") for record in caplog.records] == [1, 1], "each told once"

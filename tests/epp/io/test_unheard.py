@@ -1,0 +1,123 @@
+"""Engines that say where they publish, and of which nothing arrives: by which way they are routed, and why."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.epp_io import RunningPicker, running_picker, stored, until
+from support.foreign_engine import ForeignEngine, foreign_engine, tokenizer_flags
+from treeline_epp import way_judge
+from treeline_epp.endpoints.kv_endpoints import listens
+from treeline_epp.index.index import Index
+from treeline_epp.index.pods import Pod
+from treeline_epp.kvevents import hearing
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hearing, "UNREACHED_S", 0.2)
+    monkeypatch.setattr(hearing, "STEADY_S", 0.2)
+    monkeypatch.setattr(way_judge, "_EVERY_S", 0.05)
+
+
+async def routed(picker: RunningPicker, way: str, reason: str = "") -> str:
+    """Wait until the pool is routed so. Its message."""
+    last: dict[str, Any] = {}
+
+    async def so() -> bool:
+        last.clear()
+        last.update((await picker.get("/endpoints")).json()["pools"]["default"]["routing"] or {})
+        return (last.get("way"), last.get("reason")) == (way, reason)
+
+    await until(so, f"routed by {way} {reason}", state=lambda: last)
+    return str(last["message"])
+
+
+def connects(vllm: ForeignEngine) -> None:
+    vllm.http.documents["/kv_event_sources"]["0"]["endpoint"] = f"tcp://0.0.0.0:{vllm.events_base}"
+
+
+def closed(_: ForeignEngine) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [(closed, "nothing listens there, or a NetworkPolicy closes the port"), (connects, "write tcp://*:PORT")],
+)
+async def test_where_nobody_listens_the_way_is_history_until_somebody_does(
+    tmp_path: Path, change: Callable[[ForeignEngine], None], why: str
+) -> None:
+    async with foreign_engine("vllm", 1) as vllm:
+        vllm.says_as_vllm()
+        change(vllm)
+        vllm.ranks[0].stop()
+        async with running_picker(*vllm.flags, *tokenizer_flags(tmp_path), ready=False) as picker:
+            message = await routed(picker, "history", "EventsUnreachable")
+            assert message.startswith(f"cannot connect to tcp://127.0.0.1:{vllm.events_base}: ")
+            assert why in message
+            counted = 'treeline_epp_endpoints_routed{pool="default",reason="EventsUnreachable",way="history"}'
+            assert (await picker.metrics())[counted] == 1
+            vllm.restart()
+            assert await routed(picker, "events") == ""
+
+
+async def test_a_publisher_that_goes_while_its_server_stays_is_noticed_and_predictions_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pods: list[Pod] = []
+    add = Index.add_pod
+
+    def recorded(*args: Any) -> Pod:
+        pods.append(add(*args))
+        return pods[-1]
+
+    monkeypatch.setattr(Index, "add_pod", recorded)
+    async with foreign_engine("vllm", 2) as vllm:
+        vllm.says_as_vllm()
+        async with running_picker(*vllm.flags, *tokenizer_flags(tmp_path)) as picker:
+            await routed(picker, "events")
+            await vllm.ranks[1].subscribed()
+            await vllm.ranks[1].store(stored(range(32)))
+            await until(lambda: asyncio.sleep(0, pods[1].precise), "the event to come")
+            vllm.ranks[1].stop()
+            message = await routed(picker, "history", "EventsUnreachable")
+            assert message.startswith(f"cannot connect to tcp://127.0.0.1:{vllm.events_base + 1}: ")
+            assert [pod.precise for pod in pods] == [False, False], "history alone tells what it holds"
+
+
+async def test_where_prompts_leave_no_event_the_way_is_history_until_one_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hearing, "SILENT_PROMPTS", 0)
+    monkeypatch.setattr(hearing, "SILENT_TOKENS", 0)
+    async with foreign_engine("vllm", 1, topic="kv@x") as vllm:
+        vllm.says_as_vllm()
+        async with running_picker(*vllm.flags, *tokenizer_flags(tmp_path)) as picker:
+            message = await routed(picker, "history", "NothingHeard")
+            assert f"connected to tcp://127.0.0.1:{vllm.events_base}, but nothing was heard" in message
+            assert "kv@x" in message
+            await vllm.ranks[0].subscribed()
+            await vllm.ranks[0].store(stored(range(32)))
+            await routed(picker, "events")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "vllm", "sglang"),
+    [
+        ("tcp://*:5557", True, True),
+        ("tcp://[::]:5557", True, True),
+        ("ipc:///tmp/x", False, False),  # to nobody on another machine
+        ("tcp://0.0.0.0:5557", False, True),
+        ("tcp://127.0.0.1:5557", False, False),
+        ("tcp://epp.llm-d:5557", False, False),
+    ],
+)
+def test_what_binds_and_what_connects(endpoint: str, vllm: bool, sglang: bool) -> None:
+    assert (listens(endpoint), listens(endpoint, sglang=True)) == (vllm, sglang)
+    assert listens(endpoint, sglang=True, bind=True)
+    assert not listens(endpoint, sglang=True, bind=False)

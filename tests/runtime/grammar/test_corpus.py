@@ -1,0 +1,78 @@
+"""Whatever a grammar lets an output be is what was asked for: JSON Schemas by the thousand, judged by `jsonschema`."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import re
+from typing import Any
+
+import pytest
+from support.grammar_schemas import Generator, judge, parse
+from support.grammar_walks import Walker, synthetic_vocabulary, tiny_vocabulary
+from treeline_runtime.grammar.backend import GrammarError, load_backend
+from treeline_runtime.messages import Grammar
+
+COUNT = int(os.environ.get("TREELINE_SCHEMAS", "1000"))
+VOCABULARIES = {"synthetic": lambda: synthetic_vocabulary(700), "tiny": tiny_vocabulary}
+REASONS = [
+    r"'(not|if|dependentRequired|uniqueItems|contains|propertyNames|oneOf)' at .+ is not supported",
+    r"'format' at .+ is '(regex|json-pointer|zip)'; supported are",
+    r"'minProperties' at .+ above 1 is not supported where keys are free",
+    r"'unevaluatedProperties' at .+ is not supported",
+    r"'exclusiveM(in|ax)imum' at .+ within 1 of the other bound is not supported",
+    r"range contains no multipleOf value",
+    r"a (lookaround|backreference) in the pattern",
+    r"is not a regular expression: bad escape \\p",
+    r"is not a regular expression: global flags not at the start",
+    r"refers to itself for the same value",
+    r"can never be satisfied: ",
+    r"Unsatisfiable schema: ",
+    r"patternProperty regexes .* not disjoint",
+    r"min/maxProperties only supported when all keys listed in \"properties\" are required",
+    r"(minProperties|maxProperties|minItems|maxItems) is (greater|less) than the number of",
+    r"circular references with sibling keys are not supported",
+]
+"""Why schemas of the corpus are refused: contradictions, and what README.md of the runtime says is not supported."""
+
+
+def _refusals(backend: str, vocabulary: str, seeds: range, length: int) -> collections.Counter[str]:
+    """Walks over each of the schemas once. Returns why some were refused."""
+    tokens = VOCABULARIES[vocabulary]()
+    grammars = load_backend(backend)(tokens)
+    walker, refused, unfinished = Walker(grammars, tokens), collections.Counter[str](), 0
+    for seed in seeds:
+        schema = Generator(seed).schema()
+        try:
+            compiled = grammars.load(grammars.compile(Grammar("json", json.dumps(schema))))
+        except GrammarError as error:
+            refused[str(error)] += 1
+            continue
+        walk = walker.walk(compiled, seed, length, 400)
+        if walk.whole:
+            _check(schema, walk.text, seed)
+        unfinished += not walk.whole
+    assert unfinished < 0.05 * len(seeds)
+    return refused
+
+
+def _check(schema: Any, text: bytes, seed: int) -> None:
+    error = next(judge(schema).iter_errors(parse(text.decode())), None)
+    assert error is None, f"seed {seed}: {text!r} is no {json.dumps(schema)}: {error}"
+
+
+@pytest.mark.timeout(3600)
+def test_what_finishes_is_valid() -> None:
+    """The backend that is the default, in both libraries."""
+    refused = _refusals("auto", "synthetic", range(COUNT), length=16)
+    unexplained = [reason for reason in refused if not any(re.search(known, reason) for known in REASONS)]
+    assert not unexplained
+    kinds = collections.Counter(next(known for known in REASONS if re.search(known, why)) for why in refused.elements())
+    assert refused.total() < 0.3 * COUNT, kinds.most_common()
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
+def test_what_finishes_is_valid_with_the_tokens_of_the_tiny_model(backend: str) -> None:
+    seeds = range(COUNT, COUNT + COUNT // 10)
+    assert _refusals(backend, "tiny", seeds, length=8).total() < 0.6 * len(seeds)

@@ -1,0 +1,1 @@
+"""Other chat APIs: their requests as the chat completions that each engine makes of them."""

@@ -1,0 +1,117 @@
+"""What the conversions of other chat APIs into chat completions have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from ..chat import ChatTemplate, TemplateBusyError, TemplateError
+from ..errors import PromptError
+from ..json_values import count_values
+
+Message = dict[str, Any]
+
+MAX_CALL_VALUES: Final = 4096
+"""Values in the arguments of all calls of one chat: they are read and written again, which costs by the value."""
+PASSED: Final = ("model", "chat_template_kwargs", "cache_salt", "extra_key", "lora_path")
+"""Members that mean the same in a chat completion."""
+_FEW: Final = 16
+_SENTINEL: Final = "the system speaks again"
+
+
+class Context(msgspec.Struct, frozen=True):
+    """For whom a request is converted: `engine` is the type of engine, `inline_system` says whether its template takes
+    a system message in the midst of a chat (and prints it, if `must_show`)."""
+
+    engine: str
+    inline_system: Callable[..., bool]
+
+
+class Unknown(Exception):
+    """What the engine makes of this cannot be known here: a key ends before it. `param` names it, and `why` says what
+    is the matter."""
+
+    def __init__(self, param: str, why: str) -> None:
+        super().__init__(f"{param}: {why}")
+        self.param = param
+        self.why = why
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """A chat completion's body. `unknown`: why it ends before the request does, None where it is all of it."""
+
+    body: dict[str, Any]
+    unknown: Unknown | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether no message follows."""
+        return self.unknown is None
+
+
+def takes_inline_system(template: ChatTemplate, *, must_show: bool) -> bool:
+    """Whether a template takes a system message in the midst of a chat; `must_show`: and prints it. Raises
+    `NeedsWorkerError` and `TemplateBusyError` as `ChatTemplate.render`."""
+    said = (("system", "t"), ("user", "t"), ("system", _SENTINEL), ("user", "t"))
+    messages = [{"role": role, "content": text} for role, text in said]
+    try:
+        text = template.render(messages, add_generation_prompt=False)
+    except TemplateBusyError:
+        raise
+    except TemplateError:
+        return False
+    return _SENTINEL in text or not must_show
+
+
+def items_of(value: Any, name: str) -> list[Any]:
+    """What a request says, as a list: a text is a message of the user. Raises `PromptError`."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise PromptError(name, "must be a list")
+    return value
+
+
+def many_values(text: str) -> int:
+    """How many values the arguments of a tool call have, which are JSON in a text: values that nobody has counted yet.
+    0 where they are few. O(characters) at memory speed."""
+    if text.count(",") + text.count("[") + text.count("{") < _FEW:
+        return 0
+    return count_values(text.encode("utf-8", "replace"))  # what is in strings of it costs nothing
+
+
+def text_member(value: dict[str, Any], name: str, where: str, default: str | None = "") -> str | None:
+    """A member that is a text; `default` where it is null or absent. Raises `PromptError`."""
+    text = value.get(name)
+    if text is None:
+        return default
+    if not isinstance(text, str):
+        raise PromptError(f"{where}.{name}", "must be a string")
+    return text
+
+
+def blocks_of(value: Any, where: str) -> list[dict[str, Any]]:
+    """A list of objects that have a type. Raises `PromptError`."""
+    if not isinstance(value, list):
+        raise PromptError(where, "must be a string or a list")
+    for i, block in enumerate(value):
+        if not isinstance(block, dict) or not isinstance(block.get("type"), str):
+            raise PromptError(f"{where}[{i}]", "must be an object with a type")
+    return value
+
+
+def tools_of(body: Any) -> list[dict[str, Any]]:
+    """The tools of a request as they are; [] where there are none. Raises `PromptError`."""
+    tools = body.get("tools")
+    if not tools:
+        return []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise PromptError("tools", "must be a list of objects")
+    return tools
+
+
+def function(**members: Any) -> dict[str, Any]:
+    """A tool of a chat completion: members that are null are left out, as a client of that API would."""
+    return {"type": "function", "function": {name: value for name, value in members.items() if value is not None}}
