@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from treeline_runtime.core import Req
-from treeline_runtime.messages import GenerateReq
+from treeline_runtime.messages import FinishReason, GenerateReq
 
 from support.runtime_engine import VOCAB, Harness
 
@@ -103,8 +103,10 @@ class Constrained(Harness):
         self._watched: dict[str, Toy] = {}
         new_req = self._arrivals.new_req
 
-        def constrained(message: GenerateReq) -> Req:
+        def constrained(message: GenerateReq) -> Req | FinishReason:
             req = new_req(message)
+            if isinstance(req, FinishReason):
+                return req
             req.constraint = self.toys.get(req.rid)
             return req
 

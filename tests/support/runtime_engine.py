@@ -6,7 +6,7 @@ import json
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ from treeline_runtime.messages import (
 )
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import load_model
+from treeline_runtime.sampling import Factory
 from treeline_runtime.scheduler import Scheduler
+from treeline_runtime.scheduler.processors import Processors
 
 from support.runtime_models import IDS
 
@@ -117,7 +119,14 @@ class Memory:
 class Harness(Scheduler):
     """A scheduler that checks its own books after every step."""
 
-    def __init__(self, model: Path, *, clock: Callable[[], float] = lambda: 0.0, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *,
+        clock: Callable[[], float] = lambda: 0.0,
+        processors: Mapping[str, Factory] | None = None,
+        **settings: Any,
+    ) -> None:
         """clock: of waiting; nobody waits for long unless a test says so, however slow the machine is."""
         defaults: dict[str, Any] = {
             "load_format": "dummy",
@@ -127,7 +136,8 @@ class Harness(Scheduler):
         }
         config = SchedulerConfig(model=str(model), **(defaults | settings))
         memory = Memory()
-        super().__init__(config, dummy_model(config), memory, clock=clock)
+        theirs = Processors(processors or {})
+        super().__init__(config, dummy_model(config), memory, clock=clock, processors=theirs)
         self.inbox, self.outs, self.replies = memory.inbox, memory.outs, memory.replies
         self.updates, self.loads = memory.updates, memory.loads
         self.woken = memory.woken

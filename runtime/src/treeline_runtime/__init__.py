@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from treeline_runtime.engine import Engine, EngineDead, GenerationError, Output
-    from treeline_runtime.messages import SamplingParams
+    from treeline_runtime.messages import CustomProcessor, SamplingParams
 
-__all__ = ["Engine", "EngineDead", "GenerationError", "Output", "SamplingParams"]
+__all__ = ["CustomProcessor", "Engine", "EngineDead", "GenerationError", "Output", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "SamplingParams":
-        from treeline_runtime.messages import SamplingParams
+    if name in ("CustomProcessor", "SamplingParams"):
+        from treeline_runtime import messages
 
-        return SamplingParams
+        return getattr(messages, name)
     if name in __all__:
         from treeline_runtime import engine
 

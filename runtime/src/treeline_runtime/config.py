@@ -11,6 +11,8 @@ from typing import Literal
 
 from treeline_wire.settings import ConfigError, check, setting
 
+from treeline_runtime.logit_processors import entry
+
 __all__ = ["ConfigError", "EngineConfig", "SchedulerConfig"]
 
 
@@ -220,6 +222,16 @@ class SchedulerConfig(EngineConfig):
         metavar="NAME",
         help="what the cache forgets first: lru, lfu, fifo, mru, filo, slru, or priority = what only requests of low "
         "priority used (default: lru)",
+    )
+    logit_processor: tuple[str, ...] = setting(
+        (),
+        group="engine",
+        metavar="NAME=module:attribute",
+        repeated=True,
+        parse=entry,
+        help="let requests have their logits changed by this class, as `custom_logit_processor: NAME` with "
+        "`custom_params`; found on PYTHONPATH, repeatable. Just NAME for one that is built in: disallowed_tokens, "
+        "no_repeat_ngram, thinking_budget (default: none; code is never taken from requests)",
     )
     grammar_backend: str = setting(
         "auto",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from treeline_runtime.kvcache import Node, Pages
     from treeline_runtime.models.pooler import Vector
     from treeline_runtime.models.pooling import Pooling
-    from treeline_runtime.sampling import Constraint
+    from treeline_runtime.sampling import Constraint, Processing
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +55,8 @@ class Req:
     return_hidden_states: bool = False
     constraint: Constraint | None = None
     """What its output must obey; it has accepted exactly that output. None: anything goes."""
+    processor: Processing | None = None
+    """What changes its logits, called once for each output token. None: nothing."""
 
     # waiting: filled by PrefillManager
     key: bytes = b""
@@ -167,6 +169,11 @@ class Req:
         if (standing := min(self.told, kept - self.prompt_len)) < self.told:
             self.withdrawn += self.told - standing
             self.told = standing
+
+    @property
+    def delays(self) -> bool:
+        """Its next token depends on those before in a way that only the CPU knows: they must be known there."""
+        return self.constraint is not None or self.processor is not None
 
     @property
     def wants_input_logprobs(self) -> bool:

@@ -31,7 +31,9 @@ from treeline_runtime.messages import (
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.outputs import Call, GenerationError, Output, Outputs, Running
 from treeline_runtime.progress import progress_bar
+from treeline_runtime.sampling import Factory
 from treeline_runtime.scheduler import Scheduler
+from treeline_runtime.scheduler.processors import Processors
 from treeline_runtime.scheduler_thread import EngineDead, SchedulerThread
 from treeline_runtime.tokens import IncrementalDetokenizer
 
@@ -56,13 +58,24 @@ class Engine:
     Raises EngineDead once it is closed, or when the scheduler has failed.
     """
 
-    def __init__(self, model: str | Path, **config: Any) -> None:
-        """`config`: fields of SchedulerConfig. Raises ModelError, ConfigError."""
+    def __init__(
+        self, model: str | Path, *, logit_processors: Mapping[str, str | Factory] | None = None, **config: Any
+    ) -> None:
+        """`config`: fields of SchedulerConfig. Raises ModelError, ConfigError.
+
+        `logit_processors`: name → a class or function as `sampling.processor` says, or where one is
+        (`module:attribute`, or the name of a built-in). A request asks for it with the sampling parameter
+        `logit_processor=CustomProcessor.of(name, params)`.
+        """
+        given = dict(logit_processors or {})
+        named = tuple(f"{name}={place}" for name, place in given.items() if isinstance(place, str))
+        config["logit_processor"] = (*config.get("logit_processor", ()), *named)
         self.config = SchedulerConfig(model=str(model), **config)
         self._ids = map(str, itertools.count())
         self.tokenizer = _tokenizer(Path(model) / "tokenizer.json")
         outputs = self._outputs = Outputs(stop=lambda stop: thread.tell(stop))
-        thread = self._thread = SchedulerThread(self.config, outputs.take, outputs.on_death)
+        processors = Processors({name: one for name, one in given.items() if not isinstance(one, str)})
+        thread = self._thread = SchedulerThread(self.config, outputs.take, outputs.on_death, processors)
         self._finalizer = weakref.finalize(self, thread.close)  # forgotten engines end too, at the latest at exit
 
     @property

@@ -13,6 +13,7 @@ This module imports neither torch nor anything that does: the HTTP process stays
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -43,6 +44,19 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     """The output is free up to and with the first occurrence of this text (the end of reasoning); "" = none."""
 
 
+class CustomProcessor(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Which logit processor a request wants, of those that its engine was started with, and with what."""
+
+    name: str
+    params: str = "{}"
+    """A JSON object: each request reads its own."""
+
+    @classmethod
+    def of(cls, name: str, params: Mapping[str, Any]) -> CustomProcessor:
+        """Raises TypeError for params that JSON has no words for, and ValueError for half of a surrogate pair."""
+        return cls(name, msgspec.json.encode(params).decode())
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to choose the tokens of one request. `n` is expanded into n requests before this."""
 
@@ -66,6 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
     grammar: Grammar | None = None
+    logit_processor: CustomProcessor | None = None
 
     @property
     def greedy(self) -> bool:

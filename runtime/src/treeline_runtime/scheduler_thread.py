@@ -17,6 +17,7 @@ from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.messages import AbortReq, FromScheduler, ToPublisher, ToScheduler
 from treeline_runtime.scheduler import Scheduler, start
 from treeline_runtime.scheduler.memory import let_go
+from treeline_runtime.scheduler.processors import Processors
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +30,18 @@ class SchedulerThread:
     """Implements `Transport`. Ended by `close`; `failure` says why it ended otherwise."""
 
     def __init__(
-        self, config: SchedulerConfig, take: Callable[[FromScheduler], None], on_death: Callable[[], None]
+        self,
+        config: SchedulerConfig,
+        take: Callable[[FromScheduler], None],
+        on_death: Callable[[], None],
+        processors: Processors,
     ) -> None:
         """Returns when the model is loaded. Raises what loading raises.
 
         take: is called in the thread with everything that the scheduler says. on_death: when it can say no more.
+        processors: besides those of the configuration.
         """
+        self._processors = processors
         self._config = config
         self._take = take
         self._on_death = on_death
@@ -100,7 +107,7 @@ class SchedulerThread:
             self._on_death()
 
     def _serve(self) -> None:
-        scheduler = self.scheduler = start(self._config, self)
+        scheduler = self.scheduler = start(self._config, self, self._processors)
         self._loaded.set()
         scheduler.run_forever(stop=lambda: self._closing)
         self._inbox.append(AbortReq())

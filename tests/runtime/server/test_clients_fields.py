@@ -216,7 +216,7 @@ def test_what_would_change_the_answer_is_refused(http: httpx.Client) -> None:
         assert http.post(TEXT, json={"prompt": "a", "max_tokens": 1, field: value}).status_code == 400, field
     for field, value in {
         "return_hidden_states": True,
-        "custom_logit_processor": "x",
+        "custom_logit_processor": '{"callable": "80049540"}',
         "session_params": {"id": 1},
     }.items():
         assert http.post(NATIVE, json={"text": "a", field: value}).status_code == 400, field

@@ -2,6 +2,19 @@
 
 from treeline_runtime.sampling.check import check_sampling
 from treeline_runtime.sampling.constraint import Constraint, Masks, mask_words
+from treeline_runtime.sampling.processor import Factory, LogitProcessor, Processing
 from treeline_runtime.sampling.sampler import Row, needs_history, needs_more, sample
 
-__all__ = ["Constraint", "Masks", "Row", "check_sampling", "mask_words", "needs_history", "needs_more", "sample"]
+__all__ = [
+    "Constraint",
+    "Factory",
+    "LogitProcessor",
+    "Masks",
+    "Processing",
+    "Row",
+    "check_sampling",
+    "mask_words",
+    "needs_history",
+    "needs_more",
+    "sample",
+]

@@ -9,6 +9,7 @@ from treeline_runtime.core import Req
 from treeline_runtime.messages import FinishReason, GenerateReq
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.pooling import Pooling
+from treeline_runtime.scheduler.processors import Processors
 from treeline_runtime.scheduler.refusal import refusal
 
 
@@ -16,13 +17,19 @@ class Arrivals:
     """Owns what tells requests apart that arrive: their number, and the seeds of those that bring none."""
 
     def __init__(
-        self, config: SchedulerConfig, longest_request: int, model: ModelConfig, pooling: Pooling | None
+        self,
+        config: SchedulerConfig,
+        longest_request: int,
+        model: ModelConfig,
+        pooling: Pooling | None,
+        processors: Processors,
     ) -> None:
         """longest_request: tokens of a prompt and its answer. pooling: of a model that makes vectors."""
         self._config = config
         self._longest_request = longest_request
         self._model = model
         self._pooling = pooling
+        self._processors = processors
         self._count = 0
         self._random = random.Random()
 
@@ -30,9 +37,9 @@ class Arrivals:
         """The higher, the sooner."""
         return -message.priority if self._config.schedule_low_priority_values_first else message.priority
 
-    def refusal(self, message: GenerateReq) -> FinishReason | None:
-        """A 400 for what can never be served; None if it can."""
-        return refusal(
+    def new_req(self, message: GenerateReq) -> Req | FinishReason:
+        """→ why there is none: a 400 for what can never be served."""
+        finish = refusal(
             message,
             vocab_size=self._model.vocab_size,
             longest_request=self._longest_request,
@@ -40,11 +47,14 @@ class Arrivals:
             uses_priority=self._config.uses_priority,
             pools=self._pooling is not None,
         )
-
-    def new_req(self, message: GenerateReq) -> Req:
+        if finish is not None:
+            return finish
+        processor = self._processors.begin(message.sampling.logit_processor, self._model.vocab_size)
+        if isinstance(processor, FinishReason):
+            return processor
         self._count += 1
         seed = message.sampling.seed
-        return Req.of(
+        req = Req.of(
             message,
             seed=self._random.getrandbits(64) if seed is None else seed,
             eos_ids=self._model.eos_token_ids,
@@ -53,3 +63,5 @@ class Arrivals:
             pooling=self._pooling,
             priority=self.urgency(message),
         )
+        req.processor = processor
+        return req

@@ -4,8 +4,9 @@
 issued before this one's result is known on the CPU; nothing in it waits for the device. It changes no request: a launch
 that raises can be tried again.
 
-What a constrained row may become depends on its last token, which the CPU may not know yet. `launch` computes its
-logits as those of every row, and `sample_delayed` samples it once the results before are known.
+What a constrained row may become depends on its last token, which the CPU may not know yet, and so does what a logit
+processor makes of it. `launch` computes their logits as those of every row, and `sample_delayed` samples them once the
+results before are known.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Sampled:
 
 
 NOT_FINITE = "the model computed NaN or infinity"
-NOTHING_ALLOWED = "no token is allowed: the request's constraint and its logit_bias and min_tokens leave none"
+NOTHING_ALLOWED = "no token is allowed: the request's constraint or logit processor, and its logit_bias, leave none"
+NOTHING_SOUND = "logit processor {!r} left NaN, infinity, or no token that may be chosen"
 
 
 @dataclass(slots=True)
@@ -74,7 +76,11 @@ class Step:
     kv_finite: torch.Tensor
     """(tokens of the batch,)"""
     allowed: torch.Tensor | None = None
-    """(requests,) bool, where some are constrained: whether there was a token for them to choose."""
+    """(requests,) bool, where some are delayed: whether there was a token for them to choose."""
+    processed: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Index among the requests → (vocabulary,) float32, what its logit processor made of its logits."""
+    sound: torch.Tensor | None = None
+    """(requests,) bool, where there are such: whether one can choose from them."""
 
 
 class Launched:
@@ -86,9 +92,9 @@ class Launched:
         self.sampling = sampling
         self._copies: Readback | None = None
         self.delayed: Step | None = None
-        """Of a batch with constrained rows, until they are sampled: the result is not on its way before."""
+        """Of a batch with rows that are delayed, until they are sampled: the result is not on its way before."""
         self.unsampled: dict[int, str] = {}
-        """Index among those who sample → why a constrained one could not."""
+        """Index among those who sample → why a delayed one could not."""
         self.error: Exception | None = None
         """What kept the result from being sent on its way; `result` raises it."""
         self.input_logprobs: list[tuple[int, Logprobs]] = []
@@ -102,14 +108,15 @@ class Launched:
 
     def read_back(self, kv_finite: torch.Tensor, *sampled: torch.Tensor) -> None:
         """Send the result on its way. kv_finite (tokens of the batch,); of those who sample, if any, tokens, whether
-        logits are finite, and where some are constrained, whether there was a token to choose."""
+        logits are finite, and where some are delayed, whether there was a token to choose, and where some have logit
+        processors, whether what these left is sound."""
         self._copies = Readback(kv_finite, *sampled)
 
     def result(self) -> list[Sampled]:
         """One per request of the batch."""
         if self.error is not None:
             raise self.error
-        assert self._copies is not None, "constrained rows are not sampled yet"
+        assert self._copies is not None, "delayed rows are not sampled yet"
         results = [Sampled() for _ in self.batch.reqs]
         kv_finite, *sampled = (copy.numpy() for copy in self._copies.get())
         if sampled:
@@ -129,7 +136,12 @@ class Launched:
         return results
 
     def _take_tokens(
-        self, results: list[Sampled], tokens: list[int], finite: list[bool], allowed: list[bool] | None = None
+        self,
+        results: list[Sampled],
+        tokens: list[int],
+        finite: list[bool],
+        allowed: list[bool] | None = None,
+        sound: list[bool] | None = None,
     ) -> None:
         for j, (i, token) in enumerate(zip(self.sampling, tokens, strict=True)):
             results[i].token = token
@@ -137,6 +149,10 @@ class Launched:
                 results[i].failed = NOT_FINITE
             elif j in self.unsampled:
                 results[i].failed = self.unsampled[j]
+            elif sound is not None and not sound[j]:
+                processor = self.batch.reqs[i].processor
+                assert processor is not None
+                results[i].failed = NOTHING_SOUND.format(processor.name)
             elif allowed is not None and not allowed[j]:
                 results[i].failed = NOTHING_ALLOWED
 
@@ -280,12 +296,12 @@ class Executor:
         kv_finite: torch.Tensor,
         input_logprobs: list[tuple[int, Logprobs]],
     ) -> Launched:
-        """Sample free rows that take more than a temperature; without constrained ones, results start on their way."""
+        """Sample free rows that take more than a temperature; without delayed ones, results start on their way."""
         ends = [batch.ends[i] for i in sampling]
         step = Step([batch.reqs[i] for i in sampling], ends, logits, tokens, kv_finite)
         launched = Launched(batch, sampling)
         launched.input_logprobs = input_logprobs
-        free = [j for j, req in enumerate(step.reqs) if req.constraint is None]
+        free = [j for j, req in enumerate(step.reqs) if not req.delays]
         if more := [j for j in free if needs_more(step.reqs[j].sampling)]:
             self._sample(step, more)
         if len(free) < len(step.reqs):
@@ -295,17 +311,42 @@ class Executor:
         return launched
 
     def sample_delayed(self, launched: Launched) -> None:
-        """Sample the constrained rows of the newest batch, whose constraints know all results before it; then its
-        results start on their way. What a constraint raises is the result of its request alone; raises nothing."""
+        """Sample the delayed rows of the newest batch, whose requests know all results before it; then its results
+        start on their way. What a constraint or a processor raises is the result of its request alone; raises nothing.
+        """
         step, launched.delayed = launched.delayed, None
         assert step is not None
         try:
             with torch.inference_mode(), self._on_device():
                 step.allowed = torch.ones(len(step.reqs), dtype=torch.bool, device=self._device)
-                launched.unsampled = self._sample_constrained(step)
+                failed = self._process(step)
+                launched.unsampled = self._sample_constrained(step) | self._sample_processed(step) | failed
                 self._read_back(launched, step)
         except Exception as error:  # a device in trouble
             launched.error = error
+
+    def _process(self, step: Step) -> dict[int, str]:
+        """Have logit processors change copies of their rows, each once. → for which that failed, and why."""
+        failed = dict[int, str]()
+        live = [(j, req.processor) for j, req in enumerate(step.reqs) if req.finish is None]
+        for j, processor in live:
+            if processor is not None:
+                req = step.reqs[j]
+                logits = processor.apply(req.tokens[req.prompt_len + processor.seen :], step.logits[j])
+                if isinstance(logits, str):
+                    failed[j] = logits
+                else:
+                    step.processed[j] = logits
+        if step.processed:
+            step.sound = torch.ones(len(step.reqs), dtype=torch.bool, device=self._device)
+            for j, logits in step.processed.items():
+                step.sound[j] = logits.max().isfinite()  # NaN is a maximum, too
+        return failed
+
+    def _sample_processed(self, step: Step) -> dict[int, str]:
+        """Those without a constraint. → which rows could not be sampled, and why."""
+        rows = [j for j in step.processed if step.reqs[j].constraint is None]
+        return self._sample_each(step, rows) if rows else {}
 
     def _sample_constrained(self, step: Step) -> dict[int, str]:
         """→ which rows could not be sampled, and why. Nobody will look at those of who has ended, or jumped."""
@@ -318,15 +359,16 @@ class Executor:
         masks, failed = self._masks.fill(constraints)
         return self._sample_each(step, list(rows), masks) | {rows[i]: message for i, message in failed.items()}
 
-    def _sample_each(self, step: Step, rows: list[int], masks: torch.Tensor) -> dict[int, str]:
+    def _sample_each(self, step: Step, rows: list[int], masks: torch.Tensor | None = None) -> dict[int, str]:
         """`_sample`; if that fails, row by row. → those for which it does, and why."""
         try:
             self._sample(step, rows, masks)
         except Exception as error:
-            logger.exception("%d constrained rows could not be sampled", len(rows))
+            logger.exception("%d delayed rows could not be sampled", len(rows))
             if len(rows) == 1:
                 return {rows[0]: f"internal error: {error!r}"}
-            alone = (self._sample_each(step, rows[i : i + 1], masks[i : i + 1]) for i in range(len(rows)))
+            each = [masks] * len(rows) if masks is None else masks.split(1)
+            alone = (self._sample_each(step, [row], mask) for row, mask in zip(rows, each, strict=True))
             return {row: message for failed in alone for row, message in failed.items()}
         return {}
 
@@ -335,6 +377,9 @@ class Executor:
         reqs, ends = [step.reqs[j] for j in rows], [step.ends[j] for j in rows]
         where = upload(np.array(rows), self._device)
         logits = step.logits[where].float()
+        for i, j in enumerate(rows):
+            if j in step.processed:
+                logits[i] = step.processed[j]
         if masks is not None:
             self._model.ops.forbid(logits, masks)
         ids = sample(logits, [self._row(req, end) for req, end in zip(reqs, ends, strict=True)])
@@ -346,8 +391,8 @@ class Executor:
 
     def _read_back(self, launched: Launched, step: Step) -> None:
         """Start the results on their way, with the logprobs of what was chosen."""
-        allowed = () if step.allowed is None else (step.allowed,)
-        launched.read_back(step.kv_finite, *step.tokens, *allowed)
+        checks = [check for check in (step.allowed, step.sound) if check is not None]
+        launched.read_back(step.kv_finite, *step.tokens, *checks)
         wanted = [j for j, req in enumerate(step.reqs) if req.return_logprob]
         if wanted:
             where = upload(np.array(wanted), self._device)

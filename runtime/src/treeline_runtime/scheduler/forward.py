@@ -56,7 +56,7 @@ class DecodeInputs:
     def of(cls, reqs: Sequence[Req], positions: list[int]) -> DecodeInputs:
         """positions: of the last token before the one that is sampled."""
         # rows that need more, or are constrained, are sampled afterwards: drawing for them here would be done twice
-        plain = [req.constraint is None and not (req.sampling.greedy or needs_more(req.sampling)) for req in reqs]
+        plain = [not req.delays and not (req.sampling.greedy or needs_more(req.sampling)) for req in reqs]
         temperatures = [req.sampling.temperature if draws else 0.0 for req, draws in zip(reqs, plain, strict=True)]
         if any(temperatures):
             indices = [position + 1 - req.prompt_len for req, position in zip(reqs, positions, strict=True)]

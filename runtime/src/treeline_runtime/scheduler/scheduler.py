@@ -7,8 +7,8 @@ makes depth 1 safe:
 - a request counts the launched batches that hold it (`in_flight`); whatever ends it queues its terminal message at
   once, but its pages, row and lock are released only when that count is zero;
 - a batch that still holds a finished request is computed for nothing there, and its result is dropped;
-- constrained rows are launched with the rest, and sampled once all results before theirs are taken (`_sample_delayed`),
-  still before the next launch;
+- rows with a constraint or a logit processor are launched with the rest, and sampled once all results before theirs are
+  taken (`_sample_delayed`), still before the next launch;
 - where a grammar forces what comes next, the request takes that as it takes a token (`jumps`): the batch launched
   meanwhile is overtaken there, and computes and samples for nothing;
 - memory is taken back from running requests (retraction) only when nothing is in flight.
@@ -49,10 +49,11 @@ from treeline_runtime.scheduler.grammars import Grammars
 from treeline_runtime.scheduler.jumps import Jumps
 from treeline_runtime.scheduler.load import load_of
 from treeline_runtime.scheduler.prefill import PrefillManager
+from treeline_runtime.scheduler.processors import NO_PROCESSORS, Processors
 from treeline_runtime.scheduler.profiler import Profiler
 from treeline_runtime.scheduler.reports import Reporter, token_out
 from treeline_runtime.scheduler.residence import AWAKE, Residence
-from treeline_runtime.scheduler.resolve import Resolved, resolve
+from treeline_runtime.scheduler.resolve import resolve
 from treeline_runtime.scheduler.stats import SchedulerStats
 from treeline_runtime.scheduler.table import TableManager
 from treeline_runtime.scheduler.time_limits import TimeLimits
@@ -72,11 +73,11 @@ class Scheduler:
         transport: Transport,
         *,
         clock: Callable[[], float] = time.monotonic,
+        processors: Processors = NO_PROCESSORS,
     ) -> None:
         """clock: seconds, by which waiting is measured."""
         self.config = config
-        self.limits: Resolved = resolve(config, model)
-        limits = self.limits
+        limits = self.limits = resolve(config, model)
         self.table = TableManager(
             limits.max_running_requests,
             limits.context_length,
@@ -99,7 +100,7 @@ class Scheduler:
         # with a launch under way, the first forced token is as late as if it were sampled
         least_gain = 1 + limits.overlap_depth
         self._jumps = Jumps(lambda: self.grammars.jump_forward, self.table, self.stats, least_gain)
-        self._arrivals = Arrivals(config, limits.longest_request, model.config, pooling)
+        self._arrivals = Arrivals(config, limits.longest_request, model.config, pooling, processors)
         self._pending: deque[tuple[Launched, float]] = deque()
         self._leaving: dict[Req, bool] = {}  # finished, but in flight → whether what it computed is trusted
         self._last_step: dict[str, Req] = {}  # in a launched batch alone: nothing is left to do but take its result
@@ -233,11 +234,11 @@ class Scheduler:
                 self._last_step[req.rid] = req
 
     def _sample_delayed(self) -> None:
-        """Constrained rows of the newest batch: what they may become, their constraints know at the tokens before."""
+        """Rows of the newest batch with a constraint or a processor, which know by now what was sampled before."""
         if self._pending and self._pending[-1][0].delayed is not None:
             self._process_all_but(1)
             launched, _ = self._pending[0]
-            self.activity.begin("sampling constrained rows", launched.batch)
+            self.activity.begin("sampling delayed rows", launched.batch)
             self.executor.sample_delayed(launched)
 
     def _process_all_but(self, count: int) -> None:
@@ -398,21 +399,21 @@ class Scheduler:
             # a reply would end the request that owns the name
             logger.error("request id %r is in use: the second request is dropped", message.rid)
             return
-        finish = self._refusal(message)
-        if finish is not None:
-            self.reporter.tell(TokenOut(message.rid, [], finish, prompt_tokens=len(message.input_ids)))
+        req = self._admit(message)
+        if isinstance(req, FinishReason):
+            self.reporter.tell(TokenOut(message.rid, [], req, prompt_tokens=len(message.input_ids)))
             return
-        req = self._arrivals.new_req(message)
         if not self.grammars.enter(req):
             self.prefill.queue(req)
         self._time_limits.begin(req, self._clock())
 
-    def _refusal(self, message: GenerateReq) -> FinishReason | None:
+    def _admit(self, message: GenerateReq) -> Req | FinishReason:
         if self.residence.level != AWAKE:
             return FinishReason("error", message="the engine is asleep", status=503)
-        return self._arrivals.refusal(message) or self._find_place(message)
+        req = self._arrivals.new_req(message)
+        return req if isinstance(req, FinishReason) else self._find_place(req) or req
 
-    def _find_place(self, message: GenerateReq) -> FinishReason | None:
+    def _find_place(self, req: Req) -> FinishReason | None:
         """503 if the queue is full, and nobody in it is less urgent and could leave."""
         most = self.config.max_queued_requests
         # those that find a free row in this step do not really wait
@@ -420,7 +421,7 @@ class Scheduler:
             return None
         full = FinishReason("error", message=f"the queue is full: {most} requests wait", status=503)
         least = self.prefill.least_urgent() if self.config.schedule_policy == "priority" else None
-        if least is None or least.priority >= self._arrivals.urgency(message):
+        if least is None or least.priority >= req.priority:
             return full
         self._finish(least, full)
         return None

@@ -39,7 +39,8 @@ def read_chat_task(raw: Mapping[str, Any], reader: Reader, limits: Limits, calle
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     constraint = formats.whole_output(constraint, calls, reader.formats, end)
     check_copies(constraint, body.n or 1)
-    sampling = openai.sampling(body, reader, limits.max_new_tokens(len(ids), asked, None, "messages"), constraint)
+    most = limits.max_new_tokens(len(ids), asked, None, "messages")
+    sampling = openai.sampling(body, reader, most, constraint, openai.processor(body))
     shown = Shown(
         reasoning=body.include_reasoning is not False,
         reasoning_at_once=body.stream_reasoning is False,

@@ -59,9 +59,11 @@ class GenerationJob(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def grammar_chars(self) -> int:
-        """Of what its outputs are held to, once for each generation."""
-        grammars = (prompt.sampling.grammar for prompt in self.prompts)
-        return self.n * sum(len(grammar.source) for grammar in grammars if grammar is not None)
+        """Of what its outputs are held to, and what logit processors are told, once for each generation."""
+        each = [prompt.sampling for prompt in self.prompts]
+        grammars = sum(len(sampling.grammar.source) for sampling in each if sampling.grammar is not None)
+        params = sum(len(one.logit_processor.params) for one in each if one.logit_processor is not None)
+        return self.n * (grammars + params)
 
     def requests(self) -> list[GenerateReq]:
         """One per choice, prompt by prompt. A seed gives each of a prompt's choices its own, reproducible one."""

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from treeline_runtime.server import grammars, openai, tools
+from treeline_runtime.messages import CustomProcessor
+from treeline_runtime.server import grammars, openai, processors, tools
 from treeline_runtime.server.sampling import MAX_TOP_LOGPROBS, Count, Priority, SamplingFields, Seed, TokenId
 
 StartLen = Annotated[int, Meta(ge=-1, le=1 << 31)]
@@ -17,6 +18,16 @@ class NativeSampling(SamplingFields, frozen=True):
     max_new_tokens: Count | None = None
     min_new_tokens: Count | None = None
     sampling_seed: Seed | None = None
+    custom_logit_processor: str | None = None
+    custom_params: dict[str, Any] | None = None
+
+
+def read_processor(sampling: NativeSampling, name: str | None, params: dict[str, Any] | None) -> CustomProcessor | None:
+    """name, params: what the body says beside them. Raises ApiError 400."""
+    return processors.read_processor(
+        {"custom_logit_processor": name, "sampling_params.custom_logit_processor": sampling.custom_logit_processor},
+        {"custom_params": params, "sampling_params.custom_params": sampling.custom_params},
+    )
 
 
 class GenerateBody(Struct, frozen=True):
@@ -34,6 +45,9 @@ class GenerateBody(Struct, frozen=True):
     top_logprobs_num: TopCount | list[TopCount] | None = None
     return_text_in_logprobs: bool | None = None
     return_hidden_states: bool | None = None
+    custom_logit_processor: str | list[str | None] | None = None
+    custom_params: dict[str, Any] | list[dict[str, Any] | None] | None = None
+    """As in `sampling_params`: SGLang's clients have the first here, and the second there."""
 
 
 class TokenizeBody(Struct, frozen=True):

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta, Struct
 from treeline_wire.prompt import PromptError, namespace_of
 
-from treeline_runtime.messages import FinishReason, SamplingParams, TextLogprob, TextOut, decode_logprobs
+from treeline_runtime.messages import (
+    CustomProcessor,
+    FinishReason,
+    SamplingParams,
+    TextLogprob,
+    TextOut,
+    decode_logprobs,
+)
 from treeline_runtime.server import grammars, tools
 from treeline_runtime.server.errors import short
 from treeline_runtime.server.fields import check_unknown, convert, is_neutral
@@ -18,6 +25,7 @@ from treeline_runtime.server.grammars import Constraint
 from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.jobs import Caller, Streaming
 from treeline_runtime.server.pacing import Pacer, elements
+from treeline_runtime.server.processors import read_processor
 from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.sampling import MAX_TOP_LOGPROBS, Count, PositiveCount, Priority, SamplingFields, Seed
 
@@ -41,6 +49,10 @@ class CommonBody(SamplingFields, frozen=True):
     min_tokens: Count | None = None
     rid: Rid | None = None
     priority: Priority | None = None
+    custom_logit_processor: str | None = None
+    custom_params: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    """vLLM's name of `custom_params`."""
 
 
 class ChatBody(CommonBody, frozen=True):
@@ -158,7 +170,11 @@ def namespace(body: Mapping[str, Any], caller: Caller) -> str | None:
 
 
 def sampling(
-    body: CommonBody, reader: Reader, max_new_tokens: int, constraint: Constraint | None = None
+    body: CommonBody,
+    reader: Reader,
+    max_new_tokens: int,
+    constraint: Constraint | None = None,
+    processor: CustomProcessor | None = None,
 ) -> SamplingParams:
     return body.params(
         reader.defaults,
@@ -167,7 +183,14 @@ def sampling(
         min_new_tokens=body.min_tokens,
         seed=body.seed,
         constraint=constraint,
+        processor=processor,
     )
+
+
+def processor(body: CommonBody) -> CustomProcessor | None:
+    """What is to change its logits. Raises ApiError 400."""
+    given = {"custom_params": body.custom_params, "vllm_xargs": body.vllm_xargs}
+    return read_processor({"custom_logit_processor": body.custom_logit_processor}, given)
 
 
 def envelope(id: str, object: str, model: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from treeline_runtime.logit_processors import MAX_NAME_CHARS
 from treeline_runtime.server import answers, openai, tools
 from treeline_runtime.server import native_fields as native
 from treeline_runtime.server import pooling_fields as pooling
@@ -102,6 +103,12 @@ _TOOLS = {
     ),
     **_said(["parallel_tool_calls"], "Whether there may be several calls; true unless it is there.", type=_FLAG),
 }
+_NAMED = "The logit processor, of those that the server was started with; Python is not taken."
+_PARAMS = "What the logit processor is given."
+_PROCESSOR = {
+    **_said(["custom_logit_processor"], _NAMED, type=_TEXT, maxLength=MAX_NAME_CHARS),
+    **_said(["custom_params"], _PARAMS, type=_OBJECT),
+}
 
 STREAM_OPTIONS = Body(struct=openai.StreamOptions, description="What the chunks of a stream have besides.", harmless={})
 CHAT_BODY = Body(
@@ -112,6 +119,7 @@ CHAT_BODY = Body(
         **_TEMPLATE,
         **_TOOLS,
         **_GRAMMARS,
+        **_PROCESSOR,
         **_said(
             ["reasoning_effort"],
             "For the chat template, whose thinking it turns on or off; only `none` where it reads neither.",
@@ -129,6 +137,7 @@ COMPLETION_BODY = Body(
     others={
         **_SALT,
         **_GRAMMARS,
+        **_PROCESSOR,
         "prompt": PROMPT,
         "logprobs": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 20}, {"enum": [None, False]}]},
         "stream_options": {"anyOf": [STREAM_OPTIONS.reference, {"type": "null"}]},
@@ -139,7 +148,7 @@ COMPLETION_BODY = Body(
 SAMPLING = Body(
     struct=native.NativeSampling,
     description="Unset values come from the checkpoint, `max_new_tokens` is 128.",
-    others=_OWN_GRAMMARS,
+    others=_OWN_GRAMMARS | _PROCESSOR,
 )
 _OWN_SAMPLING: Schema = {"anyOf": [SAMPLING.reference, {"type": "null"}]}
 GENERATE_BODY = Body(

@@ -105,6 +105,7 @@ class Reader:
         body = openai.read_completion(raw, self)
         check_generations(raw.get("prompt"), body.n or 1, "prompt" if (body.n or 1) == 1 else "n")
         constraint = grammars.read_constraint(raw, grammars.FIELDS)
+        processor = openai.processor(body)
         namespace = openai.namespace(raw, caller)
         prompts = self.prompts.of_completion(raw, limits, namespace)
         grammars.check_copies(constraint, len(prompts) * (body.n or 1))
@@ -116,6 +117,7 @@ class Reader:
                     self,
                     limits.max_new_tokens(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt"),
                     constraint,
+                    processor,
                 ),
                 return_logprob=body.logprobs is not None,
                 logprob_start_len=0 if body.echo else -1,
@@ -193,6 +195,8 @@ class Reader:
         columns = zip(
             prompts,
             _each(body.sampling_params, count, "sampling_params"),
+            _each(body.custom_logit_processor, count, "custom_logit_processor"),
+            _each(body.custom_params, count, "custom_params"),
             _each(body.return_logprob, count, "return_logprob"),
             _each(body.logprob_start_len, count, "logprob_start_len"),
             _each(body.top_logprobs_num, count, "top_logprobs_num"),
@@ -200,8 +204,8 @@ class Reader:
         )
         specs: list[PromptSpec] = []
         ns: set[int] = set()
-        for ids, params, logprob, start, top in columns:
-            sampling, n = self._native_sampling(params, len(ids), limits, count)
+        for ids, params, processor, custom, logprob, start, top in columns:
+            sampling, n = self._native_sampling(params, len(ids), limits, count, (processor, custom))
             if start is not None and start >= len(ids):
                 raise ApiError(
                     400,
@@ -215,8 +219,11 @@ class Reader:
             raise ApiError(400, "'n' must be the same for all prompts of a batch", param="sampling_params.n")
         return specs, ns.pop()
 
-    def _native_sampling(self, params: Any, prompt_len: int, limits: Limits, count: int) -> tuple[SamplingParams, int]:
-        """The `sampling_params` of one of `count` prompts, and the `n` among them."""
+    def _native_sampling(
+        self, params: Any, prompt_len: int, limits: Limits, count: int, processor: tuple[Any, Any]
+    ) -> tuple[SamplingParams, int]:
+        """The `sampling_params` of one of `count` prompts, and the `n` among them. processor: what is said of it beside
+        them."""
         fields = {} if params is None else params
         if not isinstance(fields, dict):
             raise ApiError(400, "'sampling_params' must be an object", param="sampling_params")
@@ -234,6 +241,7 @@ class Reader:
             min_param="sampling_params.min_new_tokens",
             where="sampling_params.",
             constraint=constraint,
+            processor=native.read_processor(typed, *processor),
         )
         return made, typed.n or 1
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from treeline_runtime.messages import LARGEST_PRIORITY, SamplingParams
+from treeline_runtime.messages import LARGEST_PRIORITY, CustomProcessor, SamplingParams
 from treeline_runtime.server.generation_config import parse_generation_config
 from treeline_runtime.server.grammars import Constraint
 from treeline_runtime.server.http import ApiError
@@ -91,6 +91,7 @@ class SamplingFields(msgspec.Struct, frozen=True):
         min_param: str = "min_tokens",
         where: str = "",
         constraint: Constraint | None = None,
+        processor: CustomProcessor | None = None,
     ) -> SamplingParams:
         """Raises ApiError 400 for values that only the whole request or the model can refuse.
 
@@ -129,6 +130,7 @@ class SamplingFields(msgspec.Struct, frozen=True):
             logit_bias=_logit_bias(self.logit_bias, vocab_size, where),
             seed=None if seed is None else seed & ((1 << 63) - 1),
             grammar=None if constraint is None else constraint.grammar,
+            logit_processor=processor,
         )
 
 

@@ -1,0 +1,111 @@
+"""The logit processors that an engine was started with, and those of its requests."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections.abc import Iterable, Mapping
+from functools import reduce
+from typing import Any
+
+import msgspec
+
+from treeline_runtime.config import ConfigError
+from treeline_runtime.logit_processors import split
+from treeline_runtime.messages import CustomProcessor, FinishReason
+from treeline_runtime.sampling import Factory, Processing
+from treeline_runtime.sampling.builtin_processors import BUILT_IN
+from treeline_runtime.sampling.processor import told
+
+logger = logging.getLogger(__name__)
+
+NONE_THERE = (
+    "this server has no logit processors: start it with --logit-processor NAME=module:attribute, or with the NAME of "
+    f"one that is built in: {', '.join(BUILT_IN)}"
+)
+
+
+class Processors:
+    """Makes those of requests. Never changes."""
+
+    def __init__(self, factories: Mapping[str, Factory]) -> None:
+        """factories: by name."""
+        self._factories = dict(factories)
+
+    def with_named(self, entries: Iterable[str]) -> Processors:
+        """These and `NAME=module:attribute` …, which are imported. Raises ConfigError where one cannot be had."""
+        found = dict(self._factories)
+        for text in entries:
+            try:
+                name, place = split(text)
+                if name in found:
+                    raise ValueError(f"there are two of the name {name!r}")
+                found[name] = _find(place)
+            except ValueError as error:
+                raise ConfigError(f"--logit-processor {text}: {error}") from None
+        if found:
+            logger.info("logit processors: %s", ", ".join(found))
+        return Processors(found)
+
+    def begin(self, asked: CustomProcessor | None, vocab_size: int) -> Processing | FinishReason | None:
+        """What a request has asked for; why it cannot have it."""
+        if asked is None:
+            return None
+        factory = self._factories.get(asked.name)
+        if factory is None:
+            there = f"there is no logit processor {asked.name!r}, only {', '.join(self._factories)}"
+            return FinishReason("error", message=there if self._factories else NONE_THERE, status=400)
+        try:
+            params = msgspec.json.decode(asked.params, type=dict[str, Any])
+            return Processing(asked.name, factory(params, vocab_size))
+        except ValueError as error:
+            message = told(f"custom_params of logit processor {asked.name!r}:", error)
+            return FinishReason("error", message=message, status=400)
+        except (Exception, SystemExit) as error:
+            logger.exception("logit processor %r failed to begin", asked.name)
+            message = told(f"logit processor {asked.name!r} failed to begin:", error)
+            return FinishReason("error", message=message, status=500)
+
+
+NO_PROCESSORS = Processors({})
+
+
+def _find(place: str) -> Factory:
+    """Raises ValueError."""
+    module, colon, attribute = place.partition(":")
+    if not colon:
+        if place not in BUILT_IN:
+            raise ValueError(f"there is no built-in {place!r}, only {', '.join(BUILT_IN)}; else NAME=module:attribute")
+        return BUILT_IN[place]
+    try:
+        imported = importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+        if not missing:
+            logger.exception("importing %s failed", module)
+        hint = " (it must be installed beside the server, or its folder be on PYTHONPATH)" if missing else ""
+        raise ValueError(f"cannot import {module}: {type(error).__name__}: {error}{hint}") from None
+    try:
+        factory: Any = reduce(getattr, attribute.split("."), imported)
+    except Exception as error:
+        raise ValueError(f"cannot find {attribute} in {module}: {error}") from None
+    if not callable(factory):
+        raise ValueError(f"{attribute} in {module} is no class and no function: {type(factory).__name__}")
+    _check_signature(factory, attribute)
+    made: Factory = factory
+    return made
+
+
+def _check_signature(factory: Any, attribute: str) -> None:
+    """Classes of SGLang and vLLM are made with something else, and would fail with every request. Raises ValueError."""
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # of C code
+        return
+    try:
+        signature.bind({}, 1)
+    except TypeError as error:
+        raise ValueError(
+            f"{attribute} must be callable with (params, vocab_size): {error} (see treeline_runtime.sampling.processor)"
+        ) from None
