@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.grammar_walks import Walker, synthetic_vocabulary
-from treeline_runtime.grammar.backend import GrammarError, new_backend
+from treeline_runtime.grammar.backend import GrammarError, load_backend
 from treeline_runtime.messages import Grammar
 
 VOCABULARY = synthetic_vocabulary(2000)
@@ -43,7 +43,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_compiles_is_quick_afterwards(backend_name: str, name: str) -> None:
     """In time of this thread: 50 ms are ten times what a step may take, on a loaded machine."""
-    backend = new_backend(backend_name, VOCABULARY)
+    backend = load_backend(backend_name)(VOCABULARY)
     walker, draw = Walker(backend, VOCABULARY), random.Random(1)
     compiled = backend.load(backend.compile(HOSTILE[name]))
     for _ in range(2):
@@ -64,10 +64,10 @@ def test_what_compiles_is_quick_afterwards(backend_name: str, name: str) -> None
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_too_deep_or_too_long_is_refused(backend_name: str, name: str) -> None:
     with pytest.raises(GrammarError, match=r"nested|too long"):
-        new_backend(backend_name, VOCABULARY).compile(REFUSED[name])
+        load_backend(backend_name)(VOCABULARY).compile(REFUSED[name])
 
 
 def test_more_properties_than_a_step_can_go_through_are_not_given_to_llguidance() -> None:
     schema = {"type": "object", "properties": {f"p{i}": {} for i in range(400)}}
     with pytest.raises(GrammarError, match="'properties' at / with more than 300 is not supported"):
-        new_backend("llguidance", VOCABULARY).compile(_json(schema))
+        load_backend("llguidance")(VOCABULARY).compile(_json(schema))

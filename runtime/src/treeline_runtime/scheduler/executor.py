@@ -59,7 +59,9 @@ class Sampled:
 
 
 NOT_FINITE = "the model computed NaN or infinity"
-NOTHING_ALLOWED = "no token is allowed: the request's constraint or logit processor, and its logit_bias, leave none"
+NOTHING_ALLOWED = (
+    "no token is allowed: the request's constraint or logit processor, its logit_bias and min_tokens leave none"
+)
 NOTHING_SOUND = "logit processor {!r} left NaN, infinity, or no token that may be chosen"
 
 
