@@ -12,7 +12,8 @@ import pytest
 import torch
 from support.grammar_walks import Walker, synthetic_vocabulary
 from treeline_runtime.config import ConfigError
-from treeline_runtime.grammar.backend import GrammarBackend, GrammarError, load_backend
+from treeline_runtime.grammar.backend import GrammarBackend, GrammarError
+from treeline_runtime.grammar.backends import load_backend
 from treeline_runtime.messages import Grammar
 
 VOCABULARY = synthetic_vocabulary(700)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from support.grammar_schemas import Generator, judge, parse
 from support.grammar_walks import Walker, synthetic_vocabulary, tiny_vocabulary
-from treeline_runtime.grammar.backend import GrammarError, load_backend
+from treeline_runtime.grammar.backend import GrammarError
+from treeline_runtime.grammar.backends import load_backend
 from treeline_runtime.messages import Grammar
 
 COUNT = int(os.environ.get("TREELINE_SCHEMAS", "1000"))

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from support.grammar_walks import Walker, synthetic_vocabulary
-from treeline_runtime.grammar.backend import GrammarError, load_backend
+from treeline_runtime.grammar.backend import GrammarError
+from treeline_runtime.grammar.backends import load_backend
 from treeline_runtime.messages import Grammar
 
 VOCABULARY = synthetic_vocabulary(2000)

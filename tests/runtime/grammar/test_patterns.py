@@ -7,7 +7,8 @@ import random
 import re
 
 import pytest
-from treeline_runtime.grammar.backend import GrammarBackend, GrammarError, load_backend
+from treeline_runtime.grammar.backend import GrammarBackend, GrammarError
+from treeline_runtime.grammar.backends import load_backend
 from treeline_runtime.grammar.formats import FORMATS
 from treeline_runtime.grammar.patterns import as_regex, within
 from treeline_runtime.grammar.vocabulary import Vocabulary

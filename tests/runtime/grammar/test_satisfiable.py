@@ -8,7 +8,8 @@ import random
 from typing import Any
 
 import pytest
-from treeline_runtime.grammar.backend import GrammarBackend, GrammarError, load_backend
+from treeline_runtime.grammar.backend import GrammarBackend, GrammarError
+from treeline_runtime.grammar.backends import load_backend
 from treeline_runtime.grammar.satisfiable import MAX_SHORTEST, Rules, shortest_texts
 from treeline_runtime.grammar.vocabulary import Vocabulary
 from treeline_runtime.grammar.xgrammar_library import load

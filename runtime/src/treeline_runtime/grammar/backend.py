@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from treeline_runtime.config import ConfigError
-from treeline_runtime.grammar.vocabulary import Vocabulary
 from treeline_runtime.messages import Grammar
 
 if TYPE_CHECKING:
@@ -72,40 +70,3 @@ def certain_text(forced: bytes) -> str:
         return forced.decode()
     except UnicodeDecodeError as error:
         return forced[: error.start].decode()
-
-
-NewBackend = Callable[[Vocabulary], GrammarBackend]
-
-
-def load_backend(name: str) -> NewBackend:
-    """Imports what the backend needs, which takes its time. Raises ConfigError for a name that there is not."""
-    if name not in BACKENDS:
-        raise ConfigError(f"unknown grammar backend {name!r}: use {', '.join(BACKENDS)}")
-    return BACKENDS[name]()
-
-
-def _xgrammar() -> NewBackend:
-    from treeline_runtime.grammar.xgrammar_backend import XGrammarBackend
-    from treeline_runtime.grammar.xgrammar_library import load
-
-    load()
-    return XGrammarBackend
-
-
-def _llguidance() -> NewBackend:
-    import llguidance  # noqa: F401  (a confined process can import nothing later)
-
-    from treeline_runtime.grammar.llguidance_backend import LLGuidanceBackend
-
-    return LLGuidanceBackend
-
-
-def _auto() -> NewBackend:
-    from treeline_runtime.grammar.auto_backend import AutoBackend
-
-    _xgrammar()
-    _llguidance()
-    return AutoBackend
-
-
-BACKENDS: dict[str, Callable[[], NewBackend]] = {"auto": _auto, "xgrammar": _xgrammar, "llguidance": _llguidance}

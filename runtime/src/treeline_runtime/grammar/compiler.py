@@ -14,7 +14,8 @@ import msgspec
 
 from treeline_runtime.confined.child import ProcessLimits
 from treeline_runtime.confined.process import ConfinedProcess, Killed
-from treeline_runtime.grammar.backend import Compiled, GrammarBackend, GrammarError, load_backend
+from treeline_runtime.grammar.backend import Compiled, GrammarBackend, GrammarError
+from treeline_runtime.grammar.backends import load_backend
 from treeline_runtime.grammar.constraint import GrammarConstraint, GrammarFiller
 from treeline_runtime.grammar.vocabulary import Vocabulary
 from treeline_runtime.grammar.worker import Answer

@@ -12,7 +12,8 @@ import sys
 import msgspec
 
 from treeline_runtime.confined.child import serve
-from treeline_runtime.grammar.backend import GrammarBackend, GrammarError, load_backend
+from treeline_runtime.grammar.backend import GrammarBackend, GrammarError
+from treeline_runtime.grammar.backends import load_backend
 from treeline_runtime.grammar.vocabulary import Vocabulary
 from treeline_runtime.messages import Grammar
 
