@@ -98,7 +98,7 @@ def test_beginnings_are_beginnings_whatever_fits(source: str) -> None:
     served = registry(source)
     keyer = served.keyer_of("default")
     assert keyer is not None
-    assert keyer.renderer is not None
+    assert isinstance(keyer.renderer, BoundedRenderer)
     asked = body(10, questions=3)
     full = whole(asked, source)
     for most in range(1, 24):
@@ -121,7 +121,7 @@ def test_what_an_assistant_thought_before_the_last_question_is_in_no_key() -> No
     served = registry(source)
     keyer = served.keyer_of("default")
     assert keyer is not None
-    assert keyer.renderer is not None
+    assert isinstance(keyer.renderer, BoundedRenderer)
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning_content": "hm"}]
     asked = {"model": "tiny", "messages": [*turns * 4, {"role": "user", "content": "r"}]}
     full = whole(asked, source)
@@ -173,7 +173,7 @@ def test_what_takes_long_in_one_clients_chats_says_nothing_of_anothers() -> None
         key_of({"model": "tiny", "messages": [began, *chat, {"role": "user", "content": "slow"}]}, served)
     keyer = served.keyer_of("default")
     assert keyer is not None
-    assert keyer.renderer is not None
+    assert isinstance(keyer.renderer, BoundedRenderer)
     assert keyer.renderer.most([began, *chat]) < 41, "of a chat that begins so it is known"
     assert key_of(other, served) == mine
 

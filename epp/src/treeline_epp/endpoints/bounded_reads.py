@@ -100,7 +100,8 @@ class BoundedConnector(aiohttp.TCPConnector):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self._factory = partial[ResponseHandler](_BoundedHandler, loop=self._loop)
+        handler: type[ResponseHandler] = _BoundedHandler
+        self._factory = partial(handler, loop=self._loop)
 
 
 class _BoundedHandler(ResponseHandler):
