@@ -12,12 +12,17 @@ Prints rows of JSON:
   these medians. Without jump-forward a model may say the same text in more tokens than its tokenizer would make
   of it, which small models and random weights do: `structured.tokens.…` says how many answers had, with and without.
 - `structured.forced_share.sS`: of the tokens with jump-forward, those that were not sampled.
-- `structured.tpot_ratio.b64`: a decode step of 64 requests that all have a grammar (any printable text, so nothing is
-  forced), by one of 64 free requests: answers of 16 and of 112 tokens, the difference by 96; median of the rounds.
+- `structured.tpot_ratio.b64`: a decode step of 64 requests that all have a schema of their own (a list of people with
+  five members each; without jump-forward), by one of 64 free requests: answers of 16 and of 144 tokens, the difference
+  by 128; median of the rounds. `structured.mask_ms.b64.p50` and `.p999`: what the scheduler's thread took of these
+  steps to fill the masks and to send them on their way.
 - `structured.cached_schema_ttft_ms`: milliseconds to the first token with a schema that is compiled already, less that
   without one, medians of requests in turn.
 - `structured.jump_us`: microseconds on the scheduler's thread to tokenize the end of a sequence and forced text anew
-  that were never seen before; `structured.mask_us.b64`: to fill the masks of 64 requests.
+  that were never seen before.
+
+Other shapes than the tiny model's get a byte-level tokenizer of as many tokens as they have, or as Python's own library
+gives when it is trained on that (20 s; `--tokenizer` takes one that is there).
 """
 
 from __future__ import annotations
@@ -29,18 +34,21 @@ import random
 import shutil
 import statistics
 import sys
+import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest import mock
 
 import torch
 from engine import COMMON, SHAPES
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from treeline_runtime import Engine, SamplingParams
 from treeline_runtime.grammar.jump_forward import jump_forward
 from treeline_runtime.grammar.vocabulary import Vocabulary
-from treeline_runtime.grammar.xgrammar_backend import XGrammarBackend
 from treeline_runtime.messages import Grammar
+from treeline_runtime.sampling import Constraint, Masks
 from treeline_wire.tokenizer import TokenizerBundle
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +67,6 @@ NAMES = {
     ),
 }
 """Percent of forced text → names of the members, letters of each value."""
-PRINTABLE = Grammar("regex", "[ -~]+")
 
 
 def report(metric: str, value: float) -> None:
@@ -74,25 +81,56 @@ def schema(percent: int) -> Grammar:
     return Grammar("json", json.dumps(source | {"additionalProperties": False}))
 
 
+def people(number: int) -> Grammar:
+    """More of them than an answer here has room for; `number` makes the schema another one."""
+    members = {
+        f"name{number}": {"type": "string"},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", f"blue{number}"]}},
+        "score": {"type": "number"},
+        "active": {"type": "boolean"},
+    }
+    person = {"type": "object", "properties": members, "required": list(members), "additionalProperties": False}
+    listed = {"type": "array", "items": person, "minItems": 200}
+    return Grammar("json", json.dumps({"type": "object", "properties": {"people": listed}, "required": ["people"]}))
+
+
 @contextlib.contextmanager
-def model(shape: str) -> Iterator[tuple[Path, str]]:
-    """→ folder, load format. Other shapes than the tiny model have its tokenizer and random weights."""
+def model(shape: str, tokenizer: Path | None) -> Iterator[tuple[Path, str]]:
+    """→ folder, load format. Other shapes than the tiny model have random weights."""
     if shape == "tiny":
         yield TINY, "auto"
         return
     with tempfile.TemporaryDirectory() as name:
-        ends = {"eos_token_id": json.loads((TINY / "config.json").read_text())["eos_token_id"]}
-        (Path(name) / "config.json").write_text(json.dumps(SHAPES[shape] | COMMON | ends))
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(TINY / file, name)
+        config = SHAPES[shape] | COMMON
+        (Path(name) / "config.json").write_text(json.dumps(config))
+        if tokenizer is None:
+            text_tokenizer(config["vocab_size"]).save(str(Path(name) / "tokenizer.json"))
+        else:
+            shutil.copy(tokenizer, Path(name) / "tokenizer.json")
         yield Path(name), "dummy"
+
+
+def text_tokenizer(size: int) -> Tokenizer:
+    """Of at most so many tokens, trained on the sources of Python's library; the second one ends outputs."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
+    texts = (path.read_text(errors="replace") for path in sources if "site-packages" not in path.parts)
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|begin|>", "<|end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+    )
+    made.train_from_iterator(texts, trainer)
+    return made
 
 
 def prompts(rng: random.Random, count: int) -> list[list[int]]:
     return [rng.choices(TOKENS, k=PROMPT) for _ in range(count)]
 
 
-def seconds(engine: Engine, asked: list[list[int]], params: SamplingParams) -> tuple[float, int]:
+def seconds(engine: Engine, asked: list[list[int]], params: SamplingParams | list[SamplingParams]) -> tuple[float, int]:
     """→ seconds, tokens"""
     started = time.perf_counter()
     outputs = engine.generate(asked, params, progress=False)
@@ -124,23 +162,50 @@ def measure_jumps(on: Engine, off: Engine, rng: random.Random, batches: tuple[in
 
 
 def measure_steps(engine: Engine, rng: random.Random, batch: int, rounds: int) -> None:
-    """Milliseconds of a decode step, free and constrained."""
+    """Milliseconds of a decode step, free and constrained. Nothing may jump."""
     kinds: dict[str, list[float]] = {"free": [], "constrained": []}
-    for round_ in range(rounds + 1):
-        for kind in sorted(kinds, reverse=bool(round_ % 2)):
-            took = []
-            for length in (16, 112):
-                grammar = PRINTABLE if kind == "constrained" else None
-                params = SamplingParams(
-                    temperature=0.0, max_new_tokens=length, min_new_tokens=length, ignore_eos=True, grammar=grammar
-                )
-                took.append(seconds(engine, prompts(rng, batch), params)[0])
-            if round_:
-                kinds[kind].append(1000 * (took[1] - took[0]) / 96)
+    filled: list[float] = []
+    with timed_masks(filled):
+        for round_ in range(rounds + 1):
+            for kind in sorted(kinds, reverse=bool(round_ % 2)):
+                took = []
+                for length in (16, 144):
+                    params = [
+                        SamplingParams(
+                            temperature=0.0,
+                            max_new_tokens=length,
+                            ignore_eos=True,
+                            grammar=people(i) if kind == "constrained" else None,
+                        )
+                        for i in range(batch)
+                    ]
+                    took.append(seconds(engine, prompts(rng, batch), params)[0])
+                if round_:
+                    kinds[kind].append(1000 * (took[1] - took[0]) / 128)
+                else:
+                    filled.clear()
     for kind, each in kinds.items():
         report(f"structured.tpot_ms.{kind}.b{batch}", statistics.median(each))
     ratios = [a / b for a, b in zip(kinds["constrained"], kinds["free"], strict=True)]
     report(f"structured.tpot_ratio.b{batch}", statistics.median(ratios))
+    filled.sort()
+    for name, share in (("p50", 0.5), ("p999", 0.999)):
+        report(f"structured.mask_ms.b{batch}.{name}", 1000 * filled[int(share * (len(filled) - 1))])
+
+
+@contextlib.contextmanager
+def timed_masks(into: list[float]) -> Iterator[None]:
+    """Seconds of each call of `Masks.fill`."""
+    fill = Masks.fill
+
+    def timed(self: Masks, constraints: Sequence[Constraint]) -> tuple[torch.Tensor, dict[int, str]]:
+        started = time.perf_counter()
+        found = fill(self, constraints)
+        into.append(time.perf_counter() - started)
+        return found
+
+    with mock.patch.object(Masks, "fill", timed):
+        yield
 
 
 def measure_first_token(engine: Engine, rng: random.Random, count: int) -> None:
@@ -148,7 +213,7 @@ def measure_first_token(engine: Engine, rng: random.Random, count: int) -> None:
     for i in range(count + 2):
         for with_schema in (False, True) if i % 2 else (True, False):
             params = SamplingParams(
-                temperature=0.0, max_new_tokens=1, ignore_eos=True, grammar=PRINTABLE if with_schema else None
+                temperature=0.0, max_new_tokens=1, ignore_eos=True, grammar=people(0) if with_schema else None
             )
             took, _ = seconds(engine, prompts(rng, 1), params)
             if i >= 2:
@@ -167,35 +232,26 @@ def measure_scheduler(folder: Path, rng: random.Random, count: int) -> None:
     for sequence in sequences:
         forward.jump(sequence, PROMPT, '", "the_age_in_years": ')
     report("structured.jump_us", 1e6 * (time.perf_counter() - started) / count)
-    backend = XGrammarBackend(vocabulary)
-    compiled = backend.load(backend.compile(schema(50)))
-    matchers = [compiled.matcher(sorted(vocabulary.stop_ids)) for _ in range(64)]
-    masks = torch.zeros(64, -(-config["vocab_size"] // 32), dtype=torch.int32)
-    took = []
-    for _ in range(50):
-        started = time.perf_counter()
-        backend.fill(matchers, masks, range(64))
-        took.append(1e6 * (time.perf_counter() - started))
-    report("structured.mask_us.b64", statistics.median(took))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=["tiny", *(shape for shape in SHAPES if shape != "tiny")], default="tiny")
+    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json of another shape than tiny")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, help="of torch (default: torch's own)")
     parser.add_argument("--quick", action="store_true", help="short, one round: proves that it works")
     args = parser.parse_args()
     rounds, batches, many = (1, BATCHES[:1], 4) if args.quick else (args.rounds, BATCHES, 64)
     rng = random.Random(0)
-    with model(args.shape) as (folder, load_format):
+    with model(args.shape, args.tokenizer) as (folder, load_format):
         settings = {"load_format": load_format, "threads": args.threads, "context_length": 2048, "mem_fraction": 0.4}
         with (
             Engine(folder, jump_forward="on", **settings) as on,
             Engine(folder, jump_forward="off", **(settings | {"mem_fraction": 0.8})) as off,
         ):
             measure_jumps(on, off, rng, batches, rounds)
-            measure_steps(on, rng, many, rounds)
+            measure_steps(off, rng, many, rounds)
             measure_first_token(on, rng, 4 if args.quick else 60)
         measure_scheduler(folder, rng, 20 if args.quick else 500)
     return 0

@@ -274,7 +274,7 @@ METRICS: dict[str, Metric] = {
         "ms", "to the first token more, with a schema that is compiled", "lower", 1.0, "the bound that was set"
     ),
     "structured.jump_us": Metric("µs", "to tokenize the end of a sequence anew", "lower", headline=False),
-    "structured.mask_us": Metric("µs", "to fill the masks of so many requests", "lower", headline=False),
+    "structured.mask_ms": Metric("ms", "a step's masks of so many requests, filled and sent", "lower", headline=False),
     "cpu.tokens_s": Metric("tokens/s", "output on a CPU, so many streams at once", "higher", headline=False),
     "cpu.transformers_tokens_s": Metric("tokens/s", "the same by transformers.generate", "higher", headline=False),
     "cpu.vs_transformers": Metric("×", "ours by transformers' in the same run, so many streams", "higher"),

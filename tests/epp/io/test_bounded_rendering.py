@@ -10,7 +10,7 @@ import pytest
 from epp.io.test_large_bodies import BUFFERED, longest_turn
 from support.epp_io import small_bundle
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.keyers.rendering import MAX_MESSAGES, BoundedRenderer
+from treeline_epp.keyers.rendering import MAX_MESSAGES, BoundedRenderer, Bounds
 from treeline_epp.metrics import Metrics
 from treeline_epp.picking.picker import Picker
 from treeline_epp.requests.messages import RouteRequest
@@ -98,16 +98,16 @@ def test_beginnings_are_beginnings_whatever_fits(source: str) -> None:
     served = registry(source)
     keyer = served.keyer_of("default")
     assert keyer is not None
-    assert keyer.renderer is not None
+    assert isinstance(keyer.renderer, BoundedRenderer)
     asked = body(10, questions=3)
     full = whole(asked, source)
     for most in range(1, 24):
-        keyer.renderer.most = most
+        keyer.renderer.bounds.keep(asked["messages"], most)
         key = key_of(asked, served)
         assert key is not None
         assert full.startswith(key)
         if most < 23:
-            keyer.renderer.most = most + 1
+            keyer.renderer.bounds.keep(asked["messages"], most + 1)
             assert len(key_of(asked, served) or b"") >= len(key)
 
 
@@ -121,12 +121,12 @@ def test_what_an_assistant_thought_before_the_last_question_is_in_no_key() -> No
     served = registry(source)
     keyer = served.keyer_of("default")
     assert keyer is not None
-    assert keyer.renderer is not None
+    assert isinstance(keyer.renderer, BoundedRenderer)
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning_content": "hm"}]
     asked = {"model": "tiny", "messages": [*turns * 4, {"role": "user", "content": "r"}]}
     full = whole(asked, source)
     for most in range(1, 10):
-        keyer.renderer.most = most
+        keyer.renderer.bounds.keep(asked["messages"], most)
         assert full.startswith(key_of(asked, served) or b"?"), most
 
 
@@ -135,25 +135,58 @@ ENDLESS = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% en
 
 def test_how_many_messages_fit_is_learnt_and_forgotten() -> None:
     renderer = BoundedRenderer(ChatTemplate(ENDLESS, special_tokens={}, inline_seconds=0.001))
+    long = body(400)["messages"]
     seen = []
     for _ in range(5):
-        assert renderer.whole(body(400), TREELINE) is None
-        seen.append(renderer.most)
+        assert renderer.whole({"messages": long}, TREELINE) is None
+        seen.append(renderer.most(long))
     assert seen == [MAX_MESSAGES // 4, 16, 16, 16, 16]
-    renderer.most = MAX_MESSAGES
-    assert renderer.whole({"messages": body(5)["messages"]}, TREELINE) is None
-    assert renderer.most == MAX_MESSAGES, "eleven messages are not too many"
+    renderer.bounds.keep(long, MAX_MESSAGES)
+    assert renderer.whole({"messages": long[:11]}, TREELINE) is None
+    assert renderer.most(long) == MAX_MESSAGES, "eleven messages are not too many"
 
     now = 0.0
     easy = BoundedRenderer(ChatTemplate("{{ messages | length }}", special_tokens={}, inline_seconds=10), lambda: now)
-    easy.most = 8
-    assert easy.whole({"messages": body(1)["messages"][:2]}, TREELINE) is not None
-    assert easy.most == 8, "two messages say nothing of nine"
+    chat = [{"role": "user", "content": "x"}] * 2 * MAX_MESSAGES
+    easy.bounds.keep(chat, 8)
+    assert easy.whole({"messages": chat[:2]}, TREELINE) is not None
+    assert easy.most(chat) == 8, "two messages say nothing of nine"
     seen = []
     for _ in range(10):
-        assert easy.whole({"messages": [{"role": "user", "content": "x"}] * easy.most}, TREELINE) is not None
-        seen.append(easy.most)
+        assert easy.whole({"messages": chat[: easy.most(chat)]}, TREELINE) is not None
+        seen.append(easy.most(chat))
     assert seen == [12, 18, 27, 40, 60, 90, 135, 202, MAX_MESSAGES, MAX_MESSAGES]
+
+
+def test_what_takes_long_in_one_clients_chats_says_nothing_of_anothers() -> None:
+    served = registry(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }};{% if m.content == 'slow' %}"
+        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}{% endif %}{% endfor %}"
+    )
+    chat = [{"role": "user" if i % 2 == 0 else "assistant", "content": f"turn {i}"} for i in range(41)]
+    other = {"model": "tiny", "messages": chat}
+    mine = key_of(other, served)
+    assert mine is not None
+    assert mine.count(b"turn") == 41
+    for i in range(5):
+        began = {"role": "user", "content": f"client {i}"}
+        key_of({"model": "tiny", "messages": [began, *chat, {"role": "user", "content": "slow"}]}, served)
+    keyer = served.keyer_of("default")
+    assert keyer is not None
+    assert isinstance(keyer.renderer, BoundedRenderer)
+    assert keyer.renderer.most([began, *chat]) < 41, "of a chat that begins so it is known"
+    assert key_of(other, served) == mine
+
+
+def test_of_how_many_chats_it_is_remembered_is_bounded() -> None:
+    bounds = Bounds()
+    chats: list[list[Any]] = [[{"role": "user", "content": f"c{i}"}] for i in range(2000)]
+    chats += [[{"content": [{"text": "t"}]}], [{"content": [1, {}]}], ["?"], []]
+    for chat in chats:
+        bounds.keep(chat, 16)
+        assert bounds.of(chat) == 16
+    assert sum(bounds.of(chat) < MAX_MESSAGES for chat in chats) <= 1025
+    assert bounds.of(chats[0]) == MAX_MESSAGES
 
 
 def test_few_messages_that_take_long_keep_the_key_of_fewer() -> None:
@@ -168,6 +201,7 @@ def test_few_messages_that_take_long_keep_the_key_of_fewer() -> None:
 def test_a_rendering_that_takes_much_of_its_time_is_given_no_more() -> None:
     ticks = iter(range(100))
     renderer = BoundedRenderer(ChatTemplate("{{ messages | length }}", special_tokens={}), lambda: next(ticks) * 0.002)
-    renderer.most = 8
-    assert renderer.whole(body(400), TREELINE) is not None
-    assert renderer.most == 8
+    long = body(400)
+    renderer.bounds.keep(long["messages"], 8)
+    assert renderer.whole(long, TREELINE) is not None
+    assert renderer.most(long["messages"]) == 8

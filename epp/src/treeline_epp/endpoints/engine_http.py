@@ -9,6 +9,7 @@ from typing import TypeVar
 import httpx
 import msgspec
 
+from treeline_epp.endpoints.bounded_reads import allow_body, new_transport
 from treeline_epp.endpoints.spec import split_address
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ def new_http(key: httpx.Auth | None = None) -> httpx.AsyncClient:
     """A client for one engine, without TLS, which shows it this key. It keeps one connection."""
     # Only loopback and cluster addresses are asked; a proxy from the environment would be in the way.
     limits = httpx.Limits(max_connections=4, max_keepalive_connections=1)
-    return httpx.AsyncClient(auth=key, trust_env=False, limits=limits, verify=_NO_TLS)
+    return httpx.AsyncClient(auth=key, trust_env=False, transport=new_transport(limits, _NO_TLS))
 
 
 class RefusedError(UnusableError):
@@ -91,6 +92,7 @@ class EngineHttp:
                 async with asked as response:
                     if response.headers.get("content-encoding", "identity") != "identity":
                         raise EngineError(f"{self.base}{path}: the answer is encoded, which was not asked for")
+                    allow_body(response, most)
                     async for part in response.aiter_raw():
                         got += part
                         parts += 1

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 import aiohttp
 
+from treeline_epp.endpoints.bounded_reads import BoundedConnector
 from treeline_epp.endpoints.model_server_metrics import MetricNames, read, with_configured
 from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.spec import split_address
@@ -107,7 +108,7 @@ class Scraping:
         """Made at the first look. With `httpx`, which asks for all else, a look would cost three times as much."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, limit_per_host=1, use_dns_cache=False),
+                connector=BoundedConnector(limit=0, limit_per_host=1, use_dns_cache=False),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers=_HEADERS,
                 skip_auto_headers=("user-agent",),

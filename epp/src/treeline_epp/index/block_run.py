@@ -107,6 +107,27 @@ class BlockRun:
         """Is there a slot that no pod holds? O(segments)."""
         return isinstance(self.sets, list) and not all(self.sets[1::2])
 
+    def after(self) -> int:
+        """The tokens before whatever block comes behind the last."""
+        return self.base + len(self) * self.width
+
+    def is_of(self, bit: int) -> bool:
+        """Does the pod with `bit` hold any of it? O(segments)."""
+        sets = self.sets
+        return bool(sets & bit) if isinstance(sets, int) else any(members & bit for members in sets[1::2])
+
+    def is_continued_by(self, back: BlockRun) -> bool:
+        """Whether `back`, which is on the same edge, could be the end of this run. O(1) for runs without holes."""
+        return (
+            bool(back.ends)
+            and back is not self
+            and back.width == self.width
+            and back.base == self.after()
+            and back.chain[:8] == self.chain[-8:]
+            and self.last_end() <= back.end(0)
+            and disjoint(self, back.chain[8:], back)
+        )
+
     def count_until(self, limit: int) -> int:
         """How many blocks end at or before byte `limit` of the edge. O(log n)."""
         return bisect_right(memoryview(self.ends).cast("H"), limit)

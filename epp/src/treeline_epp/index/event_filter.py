@@ -23,6 +23,7 @@ class Skip(StrEnum):
     ADAPTER = (
         "adapter"  # an adapter that has a number and no name (vLLM up to 0.11): no request can be told to be for it
     )
+    CROWDED = "crowded"  # the same text under other hashes, again and again
     FULL = "full"  # the index is at its limit
     UNKNOWN_REMOVAL = "unknown_removal"  # removed, but never seen
 

@@ -354,6 +354,7 @@ class Index:
             return block_texts(keys.token_bytes, wanted, width)
 
         no_text = Skip.NO_TEXT if event.extra_keys is None else Skip.EXTRA_KEYS
+        crowded = tree.crowded
         try:
             stored, before = tree.store(root, event.parent_block_hash, hashes, texts, width, bit)
         except ValueError:
@@ -366,7 +367,7 @@ class Index:
                 scope.orphans.add(Orphan(bit, event, keys))
             return 0
         if stored < len(hashes):
-            pod.skipped[no_text] += len(hashes) - stored
+            pod.skipped[Skip.CROWDED if tree.crowded > crowded else no_text] += len(hashes) - stored
         if bit == pod.staging or not stored:
             return stored
         pod.blocks += stored - len(before)

@@ -5,13 +5,20 @@ A node changes itself alone: `RadixTree` keeps what is known of all nodes (hashe
 
 from __future__ import annotations
 
-from treeline_epp.index.block_run import BlockRun, disjoint
+from collections.abc import Sequence
+
+from treeline_epp.index.block_run import BlockRun
 
 PredictedRange = tuple[int, int, float]
 """A part of an edge: first byte, byte after the last, time at which the prediction ends."""
 
 NO_CHILDREN: dict[int, Node] = {}
 """The children of every leaf: one dict, never written."""
+MAX_POD_RUNS, MAX_RUNS = 64, 1024
+"""Runs that begin on one edge: of one pod, and of all. An engine that never announces the same blocks under the same
+hashes, by mistake or on purpose, would have any number, and each one costs whoever comes by. Pods that draw the seed of
+their hashes have one each (vLLM without PYTHONHASHSEED); salts that events do not name make more (`extra_key` of
+SGLang)."""
 
 
 class Node:
@@ -121,29 +128,42 @@ class Node:
             child.predicted = ranges
             self.predicted = None
 
-    def join_runs(self) -> list[BlockRun]:
-        """Join runs that continue each other. Returns those that have got longer. O(runs²), where nearly all nodes
-        have one."""
+    def has_room(self, bit: int) -> bool:
+        """Whether another run of the pod with `bit` may begin here. O(segments)."""
+        runs = self.runs
+        if len(runs) < MAX_POD_RUNS:
+            return True
+        return len(runs) < MAX_RUNS and sum(run.is_of(bit) for run in runs) < MAX_POD_RUNS
+
+    def join_run(self, run: BlockRun) -> list[BlockRun]:
+        """Join a run that has changed to those that it continues or that continue it; as `join_runs`. O(runs)."""
+        begin, first, end, last = run.base, run.chain[:8], run.after(), run.chain[-8:]
+        near = [
+            each
+            for each in self.runs
+            if (each.base == end and each.chain[:8] == last) or (each.chain[-8:] == first and each.after() == begin)
+        ]
+        return self.join_runs((run, *near)) if near else []
+
+    def join_runs(self, among: Sequence[BlockRun] | None = None) -> list[BlockRun]:
+        """Join runs that continue each other, of the node or `among` these of it. Returns those that have got longer.
+        O(runs), where nearly all nodes have one."""
+        among = self.runs if among is None else among
         longer: list[BlockRun] = []
-        for front in self.runs:
-            if not front.ends:
-                continue
-            for back in self.runs:
-                if (
-                    back.ends
-                    and back is not front
-                    and back.width == front.width
-                    and back.base == front.base + len(front) * front.width
-                    and back.chain[:8] == front.chain[-8:]
-                    and front.last_end() <= back.end(0)
-                    and disjoint(front, back.chain[8:], back)
-                ):
-                    front.append(back.chain[8:], back.ends, back.sets)
-                    back.ends = b""
-                    longer.append(front)
+        follow: dict[tuple[bytes, int], list[BlockRun]] = {}
+        for run in among:
+            follow.setdefault((run.chain[:8], run.base), []).append(run)
+        for front in among:
+            while front.ends:
+                back = next(filter(front.is_continued_by, follow.get((front.chain[-8:], front.after()), ())), None)
+                if back is None:
+                    break
+                front.append(back.chain[8:], back.ends, back.sets)
+                back.ends = b""
+                longer.append(front)
         if longer:
             self.runs = tuple(run for run in self.runs if run.ends)
-        return [run for run in longer if run.ends]
+        return [run for run in dict.fromkeys(longer) if run.ends]
 
     def check(self, max_edge: int) -> None:
         """Assert what always holds of one node and its children."""

@@ -15,6 +15,8 @@ from treeline_wire.events import BlockStored
 from treeline_wire.keys import PrefixKeys
 
 _Key = TypeVar("_Key")
+_MOST_COPIES = 64
+"""Of one block of one pod. An engine may announce it as often as it likes, and each removal looks at them all."""
 
 
 @dataclass(eq=False, slots=True)
@@ -42,9 +44,13 @@ class Orphans:
         return len(self._orphans)
 
     def add(self, orphan: Orphan) -> None:
-        """Keep an orphan whose event has a parent. O(blocks)."""
+        """Keep an orphan whose event has a parent, unless there are too many of its blocks already. O(blocks)."""
         parent = orphan.event.parent_block_hash
         assert parent is not None
+        copies = (self._by_block.get((orphan.owner, block), ()) for block in orphan.event.block_hashes)
+        if any(len(each) >= _MOST_COPIES for each in copies):
+            self.dropped_blocks += len(orphan.event.block_hashes)
+            return
         self._orphans[orphan] = None
         self._waiting.setdefault(parent, []).append(orphan)
         for block in orphan.event.block_hashes:

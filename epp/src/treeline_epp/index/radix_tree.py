@@ -45,8 +45,8 @@ class RadixTree:
     - looking: `roots`, `run_of`, `held_by`, `nodes`, `check`; matching a key is in `matching`
 
     `blocks` leads from a held hash to its run; namespaces share it, since hashes are seeded with them. Hashes are
-    trusted: equal hashes mean equal blocks, whichever pod sent them. `moved(old, new)` is called when predictions have
-    moved to another node.
+    trusted: equal hashes mean equal blocks, whichever pod sent them. `crowded` counts blocks for which an edge had no
+    room. `moved(old, new)` is called when predictions have moved to another node.
     """
 
     def __init__(self, max_edge: int = MAX_EDGE, moved: Callable[[Node, Node], None] = lambda _old, _new: None) -> None:
@@ -56,6 +56,7 @@ class RadixTree:
         self.blocks: dict[int, BlockRun] = {}
         self.text_bytes = 0
         self.node_count = 0
+        self.crowded = 0
         self._moved = moved
         self._sweeping: list[Node] = []
 
@@ -113,8 +114,8 @@ class RadixTree:
         `texts(i, j)` gives the texts of blocks i … j−1; it is only asked for blocks that nobody holds. `width` is
         tokens per block. Returns how many blocks were stored, from the first on, and which of them the pod held
         already. It stops short where a text is needed but is None, where a prompt's first block has no byte of text,
-        and where a hash has the key of another. Raises KeyError if nobody holds `parent` nor the first block,
-        ValueError if a hash occurs twice or is its own ancestor; nothing is stored then.
+        where a hash has the key of another, and where an edge has no room for another run. Raises KeyError if nobody
+        holds `parent` nor the first block, ValueError if a hash occurs twice or is its own ancestor; nothing is stored.
 
         Complexity: known blocks cost one comparison per run, new ones O(bytes) and one dict entry each.
         """
@@ -153,8 +154,11 @@ class RadixTree:
             if pieces is None or (run is None and not pieces[0]):
                 break
             new = _NewBlocks(chain[8 * done : 8 * stop + 8], keys[done:stop], width, bit)
-            self._insert(root, run, slot, pieces, new)
-            done = stop
+            placed = self._insert(root, run, slot, pieces, new)
+            done += placed
+            if done < stop:
+                self.crowded += stop - done
+                break
             if done < count:
                 run = blocks[keys[done - 1]]
                 slot = run.find(chain[8 * done : 8 * done + 8])
@@ -252,10 +256,10 @@ class RadixTree:
                 if there >= 0:
                     self._mark(other, there, there + 1, bit, held_before)
 
-    def _insert(self, root: Node, run: BlockRun | None, slot: int, pieces: list[bytes], new: _NewBlocks) -> None:
+    def _insert(self, root: Node, run: BlockRun | None, slot: int, pieces: list[bytes], new: _NewBlocks) -> int:
         """Put blocks with these texts, held by nobody yet, below slot `slot` of `run` (None: below `root`).
 
-        `new.base` and `new.ends` are found here.
+        Returns how many there was room for; `new.base` and `new.ends` are found here.
         """
         node, offset = root, 0
         if run is not None:
@@ -264,18 +268,23 @@ class RadixTree:
         ends = new.ends = list(accumulate(map(len, pieces)))
         data = b"".join(pieces)
         if run is not None and self._extend(run, offset, data, new):
-            return
-        placed = 0
+            return len(ends)
+        placed, room, last = 0, True, node
 
         def place(node: Node, start: int, stop: int, offset: int) -> None:
             """Data bytes start … stop−1 lie in `node` from `offset` on: put the blocks that end there."""
-            nonlocal placed
-            after = bisect_right(ends, stop, placed)
+            nonlocal placed, room, last
+            last = node
+            after = bisect_right(ends, stop, placed) if room else placed
             if after > placed:
-                self._place(node, new, placed, after, offset - start)
-                placed = after
+                count = self._place(node, new, placed, after, offset - start)
+                room = placed + count == after
+                placed += count
 
         self._walk(node, offset, data, place)
+        if not room:
+            self.compact(last)  # its text was laid for blocks that are not there
+        return placed
 
     def _extend(self, run: BlockRun, offset: int, data: bytes, new: _NewBlocks) -> bool:
         """Spare the walk where a run only makes a leaf with one run longer, as the blocks of a decode do."""
@@ -297,11 +306,13 @@ class RadixTree:
         self.blocks.update(zip(new.keys, repeat(run), strict=False))
         return True
 
-    def _place(self, node: Node, new: _NewBlocks, first: int, stop: int, delta: int) -> None:
+    def _place(self, node: Node, new: _NewBlocks, first: int, stop: int, delta: int) -> int:
         """Put blocks first … stop−1 of new blocks into a run of `node`: fill its holes, lengthen it, or begin another.
+        Returns for how many of them there was room.
 
         In the node's text they end `delta` bytes beyond where `new.ends` says.
         """
+        begin = first
         ends = pack_ends(new.ends[first:stop], delta)
         for run in node.runs:
             ahead = new.base + first * new.width - run.base
@@ -309,7 +320,8 @@ class RadixTree:
                 continue
             slot = ahead // new.width
             count = len(run)
-            if slot > count or run.chain[8 * slot : 8 * slot + 8] != new.chain[8 * first : 8 * first + 8]:
+            known = 8 if slot == count else 16  # bytes: the parent's hash, and that of the first block
+            if slot > count or not run.chain.startswith(new.chain[8 * first : 8 * first + known], 8 * slot):
                 continue
             if slot < count:  # are these the holes of the same blocks?
                 same = same_hashes(run.chain, 8 * slot + 8, new.chain, 8 * first + 8) >> 3
@@ -326,12 +338,15 @@ class RadixTree:
                 self.blocks.update(zip(new.keys[first:stop], repeat(run), strict=False))
                 break
         else:
+            if not node.has_room(new.bit):
+                return first - begin
             base, chain = new.base + first * new.width, new.chain[8 * first : 8 * stop + 8]
             run = BlockRun(node, base, new.width, chain, ends, new.bit)
             node.runs += (run,)
             self.blocks.update(zip(new.keys[first:stop], repeat(run), strict=False))
-        if len(node.runs) > 1:
-            self._join_runs(node)
+        for longer in node.join_run(run) if len(node.runs) > 1 else ():
+            self._point(longer)
+        return stop - begin
 
     # The shape: edges are walked, cut, merged and given up, and what lies on them moves along
 
@@ -443,11 +458,8 @@ class RadixTree:
         if self._sweeping:
             self._sweeping.append(child)
         if len(child.runs) > 1:
-            self._join_runs(child)
-
-    def _join_runs(self, node: Node) -> None:
-        for run in node.join_runs():
-            self._point(run)
+            for run in child.join_runs():
+                self._point(run)
 
     def _point(self, run: BlockRun) -> None:
         """Make `blocks` point to `run` for its held slots."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from treeline_wire.dialects import ChatDialect
@@ -13,10 +13,11 @@ _LEARNING_RATE: Final = 0.05
 
 
 class Renderer(Protocol):
-    """From chats to prompts. `most` is how many messages a rendering is given."""
+    """From chats to prompts."""
 
-    @property
-    def most(self) -> int: ...
+    def most(self, messages: Sequence[Any]) -> int:
+        """How many messages of this chat a rendering is given."""
+        ...
 
     def whole(self, body: Mapping[str, Any], dialect: ChatDialect) -> Prompt | None:
         """The prompt of a chat; None where it has none here. Raises `PromptError`, `TemplateError`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -48,7 +48,9 @@ class HistoryKeyer(TokenLengths):
 class HistoryRenderer:
     """Tools and the like, then roles and contents in order."""
 
-    most = MAX_MESSAGES
+    def most(self, _messages: Sequence[Any]) -> int:
+        """How many messages a rendering is given."""
+        return MAX_MESSAGES
 
     def whole(self, body: Mapping[str, Any], _dialect: ChatDialect) -> Prompt | None:
         """The prompt of a chat. Raises `PromptError`."""

@@ -2,14 +2,15 @@
 
 A template may take time that grows with the square of the messages (one that looks ahead for the results of each tool
 call does). So a rendering has 3 ms of the processor. One that takes longer is given up, and the chat's beginning is
-rendered instead, a quarter of its messages; how many fit is remembered for the template's next chats, and grows again
-while they take a small part of their time. The key of a beginning is the beginning of the key.
+rendered instead, a quarter of its messages; how many fit is remembered for the next chats that begin alike, and grows
+again while they take a small part of their time: what takes long in one client's chats says nothing of another's. The
+key of a beginning is the beginning of the key.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from treeline_wire.apis.conversion import takes_inline_system
@@ -24,20 +25,58 @@ _MIN_MESSAGES: Final = 16
 """So few are always tried; where they take too long, it is not for their number."""
 _SMALL_PART: Final = 0.4
 """Half as many messages more take at most 2.25 times as long, where time grows with their square."""
+_REMEMBERED: Final = 1024
+"""Chats of which more than `MAX_MESSAGES` says is remembered; of others only a rendering tells."""
+
+
+class Bounds:
+    """How many messages of a chat fit: of one that continues another whatever was learnt of that. Chats are told apart
+    by the texts of their first two messages, the system's and the first question."""
+
+    def __init__(self) -> None:
+        self._most: dict[int, int] = {}
+
+    def of(self, messages: Sequence[Any]) -> int:
+        """Messages that a rendering of this chat is given. O(characters of the first two)."""
+        return self._most.get(_beginning(messages), MAX_MESSAGES) if self._most else MAX_MESSAGES
+
+    def keep(self, messages: Sequence[Any], most: int) -> None:
+        """So many from now on, at most `MAX_MESSAGES`; the chat that was longest without news is forgotten."""
+        chat = _beginning(messages)
+        self._most.pop(chat, None)
+        if most < MAX_MESSAGES:
+            self._most[chat] = most
+        if len(self._most) > _REMEMBERED:
+            del self._most[next(iter(self._most))]
+
+
+def _beginning(messages: Sequence[Any]) -> int:
+    return hash(tuple(_text(message) for message in messages[:2]))
+
+
+def _text(message: Any) -> str | None:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, list):
+        parts = (part.get("text") for part in content if isinstance(part, Mapping))
+        return next((text for text in parts if isinstance(text, str)), None)
+    return content if isinstance(content, str) else None
 
 
 class BoundedRenderer:
-    """Renders the chats of one template. `most` is how many messages a rendering is given; `clock` is the processor's
-    time, in seconds."""
+    """Renders the chats of one template. `clock` is the processor's time, in seconds."""
 
     def __init__(self, template: ChatTemplate, clock: Callable[[], float] = time.thread_time) -> None:
-        self.most = MAX_MESSAGES
+        self.bounds = Bounds()
         self._clock = clock
         self._template = template
         for with_tools in (False, True):  # which takes longer than a request may
             for engine in ("vllm", "sglang"):
                 dialect_of(engine).takes_lists(template.source(with_tools))
         self._inline_system: dict[bool, bool] = {}
+
+    def most(self, messages: Sequence[Any]) -> int:
+        """How many messages of this chat a rendering is given."""
+        return self.bounds.of(messages)
 
     def whole(self, body: Mapping[str, Any], dialect: ChatDialect) -> Prompt | None:
         """The prompt of a chat; None if it takes too long or must not be rendered here. Raises `PromptError`,
@@ -67,13 +106,14 @@ class BoundedRenderer:
 
     def _timed(self, render: Callable[..., Prompt], body: Mapping[str, Any], dialect: ChatDialect) -> Prompt | None:
         began = self._clock()
-        count = len(body["messages"])
+        messages = body["messages"]
+        count, most = len(messages), self.bounds.of(messages)
         try:
             prompt = render(body, self._template, dialect)
         except NeedsWorkerError:
             if count > _MIN_MESSAGES:
-                self.most = max(_MIN_MESSAGES, min(self.most, count) // 4)
+                self.bounds.keep(messages, max(_MIN_MESSAGES, min(most, count) // 4))
             return None
-        if 2 * count > self.most and self._clock() - began < _SMALL_PART * RENDER_SECONDS:
-            self.most = min(MAX_MESSAGES, self.most * 3 // 2)
+        if most < min(MAX_MESSAGES, 2 * count) and self._clock() - began < _SMALL_PART * RENDER_SECONDS:
+            self.bounds.keep(messages, most * 3 // 2)
         return prompt

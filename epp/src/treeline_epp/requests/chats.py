@@ -88,7 +88,7 @@ class _Chat:
             return None if found is None else (found, False)
         conversation = self._converted(value)
         messages, known = self._known(conversation)
-        if known and conversation.complete and len(messages) <= self._renderer.most:
+        if known and conversation.complete and len(messages) <= self._renderer.most(messages):
             whole = self._renderer.whole(conversation.body, self._dialect)
             if whole is not None:
                 return whole, True
@@ -148,7 +148,7 @@ class _Chat:
 
     def _beginning(self, body: Mapping[str, Any], messages: list[Any], tries: int = 2) -> Prompt | None:
         """The prompt of the first messages; of a quarter of them where those take too long."""
-        most = self._renderer.most
+        most = self._renderer.most(messages)
         for _ in range(tries):
             some = _with_text_at_end(_first(messages, most))
             if not some:
