@@ -19,6 +19,8 @@ COLOURS = {
         "launch": ("#f28e2b", "launch"),
         "wait": ("#e4e4e4", "wait for the tokens"),
         "process": ("#59a14f", "process them"),
+        "masks": ("#d37295", "masks of grammars"),
+        "sample": ("#9c755f", "sample by them"),
         "send": ("#b07aa1", "send"),
     },
     "gpu": {
@@ -52,7 +54,10 @@ def drawn(record: dict[str, Any]) -> str:
     scale = WIDTH / total
     about = record["about"]
     steps = sorted({step for _, step, _, _ in record["gpu"]})
-    said = f"{about['batch']} sequences of about {about['context']} tokens, {about['shape']}, {about['device']}"
+    grammars = " with a grammar each" if about.get("grammars") else ""
+    said = (
+        f"{about['batch']} sequences{grammars} of about {about['context']} tokens, {about['shape']}, {about['device']}"
+    )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 24} {HEIGHT}" role="img">',
         f"<title>{len(steps)} decode steps: what CPU and GPU do at the same time</title>",
@@ -65,7 +70,7 @@ def drawn(record: dict[str, Any]) -> str:
         for what, _, start, end in record[lane]:
             parts.append(box(LEFT + start * scale, top, (end - start) * scale, LANE, colours[what][0]))
     parts += [*cpu_labels(record["cpu"], scale), *step_labels(record["gpu"], steps, scale), *axis(total, scale)]
-    return "\n".join([*parts, *legend(), "</svg>", ""])
+    return "\n".join([*parts, *legend(record), "</svg>", ""])
 
 
 def cpu_labels(spans: list[list[Any]], scale: float) -> list[str]:
@@ -102,9 +107,13 @@ def axis(total: float, scale: float) -> list[str]:
     return [text(LEFT + tick * 1e3 * scale, 244, f"{tick:g} ms", anchor="middle", small=True) for tick in ticks]
 
 
-def legend() -> list[str]:
+def legend(record: dict[str, Any]) -> list[str]:
+    """Of what there is."""
     parts, x = [], float(LEFT)
-    for colour, words in [entry for lane in COLOURS.values() for entry in lane.values()]:
+    shown = {(lane, what) for lane in COLOURS for what, *_ in record[lane]}
+    for colour, words in [
+        entry for lane, colours in COLOURS.items() for what, entry in colours.items() if (lane, what) in shown
+    ]:
         parts += [box(x, 264, 11, 11, colour), text(x + 16, 274, words, small=True)]
         x += 34 + 6.1 * len(words)
     return parts

@@ -9,6 +9,9 @@ made of ranges around the scheduler's phases, which exist in this script alone; 
 graphs. A kernel belongs to the step that was being launched when the CPU called for it. Which kernels were taken for
 what, and how long they ran, is printed. Times are microseconds.
 
+With `--grammars` each sequence has a JSON schema of its own, and what it may say next is worked out while the device
+computes (`masks`), between the results of the step before and the step's own sampling (`sample`).
+
 The profiler costs time, mostly on the CPU: steps are a little longer than without.
 """
 
@@ -18,9 +21,12 @@ import argparse
 import contextlib
 import functools
 import json
+import random
 import re
+import shutil
 import sys
 import tempfile
+import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,8 +37,11 @@ from unittest import mock
 
 import torch
 from engine import SHAPES, Bench
+from structured import people
 from torch.profiler import ProfilerActivity, record_function
+from treeline_runtime import SamplingParams
 from treeline_runtime.core import Batch, Phase
+from treeline_runtime.sampling import Masks
 from treeline_runtime.scheduler.executor import Executor, Launched
 from treeline_runtime.scheduler.scheduler import Scheduler
 
@@ -169,6 +178,8 @@ class Recorder:
             (Scheduler, "_process", "process", lambda _, launched, *__: self._taken(launched)),
             (Launched, "result", "wait", lambda _: self._processed),
             (Scheduler, "_end_step", "send", lambda _: self._processed),
+            (Executor, "sample_delayed", "sample", lambda *_: self._launches),
+            (Masks, "fill", "masks", lambda *_: self._launches),
         )
         with contextlib.ExitStack() as stack:
             for owner, name, what, number in places:
@@ -216,6 +227,20 @@ def within_ranges(method: Callable[..., Any], what: str, number: Callable[..., i
     return named
 
 
+class Constrained(Bench):
+    """All sequences have a grammar, and none ends before it has said enough."""
+
+    def run(self, batch: int, context: int, output: int) -> float:
+        prompts = [random.choices(range(10, 4000), k=context) for _ in range(batch)]
+        params = [
+            SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=output, grammar=people(i))
+            for i in range(batch)
+        ]
+        started = time.perf_counter()
+        self.engine.generate(prompts, params)
+        return time.perf_counter() - started
+
+
 def record(bench: Bench, batch: int, context: int) -> list[Mapping[str, Any]]:
     """The trace's events of some decode steps."""
     bench.run(batch, context, 8)  # whatever is compiled or chosen at first use
@@ -255,13 +280,18 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--context", type=int, default=1024, metavar="TOKENS")
     parser.add_argument("--set", default="{}", metavar="JSON", help='fields of the configuration, {"page_size": 64}')
+    parser.add_argument("--grammars", type=Path, metavar="FILE", help="each has a grammar; for this tokenizer.json")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a CUDA device is needed: on a CPU a launch computes, and there is one lane")
     settings = {"max_graph_batch": args.batch} | json.loads(args.set)
     with tempfile.TemporaryDirectory() as folder:
-        events = record(Bench(args.shape, Path(folder), settings), args.batch, args.context)
+        kind = Bench
+        if args.grammars is not None:
+            kind, settings = Constrained, settings | {"jump_forward": "off"}
+            shutil.copy(args.grammars, Path(folder) / "tokenizer.json")
+        events = record(kind(args.shape, Path(folder), settings), args.batch, args.context)
     tell_kernels(events)
     try:
         lanes = timeline(events)
@@ -274,6 +304,7 @@ def main() -> int:
         "shape": args.shape,
         "batch": args.batch,
         "context": args.context + SKIP + STEPS // 2,
+        "grammars": args.grammars is not None,
         "command": " ".join(["python", *sys.argv]),
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)

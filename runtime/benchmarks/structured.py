@@ -252,7 +252,7 @@ def main() -> int:
         ):
             measure_jumps(on, off, rng, batches, rounds)
             measure_steps(off, rng, many, rounds)
-            measure_first_token(on, rng, 4 if args.quick else 60)
+            measure_first_token(off, rng, 4 if args.quick else 60)
         measure_scheduler(folder, rng, 20 if args.quick else 500)
     return 0
 
