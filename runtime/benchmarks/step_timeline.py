@@ -243,7 +243,7 @@ class Constrained(Bench):
 
 def record(bench: Bench, batch: int, context: int) -> list[Mapping[str, Any]]:
     """The trace's events of some decode steps."""
-    bench.run(batch, context, 8)  # whatever is compiled or chosen at first use
+    bench.run(batch, context, 2 * (SKIP + STEPS))  # whatever is compiled, chosen or remembered at first use
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     with torch.profiler.profile(activities=activities):
         pass  # Kineto and CUPTI are set up here: by this thread, as they want it, and not within a step

@@ -411,5 +411,6 @@ PLOTS: dict[str, Callable[[Result], Figure]] = {
     "scrape": _scrape,
     "operator": _operator,
     "one-gateway": _one_gateway,
+    **{f"structured-{shape}": _structured for shape in ("llama8b", "qwen3_0_6b")},
     **{f"serving-{name}": _serving for name in DATASETS},
 }
