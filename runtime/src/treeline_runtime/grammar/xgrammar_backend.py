@@ -56,6 +56,8 @@ class XGrammarBackend:
         except GrammarError:
             raise
         except (RuntimeError, ValueError, TypeError) as error:
+            if "bad_alloc" in str(error):
+                raise MemoryError from None
             raise GrammarError(_reason(error)) from None
         return _MARKED[grammar.kind == "structural_tag"] + compiled.serialize_json().encode()
 
