@@ -30,6 +30,8 @@ MAX_THREADS = 8
 _STEP_SECONDS = 0.1
 """Of one step of a matcher. Where a grammar is ambiguous without end (repetitions of repetitions of what may be empty),
 each step takes several times the one before: seconds soon, in which no request of the server gets a token."""
+_ROW_SECONDS = 0.01
+"""Of each row of a batch, in which many steps that are within reason may take as long together as one that is not."""
 _TRIED_STEPS = 4
 """So many are tried when a grammar is compiled; outputs that come to such a place later are ended there."""
 
@@ -78,7 +80,7 @@ class XGrammarBackend:
         if len(open_ones) > 1:
             began = time.monotonic()
             self._batch.batch_fill_next_token_bitmask([one.handle for one in open_ones], masks, places)
-            if time.monotonic() - began < _STEP_SECONDS:
+            if time.monotonic() - began < _STEP_SECONDS + _ROW_SECONDS * len(open_ones):
                 return
         for one, place in zip(open_ones, places, strict=True):  # which is it that takes so long?
             if not one.fill(masks, place):
