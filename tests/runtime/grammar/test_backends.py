@@ -251,6 +251,33 @@ def test_structural_tags_are_refused_by_what_is_in_them() -> None:
         load_backend("llguidance")(VOCABULARY).compile(Grammar("structural_tag", json.dumps(TAG)))
 
 
+@pytest.mark.parametrize(
+    ("format", "reason"),
+    [
+        ({"type": "qwen_xml_parameter", "json_schema": {"properties": {"a": {"uniqueItems": True}}}}, "'uniqueItems'"),
+        ({"type": "regex", "pattern": "[ab]", "excludes": ["a"]}, "'excludes' is not supported .* has pattern, type"),
+        ({"type": "star", "content": {"type": "const_string", "value": "a", "max": 2}}, "'max' is not supported"),
+        ({"type": "token", "token": "<|im_start|>"}, "given by their ids"),
+    ],
+)
+def test_what_the_library_would_pass_over_in_a_structural_tag_is_refused(format: dict[str, Any], reason: str) -> None:
+    with pytest.raises(GrammarError, match=reason):
+        load_backend("auto")(VOCABULARY).compile(Grammar("structural_tag", json.dumps({"format": format})))
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"oneOf": [{"type": 5}, {"type": "string"}]}, "'type' at /oneOf/0"),
+        ({"oneOf": [{"type": {}}, {"type": "string"}]}, "'type' at /oneOf/0"),
+        ({"anyOf": [{"$ref": "#/anyOf/" + "9" * 5000}, True]}, "there is no"),
+    ],
+)
+def test_what_is_no_schema_is_refused_by_name(backend: GrammarBackend, schema: Any, reason: str) -> None:
+    with pytest.raises(GrammarError, match=reason):
+        backend.compile(Grammar("json", json.dumps(schema)))
+
+
 def test_an_unknown_backend_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(ConfigError, match="use auto, xgrammar, llguidance"):
         load_backend("outlines")(VOCABULARY)

@@ -85,6 +85,16 @@ def test_what_is_wrong_with_a_grammar_is_said_and_remembered(new_compiler: NewCo
     assert compiler.get(bad) is first
 
 
+def test_what_fails_in_a_way_that_nobody_thought_of_is_refused_and_its_process_lives(new_compiler: NewCompiler) -> None:
+    compiler = new_compiler(workers=1)
+    assert compiler.get(integers(1)).result(60)
+    (process,) = compiler._workers._idle
+    assert "cannot be read: ValidationError" in refused(compiler.get(Grammar("nonsense", "")))  # type: ignore[arg-type]
+    assert len(refused(compiler.get(Grammar("json", json.dumps({"$ref": "#/" + "a" * 10_000}))))) == 1000
+    assert compiler._workers._idle == [process]
+    assert process.alive()
+
+
 def test_a_grammar_beyond_the_limits_is_stopped_and_tried_again_later(new_compiler: NewCompiler) -> None:
     clock = Clock()
     compiler = new_compiler(seconds=0.25, workers=1, clock=clock)

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from support.grammar_walks import Walker, synthetic_vocabulary
 from treeline_runtime.grammar.backend import GrammarError
 from treeline_runtime.grammar.backends import load_backend
@@ -72,3 +73,52 @@ def test_more_properties_than_a_step_can_go_through_are_not_given_to_llguidance(
     schema = {"type": "object", "properties": {f"p{i}": {} for i in range(400)}}
     with pytest.raises(GrammarError, match="'properties' at / with more than 300 is not supported"):
         load_backend("llguidance")(VOCABULARY).compile(_json(schema))
+
+
+SLOW = "(([a-z]{0,30}){0,30}){0,30}"
+"""Each step takes xgrammar some times as long as the one before it, seconds soon."""
+RULES = "a ::= b{0,30}\nb ::= c{0,30}\nc ::= [a-z]{0,30}"
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("regex", SLOW),
+        Grammar("ebnf", f"root ::= a\n{RULES}"),
+        _json({"pattern": f"^{SLOW}$"}),
+        Grammar("structural_tag", json.dumps({"format": {"type": "regex", "pattern": SLOW}})),
+    ],
+    ids=lambda grammar: grammar.kind,
+)
+def test_what_takes_xgrammar_longer_at_each_step_is_refused(grammar: Grammar) -> None:
+    with pytest.raises(GrammarError, match="too ambiguous"):
+        load_backend("xgrammar")(VOCABULARY).compile(grammar)
+
+
+def test_an_output_that_comes_to_what_takes_long_is_ended_and_its_neighbour_is_not() -> None:
+    backend = load_backend("xgrammar")(VOCABULARY)
+    late = backend.load(backend.compile(Grammar("ebnf", f"root ::= [0-9]{{80}} a\n{RULES}"))).matcher([END])
+    other = backend.load(backend.compile(Grammar("regex", "[a-z]*"))).matcher([END])
+    masks = torch.zeros((2, (len(VOCABULARY.texts) + 31) // 32), dtype=torch.int32)
+    digit, letter = (VOCABULARY.texts.index(text) for text in (b"1", b"a"))
+    for token in [digit] * 80 + [letter] * 9:
+        assert late.accept(token)
+        assert other.accept(letter)
+        backend.fill([late, other], masks, [0, 1])
+        if not masks[0].any():
+            break
+    assert not masks[0].any()
+    assert masks[1].any()
+    assert not late.completed
+    assert late.forced() == ""
+    assert not late.accept(letter)
+
+
+def test_as_many_choices_as_there_may_be_are_told_apart() -> None:
+    backend = load_backend("llguidance")(VOCABULARY)
+    texts = [f"{number:04}" + "x" * 200 for number in range(4096)]
+    walk = Walker(backend, VOCABULARY).walk(
+        backend.load(backend.compile(Grammar("choice", json.dumps(texts)))), seed=1, length=0, most=300, probe=0
+    )
+    assert walk.whole
+    assert walk.text.decode() in texts

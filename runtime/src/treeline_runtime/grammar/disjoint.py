@@ -48,7 +48,8 @@ def _types(schema: Schema, values: list[Any] | None) -> set[str] | None:
     types = schema.get("type")
     if types is None:
         return None
-    names = {types} if isinstance(types, str) else {name for name in types if isinstance(name, str)}
+    listed = types if isinstance(types, list) else [types]
+    names = {name for name in listed if isinstance(name, str)}
     return names | {"number", "integer"} if names & {"number", "integer"} else names
 
 

@@ -76,6 +76,8 @@ KNOWN = STRING | NUMBER | ARRAY | OBJECT | APPLIED | VALUES | {"type", *_UNEVALU
 
 _FAMILIES = {"string": STRING, "number": NUMBER, "array": ARRAY, "object": OBJECT}
 TYPES = frozenset(["string", "number", "integer", "boolean", "null", "array", "object"])
+_INDEX_DIGITS = 10
+"""Fewer has a place in a list."""
 _LARGEST = 2**53
 """Integers beyond are not the same in every library."""
 
@@ -145,7 +147,7 @@ def resolve(root: Schema | bool, reference: Any, path: str) -> tuple[str, Any]:
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict) and key in found:
             found = found[key]
-        elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+        elif isinstance(found, list) and key.isdecimal() and len(key) < _INDEX_DIGITS and int(key) < len(found):
             found = found[int(key)]
         else:
             raise GrammarError(f"'$ref' at {path or '/'}: there is no {reference!r}")

@@ -30,6 +30,7 @@ _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
+    "max_items_in_row": 8192,  # each choice of a list is one
     "max_lexer_states": 50_000,
     "max_grammar_size": 500_000,
 }

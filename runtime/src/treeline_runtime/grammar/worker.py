@@ -25,6 +25,17 @@ class Answer(enum.IntEnum):
     REFUSED = 1
 
 
+_MOST_REASON = 1000
+"""Characters: grammars are quoted."""
+_UNFORESEEN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What code raises for a grammar that is written wrongly in a way that nobody thought of; libraries raise others where
+memory ends."""
+
+
+def _refused(reason: str) -> bytes:
+    return bytes([Answer.REFUSED]) + reason[:_MOST_REASON].encode(errors="replace")
+
+
 def main(name: str) -> None:
     """Serve requests from standard input until it ends."""
     new_backend = load_backend(name)
@@ -39,7 +50,9 @@ def main(name: str) -> None:
         try:
             return bytes([Answer.COMPILED]) + backend.compile(decode(frame))
         except GrammarError as error:
-            return bytes([Answer.REFUSED]) + str(error).encode(errors="replace")
+            return _refused(str(error))
+        except _UNFORESEEN as error:
+            return _refused(f"the grammar cannot be read: {type(error).__name__}: {error}")
 
     serve(answer)
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import os
+import random
 import re
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from treeline_runtime.grammar.backend import FILL_THREADS, Compiled, GrammarError, Matcher, certain_text
 from treeline_runtime.grammar.mended import mended
@@ -23,6 +27,13 @@ if TYPE_CHECKING:
     import torch
 
 MAX_THREADS = 8
+_STEP_SECONDS = 0.1
+"""Of one step of a matcher. Where a grammar is ambiguous without end (repetitions of repetitions of what may be empty),
+each step takes several times the one before: seconds soon, in which no request of the server gets a token."""
+_ROW_SECONDS = 0.01
+"""Of each row of a batch, in which many steps that are within reason may take as long together as one that is not."""
+_TRIED_STEPS = 4
+"""So many are tried when a grammar is compiled; outputs that come to such a place later are ended there."""
 
 
 class XGrammarBackend:
@@ -31,6 +42,7 @@ class XGrammarBackend:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._library: Any = load_library()
         self._threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
+        self._size = len(vocabulary.texts)
         self._text = self._tokenizer_info(vocabulary, vocabulary.texts)
         self._marked = self._tokenizer_info(vocabulary, vocabulary.with_marks()) if vocabulary.marks else self._text
 
@@ -42,9 +54,12 @@ class XGrammarBackend:
             rules = mended(self._rules(grammar).serialize_json())
             check_satisfiable(rules)
             compiled = compiler.compile_grammar(self._library.Grammar.deserialize_json(rules))
+            self._try_out(XGrammarMatcher(self._library.GrammarMatcher(compiled)))
         except GrammarError:
             raise
         except (RuntimeError, ValueError, TypeError) as error:
+            if "bad_alloc" in str(error):
+                raise MemoryError from None
             raise GrammarError(_reason(error)) from None
         return _MARKED[grammar.kind == "structural_tag"] + compiled.serialize_json().encode()
 
@@ -57,15 +72,34 @@ class XGrammarBackend:
         open_ones, places = [], []
         for matcher, row in zip(matchers, rows, strict=True):
             assert isinstance(matcher, XGrammarMatcher)
-            if matcher.handle.is_terminated():
-                masks[row] = 0
-            else:
-                open_ones.append(matcher.handle)
+            if matcher.can_go_on:
+                open_ones.append(matcher)
                 places.append(row)
-        if len(open_ones) == 1:
-            open_ones[0].fill_next_token_bitmask(masks, places[0])
-        elif open_ones:
-            self._batch.batch_fill_next_token_bitmask(open_ones, masks, places)
+            else:
+                masks[row] = 0
+        if len(open_ones) > 1:
+            began = time.monotonic()
+            self._batch.batch_fill_next_token_bitmask([one.handle for one in open_ones], masks, places)
+            if time.monotonic() - began < _STEP_SECONDS + _ROW_SECONDS * len(open_ones):
+                return
+        for one, place in zip(open_ones, places, strict=True):  # which is it that takes so long?
+            if not one.fill(masks, place):
+                masks[place] = 0
+
+    def _try_out(self, matcher: XGrammarMatcher) -> None:
+        """Raises GrammarError where the first steps take too long."""
+        mask = np.zeros((1, (self._size + 31) // 32), dtype=np.int32)
+        draw = random.Random(1)
+        for _ in range(_TRIED_STEPS):
+            if matcher.can_go_on and matcher.fill(mask, 0):
+                allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8)[0], bitorder="little")[: self._size])
+                if len(allowed):
+                    matcher.accept(int(allowed[draw.randrange(len(allowed))]))
+            if matcher.slow:
+                raise GrammarError(
+                    f"the grammar is too ambiguous: a token of it takes more than {1000 * _STEP_SECONDS:.0f} ms; "
+                    "do not repeat what is itself repeated any number of times"
+                )
 
     @functools.cached_property
     def _batch(self) -> Any:
@@ -117,19 +151,39 @@ class _Compiled:
 
 
 class XGrammarMatcher:
-    """Implements `Matcher`."""
+    """Implements `Matcher`. After a step that took too long it allows nothing."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
+        self.slow = False
+
+    @property
+    def can_go_on(self) -> bool:
+        return not self.slow and not self.handle.is_terminated()
+
+    def fill(self, masks: Any, row: int) -> bool:
+        """False: it took too long."""
+        began = time.thread_time()
+        self.handle.fill_next_token_bitmask(masks, row)
+        return self._in_time(began)
 
     def accept(self, token: int) -> bool:
-        return bool(self.handle.accept_token(token))
+        if self.slow:
+            return False
+        began = time.thread_time()
+        accepted = bool(self.handle.accept_token(token))
+        self._in_time(began)
+        return accepted
+
+    def _in_time(self, began: float) -> bool:
+        self.slow = self.slow or time.thread_time() - began > _STEP_SECONDS
+        return not self.slow
 
     def rollback(self, count: int) -> None:
         self.handle.rollback(count)
 
     def forced(self) -> str:
-        if self.handle.is_terminated():
+        if not self.can_go_on:
             return ""
         try:
             return str(self.handle.find_jump_forward_string())
@@ -138,7 +192,7 @@ class XGrammarMatcher:
 
     @property
     def completed(self) -> bool:
-        return bool(self.handle.is_completed())
+        return not self.slow and bool(self.handle.is_completed())
 
 
 def parse_ebnf(source: str) -> str:

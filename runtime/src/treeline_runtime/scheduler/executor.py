@@ -60,7 +60,8 @@ class Sampled:
 
 NOT_FINITE = "the model computed NaN or infinity"
 NOTHING_ALLOWED = (
-    "no token is allowed: the request's constraint or logit processor, its logit_bias and min_tokens leave none"
+    "no token is allowed: the request's constraint or logit processor, its logit_bias and min_tokens leave none, or "
+    "the constraint takes too much work here: make it simpler"
 )
 NOTHING_SOUND = "logit processor {!r} left NaN, infinity, or no token that may be chosen"
 
