@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     import torch
 
 
+FILL_THREADS = 2
+"""That fill masks. A step's masks are a millisecond's work: more threads take longer to wake than they save."""
+
+
 class GrammarError(ValueError):
     """What is wrong with a grammar; the text is for whoever wrote it."""
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from treeline_runtime.grammar.backend import Compiled, GrammarError, Matcher, NotHereError, certain_text
+from treeline_runtime.grammar.backend import FILL_THREADS, Compiled, GrammarError, Matcher, NotHereError, certain_text
 from treeline_runtime.grammar.lark_grammar import as_lark
 from treeline_runtime.grammar.patterns import as_regex, whole
 from treeline_runtime.grammar.satisfiable import Rules, check_satisfiable
@@ -51,7 +51,7 @@ class LLGuidanceBackend:
         # One token more than there are ends outputs in its masks: what ends one is each request's to say.
         self._tokenizer = self._library.LLTokenizer(tokenizer, n_vocab=self._size + 1, eos_token=self._size)
         self._limits = self._library.LLParserLimits(verbose_errors=False, **_LIMITS)
-        self._executor = self._library.LLExecutor()
+        self._executor = self._library.LLExecutor(FILL_THREADS)
         self._buffer = np.zeros((0, 0), dtype=np.uint32)
 
     def compile(self, grammar: Grammar) -> bytes:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from treeline_runtime.grammar.backend import Compiled, GrammarError, Matcher, certain_text
+from treeline_runtime.grammar.backend import FILL_THREADS, Compiled, GrammarError, Matcher, certain_text
 from treeline_runtime.grammar.mended import mended
 from treeline_runtime.grammar.patterns import as_ebnf, whole
 from treeline_runtime.grammar.satisfiable import check_satisfiable
@@ -70,7 +70,7 @@ class XGrammarBackend:
     @functools.cached_property
     def _batch(self) -> Any:
         """With threads of its own."""
-        return self._library.BatchGrammarMatcher(self._threads)
+        return self._library.BatchGrammarMatcher(FILL_THREADS)
 
     def _tokenizer_info(self, vocabulary: Vocabulary, texts: list[bytes]) -> Any:
         library = self._library
