@@ -237,6 +237,19 @@ def test_structural_tags_hold_schemas_and_patterns_to_what_they_say() -> None:
     assert found > 10
 
 
+@pytest.mark.parametrize(
+    ("said", "spaces"), [({}, 1), ({"max_whitespace_cnt": None}, 1), ({"max_whitespace_cnt": 3}, 3)]
+)
+def test_white_space_in_a_tags_json_comes_to_an_end(said: dict[str, Any], spaces: int) -> None:
+    backend = load_backend("xgrammar")(VOCABULARY)
+    content = {"type": "json_schema", "json_schema": PERSON, **said}
+    compiled = backend.load(backend.compile(Grammar("structural_tag", json.dumps({"format": content}))))
+    matcher = compiled.matcher([END])
+    space = VOCABULARY.texts.index(b" ")
+    assert matcher.accept(VOCABULARY.texts.index(b"{"))
+    assert [matcher.accept(space) for _ in range(spaces + 1)] == [True] * spaces + [False]
+
+
 def test_structural_tags_are_refused_by_what_is_in_them() -> None:
     backend = load_backend("auto")(VOCABULARY)
     tag = {

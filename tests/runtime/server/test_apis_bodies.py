@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.epp_io import small_bundle
+from treeline_runtime.server.apis.errors import NO_THREADS, anthropic_error
 from treeline_runtime.server.formats import Formats
 from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.jobs import Answered, Caller, MessagesTask, ResponsesTask
@@ -42,6 +44,8 @@ def read(reader: Reader, kind: Kind, body: Any) -> Any:
 
 ASK: dict[str, Any] = {"input": "hi"}
 SAY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+
+KEPT = {"type": "clear_thinking_20251015", "keep": "all"}
 
 
 def said(*content: Any, role: str = "user") -> dict[str, Any]:
@@ -95,6 +99,15 @@ def item(**members: Any) -> dict[str, Any]:
         ("messages", {"max_tokens": None}, "max_tokens"),
         ("messages", {"messages": None}, "messages"),
         ("messages", {"container": "c"}, "container"),
+        ("messages", {"thread": {"type": "create"}}, "thread"),
+        (
+            "messages",
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            "context_management.edits",
+        ),
+        ("messages", {"context_management": {"edits": [{**KEPT, "keep": 2}]}}, "context_management.edits"),
+        ("messages", {"context_management": {"edits": 5}}, "context_management.edits"),
+        ("messages", {"speed": "fast"}, "speed"),
         ("messages", {"mcp_servers": [{}]}, "mcp_servers"),
         ("messages", {"stop": ["x"]}, "stop"),
         ("messages", {"stop_sequences": [""]}, "stop_sequences"),
@@ -154,7 +167,7 @@ def test_what_cannot_be_done_is_refused_by_name(reader: Reader, kind: Kind, body
                 "tools": [],
                 "reasoning": {"effort": "none", "summary": "auto"},
                 "text": {"verbosity": "medium"},
-                "client_metadata": None,
+                "client_metadata": {"x-codex-installation-id": "i"},
             },
         ),
         ("responses", {"text": {"format": {"type": "text"}}, "truncation": "disabled", "top_logprobs": 0}),
@@ -168,17 +181,56 @@ def test_what_cannot_be_done_is_refused_by_name(reader: Reader, kind: Kind, body
                 "tools": [],
                 "max_tokens": 32000,
                 "thinking": {"type": "enabled", "budget_tokens": 31999},
+                "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+                "output_config": {"effort": "medium"},
+                "speed": "standard",
                 "stream": True,
             },
         ),
         ("messages", {"service_tier": "auto", "inference_geo": "us", "top_k": 3, "tool_choice": {"type": "auto"}}),
         ("messages", said({"type": "thinking", "thinking": "t", "signature": ""}, role="assistant")),
+        ("messages", said({"type": "text", "text": "t", "parsed_output": {"a": 1}}, role="assistant")),
+        ("messages", {"tools": [{"name": "f", "input_schema": {}, "allowed_callers": ["direct"]}]}),
+        ("messages", {"context_management": {"edits": []}, "thread": None}),
+        ("responses", item(role="assistant", content=[{"type": "output_text", "text": "t", "parsed": {"a": 1}}])),
+        (
+            "responses",
+            item(type="function_call", call_id="c", name="f", arguments="{}", parsed_arguments={"a": 1}),
+        ),
     ],
 )
 def test_what_real_clients_send_is_taken(reader: Reader, kind: Kind, body: Any) -> None:
     task = read(reader, kind, (ASK if kind == "responses" else SAY) | body)
     assert isinstance(task, ResponsesTask | MessagesTask)
     assert task.chat.streaming.on == bool(body.get("stream"))
+
+
+def test_an_effort_is_a_hint_where_the_template_has_no_place_for_it(reader: Reader) -> None:
+    bundle = TokenizerBundle.build(small_bundle().tokenizer_json, chat_template=SOURCE.replace("reasoning_effort", "x"))
+    prompts = Prompts(bundle)
+    try:
+        plain = dataclasses.replace(reader, prompts=prompts)
+        ids = [
+            read(plain, "messages", SAY | {"output_config": {"effort": effort}}).chat.job.prompts[0].ids
+            for effort in ("medium", "max", None)
+        ]
+        assert ids[0] == ids[1] == ids[2]
+        read(plain, "responses", ASK | {"reasoning": {"effort": "medium"}})  # what OpenAI takes where none is given
+        for kind, body in (
+            ("responses", {"reasoning": {"effort": "high"}}),
+            ("messages", {"output_config": {"effort": "x"}}),
+        ):
+            with pytest.raises(ApiError, match="effort"):
+                read(plain, kind, (ASK if kind == "responses" else SAY) | body)
+    finally:
+        prompts.close()
+
+
+def test_a_client_is_told_to_go_on_without_threads() -> None:
+    error = ApiError(400, "no", param="thread", code=NO_THREADS)
+    told = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert anthropic_error(error)["error"] == {"type": "invalid_request_error", "message": "no", "details": told}
+    assert "details" not in anthropic_error(ApiError(400, "no", code="other"))["error"]
 
 
 def test_a_prompt_is_that_of_the_chat_and_counted_so(reader: Reader) -> None:

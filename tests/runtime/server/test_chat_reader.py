@@ -14,6 +14,7 @@ from treeline_runtime.args import parse_args
 from treeline_runtime.config import ConfigError
 from treeline_runtime.frontend import ServedModel, ServeError
 from treeline_runtime.messages import Grammar, SamplingParams
+from treeline_runtime.server.fields import check_messages
 from treeline_runtime.server.formats import Formats, Parsing, formats_of
 from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.jobs import Caller, ChatTask, CompletionTask, GenerateTask, Shown
@@ -254,3 +255,11 @@ def test_a_server_does_not_start_with_a_format_that_is_not_known(model: Path) ->
         ServedModel.read(args, model)
     found = ServedModel.read(parse_args(["--model", str(model), "--reasoning-parser=deepseek-r1"]), model)
     assert found.formats == Formats("deepseek_r1")
+
+
+def test_an_answer_comes_back_with_what_clients_keep_with_it() -> None:
+    kept = {"parsed": {"a": 1}, "provider_specific_fields": {"refusal": None}, "reasoning_details": [{"text": "x"}]}
+    check_messages([{"role": "assistant", "content": "hi", **kept, "thinking_blocks": [{}]}], lambda name: False)
+    for role in ("user", "tool"):
+        with pytest.raises(ApiError, match="parsed"):
+            check_messages([{"role": role, "content": "hi", **kept}], lambda name: False)

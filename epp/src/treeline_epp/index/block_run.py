@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 import sys
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,13 @@ def common_prefix(text: bytes, offset: int, data: bytes, at: int) -> int:
         else:
             high = middle - 1
     return low
+
+
+def end_of_unknown(keys: Sequence[int], start: int, known: Set[int]) -> int:
+    """The first place behind `start`, whose key is not known, with a key that is; len(keys) if there is none."""
+    if known.isdisjoint(keys[start:] if start else keys):
+        return len(keys)
+    return next(i for i in range(start + 1, len(keys)) if keys[i] in known)
 
 
 def same_hashes(chain: bytes, offset: int, packed: bytes, at: int) -> int:

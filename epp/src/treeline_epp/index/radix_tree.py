@@ -28,6 +28,7 @@ from treeline_epp.index.block_run import (
     BlockRun,
     common_prefix,
     disjoint,
+    end_of_unknown,
     pack_ends,
     pack_hashes,
     same_hashes,
@@ -147,9 +148,7 @@ class RadixTree:
                 self._mark(run, first, slot + 1, bit, held_before)
                 done += same
                 continue
-            stop = count if blocks.keys().isdisjoint(keys[done:] if done else keys) else done + 1
-            while stop < count and keys[stop] not in blocks:
-                stop += 1
+            stop = end_of_unknown(keys, done, blocks.keys())
             pieces = texts(done, stop)
             if pieces is None or (run is None and not pieces[0]):
                 break

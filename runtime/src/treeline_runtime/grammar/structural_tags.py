@@ -12,6 +12,10 @@ from treeline_runtime.grammar.patterns import as_ebnf, whole
 from treeline_runtime.grammar.schema_support import for_xgrammar
 from treeline_runtime.grammar.xgrammar_library import load as load_library
 
+MAX_SPACES = 1
+"""Between two words of JSON, where a tag does not say. Without a bound a model may write white space for ever, as some
+do; xgrammar cannot be told to write it as outside of tags, and takes no 0."""
+
 
 def for_xgrammar_tags(source: str) -> str:
     """The same structural tag as JSON. Raises GrammarError."""
@@ -63,8 +67,12 @@ def _prepared(part: Any) -> Any:
     match part:
         case {"type": "json_schema", "any_order": True}:
             raise GrammarError("'any_order' is not supported: what is required could be left out")
-        case {"type": "json_schema" | "qwen_xml_parameter", "json_schema": schema}:
+        case {"type": "qwen_xml_parameter", "json_schema": schema}:
             return {**part, "json_schema": json.loads(for_xgrammar(json.dumps(schema)))}
+        case {"type": "json_schema", "json_schema": schema}:
+            # null is "not said" too
+            most = MAX_SPACES if part.get("max_whitespace_cnt") is None else part["max_whitespace_cnt"]
+            return {**part, "json_schema": json.loads(for_xgrammar(json.dumps(schema))), "max_whitespace_cnt": most}
         case {"type": "regex", "pattern": str(pattern)}:
             return {"type": "grammar", "grammar": f"root ::= {as_ebnf(whole(pattern))}"}
         case _:

@@ -31,7 +31,7 @@ def read_chat_task(raw: Mapping[str, Any], reader: Reader, limits: Limits, calle
     if calls is not None:
         _check_tools(reader)
     constraint = read_constraint(raw, GRAMMAR_FIELDS)
-    _check_effort(raw)
+    check_effort(raw)
     namespace = openai.namespace(raw, caller)
     ids = reader.prompts.of_chat(raw, limits, namespace)
     end = reader.prompts.end_of(ids)
@@ -87,7 +87,7 @@ def _check_tools(reader: Reader) -> None:
         )
 
 
-def _check_effort(raw: Mapping[str, Any]) -> None:
+def check_effort(raw: Mapping[str, Any]) -> None:
     """Raises ApiError 400. Whether the template goes by it, `openai.read_chat` knows."""
     effort = raw.get("reasoning_effort")
     if effort is not None and not (isinstance(effort, str) and effort in EFFORTS):

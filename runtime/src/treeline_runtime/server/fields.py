@@ -44,6 +44,13 @@ NATIVE_HARMLESS: Mapping[str, str] = {
 MESSAGE_FIELDS = frozenset({"role", "content"})
 INERT_MESSAGE_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
 """What a model thought in earlier turns: templates without a place for it leave it out on purpose."""
+INERT_ANSWER_FIELDS = INERT_MESSAGE_FIELDS | {
+    "parsed",
+    "provider_specific_fields",
+    "reasoning_details",
+    "thinking_blocks",
+}
+"""What client libraries keep with an answer and send back with it: openai's `parse`, litellm, OpenRouter's clients."""
 INERT_RESULT_FIELDS = INERT_MESSAGE_FIELDS | {"tool_call_id", "name"}
 """Which call a `role: tool` message answers: templates without a place for it go by the order."""
 PART_FIELDS = frozenset({"type", "text"})
@@ -54,7 +61,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "reasoning_effort": ("none",),
+    "reasoning_effort": ("none", "medium"),
     "verbosity": ("medium",),
     "best_of": (1,),
     "suffix": ("",),
@@ -71,6 +78,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
     "max_tokens_per_doc": (0,),
+    "speed": ("standard",),
+    "allowed_callers": (["direct"],),
 }
 """Values beyond null, false, [] and {} that ask for nothing."""
 
@@ -105,8 +114,7 @@ def check_messages(messages: Any, template_reads: Callable[[str], bool]) -> None
             continue
         where = f"messages[{i}]."
         unread = {name: value for name, value in message.items() if not template_reads(name)}
-        inert = INERT_RESULT_FIELDS if message.get("role") == "tool" else INERT_MESSAGE_FIELDS
-        check_unknown(unread, MESSAGE_FIELDS, harmless=inert, where=where)
+        check_unknown(unread, MESSAGE_FIELDS, harmless=_inert(message.get("role")), where=where)
         _check_calls(message.get("tool_calls"), f"{where}tool_calls")
         content = message.get("content")
         if content is None and message.get("role") not in (None, "assistant"):
@@ -117,6 +125,15 @@ def check_messages(messages: Any, template_reads: Callable[[str], bool]) -> None
         for j, part in enumerate(content if isinstance(content, list) else ()):
             if isinstance(part, dict) and part.get("type", "text") == "text":
                 check_unknown(part, PART_FIELDS, harmless=INERT_PART_FIELDS, where=f"{where}content[{j}].")
+
+
+def _inert(role: Any) -> Container[str]:
+    match role:
+        case "assistant":
+            return INERT_ANSWER_FIELDS
+        case "tool":
+            return INERT_RESULT_FIELDS
+    return INERT_MESSAGE_FIELDS
 
 
 def _check_calls(calls: Any, where: str) -> None:

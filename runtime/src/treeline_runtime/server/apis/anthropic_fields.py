@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
+from treeline_runtime.server.apis.errors import NO_THREADS
 from treeline_runtime.server.errors import short
 from treeline_runtime.server.fields import HARMLESS, check_unknown, convert
 from treeline_runtime.server.http import ApiError
@@ -27,6 +28,8 @@ class MessagesBody(SamplingFields, frozen=True):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
+    thread: dict[str, Any] | None = None
     seed: Seed | None = None
     rid: Rid | None = None
     priority: Priority | None = None
@@ -61,7 +64,7 @@ _ROLES: Final[Mapping[str, frozenset[str]]] = {
 }
 """Who says what."""
 _BLOCKS: Final[Mapping[str, frozenset[str]]] = {
-    "text": frozenset({"type", "text", "cache_control", "citations"}),
+    "text": frozenset({"type", "text", "cache_control", "citations", "parsed_output"}),
     "thinking": frozenset({"type", "thinking", "signature"}),
     "redacted_thinking": frozenset({"type", "data"}),
     "tool_use": frozenset({"type", "id", "name", "input", "cache_control", "caller"}),
@@ -72,6 +75,8 @@ _TOOL: Final = frozenset({"type", "name", "description", "input_schema", "strict
 _TOOL_HINTS: Final = frozenset({"cache_control", "eager_input_streaming"})
 _CHOICES: Final = ("auto", "any", "tool", "none")
 _THINKING: Final = ("enabled", "disabled", "adaptive")
+_KEPT: Final = {"type": "clear_thinking_20251015", "keep": "all"}
+"""Claude Code's: the thoughts of earlier turns stay in the prompt, as they do."""
 _THINKING_HINTS: Final = frozenset({"budget_tokens"})
 """A target, as Anthropic calls it: nothing here holds a model to it."""
 
@@ -92,6 +97,7 @@ def read_messages(raw: Mapping[str, Any], *, counts: bool = False) -> MessagesBo
     for i, tool in enumerate(body.tools or ()):
         _check_tool(tool, f"tools[{i}]")
     _check_choice(body)
+    _check_kept(body)
     if body.thinking is not None:
         check_unknown(body.thinking, {"type", "display"}, harmless=_THINKING_HINTS, where="thinking.")
         if body.thinking.get("type") not in _THINKING:
@@ -176,6 +182,17 @@ def _check_choice(body: MessagesBody) -> None:
         raise _unsupported("tool_choice.disable_parallel_tool_use", "expected true or false")
     if choice["type"] in ("any", "tool") and not body.tools:
         raise _unsupported("tool_choice", "there are no 'tools' to choose from")
+
+
+def _check_kept(body: MessagesBody) -> None:
+    """What would be left out of the prompt, or was sent before."""
+    if body.thread is not None:
+        raise ApiError(400, "'thread': conversations are not stored here", param="thread", code=NO_THREADS)
+    context = body.context_management or {}
+    check_unknown(context, {"edits"}, harmless=(), where="context_management.")
+    edits = context.get("edits") or []
+    if not isinstance(edits, list) or any(edit != _KEPT for edit in edits):
+        raise _unsupported("context_management.edits", "nothing of a conversation is left out here")
 
 
 def _response_format(format: Any) -> dict[str, Any]:

@@ -20,6 +20,8 @@ _TYPES: Final[Mapping[int, str]] = {
     504: "timeout_error",
 }
 """https://platform.claude.com/docs/en/api/errors"""
+NO_THREADS: Final = "thread_unsupported_request"
+"""Upon this code Anthropic's client sends a request again without `thread`, its conversation whole."""
 
 
 @contextlib.contextmanager
@@ -61,7 +63,11 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
     """`{"type": "error", "error": {"type", "message"}}`. The status stays what it is: 503, not 529, says that a server
     is busy, since routers and proxies go by that."""
     type = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": type, "message": error.body["error"]["message"]}}
+    told = error.body["error"]
+    made: dict[str, Any] = {"type": type, "message": told["message"]}
+    if told["code"] == NO_THREADS:
+        made["details"] = {"error_code": NO_THREADS, "unsupported": [told["param"]]}
+    return {"type": "error", "error": made}
 
 
 ANTHROPIC_ERRORS = ErrorShape(anthropic_error, lambda error: named_event("error", anthropic_error(error)))

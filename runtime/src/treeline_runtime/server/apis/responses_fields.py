@@ -46,6 +46,7 @@ OTHER_FIELDS: Final = NAMESPACE_FIELDS | {"chat_template_kwargs"}
 """Read where those of a chat are."""
 RESPONSES_HARMLESS: Final[Mapping[str, str]] = {
     **{name: why for name, why in HARMLESS.items() if name not in ("metadata", "parallel_tool_calls")},
+    "client_metadata": "the client's own bookkeeping: Codex's",
     "max_tool_calls": "counts calls of built-in tools, of which there are none",
     "prompt_cache_options": "hints how to keep a prefix; the answer is the same",
 }
@@ -67,12 +68,12 @@ _INCLUDABLE: Final = ("reasoning.encrypted_content",)
 _ROLES: Final = ("user", "assistant", "system", "developer")
 _ITEMS: Final[Mapping[str, frozenset[str]]] = {
     "message": frozenset({"type", "role", "content", "id", "status", "phase"}),
-    "function_call": frozenset({"type", "id", "call_id", "name", "arguments", "status"}),
+    "function_call": frozenset({"type", "id", "call_id", "name", "arguments", "status", "parsed_arguments"}),
     "function_call_output": frozenset({"type", "id", "call_id", "output", "status"}),
     "reasoning": frozenset({"type", "id", "summary", "content", "encrypted_content", "status"}),
 }
 """Members of input items; some of them are an answer's that comes back, and say nothing to a model."""
-_PART: Final = frozenset({"type", "text", "annotations", "logprobs"})
+_PART: Final = frozenset({"type", "text", "annotations", "logprobs", "parsed"})
 _TOOL: Final = frozenset({"type", "name", "description", "parameters", "strict"})
 
 
