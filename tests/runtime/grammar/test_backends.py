@@ -254,3 +254,18 @@ def test_structural_tags_are_refused_by_what_is_in_them() -> None:
 def test_an_unknown_backend_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(ConfigError, match="use auto, xgrammar, llguidance"):
         load_backend("outlines")(VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("name", "grammar"),
+    [
+        ("llguidance", Grammar("choice", json.dumps([f"choice number {i}" for i in range(2000)]))),
+        ("xgrammar", Grammar("ebnf", "root ::= " + " | ".join(f'"w{i}" [a-z]+' for i in range(60)))),
+    ],
+)
+def test_what_a_grammar_takes_is_not_a_fraction_of_what_is_said(name: str, grammar: Grammar) -> None:
+    """Of the heap: 60 bytes for a character of llguidance's text, xgrammar's as many as it has serialised."""
+    backend = load_backend(name)(synthetic_vocabulary(2000))
+    compiled = backend.compile(grammar)
+    least = 60 * len(compiled) if name == "llguidance" else len(compiled) - 1
+    assert backend.load(compiled).num_bytes >= least
