@@ -269,3 +269,30 @@ def test_what_a_grammar_takes_is_not_a_fraction_of_what_is_said(name: str, gramm
     compiled = backend.compile(grammar)
     least = 60 * len(compiled) if name == "llguidance" else len(compiled) - 1
     assert backend.load(compiled).num_bytes >= least
+
+
+def test_as_many_choices_as_a_request_may_have_can_be_said() -> None:
+    """Each in full; one may begin another, and may be empty."""
+    backend = load_backend("llguidance")(VOCABULARY)
+    texts = ["", "a", "ab", *(f"c{i} is a choice" for i in range(4093))]
+    compiled = backend.load(backend.compile(Grammar("choice", json.dumps(texts))))
+    walker, draw = Walker(backend, VOCABULARY), random.Random(5)
+    for _ in range(20):
+        matcher, said = compiled.matcher([END]), b""
+        while True:
+            allowed = walker.allowed(matcher)
+            assert len(allowed), said
+            assert (END in allowed) == (said.decode() in texts)
+            token = int(allowed[draw.randrange(len(allowed))])
+            assert matcher.accept(token)
+            if token == END:
+                break
+            said += VOCABULARY.texts[token]
+
+
+def test_a_step_behind_the_first_that_is_too_much_is_found_by_the_compilation() -> None:
+    patterns = [{"type": "string", "pattern": f"^([a-z]{{1,{n}}}x){{1,99}}$"} for n in range(50, 90)]
+    with pytest.raises(GrammarError, match="too many"):
+        load_backend("llguidance")(VOCABULARY).compile(
+            Grammar("json", json.dumps({"anyOf": patterns, "minLength": 50}))
+        )
