@@ -294,3 +294,45 @@ def test_what_is_no_schema_is_refused_by_name(backend: GrammarBackend, schema: A
 def test_an_unknown_backend_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(ConfigError, match="use auto, xgrammar, llguidance"):
         load_backend("outlines")(VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("name", "grammar"),
+    [
+        ("llguidance", Grammar("choice", json.dumps([f"choice number {i}" for i in range(2000)]))),
+        ("xgrammar", Grammar("ebnf", "root ::= " + " | ".join(f'"w{i}" [a-z]+' for i in range(60)))),
+    ],
+)
+def test_what_a_grammar_takes_is_not_a_fraction_of_what_is_said(name: str, grammar: Grammar) -> None:
+    """Of the heap: 60 bytes for a character of llguidance's text, xgrammar's as many as it has serialised."""
+    backend = load_backend(name)(synthetic_vocabulary(2000))
+    compiled = backend.compile(grammar)
+    least = 60 * len(compiled) if name == "llguidance" else len(compiled) - 1
+    assert backend.load(compiled).num_bytes >= least
+
+
+def test_as_many_choices_as_a_request_may_have_can_be_said() -> None:
+    """Each in full; one may begin another, and may be empty."""
+    backend = load_backend("llguidance")(VOCABULARY)
+    texts = ["", "a", "ab", *(f"c{i} is a choice" for i in range(4093))]
+    compiled = backend.load(backend.compile(Grammar("choice", json.dumps(texts))))
+    walker, draw = Walker(backend, VOCABULARY), random.Random(5)
+    for _ in range(20):
+        matcher, said = compiled.matcher([END]), b""
+        while True:
+            allowed = walker.allowed(matcher)
+            assert len(allowed), said
+            assert (END in allowed) == (said.decode() in texts)
+            token = int(allowed[draw.randrange(len(allowed))])
+            assert matcher.accept(token)
+            if token == END:
+                break
+            said += VOCABULARY.texts[token]
+
+
+def test_a_step_behind_the_first_that_is_too_much_is_found_by_the_compilation() -> None:
+    patterns = [{"type": "string", "pattern": f"^([a-z]{{1,{n}}}x){{1,99}}$"} for n in range(50, 90)]
+    with pytest.raises(GrammarError, match="too many"):
+        load_backend("llguidance")(VOCABULARY).compile(
+            Grammar("json", json.dumps({"anyOf": patterns, "minLength": 50}))
+        )

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
@@ -16,6 +17,7 @@ from treeline_runtime.config import ConfigError
 from treeline_runtime.grammar.backend import Compiled, GrammarError
 from treeline_runtime.grammar.compiler import CompileLimits, GrammarBusyError, GrammarCompiler
 from treeline_runtime.grammar.vocabulary import Vocabulary
+from treeline_runtime.grammar.worker import Answer
 from treeline_runtime.messages import Grammar
 from treeline_wire.tokenizer import TokenizerBundle
 
@@ -127,7 +129,8 @@ def test_so_many_wait_and_no_more(new_compiler: NewCompiler) -> None:
 def test_what_was_not_wanted_for_longest_is_forgotten(new_compiler: NewCompiler) -> None:
     compiler = new_compiler()
     size = compiler.get(integers(7)).result(60).num_bytes
-    compiler = new_compiler(cache_bytes=3 * (size + 600))
+    room = 3 * (size + 3200)
+    compiler = new_compiler(cache_bytes=room)
     futures = {}
     for most in (1, 2, 3):
         futures[most] = compiler.get(integers(most))
@@ -137,7 +140,41 @@ def test_what_was_not_wanted_for_longest_is_forgotten(new_compiler: NewCompiler)
     compiler.get(integers(5)).result(60)
     assert compiler.get(integers(1)) is futures[1]
     assert compiler.get(integers(2)) is not futures[2]
-    assert compiler.num_bytes <= 3 * (size + 600)
+    assert compiler.num_bytes <= room
+
+
+def test_refusals_take_as_much_as_is_said_and_none_is_looked_at_for_another(new_compiler: NewCompiler) -> None:
+    """Many thousands are kept: the bound is on what they take, and the scheduler's thread does not go through them."""
+    compiler = new_compiler(cache_bytes=100_000, waiting=100)
+    compiler._workers.ask = lambda *_: bytearray([Answer.REFUSED])  # type: ignore[method-assign]
+    refused(compiler.get(Grammar("regex", "0")))  # the vocabulary is there
+    tracemalloc.start()
+    for i in range(1, 1000):
+        compiler.get(Grammar("regex", str(i))).exception(60)
+    compiler._settle()
+    kept = len(compiler._sizes)
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert 10 < kept < 100
+    assert taken < compiler.num_bytes <= 100_000
+    compiler._sizes = _NeverSummed(compiler._sizes)
+    assert refused(compiler.get(Grammar("regex", "999"))) == ""
+
+
+class _NeverSummed(dict[Grammar, int]):
+    def values(self) -> Any:
+        raise AssertionError("all sizes were looked at")
+
+    __iter__ = items = values
+
+
+def test_what_refused_a_grammar_keeps_nothing_of_those_who_asked(new_compiler: NewCompiler) -> None:
+    compiler = new_compiler()
+    bad = Grammar("regex", "(a")
+    error = compiler.get(bad).exception(60)
+    compiler._settle()
+    assert error is not None
+    assert error.__traceback__ is None
 
 
 def test_a_process_that_dies_is_replaced(new_compiler: NewCompiler) -> None:

@@ -108,6 +108,17 @@ def test_a_bad_grammar_is_the_clients_fault_and_nobody_elses(engine: Speaking) -
     assert engine.text("good") in json.loads(CITY.source)
 
 
+def test_a_refusal_that_is_kept_holds_none_of_the_requests_that_got_it(engine: Speaking) -> None:
+    bad = Grammar("regex", "(a")
+    for i in range(3):
+        engine.submit(f"bad{i}", PROMPT, grammar=bad)
+        engine.run()
+        assert engine.refusal(f"bad{i}")[0] == 400
+    error = engine.grammars._compiler.get(bad).exception()
+    assert error is not None
+    assert error.__traceback__ is None
+
+
 def test_who_leaves_while_its_grammar_is_compiled_is_gone(engine: Speaking) -> None:
     engine.submit("aborted", PROMPT, grammar=OBJECT)
     engine.submit("stopped", PROMPT, grammar=OBJECT)

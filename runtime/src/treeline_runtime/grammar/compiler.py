@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 _NICENESS = 10
 """Whoever computes tokens goes first."""
-_REFUSAL_BYTES = 512
-"""What a grammar takes of the cache that could not be compiled, besides its source."""
+_ENTRY_BYTES = 3072
+"""What a grammar takes of the cache besides its source and what it was compiled to, also where it was refused."""
 
 
 class GrammarBusyError(Exception):
@@ -67,6 +67,8 @@ class GrammarCompiler:
         """Those that are wanted most recently last."""
         self._sizes: dict[Grammar, int] = {}
         """Of those that are done."""
+        self._num_bytes = 0
+        """Of them all: what is kept can be a hundred thousand refusals."""
         self._tried: dict[Grammar, float] = {}
         """When those that passed the limits did."""
         self._done: deque[tuple[Grammar, Future[Compiled]]] = deque()
@@ -121,7 +123,7 @@ class GrammarCompiler:
     @property
     def num_bytes(self) -> int:
         """What is kept, about."""
-        return sum(self._sizes.values())
+        return self._num_bytes
 
     def _tell(self, grammar: Grammar, done: Future[Compiled]) -> None:
         self._done.append((grammar, done))
@@ -140,15 +142,27 @@ class GrammarCompiler:
                     del self._tried[next(iter(self._tried))]
                 self._tried[grammar] = self._clock()
             else:
-                size = 0 if error is not None else future.result().num_bytes
-                self._sizes[grammar] = size + len(grammar.source) + _REFUSAL_BYTES
-        total = self.num_bytes
-        for grammar in list(self._known):
-            if total <= self.limits.cache_bytes:
+                size = 0
+                if error is None:
+                    size = future.result().num_bytes
+                else:
+                    error.__traceback__ = None  # it would keep all that the frames it came through had
+                self._sizes[grammar] = size + len(grammar.source) + _ENTRY_BYTES
+                self._num_bytes += self._sizes[grammar]
+        for grammar in self._unwanted():
+            self._num_bytes -= self._sizes.pop(grammar)
+            del self._known[grammar]
+
+    def _unwanted(self) -> list[Grammar]:
+        """What the bound leaves no room for."""
+        found, left = list[Grammar](), self._num_bytes
+        for grammar in self._known:
+            if left <= self.limits.cache_bytes:
                 break
             if grammar in self._sizes:
-                total -= self._sizes.pop(grammar)
-                del self._known[grammar]
+                left -= self._sizes[grammar]
+                found.append(grammar)
+        return found
 
     # ---- in threads of the pool -----------------------------------------------------------------------------
 

@@ -38,8 +38,12 @@ _LIMITS = {
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """Masks have all tokens that may come, also where the next text is certain: not one token of one tokenisation."""
+_TRIED_STEPS = 3
+"""Behind the first."""
 _STATE_BYTES = 100_000
 """What a matcher has grown to after some hundred tokens, about."""
+_BYTES_PER_CHAR = 64
+"""What a matcher takes for each character of its grammar: measured 10 to 60 of patterns, choices and schemas."""
 
 
 class LLGuidanceBackend:
@@ -59,11 +63,22 @@ class LLGuidanceBackend:
         text = self._text(grammar)
         matcher = self._new(text)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # too much for one step, as a thousand properties are, shows at the first one
+            mask = matcher.compute_bitmask()  # too much for one step, as a thousand properties are, shows at the first
         if matcher.is_error():
             reason = _reason(matcher.get_error())
             raise NotHereError(reason) if "supported" in reason else GrammarError(reason)
+        self._try_on(matcher, mask)
         return text.encode()
+
+    def _try_on(self, matcher: Any, mask: bytes) -> None:
+        """The next steps: one that is too much for us here would end every output. Raises NotHereError."""
+        for _ in range(_TRIED_STEPS):
+            allowed = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=self._size, bitorder="little")
+            if not allowed.any() or not matcher.try_consume_tokens([int(allowed.argmax())]):
+                return
+            mask = matcher.compute_bitmask()
+            if matcher.is_error():
+                raise NotHereError(_reason(matcher.get_error()))
 
     def load(self, compiled: bytes) -> Compiled:
         return _Compiled(self._new(compiled.decode()), len(compiled))
@@ -100,7 +115,8 @@ class LLGuidanceBackend:
                 check_satisfiable(rules)
                 return _OPTIONS + as_lark(Rules(rules))
             case "choice":
-                return f"{_OPTIONS}start: {' | '.join(json.dumps(text) for text in json.loads(grammar.source))}\n"
+                # one terminal: as rules they are an item each, of which a step has 2000 at most
+                return f"{_OPTIONS}start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, json.loads(grammar.source)))}\n"
             case "structural_tag":
                 raise NotHereError("structural tags are not supported by llguidance")
 
@@ -133,7 +149,7 @@ class _Compiled:
 
     @property
     def num_bytes(self) -> int:
-        return self._length + _STATE_BYTES
+        return self._length * _BYTES_PER_CHAR + _STATE_BYTES
 
     def matcher(self, stop_ids: Sequence[int]) -> Matcher:
         return LLGuidanceMatcher(self._fresh.deep_copy(), tuple(stop_ids))

@@ -66,7 +66,7 @@ class XGrammarBackend:
     def load(self, compiled: bytes) -> Compiled:
         info = self._info(compiled[:1] == _MARKED[True])
         loaded = self._library.CompiledGrammar.deserialize_json(compiled[1:].decode(), info)
-        return _Compiled(self._library, loaded)
+        return _Compiled(self._library, loaded, len(compiled))
 
     def fill(self, matchers: Sequence[Matcher], masks: torch.Tensor, rows: Sequence[int]) -> None:
         open_ones, places = [], []
@@ -138,13 +138,16 @@ _MARKED = {False: b"t", True: b"m"}
 
 
 class _Compiled:
-    def __init__(self, library: Any, compiled: Any) -> None:
+    def __init__(self, library: Any, compiled: Any, length: int) -> None:
+        """length: of what it was read from."""
         self._library = library
         self._compiled = compiled
+        self._length = length
 
     @property
     def num_bytes(self) -> int:
-        return int(self._compiled.memory_size_bytes)
+        """What it takes of the heap is about its length when serialised; the library leaves out the rules' objects."""
+        return max(int(self._compiled.memory_size_bytes), self._length)
 
     def matcher(self, stop_ids: Sequence[int]) -> Matcher:
         return XGrammarMatcher(self._library.GrammarMatcher(self._compiled, override_stop_tokens=list(stop_ids)))

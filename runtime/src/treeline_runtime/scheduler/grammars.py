@@ -69,16 +69,19 @@ class Grammars:
         grammar = req.sampling.grammar
         assert grammar is not None
         try:
-            req.constraint = self._compiler.constraint(
-                future.result(),
-                stop_ids=req.stop_ids,
-                after=grammar.after,
-                min_tokens=req.sampling.min_new_tokens,
-            )
-        except GrammarError as error:
+            error = future.exception()  # to raise what is kept would tie this request to it
+            if error is None:
+                req.constraint = self._compiler.constraint(
+                    future.result(),
+                    stop_ids=req.stop_ids,
+                    after=grammar.after,
+                    min_tokens=req.sampling.min_new_tokens,
+                )
+                return None
+        except Exception as fault:
+            error = fault
+        if isinstance(error, GrammarError):
             return FinishReason("error", message=str(error), status=400)
-        except GrammarBusyError as error:
+        if isinstance(error, GrammarBusyError):
             return FinishReason("error", message=str(error), status=503)
-        except Exception as error:
-            return FinishReason("error", message=f"internal error: {error!r}", status=500)
-        return None
+        return FinishReason("error", message=f"internal error: {error!r}", status=500)
