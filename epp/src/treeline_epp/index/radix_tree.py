@@ -112,11 +112,11 @@ class RadixTree:
     ) -> tuple[int, list[int]]:
         """The pod with `bit` now holds blocks `hashes`, a chain that begins below `parent` (None: at `root`).
 
-        `texts(i, j)` gives the texts of blocks i … j−1; it is only asked for blocks that nobody holds. `width` is
-        tokens per block. Returns how many blocks were stored, from the first on, and which of them the pod held
-        already. It stops short where a text is needed but is None, where a prompt's first block has no byte of text,
-        where a hash has the key of another, and where an edge has no room for another run. Raises KeyError if nobody
-        holds `parent` nor the first block, ValueError if a hash occurs twice or is its own ancestor; nothing is stored.
+        `texts(i, j)` gives the texts of blocks i … j−1, which nobody holds. `width` is tokens per block. Returns how
+        many blocks were stored, from the first on, and which of them the pod held already. It stops short where a text
+        is needed but is None, where a prompt's first block has no byte of text, where a hash has the key of another,
+        and where an edge has no room for another run. Raises KeyError if nobody holds `parent` nor the first block,
+        ValueError if a hash occurs twice or is its own ancestor; nothing is stored.
 
         Complexity: known blocks cost one comparison per run, new ones O(bytes) and one dict entry each.
         """
@@ -137,8 +137,7 @@ class RadixTree:
                 raise KeyError(parent)
         done = 0
         while done < count:
-            known = blocks.get(keys[done])
-            if known is not None:
+            if (known := blocks.get(keys[done])) is not None:
                 run = known
                 first = run.find(chain[8 * done + 8 : 8 * done + 16])
                 if first < 0:
