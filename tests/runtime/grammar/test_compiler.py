@@ -186,6 +186,16 @@ def test_a_process_that_dies_is_replaced(new_compiler: NewCompiler) -> None:
     assert compiler.get(integers(2)).result(60)
 
 
+def test_a_process_that_is_killed_is_no_fault_of_a_request(new_compiler: NewCompiler) -> None:
+    """Whether or not it has been noticed that it is gone."""
+    compiler = new_compiler(workers=1)
+    for most in range(1, 6):
+        assert compiler.get(integers(most)).result(60)
+        (process,) = compiler._workers._idle
+        os.kill(process.pid, signal.SIGKILL)
+    assert compiler.get(integers(9)).result(60)
+
+
 def test_closing_ends_the_processes(new_compiler: NewCompiler) -> None:
     compiler = new_compiler(workers=1)
     assert compiler.get(integers(1)).result(60)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +22,10 @@ _GRACE_SECONDS = 0.5
 
 class Killed(Exception):
     """The request passed a limit, and its process has ended or is to be ended."""
+
+
+class Vanished(Killed):
+    """Somebody else has killed the process, a person or a kernel without memory; the request may be innocent."""
 
 
 class ConfinedProcess:
@@ -69,10 +75,16 @@ class ConfinedProcess:
             send_frame(self._socket, request)
             reply = read_frame(self._socket, deadline)
         except OSError as error:
-            raise Killed(type(error).__name__) from error
+            raise self._why(type(error).__name__) from error
         if reply is None:
-            raise Killed("it died")
+            raise self._why("it died")
         return reply
+
+    def _why(self, seen: str) -> Killed:
+        """Limits end a process by other signals than SIGKILL, or leave that to us."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE_SECONDS)
+        return Vanished(seen) if self._process.returncode == -signal.SIGKILL else Killed(seen)
 
     def kill(self) -> None:
         """End the process, which may be in the middle of anything, and wait for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from treeline_runtime.confined.child import ProcessLimits
-from treeline_runtime.confined.process import ConfinedProcess, Killed
+from treeline_runtime.confined.process import ConfinedProcess, Killed, Vanished
 from treeline_runtime.grammar.backend import Compiled, GrammarBackend, GrammarError
 from treeline_runtime.grammar.backends import load_backend
 from treeline_runtime.grammar.constraint import GrammarConstraint, GrammarFiller
@@ -235,6 +236,11 @@ class _Workers:
 
     def ask(self, request: bytes, vocabulary: bytes) -> bytearray:
         """Raises Killed where a limit was passed; OSError where no process can be started."""
+        with contextlib.suppress(Vanished):
+            return self._ask(request, vocabulary)
+        return self._ask(request, vocabulary)
+
+    def _ask(self, request: bytes, vocabulary: bytes) -> bytearray:
         process = self._take(vocabulary)
         try:
             answer = process.ask(request)
