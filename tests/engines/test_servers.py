@@ -225,7 +225,8 @@ def test_a_server_that_dies_gets_nothing_and_comes_back_with_nothing_to_its_name
     assert not stack.tree(dies), ("nothing of the old process is credited to the new one", stack.subscriptions())
 
     found = measured(stack, talk(stack, seed=5))
-    assert found.cached >= 0.9 * found.possible
+    # For its first seconds an engine that was gone is not taken at its word: what it holds is predicted then.
+    assert found.cached >= 0.8 * found.possible
     agree(stack)
     assert stack.tree(dies), "it has learnt again"
     assert not held & stack.tree(dies)
