@@ -11,6 +11,8 @@ Prints rows of JSON:
   median of the rounds' own ratios; the first round is not counted. `structured.jump_forward_speedup` is the smallest of
   these medians. Without jump-forward a model may say the same text in more tokens than its tokenizer would make
   of it, which small models and random weights do: `structured.tokens.…` says how many answers had, with and without.
+- `structured.jump_forward_steps.sS.bN`: the steps that chose tokens without jump-forward by those with it, in which the
+  speedup ends where a step costs the same. Of N answers the one that takes most steps counts.
 - `structured.forced_share.sS`: of the tokens with jump-forward, those that were not sampled.
 - `structured.tpot_ratio.b64`: a decode step of 64 requests that all have a schema of their own (a list of people with
   five members each; without jump-forward), by one of 64 free requests: answers of 16 and of 144 tokens, the difference
@@ -144,17 +146,22 @@ def measure_jumps(on: Engine, off: Engine, rng: random.Random, batches: tuple[in
         stats = on.scheduler.stats
         forced_before, tokens_on, tokens_off, answers = stats.total_forced_tokens, 0, 0, 0
         for batch in batches:
-            ratios = []
+            ratios, steps = [], {on: 0, off: 0}
             for round_ in range(rounds + 1):
                 asked = prompts(rng, batch)
-                first, second = (on, off) if round_ % 2 else (off, on)
-                times = {first: seconds(first, asked, params), second: seconds(second, asked, params)}
+                times = dict[Engine, tuple[float, int]]()
+                for engine in (on, off) if round_ % 2 else (off, on):
+                    filled: list[float] = []
+                    with timed_masks(filled):
+                        times[engine] = seconds(engine, asked, params)
+                    steps[engine] += len(filled)
                 tokens_on, tokens_off = tokens_on + times[on][1], tokens_off + times[off][1]
                 answers += batch
                 if round_:
                     ratios.append(times[off][0] / times[on][0])
             medians.append(statistics.median(ratios))
             report(f"structured.jump_forward_speedup.s{percent}.b{batch}", medians[-1])
+            report(f"structured.jump_forward_steps.s{percent}.b{batch}", steps[off] / steps[on])
         report(f"structured.forced_share.s{percent}", (stats.total_forced_tokens - forced_before) / tokens_on)
         report(f"structured.tokens.s{percent}.with", tokens_on / answers)
         report(f"structured.tokens.s{percent}.without", tokens_off / answers)

@@ -8,11 +8,9 @@ also while the child stands still.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -23,8 +21,8 @@ import zmq
 
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.ipc import Addresses, Failed, Outbox, Process
+from treeline_runtime.parent_end import end_with_parent
 
-PR_SET_PDEATHSIG = 1
 NOTICE_S = 0.1
 """Until a child has noticed that it is told to stop, beside those that were told with it."""
 
@@ -68,7 +66,7 @@ def run_child(
     has to end by itself when standard input ends, if it has said how by then (`call_at_end`).
     """
     if kind == "scheduler":
-        _die_with_parent()
+        end_with_parent()
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildSpec)
     process = Process(kind, spec.rank).name
     setup_logging(process, spec.args.log_level)
@@ -116,11 +114,6 @@ def _watch_parent(addresses: Addresses, farewell_s: float) -> None:
     if _endings:
         time.sleep(farewell_s)
     os._exit(0)
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _report(context: zmq.Context[zmq.Socket[bytes]], spec: ChildSpec, failure: Failed) -> None:

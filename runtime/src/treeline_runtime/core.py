@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams, TokenLogprob
@@ -146,6 +147,11 @@ class Req:
         )
 
     @property
+    def begun(self) -> bool:
+        """It was admitted, if only to be retracted."""
+        return self.cached_tokens >= 0
+
+    @property
     def output_len(self) -> int:
         return len(self.tokens) - self.prompt_len
 
@@ -231,6 +237,17 @@ class Batch:
     def q_lens(self) -> list[int]:
         """Tokens computed for each request."""
         return [end - start for start, end in zip(self.starts, self.ends, strict=True)]
+
+    @property
+    def sampling(self) -> list[int]:
+        """Indices of the requests that sample."""
+        return [i for i, samples in enumerate(self.samples) if samples]
+
+    @property
+    def lasts(self) -> list[int]:
+        """Of those who sample, the last token's index among all tokens of the batch."""
+        ends = list(accumulate(self.q_lens))
+        return [ends[i] - 1 for i in self.sampling]
 
     @property
     def num_tokens(self) -> int:

@@ -80,6 +80,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
     grammar: Grammar | None = None
+    grammar_param: str | None = None
+    """The field of the request that asked for it, for errors."""
     logit_processor: CustomProcessor | None = None
 
     @property
@@ -96,6 +98,8 @@ class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
     message: str | None = None
     status: int | None = None
     """HTTP status, for `abort` and `error`."""
+    param: str | None = None
+    """The field of the request that is at fault, where it is known."""
 
 
 # ---- to the scheduler ------------------------------------------------------------------------------------

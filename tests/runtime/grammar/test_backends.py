@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import random
 import re
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import lark
 import pytest
 import torch
 from support.grammar_walks import Walker, synthetic_vocabulary
-from treeline_runtime.config import ConfigError
+from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.grammar.backend import GrammarBackend, GrammarError
-from treeline_runtime.grammar.backends import load_backend
+from treeline_runtime.grammar.backends import BACKENDS, load_backend
 from treeline_runtime.messages import Grammar
 
 VOCABULARY = synthetic_vocabulary(700)
@@ -291,9 +291,11 @@ def test_what_is_no_schema_is_refused_by_name(backend: GrammarBackend, schema: A
         backend.compile(Grammar("json", json.dumps(schema)))
 
 
-def test_an_unknown_backend_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ConfigError, match="use auto, xgrammar, llguidance"):
-        load_backend("outlines")(VOCABULARY)
+def test_the_setting_names_the_backends() -> None:
+    names = get_args(get_type_hints(SchedulerConfig)["grammar_backend"])
+    assert set(names) == set(BACKENDS)
+    with pytest.raises(ConfigError, match="grammar_backend must be auto, llguidance or xgrammar, got 'outlines'"):
+        SchedulerConfig(model="m", grammar_backend="outlines")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,15 @@ HOSTILE = {
     "enum": _json({"enum": [f"value {i}" for i in range(300)]}),
     "maxLength": _json({"type": "string", "maxLength": 10**9}),
     "maxItems": _json({"type": "array", "items": {"type": "string"}, "maxItems": 10**8}),
+    "words": _json({"const": "word " * 3000}),
+    "many words": _json({"type": "array", "items": {"enum": ["word " * 50]}, "minItems": 20, "maxItems": 40}),
     "ambiguous": Grammar("ebnf", 'root ::= root root root | root root | "a" | ""'),
 }
 REFUSED = {
     "nested": Grammar("json", '{"type":"array","items":' * 10_000 + "{}" + "}" * 10_000),
     "values": _json({"const": json.loads("[" * 500 + "]" * 500)}),
+    "literal": Grammar("regex", "[a-z]" + "word " * 4000),
+    "repetition": _json({"pattern": "^([a-z]{100}){1000}$"}),
     "doubling": Grammar(
         "ebnf", "\n".join(["root ::= r0", *(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(40)), 'r40 ::= "a"'])
     ),
@@ -73,6 +77,32 @@ def test_more_properties_than_a_step_can_go_through_are_not_given_to_llguidance(
     schema = {"type": "object", "properties": {f"p{i}": {} for i in range(400)}}
     with pytest.raises(GrammarError, match="'properties' at / with more than 300 is not supported"):
         load_backend("llguidance")(VOCABULARY).compile(_json(schema))
+
+
+def test_of_a_large_grammar_llguidance_forces_nothing() -> None:
+    """Each character that is forced takes up to a microsecond of the thread that serves all."""
+    backend = load_backend("llguidance")(VOCABULARY)
+    for words, forces in ((5000, True), (80_000, False)):
+        compiled = backend.load(backend.compile(_json({"const": "word " * words})))
+        matcher = compiled.matcher([END])
+        assert matcher.forced().startswith('"word ' if forces else "")
+        assert bool(matcher.forced()) is forces
+        assert matcher.accept(VOCABULARY.texts.index(b'"'))
+
+
+def test_ambiguity_ends_an_output_before_its_steps_are_long() -> None:
+    backend = load_backend("llguidance")(VOCABULARY)
+    compiled = backend.load(backend.compile(Grammar("ebnf", f"root ::= [0-9]{{80}} a\n{RULES}")))
+    matcher, walker = compiled.matcher([END]), Walker(backend, VOCABULARY)
+    digit, letter = (VOCABULARY.texts.index(text) for text in (b"1", b"a"))
+    took = list[float]()
+    for token in [digit] * 80 + [letter] * 40:
+        began = time.process_time()
+        matcher.accept(token)
+        walker.allowed(matcher)
+        took.append(time.process_time() - began)
+    assert "Too many items" in matcher.gave_up
+    assert max(took) < 0.2, "it was 0.8 s"
 
 
 SLOW = "(([a-z]{0,30}){0,30}){0,30}"

@@ -8,9 +8,9 @@ import random
 from typing import Any
 
 import pytest
-from treeline_runtime.grammar.backend import GrammarBackend, GrammarError
+from treeline_runtime.grammar.backend import MAX_SHORTEST, GrammarBackend, GrammarError
 from treeline_runtime.grammar.backends import load_backend
-from treeline_runtime.grammar.satisfiable import MAX_SHORTEST, Rules, shortest_texts
+from treeline_runtime.grammar.satisfiable import Rules, shortest_texts
 from treeline_runtime.grammar.vocabulary import Vocabulary
 from treeline_runtime.grammar.xgrammar_library import load
 from treeline_runtime.messages import Grammar

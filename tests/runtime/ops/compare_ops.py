@@ -30,28 +30,10 @@ CONVERTS_FP8 = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
 """GPUs before Ada do not."""
 
 
-def _mend_the_interpreter() -> None:
-    """Triton 3.9's interpreter makes 16 of 31.9 as fp8: it rounds the mantissa up and forgets the carry. So conversions
-    from and to fp8 are torch's there; on a GPU they are the device's."""
-    from triton import language as tl
-    from triton.runtime import interpreter
-
-    theirs = interpreter._convert_float
-    kinds = {tl.float8e4nv: E4M3, tl.bfloat16: torch.bfloat16, tl.float16: torch.float16, tl.float32: torch.float32}
-
-    def convert(data: Any, source: Any, target: Any, mode: Any) -> Any:
-        if tl.float8e4nv not in (source, target):
-            return theirs(data, source, target, mode)
-        size = target.primitive_bitwidth // 8
-        numbers = torch.from_numpy(np.frombuffer(data.tobytes(), np.uint8).copy()).view(kinds[source])
-        converted = numbers.to(kinds[target]).view(torch.uint8).numpy()
-        return converted.view(f"uint{8 * size}").reshape(data.shape)
-
-    interpreter._convert_float = convert
-
-
 if DEVICE == "cpu":
-    _mend_the_interpreter()
+    from interpreter_mends import mend
+
+    mend()
 GENERATOR = torch.Generator().manual_seed(0)
 
 
@@ -59,13 +41,20 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=GENERATOR).to(DEVICE, dtype)
 
 
+def near(found: torch.Tensor, expected: torch.Tensor, *, rtol: float, atol: float, equal_nan: bool = False) -> None:
+    """As torch.testing.assert_close, which imports torch.distributed for it: longer than most comparisons here take."""
+    assert (found.shape, found.dtype, found.device) == (expected.shape, expected.dtype, expected.device)
+    off = ~torch.isclose(found, expected, rtol=rtol, atol=atol, equal_nan=equal_nan)
+    assert not off.any(), (f"{off.sum()} of {off.numel()} differ", found[off][:10], expected[off][:10])
+
+
 def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     """As a whole to 1 %, with 16 bits: where numbers cancel, a rounding of one of them is much of what is left."""
     if dtype == torch.float32:
-        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+        near(found, expected, rtol=2e-5, atol=2e-5)
         return
     largest = expected.float().abs().max().item()
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2 * max(1.0, largest))
+    near(found, expected, rtol=2e-2, atol=2e-2 * max(1.0, largest))
     off, length = ((found - expected).double().norm().item(), expected.double().norm().item())
     assert off <= 1e-2 * length, (off, length)
 
@@ -104,7 +93,7 @@ def route(dtype: torch.dtype) -> None:
         logits[1, experts - 2], logits[2, 0], logits[3] = torch.nan, -torch.inf, torch.inf
         scores, ids = FUSED.route(logits, top_k, normalise=False, sigmoid=True)
         expected, expected_ids = REFERENCE.route(logits, top_k, normalise=False, sigmoid=True)
-        torch.testing.assert_close(scores, expected, rtol=2e-6, atol=1e-7, equal_nan=True)
+        near(scores, expected, rtol=2e-6, atol=1e-7, equal_nan=True)
         assert ids[1, 0] == experts - 2
         assert all(len(set(row)) == top_k for row in ids.tolist())
         if dtype == torch.float32:
@@ -114,7 +103,7 @@ def route(dtype: torch.dtype) -> None:
         logits[2] = 0.5  # which ones are chosen is not said
         scores, ids = FUSED.route(logits, top_k, normalise=normalise)
         expected, expected_ids = REFERENCE.route(logits, top_k, normalise=normalise)
-        torch.testing.assert_close(scores, expected, rtol=2e-6, atol=1e-7)
+        near(scores, expected, rtol=2e-6, atol=1e-7)
         assert all(len(set(row)) == top_k for row in ids.tolist())
         if dtype == torch.float32:  # in 16 bits some are equal
             assert torch.equal(ids[[0, 1, 3]], expected_ids[[0, 1, 3]].int())
@@ -268,7 +257,7 @@ def rotate_and_store_fp8(dtype: torch.dtype) -> None:
             assert expected.abs().max() == 448
             assert (found == expected).float().mean() > (0.999 if dtype == torch.float32 else 0.95)
             if dtype == torch.float32:  # the reference rounds to the model's dtype before it divides by the scale
-                torch.testing.assert_close(found, expected, rtol=0.13, atol=2**-8)
+                near(found, expected, rtol=0.13, atol=2**-8)
     assert FUSED.stored_finite(ours).all()
     assert REFERENCE.stored_finite(theirs).all()
     for column in ((8 + 1) * 64 + 5, (8 + 3) * 64 + 40):  # a key, a value
@@ -297,10 +286,10 @@ def quantise_fp8(dtype: torch.dtype) -> None:
         x[2] = 0
         values, scales = fp8.quantise(x, group, static)
         expected, expected_scales = quantise(x, group, static)
-        torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0)
+        near(scales, expected_scales, rtol=1e-6, atol=0)
         found = dequantise(values, scales, group)
         assert (values.view(torch.uint8) == expected.view(torch.uint8)).float().mean() > 0.99
-        torch.testing.assert_close(found, dequantise(expected, expected_scales, group), rtol=0.13, atol=1e-3)
+        near(found, dequantise(expected, expected_scales, group), rtol=0.13, atol=1e-3)
         for wrong in (torch.nan, torch.inf, -torch.inf):
             x[3, 7] = wrong
             assert fp8.quantise(x, group, static)[0][3].float().isnan().any()
@@ -326,7 +315,7 @@ def linear_fp8(dtype: torch.dtype) -> None:
                 found = fp8.scaled_linear(x, values, scales, group, static, given)
                 assert found.dtype == dtype
                 # an activation that lies between two e4m3 may be rounded either way
-                torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=4e-2)
+                near(found.float(), expected, rtol=2e-2, atol=4e-2)
                 assert (found.float() - expected).norm() < 8e-3 * expected.norm()
 
 

@@ -336,7 +336,7 @@ def test_steps_of_all_sizes_share_their_kernels(launches: list[Launch]) -> None:
             scales = torch.empty(shape.hidden // group, shape.hidden)
             scaled_linear(noise(sequences, shape.hidden), values, scales, group, None, None)
         keys = np.zeros((sequences, 2), dtype=np.int32)
-        inputs = DecodeInputs([0] * sequences, [0] * sequences, [1.0] * sequences, keys).on(CPU)
+        inputs = DecodeInputs([0] * sequences, [0] * sequences, [0] * sequences, [1.0] * sequences, keys).on(CPU)
         ops.choose(noise(sequences, shape.vocab), inputs.temperatures, inputs.keys)
         angles = noise(2, 64, shape.rotary)
         found = ops.look_up(inputs.rows, inputs.positions, Tables(table, table, 16, angles, angles))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from functools import cache
@@ -11,7 +12,10 @@ import jsonschema
 import numpy as np
 import pytest
 from support.outputs import Found, read, same_however_cut
+from support.runtime_grammars import vocabulary
 from treeline_runtime import parsers
+from treeline_runtime.grammar.xgrammar_backend import XGrammarBackend
+from treeline_runtime.messages import Grammar
 from treeline_runtime.parsers.structures import Function
 
 xgr = pytest.importorskip("xgrammar")
@@ -129,6 +133,12 @@ def accepts(structure: dict[str, Any], text: str) -> bool:
     return matcher.accept_string(text) and matcher.is_terminated()
 
 
+def accepts_so_far(structure: dict[str, Any], text: str) -> bool:
+    """May an output begin like that?"""
+    compiled = xgr.GrammarCompiler(_tokenizer()).compile_structural_tag(structure)
+    return bool(xgr.GrammarMatcher(compiled).accept_string(text))
+
+
 CALL = '<tool_call>\n{"name": "get", "arguments": {"q": "x"}}\n</tool_call>'
 
 
@@ -151,6 +161,47 @@ def test_a_structure_follows_the_choice(text: str, auto: bool, required: bool, s
     for accepted, must, parallel in ((auto, False, True), (required, True, True), (single, True, False)):
         structure = parsers.structure("hermes", FUNCTIONS, required=must, parallel=parallel)
         assert accepts(structure, text) is accepted
+
+
+@pytest.mark.parametrize("tools", FORMATS)
+@pytest.mark.parametrize("required", [False, True])
+def test_it_grows_with_the_functions_and_not_with_their_square(tools: str, required: bool) -> None:
+    def size(count: int) -> int:
+        functions = [Function(f"look_up_{i:04}", WEATHER.parameters) for i in range(count)]
+        return len(json.dumps(parsers.structure(tools, functions, required=required, parallel=True)))
+
+    assert size(1024) < 1200 * size(1)
+
+
+@pytest.mark.parametrize("tools", FORMATS)
+def test_what_it_is_compiled_to_grows_less_than_that(tools: str) -> None:
+    """With a vocabulary of words: how they begin is shared by all calls, and needs no masks for each."""
+    backend = XGrammarBackend(vocabulary())
+
+    def size(count: int) -> int:
+        functions = [Function(f"{'abcdefgh'[i % 8]}_{i}") for i in range(count)]
+        structure = parsers.structure(tools, functions, required=True, parallel=True)
+        return len(backend.compile(Grammar("structural_tag", json.dumps(structure))))
+
+    assert size(64) < 2 * size(16)
+
+
+@pytest.mark.parametrize("count", [2, 200])
+def test_calls_of_many_functions_in_python_lists(count: int) -> None:
+    """Of few, several fit into a list in free text, of many one; where calls are required it is one list always."""
+    functions = [Function(f"f{i}") for i in range(count)]
+    both, apart = "[f0(), f1()]", "[f0()] and [f1()]"
+    required = parsers.structure("pythonic", functions, required=True, parallel=True)
+    assert accepts(required, both)
+    assert not accepts(required, apart)
+    assert not accepts(parsers.structure("pythonic", functions, required=True, parallel=False), both)
+    free = parsers.structure("pythonic", functions, required=False, parallel=True)
+    assert accepts_so_far(free, both) is (count == 2)
+    assert accepts_so_far(free, apart)
+    assert accepts_so_far(free, "See [1], [f] and f0(")
+    assert not accepts_so_far(free, "[f0(x")
+    found = read(parser("pythonic", tuple(functions))(), apart)
+    assert [value[0] for kind, value in found if kind == "call"] == ["f0", "f1"]
 
 
 def test_arguments_are_an_object_whatever_a_schema_allows_besides() -> None:

@@ -60,6 +60,10 @@ def run(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, st
             "argument --admin-port: port 9600 is also --metrics-port's",
         ),
         (["--model", "m", "--admin-port", "none"], "--admin-port: expected a whole number, got 'none'"),
+        (
+            ["--model", "m", "--grammar-backend", "nosuch"],
+            "--grammar-backend: invalid choice: 'nosuch' (choose from 'auto', 'llguidance', 'xgrammar')",
+        ),
         (["--model", "m", "--admin-key", ""], "--admin-key: a key is one word"),
         (["--model", "m", "--admin-key", "two words"], "--admin-key: a key is one word"),
         (["--model", "m", "--admin-key", "a", "--admin-key-file", "b"], "not together with --admin-key-file"),

@@ -342,23 +342,10 @@ def test_results_that_do_not_get_on_their_way_end_their_batch_and_nothing_else(
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_failed_launch_is_repeated_request_by_request(
-    tiny: Path, alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, depth: int
-) -> None:
+def test_a_failed_launch_is_repeated_request_by_request(tiny: Path, alone: dict[str, list[int]], depth: int) -> None:
     """Each of them is sampled before the next is launched, by constraints that know the step before."""
     engine = ask_everybody(Constrained(tiny, overlap_depth=depth))
-    launch = engine.executor.launch
-    calls = []
-
-    def flaky(batch: Batch) -> Launched:
-        calls.append(len(batch.reqs))
-        if len(batch.reqs) > 1 and len(calls) % 3 == 0:
-            raise RuntimeError("not all of them at once")
-        return launch(batch)
-
-    monkeypatch.setattr(engine.executor, "launch", flaky)
-    engine.run()
-    assert calls.count(1) > 5
+    engine.run_with_failing_launches()
     assert {rid: engine.tokens(rid) for rid in ASKED} == alone
 
 

@@ -62,10 +62,11 @@ def test_the_row_of_nobody_has_pages_of_nobody() -> None:
 
 def test_inputs_come_out_as_they_went_in_and_the_rest_is_greedy_and_nobodys() -> None:
     keys = np.array([[1, -2], [3, -4]], dtype=np.int32)
-    inputs = DecodeInputs([3, 0], [17, 5], [0.0, 0.75], keys)
+    inputs = DecodeInputs([3, 0], [17, 5], [3, 7], [0.0, 0.75], keys)
     found = OnDevice.of(torch.from_numpy(inputs.packed(4, 9)))
     assert found.rows.tolist() == [3, 0, 9, 9]
     assert found.positions.tolist() == [17, 5, 0, 0]
+    assert found.targets.tolist() == [3, 7, 9, 9]
     assert found.temperatures.tolist() == [0.0, 0.75, 0.0, 0.0]
     assert found.keys.tolist() == [[1, -2], [3, -4], [0, 0], [0, 0]]
 

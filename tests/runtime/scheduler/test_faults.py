@@ -45,15 +45,23 @@ def not_finite(engine: Harness) -> int:
 # ---- a poisonous prompt -----------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def forty_answers(tiny: Path) -> list[list[int]]:
+    """Of healthy requests, one after the other; how the memory is divided and what runs when changes none."""
+    fresh = Harness(tiny)
+    return [fresh.generate(str(i), healthy(i, 20 + i), **HEALTHY) for i in range(40)]
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("settings", [{}, {"overlap_depth": 1}, {"chunked_prefill_size": 64}])
 def test_after_eight_overflowing_prompts_forty_of_forty_healthy_requests_answer_as_before(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, page_size: int, settings: dict[str, Any]
+    tiny: Path,
+    forty_answers: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    page_size: int,
+    settings: dict[str, Any],
 ) -> None:
-    config = {"page_size": page_size, "max_total_tokens": 2048} | settings
-    fresh = Harness(tiny, **config)
-    expected = [fresh.generate(str(i), healthy(i, 20 + i), **HEALTHY) for i in range(40)]
-    engine = poisoned(Harness(tiny, **config), monkeypatch)
+    engine = poisoned(Harness(tiny, page_size=page_size, max_total_tokens=2048, **settings), monkeypatch)
     for i in range(8):
         engine.submit(f"bad{i}", [*healthy(100 + i, 90), POISON, *healthy(200 + i, 30)])
     engine.run()
@@ -65,7 +73,7 @@ def test_after_eight_overflowing_prompts_forty_of_forty_healthy_requests_answer_
     for i in range(40):
         engine.submit(str(i), healthy(i, 20 + i), **HEALTHY)
     engine.run()
-    assert [engine.tokens(str(i)) for i in range(40)] == expected
+    assert [engine.tokens(str(i)) for i in range(40)] == forty_answers
 
 
 @pytest.mark.parametrize("depth", [0, 1])

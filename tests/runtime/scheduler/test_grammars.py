@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import jsonschema
 import pytest
 from support.runtime_engine import Harness
 from tokenizers import Tokenizer
+from treeline_runtime.grammar.backend import Compiled, GrammarError
 from treeline_runtime.messages import Grammar, StopReq
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
@@ -75,6 +77,30 @@ def test_outputs_obey(depth: int) -> None:
     assert alone.generate("free", PROMPT, max_new_tokens=8) == engine.tokens("free")
 
 
+LATE = Grammar("regex", "((a{1,99}){1,99}){1,99}")
+"""Neither backend can follow it for long."""
+
+
+def test_what_takes_too_much_work_late_is_the_clients_to_mend_and_not_tried_for_ever(engine: Speaking) -> None:
+    """Two backends, each as far as it comes; then nothing is computed for it. Whoever has the same end with it."""
+    for rids in (["a", "b"], ["c", "d"]):
+        for rid in rids:
+            engine.submit(rid, PROMPT, grammar=LATE, max_new_tokens=400, min_new_tokens=400)
+        engine.submit("free" + rids[0], PROMPT, max_new_tokens=30, ignore_eos=True)
+        engine.run()
+        for rid in rids:
+            status, message = engine.refusal(rid)
+            assert (status, len(engine.tokens(rid)) > 5) == (400, True)
+            assert message is not None
+            assert re.fullmatch("a token of this grammar takes too much work after .*: make it simpler", message)
+        assert len(engine.tokens("free" + rids[0])) == 30
+    engine.submit("e", PROMPT, grammar=LATE)
+    engine.run()
+    assert engine.refusal("e") == engine.refusal("d")
+    assert engine.tokens("e") == []
+    engine.check_integrity()
+
+
 def test_who_is_free_does_not_wait_for_who_is_not(engine: Speaking) -> None:
     engine.submit("bound", PROMPT, grammar=OBJECT, max_new_tokens=64)
     engine.submit("free", PROMPT, max_new_tokens=4, ignore_eos=True)
@@ -133,6 +159,84 @@ def test_who_leaves_while_its_grammar_is_compiled_is_gone(engine: Speaking) -> N
         assert finish.type == kind
         assert engine.tokens(rid) == []
     jsonschema.validate(json.loads(engine.text("stays")), SCHEMA)
+
+
+def test_a_grammar_is_given_up_with_the_last_who_waits_for_it(engine: Speaking) -> None:
+    given_up = list[Grammar]()
+    compiling: dict[Grammar, Future[Compiled]] = {OBJECT: Future(), CITY: Future()}
+    engine.grammars._compiler.get = compiling.__getitem__  # type: ignore[method-assign]
+    engine.grammars._compiler.forget = given_up.append  # type: ignore[method-assign]
+    for rid, grammar in (("one", OBJECT), ("two", OBJECT), ("other", CITY)):
+        engine.submit(rid, PROMPT, grammar=grammar)
+    engine.step()
+    engine.abort("one")
+    engine.abort("nobody")
+    engine.step()
+    assert given_up == []
+    engine.abort("two")
+    engine.step()
+    assert given_up == [OBJECT]
+    compiling[CITY].set_exception(GrammarError("it is wrong"))
+    engine.run()
+    assert engine.refusal("other") == (400, "it is wrong")
+    assert given_up == [OBJECT]
+    assert not engine.grammars._wanted
+
+
+def test_who_waits_for_its_grammar_waits() -> None:
+    now = [0.0]
+    engine = Speaking(waiting_timeout=5.0, clock=lambda: now[0])
+    compiling = Future[Compiled]()
+    engine.grammars._compiler.get = lambda _: compiling  # type: ignore[method-assign]
+    engine.submit("late", PROMPT, grammar=OBJECT)
+    engine.step()
+    now[0] = 4.9
+    engine.step()
+    assert engine.grammars.find("late")
+    now[0] = 5.0
+    engine.step()
+    assert engine.refusal("late")[0] == 503
+    engine.grammars.close()
+
+
+@pytest.mark.parametrize("compiled_first", [False, True])
+def test_the_queue_is_as_long_as_it_may_be_for_grammars_too(compiled_first: bool) -> None:
+    engine = Speaking(max_running_requests=1, max_queued_requests=2)
+    if compiled_first:
+        engine.say("warm", CITY)
+    for i in range(6):
+        engine.submit(str(i), PROMPT, grammar=CITY, max_new_tokens=16)
+    engine.step()
+    assert [rid for rid in map(str, range(6)) if rid in engine.outs and engine.last(rid).finish] == ["3", "4", "5"]
+    engine.run()
+    engine.grammars.close()
+    for rid in "345":
+        assert engine.refusal(rid)[0] == 503
+    for rid in "012":
+        assert engine.text(rid) in json.loads(CITY.source)
+
+
+def test_who_is_free_is_not_refused_for_grammars_that_are_compiled_and_these_find_the_queue_full() -> None:
+    engine = Speaking(max_running_requests=1, max_queued_requests=1)
+    made = engine.grammars._compiler.get(OBJECT)
+    compiling = Future[Compiled]()
+    engine.grammars._compiler.get = lambda _: compiling  # type: ignore[method-assign]
+    for rid in ("bound", "bound too"):
+        engine.submit(rid, PROMPT, grammar=OBJECT)
+    engine.step()
+    engine.submit("runs", PROMPT, max_new_tokens=4, ignore_eos=True)
+    engine.step()
+    for rid in ("waits", "is one too many"):
+        engine.submit(rid, PROMPT, max_new_tokens=4, ignore_eos=True)
+    engine.step()
+    compiling.set_result(made.result(60))
+    engine.step()
+    for rid in ("is one too many", "bound", "bound too"):
+        assert engine.refusal(rid) == (503, "the queue is full: 1 requests wait")
+    engine.run()
+    engine.grammars.close()
+    for rid in ("runs", "waits"):
+        assert len(engine.tokens(rid)) == 4
 
 
 def test_a_limit_on_the_whole_counts_the_compilation() -> None:

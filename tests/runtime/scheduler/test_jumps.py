@@ -12,9 +12,12 @@ import pytest
 import torch
 from support.runtime_grammars import MODEL, WithGrammars, backend, bundle, compiled, vocabulary
 from tokenizers import Tokenizer
-from treeline_runtime.core import Batch, Req
+from treeline_runtime.attention import Layout
+from treeline_runtime.core import Req
 from treeline_runtime.messages import AbortReq, FinishReason, Grammar, StopReq
-from treeline_runtime.scheduler.executor import Launched
+from treeline_runtime.scheduler import executor
+from treeline_runtime.scheduler.executor import Executor
+from treeline_runtime.scheduler.forward import DecodeInputs, Tokens
 from treeline_runtime.scheduler.jumps import Jumps
 from treeline_runtime.tokens import IncrementalDetokenizer
 
@@ -117,6 +120,53 @@ def test_everybody_says_together_what_they_say_alone(
     engine = everybody(engine_of(depth, **SETTINGS[name]))
     engine.run()
     assert answers(engine) == alone[depth]
+    assert engine.stats.total_jumps >= 10
+
+
+class ComputedGraphs:
+    """In the place of `DecodeGraphs`, which are captured on a device alone: what they replay is computed."""
+
+    def __init__(self, executor: Executor, largest: int) -> None:
+        self.largest = largest
+        self.of_jumps = 0
+        self._executor = executor
+
+    def replay(self, inputs: DecodeInputs, ends: list[int]) -> tuple[torch.Tensor, Tokens, torch.Tensor]:
+        table = self._executor._table
+        there = inputs.on(torch.device("cpu"))
+        rows = torch.tensor(inputs.rows)
+        plan = self._executor._attention.plan(
+            Layout([1] * len(ends), ends, table.page_table, rows, table.on_host(inputs.rows))
+        )
+        self.of_jumps += len(set(inputs.rows)) < len(inputs.rows)
+        cells = {*zip(inputs.rows, inputs.positions, strict=True)}
+        known = torch.tensor([(row, at + 1) for row, at in cells if (row, at + 1) in cells], dtype=torch.int64)
+        before = table.token_pool[known.view(-1, 2).unbind(1)]
+        found = self._executor._forward.decode(there, plan)
+        assert table.token_pool[known.view(-1, 2).unbind(1)].equal(before), "a token that is known was sampled"
+        return found
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("largest", [16, 64])
+def test_a_step_with_jumps_is_a_graph_of_all_their_tokens(
+    alone: dict[int, dict[str, list[int]]], largest: int, depth: int
+) -> None:
+    engine = everybody(engine_of(depth))
+    graphs = ComputedGraphs(engine.executor, largest)
+    engine.executor._graphs = graphs  # type: ignore[assignment]
+    engine.run()
+    assert answers(engine) == alone[depth]
+    assert graphs.of_jumps >= 2
+
+
+def test_a_jump_that_would_read_too_much_again_is_computed_as_a_prompt_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "_READ_AGAIN_BYTES", 0)
+    engine = everybody(engine_of(1))
+    graphs = ComputedGraphs(engine.executor, 64)
+    engine.executor._graphs = graphs  # type: ignore[assignment]
+    engine.run()
+    assert graphs.of_jumps == 0
     assert engine.stats.total_jumps >= 10
     for rid in ASKED:
         obeys(rid, engine.said(rid))
@@ -339,21 +389,9 @@ def test_ending_one_at_every_step(alone: dict[int, dict[str, list[int]]], depth:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_failed_launch_is_repeated_request_by_request(
-    alone: dict[int, dict[str, list[int]]], monkeypatch: pytest.MonkeyPatch, depth: int
-) -> None:
+def test_a_failed_launch_is_repeated_request_by_request(alone: dict[int, dict[str, list[int]]], depth: int) -> None:
     engine = everybody(engine_of(depth))
-    launch, calls = engine.executor.launch, list[int]()
-
-    def flaky(batch: Batch) -> Launched:
-        calls.append(len(batch.reqs))
-        if len(batch.reqs) > 1 and len(calls) % 3 == 0:
-            raise RuntimeError("not all of them at once")
-        return launch(batch)
-
-    monkeypatch.setattr(engine.executor, "launch", flaky)
-    engine.run()
-    assert calls.count(1) > 5
+    engine.run_with_failing_launches()
     assert answers(engine) == alone[depth]
 
 

@@ -11,12 +11,11 @@ from support.processors import CALLS, Fails, Favours, Follows, follow
 from support.runtime_constraints import Constrained, Toy, alternating, obeys, only
 from support.runtime_engine import VOCAB, Harness, Memory, prompt
 from treeline_runtime.config import ConfigError, SchedulerConfig
-from treeline_runtime.core import Batch
 from treeline_runtime.engine import Engine, GenerationError
 from treeline_runtime.messages import CustomProcessor, Grammar, SamplingParams
 from treeline_runtime.sampling.builtin_processors import BUILT_IN
 from treeline_runtime.scheduler import start
-from treeline_runtime.scheduler.executor import NOT_FINITE, NOTHING_ALLOWED, NOTHING_SOUND, Launched
+from treeline_runtime.scheduler.executor import NOT_FINITE, NOTHING_ALLOWED, NOTHING_SOUND
 from treeline_runtime.scheduler.processors import NO_PROCESSORS, NONE_THERE, Processors
 
 TINY_MODEL = Path(__file__).parents[3] / "models" / "tiny"
@@ -279,21 +278,9 @@ def test_retraction_calls_for_no_token_twice(tiny: Path, calls: dict[str, list[l
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_failed_launch_is_repeated_request_by_request(
-    tiny: Path, alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, depth: int
-) -> None:
+def test_a_failed_launch_is_repeated_request_by_request(tiny: Path, alone: dict[str, list[int]], depth: int) -> None:
     engine = ask_everybody(Engines(tiny, overlap_depth=depth))
-    launch, launched = engine.executor.launch, list[int]()
-
-    def flaky(batch: Batch) -> Launched:
-        launched.append(len(batch.reqs))
-        if len(batch.reqs) > 1 and len(launched) % 3 == 0:
-            raise RuntimeError("not all of them at once")
-        return launch(batch)
-
-    monkeypatch.setattr(engine.executor, "launch", flaky)
-    engine.run()
-    assert launched.count(1) > 5
+    engine.run_with_failing_launches()
     assert {rid: engine.tokens(rid) for rid in ASKED} == alone
     assert len(CALLS["drawn"]) == len(alone["drawn"])
 

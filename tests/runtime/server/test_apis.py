@@ -18,18 +18,6 @@ MESSAGES: list[Any] = [{"role": "user", "content": "hello world"}]
 RESPONSES_PATH, MESSAGES_PATH = "/v1/responses", "/v1/messages"
 
 
-@pytest.fixture(scope="module")
-def client(fake: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{fake.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def claude(fake: ServerProcess) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=fake.url, api_key="none", max_retries=0) as client:
-        yield client
-
-
 def ids(http: httpx.Client, messages: list[Any] = MESSAGES, **more: Any) -> list[int]:
     """Of the prompt of a chat."""
     tokens: list[int] = http.post("/tokenize", json={"messages": messages, **more}).json()["tokens"]
@@ -132,6 +120,46 @@ def test_the_tokens_of_a_message_are_counted_as_they_are(claude: anthropic.Anthr
     counted = claude.messages.count_tokens(**asked).input_tokens
     usage = claude.messages.create(**asked, max_tokens=1).usage
     assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+def test_the_tokens_of_a_response_are_counted_as_they_are(client: openai.OpenAI, http: httpx.Client) -> None:
+    asked: dict[str, Any] = {
+        "model": "random",
+        "instructions": "S",
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "hello"}]}],
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}},
+        "parallel_tool_calls": False,
+        "truncation": "auto",
+    }
+    counted = client.responses.input_tokens.count(**asked)
+    made = client.responses.create(**{**asked, "text": {"format": {"type": "text"}}}, max_output_tokens=1)
+    assert made.usage is not None
+    assert counted.to_dict() == {"object": "response.input_tokens", "input_tokens": made.usage.input_tokens}
+    for wrong, param in (
+        ({"conversation": "c"}, "conversation"),
+        ({"previous_response_id": "r"}, "previous_response_id"),
+        ({"personality": "friendly"}, "personality"),
+        ({"input": None}, "input"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.responses.input_tokens.count(**{**asked, **wrong})
+        assert refused.value.param == param
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_tokens.count(**{**asked, "model": "other"})
+    assert http.get("/v1/responses/input_tokens").status_code == 405
+
+
+def test_an_echo_comes_first_whole_and_streamed(client: openai.OpenAI) -> None:
+    messages: list[Any] = [*MESSAGES, {"role": "assistant", "content": "Well"}]
+    asked: dict[str, Any] = {"model": "random", "messages": messages, "max_tokens": 5, "n": 2}
+    plain = [choice.message.content for choice in client.chat.completions.create(**asked).choices]
+    echoed = client.chat.completions.create(**asked, extra_body={"echo": True})
+    assert [choice.message.content for choice in echoed.choices] == [f"Well{text}" for text in plain]
+    streamed = ["", ""]
+    for chunk in client.chat.completions.create(**asked, stream=True, extra_body={"echo": True}):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == [f"Well{text}" for text in plain]
 
 
 def test_a_large_body_is_read_elsewhere_to_the_same(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:

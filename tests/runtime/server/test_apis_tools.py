@@ -6,25 +6,16 @@ The scheduler has no model: it says what the last message says (`Magic.SPEAK`), 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import httpx
 import openai
 import pytest
-from support.fake_scheduler import Magic
 from support.openapi import Judge
-from support.runtime_server import ServerProcess, make_checkpoint, running, sse
-from tokenizers import AddedToken, Tokenizer
+from support.runtime_server import ServerProcess, sse
+from support.speaking import CALL, NOW, says
 
-TEMPLATE = (
-    "SPEAK{{ messages[-1].content }}<|endoftext|>"
-    "{% for message in messages %}{% for call in message.tool_calls or [] %}"
-    "<tool_call>{{ call.function | tojson }}{% endfor %}{% endfor %}"
-    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
-    "{% if enable_thinking %}<think>\n{% elif enable_thinking is defined %}<think>\n\n</think>\n\n{% endif %}"
-)
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: list[Any] = [
     {"type": "function", "name": "weather", "description": "Of a city.", "parameters": SCHEMA},
@@ -34,39 +25,12 @@ CLAUDES: list[Any] = [
     {"name": "weather", "description": "Of a city.", "input_schema": SCHEMA},
     {"name": "now", "input_schema": {"type": "object"}},
 ]
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
-NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 WORK = f"<think>\nWhere is it?\n</think>\n\nI look.\n{CALL}\n{NOW}"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    folder = make_checkpoint(tmp_path_factory.mktemp("models") / "speaks")
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken("<tool_call>", special=True), AddedToken("</tool_call>", special=True)])
-    tokenizer.add_tokens(["</think>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["chat_template"] = TEMPLATE.replace("SPEAK", tokenizer.decode([Magic.SPEAK]))
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    with running(folder, "--no-events", fake=True, environment={"FAKE_TOKEN_S": "0.001"}) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def claude(server: ServerProcess) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
-        yield client
-
-
-def says(text: str) -> list[Any]:
-    return [{"role": "user", "content": text}]
+def server(speaking: ServerProcess) -> ServerProcess:
+    return speaking
 
 
 def test_a_response_that_thinks_and_calls(client: openai.OpenAI, http: httpx.Client) -> None:

@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
+import openai
+import psutil
 import pytest
-from support.runtime_server import ServerProcess, eventually, running
+from support.runtime_server import ServerProcess, eventually, make_checkpoint, running
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -37,6 +40,24 @@ def body(tokens: int = 24, **sampling: Any) -> dict[str, Any]:
 
 def number(i: int) -> dict[str, Any]:
     return {"regex": f"{i}-[0-9]{{3}}"}
+
+
+def test_the_first_grammar_finds_everything_ready(tmp_path: Path) -> None:
+    """A large vocabulary is read, and a process started, in the background, without having been asked."""
+    config = json.loads((make_checkpoint(tmp_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 40_000}))
+    with running(tmp_path, "--load-format=dummy") as server, server.client() as http:
+        server.wait_for_log("grammars are ready")
+        before = processes(server)
+        assert any("grammar.worker" in name for name in before.values())
+        assert http.post("/generate", json=body(**number(77))).status_code == 200
+        assert processes(server) == before, "nothing had to be started for it"
+
+
+def processes(server: ServerProcess) -> dict[int, str]:
+    """Those of the server that live, by id."""
+    found = psutil.Process(server.process.pid).children(recursive=True)
+    return {one.pid: " ".join(one.cmdline()) for one in found if one.status() != psutil.STATUS_ZOMBIE}
 
 
 def idle(server: ServerProcess) -> bool:
@@ -79,3 +100,56 @@ async def test_who_is_free_is_served_beside_two_hundred_grammars_hostile_ones_an
             assert re.fullmatch(number(i)["regex"], answer.json()["text"])
         assert {answer.status_code for answer in await hostile} <= {200, 400}
     eventually(lambda: idle(server), 20, "nothing is left")
+
+
+UNIQUE = {"type": "array", "uniqueItems": True}
+UNIQUE_TOOL = {"type": "object", "properties": {"a": UNIQUE}, "required": ["a"]}
+FUNCTION = {"name": "f", "strict": True, "parameters": UNIQUE_TOOL}
+FORMAT = {"type": "json_schema", "name": "n", "schema": UNIQUE}
+CHAT_FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": UNIQUE}}
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "param"),
+    [
+        ("/v1/chat/completions", {"response_format": CHAT_FORMAT}, "response_format"),
+        ("/v1/chat/completions", {"guided_json": UNIQUE, "stream": True}, "guided_json"),
+        ("/v1/chat/completions", {"structured_outputs": {"json": UNIQUE}}, "structured_outputs.json"),
+        ("/v1/chat/completions", {"tools": [{"type": "function", "function": FUNCTION}]}, "tools"),
+        ("/v1/completions", {"prompt": ["a", "b"], "json_schema": UNIQUE}, "json_schema"),
+        ("/generate", {"text": "a", "sampling_params": {"regex": "(?=a)b"}}, "sampling_params.regex"),
+        ("/v1/responses", {"input": "hi", "text": {"format": FORMAT}}, "text.format"),
+        ("/v1/responses", {"input": "hi", "tools": [{"type": "function", **FUNCTION}], "stream": True}, "tools"),
+    ],
+    ids=str,
+)
+def test_a_grammar_that_cannot_be_had_is_blamed_on_its_field(
+    server: ServerProcess, path: str, asked: dict[str, Any], param: str
+) -> None:
+    needed = {"messages": [{"role": "user", "content": "hi"}]} if path.endswith("/chat/completions") else {}
+    with (
+        openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
+        pytest.raises(openai.BadRequestError) as refused,
+    ):
+        client.post(path, body=needed | asked, cast_to=object)
+    assert (refused.value.param, refused.value.code) == (param, "invalid_value")
+    assert refused.value.type == "invalid_request_error"
+    assert f"Invalid value for {param!r}: " in refused.value.message
+
+
+def test_a_grammar_that_cannot_be_had_is_named_to_anthropics_client(server: ServerProcess) -> None:
+    said: dict[str, Any] = {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+    format = {"type": "json_schema", "schema": UNIQUE}
+    tool = {"name": "f", "strict": True, "input_schema": UNIQUE_TOOL}
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        for asked, param in (
+            ({"output_config": {"format": format}}, "output_config.format"),
+            ({"tools": [tool]}, "tools"),
+        ):
+            with pytest.raises(anthropic.BadRequestError) as refused:
+                client.messages.create(**said, **asked)
+            assert refused.value.body["type"] == "error"
+            error = refused.value.body["error"]
+            assert error["type"] == "invalid_request_error"
+            assert error["message"].startswith(f"Invalid value for {param!r}: ")
+            assert "uniqueItems" in error["message"]

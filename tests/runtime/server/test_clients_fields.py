@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from support.runtime_server import ServerProcess, sse
+from support.runtime_server import sse
 
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
 SAY = [{"role": "user", "content": "hello world"}]
@@ -226,12 +225,6 @@ def test_server_info_says_what_kits_read(http: httpx.Client) -> None:
     info = http.get("/server_info").json()
     assert info["disable_radix_cache"] is False
     assert info["tokenizer_path"]
-
-
-@pytest.fixture(scope="module")
-def client(fake: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{fake.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 @pytest.mark.parametrize("prompt", ["<|im_start|>user\nhello<|im_end|> end", "hello 你好 🎉 world"])

@@ -31,6 +31,7 @@ BODIES: dict[str, tuple[str, Callable[[], dict[str, Any]], int]] = {
     "a million texts": (EMBEDDINGS, lambda: {"input": ["a"] * 1_000_000}, 400),
     "2,048 documents": (RERANK, lambda: rerank(documents=["a"] * 2048), 200),
     "400 documents in 2 kB": (RERANK, lambda: rerank(documents=["a"] * 400), 200),
+    "190 documents in 1 kB": (RERANK, lambda: rerank(documents=["a"] * 190), 200),
     "a document of 30 MB": (RERANK, lambda: rerank(documents=["Hello world, " * (30 * MB // 13)]), 400),
     "a query of 8 MB for 2,048 documents": (
         RERANK,

@@ -96,12 +96,6 @@ def server(model: Path) -> Iterator[ServerProcess]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 

@@ -7,7 +7,6 @@ import itertools
 import json
 import socket
 import threading
-from collections.abc import Iterator
 
 import httpx
 import openai
@@ -16,12 +15,6 @@ from support.fake_scheduler import Magic
 from support.runtime_server import ServerProcess, eventually, running, sse
 
 MESSAGES = [{"role": "user", "content": "hello world"}]
-
-
-@pytest.fixture(scope="module")
-def client(fake: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{fake.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def load(http: httpx.Client) -> int:

@@ -6,7 +6,6 @@ The scheduler has no model: it says what the last message says (`Magic.SPEAK`), 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,63 +13,27 @@ import httpx
 import openai
 import pytest
 from pydantic import BaseModel
-from support.fake_scheduler import Magic
 from support.openapi import Judge
-from support.runtime_server import ServerProcess, make_checkpoint, running, sse
-from tokenizers import AddedToken, Tokenizer
+from support.runtime_server import ServerProcess, running, sse
+from support.speaking import CALL, NOW, says
+from tokenizers import Tokenizer
 from treeline_wire.chat import ChatTemplate
 from treeline_wire.prompt import prompt_of_chat
 from treeline_wire.tokenizer import TokenizerBundle
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 CHAT = "/v1/chat/completions"
-# It says what the model is to say, and shows in which formats the model calls and thinks.
-TEMPLATE = (
-    "SPEAK{{ messages[-1].content }}<|endoftext|>"
-    "{% for message in messages %}{% for call in message.tool_calls or [] %}"
-    "{% if call.function.arguments is not mapping %}{{ raise_exception('no object') }}{% endif %}"
-    "<tool_call>{{ call.function | tojson }}{% endfor %}{% endfor %}"
-    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
-    "{% if enable_thinking %}<think>\n{% elif enable_thinking is defined %}<think>\n\n</think>\n\n{% endif %}"
-)
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "now"}},
 ]
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
-NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 THOUGHT = "<think>\nWhere is it?\n</think>\n\n"
 
 
 @pytest.fixture(scope="module")
-def speaks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose template makes the scheduler speak."""
-    folder = make_checkpoint(tmp_path_factory.mktemp("models") / "speaks")
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken("<tool_call>", special=True), AddedToken("</tool_call>", special=True)])
-    tokenizer.add_tokens(["</think>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["chat_template"] = TEMPLATE.replace("SPEAK", tokenizer.decode([Magic.SPEAK]))
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(speaks: Path) -> Iterator[ServerProcess]:
-    with running(speaks, "--no-events", fake=True, environment={"FAKE_TOKEN_S": "0.001"}) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-def says(text: str) -> list[Any]:
-    return [{"role": "user", "content": text}]
+def server(speaking: ServerProcess) -> ServerProcess:
+    return speaking
 
 
 def called(message: Any) -> list[Any]:

@@ -70,7 +70,6 @@ def test_neutral_values_and_inert_fields_are_accepted(http: httpx.Client, fields
         ("guided_whitespace_pattern", " ?"),
         ("audio", {"voice": "alloy"}),
         ("modalities", ["text", "audio"]),
-        ("prediction", {"type": "content", "content": "x"}),
         ("reasoning_effort", "high"),
         ("lora_path", "adapter"),
         ("priority", 5),

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from treeline_runtime.confined.frames import read_frame, send_frame
+from treeline_runtime.parent_end import end_with_parent
 
 READY = b"ready"
 
@@ -28,6 +29,9 @@ class ProcessLimits(msgspec.Struct, frozen=True):
     memory_bytes: int
     threads: bool = False
     """It may start threads."""
+    ends_with_thread: bool = False
+    """On Linux it is killed when the thread of the parent that started it ends, however that comes. Without this it
+    notices only between requests that the parent has gone."""
 
 
 def serve(answer: Callable[[bytearray], bytes]) -> None:
@@ -40,6 +44,8 @@ def serve(answer: Callable[[bytearray], bytes]) -> None:
     if first is None:
         return
     limits = msgspec.msgpack.decode(first, type=ProcessLimits)
+    if limits.ends_with_thread:
+        end_with_parent()
     _confine(limits)
     send_frame(sock, READY)
     while (frame := read_frame(sock)) is not None:

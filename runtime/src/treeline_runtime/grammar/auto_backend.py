@@ -49,6 +49,11 @@ class AutoBackend:
             except NotHereError:
                 raise unsupported from None
 
+    def compile_otherwise(self, grammar: Grammar) -> bytes:
+        if grammar.kind not in ("ebnf", "structural_tag") and self.compile(grammar)[:1] == _LLGUIDANCE:
+            return _XGRAMMAR + self._xgrammar.compile(grammar)
+        return _LLGUIDANCE + self._llguidance.compile(grammar)
+
     def load(self, compiled: bytes) -> Compiled:
         backend = self._llguidance if compiled[:1] == _LLGUIDANCE else self._xgrammar
         return backend.load(compiled[1:])

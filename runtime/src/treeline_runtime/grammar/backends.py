@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from treeline_runtime.config import ConfigError
 from treeline_runtime.grammar.backend import GrammarBackend
 from treeline_runtime.grammar.vocabulary import Vocabulary
 
@@ -12,9 +11,7 @@ NewBackend = Callable[[Vocabulary], GrammarBackend]
 
 
 def load_backend(name: str) -> NewBackend:
-    """Imports what the backend needs, which takes its time. Raises ConfigError for a name that there is not."""
-    if name not in BACKENDS:
-        raise ConfigError(f"unknown grammar backend {name!r}: use {', '.join(BACKENDS)}")
+    """Imports what the backend needs, which takes its time. `name` is one of `BACKENDS`, as the settings have it."""
     return BACKENDS[name]()
 
 

@@ -9,23 +9,31 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 
 from treeline_runtime.confined.child import ProcessLimits
+from treeline_runtime.confined.pool import ConfinedPool
 from treeline_runtime.confined.process import ConfinedProcess, Killed, Vanished
 from treeline_runtime.grammar.backend import Compiled, GrammarBackend, GrammarError
 from treeline_runtime.grammar.backends import load_backend
 from treeline_runtime.grammar.constraint import GrammarConstraint, GrammarFiller
+from treeline_runtime.grammar.trim import READING, Trimmer
 from treeline_runtime.grammar.vocabulary import Vocabulary
-from treeline_runtime.grammar.worker import Answer
+from treeline_runtime.grammar.worker import Answer, Order
 from treeline_runtime.messages import Grammar
 
 logger = logging.getLogger(__name__)
 
 _NICENESS = 10
 """Whoever computes tokens goes first."""
+_WARMING = (
+    Grammar("choice", '["a"]'),
+    Grammar("structural_tag", '{"type":"structural_tag","format":{"type":"const_string","value":"a"}}'),
+)
+"""Of each library that a backend may choose, one."""
 _ENTRY_BYTES = 3072
 """What a grammar takes of the cache besides its source and what it was compiled to, also where it was refused."""
 
@@ -55,13 +63,16 @@ class GrammarCompiler:
         vocabulary: Callable[[], Vocabulary],
         *,
         on_done: Callable[[], None],
+        prepare: Callable[[Vocabulary], object] = lambda _: None,
         limits: CompileLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """vocabulary: called once, by another thread, when the first grammar comes. on_done: `get` may have news."""
+        """vocabulary: called once, by another thread, when the first grammar comes or before (`warm`). on_done: `get`
+        may have news. prepare: what else must be there before the first grammar is; called once, by another thread."""
         self.limits = limits or CompileLimits()
         self._name = backend
         self._vocabulary = vocabulary
+        self._prepare = prepare
         self._on_done = on_done
         self._clock = clock
         self._known: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
@@ -70,34 +81,66 @@ class GrammarCompiler:
         """Of those that are done."""
         self._num_bytes = 0
         """Of them all: what is kept can be a hundred thousand refusals."""
-        self._tried: dict[Grammar, float] = {}
-        """When those that passed the limits did."""
+        self._tried: dict[Grammar, tuple[float, str]] = {}
+        """When those did that passed the limits, and how."""
+        self._outgrown: dict[Grammar, str] = {}
+        """Those of which an output came to a step that took too much work, and what was said of it."""
         self._done: deque[tuple[Grammar, Future[Compiled]]] = deque()
-        self._workers = _Workers(backend, self.limits)
+        self._workers = ConfinedPool(partial(_Worker, backend, self.limits))
         self._threads: ThreadPoolExecutor | None = None
+        self._queue: OrderedDict[Grammar, tuple[Future[Compiled], str]] = OrderedDict()
+        """Those that no thread has taken yet, and how an output outgrew them."""
         self._lock = threading.Lock()
+        """Of the queue."""
+        self._loading = threading.Lock()
         self._loaded: _Loaded | None = None
+        self._is_prepared = False
+        self._trimmer = Trimmer()
 
     def get(self, grammar: Grammar) -> Future[Compiled]:
         """What the grammar compiles to, or GrammarError, or GrammarBusyError. `after` does not matter."""
         if grammar.after:
             grammar = Grammar(grammar.kind, grammar.source)
         self._settle()
-        if self._clock() - self._tried.get(grammar, float("-inf")) >= self.limits.retry_seconds:
-            self._tried.pop(grammar, None)
-        else:
-            return _failed(self._too_much())
+        if grammar in self._tried:
+            when, reason = self._tried[grammar]
+            if self._clock() - when < self.limits.retry_seconds:
+                return _failed(GrammarError(reason))
+            del self._tried[grammar]
         known = self._known.get(grammar)
         if known is not None:
             self._known.move_to_end(grammar)
             return known
         if len(self._known) - len(self._sizes) >= self.limits.waiting:
             return _failed(GrammarBusyError("too many grammars are being compiled; try again later"))
+        future = self._known[grammar] = Future[Compiled]()
+        with self._lock:
+            self._queue[grammar] = future, self._outgrown.get(grammar, "")
+        self._pool().submit(self._next)
+        return future
+
+    def forget(self, grammar: Grammar) -> None:
+        """Nobody waits for it any more: where it is not being compiled, it will not be."""
+        grammar = Grammar(grammar.kind, grammar.source)
+        with self._lock:
+            queued = self._queue.pop(grammar, None)
+        if queued is not None:
+            queued[0].cancel()
+            del self._known[grammar]
+
+    def warm(self, may_hold: Callable[[], bool]) -> Future[None]:
+        """Do in the background what the first grammar would wait for.
+
+        may_hold: whether libraries may now make what they keep of a vocabulary, during which no other thread of this
+        process runs: 0.3 s each with 128 thousand tokens. What it forbids is left to the first grammar. Another thread
+        calls it.
+        """
+        return self._pool().submit(self._warm, may_hold)
+
+    def _pool(self) -> ThreadPoolExecutor:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self.limits.workers, thread_name_prefix="treeline grammars")
-        future = self._known[grammar] = self._threads.submit(self._compile, grammar)
-        future.add_done_callback(lambda done: self._tell(grammar, done))
-        return future
+        return self._threads
 
     def constraint(
         self, compiled: Compiled, *, stop_ids: Collection[int], after: str = "", min_tokens: int = 0
@@ -107,7 +150,7 @@ class GrammarCompiler:
         vocabulary = self._loaded.vocabulary
         ends = sorted(id for id in stop_ids if not vocabulary.texts[id])
         return GrammarConstraint(
-            compiled.matcher(ends),
+            compiled,
             self._loaded.filler,
             texts=self._loaded.marked,
             stop_ids=ends,
@@ -115,10 +158,34 @@ class GrammarCompiler:
             min_tokens=min_tokens,
         )
 
+    def outgrown(self, grammar: Grammar, compiled: Compiled, reason: str) -> None:
+        """A step of an output took too much work for what the grammar was compiled to. The next time it is compiled
+        otherwise, by another backend; where there is none, or its steps are too much as well, it is refused for a
+        while.
+
+        reason: for the client.
+        """
+        if grammar.after:
+            grammar = Grammar(grammar.kind, grammar.source)
+        self._settle()
+        known = self._known.get(grammar)
+        if grammar not in self._sizes or known is None or known.exception() or known.result() is not compiled:
+            return  # another output has said so
+        self._forget(grammar)
+        if self._outgrown.pop(grammar, ""):
+            self._refuse_for_a_while(grammar, reason)
+        else:
+            _put(self._outgrown, grammar, reason, self.limits.waiting)
+
     def close(self) -> None:
         """End the processes, whatever they do. Nothing may be asked for afterwards."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            left = [*self._queue.values()]
+            self._queue.clear()
+        for future, _ in left:
+            future.cancel()
         self._workers.close()
 
     @property
@@ -126,22 +193,17 @@ class GrammarCompiler:
         """What is kept, about."""
         return self._num_bytes
 
-    def _tell(self, grammar: Grammar, done: Future[Compiled]) -> None:
-        self._done.append((grammar, done))
-        self._on_done()
-
     def _settle(self) -> None:
         """Take the sizes of what has become ready, and forget what was not wanted for longest."""
         while self._done:
             grammar, future = self._done.popleft()
-            error = None if future.cancelled() else future.exception()
-            if future.cancelled() or (error is not None and not isinstance(error, GrammarError)):
+            error = future.exception()
+            if error is not None and not isinstance(error, GrammarError):
                 del self._known[grammar]  # a fault of ours, or of the machine: the next one tries again
             elif isinstance(error, _TooMuchError):
                 del self._known[grammar]
-                while len(self._tried) >= self.limits.waiting:
-                    del self._tried[next(iter(self._tried))]
-                self._tried[grammar] = self._clock()
+                self._outgrown.pop(grammar, None)
+                self._refuse_for_a_while(grammar, str(error))
             else:
                 size = 0
                 if error is None:
@@ -151,8 +213,17 @@ class GrammarCompiler:
                 self._sizes[grammar] = size + len(grammar.source) + _ENTRY_BYTES
                 self._num_bytes += self._sizes[grammar]
         for grammar in self._unwanted():
-            self._num_bytes -= self._sizes.pop(grammar)
-            del self._known[grammar]
+            self._forget(grammar)
+
+    def _forget(self, grammar: Grammar) -> None:
+        size = self._sizes.pop(grammar)
+        self._num_bytes -= size
+        del self._known[grammar]
+        if self._trimmer.let_go(size) and self._threads is not None:
+            self._threads.submit(self._trimmer.trim)
+
+    def _refuse_for_a_while(self, grammar: Grammar, reason: str) -> None:
+        _put(self._tried, grammar, (self._clock(), reason), self.limits.waiting)
 
     def _unwanted(self) -> list[Grammar]:
         """What the bound leaves no room for."""
@@ -167,20 +238,72 @@ class GrammarCompiler:
 
     # ---- in threads of the pool -----------------------------------------------------------------------------
 
-    def _compile(self, grammar: Grammar) -> Compiled:
+    def _next(self) -> None:
+        """Compile who has waited for longest; there may be nobody left."""
+        with self._lock:
+            if not self._queue:
+                return
+            grammar, (future, outgrown) = self._queue.popitem(last=False)
+        try:
+            future.set_result(self._compile(grammar, outgrown))
+        except BaseException as error:
+            future.set_exception(error)
+        self._done.append((grammar, future))
+        del future  # a fault's traceback would have it, and so the fault itself
+        self._on_done()
+
+    def _compile(self, grammar: Grammar, outgrown: str) -> Compiled:
         started = time.perf_counter()
         loaded = self._load()
         try:
-            answer = self._workers.ask(msgspec.msgpack.encode(grammar), loaded.encoded)
+            answer = self._ask(Order(grammar, bool(outgrown)), loaded)
         except Killed as error:
             logger.warning("compiling a grammar (%s) was stopped: it passed its limits (%s)", grammar.kind, error)
             raise self._too_much() from None
         kind, rest = answer[0], bytes(memoryview(answer)[1:])
+        if kind == Answer.REFUSED and outgrown:
+            raise _TooMuchError(outgrown)
         if kind == Answer.REFUSED:
             raise GrammarError(rest.decode(errors="replace"))
+        self._prepared(loaded)
         compiled = loaded.backend.load(rest)
+        del answer, rest
+        if self._trimmer.let_go(READING * compiled.num_bytes):
+            self._trimmer.trim()
         logger.info("compiled a grammar (%s) in %.0f ms", grammar.kind, 1000 * (time.perf_counter() - started))
         return compiled
+
+    def _ask(self, order: Order, loaded: _Loaded) -> bytearray:
+        """What a process answers, another one where somebody has killed the first."""
+        request = msgspec.msgpack.encode(order)
+        with contextlib.suppress(Vanished), self._workers.lend() as worker:
+            return worker.compile(request, loaded.encoded)
+        with self._workers.lend() as worker:
+            return worker.compile(request, loaded.encoded)
+
+    def _warm(self, may_hold: Callable[[], bool]) -> None:
+        started = time.perf_counter()
+        try:
+            loaded = self._load()
+            answers = [self._ask(Order(grammar), loaded) for grammar in _WARMING]
+        except (GrammarError, Killed, OSError) as error:
+            logger.info("grammars are not made ready: %s", error)
+            return
+        held = may_hold()
+        if held:
+            self._prepared(loaded)
+        for answer in answers:
+            held = held and may_hold()
+            if held and answer[0] == Answer.COMPILED:
+                loaded.backend.load(bytes(memoryview(answer)[1:]))
+        left = "" if held else "; while requests run, the rest waits for the first grammar"
+        logger.info("grammars are ready after %.1f s%s", time.perf_counter() - started, left)
+
+    def _prepared(self, loaded: _Loaded) -> None:
+        with self._loading:
+            if not self._is_prepared:
+                self._prepare(loaded.vocabulary)
+                self._is_prepared = True
 
     def _too_much(self) -> GrammarError:
         return _TooMuchError(
@@ -189,7 +312,7 @@ class GrammarCompiler:
         )
 
     def _load(self) -> _Loaded:
-        with self._lock:
+        with self._loading:
             if self._loaded is None:
                 vocabulary = self._vocabulary()
                 backend = load_backend(self._name)(vocabulary)
@@ -217,78 +340,35 @@ class _TooMuchError(GrammarError):
     pass
 
 
+def _put(kept: dict[Grammar, Any], grammar: Grammar, value: Any, most: int) -> None:
+    """What was put longest ago makes room."""
+    while len(kept) >= most:
+        del kept[next(iter(kept))]
+    kept[grammar] = value
+
+
 def _failed(error: Exception) -> Future[Compiled]:
     future = Future[Compiled]()
     future.set_exception(error)
     return future
 
 
-class _Workers:
-    """The processes. Threads may share them; each is asked by one at a time."""
+class _Worker(ConfinedProcess):
+    """Compiles by one backend, with the vocabulary that it is told before its first grammar. Raises OSError when it
+    cannot be started."""
 
     def __init__(self, backend: str, limits: CompileLimits) -> None:
-        self._backend = backend
-        self._limits = ProcessLimits(limits.seconds, limits.memory_bytes, threads=True)
-        self._idle: list[ConfinedProcess] = []
-        self._busy: set[ConfinedProcess] = set()
-        self._closed = False
-        self._lock = threading.Lock()
+        self._has_vocabulary = False
+        # the compiler's threads, of which one starts it, live as long as the compiler
+        confined = ProcessLimits(limits.seconds, limits.memory_bytes, threads=True, ends_with_thread=True)
+        super().__init__("treeline_runtime.grammar.worker", confined, backend, niceness=_NICENESS)
 
-    def ask(self, request: bytes, vocabulary: bytes) -> bytearray:
-        """Raises Killed where a limit was passed; OSError where no process can be started."""
-        with contextlib.suppress(Vanished):
-            return self._ask(request, vocabulary)
-        return self._ask(request, vocabulary)
-
-    def _ask(self, request: bytes, vocabulary: bytes) -> bytearray:
-        process = self._take(vocabulary)
-        try:
-            answer = process.ask(request)
-            if not answer:
-                raise Killed("it answered nonsense")
-        except BaseException:
-            self._drop(process)
-            raise
-        with self._lock:
-            self._busy.discard(process)
-            if not self._closed:
-                self._idle.append(process)
-                return answer
-        process.end()
+    def compile(self, grammar: bytes, vocabulary: bytes) -> bytearray:
+        """Raises `Killed` when no answer comes in time."""
+        if not self._has_vocabulary:
+            self.ask(vocabulary)
+            self._has_vocabulary = True
+        answer = self.ask(grammar)
+        if not answer:
+            raise Killed("it answered nonsense")
         return answer
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            idle, busy = [*self._idle], [*self._busy]
-            self._idle.clear()
-        for process in idle:
-            process.end()
-        for process in busy:
-            process.kill()  # whoever waits for it sees it end, and ends the rest
-
-    def _take(self, vocabulary: bytes) -> ConfinedProcess:
-        with self._lock:
-            while self._idle:
-                process = self._idle.pop()
-                if process.alive():
-                    self._busy.add(process)
-                    return process
-                process.end()
-        process = ConfinedProcess("treeline_runtime.grammar.worker", self._limits, self._backend, niceness=_NICENESS)
-        with self._lock:
-            self._busy.add(process)
-            closed = self._closed
-        try:
-            if closed:
-                raise OSError("the engine is closing")
-            process.ask(vocabulary)
-        except BaseException:
-            self._drop(process)
-            raise
-        return process
-
-    def _drop(self, process: ConfinedProcess) -> None:
-        with self._lock:
-            self._busy.discard(process)
-        process.end()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from treeline_runtime.grammar.backend import GrammarBackend, Matcher
+from treeline_runtime.grammar.backend import Compiled, GrammarBackend, Matcher
 
 
 class GrammarConstraint:
@@ -19,7 +19,7 @@ class GrammarConstraint:
 
     def __init__(
         self,
-        matcher: Matcher,
+        compiled: Compiled,
         filler: GrammarFiller,
         *,
         texts: Sequence[bytes],
@@ -29,7 +29,8 @@ class GrammarConstraint:
     ) -> None:
         """texts: of all tokens, special ones too. min_tokens: the output does not end before it has so many, if the
         grammar has anything else to say."""
-        self.matcher = matcher
+        self.compiled = compiled
+        self.matcher: Matcher = compiled.matcher(stop_ids)
         self.filler = filler
         self._texts = texts
         self.stop_ids = stop_ids
@@ -77,6 +78,11 @@ class GrammarConstraint:
             self.reversible -= count
             self._left += count
             self._ended = False
+
+    @property
+    def gave_up(self) -> str:
+        """Why nothing is allowed any more, where a step took too much work; "" where none did."""
+        return self.matcher.gave_up
 
     def forced(self) -> str:
         """The text that must come next, as far as it is certain."""

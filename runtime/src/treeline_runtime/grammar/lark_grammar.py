@@ -7,7 +7,8 @@ here is one character, and everything else is rules; the language stays the one 
 from __future__ import annotations
 
 from treeline_runtime.grammar.backend import GrammarError
-from treeline_runtime.grammar.patterns import Chars, as_regex, characters
+from treeline_runtime.grammar.character_sets import characters
+from treeline_runtime.grammar.patterns import Chars, as_regex
 from treeline_runtime.grammar.satisfiable import Kind, Rules
 
 

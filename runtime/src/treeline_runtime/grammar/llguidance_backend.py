@@ -9,12 +9,21 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from treeline_runtime.grammar.backend import FILL_THREADS, Compiled, GrammarError, Matcher, NotHereError, certain_text
+from treeline_runtime.grammar.backend import (
+    FILL_THREADS,
+    NO_OTHER_WAY,
+    Compiled,
+    GrammarError,
+    Matcher,
+    NotHereError,
+    certain_text,
+)
 from treeline_runtime.grammar.lark_grammar import as_lark
 from treeline_runtime.grammar.patterns import as_regex, whole
 from treeline_runtime.grammar.satisfiable import Rules, check_satisfiable
@@ -29,7 +38,7 @@ if TYPE_CHECKING:
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
+    "step_max_items": 8000,  # 40 ms where grammars are ambiguous, which grows faster than their number
     "max_items_in_row": 8192,  # each choice of a list is one
     "max_lexer_states": 50_000,
     "max_grammar_size": 500_000,
@@ -40,8 +49,12 @@ _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """Masks have all tokens that may come, also where the next text is certain: not one token of one tokenisation."""
 _TRIED_STEPS = 3
 """Behind the first."""
+_COPIED_CHARS = 65_536
+"""Of the longest grammar that has a matcher for each thread: reading it takes 10 ms then."""
 _STATE_BYTES = 100_000
 """What a matcher has grown to after some hundred tokens, about."""
+_MOST_FORCING = 32_768
+"""Characters of a grammar whose forced text is looked for, which takes up to a microsecond for each that is forced."""
 _BYTES_PER_CHAR = 64
 """What a matcher takes for each character of its grammar: measured 10 to 60 of patterns, choices and schemas."""
 
@@ -70,6 +83,9 @@ class LLGuidanceBackend:
         self._try_on(matcher, mask)
         return text.encode()
 
+    def compile_otherwise(self, grammar: Grammar) -> bytes:
+        raise GrammarError(NO_OTHER_WAY)
+
     def _try_on(self, matcher: Any, mask: bytes) -> None:
         """The next steps: one that is too much for us here would end every output. Raises NotHereError."""
         for _ in range(_TRIED_STEPS):
@@ -81,7 +97,9 @@ class LLGuidanceBackend:
                 raise NotHereError(_reason(matcher.get_error()))
 
     def load(self, compiled: bytes) -> Compiled:
-        return _Compiled(self._new(compiled.decode()), len(compiled))
+        text = compiled.decode()
+        copies = FILL_THREADS if len(text) <= _COPIED_CHARS else 1
+        return _Compiled([self._new(text) for _ in range(copies)], len(compiled))
 
     def fill(self, matchers: Sequence[Matcher], masks: torch.Tensor, rows: Sequence[int]) -> None:
         filled = self._masks(len(matchers))
@@ -143,23 +161,28 @@ class _Tokenizer:
 
 
 class _Compiled:
-    def __init__(self, fresh: Any, length: int) -> None:
-        self._fresh = fresh
-        self._length = length
+    def __init__(self, fresh: list[Any], length: int) -> None:
+        """fresh: matchers that have seen nothing. A copy shares its automaton, which one thread at a time works with:
+        with several of them, masks of one grammar are filled side by side."""
+        self._fresh = cycle(fresh)
+        self._num_bytes = (length * _BYTES_PER_CHAR + _STATE_BYTES) * len(fresh)
+        self._forces = length <= _MOST_FORCING
 
     @property
     def num_bytes(self) -> int:
-        return self._length * _BYTES_PER_CHAR + _STATE_BYTES
+        return self._num_bytes
 
     def matcher(self, stop_ids: Sequence[int]) -> Matcher:
-        return LLGuidanceMatcher(self._fresh.deep_copy(), tuple(stop_ids))
+        return LLGuidanceMatcher(next(self._fresh).deep_copy(), tuple(stop_ids), forces=self._forces)
 
 
 class LLGuidanceMatcher:
     """Implements `Matcher`. After a step that took too much it allows nothing."""
 
-    def __init__(self, handle: Any, stop_ids: tuple[int, ...]) -> None:
+    def __init__(self, handle: Any, stop_ids: tuple[int, ...], *, forces: bool) -> None:
+        """forces: whether forced text is looked for."""
         self.handle = handle
+        self._forces = forces
         self._stop_ids = stop_ids
         self._ended = False
 
@@ -191,13 +214,17 @@ class LLGuidanceMatcher:
             self.handle.rollback(count)
 
     def forced(self) -> str:
-        if not self.can_go_on:
+        if not self._forces or not self.can_go_on:
             return ""
         return certain_text(self.handle.compute_ff_bytes())
 
     @property
     def completed(self) -> bool:
         return not self.handle.is_error() and bool(self.handle.is_accepting())
+
+    @property
+    def gave_up(self) -> str:
+        return _reason(self.handle.get_error()) if self.handle.is_error() else ""
 
 
 def _llguidance(matcher: Matcher) -> LLGuidanceMatcher:

@@ -13,21 +13,15 @@ Where Python and ECMAScript differ, a text must match in both: `\\d`, `\\w` and 
 from __future__ import annotations
 
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
 from re import _constants as op  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
-from typing import Any
+from typing import Any, NamedTuple
 
-from treeline_runtime.grammar.backend import GrammarError
-
-Ranges = tuple[tuple[int, int], ...]
-"""Characters, as first and last of ascending ranges that do not touch; no surrogates."""
-
-_LAST = sys.maxunicode
+from treeline_runtime.grammar.backend import MAX_SHORTEST, GrammarError
+from treeline_runtime.grammar.character_sets import LAST, Ranges, all_but, category, characters, with_cases
 
 
 @dataclass(frozen=True)
@@ -72,10 +66,35 @@ def whole(pattern: str) -> Node:
 
 def within(pattern: str) -> Node:
     """The texts that have a match somewhere (`re.search`), as JSON Schema means it. Raises GrammarError."""
-    return _trim(_parse(pattern), Repeat(Chars(_but(())), 0, None))
+    return _trim(_parse(pattern), Repeat(Chars(all_but(())), 0, None))
 
 
 def _parse(pattern: str) -> Node:
+    node = _read(pattern)
+    if (length := shortest(node)) > MAX_SHORTEST:
+        raise GrammarError(
+            f"too long: the shortest text of the pattern {_short(pattern)} has {length} characters; "
+            f"{MAX_SHORTEST} are the most"
+        )
+    return node
+
+
+def shortest(node: Node) -> int:
+    """Characters of the shortest text."""
+    match node:
+        case Chars():
+            return 1
+        case Sequence(parts):
+            return sum(map(shortest, parts))
+        case Choice(parts):
+            return min(map(shortest, parts), default=0)
+        case Repeat(part, least, _):
+            return least * shortest(part) if least else 0
+        case Anchor():
+            return 0
+
+
+def _read(pattern: str) -> Node:
     pattern = re.sub(r"\\.|\(\?<(?![=!])", lambda m: "(?P<" if m[0] == "(?<" else m[0], pattern, flags=re.DOTALL)
     try:
         with warnings.catch_warnings():
@@ -113,9 +132,9 @@ class _Reader:
         if code is op.LITERAL:
             return Chars(_cased(((argument, argument),), flags))
         if code is op.NOT_LITERAL:
-            return Chars(_but(_cased(((argument, argument),), flags, outside=True)))
+            return Chars(all_but(_cased(((argument, argument),), flags, outside=True)))
         if code is op.ANY:
-            return Chars(_but(() if flags & re.DOTALL else ((10, 10),)))
+            return Chars(all_but(() if flags & re.DOTALL else ((10, 10),)))
         if code is op.IN:
             return self._set(argument, flags)
         if code is op.BRANCH:
@@ -148,7 +167,7 @@ class _Reader:
                     ranges += _cased((argument,), flags, outside=negated)
                 case op.CATEGORY:
                     ranges += _category(argument, outside=negated)
-        chars = _but(ranges) if negated else _union(ranges)
+        chars = characters(ranges, negated)
         if not chars:
             raise _RefusedError("a set without characters")
         return Chars(chars)
@@ -174,6 +193,7 @@ def _trim(node: Node, beyond: Node) -> Node:
 
 
 def _edge(node: Node, beyond: Node, start: bool) -> Node:
+    """The same without the anchors of one side, and with `beyond` where none closes it. Anchors elsewhere stay."""
     if not _has_anchor(node):
         if node == EMPTY or beyond is EMPTY:
             return node if beyond is EMPTY else beyond
@@ -209,62 +229,7 @@ def _has_anchor(node: Node) -> bool:
             return False
 
 
-# Characters
-
-
-def _union(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Without surrogates."""
-    merged: list[tuple[int, int]] = []
-    for first, last in sorted(_no_surrogates(ranges)):
-        if merged and first <= merged[-1][1] + 1:
-            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
-        else:
-            merged.append((first, last))
-    return tuple(_no_surrogates(merged))
-
-
-def _no_surrogates(ranges: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int]]:
-    for first, last in ranges:
-        if first < 0xD800:
-            yield first, min(last, 0xD7FF)
-        if last > 0xDFFF:
-            yield max(first, 0xE000), last
-
-
-def _but(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """All other characters."""
-    others, after = [], 0
-    for first, last in (*_union(ranges), (_LAST + 1, _LAST + 1)):
-        if first > after:
-            others.append((after, first - 1))
-        after = last + 1
-    return _union(others)
-
-
-def characters(ranges: Iterable[tuple[int, int]], negated: bool) -> Ranges:
-    """A class as it is written."""
-    return _but(ranges) if negated else _union(ranges)
-
-
-class EmptyError(Exception):
-    """Nothing is left."""
-
-
-def but(node: Node, characters: Ranges) -> Node:
-    """The texts that have none of the characters. Raises EmptyError where a set has no others."""
-    match node:
-        case Chars(ranges):
-            left = _but((*_but(ranges), *characters))
-            if not left:
-                raise EmptyError
-            return Chars(left)
-        case Sequence(parts):
-            return Sequence(tuple(but(part, characters) for part in parts))
-        case Choice(parts):
-            return Choice(tuple(but(part, characters) for part in parts))
-        case Repeat(part, least, most):
-            return Repeat(but(part, characters), least, most)
-    raise AssertionError(node)
+# ---- characters ---------------------------------------------------------------------------------------------------
 
 
 def _cased(ranges: Ranges, flags: int, outside: bool = False) -> Ranges:
@@ -273,24 +238,18 @@ def _cased(ranges: Ranges, flags: int, outside: bool = False) -> Ranges:
         return ranges
     if sum(last - first + 1 for first, last in ranges) > _MOST_CASED:
         raise _RefusedError("the flag i with a large set")
-    chars = [chr(code) for first, last in ranges for code in range(first, last + 1)]
-    found = {ord(c) for char in chars for c in (char, char.lower(), char.upper()) if len(c) == 1}
-    if outside:
-        found |= {ord(c) for char in chars for c in _SPECIAL_CASES.get(char.lower(), "")}
-    return tuple((code, code) for code in sorted(found))
+    return with_cases(ranges, wide=outside)
 
 
 _MOST_CASED = 4096
-_SPECIAL_CASES = {"k": "\u212a", "s": "\u017f", "i": "\u0130\u0131", "å": "\u212b", "µ": "\u039c\u03bc"}
 
 
-def _category(category: Any, outside: bool) -> Ranges:
+def _category(code: Any, outside: bool) -> Ranges:
     """outside: it is within a set that is negated, so that it must have all that any dialect counts in."""
-    name, negative = _CATEGORIES[category]
-    narrow, wide = _ASCII[name], _unicode(name)
+    name, negative = _CATEGORIES[code]
     if negative:
-        return _but(narrow if outside else wide)
-    return wide if outside else narrow
+        return all_but(category(name, wide=not outside))
+    return category(name, wide=outside)
 
 
 _CATEGORIES = {
@@ -301,50 +260,66 @@ _CATEGORIES = {
     op.CATEGORY_WORD: ("word", False),
     op.CATEGORY_NOT_WORD: ("word", True),
 }
-_ASCII: dict[str, Ranges] = {
-    "digit": ((48, 57),),
-    "space": ((9, 13), (32, 32)),
-    "word": ((48, 57), (65, 90), (95, 95), (97, 122)),
-}
-_UNICODE: dict[str, Callable[[str], bool]] = {
-    "digit": str.isdecimal,
-    "space": lambda char: char.isspace() or char == "\ufeff",
-    "word": lambda char: char.isalnum() or char == "_",
-}
 
 
-@cache
-def _unicode(name: str) -> Ranges:
-    return _union((code, code) for code in range(_LAST + 1) if _UNICODE[name](chr(code)))
+class EmptyError(Exception):
+    """Nothing is left."""
 
 
-# Writing
+def but(node: Node, unwanted: Ranges) -> Node:
+    """The texts that have none of these characters. Raises EmptyError where a set has no others."""
+    match node:
+        case Chars(ranges):
+            left = all_but((*all_but(ranges), *unwanted))
+            if not left:
+                raise EmptyError
+            return Chars(left)
+        case Sequence(parts):
+            return Sequence(tuple(but(part, unwanted) for part in parts))
+        case Choice(parts):
+            return Choice(tuple(but(part, unwanted) for part in parts))
+        case Repeat(part, least, most):
+            return Repeat(but(part, unwanted), least, most)
+    raise AssertionError(node)
+
+
+# ---- writing ------------------------------------------------------------------------------------------------------
+
+
+class _Notation(NamedTuple):
+    """How a node is written. `nothing`: where a text has to stand for the empty one."""
+
+    chars: Callable[[Ranges], str]
+    group: str
+    bar: str
+    space: str
+    nothing: str
 
 
 def as_regex(node: Node) -> str:
     """For Rust's `regex`, for `re`, and for xgrammar: its own parentheses are non-capturing groups."""
-    return _written(node, _regex_chars, "(?:{})", "|", "")
+    return _written(node, _REGEX)
 
 
 def as_ebnf(node: Node) -> str:
     """The right side of a rule of xgrammar's EBNF."""
-    return _written(node, _ebnf_chars, "({})", " | ", " ") or '""'
+    return _written(node, _EBNF) or _EBNF.nothing
 
 
-def _written(node: Node, chars: Callable[[Ranges], str], group: str, bar: str, space: str) -> str:
-    nothing = '""' if space else ""
+def _written(node: Node, how: _Notation) -> str:
+    """What is empty is no text, but as one of several choices."""
     match node:
         case Chars(ranges):
-            return chars(ranges)
+            return how.chars(ranges)
         case Sequence(parts):
-            texts = [_written(part, chars, group, bar, space) for part in parts]
-            inner = [group.format(t) if isinstance(p, Choice) else t for p, t in zip(parts, texts, strict=True)]
-            return space.join(text for text in inner if text)
+            texts = [_written(part, how) for part in parts]
+            inner = [how.group.format(t) if isinstance(p, Choice) else t for p, t in zip(parts, texts, strict=True)]
+            return how.space.join(text for text in inner if text)
         case Choice(parts):
-            return bar.join(_written(part, chars, group, bar, space) or nothing for part in parts)
+            return how.bar.join(_written(part, how) or how.nothing for part in parts)
         case Repeat(part, least, most):
-            text = _written(part, chars, group, bar, space)
-            return (text if isinstance(part, Chars) else group.format(text)) + _count(least, most) if text else ""
+            text = _written(part, how)
+            return (text if isinstance(part, Chars) else how.group.format(text)) + _count(least, most) if text else ""
     raise AssertionError(node)
 
 
@@ -364,20 +339,20 @@ def _count(least: int, most: int | None) -> str:
 def _regex_chars(ranges: Ranges) -> str:
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return _regex_char(ranges[0][0])
-    negated = ranges[-1][1] == _LAST
-    return _bracketed(_but(ranges) if negated else ranges, _regex_char, negated)
+    negated = ranges[-1][1] == LAST
+    return _bracketed(all_but(ranges) if negated else ranges, _regex_char, negated)
 
 
 def _ebnf_chars(ranges: Ranges) -> str:
-    negated = ranges[-1][1] == _LAST
-    return _bracketed(_but(ranges) if negated else ranges, lambda code: f"\\U{code:08X}", negated)
+    negated = ranges[-1][1] == LAST
+    return _bracketed(all_but(ranges) if negated else ranges, lambda code: f"\\U{code:08X}", negated)
 
 
 def _bracketed(ranges: Ranges, char: Callable[[int], str], negated: bool) -> str:
     if ranges and ranges[0][0] == ord("^"):  # not where it would negate, whatever becomes of the escape
         ranges = ((ranges[-1][1], ranges[-1][1]), *ranges)
     inner = "".join(char(first) if first == last else f"{char(first)}-{char(last)}" for first, last in ranges)
-    return f"[^{inner}]" if negated and inner else f"[{inner or f'{char(0)}-{char(_LAST)}'}]"
+    return f"[^{inner}]" if negated and inner else f"[{inner or f'{char(0)}-{char(LAST)}'}]"
 
 
 def _regex_char(code: int) -> str:
@@ -387,3 +362,7 @@ def _regex_char(code: int) -> str:
     if code < 32 or code == 127:
         return f"\\x{code:02x}"
     return char
+
+
+_REGEX = _Notation(_regex_chars, "(?:{})", "|", "", "")
+_EBNF = _Notation(_ebnf_chars, "({})", " | ", " ", '""')

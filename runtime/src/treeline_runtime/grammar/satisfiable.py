@@ -25,9 +25,7 @@ import re
 from collections.abc import Iterator
 from enum import IntEnum
 
-from treeline_runtime.grammar.backend import GrammarError
-
-MAX_SHORTEST = 65_536
+from treeline_runtime.grammar.backend import MAX_SHORTEST, GrammarError
 
 
 class Kind(IntEnum):

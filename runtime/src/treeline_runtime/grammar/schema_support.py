@@ -21,17 +21,9 @@ import json
 import math
 from typing import Any
 
-from treeline_runtime.grammar.json_schema import (
-    DEFINITIONS,
-    STRING,
-    Schema,
-    UnsupportedError,
-    read,
-    resolve,
-    simplify,
-    unsatisfiable,
-)
+from treeline_runtime.grammar.json_schema import DEFINITIONS, STRING, simplify
 from treeline_runtime.grammar.patterns import EmptyError, as_regex, but, whole
+from treeline_runtime.grammar.schema_document import Schema, UnsupportedError, read, resolve, unsatisfiable
 
 _AS_RULES = "(?:\u00e9){0}"
 """Nothing, with a character that is not ASCII: such patterns xgrammar 0.2.8 turns into rules, and others into automata,

@@ -1,6 +1,6 @@
 """The process that compiles grammars: `python -m treeline_runtime.grammar.worker BACKEND`.
 
-It is confined (`confined.child`). The first request is a `Vocabulary`, all others are `Grammar`s, in MessagePack; an
+It is confined (`confined.child`). The first request is a `Vocabulary`, all others are `Order`s, in MessagePack; an
 answer is one byte, an `Answer`, and what was compiled or why it was not.
 """
 
@@ -16,6 +16,13 @@ from treeline_runtime.grammar.backend import GrammarBackend, GrammarError
 from treeline_runtime.grammar.backends import load_backend
 from treeline_runtime.grammar.vocabulary import Vocabulary
 from treeline_runtime.messages import Grammar
+
+
+class Order(msgspec.Struct, frozen=True):
+    """otherwise: not as it was the last time (`GrammarBackend.compile_otherwise`)."""
+
+    grammar: Grammar
+    otherwise: bool = False
 
 
 class Answer(enum.IntEnum):
@@ -39,7 +46,7 @@ def _refused(reason: str) -> bytes:
 def main(name: str) -> None:
     """Serve requests from standard input until it ends."""
     new_backend = load_backend(name)
-    decode = msgspec.msgpack.Decoder(Grammar).decode
+    decode = msgspec.msgpack.Decoder(Order).decode
     backend: GrammarBackend | None = None
 
     def answer(frame: bytearray) -> bytes:
@@ -48,7 +55,9 @@ def main(name: str) -> None:
             backend = new_backend(msgspec.msgpack.decode(frame, type=Vocabulary))
             return bytes([Answer.COMPILED])
         try:
-            return bytes([Answer.COMPILED]) + backend.compile(decode(frame))
+            order = decode(frame)
+            compile = backend.compile_otherwise if order.otherwise else backend.compile
+            return bytes([Answer.COMPILED]) + compile(order.grammar)
         except GrammarError as error:
             return _refused(str(error))
         except _UNFORESEEN as error:

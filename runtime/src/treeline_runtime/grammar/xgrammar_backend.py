@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treeline_runtime.grammar.backend import FILL_THREADS, Compiled, GrammarError, Matcher, certain_text
+from treeline_runtime.grammar.backend import FILL_THREADS, NO_OTHER_WAY, Compiled, GrammarError, Matcher, certain_text
 from treeline_runtime.grammar.mended import mended
 from treeline_runtime.grammar.patterns import as_ebnf, whole
 from treeline_runtime.grammar.satisfiable import check_satisfiable
@@ -62,6 +62,9 @@ class XGrammarBackend:
                 raise MemoryError from None
             raise GrammarError(_reason(error)) from None
         return _MARKED[grammar.kind == "structural_tag"] + compiled.serialize_json().encode()
+
+    def compile_otherwise(self, grammar: Grammar) -> bytes:
+        raise GrammarError(NO_OTHER_WAY)
 
     def load(self, compiled: bytes) -> Compiled:
         info = self._info(compiled[:1] == _MARKED[True])
@@ -196,6 +199,10 @@ class XGrammarMatcher:
     @property
     def completed(self) -> bool:
         return not self.slow and bool(self.handle.is_completed())
+
+    @property
+    def gave_up(self) -> str:
+        return f"one took more than {1000 * _STEP_SECONDS:.0f} ms" if self.slow else ""
 
 
 def parse_ebnf(source: str) -> str:

@@ -111,6 +111,8 @@ class Streamed:
         self._arriving: dict[str, torch.Tensor] = {}
         self._missing: dict[str, int] = {}
         """Bytes of arriving tensors that are still to come."""
+        self._problems: dict[str, str] = {}
+        """Of tensors that could not be read: told to whoever asks for them, not for what was read beside them."""
         count = min(THREADS, os.cpu_count() or 1, max(pieces, 1))
         self._threads = [threading.Thread(target=self._work, name="weights", daemon=True) for _ in range(count)]
         for thread in self._threads:
@@ -126,6 +128,8 @@ class Streamed:
         with self._lock:
             self._next = name
         while self._missing.get(name) != 0:
+            if problem := self._problems.get(name):
+                raise ModelError(f"cannot read tensor {name} of {entry.path}: {problem}")
             self._upload(*self._read.get())
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
@@ -139,8 +143,9 @@ class Streamed:
 
     def _upload(self, piece: _Piece, buffer: _Buffer, problem: str | None) -> None:
         if problem is not None:
+            self._problems[piece.name] = problem
             self._free.put(buffer)
-            raise ModelError(f"cannot read tensor {piece.name} of {self._entries[piece.name].path}: {problem}")
+            return
         if piece.name not in self._arriving:
             size = self._entries[piece.name].size
             self._arriving[piece.name] = torch.empty(size, dtype=torch.uint8, device=self._device)

@@ -79,8 +79,7 @@ def new(reasoning: str | None, tools: str | None, functions: Collection[str] = (
     reasoning there, or have left it out. Raises ConfigError for a name of a parser that is not known.
     """
     schemas = functions if isinstance(functions, Mapping) else dict.fromkeys(functions)
-    thoughts = None if reasoning is None else REASONING.get(_known(reasoning))
-    calls = None if tools is None else TOOLS.get(_known(tools)).format
+    thoughts, calls = formats(reasoning, tools)
     parsers: list[OutputParser] = []
     if isinstance(thoughts, Harmony) or isinstance(calls, Harmony):  # which is both in one
         parsers.append(Reading(partial(HARMONY.steps, functions=schemas if calls is HARMONY else {}, prompt=prompt)))
@@ -93,14 +92,18 @@ def new(reasoning: str | None, tools: str | None, functions: Collection[str] = (
     return Without(parser, _STRAYS) if needs_special_tokens(reasoning, tools) else parser
 
 
-def needs_special_tokens(reasoning: str | None, tools: str | None) -> bool:
-    """Must an output's text have its special tokens (`skip_special_tokens: false`) for these formats to be found in
-    it? Then `STRAYS` are removed from what is told. Raises ConfigError for a name that is not known."""
-    formats = (
+def formats(reasoning: str | None, tools: str | None) -> tuple[Tags | Harmony | None, ToolFormat | None]:
+    """The formats of these names; None where none is looked for. Raises ConfigError for a name that is not known."""
+    return (
         None if reasoning is None else REASONING.get(_known(reasoning)),
         None if tools is None else TOOLS.get(_known(tools)).format,
     )
-    return any(format is not None and format.special for format in formats)
+
+
+def needs_special_tokens(reasoning: str | None, tools: str | None) -> bool:
+    """Must an output's text have its special tokens (`skip_special_tokens: false`) for these formats to be found in
+    it? Then `STRAYS` are removed from what is told. Raises ConfigError for a name that is not known."""
+    return any(format is not None and format.special for format in formats(reasoning, tools))
 
 
 def reasoning_end(reasoning: str | None, prompt: str, tools: str | None = None) -> str:

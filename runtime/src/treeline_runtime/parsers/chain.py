@@ -51,7 +51,12 @@ class Chained:
 
 
 class Without:
-    """A parser whose thoughts and answers are rid of special tokens that mean nothing to a reader."""
+    """A parser whose thoughts and answers are rid of the special tokens that end turns.
+
+    A server that takes out all special tokens (`server.special_tokens.Unmarked`) finds none of these any more. This one
+    is for answers that it leaves alone: to clients who want to see special tokens (`skip_special_tokens: false`), and
+    of tokenizers to which such a token is an ordinary one.
+    """
 
     def __init__(self, parser: OutputParser, strays: Markers) -> None:
         self._parser = parser

@@ -11,13 +11,12 @@ import re
 from collections.abc import Collection
 from typing import Final
 
-from treeline_runtime.parsers.source import BrokenError, OverError, Source, Steps
+from treeline_runtime.parsers.source import BrokenError, Source, Steps
 
 MAX_DEPTH: Final = 128
 """Of objects and lists within each other."""
 
 _PLAIN: Final = re.compile(r'[^"\\\x00-\x1f]*')
-_UNQUOTED: Final = re.compile(r'[^"\\]*')
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
 _SPACE_CHARS: Final = " \t\n\r"
 _DIGITS: Final = "0123456789"
@@ -184,19 +183,9 @@ def arguments(source: Source) -> Steps[None]:
 def string(source: Source) -> Steps[str]:
     """Read a JSON string, held → what it says."""
     yield from source.expect('"')
-    raw = ['"']
-    while raw[-1] != '"' or len(raw) == 1:
-        raw.append((yield from source.take(_UNQUOTED)))
-        char = yield from source.ahead()
-        if not char:
-            raise OverError
-        source.skip(1)
-        if char == "\\":
-            char += yield from source.ahead()
-            source.skip(1)
-        raw.append(char)
+    raw = yield from source.quoted('"')
     try:
-        text = json.loads("".join(raw), strict=False)
+        text = json.loads(f'"{raw}', strict=False)
     except ValueError:
         raise BrokenError from None
     assert isinstance(text, str)  # whatever begins with a quote

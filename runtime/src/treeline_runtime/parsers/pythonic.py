@@ -18,7 +18,6 @@ from treeline_runtime.parsers.tools import Functions, attempt, function_name
 
 _LIST: Final = markers("[", "<|python_start|>")
 _PLAIN: Final = re.compile(r"""[^\[\](){}"'\\,]*""")
-_WITHIN: Final = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
 _IDENTIFIER: Final = re.compile(r"\w*")
 _CLOSING: Final = {"[": "]", "(": ")", "{": "}"}
 
@@ -102,22 +101,8 @@ class Pythonic:
                 raise BrokenError
             source.skip(1)
             text.append(char)
-            if char in _WITHIN:
-                text.append((yield from self._string(source, char)))
-
-    def _string(self, source: Source, quote: str) -> Steps[str]:
-        text: list[str] = []
-        while not text or text[-1] != quote:
-            text.append((yield from source.take(_WITHIN[quote])))
-            char = yield from source.ahead()
-            if not char:
-                raise OverError
-            source.skip(1)
-            if char == "\\":
-                char += yield from source.ahead()
-                source.skip(1)
-            text.append(char)
-        return "".join(text)
+            if char in "'\"":
+                text.append((yield from source.quoted(char)))
 
 
 def as_json(value: str) -> str:

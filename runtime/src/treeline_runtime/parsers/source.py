@@ -135,6 +135,23 @@ class Source:
         """Skip white space."""
         yield from self.take(_SPACE)
 
+    def quoted(self, quote: str) -> Steps[str]:
+        """Read what is behind an opening `quote` (`"` or `'`), through the closing one → its text, with its escapes: a
+        backslash takes the next character along."""
+        read: list[str] = []
+        char = ""
+        while char != quote:
+            read.append((yield from self.take(_UNQUOTED[quote])))
+            char = yield from self.ahead()
+            if not char:
+                raise OverError
+            self.skip(1)
+            if char == "\\":
+                char += yield from self.ahead()
+                self.skip(1)
+            read.append(char)
+        return "".join(read)
+
     def flow(self, run: re.Pattern[str], tell: Callable[[str], None]) -> Steps[None]:
         """Tell all that follows of the characters of `run`, as it comes; nothing is held."""
         while (yield from self.ahead()):
@@ -253,3 +270,4 @@ def markers(*literals: str) -> Markers:
 _SPACE_CHARS: Final = " \t\n\r"
 _SPACE: Final = re.compile(f"[{_SPACE_CHARS}]*")
 _ANY: Final = re.compile(r".*", re.DOTALL)
+_UNQUOTED: Final = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}

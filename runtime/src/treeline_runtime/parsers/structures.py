@@ -17,6 +17,12 @@ import msgspec
 _MAX_WHITESPACE: Final = 32
 """In a row, between tokens of JSON: enough to indent, not to go on for ever."""
 
+_OBJECT: Final = '{"name": '
+_DEEPSEEK_CALL: Final = "<｜tool▁call▁begin｜>"
+
+MAX_REPEATED_CHARS: Final = 1 << 18
+"""Of what is said once for each function although it is of them all."""
+
 Format = dict[str, Any]
 """One of xgrammar's formats."""
 
@@ -80,7 +86,7 @@ def qwen_xml(functions: Sequence[Function], *, required: bool, parallel: bool) -
 def llama3(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
     """Objects as the whole output, or behind `<|python_tag|>`. Text does not begin with a brace: that is a call."""
     objects = [_tag(_object(f, "parameters"), f.arguments, "}") for f in functions]
-    calls = _some(objects, "; ", parallel=parallel)
+    calls = _some(objects, [_OBJECT], "; ", parallel=parallel)
     whole = _sequence({"type": "optional", "content": _const("<|python_tag|>")}, calls)
     if required:
         return whole
@@ -92,7 +98,7 @@ def llama3(functions: Sequence[Function], *, required: bool, parallel: bool) -> 
 def mistral(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
     """A list, or one name: a model writes what it was taught."""
     objects = [_tag(_object(f, "arguments"), f.arguments, "}") for f in functions]
-    calls = [_tag("[TOOL_CALLS] [", _some(objects, ", ", parallel=parallel), "]")]
+    calls = [_tag("[TOOL_CALLS] [", _some(objects, [_OBJECT], ", ", parallel=parallel), "]")]
     id = {"type": "regex", "pattern": "[a-zA-Z0-9]{9}"}
     for f in functions:
         calls.append(_tag(f"[TOOL_CALLS]{f.name}[ARGS]", f.arguments, ""))
@@ -106,18 +112,18 @@ def deepseek_v3(functions: Sequence[Function], *, required: bool, parallel: bool
         _tag(f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{f.name}\n```json\n", f.arguments, "\n```<｜tool▁call▁end｜>")
         for f in functions
     ]
-    return _deepseek(_some(tags, "\n", parallel=parallel), required=required)
+    return _deepseek(_some(tags, [_DEEPSEEK_CALL], "\n", parallel=parallel), required=required)
 
 
 def deepseek_v31(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
     """A list of calls, without fences."""
     tags = [_tag(f"<｜tool▁call▁begin｜>{f.name}<｜tool▁sep｜>", f.arguments, "<｜tool▁call▁end｜>") for f in functions]
-    return _deepseek(_some(tags, "", parallel=parallel), required=required)
+    return _deepseek(_some(tags, [_DEEPSEEK_CALL], "", parallel=parallel), required=required)
 
 
 def _deepseek(calls: Format, *, required: bool) -> Format:
     listed = _tag("<｜tool▁calls▁begin｜>", calls, "<｜tool▁calls▁end｜>")
-    excludes = ["<｜tool▁call▁begin｜>"]
+    excludes = [_DEEPSEEK_CALL]
     return _marked([listed], "<｜tool▁calls▁begin｜>", "", excludes, required=required, parallel=False)
 
 
@@ -138,7 +144,9 @@ def harmony(functions: Sequence[Function], *, required: bool, parallel: bool) ->
             f" to=functions.{f.name}<|channel|>commentary <|constrain|>json<|message|>",
         )
     ]
-    last = [_sequence(_some(calls, "<|call|><|start|>assistant", parallel=parallel), _maybe("<|call|>"))]
+    triggers = ["<|channel|>commentary to=functions.", " to=functions."]
+    some = _some(calls, triggers, "<|call|><|start|>assistant", parallel=parallel)
+    last = [_sequence(some, _maybe("<|call|>"))]
     if not required:
         last.append(_sequence(_const("<|channel|>final<|message|>"), text, _maybe("<|return|>")))
     messages = {"type": "star", "content": {"type": "or", "elements": before}}
@@ -146,13 +154,21 @@ def harmony(functions: Sequence[Function], *, required: bool, parallel: bool) ->
 
 
 def pythonic(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
-    """A list of calls, whose values are JSON. What a schema says of single properties holds, and which are required."""
+    """A list of calls, whose values are JSON. What a schema says of single properties holds, and which are required.
+
+    In free text a list is known by its first call, and each of those that it may be needs all the others behind it:
+    where that would take too much, lists have one call each, of which there may be several.
+    """
     keywords = {f.name: _keywords(f.schema) for f in functions}
-    further = _some([_tag(f"{name}(", values, ")") for name, values in keywords.items()], ", ", parallel=True)
-    more = [{"type": "optional", "content": _sequence(_const(", "), further)}] if parallel else []
-    lists = [_tag(f"[{name}(", _sequence(values, _const(")"), *more), "]") for name, values in keywords.items()]
+    calls = [_tag(f"{name}(", values, ")") for name, values in keywords.items()]
+    names = [call["begin"] for call in calls]
     if required:
-        return {"type": "or", "elements": lists}
+        return _tag("[", _some(calls, names, ", ", parallel=parallel), "]")
+    further = _some(calls, names, ", ", parallel=True)
+    more: list[Format] = []
+    if parallel and len(calls) * len(json.dumps(further)) <= MAX_REPEATED_CHARS:
+        more = [{"type": "optional", "content": _sequence(_const(", "), further)}]
+    lists = [_tag(f"[{name}(", _sequence(values, _const(")"), *more), "]") for name, values in keywords.items()]
     return {
         "type": "triggered_tags",
         "triggers": [tag["begin"] for tag in lists],
@@ -194,7 +210,7 @@ def _marked(
 ) -> Format:
     """Calls that begin with a marker; free text holds none of `excludes`, which a parser would take for calls too."""
     if required:
-        return _some(calls, separator, parallel=parallel)
+        return _some(calls, [trigger], separator, parallel=parallel)
     return {
         "type": "triggered_tags",
         "triggers": [trigger],
@@ -204,20 +220,20 @@ def _marked(
     }
 
 
-def _some(tags: list[Format], separator: str, *, parallel: bool) -> Format:
-    """At least one of them."""
-    return {
-        "type": "tags_with_separator",
-        "tags": tags,
-        "separator": separator,
-        "at_least_one": True,
-        "stop_after_first": not parallel,
-    }
+def _some(tags: list[Format], triggers: list[str], separator: str, *, parallel: bool) -> Format:
+    """At least one of them. `triggers`: what they begin with, each with one of these.
+
+    Said as tags behind a trigger xgrammar compiles them in a time that grows with their number; as a choice of texts,
+    with its square: it has a mask for each place in each, and 300 took seconds and 130 MB.
+    """
+    one = {"type": "triggered_tags", "triggers": triggers, "tags": tags, "at_least_one": True, "stop_after_first": True}
+    further = {"type": "star", "content": _sequence(_const(separator), one)}
+    return _sequence(one, further) if parallel else one
 
 
 def _object(function: Function, key: str) -> str:
     """A call object up to its arguments."""
-    return f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{key}": '
+    return f'{_OBJECT}{json.dumps(function.name, ensure_ascii=False)}, "{key}": '
 
 
 def _of_objects(schema: dict[str, Any]) -> dict[str, Any]:

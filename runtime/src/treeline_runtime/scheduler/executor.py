@@ -33,6 +33,7 @@ from treeline_runtime.sampling import Masks, Row, mask_words, needs_history, nee
 from treeline_runtime.sampling.logprobs import ROWS_AT_ONCE, Logprobs
 from treeline_runtime.scheduler.forward import DecodeInputs, Forward, Tokens
 from treeline_runtime.scheduler.graphs import DecodeGraphs
+from treeline_runtime.scheduler.memory import bytes_per_token
 from treeline_runtime.scheduler.pooled import Pooled
 from treeline_runtime.scheduler.prompt_graphs import PromptGraphs
 from treeline_runtime.scheduler.table import TableManager
@@ -58,6 +59,8 @@ class Sampled:
     failed: str | None = None
 
 
+_READ_AGAIN_BYTES = 4 << 30
+"""Of keys and values: read in a millisecond, in half the time in which the host launches a step of prompts."""
 NOT_FINITE = "the model computed NaN or infinity"
 NOTHING_ALLOWED = (
     "no token is allowed: the request's constraint or logit processor, its logit_bias and min_tokens leave none, or "
@@ -196,6 +199,7 @@ class Executor:
         self._table = table
         self._device = device
         self._masks = Masks(shape.vocab_size, device)
+        self._token_bytes = bytes_per_token(shape, kv_dtype or dtype)
         with self._on_device():
             self.pool = KVPool(
                 num_layers=shape.num_layers,
@@ -228,11 +232,8 @@ class Executor:
 
     def _launch(self, batch: Batch) -> Launched:
         wants_hidden = any(req.return_hidden_states for req in batch.reqs)  # which graphs do not keep
-        one_each = batch.phase is Phase.DECODE and batch.num_tokens == len(batch.reqs)
-        if one_each and len(batch.reqs) <= self._graphs.largest and not wants_hidden:
-            inputs = DecodeInputs.of(batch.reqs, batch.starts)
-            logits, tokens, kv_finite = self._graphs.replay(inputs, batch.ends)
-            return self._finish(batch, list(range(len(batch.reqs))), logits, tokens, kv_finite, [])
+        if batch.phase is Phase.DECODE and not wants_hidden and self._is_graph(batch):
+            return self._replay(batch)
         on_host = self._table.on_host([req.row for req in batch.reqs])
         rows = np.array(on_host.rows, dtype=np.int64)
         positions = [np.arange(start, end) for start, end in zip(batch.starts, batch.ends, strict=True)]
@@ -247,7 +248,7 @@ class Executor:
             return launched
         input_logprobs = self._input_logprobs(batch, hidden)
         hidden_states = _hidden_states(batch, hidden) if wants_hidden else []
-        sampling = [i for i, samples in enumerate(batch.samples) if samples]
+        sampling = batch.sampling
         if not sampling:
             launched = Launched(batch, sampling)
             launched.read_back(kv_finite)
@@ -255,13 +256,30 @@ class Executor:
             launched.hidden_states = hidden_states
             return launched
         if len(sampling) < hidden.shape[0]:
-            lasts = [n - 1 for n in accumulate(batch.q_lens)]
-            hidden = hidden[upload(np.array([lasts[i] for i in sampling]), self._device)]
+            hidden = hidden[upload(np.array(batch.lasts), self._device)]
         inputs = DecodeInputs.of([batch.reqs[i] for i in sampling], [batch.ends[i] - 1 for i in sampling])
         logits, tokens = self._forward.choose(hidden, inputs.on(self._device))
         launched = self._finish(batch, sampling, logits, tokens, kv_finite, input_logprobs)
         launched.hidden_states = hidden_states
         return launched
+
+    def _is_graph(self, batch: Batch) -> bool:
+        """Whether a step of decoding replays a graph, in which every token is a sequence of its own. What came before
+        it is read for each, so a long jump in a long sequence is faster computed as a prompt is."""
+        if batch.num_tokens > self._graphs.largest or not any(batch.samples):
+            return False
+        again = sum((n - 1) * end for n, end in zip(batch.q_lens, batch.ends, strict=True))
+        return again * self._token_bytes <= _READ_AGAIN_BYTES
+
+    def _replay(self, batch: Batch) -> Launched:
+        if all(batch.samples) and batch.num_tokens == len(batch.reqs):
+            inputs = DecodeInputs.of(batch.reqs, batch.starts)
+            return self._finish(batch, list(range(len(batch.reqs))), *self._graphs.replay(inputs, batch.ends), [])
+        inputs = DecodeInputs.spread(batch, self._table.scratch_row)
+        logits, tokens, kv_finite = self._graphs.replay(inputs, [at + 1 for at in inputs.positions])
+        lasts = upload(np.array(batch.lasts), self._device)
+        chosen = Tokens(tokens.ids[lasts], tokens.finite[lasts])
+        return self._finish(batch, batch.sampling, logits[lasts], chosen, kv_finite, [])
 
     def warm_up(self, lengths: list[int]) -> None:
         """Compute prompts of these lengths for nobody, so that the first request does not pay for what is done once:
@@ -279,7 +297,8 @@ class Executor:
             Readback(self._model.pooler.select(hidden, [0], [length], [True])).get()
             return
         no_keys = np.zeros((1, 2), dtype=np.int32)
-        inputs = DecodeInputs([self._table.scratch_row], [length - 1], [1.0], no_keys)
+        nobody = [self._table.scratch_row]
+        inputs = DecodeInputs(nobody, [length - 1], nobody, [1.0], no_keys)
         logits, tokens = self._forward.choose(hidden[-1:], inputs.on(self._device))
         masks = torch.zeros(1, mask_words(logits.shape[1]), dtype=torch.int32, device=self._device)
         self._model.ops.forbid(logits.float(), masks)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from treeline_runtime.attention import AttentionBackend
-from treeline_runtime.core import Context, Req
+from treeline_runtime.core import Batch, Context, Req
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.ops import Tables
 from treeline_runtime.sampling import needs_more
@@ -27,28 +27,36 @@ class Tokens(NamedTuple):
     finite: torch.Tensor
 
 
+PACKED = 6
+"""Numbers of a token in `DecodeInputs.packed`."""
+
+
 class OnDevice(NamedTuple):
-    """Each sequence's row of the table and position of its last token, its temperature (0 = greedy) and random key."""
+    """Each token's row of the table and position, the row that what follows it is written to, its temperature (0 =
+    greedy) and random key."""
 
     rows: torch.Tensor
     positions: torch.Tensor
+    targets: torch.Tensor
     temperatures: torch.Tensor
     keys: torch.Tensor
 
     @classmethod
     def of(cls, packed: torch.Tensor) -> OnDevice:
         """Views of `DecodeInputs.packed`."""
-        n = len(packed) // 5
-        rows, positions, temperatures, keys = packed.split((n, n, n, 2 * n))
-        return cls(rows, positions, temperatures.view(torch.float32), keys.view(n, 2))
+        n = len(packed) // PACKED
+        rows, positions, targets, temperatures, keys = packed.split((n, n, n, n, 2 * n))
+        return cls(rows, positions, targets, temperatures.view(torch.float32), keys.view(n, 2))
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """What is uploaded in one copy, for sequences that sample a token each."""
+    """What is uploaded in one copy, for tokens that a token is sampled after; where what follows is known, as it is
+    after a jump, `targets` is nobody's row."""
 
     rows: list[int]
     positions: list[int]
+    targets: list[int]
     temperatures: list[float]
     keys: npt.NDArray[np.int32]
 
@@ -63,17 +71,35 @@ class DecodeInputs:
             keys = row_keys([req.seed for req in reqs], indices)
         else:  # nobody draws
             keys = np.zeros((len(reqs), 2), dtype=np.int32)
-        return cls([req.row for req in reqs], positions, temperatures, keys)
+        rows = [req.row for req in reqs]
+        return cls(rows, positions, rows, temperatures, keys)
+
+    @classmethod
+    def spread(cls, batch: Batch, scratch_row: int) -> DecodeInputs:
+        """Of a batch in which some requests have several tokens: only the last ones of those who sample are followed
+        by a token that is kept."""
+        sampling, lasts = batch.sampling, batch.lasts
+        those = cls.of([batch.reqs[i] for i in sampling], [batch.ends[i] - 1 for i in sampling])
+        rows = np.repeat([req.row for req in batch.reqs], batch.q_lens).tolist()
+        positions = [at for start, end in zip(batch.starts, batch.ends, strict=True) for at in range(start, end)]
+        targets, temperatures = [scratch_row] * len(rows), [0.0] * len(rows)
+        keys = np.zeros((len(rows), 2), dtype=np.int32)
+        keys[lasts] = those.keys
+        for at, row, temperature in zip(lasts, those.rows, those.temperatures, strict=True):
+            targets[at], temperatures[at] = row, temperature
+        return cls(rows, positions, targets, temperatures, keys)
 
     def packed(self, size: int, row: int) -> npt.NDArray[np.int32]:
-        """(5 x size,), filled up with greedy sequences of one token in `row`."""
+        """(PACKED x size,), filled up with greedy sequences of one token in `row`."""
         n = len(self.rows)
-        out = np.zeros(5 * size, dtype=np.int32)
+        out = np.zeros(PACKED * size, dtype=np.int32)
         out[:n] = self.rows
         out[n:size] = row
         out[size : size + n] = self.positions
-        out[2 * size : 2 * size + n] = np.array(self.temperatures, dtype=np.float32).view(np.int32)
-        out[3 * size : 3 * size + 2 * n] = self.keys.reshape(-1)
+        out[2 * size : 2 * size + n] = self.targets
+        out[2 * size + n : 3 * size] = row
+        out[3 * size : 3 * size + n] = np.array(self.temperatures, dtype=np.float32).view(np.int32)
+        out[4 * size : 4 * size + 2 * n] = self.keys.reshape(-1)
         return out
 
     def on(self, device: torch.device) -> OnDevice:
@@ -115,7 +141,7 @@ class Forward:
         """hidden (rows, hidden) → logits (rows, vocabulary), in `out` if given; tokens, which are in the table too."""
         logits = self._model.logits(hidden, out)
         tokens = Tokens(*self._model.ops.choose(logits, inputs.temperatures, inputs.keys))
-        self._model.ops.put(tokens.ids, self._table.token_pool[:, 1:], inputs.rows, inputs.positions)
+        self._model.ops.put(tokens.ids, self._table.token_pool[:, 1:], inputs.targets, inputs.positions)
         return logits, tokens
 
     def decode(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -12,43 +13,75 @@ from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Req
 from treeline_runtime.grammar.backend import Compiled, GrammarError
 from treeline_runtime.grammar.compiler import GrammarBusyError, GrammarCompiler
+from treeline_runtime.grammar.constraint import GrammarConstraint
 from treeline_runtime.grammar.jump_forward import JumpForward, jump_forward
 from treeline_runtime.grammar.vocabulary import Vocabulary
+from treeline_runtime.grammar.vocabulary_process import read_vocabulary
 from treeline_runtime.messages import FinishReason
 from treeline_runtime.models.config import ModelConfig
+
+_SMALL_VOCABULARY = 32_768
+"""Tokens: so few are read sooner than a process starts."""
 
 
 class Grammars:
     """Owns the requests that wait here. They hold no memory of the engine."""
 
-    def __init__(self, config: SchedulerConfig, model: ModelConfig, wake: Callable[[], None], *, jumps: bool) -> None:
+    def __init__(
+        self, config: SchedulerConfig, model: ModelConfig, wake: Callable[[], None], *, jumps: bool, used: bool = True
+    ) -> None:
         """wake: called by other threads when `take_ready` has something. jumps: whether what is forced is not sampled.
-        Raises ConfigError."""
+        used: whether outputs are text. Raises ConfigError."""
+        is_small = model.vocab_size <= _SMALL_VOCABULARY
+        self._warms = used and not is_small
         self.jump_forward: JumpForward | None = None
         """There once the first grammar is compiled; None where nothing jumps."""
 
+        def bundle() -> TokenizerBundle:
+            return TokenizerBundle.from_dir(Path(config.model))
+
         def vocabulary() -> Vocabulary:
             try:
-                bundle = TokenizerBundle.from_dir(Path(config.model))
-                vocabulary = Vocabulary.of(bundle, model.vocab_size, model.eos_token_ids)
-                self.jump_forward = jump_forward(bundle, vocabulary) if jumps else None
-                return vocabulary
+                read = Vocabulary.of if is_small else read_vocabulary
+                return read(bundle(), model.vocab_size, model.eos_token_ids)
             except BundleError as error:
                 raise GrammarError(f"this server cannot follow grammars: {error}") from None
 
-        self._compiler = GrammarCompiler(config.grammar_backend, vocabulary, on_done=wake)
+        def prepare(vocabulary: Vocabulary) -> None:
+            self.jump_forward = jump_forward(bundle(), vocabulary) if jumps else None
+
+        self._compiler = GrammarCompiler(config.grammar_backend, vocabulary, on_done=wake, prepare=prepare)
         self.waiting: dict[str, tuple[Req, Future[Compiled]]] = {}
+        self._wanted: Counter[Future[Compiled]] = Counter()
+        """How many wait for each."""
+
+    def warm(self, is_idle: Callable[[], bool]) -> None:
+        """Make ready, in the background, what the first grammar needs, if that takes long. is_idle: nobody would notice
+        a pause; called by another thread."""
+        if self._warms:
+            self._compiler.warm(is_idle)
 
     def enter(self, req: Req) -> bool:
         """→ whether the request waits here now: it has a grammar. `take_ready` gives it back, perhaps at once."""
         if req.sampling.grammar is None:
             return False
-        self.waiting[req.rid] = req, self._compiler.get(req.sampling.grammar)
+        future = self._compiler.get(req.sampling.grammar)
+        self.waiting[req.rid] = req, future
+        self._wanted[future] += 1
         return True
 
+    def ahead(self, req: Req) -> int:
+        """So many wait here, where this one would have to wait, too."""
+        return len(self.waiting) if req.sampling.grammar is not None and req.constraint is None else 0
+
     def leave(self, req: Req) -> None:
-        """It waits no longer, if it did."""
-        self.waiting.pop(req.rid, None)
+        """It waits no longer, if it did. What nobody waits for any more is not compiled, unless that has begun."""
+        if req.rid not in self.waiting:
+            return
+        future = self._take(req)
+        if future not in self._wanted:
+            assert req.sampling.grammar is not None
+            self._compiler.forget(req.sampling.grammar)
 
     def find(self, rid: str) -> Req | None:
         return self.waiting[rid][0] if rid in self.waiting else None
@@ -59,11 +92,28 @@ class Grammars:
     def take_ready(self) -> list[tuple[Req, FinishReason | None]]:
         """Requests that have their constraint now, or why they never will; in the order in which they came."""
         done = [req for req, future in self.waiting.values() if future.done()]
-        return [(req, self._constrain(req, self.waiting.pop(req.rid)[1])) for req in done]
+        return [(req, self._constrain(req, self._take(req))) for req in done]
+
+    def fault(self, req: Req, message: str) -> FinishReason:
+        """Of a request that cannot go on. Where its grammar takes too much work for another token, that is the client's
+        to mend, and the next one gets what `GrammarCompiler.outgrown` decides; else it is ours, as `message` says."""
+        grammar, constraint = req.sampling.grammar, req.constraint
+        if grammar is None or not isinstance(constraint, GrammarConstraint) or not (why := constraint.gave_up):
+            return FinishReason("error", message=message, status=500)
+        message = f"a token of this grammar takes too much work after some outputs ({why}): make it simpler"
+        self._compiler.outgrown(grammar, constraint.compiled, message)
+        return FinishReason("error", message=message, status=400)
 
     def close(self) -> None:
         """End whatever is still being compiled."""
         self._compiler.close()
+
+    def _take(self, req: Req) -> Future[Compiled]:
+        future = self.waiting.pop(req.rid)[1]
+        self._wanted[future] -= 1
+        if not self._wanted[future]:
+            del self._wanted[future]
+        return future
 
     def _constrain(self, req: Req, future: Future[Compiled]) -> FinishReason | None:
         grammar = req.sampling.grammar
@@ -81,7 +131,7 @@ class Grammars:
         except Exception as fault:
             error = fault
         if isinstance(error, GrammarError):
-            return FinishReason("error", message=str(error), status=400)
+            return FinishReason("error", message=str(error), status=400, param=req.sampling.grammar_param)
         if isinstance(error, GrammarBusyError):
             return FinishReason("error", message=str(error), status=503)
         return FinishReason("error", message=f"internal error: {error!r}", status=500)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from treeline_runtime.attention import AttentionBackend, Layout
-from treeline_runtime.scheduler.forward import DecodeInputs, Forward, OnDevice, Tokens
+from treeline_runtime.scheduler.forward import PACKED, DecodeInputs, Forward, OnDevice, Tokens
 from treeline_runtime.scheduler.table import TableManager
 from treeline_runtime.transfer import pinned
 
@@ -35,7 +35,7 @@ def sizes_up_to(largest: int) -> list[int]:
 class _Captured:
     graph: torch.cuda.CUDAGraph
     packed: torch.Tensor
-    """(5 x size,) int32: of `DecodeInputs`."""
+    """(PACKED x size,) int32: of `DecodeInputs`."""
     buffers: Any
     """The attention backend's."""
     outputs: tuple[torch.Tensor, Tokens, torch.Tensor]
@@ -63,7 +63,7 @@ class DecodeGraphs:
         pool: Any = None
         logits = self._forward.empty_logits(sizes[-1])
         for size in reversed(sizes):
-            packed = torch.from_numpy(DecodeInputs([], [], [], _NO_KEYS).packed(size, self._table.scratch_row))
+            packed = torch.from_numpy(DecodeInputs([], [], [], [], _NO_KEYS).packed(size, self._table.scratch_row))
             inputs = packed.to(self._device)
             buffers = self._attention.capture_buffers(size)
             if buffers is None:
@@ -92,7 +92,7 @@ class DecodeGraphs:
         """`Forward.decode` of at most `largest` sequences. The result is overwritten by the next replay."""
         n = len(ends)
         captured = self._captured[self._size_for[n]]
-        size = len(captured.packed) // 5
+        size = len(captured.packed) // PACKED
         packed = pinned(inputs.packed(size, self._table.scratch_row), self._device)
         captured.packed.copy_(packed, non_blocking=True)
         self._plan(size, inputs.rows, ends, captured.packed, captured.buffers)

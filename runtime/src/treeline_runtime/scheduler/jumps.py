@@ -9,6 +9,7 @@ which on a device happens behind the launched batch. Pages in the tree are never
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 from treeline_runtime.core import Req
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 CHARS_PER_TOKEN = 64
 """Forced text that makes no jump, a single long word say, is looked at again after a token for so many characters of
 it: looking takes as long as it is."""
+MOST_SECONDS = 0.02
+"""What it may take to look for a jump; whose takes longer jumps no more."""
 
 
 class Jumps:
@@ -50,14 +53,17 @@ class Jumps:
         if req.return_logprob or req.return_hidden_states or req.processor is not None:
             return None
         fixed = max(req.prompt_len, req.tree_len, len(req.tokens) - constraint.reversible)
+        began = time.thread_time()
         try:
             forced = constraint.forced()
             jump = forward.jump(req.tokens, fixed, forced)
         except Exception:
             logger.exception("a jump failed: the request goes on without")
             return None
+        if time.thread_time() - began > MOST_SECONDS:
+            req.jumps_from = req.max_new_tokens  # all others have waited
         if jump is None:
-            req.jumps_from = req.output_len + len(forced) // CHARS_PER_TOKEN
+            req.jumps_from = max(req.jumps_from, req.output_len + len(forced) // CHARS_PER_TOKEN)
             return None
         if jump.gain < self._least_gain or not req.stop_ids.isdisjoint(jump.append):
             return None

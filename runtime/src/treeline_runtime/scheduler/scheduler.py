@@ -96,7 +96,7 @@ class Scheduler:
         self.draining = False
         self._pooler = model.pooler
         pooling = None if model.pooler is None else model.pooler.pooling
-        self.grammars = Grammars(config, model.config, transport.wake, jumps=limits.jump_forward)
+        self.grammars = Grammars(config, model.config, transport.wake, jumps=limits.jump_forward, used=not pooling)
         # with a launch under way, the first forced token is as late as if it were sampled
         least_gain = 1 + limits.overlap_depth
         self._jumps = Jumps(lambda: self.grammars.jump_forward, self.table, self.stats, least_gain)
@@ -147,11 +147,11 @@ class Scheduler:
             self._handle(message)
         ready = self.grammars.take_ready()
         for req, refused in ready:
-            if (finish := refused or self._jumps.after(req)) is not None:
+            if (finish := refused or self._find_place(req) or self._jumps.after(req)) is not None:
                 self._finish(req, finish)
             else:
                 self.prefill.queue(req)
-        for req, finish in self._time_limits.exceeded(self.prefill.waiting.values(), self._clock()):
+        for req, finish in self._time_limits.exceeded(self._clock()):
             self._finish(req, finish)
         self.activity.begin("choosing a batch")
         batch = self._next_batch()
@@ -388,9 +388,9 @@ class Scheduler:
                 logger.exception("%d pages could not be cleaned", len(freed))
 
     def _fail(self, req: Req, message: str) -> None:
-        """End `req` because of a fault; what it computed is not trusted."""
+        """End `req` because of a fault: its grammar's, or else ours, and what it computed is not trusted."""
         if req.finish is None:
-            self._finish(req, FinishReason("error", message=message, status=500), trusted=False)
+            self._finish(req, self.grammars.fault(req, message), trusted=False)
 
     # ---- messages -----------------------------------------------------------------------------------------
 
@@ -417,7 +417,7 @@ class Scheduler:
         """503 if the queue is full, and nobody in it is less urgent and could leave."""
         most = self.config.max_queued_requests
         # those that find a free row in this step do not really wait
-        if most is None or len(self.prefill.waiting) < most + self.table.num_free:
+        if most is None or len(self.prefill.waiting) + self.grammars.ahead(req) < most + self.table.num_free:
             return None
         full = FinishReason("error", message=f"the queue is full: {most} requests wait", status=503)
         least = self.prefill.least_urgent() if self.config.schedule_policy == "priority" else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from treeline_runtime.core import Req
 from treeline_runtime.messages import FinishReason
@@ -17,19 +17,25 @@ class TimeLimits:
         self._waiting_s = waiting_s
         self._total_s = total_s
         self._came: OrderedDict[Req, float] = OrderedDict()
+        self._waiting: OrderedDict[Req, float] = OrderedDict()
+        """Those that have not begun, and some that have: it is looked at when they would have waited too long."""
 
     def begin(self, req: Req, now: float) -> None:
+        """It has come, and waits: for its grammar, or for its turn."""
         if self._total_s is not None:
             self._came[req] = now
+        if self._waiting_s is not None:
+            self._waiting[req] = now
 
     def end(self, req: Req) -> None:
         """Idempotent."""
         self._came.pop(req, None)
+        self._waiting.pop(req, None)
 
-    def exceeded(self, waiting: Iterable[Req], now: float) -> list[tuple[Req, FinishReason]]:
-        """Who is to end now, each once. `waiting`: retracted requests, which had begun, and the others as they came."""
+    def exceeded(self, now: float) -> list[tuple[Req, FinishReason]]:
+        """Who is to end now, each once."""
         found = dict(self._took_too_long(now))
-        for req, finish in self._waited_too_long(waiting, now):
+        for req, finish in self._waited_too_long(now):
             found.setdefault(req, finish)
         return list(found.items())
 
@@ -42,13 +48,17 @@ class TimeLimits:
                 break
             yield req, FinishReason("error", message=message, status=504)
 
-    def _waited_too_long(self, waiting: Iterable[Req], now: float) -> Iterator[tuple[Req, FinishReason]]:
+    def _waited_too_long(self, now: float) -> Iterator[tuple[Req, FinishReason]]:
         if self._waiting_s is None:
             return
         message = f"the request has waited for {self._waiting_s:g} s, and the server is too busy to begin it"
-        for req in waiting:
-            if req.retractions:
-                continue
-            if now - req.waiting_since < self._waiting_s:
+        begun = list[Req]()
+        for req, came in self._waiting.items():
+            if now - came < self._waiting_s:
                 break
-            yield req, FinishReason("error", message=message, status=503)
+            if req.begun:
+                begun.append(req)
+            else:
+                yield req, FinishReason("error", message=message, status=503)
+        for req in begun:
+            del self._waiting[req]

@@ -18,8 +18,10 @@ from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
+from treeline_wire.anthropic_errors import is_anthropics
 
 from treeline_runtime.server import schema
+from treeline_runtime.server.apis.errors import ANTHROPIC_ERRORS
 from treeline_runtime.server.errors import UnknownModel
 from treeline_runtime.server.http import (
     OPENAI_ERRORS,
@@ -159,6 +161,8 @@ class App(FastAPI):
             return await answering
 
     def _unknown(self, request: Request) -> Route:
+        if is_anthropics(request.path):
+            request.errors = ANTHROPIC_ERRORS
         said = f"There is no {request.method} {request.path}"
         raise ApiError(404, self._surface.served_by_other.get(request.path, said), code="not_found")
 
@@ -186,6 +190,7 @@ class Endpoint(APIRoute):
         await self._answer(self._choose, scope, receive, send)
 
     def _choose(self, request: Request) -> Route:
+        request.errors = self._route.errors
         method = "GET" if request.method == "HEAD" else request.method  # the server leaves out the body
         if method == self._method:
             return self._route

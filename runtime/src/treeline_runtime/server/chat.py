@@ -22,7 +22,7 @@ _NOTHING_SPECIAL: Final = SpecialTokens(())
 async def chat_completions(service: Service, request: Request) -> Response | None:
     service.admit()
     task = await service.read(request, "chat", ChatTask)
-    inflight = await service.open(task.job)
+    inflight = await service.open(task.job, answer_bytes=task.job.n * len(task.echo))
     try:
         answer = _Answer(service, task)
         if task.streaming.on:
@@ -60,9 +60,12 @@ class _Answer:
         reasons = parsing is not None and parsing.reasoning is not None
         pieces, pacer = list[bytes](), Pacer()
         for index, (choice, out) in enumerate(zip(self._choices, outs, strict=True)):
+            made = message(await choice.take(out, pacer), reasons=reasons)
+            if self._task.echo:
+                made["content"] = self._task.echo + (made["content"] or "")
             shown = {
                 "index": index,
-                "message": message(await choice.take(out, pacer), reasons=reasons),
+                "message": made,
                 "finish_reason": choice.finish_reason(out.finish),
                 "matched_stop": None if out.finish is None else out.finish.matched,
             }
@@ -105,7 +108,7 @@ class _Answer:
         def closing() -> bytes:
             return (event({**head, "choices": [], "usage": self._usage(last)}) if streaming.usage else b"") + DONE
 
-        role = {"role": "assistant", "content": "", "refusal": None}
+        role = {"role": "assistant", "content": self._task.echo, "refusal": None}
         await self._service.stream(
             request,
             inflight,

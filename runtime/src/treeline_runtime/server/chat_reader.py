@@ -9,6 +9,7 @@ import msgspec
 
 from treeline_runtime import parsers
 from treeline_runtime.server import formats, openai
+from treeline_runtime.server.errors import invalid
 from treeline_runtime.server.formats import Parsing
 from treeline_runtime.server.grammars import FIELDS as GRAMMAR_FIELDS
 from treeline_runtime.server.grammars import check_copies, read_constraint
@@ -56,7 +57,7 @@ def read_chat_task(raw: Mapping[str, Any], reader: Reader, limits: Limits, calle
         top_logprobs_num=body.top_logprobs or 0,
     )
     job = GenerationJob(
-        body.rid or openai.new_rid("chatcmpl"),
+        openai.rid_of(body, "chatcmpl"),
         [spec],
         n=body.n or 1,
         namespace=namespace,
@@ -64,7 +65,18 @@ def read_chat_task(raw: Mapping[str, Any], reader: Reader, limits: Limits, calle
         hides_cache=caller.shares_cache,
         priority=body.priority or 0,
     )
-    return ChatTask(job, openai.streaming(body), parsing, shown)
+    return ChatTask(job, openai.streaming(body), parsing, shown, _echo(raw) if body.echo else "")
+
+
+def _echo(raw: Mapping[str, Any]) -> str:
+    """The text of the last message, where the answer is one of the same role: the assistant's, or, without a generation
+    prompt, whoever's."""
+    last = raw["messages"][-1]
+    goes_on = raw.get("add_generation_prompt") is False or raw.get("continue_final_message") is True
+    if not goes_on and last["role"] != "assistant":
+        return ""
+    content = last.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(part.get("text") or "" for part in content)
 
 
 def _check_tools(reader: Reader) -> None:
@@ -91,12 +103,7 @@ def check_effort(raw: Mapping[str, Any]) -> None:
     """Raises ApiError 400. Whether the template goes by it, `openai.read_chat` knows."""
     effort = raw.get("reasoning_effort")
     if effort is not None and not (isinstance(effort, str) and effort in EFFORTS):
-        raise ApiError(
-            400,
-            f"Invalid value for 'reasoning_effort': expected one of {', '.join(sorted(EFFORTS))}",
-            param="reasoning_effort",
-            code="invalid_value",
-        )
+        raise invalid("reasoning_effort", f"expected one of {', '.join(sorted(EFFORTS))}")
 
 
 def _parsing(body: openai.ChatBody, reader: Reader, calls: Calls | None, end: str) -> Parsing | None:

@@ -18,6 +18,16 @@ def short(name: object) -> str:
     return text if len(text) <= _SHORT else text[:_SHORT] + "…"
 
 
+def invalid(param: str, what: str, code: str | None = "invalid_value") -> ApiError:
+    """400 for a value that cannot be. `param`: the field, as a path of the body."""
+    return ApiError(400, f"Invalid value for {param!r}: {what}", param=param, code=code)
+
+
+def unsupported(param: str, why: str) -> ApiError:
+    """400 for a value that is nothing to this server."""
+    return invalid(param, why, "unsupported_parameter")
+
+
 def overloaded(message: str) -> ApiError:
     return ApiError(503, message, type="overloaded_error", code="overloaded", headers=OVERLOADED)
 

@@ -15,6 +15,7 @@ import msgspec
 
 from treeline_runtime.server.errors import short
 from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.not_built import REASONS
 
 T = TypeVar("T")
 
@@ -32,6 +33,23 @@ HARMLESS: Mapping[str, str] = {
     "session_id": "whose turns belong together, a hint to route by: SGLang's bench_serving",
     "routed_dp_rank": "there is one rank: sent by SGLang's router",
     "data_parallel_rank": "there is one rank: sent by SGLang's router",
+    "custom_labels": "labels of the engine's statistics, at SGLang",
+    "length_penalty": "of beam search, at vLLM; there is none",
+    "prediction": "a guess at the answer, to have it sooner; the answer is the same",
+    "return_flat_raw_top_logprobs_b64": "how log probabilities are written that are not told: SGLang's",
+    "return_spec_tokens_details": "nothing is drafted of which to tell: SGLang's",
+    "return_token_offsets": "of vLLM's paths that render a prompt, and no other",
+    "routed_experts_prompt_start": "where a list begins that is not told: vLLM's",
+    "routed_experts_start_len": "where a list begins that is not told: SGLang's",
+    "task": "DeepSeek-V4's, at SGLang; other models know none",
+    "truncation_side": "which end of the prompt 'truncate_prompt_tokens' cuts, at vLLM",
+    **dict.fromkeys(
+        (
+            *("images_config", "max_dynamic_patch", "media_io_kwargs", "min_dynamic_patch", "mm_payload"),
+            *("mm_processor_kwargs", "return_mm_kwargs", "use_audio_in_video", "video_config"),
+        ),
+        "how pictures and sounds are read, of which no message may have any",
+    ),
 }
 """Fields that clients send and that change nothing about an answer, and why not. Any value will do."""
 
@@ -74,7 +92,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "beam_width": (1,),
     "truncate_prompt_tokens": (-1,),
     "detokenize": (True,),
-    "length_penalty": (1.0, 1),
+    "thinking_token_budget": (-1,),
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
     "max_tokens_per_doc": (0,),
@@ -96,9 +114,10 @@ def check_unknown(
         if name in known or name in harmless or is_neutral(name, value):
             continue
         param = where + short(name)
+        why = REASONS.get(name)
         raise ApiError(
             400,
-            f"{param!r} is not supported by this server{_shown(value)}",
+            f"{param!r} is not supported by this server{_shown(value)}{'' if why is None else f': {why}'}",
             param=param,
             code="unsupported_parameter",
         )

@@ -51,13 +51,7 @@ class Formats(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def harmonic(self) -> bool:
         """Whether reasoning, answer and calls are messages of one format."""
-        return any(
-            isinstance(found, Harmony)
-            for found in (
-                None if self.reasoning is None else parsers.REASONING.get(self.reasoning),
-                None if self.tools is None else parsers.TOOLS.get(self.tools).format,
-            )
-        )
+        return any(isinstance(found, Harmony) for found in parsers.formats(self.reasoning, self.tools))
 
 
 NO_FORMATS: Final = Formats()

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from treeline_runtime.messages import Grammar
-from treeline_runtime.server.errors import short
+from treeline_runtime.server.errors import invalid, short
 from treeline_runtime.server.fields import check_unknown
 from treeline_runtime.server.http import ApiError, encode_json
 
@@ -89,20 +89,20 @@ def as_format(grammar: Grammar) -> dict[str, Any]:
 def structural_tag(format: Mapping[str, Any], param: str) -> Grammar:
     """A format of xgrammar's as a grammar: a constraint together with others, or with calls. Raises ApiError 400 where
     it is too large."""
-    return Grammar("structural_tag", _source({"type": "structural_tag", "format": format}, param, 2 * MAX_SOURCE_BYTES))
+    return Grammar("structural_tag", _source({"type": "structural_tag", "format": format}, param, 4 * MAX_SOURCE_BYTES))
 
 
 def _json(value: Any, param: str) -> Constraint:
     """A JSON Schema, as an object or as its text."""
     schema = _parsed(value, param) if isinstance(value, str) else value
     if not isinstance(schema, dict):
-        raise _wrong(param, "a JSON Schema is an object ({} permits any value)")
+        raise invalid(param, "a JSON Schema is an object ({} permits any value)")
     return Constraint(param, Grammar("json", _source(schema, param)))
 
 
 def _json_object(value: Any, param: str) -> Constraint | None:
     if not isinstance(value, bool):
-        raise _wrong(param, "expected true or false")
+        raise invalid(param, "expected true or false")
     return Constraint(param, ANY_OBJECT) if value else None
 
 
@@ -113,7 +113,7 @@ def _regex(value: Any, param: str) -> Constraint:
 def _ebnf(value: Any, param: str) -> Constraint:
     text = _text(value, param)
     if not _ROOT.search(text):
-        raise _wrong(
+        raise invalid(
             param,
             "expected a grammar as xgrammar and llama.cpp write it, with a rule `root ::= …`; Lark's is not taken",
         )
@@ -122,9 +122,9 @@ def _ebnf(value: Any, param: str) -> Constraint:
 
 def _choice(value: Any, param: str) -> Constraint:
     if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
-        raise _wrong(param, "expected a list of texts that is not empty")
+        raise invalid(param, "expected a list of texts that is not empty")
     if len(value) > MAX_CHOICES:
-        raise _wrong(param, f"more than {MAX_CHOICES} choices")
+        raise invalid(param, f"more than {MAX_CHOICES} choices")
     return Constraint(param, Grammar("choice", _source(list(dict.fromkeys(value)), param)))
 
 
@@ -132,16 +132,16 @@ def _structural_tag(value: Any, param: str) -> Constraint:
     """xgrammar's `{"format": …}`, or SGLang's older `{"structures": […], "triggers": […]}`; also as its text."""
     tag = _parsed(value, param) if isinstance(value, str) else value
     if not isinstance(tag, dict):
-        raise _wrong(param, "expected an object")
+        raise invalid(param, "expected an object")
     if tag.get("type", "structural_tag") != "structural_tag":
-        raise _wrong(f"{param}.type", "expected 'structural_tag'")
+        raise invalid(f"{param}.type", "expected 'structural_tag'")
     if "structures" in tag or "triggers" in tag:
         check_unknown(tag, {"type", "structures", "triggers", "at_least_one"}, harmless=(), where=f"{param}.")
         return Constraint(param, structural_tag(_triggered(tag, param), param))
     check_unknown(tag, {"type", "format"}, harmless=(), where=f"{param}.")
     format = tag.get("format")
     if not isinstance(format, dict) or not isinstance(format.get("type"), str):
-        raise _wrong(f"{param}.format", "expected an object with a 'type'")
+        raise invalid(f"{param}.format", "expected an object with a 'type'")
     return Constraint(param, structural_tag(format, param))
 
 
@@ -149,32 +149,32 @@ def _triggered(tag: Mapping[str, Any], param: str) -> dict[str, Any]:
     """SGLang's structures as xgrammar's `triggered_tags`, as xgrammar itself takes them."""
     structures, triggers = tag.get("structures"), tag.get("triggers")
     if not isinstance(structures, list) or not structures:
-        raise _wrong(f"{param}.structures", "expected a list that is not empty")
+        raise invalid(f"{param}.structures", "expected a list that is not empty")
     if not isinstance(triggers, list) or not triggers or not all(isinstance(t, str) and t for t in triggers):
-        raise _wrong(f"{param}.triggers", "expected a list of texts that is not empty")
+        raise invalid(f"{param}.triggers", "expected a list of texts that is not empty")
     tags = []
     for index, structure in enumerate(structures):
         where = f"{param}.structures[{index}]"
         if not isinstance(structure, dict):
-            raise _wrong(where, "expected an object")
+            raise invalid(where, "expected an object")
         check_unknown(structure, {"begin", "schema", "end"}, harmless=(), where=f"{where}.")
         begin, end, schema = (structure.get(name) for name in ("begin", "end", "schema"))
         if not isinstance(begin, str) or not isinstance(end, str):
-            raise _wrong(where, "expected texts 'begin' and 'end'")
+            raise invalid(where, "expected texts 'begin' and 'end'")
         if not any(begin.startswith(trigger) for trigger in triggers):
-            raise _wrong(f"{where}.begin", "begins with none of the triggers")
+            raise invalid(f"{where}.begin", "begins with none of the triggers")
         if not isinstance(schema, dict | None):
-            raise _wrong(f"{where}.schema", "a JSON Schema is an object ({} permits any value)")
+            raise invalid(f"{where}.schema", "a JSON Schema is an object ({} permits any value)")
         tags.append({"begin": begin, "content": {"type": "json_schema", "json_schema": schema or {}}, "end": end})
     at_least_one = tag.get("at_least_one") or False
     if not isinstance(at_least_one, bool):
-        raise _wrong(f"{param}.at_least_one", "expected true or false")
+        raise invalid(f"{param}.at_least_one", "expected true or false")
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags, "at_least_one": at_least_one}
 
 
 def _response_format(value: Any, param: str) -> Constraint | None:
     if not isinstance(value, dict):
-        raise _wrong(param, "expected an object with a 'type'")
+        raise invalid(param, "expected an object with a 'type'")
     match value.get("type"):
         case "text" | "json_object" as kind:
             check_unknown(value, {"type"}, harmless=(), where=f"{param}.")
@@ -184,7 +184,7 @@ def _response_format(value: Any, param: str) -> Constraint | None:
             return _format_schema(value, param)
         case "structural_tag":
             return Constraint(param, _structural_tag(value, param).grammar)
-    raise _wrong(f"{param}.type", "expected 'text', 'json_object', 'json_schema' or 'structural_tag'")
+    raise invalid(f"{param}.type", "expected 'text', 'json_object', 'json_schema' or 'structural_tag'")
 
 
 def _format_schema(value: Mapping[str, Any], param: str) -> Constraint:
@@ -196,11 +196,11 @@ def _format_schema(value: Mapping[str, Any], param: str) -> Constraint:
     if wrapped is None:
         raise ApiError(400, f"Missing required parameter: {where!r}", param=where, code="missing_required_parameter")
     if not isinstance(wrapped, dict):
-        raise _wrong(where, "expected an object")
+        raise invalid(where, "expected an object")
     check_unknown(wrapped, {"name", "description", "schema", "strict"}, harmless=(), where=f"{where}.")
     for name, type in (("name", str), ("description", str), ("strict", bool)):
         if not isinstance(wrapped.get(name), type | None):
-            raise _wrong(f"{where}.{name}", f"expected {'a text' if type is str else 'true or false'}")
+            raise invalid(f"{where}.{name}", f"expected {'a text' if type is str else 'true or false'}")
     if wrapped.get("schema") is None:
         where = f"{where}.schema"
         raise ApiError(400, f"Missing required parameter: {where!r}", param=where, code="missing_required_parameter")
@@ -222,7 +222,7 @@ _FALLBACK: Final = ("disable_fallback",)
 def _structured_outputs(value: Any, param: str) -> Constraint:
     """vLLM's object, of which exactly one member is set."""
     if not isinstance(value, dict):
-        raise _wrong(param, "expected an object")
+        raise invalid(param, "expected an object")
     check_unknown(value, _OUTPUTS.keys(), harmless=_FALLBACK, where=f"{param}.")
     found = [
         asked
@@ -230,7 +230,7 @@ def _structured_outputs(value: Any, param: str) -> Constraint:
         if value.get(name) is not None and (asked := read(value[name], f"{param}.{name}")) is not None
     ]
     if len(found) != 1:
-        raise _wrong(param, f"exactly one of {', '.join(_OUTPUTS)} has to be set, {len(found)} are")
+        raise invalid(param, f"exactly one of {', '.join(_OUTPUTS)} has to be set, {len(found)} are")
     return found[0]
 
 
@@ -255,10 +255,10 @@ SAMPLING_FIELDS: Final = frozenset({"json_schema", "regex", "ebnf", "structural_
 
 def _text(value: Any, param: str) -> str:
     if not isinstance(value, str):
-        raise _wrong(param, "expected a text")
+        raise invalid(param, "expected a text")
     _check_size(value.encode("utf-8", "surrogatepass"), param)
     if "\0" in value:
-        raise _wrong(param, "contains a NUL character")
+        raise invalid(param, "contains a NUL character")
     return value
 
 
@@ -266,7 +266,7 @@ def _parsed(text: str, param: str) -> Any:
     try:
         return _decode(_text(text, param))
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise _wrong(param, f"not JSON: {short(error)}") from None
+        raise invalid(param, f"not JSON: {short(error)}") from None
 
 
 def _source(value: Any, param: str, most: int = MAX_SOURCE_BYTES) -> str:
@@ -279,7 +279,7 @@ def _source(value: Any, param: str, most: int = MAX_SOURCE_BYTES) -> str:
 
 def _check_size(encoded: bytes, param: str, most: int = MAX_SOURCE_BYTES) -> None:
     if len(encoded) > most:
-        raise _wrong(param, f"larger than {most} bytes")
+        raise invalid(param, f"larger than {most} bytes")
 
 
 def _check_depth(value: Any, param: str) -> None:
@@ -287,10 +287,6 @@ def _check_depth(value: Any, param: str) -> None:
     while level:
         depth += 1
         if depth > MAX_DEPTH:
-            raise _wrong(param, f"nested more than {MAX_DEPTH} levels deep")
+            raise invalid(param, f"nested more than {MAX_DEPTH} levels deep")
         inner = [item for item in level if isinstance(item, dict | list)]
         level = [item for one in inner for item in (one.values() if isinstance(one, dict) else one)]
-
-
-def _wrong(param: str, what: str) -> ApiError:
-    return ApiError(400, f"Invalid value for {param!r}: {what}", param=param, code="invalid_value")

@@ -122,6 +122,8 @@ class ChatTask(msgspec.Struct, tag="chat", frozen=True):
     parsing: Parsing | None = None
     """How thoughts and calls are found in the output; None: it is all said."""
     shown: Shown = Shown()
+    echo: str = ""
+    """What each choice's content begins with."""
 
 
 class CompletionTask(msgspec.Struct, tag="completion", frozen=True):

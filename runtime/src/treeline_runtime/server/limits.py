@@ -14,6 +14,8 @@ INLINE_BYTES = 8 << 10
 process of their own (`reader_pool`)."""
 INLINE_TEXTS_BYTES = 2 << 10
 """The same where a body may be a list of texts, each of which costs some 30 µs however short it is."""
+INLINE_PAIRS_BYTES = 1 << 10
+"""The same of texts that are paired with a query, for which a template may be rendered each time: some 45 µs."""
 MAX_ANSWER_BYTES = 32 << 20
 """What `/detokenize` may answer."""
 MAX_PROMPT_TOKENS = 1 << 19

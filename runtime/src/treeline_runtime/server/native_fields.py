@@ -8,10 +8,9 @@ from msgspec import Meta, Struct
 
 from treeline_runtime.messages import CustomProcessor
 from treeline_runtime.server import grammars, openai, processors, tools
-from treeline_runtime.server.sampling import MAX_TOP_LOGPROBS, Count, Priority, SamplingFields, Seed, TokenId
+from treeline_runtime.server.sampling import Count, Priority, SamplingFields, Seed, TokenId, TopCount
 
 StartLen = Annotated[int, Meta(ge=-1, le=1 << 31)]
-TopCount = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
 class NativeSampling(SamplingFields, frozen=True):

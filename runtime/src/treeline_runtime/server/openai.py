@@ -27,7 +27,7 @@ from treeline_runtime.server.jobs import Caller, Streaming
 from treeline_runtime.server.pacing import Pacer, elements
 from treeline_runtime.server.processors import read_processor
 from treeline_runtime.server.prompts import Prompts
-from treeline_runtime.server.sampling import MAX_TOP_LOGPROBS, Count, PositiveCount, Priority, SamplingFields, Seed
+from treeline_runtime.server.sampling import Count, PositiveCount, Priority, SamplingFields, Seed, TopCount
 
 if TYPE_CHECKING:
     from treeline_runtime.server.reader import Reader
@@ -48,6 +48,8 @@ class CommonBody(SamplingFields, frozen=True):
     seed: Seed | None = None
     min_tokens: Count | None = None
     rid: Rid | None = None
+    request_id: Rid | None = None
+    """vLLM's name of `rid`."""
     priority: Priority | None = None
     custom_logit_processor: str | None = None
     custom_params: dict[str, Any] | None = None
@@ -62,13 +64,15 @@ class ChatBody(CommonBody, frozen=True):
     max_tokens: PositiveCount | None = None
     max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: TopCount | None = None
     include_reasoning: bool | None = None
     """Show what was thought at all: vLLM's."""
     separate_reasoning: bool | None = None
     """Apart from what is said: SGLang's."""
     stream_reasoning: bool | None = None
     """As it comes: SGLang's."""
+    echo: bool | None = None
+    """The message that the answer goes on with comes first: vLLM's."""
 
 
 class CompletionBody(CommonBody, frozen=True):
@@ -76,7 +80,7 @@ class CompletionBody(CommonBody, frozen=True):
 
     prompt: Any = None
     max_tokens: Count | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: TopCount | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
 
@@ -142,6 +146,13 @@ def _check_common(body: Mapping[str, Any], typed: CommonBody, reader: Reader, kn
 def streaming(body: CommonBody) -> Streaming:
     options = convert(body.stream_options or {}, StreamOptions, "stream_options.")
     return Streaming(bool(body.stream), bool(options.include_usage), bool(options.continuous_usage_stats))
+
+
+def rid_of(body: CommonBody, kind: str) -> str:
+    """The request's id, in either spelling, or a new one. Raises ApiError 400."""
+    if None not in (body.rid, body.request_id) and body.rid != body.request_id:
+        raise ApiError(400, "'rid' and 'request_id' contradict each other", param="request_id", code="invalid_value")
+    return body.rid or body.request_id or new_rid(kind)
 
 
 def new_rid(kind: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from treeline_runtime.logit_processors import MAX_NAME_CHARS, is_name
 from treeline_runtime.messages import CustomProcessor
-from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.errors import invalid
 
 MAX_PARAMS_BYTES: Final = 64 << 10
 """As JSON."""
@@ -29,20 +29,20 @@ def read_processor(
     for found in (named, filled):
         if len(found) > 1:
             first, second, *_ = found
-            raise _refused(second, f"it says the same as {first!r}: give one")
+            raise invalid(second, f"it says the same as {first!r}: give one")
     if not named:
         for field in filled:
-            raise _refused(field, "which logit processor is it for? Name it as 'custom_logit_processor'")
+            raise invalid(field, "which logit processor is it for? Name it as 'custom_logit_processor'")
         return None
     ((field, name),) = named.items()
     if name.lstrip().startswith("{"):
-        raise _refused(
+        raise invalid(
             field,
             "code is never taken from requests. Put the class where the server can import it, start the server with "
             "--logit-processor NAME=module:attribute, and send NAME",
         )
     if not is_name(name):
-        raise _refused(field, f"a name has 1 to {MAX_NAME_CHARS} of A-Z, a-z, 0-9, _, . and -")
+        raise invalid(field, f"a name has 1 to {MAX_NAME_CHARS} of A-Z, a-z, 0-9, _, . and -")
     for param, params in filled.items():
         return _made(name, params, param)
     return CustomProcessor(name)
@@ -50,13 +50,13 @@ def read_processor(
 
 def _made(name: str, params: dict[str, Any], param: str) -> CustomProcessor:
     if _is_deep(params):
-        raise _refused(param, f"nested more than {MAX_DEPTH} levels deep")
+        raise invalid(param, f"nested more than {MAX_DEPTH} levels deep")
     try:
         made = CustomProcessor.of(name, params)
     except UnicodeEncodeError:
-        raise _refused(param, "it contains half of a surrogate pair") from None
+        raise invalid(param, "it contains half of a surrogate pair") from None
     if len(made.params) > MAX_PARAMS_BYTES:
-        raise _refused(param, f"larger than {MAX_PARAMS_BYTES} bytes")
+        raise invalid(param, f"larger than {MAX_PARAMS_BYTES} bytes")
     return made
 
 
@@ -66,7 +66,3 @@ def _is_deep(params: dict[str, Any]) -> bool:
         inner = [item for one in level for item in (one.values() if isinstance(one, dict) else one)]
         level = [item for item in inner if isinstance(item, dict | list)]
     return bool(level)
-
-
-def _refused(param: str, what: str) -> ApiError:
-    return ApiError(400, f"Invalid value for {param!r}: {what}", param=param, code="invalid_value")

@@ -51,6 +51,7 @@ Kind = Literal[
     "responses",
     "messages",
     "count_tokens",
+    "input_tokens",
 ]
 DEFAULT_MAX_TOKENS = 16
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -87,6 +88,7 @@ class Reader:
             "responses": lambda *read: ApiReader(self, *read).responses(),
             "messages": lambda *read: ApiReader(self, *read).messages(),
             "count_tokens": lambda *read: ApiReader(self, *read).count_tokens(),
+            "input_tokens": lambda *read: ApiReader(self, *read).input_tokens(),
         }
         try:
             return readers[kind](json_object(body), limits, caller)
@@ -128,7 +130,7 @@ class Reader:
         # Special tokens stay: they have a place in `logprobs.tokens`, and `text_offset` counts them.
         echoes = [self.prompts.decode(ids, skip_special_tokens=False) if body.echo else "" for ids in prompts]
         job = GenerationJob(
-            body.rid or openai.new_rid("cmpl"),
+            openai.rid_of(body, "cmpl"),
             specs,
             n=body.n or 1,
             namespace=namespace,

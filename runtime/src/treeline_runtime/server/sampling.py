@@ -28,6 +28,7 @@ Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 RepetitionPenalty = Annotated[float, Meta(gt=0.0, le=10.0)]
 Count = Annotated[int, Meta(ge=0, le=1 << 31)]
 PositiveCount = Annotated[int, Meta(ge=1, le=1 << 31)]
+TopCount = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Priority = Annotated[int, Meta(ge=-LARGEST_PRIORITY, le=LARGEST_PRIORITY)]
@@ -76,6 +77,8 @@ class SamplingFields(msgspec.Struct, frozen=True):
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     no_stop_trim: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    """vLLM's name of `no_stop_trim`."""
     skip_special_tokens: bool | None = None
     logit_bias: dict[str, Bias] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
@@ -125,11 +128,12 @@ class SamplingFields(msgspec.Struct, frozen=True):
             stop=_stop_strings(self.stop, where),
             stop_token_ids=_token_ids(self.stop_token_ids, vocab_size, where + "stop_token_ids"),
             ignore_eos=bool(self.ignore_eos) and constraint is None,
-            no_stop_trim=bool(self.no_stop_trim),
+            no_stop_trim=bool(self.no_stop_trim or self.include_stop_str_in_output),
             skip_special_tokens=_or(self.skip_special_tokens, True),
             logit_bias=_logit_bias(self.logit_bias, vocab_size, where),
             seed=None if seed is None else seed & ((1 << 63) - 1),
             grammar=None if constraint is None else constraint.grammar,
+            grammar_param=None if constraint is None else constraint.param,
             logit_processor=processor,
         )
 

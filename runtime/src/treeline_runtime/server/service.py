@@ -22,6 +22,7 @@ from treeline_runtime.server.jobs import Task as Read
 from treeline_runtime.server.limits import (
     BYTES_PER_TOKEN,
     INLINE_BYTES,
+    INLINE_PAIRS_BYTES,
     INLINE_TEXTS_BYTES,
     ByteBudget,
     Limits,
@@ -36,7 +37,10 @@ from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.tokenizer_manager import DuplicateRid, InflightRequest, TokenizerManager, merge
 
 T = TypeVar("T", bound=Read)
-_OF_TEXTS: frozenset[Kind] = frozenset({"embedding", "pooling", "classify", "score", "rerank"})
+_INLINE_BYTES: Mapping[Kind, int] = {
+    **dict.fromkeys(("embedding", "pooling", "classify"), INLINE_TEXTS_BYTES),
+    **dict.fromkeys(("score", "rerank"), INLINE_PAIRS_BYTES),
+}
 
 
 _DOES: Mapping[Task, tuple[str, str]] = {
@@ -194,8 +198,7 @@ class Service:
         """What the request's body asks for: read here when it is small, else in another process. Raises ApiError."""
         caller = Caller(request.tenant, request.shares_cache)
         task: Read | None = None
-        inline = INLINE_TEXTS_BYTES if kind in _OF_TEXTS else INLINE_BYTES
-        if self.pool is None or request.size <= inline:
+        if self.pool is None or request.size <= _INLINE_BYTES.get(kind, INLINE_BYTES):
             try:
                 task = self.reader.read(kind, request.body, self.limits, caller)
             except NeedsWorkerError:  # the chat template is not a plain one: rendering it may take long
@@ -240,6 +243,9 @@ class Service:
         message = finish.message or "The request failed"
         if status == 503 and self.state.failure is None:
             raise self.overloaded(message)
+        if status < 500 and finish.param is not None:
+            said = f"Invalid value for {finish.param!r}: {message}"
+            raise ApiError(status, said, param=finish.param, code="invalid_value")
         if status < 500:
             raise ApiError(status, message)
         raise ApiError(status, message, type="server_error")

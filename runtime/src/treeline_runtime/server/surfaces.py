@@ -12,7 +12,7 @@ from treeline_runtime.server.administration import Administration
 from treeline_runtime.server.apis import operations as api_operations
 from treeline_runtime.server.apis.anthropic import count_tokens, messages
 from treeline_runtime.server.apis.errors import ANTHROPIC_ERRORS
-from treeline_runtime.server.apis.responses import responses
+from treeline_runtime.server.apis.responses import input_tokens, responses
 from treeline_runtime.server.app import Handler, Route, Surface
 from treeline_runtime.server.chat import chat_completions
 from treeline_runtime.server.completions import completions
@@ -113,6 +113,7 @@ def _api_routes(generating: Callable[..., Route], converting: Callable[..., Rout
     counting = converting(count_tokens, api_operations.COUNT_TOKENS, ANTHROPIC_ERRORS)
     return {
         ("POST", "/v1/responses"): generating(responses, api_operations.RESPONSES),
+        ("POST", "/v1/responses/input_tokens"): converting(input_tokens, api_operations.INPUT_TOKENS),
         ("POST", "/v1/messages"): generating(messages, api_operations.MESSAGES, errors=ANTHROPIC_ERRORS),
         ("POST", "/v1/messages/count_tokens"): counting,
     }

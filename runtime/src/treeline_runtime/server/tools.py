@@ -8,8 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from treeline_runtime.server.errors import short
-from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.errors import invalid, short
 
 MAX_TOOLS: Final = 1024
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
@@ -55,9 +54,9 @@ def read_calls(body: Mapping[str, Any]) -> Calls | None:
     if choice == "none" or (choice == "auto" and not tools):
         return None
     if choice not in ("auto", "required") and not isinstance(choice, dict):
-        raise _wrong("tool_choice", "expected 'none', 'auto', 'required', or an object that names a function")
+        raise invalid("tool_choice", "expected 'none', 'auto', 'required', or an object that names a function")
     if not tools:
-        raise _wrong("tool_choice", "there are no 'tools' to choose from")
+        raise invalid("tool_choice", "there are no 'tools' to choose from")
     if not isinstance(choice, dict):
         return Calls(tools, choice == "required", several)
     if choice.get("type") == "allowed_tools":
@@ -67,7 +66,7 @@ def read_calls(body: Mapping[str, Any]) -> Calls | None:
     known = {tool.name: tool for tool in tools}
     for name in names:
         if name not in known:
-            raise _wrong("tool_choice", f"there is no tool {short(name)!r}")
+            raise invalid("tool_choice", f"there is no tool {short(name)!r}")
     chosen = [known[name] for name in dict.fromkeys(names)]
     return Calls(chosen, required, several, narrowed=len(chosen) < len(tools))
 
@@ -76,14 +75,14 @@ def _tools(value: Any) -> list[Tool]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise _wrong("tools", "expected a list of objects")
+        raise invalid("tools", "expected a list of objects")
     if len(value) > MAX_TOOLS:
-        raise _wrong("tools", f"more than {MAX_TOOLS} tools")
+        raise invalid("tools", f"more than {MAX_TOOLS} tools")
     tools = [_tool(item, f"tools[{index}]") for index, item in enumerate(value)]
     seen = set[str]()
     for index, tool in enumerate(tools):
         if tool.name in seen:
-            raise _wrong(f"tools[{index}].function.name", f"there are two tools {tool.name!r}")
+            raise invalid(f"tools[{index}].function.name", f"there are two tools {tool.name!r}")
         seen.add(tool.name)
     return tools
 
@@ -91,24 +90,24 @@ def _tools(value: Any) -> list[Tool]:
 def _tool(value: Any, where: str) -> Tool:
     """What else a tool has goes to the chat template, as everything of it does."""
     if not isinstance(value, dict):
-        raise _wrong(where, "expected an object")
+        raise invalid(where, "expected an object")
     if value.get("type", "function") != "function":
-        raise _wrong(f"{where}.type", "only functions are supported")
+        raise invalid(f"{where}.type", "only functions are supported")
     function = value.get("function")
     if not isinstance(function, dict):
-        raise _wrong(f"{where}.function", "expected an object")
+        raise invalid(f"{where}.function", "expected an object")
     where += ".function"
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _wrong(f"{where}.name", "expected 1 to 128 letters, digits or any of _ - . : /")
+        raise invalid(f"{where}.name", "expected 1 to 128 letters, digits or any of _ - . : /")
     parameters = function.get("parameters")
     if not isinstance(parameters, dict | None):
-        raise _wrong(f"{where}.parameters", "expected a JSON Schema, which is an object")
+        raise invalid(f"{where}.parameters", "expected a JSON Schema, which is an object")
     if parameters and parameters.get("type", "object") != "object":
-        raise _wrong(f"{where}.parameters.type", "arguments are an object")
+        raise invalid(f"{where}.parameters.type", "arguments are an object")
     description = function.get("description")
     if not isinstance(description, str | None):
-        raise _wrong(f"{where}.description", "expected a text")
+        raise invalid(f"{where}.description", "expected a text")
     return Tool(name, parameters or {}, _flag(function, "strict", False, f"{where}."))
 
 
@@ -117,12 +116,12 @@ def _allowed(choice: Mapping[str, Any]) -> tuple[bool, list[str]]:
     where = "tool_choice.allowed_tools"
     allowed = choice.get("allowed_tools")
     if not isinstance(allowed, dict):
-        raise _wrong(where, "expected an object")
+        raise invalid(where, "expected an object")
     mode, tools = allowed.get("mode"), allowed.get("tools")
     if mode not in ("auto", "required"):
-        raise _wrong(f"{where}.mode", "expected 'auto' or 'required'")
+        raise invalid(f"{where}.mode", "expected 'auto' or 'required'")
     if not isinstance(tools, list) or not tools:
-        raise _wrong(f"{where}.tools", "expected a list of tools that is not empty")
+        raise invalid(f"{where}.tools", "expected a list of tools that is not empty")
     return mode == "required", [_named(tool, f"{where}.tools[{index}]") for index, tool in enumerate(tools)]
 
 
@@ -130,19 +129,15 @@ def _named(value: Any, where: str) -> str:
     """The name in `{"type": "function", "function": {"name": …}}`."""
     function = value.get("function") if isinstance(value, dict) else None
     if function is None or value.get("type", "function") != "function":
-        raise _wrong(where, 'expected {"type": "function", "function": {"name": …}}')
+        raise invalid(where, 'expected {"type": "function", "function": {"name": …}}')
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise _wrong(f"{where}.function.name", "expected the name of one of the tools")
+        raise invalid(f"{where}.function.name", "expected the name of one of the tools")
     return name
 
 
 def _flag(body: Mapping[str, Any], name: str, default: bool, where: str = "") -> bool:
     value = body.get(name)
     if not isinstance(value, bool | None):
-        raise _wrong(where + name, "expected true or false")
+        raise invalid(where + name, "expected true or false")
     return default if value is None else value
-
-
-def _wrong(param: str, what: str) -> ApiError:
-    return ApiError(400, f"Invalid value for {param!r}: {what}", param=param, code="invalid_value")

@@ -17,6 +17,7 @@ from treeline_wire.chat import TemplateBusyError, TemplateError, failed, refused
 from treeline_wire.template_env import utc_now
 
 from treeline_runtime.confined.child import ProcessLimits
+from treeline_runtime.confined.pool import ConfinedPool, PoolClosedError
 from treeline_runtime.confined.process import ConfinedProcess, Killed
 from treeline_runtime.templates.worker import Answer, Request
 
@@ -41,10 +42,8 @@ class TemplatePool:
 
     def __init__(self, limits: PoolLimits | None = None) -> None:
         self.limits = limits or PoolLimits()
-        self._idle: list[_Worker] = []
-        self._busy: set[_Worker] = set()
+        self._workers = ConfinedPool(self._new_worker, keep=lambda worker: len(worker.templates) <= _MAX_TEMPLATES)
         self._waiting = 0
-        self._closed = False
         self._lock = threading.Lock()
         self._slots = threading.Semaphore(self.limits.workers)
         atexit.register(self.close)
@@ -57,6 +56,8 @@ class TemplatePool:
             raise self._too_much(str(error)) from None
         except UnicodeEncodeError:
             raise TemplateError("a text contains half of a surrogate pair", user_error=True) from None
+        except PoolClosedError:
+            raise TemplateBusyError("chat templates are no longer rendered") from None
         if kind is Answer.RENDERED:
             return text
         if kind is Answer.RAISED:
@@ -80,46 +81,30 @@ class TemplatePool:
         known = msgspec.msgpack.encode(Request(key, now, None, variables))
         self._take_slot()
         try:
-            worker = self._take_worker()
-            try:
+            with self._workers.lend() as worker:
                 request = known
                 if key not in worker.templates:
                     request = msgspec.msgpack.encode(Request(key, now, source, variables))
-                answer = worker.ask(request)
-            except BaseException:
-                self._drop(worker)
-                raise
-            worker.templates.add(key)
-            if len(worker.templates) > _MAX_TEMPLATES:
-                self._drop(worker)
-            else:
-                self._put_back(worker)
-            return answer
+                answer = worker.render(request)
+                worker.templates.add(key)
+                return answer
         finally:
             self._slots.release()
 
     def close(self) -> None:
         """End all workers, also those that are rendering. Requests from now on are refused (`TemplateBusyError`)."""
         atexit.unregister(self.close)
-        with self._lock:
-            self._closed = True
-            idle, busy = [*self._idle], [*self._busy]
-            self._idle.clear()
-        for worker in idle:
-            worker.process.end()
-        for worker in busy:
-            worker.process.kill()  # whoever waits for it sees it end, and ends the rest
+        self._workers.close()
 
     def pids(self) -> list[int]:
-        """The processes of the workers that are alive."""
-        with self._lock:
-            return [worker.process.pid for worker in (*self._idle, *self._busy)]
+        """The processes of the workers."""
+        return self._workers.pids()
 
     def _take_slot(self) -> None:
-        if not self._closed and self._slots.acquire(blocking=False):
+        if self._slots.acquire(blocking=False):
             return
         with self._lock:
-            if self._closed or self._waiting >= self.limits.waiting:
+            if self._waiting >= self.limits.waiting:
                 raise TemplateBusyError("too many chat templates are being rendered")
             self._waiting += 1
         try:
@@ -129,51 +114,23 @@ class TemplatePool:
             with self._lock:
                 self._waiting -= 1
 
-    def _take_worker(self) -> _Worker:
-        with self._lock:
-            while self._idle:
-                worker = self._idle.pop()
-                if worker.process.alive():
-                    self._busy.add(worker)
-                    return worker
-                worker.process.end()
+    def _new_worker(self) -> _Worker:
         try:
-            worker = _Worker(self.limits)
+            return _Worker(self.limits)
         except OSError as error:
             raise TemplateBusyError(f"no process can be started to render chat templates: {error}") from error
-        with self._lock:
-            self._busy.add(worker)
-            closed = self._closed
-        if closed:
-            self._drop(worker)
-            raise TemplateBusyError("chat templates are no longer rendered")
-        return worker
-
-    def _put_back(self, worker: _Worker) -> None:
-        with self._lock:
-            self._busy.discard(worker)
-            if not self._closed:
-                self._idle.append(worker)
-                return
-        worker.process.end()
-
-    def _drop(self, worker: _Worker) -> None:
-        with self._lock:
-            self._busy.discard(worker)
-        worker.process.end()
 
 
-class _Worker:
-    """One process. Raises OSError when it cannot be started."""
+class _Worker(ConfinedProcess):
+    """Knows which templates it has compiled. Raises OSError when it cannot be started."""
 
     def __init__(self, limits: PoolLimits) -> None:
         self.templates: set[int] = set()
-        confined = ProcessLimits(limits.seconds, limits.memory_bytes)
-        self.process = ConfinedProcess("treeline_runtime.templates.worker", confined)
+        super().__init__("treeline_runtime.templates.worker", ProcessLimits(limits.seconds, limits.memory_bytes))
 
-    def ask(self, request: bytes) -> tuple[Answer, str]:
+    def render(self, request: bytes) -> tuple[Answer, str]:
         """Send a frame and wait for the answer. Raises `Killed` when none comes in time."""
-        reply = self.process.ask(request)
+        reply = self.ask(request)
         if not reply or reply[0] > max(Answer):
             raise Killed("it answered nonsense")
         return Answer(reply[0]), str(memoryview(reply)[1:], "utf-8", "replace")

@@ -89,7 +89,7 @@ class ResponseObject(Struct):
     tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
 
 
 class ResponseEvent(Struct):
@@ -108,6 +108,11 @@ class ResponseEvent(Struct):
     name: str | Maybe = UNSET
     arguments: str | Maybe = UNSET
     logprobs: list[Any] | Maybe = UNSET
+
+
+class InputTokens(Struct):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 # ---- /v1/messages ---------------------------------------------------------------------------------------------------

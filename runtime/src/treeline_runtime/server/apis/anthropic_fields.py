@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 from msgspec import Meta
 
 from treeline_runtime.server.apis.errors import NO_THREADS
-from treeline_runtime.server.errors import short
+from treeline_runtime.server.errors import invalid, short, unsupported
 from treeline_runtime.server.fields import HARMLESS, check_unknown, convert
 from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.openai import NAMESPACE_FIELDS, Rid
@@ -39,6 +39,7 @@ OTHER_FIELDS: Final = NAMESPACE_FIELDS | {"chat_template_kwargs"}
 """Read where those of a chat are."""
 MESSAGES_HARMLESS: Final[Mapping[str, str]] = {
     **{name: why for name, why in HARMLESS.items() if name != "parallel_tool_calls"},
+    "betas": "which additions to the API the client knows: SGLang's field",
     "cache_control": "prefixes are cached without being told",
     "inference_geo": "says where; there is one place",
     "user_profile_id": "says who asks, for statistics",
@@ -90,7 +91,7 @@ def read_messages(raw: Mapping[str, Any], *, counts: bool = False) -> MessagesBo
             raise ApiError(400, f"Missing required parameter: {name!r}", param=name, code="missing_required_parameter")
     if body.n not in (None, 1) or body.stop:
         name = "n" if body.stop is None else "stop"
-        raise _unsupported(name, "this API has no such field")
+        raise unsupported(name, "this API has no such field")
     _check_blocks(body.system, "system", _ROLES["system"])
     for i, message in enumerate(body.messages or ()):
         _check_message(message, f"messages[{i}]")
@@ -101,9 +102,9 @@ def read_messages(raw: Mapping[str, Any], *, counts: bool = False) -> MessagesBo
     if body.thinking is not None:
         check_unknown(body.thinking, {"type", "display"}, harmless=_THINKING_HINTS, where="thinking.")
         if body.thinking.get("type") not in _THINKING:
-            raise _unsupported("thinking.type", f"expected one of {', '.join(_THINKING)}")
+            raise unsupported("thinking.type", f"expected one of {', '.join(_THINKING)}")
         if body.thinking.get("display") not in (None, "summarized", "omitted"):
-            raise _unsupported("thinking.display", "expected 'summarized' or 'omitted'")
+            raise unsupported("thinking.display", "expected 'summarized' or 'omitted'")
     return body
 
 
@@ -131,8 +132,7 @@ def _check_message(message: Any, where: str) -> None:
     check_unknown(message, {"role", "content"}, harmless=(), where=f"{where}.")
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        param = f"{where}.role"
-        raise ApiError(400, f"Invalid value for {param!r}: expected one of {', '.join(_ROLES)}", param=param)
+        raise invalid(f"{where}.role", f"expected one of {', '.join(_ROLES)}")
     _check_blocks(message.get("content"), f"{where}.content", _ROLES[role])
 
 
@@ -143,7 +143,7 @@ def _check_blocks(content: Any, where: str, kinds: Container[str]) -> None:
             continue
         kind, at = block.get("type"), f"{where}[{i}]"
         if not isinstance(kind, str) or kind not in kinds:
-            raise _unsupported(f"{at}.type", f"blocks of this type are not supported here: {short(kind)!r}")
+            raise unsupported(f"{at}.type", f"blocks of this type are not supported here: {short(kind)!r}")
         check_unknown(block, _BLOCKS[kind], harmless=(), where=f"{at}.")
         if kind == "tool_result":
             _check_type(block, "tool_use_id", str, "a text", at)
@@ -156,19 +156,17 @@ def _check_blocks(content: Any, where: str, kinds: Container[str]) -> None:
 
 def _check_type(block: Mapping[str, Any], name: str, type: type, said: str, where: str) -> None:
     if not isinstance(block.get(name), type):
-        param = f"{where}.{name}"
-        raise ApiError(400, f"Invalid value for {param!r}: expected {said}", param=param)
+        raise invalid(f"{where}.{name}", f"expected {said}")
 
 
 def _check_tool(tool: Any, where: str) -> None:
     if not isinstance(tool, dict):
-        raise ApiError(400, f"Invalid value for {where!r}: expected an object", param=where)
+        raise invalid(where, "expected an object")
     if tool.get("type") not in (None, "custom"):
-        raise _unsupported(f"{where}.type", f"built-in tools are not served here: {short(tool['type'])!r}")
+        raise unsupported(f"{where}.type", f"built-in tools are not served here: {short(tool['type'])!r}")
     check_unknown(tool, _TOOL, harmless=_TOOL_HINTS, where=f"{where}.")
     if not isinstance(tool.get("input_schema"), dict):
-        param = f"{where}.input_schema"
-        raise ApiError(400, f"Invalid value for {param!r}: expected a JSON Schema, which is an object", param=param)
+        raise invalid(f"{where}.input_schema", "expected a JSON Schema, which is an object")
 
 
 def _check_choice(body: MessagesBody) -> None:
@@ -177,11 +175,11 @@ def _check_choice(body: MessagesBody) -> None:
         return
     check_unknown(choice, {"type", "name", "disable_parallel_tool_use"}, harmless=(), where="tool_choice.")
     if choice.get("type") not in _CHOICES:
-        raise _unsupported("tool_choice.type", f"expected one of {', '.join(_CHOICES)}")
+        raise unsupported("tool_choice.type", f"expected one of {', '.join(_CHOICES)}")
     if not isinstance(choice.get("disable_parallel_tool_use"), bool | None):
-        raise _unsupported("tool_choice.disable_parallel_tool_use", "expected true or false")
+        raise unsupported("tool_choice.disable_parallel_tool_use", "expected true or false")
     if choice["type"] in ("any", "tool") and not body.tools:
-        raise _unsupported("tool_choice", "there are no 'tools' to choose from")
+        raise unsupported("tool_choice", "there are no 'tools' to choose from")
 
 
 def _check_kept(body: MessagesBody) -> None:
@@ -192,15 +190,11 @@ def _check_kept(body: MessagesBody) -> None:
     check_unknown(context, {"edits"}, harmless=(), where="context_management.")
     edits = context.get("edits") or []
     if not isinstance(edits, list) or any(edit != _KEPT for edit in edits):
-        raise _unsupported("context_management.edits", "nothing of a conversation is left out here")
+        raise unsupported("context_management.edits", "nothing of a conversation is left out here")
 
 
 def _response_format(format: Any) -> dict[str, Any]:
     if not isinstance(format, dict) or format.get("type") != "json_schema":
-        raise _unsupported("output_config.format.type", "expected json_schema")
+        raise unsupported("output_config.format.type", "expected json_schema")
     check_unknown(format, {"type", "schema"}, harmless=(), where="output_config.format.")
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": format.get("schema"), "strict": True}}
-
-
-def _unsupported(param: str, why: str) -> ApiError:
-    return ApiError(400, f"Invalid value for {param!r}: {why}", param=param, code="unsupported_parameter")

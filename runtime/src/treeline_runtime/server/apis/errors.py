@@ -7,19 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from treeline_wire.anthropic_errors import anthropic_error_body
+
 from treeline_runtime.server.errors import UnknownModel
 from treeline_runtime.server.http import ApiError, ErrorShape, named_event
 
-_TYPES: Final[Mapping[int, str]] = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-"""https://platform.claude.com/docs/en/api/errors"""
 NO_THREADS: Final = "thread_unsupported_request"
 """Upon this code Anthropic's client sends a request again without `thread`, its conversation whole."""
 
@@ -37,10 +29,10 @@ def renamed(names: Mapping[str, str], members: Mapping[str, str]) -> Iterator[No
         param = told["param"]
         if param is None:
             raise
-        new = _renamed(param, names, members)
+        new = renamed_param(param, names, members)
         raise ApiError(
             error.status,
-            told["message"].replace(param, new),
+            _said(told["message"].replace(param, new), names),
             type=told["type"],
             param=new,
             code=told["code"],
@@ -48,7 +40,15 @@ def renamed(names: Mapping[str, str], members: Mapping[str, str]) -> Iterator[No
         ) from None
 
 
-def _renamed(param: str, names: Mapping[str, str], members: Mapping[str, str]) -> str:
+def _said(message: str, names: Mapping[str, str]) -> str:
+    """A message that quotes other fields besides."""
+    for name, new in names.items():
+        message = message.replace(f"{name!r}", f"{new!r}")
+    return message
+
+
+def renamed_param(param: str, names: Mapping[str, str], members: Mapping[str, str]) -> str:
+    """What a request calls the field of a chat that was made of it; `names` and `members` as above."""
     found = re.match(r"[^.\[]*", param)
     name = param if found is None else found[0]
     if name == "messages":
@@ -60,14 +60,12 @@ def _renamed(param: str, names: Mapping[str, str], members: Mapping[str, str]) -
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
-    """`{"type": "error", "error": {"type", "message"}}`. The status stays what it is: 503, not 529, says that a server
-    is busy, since routers and proxies go by that."""
-    type = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    """The same in Anthropic's shape."""
     told = error.body["error"]
-    made: dict[str, Any] = {"type": type, "message": told["message"]}
-    if told["code"] == NO_THREADS:
-        made["details"] = {"error_code": NO_THREADS, "unsupported": [told["param"]]}
-    return {"type": "error", "error": made}
+    if told["code"] != NO_THREADS:
+        return anthropic_error_body(error.status, told["message"])
+    details = {"error_code": NO_THREADS, "unsupported": [told["param"]]}
+    return anthropic_error_body(error.status, told["message"], details=details)
 
 
 ANTHROPIC_ERRORS = ErrorShape(anthropic_error, lambda error: named_event("error", anthropic_error(error)))

@@ -32,6 +32,7 @@ RESPONSES_BODY = Body(
     | {
         "input": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
         "previous_response_id": {"description": "Nothing is stored.", "type": "null"},
+        "structured_outputs": {"description": "vLLM's object: what the answer must be.", "type": ["object", "null"]},
         "tool_choice": {"anyOf": [{"enum": [None, "none", "auto", "required"]}, {"type": "object"}]},
     },
     required=("input",),
@@ -68,6 +69,12 @@ RESPONSES = Operation(
     body=RESPONSES_BODY,
     answer=answers.ResponseObject,
     event=answers.ResponseEvent,
+)
+INPUT_TOKENS = Operation(
+    tag=OPENAI,
+    summary="How many tokens the prompt of a chat has",
+    body=RESPONSES_BODY,
+    answer=answers.InputTokens,
 )
 MESSAGES = Operation(
     tag=ANTHROPIC,

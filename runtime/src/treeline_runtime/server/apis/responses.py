@@ -8,7 +8,7 @@ from typing import Any
 from treeline_runtime.server.apis import answering
 from treeline_runtime.server.apis.responses_events import ResponseEvents
 from treeline_runtime.server.http import ErrorShape, Request, Response
-from treeline_runtime.server.jobs import ResponsesTask
+from treeline_runtime.server.jobs import Answered, ResponsesTask
 from treeline_runtime.server.service import Service
 
 
@@ -27,6 +27,11 @@ async def responses(service: Service, request: Request) -> Response | None:
         inflight.close()
 
 
+async def input_tokens(service: Service, request: Request) -> Response:
+    """How many tokens the prompt of such a request has."""
+    return Response((await service.read(request, "input_tokens", Answered)).body)
+
+
 def _members(service: Service, task: ResponsesTask) -> dict[str, Any]:
     """What of a response does not change."""
     return {
@@ -39,6 +44,4 @@ def _members(service: Service, task: ResponsesTask) -> dict[str, Any]:
         "previous_response_id": None,
         "service_tier": "default",
         "store": False,
-        "top_logprobs": 0,
-        "truncation": "disabled",
     }

@@ -15,12 +15,11 @@ import msgspec
 
 from treeline_runtime.messages import TextOut
 from treeline_runtime.parsers.parts import Part
+from treeline_runtime.server.apis.answering import Event
 from treeline_runtime.server.apis.blocks import Begun, Block, Blocks, Ended, Grown, Step
 from treeline_runtime.server.http import ApiError, encode_json, named_event
 from treeline_runtime.server.jobs import GenerationJob
 from treeline_runtime.server.service import usage
-
-Event = dict[str, Any]
 
 
 class ResponseEvents:

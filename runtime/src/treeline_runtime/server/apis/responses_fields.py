@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta
 
-from treeline_runtime.server.errors import short
+from treeline_runtime.server.errors import invalid, short, unsupported
 from treeline_runtime.server.fields import HARMLESS, check_unknown, convert
 from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.openai import NAMESPACE_FIELDS, Rid
-from treeline_runtime.server.sampling import Count, PositiveCount, Priority, SamplingFields, Seed
+from treeline_runtime.server.sampling import Count, PositiveCount, Priority, SamplingFields, Seed, TopCount
 
 Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 """OpenAI's bounds."""
@@ -33,16 +34,21 @@ class ResponsesBody(SamplingFields, frozen=True):
     text: dict[str, Any] | None = None
     include: list[Any] | None = None
     metadata: Metadata | None = None
-    truncation: Literal["disabled"] | None = None
-    top_logprobs: Literal[0] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """With "auto" a conversation that is too long would lose its beginning: it is refused all the same."""
+    top_logprobs: TopCount | None = None
+    """Of log probabilities that only `include` asks for."""
+    include_reasoning: bool | None = None
     previous_response_id: str | None = None
     seed: Seed | None = None
     min_tokens: Count | None = None
     rid: Rid | None = None
+    request_id: Rid | None = None
+    """vLLM's and SGLang's name of `rid`."""
     priority: Priority | None = None
 
 
-OTHER_FIELDS: Final = NAMESPACE_FIELDS | {"chat_template_kwargs"}
+OTHER_FIELDS: Final = NAMESPACE_FIELDS | {"chat_template_kwargs", "structured_outputs"}
 """Read where those of a chat are."""
 RESPONSES_HARMLESS: Final[Mapping[str, str]] = {
     **{name: why for name, why in HARMLESS.items() if name not in ("metadata", "parallel_tool_calls")},
@@ -61,10 +67,24 @@ MEMBERS: Final[Mapping[str, str]] = {".function": "", ".json_schema": ""}
 """Within tools and formats."""
 _AS_THEY_ARE: Final = (
     *(name for name in SamplingFields.__struct_fields__ if name != "n"),
-    *("seed", "min_tokens", "rid", "priority", "parallel_tool_calls"),
+    *("seed", "min_tokens", "rid", "request_id", "priority", "parallel_tool_calls"),
+    *("include_reasoning", "structured_outputs"),
 )
-_INCLUDABLE: Final = ("reasoning.encrypted_content",)
-"""The reasoning is there as it is, so it need not come encrypted as well."""
+_INCLUDABLE: Final[Mapping[str, str]] = {
+    "reasoning.encrypted_content": "the reasoning is there as it is",
+    **dict.fromkeys(
+        (
+            "code_interpreter_call.outputs",
+            "computer_call_output.output.image_url",
+            "file_search_call.results",
+            "web_search_call.action.sources",
+            "web_search_call.results",
+        ),
+        "of built-in tools, of which there are none",
+    ),
+    "message.input_image.image_url": "no message may have pictures",
+}
+"""What may be asked for besides, because there is nothing of it that is not told, and why."""
 _ROLES: Final = ("user", "assistant", "system", "developer")
 _ITEMS: Final[Mapping[str, frozenset[str]]] = {
     "message": frozenset({"type", "role", "content", "id", "status", "phase"}),
@@ -88,14 +108,14 @@ def read_responses(raw: Mapping[str, Any]) -> ResponsesBody:
     if body.stream_options:
         check_unknown(body.stream_options, (), harmless=(), where="stream_options.")
     for one in body.include or ():
-        if one not in _INCLUDABLE:
-            raise _unsupported("include", f"{short(one)!r} cannot be included")
+        if not isinstance(one, str) or one not in _INCLUDABLE:
+            raise unsupported("include", f"{short(one)!r} is not told here")
     for i, item in enumerate(body.input if isinstance(body.input, list) else ()):
         _check_item(item, f"input[{i}]")
     for i, tool in enumerate(body.tools or ()):
         _check_tool(tool, f"tools[{i}]")
     if body.tool_choice not in (None, "none", "auto") and not body.tools:
-        raise _unsupported("tool_choice", "there are no 'tools' to choose from")
+        raise unsupported("tool_choice", "there are no 'tools' to choose from")
     return body
 
 
@@ -116,6 +136,19 @@ def chat_fields(body: ResponsesBody, raw: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
+@contextlib.contextmanager
+def uncut(body: ResponsesBody) -> Iterator[None]:
+    """Where a conversation is too long that was to be cut, says that it is not."""
+    try:
+        yield
+    except ApiError as error:
+        told = error.body["error"]
+        if body.truncation != "auto" or told["code"] != "context_length_exceeded":
+            raise
+        said = f"{told['message']} 'truncation': 'auto' is taken where nothing is to be cut: items are never left out."
+        raise ApiError(error.status, said, param="truncation", code=told["code"]) from None
+
+
 def shown(body: ResponsesBody, temperature: float, top_p: float) -> dict[str, Any]:
     """What the answer repeats; `temperature` and `top_p` are those that hold."""
     return {
@@ -128,7 +161,9 @@ def shown(body: ResponsesBody, temperature: float, top_p: float) -> dict[str, An
         "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": top_p,
+        "truncation": body.truncation or "disabled",
     }
 
 
@@ -142,16 +177,15 @@ def _check_item(item: Any, where: str) -> None:
         return
     kind = item.get("type", "message")
     known = _ITEMS.get(kind) if isinstance(kind, str) else None
+    if kind == "item_reference":
+        raise unsupported(f"{where}.type", "nothing is stored that could be referred to: send the item itself")
     if known is None:
-        raise _unsupported(f"{where}.type", f"items of this type are not supported: {short(kind)!r}")
+        raise unsupported(f"{where}.type", f"items of this type are not supported: {short(kind)!r}")
     check_unknown(item, known, harmless=(), where=f"{where}.")
     if kind == "message" and item.get("role") not in _ROLES:
-        raise ApiError(
-            400, f"Invalid value for '{where}.role': expected one of {', '.join(_ROLES)}", param=f"{where}.role"
-        )
+        raise invalid(f"{where}.role", f"expected one of {', '.join(_ROLES)}", code=None)
     if kind.startswith("function_call") and not isinstance(item.get("call_id"), str):
-        where += ".call_id"
-        raise ApiError(400, f"Invalid value for {where!r}: expected a text", param=where)
+        raise invalid(f"{where}.call_id", "expected a text", code=None)
     for name in ("content", "output", "summary"):
         parts = item.get(name)
         for j, part in enumerate(parts if isinstance(parts, list) else ()):
@@ -161,10 +195,10 @@ def _check_item(item: Any, where: str) -> None:
 
 def _check_tool(tool: Any, where: str) -> None:
     if not isinstance(tool, dict):
-        raise ApiError(400, f"Invalid value for {where!r}: expected an object", param=where)
+        raise invalid(where, "expected an object", code=None)
     if tool.get("type") != "function":
         said = f"built-in tools are not served here: {short(tool.get('type'))!r}, expected 'function'"
-        raise _unsupported(f"{where}.type", said)
+        raise unsupported(f"{where}.type", said)
     check_unknown(tool, _TOOL, harmless=(), where=f"{where}.")
 
 
@@ -178,9 +212,4 @@ def _response_format(format: Any) -> dict[str, Any] | None:
             return {"type": "json_object"}
         case "json_schema":
             return {"type": "json_schema", "json_schema": {k: v for k, v in format.items() if k != "type"}}
-    where = "text.format.type"
-    raise ApiError(400, f"Invalid value for {where!r}: expected text, json_schema or json_object", param=where)
-
-
-def _unsupported(param: str, why: str) -> ApiError:
-    return ApiError(400, f"Invalid value for {param!r}: {why}", param=param, code="unsupported_parameter")
+    raise invalid("text.format.type", "expected text, json_schema or json_object", code=None)

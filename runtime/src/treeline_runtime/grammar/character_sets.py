@@ -1,0 +1,84 @@
+"""Sets of characters, as ranges of code points: all others, other cases, and what counts as a digit, space or word.
+
+No set has surrogates: no text has them. Where dialects differ in what a class has, there is a narrow set, in which all
+of them agree, and a wide one, which is what any of them counts in.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
+
+Ranges = tuple[tuple[int, int], ...]
+"""Characters, as first and last of ascending ranges that do not touch."""
+
+LAST = sys.maxunicode
+
+
+def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """The set that any ranges make together, without surrogates. O(n log n)."""
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(_no_surrogates(ranges)):
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return tuple(_no_surrogates(merged))
+
+
+def _no_surrogates(ranges: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int]]:
+    for first, last in ranges:
+        if first < 0xD800:
+            yield first, min(last, 0xD7FF)
+        if last > 0xDFFF:
+            yield max(first, 0xE000), last
+
+
+def all_but(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """All other characters."""
+    others, after = [], 0
+    for first, last in (*union(ranges), (LAST + 1, LAST + 1)):
+        if first > after:
+            others.append((after, first - 1))
+        after = last + 1
+    return union(others)
+
+
+def characters(ranges: Iterable[tuple[int, int]], negated: bool) -> Ranges:
+    """A class as it is written."""
+    return all_but(ranges) if negated else union(ranges)
+
+
+def with_cases(ranges: Ranges, *, wide: bool) -> Ranges:
+    """With their other cases. O(characters)."""
+    chars = [chr(code) for first, last in ranges for code in range(first, last + 1)]
+    found = {ord(c) for char in chars for c in (char, char.lower(), char.upper()) if len(c) == 1}
+    if wide:
+        found |= {ord(c) for char in chars for c in _SPECIAL_CASES.get(char.lower(), "")}
+    return tuple((code, code) for code in sorted(found))
+
+
+_SPECIAL_CASES = {"k": "\u212a", "s": "\u017f", "i": "\u0130\u0131", "å": "\u212b", "µ": "\u039c\u03bc"}
+
+
+def category(name: str, *, wide: bool) -> Ranges:
+    """Of "digit", "space" and "word": ASCII's, or Unicode's."""
+    return _unicode(name) if wide else _ASCII[name]
+
+
+_ASCII: dict[str, Ranges] = {
+    "digit": ((48, 57),),
+    "space": ((9, 13), (32, 32)),
+    "word": ((48, 57), (65, 90), (95, 95), (97, 122)),
+}
+_UNICODE: dict[str, Callable[[str], bool]] = {
+    "digit": str.isdecimal,
+    "space": lambda char: char.isspace() or char == "\ufeff",
+    "word": lambda char: char.isalnum() or char == "_",
+}
+
+
+@cache
+def _unicode(name: str) -> Ranges:
+    return union((code, code) for code in range(LAST + 1) if _UNICODE[name](chr(code)))

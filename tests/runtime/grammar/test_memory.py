@@ -1,0 +1,85 @@
+"""What grammars take of a process, as the kernel sees it: when they are forgotten, it is as small as before."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from treeline_runtime.grammar.compiler import CompileLimits, GrammarCompiler
+from treeline_runtime.grammar.trim import TRIM_BYTES, Trimmer
+from treeline_runtime.grammar.vocabulary import Vocabulary
+from treeline_runtime.messages import Grammar
+
+CACHE, SLACK = 16 << 20, 72 << 20
+GRAMMARS = 16
+
+
+def resident() -> int:
+    """Bytes of this process that are no file's."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+
+def storm() -> None:
+    """Print what the process has grown by, at last and at most, when a grammar of 3 MB was read again and again."""
+    vocabulary = Vocabulary([*(bytes([i]) for i in range(256)), b""], {}, (256,))
+    limits = CompileLimits(cache_bytes=CACHE, workers=2)
+    compiler = GrammarCompiler("xgrammar", lambda: vocabulary, on_done=lambda: None, limits=limits)
+    draw = random.Random(1)
+    texts = ["".join(draw.choices("abcdefghij", k=200)) for _ in range(80)]
+    grammar = Grammar("choice", json.dumps(texts))
+    compiler.get(grammar).result(60)
+    ask, answers = compiler._ask, list[bytearray]()
+
+    def asked_once(order: Any, loaded: Any) -> bytearray:
+        if not answers:
+            answers.append(ask(order, loaded))
+        return answers[0]
+
+    compiler._ask = asked_once  # type: ignore[method-assign]
+    compiler.get(Grammar("choice", json.dumps([*texts, "0"]))).result(60)
+    before, counted = resident(), compiler.num_bytes
+    futures = [compiler.get(Grammar("choice", json.dumps([*texts, str(i)]))) for i in range(1, GRAMMARS)]
+    for future in futures:
+        future.result(60)
+    del future, futures
+    compiler._settle()
+    kept = compiler.num_bytes
+    compiler.close()
+    assert compiler._threads is not None
+    compiler._threads.shutdown()
+    sys.stdout.write(json.dumps([resident() - before, kept - counted]))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_after_a_storm_of_large_grammars_the_process_is_as_large_as_the_cache() -> None:
+    folder = Path(__file__).parent
+    child = subprocess.run(
+        [sys.executable, "-c", "import test_memory; test_memory.storm()"],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        timeout=60,
+        check=True,
+    )
+    grown, counted = json.loads(child.stdout)
+    assert counted <= CACHE
+    assert grown < CACHE + SLACK
+
+
+def test_what_is_let_go_is_given_back_once_it_is_much() -> None:
+    given = list[int]()
+    trimmer = Trimmer()
+    trimmer._trim = given.append
+    assert not trimmer.let_go(TRIM_BYTES - 1)
+    trimmer.trim()
+    assert given == []
+    assert trimmer.let_go(1)
+    trimmer.trim()
+    trimmer.trim()
+    assert given == [0]
+    assert not trimmer.let_go(1)
