@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from treeline_wire import events
 from treeline_wire.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -321,3 +322,18 @@ def test_an_event_names_its_namespace() -> None:
     assert BlockStored([1]).namespace is None
     assert BlockStored([1], cache_salt="s").namespace == "s"
     assert BlockStored([1], lora_name="l").namespace not in (None, "l", "s")
+
+
+def outcome(payload: bytes) -> Any:
+    try:
+        return decode_batch(payload)
+    except DecodeError as error:
+        return error.reason
+
+
+def test_large_batches_decoded_event_by_event_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    payloads = [*map(bytes.fromhex, GOLDEN.values()), *mutants(3000, seed=3)]
+    whole = [outcome(payload) for payload in payloads]
+    monkeypatch.setattr(events, "_LARGE_BYTES", 0)
+    assert [outcome(payload) for payload in payloads] == whole
+    assert sum(type(each) is EventBatch and bool(each.rejected) for each in whole) > 100

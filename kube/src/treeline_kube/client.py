@@ -117,6 +117,15 @@ class Client(Connection):
         """Set `spec.replicas` of exactly this object and nothing else: Conflict if another one has its name."""
         return await self.patch_merge(ref, {"metadata": {"uid": uid}, "spec": {"replicas": replicas}})
 
+    async def scale_by_subresource(self, ref: Ref, resource_version: str, replicas: int) -> None:
+        """The same through `/scale`, as autoscalers do it: a right to that is none to the rest of the spec. Conflict if
+        the object has changed since that version: the uid is not looked at there for custom resources."""
+        _, path = await self._address(ref, "scale")
+        plural = (await self.resource(ref.api_version, ref.kind)).plural
+        query = [("fieldManager", self.field_manager)]
+        body = {"metadata": {"resourceVersion": resource_version}, "spec": {"replicas": replicas}}
+        await self.request(Call("patch", f"{plural}/scale", path, query, body, MERGE))
+
     async def update(self, obj: Object, *, guarded: bool = True, retry: Retry | None = None) -> Object:
         """Replace the object whole: Conflict unless it still has the resourceVersion given."""
         resource, path = await self._address(Ref.of(obj))

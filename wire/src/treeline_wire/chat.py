@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 from jinja2.exceptions import TemplateSyntaxError
 
@@ -103,7 +103,7 @@ class ChatTemplate:
     @classmethod
     def from_bundle(
         cls, bundle: TokenizerBundle, pool: Renderer | None = None, inline_seconds: float = MAX_SECONDS
-    ) -> ChatTemplate | None:
+    ) -> Self | None:
         """The template of a bundle, None if it has none. Raises `TemplateError`."""
         if bundle.chat_template is None:
             return None

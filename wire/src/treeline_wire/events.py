@@ -24,6 +24,8 @@ from .namespaces import event_namespace
 
 MAX_PAYLOAD_BYTES: Final = 64 << 20
 """A batch larger than this is refused before it is decoded, in bytes."""
+_LARGE_BYTES: Final = 256 << 10
+"""A batch larger than this is decoded event by event, so that other threads run in between."""
 
 _U64: Final = (1 << 64) - 1
 _SIGN: Final = 1 << 63
@@ -121,6 +123,14 @@ class _MapBatch(Struct, array_like=True):
     dp_rank: int | None = None
 
 
+class _RawBatch(Struct, array_like=True):
+    """The same, with events that are not read yet."""
+
+    ts: float
+    events: list[msgspec.Raw]
+    dp_rank: int | None = None
+
+
 _TYPES: Final[dict[str, Any]] = {
     "BlockStored": BlockStored,
     "BlockRemoved": BlockRemoved,
@@ -153,6 +163,8 @@ _REMOVED_OPTIONAL: Final = ("medium", "group_idx", "locality", "ownership", "rem
 
 _encoder = msgspec.msgpack.Encoder()
 _map_decoder = msgspec.msgpack.Decoder(_MapBatch)
+_raw_decoder = msgspec.msgpack.Decoder(_RawBatch)
+_event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 _any_decoder = msgspec.msgpack.Decoder()
 _set: Final = msgspec.structs.force_setattr
 
@@ -171,13 +183,19 @@ def decode_batch(payload: bytes) -> EventBatch:
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise DecodeError(DecodeReason.TOO_LARGE, f"{len(payload)} bytes")
     try:
-        batch = _map_decoder.decode(payload)
+        batch = _map_decoder.decode(payload) if len(payload) <= _LARGE_BYTES else _decode_each(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError):
         return _decode_slowly(payload)
     if not math.isfinite(batch.ts):
         raise DecodeError(DecodeReason.BAD_BATCH, "ts is not a finite number")
     _make_unsigned(batch.events)
     return EventBatch(batch.ts, batch.events, batch.dp_rank)
+
+
+def _decode_each(payload: bytes) -> _MapBatch:
+    """What the decoder of whole batches does, or raises."""
+    batch = _raw_decoder.decode(payload)
+    return _MapBatch(batch.ts, [_event_decoder.decode(event) for event in batch.events], batch.dp_rank)
 
 
 def root_digest(namespace: str | None) -> bytes:
@@ -246,19 +264,34 @@ class _RejectedError(Exception):
 
 
 def _decode_slowly(payload: bytes) -> EventBatch:
-    try:
-        raw = _any_decoder.decode(payload)
-    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        raise DecodeError(DecodeReason.NOT_MSGPACK, str(error)[:200]) from None
-    ts, raw_events, dp_rank = _batch_members(raw)
     events: list[Event] = []
     rejected: dict[str, int] = {}
-    for raw_event in raw_events:
-        try:
-            events.append(_event(raw_event))
-        except _RejectedError as error:
-            rejected[error.reason] = rejected.get(error.reason, 0) + 1
+    try:
+        ts, raw_events, dp_rank = _batch_members(_outline(payload))
+        for raw_event in raw_events:
+            if type(raw_event) is msgspec.Raw:
+                raw_event = _any_decoder.decode(raw_event)
+            try:
+                events.append(_event(raw_event))
+            except _RejectedError as error:
+                rejected[error.reason] = rejected.get(error.reason, 0) + 1
+    except DecodeError:
+        raise
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise DecodeError(DecodeReason.NOT_MSGPACK, str(error)[:200]) from None
     return EventBatch(ts, events, dp_rank, rejected)
+
+
+def _outline(payload: bytes) -> Any:
+    """The batch; where it is large and in today's form its events are not read yet."""
+    if len(payload) > _LARGE_BYTES:
+        try:
+            batch = _raw_decoder.decode(payload)
+        except msgspec.MsgspecError:
+            pass  # another form, or none
+        else:
+            return [batch.ts, batch.events, batch.dp_rank]
+    return _any_decoder.decode(payload)
 
 
 def _batch_members(raw: Any) -> tuple[float, list[Any], int | None]:

@@ -5,6 +5,9 @@ ROLE = "treeline.dev/role"
 SERVING = "treeline.dev/serving"
 """"true" while the pod may be chosen for new requests, "false" while it drains."""
 
+MIRROR_SUFFIX = "-gie"
+"""Ends the name of the Gateway API Inference Extension's InferencePool that mirrors one of ours for Gateways."""
+
 KV_EVENTS_PORT = "treeline.dev/kv-events-port"
 KV_REPLAY_PORT = "treeline.dev/kv-replay-port"
 KV_EVENTS_TOPIC = "treeline.dev/kv-events-topic"

@@ -44,6 +44,7 @@ _POSTS: Final[Mapping[str, tuple[str, ...]]] = {
     "treeline": (
         *_OPENAI,
         "/v1/responses",
+        "/v1/responses/input_tokens",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/generate",

@@ -9,6 +9,8 @@ LOAD = 5757
 EXT_PROC = 9002
 EDS = 9003
 PICKER_ADMIN = 9004
+PEERS = 9005
+"""Pickers of one pool, to each other; UDP."""
 METRICS = 9090
 """The picker's."""
 GATEWAY = 8080

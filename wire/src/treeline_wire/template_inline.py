@@ -54,6 +54,8 @@ _MAX_NUMBER: Final = 1 << 63
 _GUARD: Final = "guard!"
 _KEEP: Final = "keep!"
 _TICK: Final = "tick!"
+PASSED_ON: Final = frozenset({_GUARD, _KEEP, _TICK})
+"""Filters that leave a value as it is."""
 
 _NODES: Final = words(
     "Template Output TemplateData Const Name NSRef Getattr Getitem Slice For If Assign AssignBlock Macro Call "
@@ -112,10 +114,10 @@ _budget: ContextVar[_RenderBudget] = ContextVar("treeline_inline_budget")
 class InlineTemplate:
     """A template that may be rendered in this process. Raises `NotInlineError` if it may not, and what Jinja raises."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, environment: InlineEnvironment | None = None) -> None:
         if len(source) > MAX_SOURCE_CHARS:
             raise NotInlineError("its source is too long")
-        self._template, self.raised_texts = compile_template(_environment(), source)
+        self._template, self.raised_texts = compile_template(environment or _environment(), source)
 
     def render(self, variables: dict[str, Any], seconds: float = MAX_SECONDS) -> str:
         """The text, within `seconds` of the processor. Raises `NotInlineError`, `RaisedError`, and whatever is wrong
@@ -129,7 +131,9 @@ class InlineTemplate:
             _budget.reset(token)
 
 
-class _InlineEnvironment(TemplateEnvironment):
+class InlineEnvironment(TemplateEnvironment):
+    """Jinja with the guards."""
+
     intercepted_binops = frozenset({"*", "%"})
 
     def __init__(self) -> None:
@@ -154,13 +158,13 @@ class _InlineEnvironment(TemplateEnvironment):
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         if type(function) is BuiltinMethodType and type(function.__self__) is str:
-            _check_method(function.__name__, function.__self__, args)
+            check_method(function.__name__, function.__self__, args)
         return _guard(super().call(context, function, *args, **kwargs))
 
 
 @functools.cache
-def _environment() -> _InlineEnvironment:
-    return _InlineEnvironment()
+def _environment() -> InlineEnvironment:
+    return InlineEnvironment()
 
 
 class _Inline(NodeTransformer):
@@ -364,7 +368,7 @@ def _checked(check: Callable[..., None], function: Callable[..., Any]) -> Callab
     return call
 
 
-def _check_method(name: str, text: str, args: tuple[Any, ...]) -> None:
+def check_method(name: str, text: str, args: tuple[Any, ...]) -> None:
     """Python searches from the right and strips characters in quadratic time, and replaces and joins without bounds."""
     if name == "join":
         _check_join(args[0] if args else None, text)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ..dialects.base import check_size
@@ -27,8 +28,7 @@ def to_chat(body: Mapping[str, Any], messages: list[Any], context: Context) -> C
     made: dict[str, Any] = {name: body[name] for name in PASSED if body.get(name) is not None}
     if sglang:
         made.pop("chat_template_kwargs", None)
-    roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
-    merged = "system" in roles and not context.inline_system(must_show=sglang)
+    merged = any(_role(message) == "system" for message in messages) and not context.inline_system(must_show=sglang)
     chat: list[Message] = []
     system = _system(body.get("system"), sglang)
     if merged:
@@ -97,68 +97,70 @@ def _convert(message: Any, where: str, chat: list[Message], sglang: bool, merged
     if isinstance(content, str):
         chat.append({"role": role, "content": content})
         return
-    made: Message = {"role": role}
-    parts: list[dict[str, Any]] = []
-    calls: list[dict[str, Any]] = []
-    reasoning: list[str] = []
+    turn = _Turn(role, sglang, chat)
     for i, block in enumerate(blocks_of(content, f"{where}.content")):
-        _convert_block(block, f"{where}.content[{i}]", role, sglang, parts, calls, reasoning, chat)
-    if reasoning:
-        made["reasoning"] = "".join(reasoning)
-    if calls:
-        made["tool_calls"] = calls
-    if parts:
-        made["content"] = _content(parts)
-    elif sglang and not calls and role != "user":
-        made["content"] = ""
-    if "content" in made or role != "user":
-        chat.append(made)
+        turn.take(block, f"{where}.content[{i}]")
+    turn.end()
+
+
+@dataclass
+class _Turn:
+    """One message's blocks, as the messages that they make in `chat`: each tool result is one, before the rest."""
+
+    role: str
+    sglang: bool
+    chat: list[Message]
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+
+    def take(self, block: dict[str, Any], where: str) -> None:
+        match block["type"]:
+            case "text":
+                text = text_member(block, "text", where, None)
+                if text or (self.sglang and text is not None):
+                    self.parts.append({"type": "text", "text": text})
+            case "image":
+                self.parts.append({"type": "image_url"})
+            case "thinking" if self.sglang:
+                raise Unknown(where, "what an assistant thought depends on the engine's settings")
+            case "thinking":
+                self.reasoning.append(text_member(block, "thinking", where) or "")
+            case "redacted_thinking" | "tool_reference":
+                pass
+            case "tool_use":
+                check_size(block.get("input"), f"{where}.input")
+                if not block.get("id"):
+                    raise Unknown(f"{where}.id", "it is missing")  # the engine makes one up
+                called = function(name=block.get("name") or "", arguments=json.dumps(block.get("input") or {}))
+                self.calls.append({"id": block["id"], **called})
+            case "tool_result" if self.role == "user":
+                if self.sglang and self.parts:
+                    self.chat.append({"role": "user", "content": _content(self.parts)})
+                    self.parts.clear()
+                self.chat.append(_result(block, where, self.sglang))
+            case _:
+                raise Unknown(where, "blocks of this type are not supported")
+
+    def end(self) -> None:
+        made: Message = {"role": self.role}
+        if self.reasoning:
+            made["reasoning"] = "".join(self.reasoning)
+        if self.calls:
+            made["tool_calls"] = self.calls
+        if self.parts:
+            made["content"] = _content(self.parts)
+        elif self.sglang and not self.calls and self.role != "user":
+            made["content"] = ""
+        if "content" in made or self.role != "user":
+            self.chat.append(made)
 
 
 def _content(parts: list[dict[str, Any]]) -> Any:
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else list(parts)
 
 
-def _convert_block(
-    block: dict[str, Any],
-    where: str,
-    role: str,
-    sglang: bool,
-    parts: list[dict[str, Any]],
-    calls: list[dict[str, Any]],
-    reasoning: list[str],
-    chat: list[Message],
-) -> None:
-    match block["type"]:
-        case "text":
-            text = text_member(block, "text", where, None)
-            if text or (sglang and text is not None):
-                parts.append({"type": "text", "text": text})
-        case "image":
-            parts.append({"type": "image_url"})
-        case "thinking" if sglang:
-            raise Unknown(where, "what an assistant thought depends on the engine's settings")
-        case "thinking":
-            reasoning.append(text_member(block, "thinking", where) or "")
-        case "redacted_thinking" | "tool_reference":
-            pass
-        case "tool_use":
-            check_size(block.get("input"), f"{where}.input")
-            arguments = json.dumps(block.get("input") or {})
-            function = {"name": block.get("name") or "", "arguments": arguments}
-            if not block.get("id"):
-                raise Unknown(f"{where}.id", "it is missing")  # the engine makes one up
-            calls.append({"id": block["id"], "type": "function", "function": function})
-        case "tool_result" if role == "user":
-            if sglang and parts:
-                chat.append({"role": "user", "content": _content(parts)})
-                parts.clear()
-            _convert_result(block, where, chat, sglang)
-        case _:
-            raise Unknown(where, "blocks of this type are not supported")
-
-
-def _convert_result(block: dict[str, Any], where: str, chat: list[Message], sglang: bool) -> None:
+def _result(block: dict[str, Any], where: str, sglang: bool) -> Message:
     """A result is a message of its own. One with images is known as far as its text."""
     content = block.get("content")
     made: Message = {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": content or ""}
@@ -171,7 +173,7 @@ def _convert_result(block: dict[str, Any], where: str, chat: list[Message], sgla
         made["content"] = texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
     elif content and not isinstance(content, str):
         raise PromptError(f"{where}.content", "must be a string or a list")
-    chat.append(made)
+    return made
 
 
 def _tools(body: Mapping[str, Any], messages: list[Any], engine: str) -> list[dict[str, Any]]:

@@ -82,8 +82,8 @@ def _call(item: dict[str, Any], where: str) -> dict[str, Any]:
     return {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _add(item: dict[str, Any], where: str, chat: list[Message]) -> None:
-    """Ours: what an assistant thought, said and called in one turn is one message."""
+def _add_as_ours(item: dict[str, Any], where: str, chat: list[Message]) -> None:
+    """What an assistant thought, said and called in one turn is one message."""
     last = chat[-1] if chat and chat[-1]["role"] == "assistant" else {}
     kind = item.get("type", "message")
     if kind == "function_call":
@@ -189,7 +189,7 @@ def _add_as_sglang(item: dict[str, Any], where: str, chat: list[Message]) -> Non
         raise Unknown(where, _OTHER)
 
 
-_ADD: Final = {"treeline": _add, "sglang": _add_as_sglang}
+_ADD: Final = {"treeline": _add_as_ours, "sglang": _add_as_sglang}
 
 
 def _is_object(text: str) -> bool:
@@ -301,7 +301,6 @@ def _tools(body: Mapping[str, Any], engine: str) -> dict[str, Any]:
     if not functions:
         return {}
     choice = body.get("tool_choice")
-    named = choice.get("name") if isinstance(choice, dict) and choice.get("type") == "function" else None
     names = ("name", "description", "parameters")
     if engine == "treeline":
         tools = [function(**{name: tool.get(name) for name in (*names, "strict")}) for tool in functions]
@@ -315,7 +314,7 @@ def _tools(body: Mapping[str, Any], engine: str) -> dict[str, Any]:
         for tool in functions
     ]
     if isinstance(choice, dict) and choice.get("type") == "function":
-        choice = {"function": {"name": named}}
+        choice = {"function": {"name": choice.get("name")}}
     return {"tools": tools, "tool_choice": choice}
 
 

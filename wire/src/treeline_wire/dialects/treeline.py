@@ -21,7 +21,8 @@ from .base import (
     with_system_for_developer,
 )
 
-_KINDS: Final = {"text": "text"}
+_KINDS: Final = {"text": "text", "refusal": "refusal"}
+"""Types of parts, and the member that has their text: an assistant's refusal is what it said."""
 
 
 class TreelineDialect(ChatDialect):
@@ -39,7 +40,10 @@ class TreelineDialect(ChatDialect):
         return text
 
     def parts(self, content: list[Any], texts: list[str | None]) -> list[dict[str, Any]]:
-        return [{"type": "text", **part} for part in content]
+        return [
+            {"type": "text", **part} if part.get("type") != "refusal" else {"type": "text", "text": text}
+            for part, text in zip(content, texts, strict=True)
+        ]
 
     def members(self, message: Message, content: Any, where: str) -> Message:
         made = {**message, "content": content}

@@ -1,0 +1,70 @@
+"""What pickers say of demand: one line each, and what several say together."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from treeline_wire.signals import MOST_COUNT, Asked, PoolSignals, Signals, Waiting, decode, encode, merged
+
+counts = st.integers(0, MOST_COUNT // 8)
+waiting = st.builds(Waiting, counts, counts)
+times = st.none() | st.floats(0, 1e9)
+asked = st.builds(Asked, waiting, waiting, counts, times, times)
+pools = st.builds(PoolSignals, asked, st.dictionaries(st.text(max_size=3), asked, max_size=2), *[counts] * 5)
+
+GOLDEN = (
+    b'{"synced":true,"pools":{"p":{"asked":{"held":{"requests":2,"tokens":900},"missed":{"requests":0,"tokens":0},'
+    b'"picks":3,"ttft_p50_s":0.25,"ttft_p90_s":1.5},"models":{},"ready":1,"queued_tokens":4096,'
+    b'"in_flight_requests":7,"in_flight_tokens":512,"silent":1}}}\n'
+)
+
+
+def test_a_line_stays_as_it_was_agreed() -> None:
+    said = Signals(True, {"p": PoolSignals(Asked(Waiting(2, 900), Waiting(), 3, 0.25, 1.5), {}, 1, 4096, 7, 512, 1)})
+    assert (encode(said), decode(GOLDEN)) == (GOLDEN, said)
+
+
+@settings(max_examples=30)
+@given(st.dictionaries(st.text(max_size=5), pools, max_size=2))
+def test_a_line_says_what_was_put_into_it(said: dict[str, PoolSignals]) -> None:
+    line = encode(Signals(True, said))
+    assert line.count(b"\n") == 1
+    assert decode(line) == Signals(True, said)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"[]",
+        b'{"pools":{"p":{"queued_tokens":-1}}}',
+        b'{"pools":{"p":{"queued_tokens":1e300}}}',
+        b'{"pools":{"p":{"asked":{"ttft_p90_s":1e400}}}}',
+        b'{"pools":{"p":{"asked":{"picks":true}}}}',
+        b'{"pools":{"p":7}}',
+        b'{"x":' + b"[" * 100_000,
+        b'{"pools":{"\xff":{}}}',
+    ],
+)
+def test_what_no_picker_says_is_missed(line: bytes) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        decode(line)
+
+
+def test_what_a_later_version_adds_is_passed_over() -> None:
+    assert decode(b'{"synced":true,"new":[1],"pools":{"p":{"new":{}}}}') == Signals(True, {"p": PoolSignals()})
+
+
+@given(st.lists(pools, max_size=3))
+def test_several_pickers_see_the_same_endpoints_and_have_requests_of_their_own(told: list[PoolSignals]) -> None:
+    whole = merged(told)
+    assert merged(reversed(told)) == whole
+    assert whole.asked.held.requests == sum(one.asked.held.requests for one in told)
+    assert whole.asked.missed.tokens == sum(one.asked.missed.tokens for one in told)
+    assert whole.queued_tokens == max([one.queued_tokens for one in told], default=0)
+    assert whole.silent == min([one.silent for one in told], default=0)
+    assert set(whole.models) == {name for one in told for name in one.models}
+    if len(told) == 1:
+        assert whole == told[0]

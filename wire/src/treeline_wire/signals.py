@@ -1,0 +1,126 @@
+"""The demand for pools, as pickers stream it to whoever scales them.
+
+`GET /signals` of a picker's admin port answers with lines of JSON, each a whole `Signals`: the first at once, another
+when something has changed, `MOST_PER_S` a second at most, and one every `HEARTBEAT_S` where nothing does. Whoever hears
+nothing for `SILENT_S` has lost the picker. Each number says what is true now or was within a stated time: nothing adds
+up over the life of a process, so that a picker that starts anew is understood. Fields are only added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+PATH: Final = "/signals"
+CONTENT_TYPE: Final = "application/x-ndjson"
+MOST_PER_S: Final = 4
+HEARTBEAT_S: Final = 2.0
+SILENT_S: Final = 6.0
+RECENT_S: Final = 10.0
+"""What "lately" means."""
+MOST_LINE_BYTES: Final = 4 << 20
+
+MOST_COUNT: Final = 1 << 53
+MOST_SECONDS: Final = 1e9
+
+Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
+Seconds = Annotated[float, Meta(ge=0.0, le=MOST_SECONDS)]
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """Requests that have no endpoint yet, and the tokens of their prompts that would have to be computed."""
+
+    requests: Count = 0
+    tokens: Count = 0
+
+    def __add__(self, other: Waiting) -> Waiting:
+        return Waiting(self.requests + other.requests, self.tokens + other.tokens)
+
+
+NOTHING_WAITS: Final = Waiting()
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What this picker alone knows of the requests for a pool, or for one of its models.
+
+    `held` wait here for an endpoint; they are told of the pool alone. `missed` came lately while none was ready,
+    and were turned away, or went to another pool. `picks` were given one lately, and `ttft_p50_s` and `ttft_p90_s` are
+    quantiles of the time to first token that was predicted for them; None without picks.
+    """
+
+    held: Waiting = NOTHING_WAITS
+    missed: Waiting = NOTHING_WAITS
+    picks: Count = 0
+    ttft_p50_s: Seconds | None = None
+    ttft_p90_s: Seconds | None = None
+
+
+class PoolSignals(msgspec.Struct, frozen=True):
+    """The demand for a pool.
+
+    `asked` is for all its models, `models` for each that was asked for lately. The rest is about those of its endpoints
+    that do not drain, and each picker knows it of all: `ready` may be picked; `in_flight_requests` they have or are
+    about to get; `queued_tokens` of prompts wait to be computed there; `in_flight_tokens` are those of requests that
+    this picker sent there and that have no first token yet. Of those that may be picked, `silent` do not tell their
+    load at the moment: they may have more in flight than is counted.
+    """
+
+    asked: Asked = Asked()
+    models: dict[str, Asked] = {}
+    ready: Count = 0
+    queued_tokens: Count = 0
+    in_flight_requests: Count = 0
+    in_flight_tokens: Count = 0
+    silent: Count = 0
+
+
+class Signals(msgspec.Struct, frozen=True):
+    """What one picker says. `synced`: it has seen all that there is, so that a pool that is missing is not its."""
+
+    synced: bool = False
+    pools: dict[str, PoolSignals] = {}
+
+
+def encode(signals: Signals) -> bytes:
+    """One line."""
+    return msgspec.json.encode(signals) + b"\n"
+
+
+def decode(line: bytes) -> Signals:
+    """From one line. Raises `msgspec.MsgspecError`, also for one that is nested without end or is no UTF-8."""
+    try:
+        return _decode(line)
+    except (RecursionError, UnicodeDecodeError) as error:
+        raise msgspec.DecodeError(str(error)) from error
+
+
+_decode = msgspec.json.Decoder(Signals).decode
+
+
+def merged(told: Iterable[PoolSignals]) -> PoolSignals:
+    """What several pickers of one pool say together: what each has alone adds up; of what all see, the most counts.
+    Quantiles of the times that each predicted are taken to be the longest of them."""
+    found = list(told)
+    models = dict.fromkeys(name for one in found for name in one.models)
+    return PoolSignals(
+        _asked([one.asked for one in found]),
+        {name: _asked([one.models[name] for one in found if name in one.models]) for name in models},
+        ready=max((one.ready for one in found), default=0),
+        queued_tokens=max((one.queued_tokens for one in found), default=0),
+        in_flight_requests=max((one.in_flight_requests for one in found), default=0),
+        in_flight_tokens=sum(one.in_flight_tokens for one in found),
+        silent=min((one.silent for one in found), default=0),  # one that hears an endpoint is enough
+    )
+
+
+def _asked(told: list[Asked]) -> Asked:
+    return Asked(
+        sum((one.held for one in told), NOTHING_WAITS),
+        sum((one.missed for one in told), NOTHING_WAITS),
+        sum(one.picks for one in told),
+        max((one.ttft_p50_s for one in told if one.ttft_p50_s is not None), default=None),
+        max((one.ttft_p90_s for one in told if one.ttft_p90_s is not None), default=None),
+    )
